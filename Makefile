@@ -1,0 +1,34 @@
+# Each target does all its own set-up; nothing is done twice when nothing changed.
+PYTHON ?= python3
+PIP_FLAGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: setup demo test bench clean
+
+setup: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("offbeat needs Python 3.11 or newer, this is %d.%d: make PYTHON=python3.11 ..." % sys.version_info[:2])'
+	@echo "setting up $(VENV) (torch and the tools; a minute or two, once)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: setup
+	@$(BIN)/offbeat schedule torus:2x2 --ranks 4 --size 100MB --svg build/torus.svg
+	@echo
+	@$(BIN)/offbeat schedule --ranks 32 --size 100MB --topology cluster:4x8,inside=50GB/s,across=1GB/s
+
+test: setup
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check -q .
+	@$(BIN)/mypy
+	@$(BIN)/pytest
+
+bench: setup
+	@$(BIN)/python benchmarks/schedules.py
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,429 @@
+"""The named collectives, and the table that lists them.
+
+To add one, write its function over a list of ranks and a list of chunks (from `phases`), and its row in
+the table below; the command line, the proof over all rank counts and the ranking read the table.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from offbeat import spec as grammar
+from offbeat.errors import RequestError, nearest, unknown
+from offbeat.schedules.ir import Schedule, Steps
+from offbeat.schedules.phases import (
+    Chunks,
+    Phase,
+    Ranks,
+    backwards,
+    central_reduce,
+    direct_all_gather,
+    direct_reduce_scatter,
+    doubling_all_gather,
+    exchange,
+    halving_doubling,
+    halving_reduce_scatter,
+    in_order_tree,
+    pieces_of,
+    piped_tree,
+    power_of_two_below,
+    ring_all_gather,
+    ring_reduce_scatter,
+    together,
+    tree_reduce,
+)
+from offbeat.spec import Param, choice, format_shape, parse_count, parse_shape
+
+Shape = tuple[int, ...]
+Orders = tuple[tuple[int, ...], ...]
+
+# --- all-reduce -----------------------------------------------------------------------------------------------
+
+
+def central(ranks: Ranks, chunks: Chunks) -> Phase:
+    reduce = central_reduce(ranks, chunks)
+    return reduce + backwards(reduce)
+
+
+def direct(ranks: Ranks, chunks: Chunks) -> Phase:
+    pieces = pieces_of(chunks, len(ranks))
+    return direct_reduce_scatter(ranks, pieces) + direct_all_gather(ranks, pieces)
+
+
+def ring(ranks: Ranks, chunks: Chunks, order: Orders | None = None) -> Phase:
+    at = np.asarray(ranks, np.int32)
+    orders = order or (tuple(range(len(at))),)
+    rings = []
+    for share, visited in zip(pieces_of(chunks, len(orders)), orders, strict=True):
+        pieces = pieces_of(share, len(at))
+        along = at[list(visited)]
+        rings.append(ring_reduce_scatter(along, pieces) + ring_all_gather(along, pieces))
+    return together(rings)
+
+
+def tree(ranks: Ranks, chunks: Chunks) -> Phase:
+    reduce = tree_reduce(ranks, chunks)
+    return reduce + backwards(reduce)
+
+
+def double_tree(ranks: Ranks, chunks: Chunks, per_tree: int = 16) -> Phase:
+    """Half of the data over each of two trees; an inner rank of one is (almost always) a leaf of the other."""
+    at = np.asarray(ranks, np.int32)
+    one, other = pieces_of(chunks, 2)
+    swapped = at[::-1] if len(at) % 2 == 0 else np.roll(at, 1)
+    parents = in_order_tree(len(at))
+    return together([piped_tree(at, one, parents), piped_tree(swapped, other, parents)])
+
+
+def multiring(ranks: Ranks, chunks: Chunks, shape: Shape) -> Phase:
+    """Reduce-scatter along the first side, all-reduce over the others, all-gather along the first."""
+    at = np.asarray(ranks, np.int32).reshape(-1, shape[0])  # a row: consecutive ranks
+    pieces = pieces_of(chunks, shape[0])
+    rows = [ring_reduce_scatter(row, pieces) for row in at]
+    back = [ring_all_gather(row, pieces) for row in at]
+    if len(shape) == 1:
+        return together(rows) + together(back)
+    columns = [multiring(column, piece, shape[1:]) for column, piece in zip(at.T, pieces, strict=True)]
+    return together(rows) + together(columns) + together(back)
+
+
+def hierarchical(
+    ranks: Ranks,
+    chunks: Chunks,
+    shape: Shape,
+    form: str = "scatter",
+    inner: str | None = None,
+    outer: str | None = None,
+) -> Phase:
+    nodes = np.asarray(ranks, np.int32).reshape(shape)
+    across = _OUTER[outer or _OUTER_DEFAULT[form]].phase
+    if form == "leader":
+        reduce = together([_LEADER_INNER[inner or "tree"](node, chunks) for node in nodes])
+        return reduce + across(nodes[:, 0], chunks) + backwards(reduce)
+    scatter, gather = _SCATTER_INNER[inner or "ring"]
+    pieces = pieces_of(chunks, shape[1])
+    return (
+        together([scatter(node, pieces) for node in nodes])
+        + together([across(peers, piece) for peers, piece in zip(nodes.T, pieces, strict=True)])
+        + together([gather(node, pieces) for node in nodes])
+    )
+
+
+_SCATTER_INNER = {
+    "ring": (ring_reduce_scatter, ring_all_gather),
+    "halving": (halving_reduce_scatter, doubling_all_gather),
+    "direct": (direct_reduce_scatter, direct_all_gather),
+}
+_LEADER_INNER = {"tree": tree_reduce, "central": central_reduce}
+_OUTER_DEFAULT = {"scatter": "ring", "leader": "halving-doubling"}
+
+
+# --- how many chunks; which shapes fit ---------------------------------------------------------------------------
+
+
+def _one(ranks: int) -> int:
+    return 1
+
+
+def _as_many(ranks: int) -> int:
+    return ranks
+
+
+def _ring_chunks(ranks: int, order: Orders | None) -> int:
+    for visited in order or ():
+        if sorted(visited) != list(range(ranks)):
+            raise RequestError(f"a ring's order visits each of the ranks 0..{ranks - 1} once; got {_join(visited)}")
+    return ranks * len(order or ((),))
+
+
+def _double_tree_chunks(ranks: int, per_tree: int) -> int:
+    return 2 * per_tree
+
+
+def _shape_chunks(ranks: int, shape: Shape) -> int:
+    if math.prod(shape) != ranks:
+        fitting = ", ".join(format_shape(s) for s in _factorisations(ranks) if len(s) == max(2, len(shape)))
+        raise RequestError(
+            f"a shape of {format_shape(shape)} has {math.prod(shape)} ranks, not {ranks}"
+            + (f"; fitting: {fitting}" if fitting else f"; {ranks} ranks only fit 1x{ranks} and {ranks}x1")
+        )
+    return ranks
+
+
+def _torus_chunks(ranks: int, shape: Shape) -> int:
+    if len(shape) != 2:
+        raise RequestError(f"a torus has two sides, like 4x8; got {format_shape(shape)} (multiring takes any number)")
+    return _shape_chunks(ranks, shape)
+
+
+def _hierarchical_chunks(ranks: int, shape: Shape, form: str, inner: str | None, outer: str | None) -> int:
+    if len(shape) != 2:
+        raise RequestError(f"hierarchical needs NODESxPER_NODE, like 4x8; got {format_shape(shape)}")
+    _shape_chunks(ranks, shape)
+    known = _LEADER_INNER if form == "leader" else _SCATTER_INNER
+    if inner is not None and inner not in known:
+        raise RequestError(f"inner={inner}: the {form} form takes {' or '.join(known)}{nearest(inner, known)}")
+    across = _OUTER[outer or _OUTER_DEFAULT[form]].chunks(shape[0])
+    return across if form == "leader" else across * shape[1]
+
+
+def _factorisations(number: int) -> Iterator[Shape]:
+    """All ways to write a number as an ordered product of sides of 2 and more (1 as itself)."""
+    yield (number,)
+    for first in range(2, number // 2 + 1):
+        if number % first == 0:
+            for rest in _factorisations(number // first):
+                yield (first, *rest)
+
+
+def _splits(number: int) -> list[Shape]:
+    return [(first, number // first) for first in range(1, number + 1) if number % first == 0]
+
+
+def _join(order: Sequence[int]) -> str:
+    return "-".join(map(str, order))
+
+
+def parse_orders(text: str) -> Orders:
+    """`0-3-2-1` is one ring; `0-1-2+2-1-0` are two, with half of the data each."""
+    words = [part.split("-") for part in text.split("+")]
+    if not all(word.isascii() and word.isdigit() for part in words for word in part):
+        raise RequestError(f"an order of ranks is written like 0-3-2-1; got '{text}'")
+    return tuple(tuple(int(word) for word in part) for part in words)
+
+
+def format_orders(orders: Orders) -> str:
+    return "+".join(_join(order) for order in orders)
+
+
+# --- the table ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Algorithm:
+    """One row: a collective algorithm a user can name.
+
+    `chunks(ranks, **options)` says into how many chunks the vector is cut, and refuses options that do
+    not fit; `phase(ranks, chunks, **options)` gives the steps; `shapes(ranks)` lists the ways to write it
+    for that many ranks.
+    """
+
+    name: str
+    summary: str
+    chunks: Callable[..., int]
+    phase: Callable[..., Phase]
+    collective: str = "all-reduce"
+    params: tuple[Param, ...] = ()
+    shapes: Callable[[int], list[str]] | None = None
+
+    def lines(self, ranks: int) -> list[str]:
+        """Every line that names this algorithm for so many ranks."""
+        return [self.name] if self.shapes is None else [f"{self.name}:{shape}" for shape in self.shapes(ranks)]
+
+
+def _hierarchical_shapes(ranks: int) -> list[str]:
+    splits = [format_shape(shape) for shape in _splits(ranks)]
+    return [split + form for form in ("", ",outer=halving-doubling", ",leader") for split in splits]
+
+
+_SHAPE = Param(
+    name="shape",
+    read=parse_shape,
+    positional=True,
+    required=True,
+    help="the sides, the first is that of consecutive ranks",
+)
+
+_PLAIN = (
+    Algorithm(
+        name="central",
+        summary="one rank reduces and sends back; its port is shared by all others",
+        chunks=_one,
+        phase=central,
+    ),
+    Algorithm(
+        name="direct",
+        summary="everybody to everybody, one piece each: 2 steps, for fully connected ranks",
+        chunks=_as_many,
+        phase=direct,
+    ),
+    Algorithm(
+        name="ring",
+        summary="piece by piece around a ring: fewest bytes, 2(P-1) steps",
+        chunks=_ring_chunks,
+        phase=ring,
+        params=(Param(name="order", read=parse_orders, help="the ranks in ring order, 0-3-2-1; several rings with +"),),
+    ),
+    Algorithm(
+        name="halving-doubling",
+        summary="exchange halves, then double: fewest bytes, 2 log2 P steps (extra ranks fold in: +2)",
+        chunks=power_of_two_below,
+        phase=halving_doubling,
+    ),
+    Algorithm(
+        name="tree",
+        summary="binomial tree up and down: few steps, the whole vector in each; for small sizes",
+        chunks=_one,
+        phase=tree,
+    ),
+    Algorithm(
+        name="double-tree",
+        summary="two binary trees with half of the data each, chunk after chunk in a pipeline",
+        chunks=_double_tree_chunks,
+        phase=double_tree,
+        params=(
+            Param(
+                name="per-tree",
+                read=parse_count,
+                positional=True,
+                default=16,
+                help="chunks that follow each other in each tree (default 16)",
+            ),
+        ),
+        shapes=lambda ranks: ["4", "16", "64"],
+    ),
+)
+
+# What can run across the nodes of `hierarchical`: every all-reduce that needs no shape, with its defaults.
+_OUTER = {
+    row.name: Algorithm(
+        name=row.name,
+        summary=row.summary,
+        chunks=lambda ranks, row=row: row.chunks(ranks, **{p.name.replace("-", "_"): p.default for p in row.params}),
+        phase=row.phase,
+    )
+    for row in _PLAIN
+}
+
+_SHAPED = (
+    Algorithm(
+        name="torus",
+        summary="reduce-scatter along rows, all-reduce along columns, all-gather along rows: ring's bytes, fewer steps",
+        chunks=_torus_chunks,
+        phase=multiring,
+        params=(_SHAPE,),
+        shapes=lambda ranks: [format_shape(shape) for shape in _splits(ranks)],
+    ),
+    Algorithm(
+        name="multiring",
+        summary="the torus in any number of dimensions (PowerAI DDL): 2 sum(side - 1) steps",
+        chunks=_shape_chunks,
+        phase=multiring,
+        params=(_SHAPE,),
+        shapes=lambda ranks: [format_shape(shape) for shape in _factorisations(ranks)],
+    ),
+    Algorithm(
+        name="hierarchical",
+        summary="reduce inside nodes, all-reduce across, distribute inside; ',leader' lets one rank a node speak",
+        chunks=_hierarchical_chunks,
+        phase=hierarchical,
+        params=(
+            Param(name="shape", read=parse_shape, positional=True, required=True, help="NODESxPER_NODE"),
+            Param(
+                name="form",
+                read=choice("scatter", "leader"),
+                positional=True,
+                default="scatter",
+                help="scatter (default): every rank speaks for its piece; leader: one rank a node speaks for all",
+            ),
+            Param(
+                name="inner",
+                read=str,
+                help="inside a node: ring (default), halving, direct; leader: tree (default), central",
+            ),
+            Param(
+                name="outer",
+                read=choice(*_OUTER),
+                help=f"across nodes: {', '.join(_OUTER)} (default ring; leader: halving-doubling)",
+            ),
+        ),
+        shapes=_hierarchical_shapes,
+    ),
+)
+
+
+def _on_pieces(phase: Callable[..., Phase]) -> Callable[[Ranks, Chunks], Phase]:
+    return lambda ranks, chunks: phase(ranks, pieces_of(chunks, len(ranks)))
+
+
+def _mirrored(phase: Callable[..., Phase]) -> Callable[[Ranks, Chunks], Phase]:
+    return lambda ranks, chunks: backwards(phase(ranks, chunks))
+
+
+def _exchanges(steps: Callable[[int], list[list[int]]]) -> Callable[[Ranks, Chunks], Phase]:
+    return lambda ranks, chunks: [exchange(ranks, distances) for distances in steps(len(ranks)) if distances]
+
+
+def _others() -> Iterator[Algorithm]:
+    """The collectives that the runtime needs beside all-reduce."""
+    for collective, name, summary, phase in (
+        ("reduce-scatter", "ring", "P-1 steps around a ring", ring_reduce_scatter),
+        ("reduce-scatter", "halving", "ceil(log2 P) steps (+2 past a power of two)", halving_reduce_scatter),
+        ("reduce-scatter", "direct", "1 step, everybody to everybody", direct_reduce_scatter),
+        ("all-gather", "ring", "P-1 steps around a ring", ring_all_gather),
+        ("all-gather", "doubling", "ceil(log2 P) steps (+2 past a power of two)", doubling_all_gather),
+        ("all-gather", "direct", "1 step, everybody to everybody", direct_all_gather),
+    ):
+        yield Algorithm(name=name, summary=summary, collective=collective, chunks=_as_many, phase=_on_pieces(phase))
+    for collective, name, summary, whole in (
+        ("reduce", "tree", "binomial tree, ceil(log2 P) steps", tree_reduce),
+        ("reduce", "central", "1 step, everybody to the root", central_reduce),
+        ("broadcast", "tree", "binomial tree, ceil(log2 P) steps", _mirrored(tree_reduce)),
+        ("broadcast", "central", "1 step, the root to everybody", _mirrored(central_reduce)),
+    ):
+        yield Algorithm(name=name, summary=summary, collective=collective, chunks=_one, phase=whole)
+    for name, summary, steps in (
+        ("direct", "1 step, everybody to everybody", lambda n: [list(range(1, n))]),
+        ("pairwise", "P-1 steps, one partner in each", lambda n: [[d] for d in range(1, n)]),
+    ):
+        yield Algorithm(
+            name=name,
+            summary=summary,
+            collective="all-to-all",
+            chunks=lambda ranks: ranks * ranks,
+            phase=_exchanges(steps),
+        )
+
+
+ALGORITHMS: dict[tuple[str, str], Algorithm] = {
+    (row.collective, row.name): row for row in (*_PLAIN, *_SHAPED, *_others())
+}
+COLLECTIVES = tuple(dict.fromkeys(collective for collective, _ in ALGORITHMS))
+
+
+def algorithms(collective: str = "all-reduce") -> dict[str, Algorithm]:
+    """The rows of one collective, by name."""
+    if collective not in COLLECTIVES:
+        raise unknown("collective", collective, COLLECTIVES)
+    return {name: row for (of, name), row in ALGORITHMS.items() if of == collective}
+
+
+def build(text: str, *, ranks: int, collective: str = "all-reduce", root: int = 0) -> Schedule:
+    """The schedule that a line like `ring` or `torus:4x2` names, for so many ranks.
+
+    A `RequestError` says which word is wrong, or which shapes would fit. `root` is for broadcast and reduce.
+    """
+    spec = grammar.parse(text)
+    rows = algorithms(collective)
+    if spec.name not in rows:
+        raise unknown(f"{collective} algorithm", spec.name, rows)
+    if ranks < 1:
+        raise RequestError(f"ranks must be 1 or more; got {ranks}")
+    if not 0 <= root < ranks:
+        raise RequestError(f"the root must be one of the ranks 0..{ranks - 1}; got {root}")
+    if root and collective not in ("broadcast", "reduce"):
+        raise RequestError(f"{collective} has no root; got root {root}")
+    row = rows[spec.name]
+    options: dict[str, Any] = grammar.bind(spec, row.params)
+    try:
+        chunks = row.chunks(ranks, **options)
+    except RequestError as error:
+        raise RequestError(f"'{spec}': {error}") from None
+    order = np.roll(np.arange(ranks, dtype=np.int32), -root)
+    steps = Steps(row.phase(order, np.arange(chunks, dtype=np.int32), **options))
+    return Schedule(str(spec), collective, ranks, chunks, steps, root)

@@ -1,0 +1,135 @@
+"""What a schedule costs on a topology.
+
+The model. A step begins when the one before it has ended everywhere. The transfers of one step between
+one pair of ranks are one message; it takes the latency of its route, plus the time in which the busiest
+link of that route carries all that the step puts on it. A step takes as long as its slowest message.
+Links are shared within a step, and each direction of a cable is a link of its own. An empty message costs its latency.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from offbeat.errors import RequestError
+from offbeat.schedules.ir import Schedule
+from offbeat.spec import format_rate, format_seconds, format_size
+from offbeat.topology import Link, Topology, edge_name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Price:
+    """What `price` found. Bytes are exact; `bottleneck` is the link that was waited for longest."""
+
+    seconds: float
+    steps: int
+    bytes_per_rank: tuple[int, ...]  # sent by each rank
+    bytes_per_link: Mapping[str, int]
+    latency_s: float  # the part of `seconds` that does not depend on the size
+    bottleneck: str
+    bottleneck_link: Link | None
+    equally_busy: int  # how many other links are busy as long, to a part in a thousand
+
+    @property
+    def bytes_total(self) -> int:
+        return sum(self.bytes_per_rank)
+
+    def why(self) -> str:
+        """In words, where the time goes."""
+        if self.bottleneck_link is None:
+            return "nothing is sent"
+        if self.latency_s > self.seconds / 2:
+            return f"latency: {format_seconds(self.latency_s)} over {self.steps} steps"
+        carried = format_size(self.bytes_per_link[self.bottleneck])
+        rate = format_rate(self.bottleneck_link.bytes_per_s)
+        more = self.equally_busy
+        others = f" (as {'does 1 other' if more == 1 else f'do {more} others'})" if more else ""
+        return f"{self.bottleneck} carries {carried} at {rate}{others}"
+
+
+def price(schedule: Schedule, topology: Topology, size_bytes: int, item_bytes: int = 1) -> Price:
+    """The cost of `schedule` on `topology` for a vector of `size_bytes` in items of `item_bytes`."""
+    if schedule.ranks != topology.ranks:
+        raise RequestError(
+            f"'{schedule.name}' has {schedule.ranks} ranks, topology '{topology.name}' has {topology.ranks}"
+        )
+    if size_bytes < 0 or item_bytes < 1 or size_bytes % item_bytes:
+        raise RequestError(f"a size is a multiple of its items' {item_bytes} bytes, 0 or more; got {size_bytes}")
+    lengths = chunk_items(size_bytes // item_bytes, schedule.chunks) * item_bytes
+    table, bounds = schedule.steps.table, schedule.steps.bounds
+    carried = lengths[table[:, 2]].astype(np.float64)  # exact: whole numbers below 2**53
+    pair = table[:, 0].astype(np.int64) * schedule.ranks + table[:, 1]
+    pairs, which = np.unique(pair, return_inverse=True)
+    ways = _Ways(topology, pairs // schedule.ranks, pairs % schedule.ranks)
+    load = np.zeros(len(ways.names))
+    waited = np.zeros(len(ways.names))
+    seconds = latency = 0.0
+    for step in range(len(schedule.steps)):
+        rows = slice(bounds[step], bounds[step + 1])
+        messages = np.bincount(which[rows], weights=carried[rows], minlength=len(pairs))
+        present = np.bincount(which[rows], minlength=len(pairs)) > 0
+        if not present.any():
+            continue
+        on_link = np.bincount(ways.link, weights=messages[ways.pair], minlength=len(ways.names))
+        busy = on_link / ways.bytes_per_s
+        slowest = np.maximum.reduceat(busy[ways.link], ways.first)
+        took = np.where(present, ways.latency_s + slowest, -1.0)
+        last = int(took.argmax())
+        route = ways.link[ways.first[last] : ways.first[last] + ways.links[last]]
+        waited[route[busy[route].argmax()]] += took[last]
+        load += on_link
+        seconds += float(took[last])
+        latency += float(ways.latency_s[last])
+    sent = np.bincount(table[:, 0], weights=carried, minlength=schedule.ranks)
+    worst = int(waited.argmax()) if len(waited) else -1
+    busiest = load / ways.bytes_per_s
+    return Price(
+        seconds=seconds,
+        steps=len(schedule.steps),
+        bytes_per_rank=tuple(int(n) for n in sent),
+        bytes_per_link={name: int(n) for name, n in zip(ways.names, load, strict=True)},
+        latency_s=latency,
+        bottleneck=ways.names[worst] if worst >= 0 else "none",
+        bottleneck_link=ways.figures[worst] if worst >= 0 else None,
+        equally_busy=int(np.isclose(busiest, busiest[worst], rtol=1e-3).sum()) - 1 if worst >= 0 else 0,
+    )
+
+
+def chunk_items(items: int, chunks: int) -> npt.NDArray[np.int64]:
+    """How many items each chunk has: the law of `ir`, which differs by at most one between chunks."""
+    edges = np.array([chunk * items // chunks for chunk in range(chunks + 1)], np.int64)
+    return edges[1:] - edges[:-1]
+
+
+def lower_bound_s(topology: Topology, size_bytes: int) -> float:
+    """No all-reduce is faster: 2M(P-1) bytes must be sent in all, by all ranks' links together."""
+    if topology.ranks == 1:
+        return 0.0
+    return 2 * size_bytes * (topology.ranks - 1) / topology.egress_bytes_per_s()
+
+
+class _Ways:
+    """The routes of the pairs that talk, as arrays: entry e says that `pair[e]` uses `link[e]`."""
+
+    def __init__(self, topology: Topology, sources: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]) -> None:
+        numbers: dict[tuple[int | str, int | str], int] = {}
+        link: list[int] = []
+        lengths: list[int] = []
+        for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+            route = topology.route(source, target)
+            lengths.append(len(route))
+            link.extend([numbers.setdefault(edge, len(numbers)) for edge in route])
+        self.link = np.array(link, np.int64)
+        self.links = np.array(lengths, np.int64)
+        self.first = np.cumsum(self.links) - self.links
+        self.pair = np.repeat(np.arange(len(lengths)), self.links)
+        self.names = [edge_name(edge) for edge in numbers]
+        self.figures = [topology.links[edge] for edge in numbers]
+        self.bytes_per_s = np.array([figure.bytes_per_s for figure in self.figures])
+        latency = np.array([figure.latency_s for figure in self.figures])
+        self.latency_s = (
+            np.bincount(self.pair, weights=latency[self.link], minlength=len(lengths)) if lengths else latency
+        )

@@ -1,0 +1,172 @@
+"""A collective as data: `Transfer`, `Schedule`, and their text form.
+
+    0>1 c3 +        rank 0 sends its chunk 3 to rank 1, who adds it to its own
+    0>1 c3 =        ... who overwrites its own with it
+
+Laws. All reads of a step happen before its writes. Several additions to one place in one step are
+allowed and are made in the order in which they are listed. Chunk c of L items is items
+[c*L//C, (c+1)*L//C). All transfers of one step between one pair of ranks are one message.
+`Schedule.parse(schedule.text()) == schedule`.
+
+A schedule on 1,024 ranks has two million transfers, so they are kept as one table of integers, a row a
+transfer; `steps` shows them as tuples of `Transfer`, made when looked at. Whoever computes over all of
+them (`verify`, `cost`) reads the table.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from offbeat.errors import RequestError
+
+Table = npt.NDArray[np.int32]  # one row a transfer: source, target, chunk, reduce
+
+
+class Transfer(NamedTuple):
+    """One chunk on its way from one rank to another."""
+
+    source: int
+    target: int
+    chunk: int
+    reduce: bool
+
+    def __str__(self) -> str:
+        return f"{self.source}>{self.target} c{self.chunk} {'+' if self.reduce else '='}"
+
+    @classmethod
+    def parse(cls, text: str) -> Transfer:
+        match = re.fullmatch(r"\s*(\d+)>(\d+)\s+c(\d+)\s+([+=])\s*", text, re.ASCII)
+        if match is None:
+            raise RequestError(f"a transfer is written like '0>1 c3 +' or '0>1 c3 ='; got '{text.strip()}'")
+        source, target, chunk, sign = match.groups()
+        return cls(int(source), int(target), int(chunk), sign == "+")
+
+
+class Steps(Sequence[tuple[Transfer, ...]]):
+    """The steps of a schedule, over a table of transfers; step i is rows bounds[i] to bounds[i+1]."""
+
+    __slots__ = ("bounds", "table")
+
+    def __init__(self, tables: Iterable[Table]) -> None:
+        parts = list(tables)
+        self.table: Table = np.concatenate([np.empty((0, 4), np.int32), *parts])
+        self.bounds = np.concatenate([[0], np.cumsum([len(part) for part in parts])]).astype(np.int64)
+        self.table.flags.writeable = False
+        self.bounds.flags.writeable = False
+
+    @classmethod
+    def of(cls, steps: Iterable[Iterable[Transfer]]) -> Steps:
+        """From transfers written out one by one."""
+        return cls(np.array([list(t) for t in step], np.int32).reshape(-1, 4) for step in steps)
+
+    def rows(self, step: int) -> Table:
+        """The table of one step."""
+        return self.table[self.bounds[step] : self.bounds[step + 1]]
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[Transfer, ...]: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[tuple[Transfer, ...]]: ...
+    def __getitem__(self, index: int | slice) -> tuple[Transfer, ...] | Sequence[tuple[Transfer, ...]]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"step {index} of {len(self)}")
+        rows = self.rows(index % len(self)).tolist()
+        return tuple(Transfer(source, target, chunk, bool(reduce)) for source, target, chunk, reduce in rows)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Steps):
+            return NotImplemented
+        return np.array_equal(self.bounds, other.bounds) and np.array_equal(self.table, other.table)
+
+    def __hash__(self) -> int:
+        return hash((self.bounds.tobytes(), self.table.tobytes()))
+
+
+class Schedule:
+    """A collective on `ranks` ranks over a vector cut into `chunks` chunks.
+
+    `root` is the rank that a broadcast starts from or a reduce ends at; elsewhere it is 0 and unused.
+    Ranks and chunks that do not exist are refused at birth; whether the schedule does what its
+    collective promises is `verify`'s to say.
+    """
+
+    __slots__ = ("chunks", "collective", "name", "ranks", "root", "steps")
+
+    name: str
+    collective: str
+    ranks: int
+    chunks: int
+    steps: Steps
+    root: int
+
+    def __init__(
+        self,
+        name: str,
+        collective: str,
+        ranks: int,
+        chunks: int,
+        steps: Steps | Iterable[Iterable[Transfer]],
+        root: int = 0,
+    ) -> None:
+        if ranks < 1 or chunks < 1:
+            raise RequestError(f"schedule '{name}' needs at least 1 rank and 1 chunk; got {ranks} and {chunks}")
+        if not 0 <= root < ranks:
+            raise RequestError(f"schedule '{name}': root {root} is not one of the ranks 0..{ranks - 1}")
+        held = steps if isinstance(steps, Steps) else Steps.of(steps)
+        for column, limit, what in ((0, ranks, "rank"), (1, ranks, "rank"), (2, chunks, "chunk")):
+            values = held.table[:, column]
+            wrong = np.flatnonzero((values < 0) | (values >= limit))
+            if wrong.size:
+                step = int(np.searchsorted(held.bounds, wrong[0], side="right"))
+                transfer = Transfer(*held.table[wrong[0]].tolist())
+                raise RequestError(f"schedule '{name}': step {step} has '{transfer}', but {what}s are 0..{limit - 1}")
+        fields = {"name": name, "collective": collective, "ranks": ranks, "chunks": chunks, "steps": held, "root": root}
+        for field, value in fields.items():
+            object.__setattr__(self, field, value)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"a Schedule is a value; make another instead of setting '{name}'")
+
+    def _key(self) -> tuple[object, ...]:
+        return self.name, self.collective, self.ranks, self.chunks, self.root, self.steps
+
+    def __eq__(self, other: object) -> bool:
+        return self._key() == other._key() if isinstance(other, Schedule) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __repr__(self) -> str:
+        return (
+            f"<Schedule {self.name} {self.collective}: {self.ranks} ranks, {self.chunks} chunks, "
+            f"{len(self.steps)} steps, {len(self.steps.table)} transfers>"
+        )
+
+    def text(self) -> str:
+        """A header and one line a step."""
+        root = f" root={self.root}" if self.root else ""
+        lines = [f"schedule {self.name} {self.collective} ranks={self.ranks} chunks={self.chunks}{root}"]
+        lines += [" | ".join(map(str, step)) or "-" for step in self.steps]
+        return "\n".join(lines) + "\n"
+
+    @classmethod
+    def parse(cls, text: str) -> Schedule:
+        header, *lines = text.strip().splitlines() or [""]
+        match = re.fullmatch(r"schedule (\S+) (\S+) ranks=(\d+) chunks=(\d+)(?: root=(\d+))?\s*", header, re.ASCII)
+        if match is None:
+            raise RequestError(
+                f"a schedule starts with a line like 'schedule ring all-reduce ranks=4 chunks=4'; got '{header}'"
+            )
+        name, collective, ranks, chunks, root = match.groups()
+        steps = [[] if line.strip() == "-" else [Transfer.parse(t) for t in line.split("|")] for line in lines]
+        return cls(name, collective, int(ranks), int(chunks), steps, int(root or 0))

@@ -1,0 +1,145 @@
+"""Ring orders that fit a mesh of direct links.
+
+A directed ring visits every rank once over direct links between ranks, in one direction. Rings that share
+no lane run side by side at full speed, so the number of them is how many times the bandwidth of one lane a
+ring all-reduce can have. No set of rings is larger than the lanes that leave some part of the ranks: the
+cut bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+from offbeat.errors import RequestError
+from offbeat.topology import Topology
+
+Lanes = dict[int, dict[int, int]]  # lanes[source][target]
+Order = tuple[int, ...]
+
+_MOST_CYCLES = 5_000
+_MOST_TRIES = 200_000
+_MOST_RANKS_FOR_CUTS = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rings:
+    """The largest set of edge-disjoint directed rings found.
+
+    `proved` tells whether no larger one exists. `cut` is a part of the ranks that only `bound` lanes leave
+    (or enter), with `cut_bytes_per_s` together.
+    """
+
+    orders: tuple[Order, ...]
+    proved: bool
+    bound: int
+    cut: Order
+    cut_bytes_per_s: float
+
+
+def find_rings(topology: Topology) -> Rings:
+    """Search the direct links of `topology`; a `RequestError` where ranks have none."""
+    lanes: Lanes = {rank: {} for rank in range(topology.ranks)}
+    for (source, target), link in topology.links.items():
+        if isinstance(source, int) and isinstance(target, int):
+            lanes[source][target] = link.lanes
+    if not topology.is_mesh():
+        raise RequestError(
+            f"topology '{topology.name}' has no direct links between its {topology.ranks} rank(s): "
+            "look for rings in a mesh, like dgx1"
+        )
+    bound, cut = _smallest_cut(lanes)
+    cycles = list(islice(_cycles(lanes, _MOST_TRIES), _MOST_CYCLES + 1)) if bound else []
+    complete = len(cycles) <= _MOST_CYCLES and None not in cycles
+    usable = [cycle for cycle in cycles[:_MOST_CYCLES] if cycle is not None]
+    for wanted in range(bound, 0, -1):
+        chosen, exhausted = _choose(lanes, usable, wanted)
+        if chosen is not None:
+            return _result(topology, chosen, complete or wanted == bound, bound, cut)
+        complete = complete and exhausted
+    return _result(topology, (), complete, bound, cut)
+
+
+def _result(topology: Topology, orders: tuple[Order, ...], proved: bool, bound: int, cut: Order) -> Rings:
+    inside = set(cut)
+    crossing = sum(
+        link.bytes_per_s
+        for (source, target), link in topology.links.items()
+        if isinstance(source, int) and isinstance(target, int) and source in inside and target not in inside
+    )
+    return Rings(orders=orders, proved=proved, bound=bound, cut=cut, cut_bytes_per_s=crossing)
+
+
+def _smallest_cut(lanes: Lanes) -> tuple[int, Order]:
+    """The part of the ranks that the fewest lanes leave; ties go to the smaller part, then the lower ranks."""
+    ranks = sorted(lanes)
+    if len(ranks) <= _MOST_RANKS_FOR_CUTS:
+        parts = [tuple(rank for rank in ranks if number >> rank & 1) for number in range(1, (1 << len(ranks)) - 1)]
+    else:  # single ranks only: still a bound, perhaps not the smallest
+        parts = [(rank,) for rank in ranks]
+    crossing = {part: _leaving(lanes, set(part)) for part in parts}
+    best = min(parts, key=lambda part: (crossing[part], len(part), part))
+    return crossing[best], best
+
+
+def _leaving(lanes: Lanes, part: set[int]) -> int:
+    return sum(count for source in part for target, count in lanes[source].items() if target not in part)
+
+
+def _cycles(lanes: Lanes, tries: int) -> Iterator[Order | None]:
+    """Every ring through all ranks, from rank 0, fattest links first; a last None when `tries` ran out."""
+    order = [0]
+    seen = {0}
+    stack = [iter(sorted(lanes[0], key=lambda rank: (-lanes[0][rank], rank)))]
+    while stack:
+        following = next(stack[-1], None)
+        if following is None:
+            stack.pop()
+            seen.discard(order.pop())
+            continue
+        tries -= 1
+        if tries < 0:
+            yield None
+            return
+        if following in seen:
+            continue
+        order.append(following)
+        seen.add(following)
+        if len(order) == len(lanes):
+            if 0 in lanes[following]:
+                yield tuple(order)
+            seen.discard(order.pop())
+            continue
+        ahead = lanes[following]
+        stack.append(iter(sorted(ahead, key=lambda rank: (-ahead[rank], rank))))
+
+
+def _choose(lanes: Lanes, cycles: list[Order], wanted: int) -> tuple[tuple[Order, ...] | None, bool]:
+    """`wanted` of the cycles (one may be taken more than once) within the lanes; else whether all was tried."""
+    left = {(source, target): count for source, ahead in lanes.items() for target, count in ahead.items()}
+    edges = [list(zip(cycle, (*cycle[1:], cycle[0]), strict=True)) for cycle in cycles]
+    chosen: list[int] = []
+    tries = _MOST_TRIES
+
+    def search(first: int) -> bool:
+        nonlocal tries
+        if len(chosen) == wanted:
+            return True
+        for number in range(first, len(cycles)):
+            tries -= 1
+            if tries < 0:
+                return False
+            if all(left[edge] > 0 for edge in edges[number]):
+                for edge in edges[number]:
+                    left[edge] -= 1
+                chosen.append(number)
+                if search(number):
+                    return True
+                chosen.pop()
+                for edge in edges[number]:
+                    left[edge] += 1
+        return False
+
+    found = search(0)
+    return (tuple(cycles[number] for number in chosen) if found else None), tries >= 0

@@ -1,0 +1,219 @@
+"""The one-line grammar in which strategies, topologies and laws are written, and units.
+
+    NAME[:ARG[,ARG...][,KEY=VALUE...]]        torus:4x8     hierarchical:4x8,leader,outer=ring
+
+Laws: `parse(str(spec)) == spec`. A table row declares its parameters once (`Param`); `bind` reads a
+spec against them, so every wrong word is named in the same way everywhere.
+Units: MB = 10^6 bytes, MiB = 2^20 bytes; Gbit/s and GB/s are different things and both are read.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from offbeat.errors import RequestError, nearest, unknown
+
+_NAME = re.compile(r"[a-z][a-z0-9-]*")
+_WORD = re.compile(r"[^\s,=]+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spec:
+    """A parsed line: a name, its arguments in order, its options in order."""
+
+    name: str
+    args: tuple[str, ...] = ()
+    options: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise RequestError(f"a name is small letters, digits and '-', like 'ring'; got '{self.name}'")
+        seen = set()
+        for word in [*self.args, *(part for option in self.options for part in option)]:
+            if not _WORD.fullmatch(word):
+                raise RequestError(f"'{self.name}': an empty or broken word {word!r}; write NAME:ARG,KEY=VALUE")
+        for key, _ in self.options:
+            if key in seen:
+                raise RequestError(f"'{self.name}': '{key}' is given twice")
+            seen.add(key)
+
+    def __str__(self) -> str:
+        words = [*self.args, *(f"{key}={value}" for key, value in self.options)]
+        return f"{self.name}:{','.join(words)}" if words else self.name
+
+
+def parse(text: str) -> Spec:
+    """Read one line of the grammar; a `RequestError` names what is wrong with it."""
+    name, colon, rest = text.strip().partition(":")
+    if not colon:
+        return Spec(name=name)
+    args: list[str] = []
+    options: list[tuple[str, str]] = []
+    for word in rest.split(","):
+        key, equals, value = word.strip().partition("=")
+        if equals:
+            options.append((key, value))
+        elif options:
+            raise RequestError(f"'{text}': '{word}' comes after KEY=VALUE; arguments come first")
+        else:
+            args.append(word.strip())
+    return Spec(name=name, args=tuple(args), options=tuple(options))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Param:
+    """One parameter of a table row: how it is read, what it is when left out, what it means."""
+
+    name: str
+    read: Callable[[str], Any]
+    help: str
+    positional: bool = False
+    required: bool = False
+    default: Any = None
+
+
+def bind(spec: Spec, params: Sequence[Param]) -> dict[str, Any]:
+    """The values that `spec` gives to `params`, with keys as Python names (`-` becomes `_`)."""
+    positional = [param for param in params if param.positional]
+    keyed: Mapping[str, Param] = {param.name: param for param in params if not param.positional}
+    if len(spec.args) > len(positional):
+        extra = spec.args[len(positional)]
+        takes = f"{len(positional)} argument(s)" if positional else "no arguments"
+        raise RequestError(f"'{spec}': {spec.name} takes {takes}; '{extra}' is one too many{nearest(extra, keyed)}")
+    values = {param.name: param.default for param in params}
+    given = list(zip(positional, spec.args, strict=False))
+    for key, value in spec.options:
+        if key not in keyed:
+            if not keyed:
+                raise RequestError(f"'{spec}': {spec.name} has no options; '{key}={value}' is one too many")
+            raise RequestError(f"'{spec}': {unknown('option', key, keyed)}")
+        given.append((keyed[key], value))
+    for param, text in given:
+        try:
+            values[param.name] = param.read(text)
+        except RequestError as error:
+            raise RequestError(f"'{spec}': {param.name}: {error}") from None
+    missing = {param.name for param in params if param.required} - {param.name for param, _ in given}
+    for param in params:
+        if param.name in missing:
+            wanted = param.name.upper() if param.positional else f"{param.name}="
+            raise RequestError(f"'{spec}': {wanted} is missing ({param.help})")
+    return {name.replace("-", "_"): value for name, value in values.items()}
+
+
+# --- what a word can mean ---------------------------------------------------------------------------
+
+_NUMBER = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-z/]*)\s*", re.ASCII)
+_PREFIXES = {"": 1, "K": 10**3, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+
+SIZES: dict[str, float] = {"": 1.0, **{f"{p}B": float(n) for p, n in (_PREFIXES | _BINARY).items()}}
+SECONDS: dict[str, float] = {
+    "": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0,
+}  # fmt: skip
+RATES: dict[str, float] = {
+    "": 1.0,
+    **{f"{p}B/s": n for p, n in (_PREFIXES | _BINARY).items()},
+    **{f"{p}{bit}": n / 8 for p, n in _PREFIXES.items() for bit in ("bit/s", "b/s", "bps")},
+}
+
+
+def _quantity(text: str, units: Mapping[str, float], what: str, example: str) -> float:
+    match = _NUMBER.fullmatch(text)
+    if match is None:
+        raise RequestError(f"{what} is a number with a unit, like {example}; got '{text}'")
+    number, unit = match.groups()
+    if unit not in units:
+        known = ", ".join(name for name in units if name)
+        raise RequestError(f"unknown unit '{unit}' of {what} in '{text}'{nearest(unit, units) or f'; known: {known}'}")
+    value = float(number) * units[unit]
+    if not math.isfinite(value):
+        raise RequestError(f"{what} '{text}' is too large")
+    return value
+
+
+def parse_size(text: str) -> int:
+    """Bytes: `100MB`, `64MiB`, `4096`."""
+    value = _quantity(text, SIZES, "a size", "100MB or 64MiB")
+    if value < 0 or abs(value - round(value)) > 1e-15 * value:  # 258.9GB is not exact in binary, and is meant to be
+        raise RequestError(f"a size is a whole number of bytes, 0 or more; got '{text}'")
+    return round(value)
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds: `4us`, `1.5ms`, `2min`, `3` (seconds)."""
+    value = _quantity(text, SECONDS, "a time", "4us or 1.5ms")
+    if value < 0:
+        raise RequestError(f"a time is 0 or more; got '{text}'")
+    return value
+
+
+def parse_rate(text: str) -> float:
+    """Bytes per second: `10Gbit/s` is 1.25e9, `10GB/s` is 1e10."""
+    value = _quantity(text, RATES, "a bandwidth", "10Gbit/s or 1.25GB/s")
+    if value <= 0:
+        raise RequestError(f"a bandwidth is more than 0; got '{text}'")
+    return value
+
+
+def parse_count(text: str) -> int:
+    """A whole number, 1 or more."""
+    if not re.fullmatch(r"[0-9]+", text.strip()) or int(text) < 1:
+        raise RequestError(f"expected a whole number, 1 or more; got '{text}'")
+    return int(text)
+
+
+def parse_shape(text: str) -> tuple[int, ...]:
+    """`4x8` is (4, 8)."""
+    if not re.fullmatch(r"[1-9][0-9]*(x[1-9][0-9]*)*", text):
+        raise RequestError(f"a shape is whole numbers joined by 'x', like 4x8; got '{text}'")
+    return tuple(int(side) for side in text.split("x"))
+
+
+def choice(*words: str) -> Callable[[str], str]:
+    """A reader that accepts these words only."""
+
+    def read(text: str) -> str:
+        if text not in words:
+            raise unknown("choice", text, words)
+        return text
+
+    return read
+
+
+# --- the other way: numbers for people -----------------------------------------------------------------
+
+
+def _scaled(value: float, steps: Sequence[tuple[float, str]]) -> str:
+    for factor, unit in steps:
+        if abs(value) >= factor:
+            return f"{value / factor:.4g} {unit}"
+    factor, unit = steps[-1]
+    return f"{value / factor:.4g} {unit}"
+
+
+def format_size(size_bytes: float) -> str:
+    return _scaled(size_bytes, [(1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")])
+
+
+def format_seconds(seconds: float) -> str:
+    if seconds == 0:
+        return "0 s"
+    return _scaled(seconds, [(1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")])
+
+
+def format_rate(bytes_per_s: float) -> str:
+    return _scaled(bytes_per_s, [(1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"), (1, "B/s")])
+
+
+def count_of(number: int, noun: str) -> str:
+    """`1 rank`, `8 ranks`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def format_shape(shape: Sequence[int]) -> str:
+    return "x".join(str(side) for side in shape)

@@ -1,0 +1,366 @@
+"""Machines and the links between them.
+
+A `Topology` is a directed graph: its vertices are ranks (integers) and switches (strings), its edges
+are `Link`s. A physical full-duplex cable is two edges, one each way. A route takes the fewest links;
+where several do, the one whose edges were declared first. Only where `forwards` is set do ranks pass
+on traffic that is not theirs.
+
+What it must not know: schedules, messages, time. Latency is added up along a route; sharing of links
+is decided by whoever puts traffic on them.
+
+The figures of `dgx1`, `nvswitch` and `box` are measured ones: V100 6 NVLinks 143.7 GB/s, P100 4 NVLinks
+73 GB/s, PCIe 3 x16 12 GB/s of 16, QPI 9.6 GT/s 19.2 GB/s; 10 GbE has 4 us. The latencies of NVLink (1 us)
+and PCIe (1 us a hop) are assumptions, and options.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from offbeat import spec as grammar
+from offbeat.errors import RequestError, unknown
+from offbeat.spec import Param, format_shape, parse_rate, parse_seconds, parse_shape
+
+Vertex = int | str
+Edge = tuple[Vertex, Vertex]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One direction of a cable: `lanes` equal wires side by side that have `bytes_per_s` together."""
+
+    latency_s: float
+    bytes_per_s: float
+    lanes: int = 1
+
+    def __post_init__(self) -> None:
+        if not (self.latency_s >= 0 and self.bytes_per_s > 0 and self.lanes >= 1):
+            raise RequestError(f"a link needs latency >= 0, bandwidth > 0 and lanes >= 1; got {self}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """Ranks 0..ranks-1, the links between them and their switches, and the routes that follow."""
+
+    name: str
+    ranks: int
+    links: Mapping[Edge, Link]
+    forwards: bool = False
+    _ways: dict[Vertex, tuple[Vertex, ...]] = field(init=False, repr=False, compare=False)
+    _routes: dict[Edge, tuple[Edge, ...]] = field(init=False, repr=False, compare=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        ways: dict[Vertex, list[Vertex]] = {rank: [] for rank in range(self.ranks)}
+        for source, target in self.links:
+            for end in (source, target):
+                if isinstance(end, int) and not 0 <= end < self.ranks:
+                    raise RequestError(f"topology '{self.name}': no rank {end} among {self.ranks}")
+            ways.setdefault(source, []).append(target)
+        object.__setattr__(self, "_ways", {vertex: tuple(targets) for vertex, targets in ways.items()})
+
+    def route(self, source: int, target: int) -> tuple[Edge, ...]:
+        """The edges from one rank to another, in order; a `RequestError` where there is no way."""
+        if source == target:
+            raise RequestError(f"topology '{self.name}': rank {source} needs no route to itself")
+        found = self._routes.get((source, target))
+        if found is None:
+            found = self._routes[source, target] = self._search(source, target)
+        return found
+
+    def latency_s(self, source: int, target: int) -> float:
+        """Of the whole route."""
+        return sum(self.links[edge].latency_s for edge in self.route(source, target))
+
+    def is_mesh(self) -> bool:
+        """Whether some ranks have direct links between them."""
+        return any(isinstance(source, int) and isinstance(target, int) for source, target in self.links)
+
+    def egress_bytes_per_s(self) -> float:
+        """What all ranks together can send at once."""
+        return sum(link.bytes_per_s for (source, _), link in self.links.items() if isinstance(source, int))
+
+    def _search(self, source: int, target: int) -> tuple[Edge, ...]:
+        came_from: dict[Vertex, Vertex] = {source: source}
+        queue: deque[Vertex] = deque([source])
+        while queue and target not in came_from:
+            here = queue.popleft()
+            if isinstance(here, int) and here != source and not self.forwards:
+                continue
+            if (here, target) in self.links:
+                came_from[target] = here
+                break
+            for there in self._ways.get(here, ()):
+                if there not in came_from:
+                    came_from[there] = here
+                    queue.append(there)
+        if target not in came_from:
+            raise RequestError(f"topology '{self.name}': no way from rank {source} to rank {target}")
+        edges: list[Edge] = []
+        here = target
+        while here != source:
+            edges.append((came_from[here], here))
+            here = came_from[here]
+        return tuple(reversed(edges))
+
+
+def edge_name(edge: Edge) -> str:
+    """`rank 3 > switch`."""
+    return " > ".join(f"rank {end}" if isinstance(end, int) else end for end in edge)
+
+
+# --- builders -------------------------------------------------------------------------------------------
+
+Links = dict[Edge, Link]
+
+
+def _both_ways(links: Links, one: Vertex, other: Vertex, link: Link) -> None:
+    links[one, other] = link
+    links[other, one] = link
+
+
+def _star(ranks: int, bandwidth: float, latency: float) -> Links:
+    """Each rank on a port of one switch; `latency` is that of a route, half on each of its two links."""
+    links: Links = {}
+    for rank in range(ranks):
+        _both_ways(links, rank, "switch", Link(latency / 2, bandwidth))
+    return links
+
+
+def _hub_spoke(ranks: int, bandwidth: float, latency: float) -> Links:
+    links: Links = {}
+    for rank in range(1, ranks):
+        _both_ways(links, 0, rank, Link(latency, bandwidth))
+    return links
+
+
+def _fully_connected(ranks: int, bandwidth: float, latency: float) -> Links:
+    return {(a, b): Link(latency, bandwidth) for a in range(ranks) for b in range(ranks) if a != b}
+
+
+def _ring(ranks: int, bandwidth: float, latency: float) -> Links:
+    return _grid(ranks, (ranks,), bandwidth, latency)
+
+
+def _torus(ranks: int, shape: tuple[int, ...], bandwidth: float, latency: float) -> Links:
+    _fit("torus", shape, ranks)
+    return _grid(ranks, shape, bandwidth, latency)
+
+
+def _grid(ranks: int, shape: tuple[int, ...], bandwidth: float, latency: float) -> Links:
+    """A ring of cables along every dimension; the first dimension is that of consecutive ranks."""
+    links: Links = {}
+    stride = 1
+    for side in shape:
+        for rank in range(ranks):
+            place = rank // stride % side
+            after = rank + ((place + 1) % side - place) * stride
+            if after != rank:
+                _both_ways(links, rank, after, Link(latency, bandwidth))
+        stride *= side
+    return links
+
+
+def _cluster(
+    ranks: int,
+    shape: tuple[int, ...],
+    inside: float,
+    across: float,
+    inside_latency: float,
+    across_latency: float,
+) -> Links:
+    """Nodes of equal size: a switch in each, one port of each to a core. The latencies add up."""
+    if len(shape) != 2:
+        raise RequestError(f"cluster: the shape is NODESxPER_NODE, like 4x8; got {format_shape(shape)}")
+    _fit("cluster", shape, ranks)
+    links: Links = {}
+    for rank in range(ranks):
+        _both_ways(links, rank, f"node {rank // shape[1]}", Link(inside_latency / 2, inside))
+    for node in range(shape[0]):
+        _both_ways(links, f"node {node}", "core", Link(across_latency / 2, across))
+    return links
+
+
+def _box(ranks: int, pcie: float, qpi: float, latency: float) -> Links:
+    """Two sockets with half of the ranks each, behind one PCIe switch a socket."""
+    links: Links = {}
+    for rank in range(ranks):
+        _both_ways(links, rank, f"pcie {2 * rank // ranks}", Link(latency, pcie))
+    for socket in range(2):
+        _both_ways(links, f"pcie {socket}", f"socket {socket}", Link(latency, pcie))
+    _both_ways(links, "socket 0", "socket 1", Link(latency, qpi))
+    return links
+
+
+# NVLinks between pairs of the hybrid cube mesh with V100; the P100 one has the same pairs, one link each.
+CUBE_MESH: Mapping[tuple[int, int], int] = {
+    (0, 1): 1, (0, 2): 1, (0, 3): 2, (0, 4): 2, (1, 2): 2, (1, 3): 1, (1, 5): 2, (2, 3): 2,
+    (2, 6): 1, (3, 7): 1, (4, 5): 1, (4, 6): 1, (4, 7): 2, (5, 6): 2, (5, 7): 1, (6, 7): 2,
+}  # fmt: skip
+_NVLINK = {"v100": 143.7e9 / 6, "p100": 73e9 / 4}
+
+
+def _dgx1(
+    ranks: int,
+    gpu: str,
+    nvlink: float | None,
+    nvlink_latency: float,
+    pcie: float,
+    qpi: float,
+    pcie_latency: float,
+) -> Links:
+    """Pairs without NVLink go over PCIe: two GPUs a switch, two switches a socket."""
+    if ranks > 8:
+        raise RequestError(f"dgx1 has 8 GPUs; {ranks} ranks do not fit (fewer take GPUs 0..n-1)")
+    lane = _NVLINK[gpu] if nvlink is None else nvlink
+    links: Links = {}
+    for (one, other), count in CUBE_MESH.items():
+        lanes = count if gpu == "v100" else 1
+        if other < ranks:
+            _both_ways(links, one, other, Link(nvlink_latency, lane * lanes, lanes))
+    for rank in range(ranks):
+        _both_ways(links, rank, f"pcie {rank // 2}", Link(pcie_latency, pcie))
+    for switch in range(4):
+        _both_ways(links, f"pcie {switch}", f"socket {switch // 2}", Link(pcie_latency, pcie))
+    _both_ways(links, "socket 0", "socket 1", Link(pcie_latency, qpi))
+    return links
+
+
+def _fit(name: str, shape: Sequence[int], ranks: int) -> None:
+    count = 1
+    for side in shape:
+        count *= side
+    if count != ranks:
+        text = format_shape(shape)
+        raise RequestError(
+            f"topology {name}:{text} is {count} ranks, not {ranks}: say --ranks {count}, or another shape"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Builder:
+    """One row of the table: a kind of machine a user can name."""
+
+    name: str
+    summary: str
+    build: Callable[..., Links]
+    params: tuple[Param, ...]
+    forwards: bool = False
+
+
+def _bandwidth(default: str, name: str = "bandwidth", help: str = "of a link, each way") -> Param:
+    return Param(name=name, read=parse_rate, default=parse_rate(default), help=f"{help} (default {default})")
+
+
+def _latency(default: str, name: str = "latency", help: str = "of a link") -> Param:
+    return Param(name=name, read=parse_seconds, default=parse_seconds(default), help=f"{help} (default {default})")
+
+
+def _shape(help: str) -> Param:
+    return Param(name="shape", read=parse_shape, positional=True, required=True, help=help)
+
+
+_PORTS = (_bandwidth("10Gbit/s", help="of a rank's port, each way"), _latency("4us", help="of a route"))
+_CABLES = (_bandwidth("10Gbit/s"), _latency("4us"))
+_PCIE = _bandwidth("12GB/s", "pcie", "of a PCIe 3 x16 link")
+_QPI = _bandwidth("19.2GB/s", "qpi", "between the sockets")
+
+TOPOLOGIES: dict[str, Builder] = {
+    builder.name: builder
+    for builder in (
+        Builder(
+            name="uniform",
+            summary="every rank on one port of a switch that never blocks",
+            build=_star,
+            params=_PORTS,
+        ),
+        Builder(
+            name="cluster",
+            summary="two levels: ranks in nodes, one port of each node to a core",
+            build=_cluster,
+            params=(
+                _shape("NODESxPER_NODE, like 4x8"),
+                _bandwidth("50GB/s", "inside", "of a rank's port inside its node"),
+                _bandwidth("10Gbit/s", "across", "of a node's port"),
+                _latency("1us", "inside-latency", "of a route inside"),
+                _latency("4us", "across-latency", "of a trip over the core, added"),
+            ),
+        ),
+        Builder(
+            name="box",
+            summary="one machine: two sockets joined by QPI, half of the ranks behind a PCIe switch each",
+            build=_box,
+            params=(_PCIE, _QPI, _latency("1us", help="of a hop")),
+        ),
+        Builder(
+            name="dgx1",
+            summary="8 GPUs in NVLink's hybrid cube mesh; pairs without NVLink go over PCIe",
+            build=_dgx1,
+            params=(
+                Param(
+                    name="gpu",
+                    read=grammar.choice(*_NVLINK),
+                    positional=True,
+                    default="v100",
+                    help="v100 (6 NVLinks each, default) or p100 (4)",
+                ),
+                Param(
+                    name="nvlink",
+                    read=parse_rate,
+                    help="of one NVLink (default as measured: v100 23.95GB/s, p100 18.25GB/s)",
+                ),
+                _latency("1us", "nvlink-latency", "of an NVLink"),
+                _PCIE,
+                _QPI,
+                _latency("1us", "pcie-latency", "of a hop over PCIe"),
+            ),
+        ),
+        Builder(
+            name="nvswitch",
+            summary="every GPU on one switch with all of its NVLinks",
+            build=_star,
+            params=(_bandwidth("143.7GB/s", help="of a GPU, each way"), _latency("1us", help="of a route")),
+        ),
+        Builder(
+            name="hub-spoke",
+            summary="rank 0 is the hub: one cable from it to every other rank, and it forwards",
+            build=_hub_spoke,
+            params=_CABLES,
+            forwards=True,
+        ),
+        Builder(
+            name="fully-connected",
+            summary="a cable of its own between every two ranks",
+            build=_fully_connected,
+            params=_CABLES,
+        ),
+        Builder(
+            name="ring",
+            summary="a cable from each rank to the next; ranks forward",
+            build=_ring,
+            params=_CABLES,
+            forwards=True,
+        ),
+        Builder(
+            name="torus",
+            summary="a ring of cables along every dimension; ranks forward",
+            build=_torus,
+            params=(_shape("like 4x8 or 4x4x4; the first side is that of consecutive ranks"), *_CABLES),
+            forwards=True,
+        ),
+    )
+}
+
+
+def build(text: str, *, ranks: int) -> Topology:
+    """The topology that a line like `cluster:4x8,across=1GB/s` names, for so many ranks."""
+    spec = grammar.parse(text)
+    if spec.name not in TOPOLOGIES:
+        raise unknown("topology", spec.name, TOPOLOGIES)
+    if ranks < 1:
+        raise RequestError(f"ranks must be 1 or more; got {ranks}")
+    builder = TOPOLOGIES[spec.name]
+    options: dict[str, Any] = grammar.bind(spec, builder.params)
+    return Topology(name=str(spec), ranks=ranks, links=builder.build(ranks, **options), forwards=builder.forwards)

@@ -1,0 +1,151 @@
+"""Spans and the run log: one format for real and for simulated runs.
+
+A log is JSON lines. The first line describes the run, each further line is one span:
+
+    {"kind": "run", "format": 1, "strategy": "k-async:4", ...}
+    {"kind": "span", "learner": 2, "what": "compute", "start_s": 0.0, "end_s": 1.25, "version": 3, "cancelled": false}
+
+Law: `read_log(write_log(x)) == x`, and the same log gives the same bytes. `chrome_trace` gives the
+trace-event form that Perfetto and chrome://tracing open.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from offbeat.errors import LogError, RequestError, nearest
+
+FORMAT = 1
+WHAT = ("compute", "send", "wait", "apply", "evaluate")
+
+
+class Span(NamedTuple):
+    """One bar of a timeline: what a learner did, in seconds since the run's start.
+
+    `version` is the version of the parameters it worked on. A cancelled span was given up at `end_s`.
+    """
+
+    learner: int
+    what: str
+    start_s: float
+    end_s: float
+    version: int
+    cancelled: bool = False
+
+
+def check_span(span: Span) -> Span:
+    """The span itself, or a `RequestError` that names what is wrong with it."""
+    if span.what not in WHAT:
+        raise RequestError(f"a span is one of {', '.join(WHAT)}; got '{span.what}'{nearest(str(span.what), WHAT)}")
+    if not (math.isfinite(span.start_s) and math.isfinite(span.end_s) and 0 <= span.start_s <= span.end_s):
+        raise RequestError(f"a span needs 0 <= start_s <= end_s; got {span.start_s} and {span.end_s}")
+    if span.learner < 0 or span.version < 0:
+        raise RequestError(f"learner and version are 0 or more; got {span.learner} and {span.version}")
+    return span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunLog:
+    """What `run` says of itself (strategy, learners, seed, ...), and its spans in the order written."""
+
+    run: Mapping[str, Any]
+    spans: tuple[Span, ...]
+
+
+def write_log(path: Path, log: RunLog) -> None:
+    """Write the log, replacing what was there only when all of it is on disk."""
+    lines = [_line({"kind": "run", "format": FORMAT, **log.run})]
+    lines += [_line({"kind": "span", **check_span(span)._asdict()}) for span in log.spans]
+    unfinished = path.with_name(path.name + ".unfinished")
+    unfinished.write_text("".join(lines), encoding="utf-8")
+    unfinished.replace(path)
+
+
+def read_log(path: Path) -> RunLog:
+    """Read a log; a `LogError` names the line that is wrong."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise LogError(f"cannot read the log {path}: {error}") from None
+    records = [_record(path, number, line) for number, line in enumerate(lines, start=1)]
+    if not records or records[0].get("kind") != "run":
+        raise LogError(f"{path}, line 1: a log starts with a line of kind 'run'")
+    run = {key: value for key, value in records[0].items() if key not in ("kind", "format")}
+    if records[0].get("format") != FORMAT:
+        raise LogError(f"{path}: format {records[0].get('format')!r}; this version reads format {FORMAT}")
+    spans = tuple(_span(path, number, record) for number, record in enumerate(records[1:], start=2))
+    return RunLog(run=run, spans=spans)
+
+
+def chrome_trace(spans: Iterable[Span], *, name: str = "offbeat") -> dict[str, Any]:
+    """The spans as a trace-event object: one thread a learner, times in microseconds."""
+    events: list[dict[str, Any]] = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": name}}]
+    bars: list[dict[str, Any]] = []
+    learners: set[int] = set()
+    for span in spans:
+        check_span(span)
+        learners.add(span.learner)
+        bars.append(
+            {
+                "ph": "X",
+                "pid": 0,
+                "tid": span.learner,
+                "name": f"{span.what} v{span.version}" + (" (cancelled)" if span.cancelled else ""),
+                "cat": span.what,
+                "ts": span.start_s * 1e6,
+                "dur": (span.end_s - span.start_s) * 1e6,
+                "args": {"version": span.version, "cancelled": span.cancelled},
+            }
+        )
+    for learner in sorted(learners):
+        for key, value in (
+            ("thread_name", {"name": f"learner {learner}"}),
+            ("thread_sort_index", {"sort_index": learner}),
+        ):
+            events.append({"ph": "M", "pid": 0, "tid": learner, "name": key, "args": value})
+    return {"traceEvents": events + bars, "displayTimeUnit": "ms"}
+
+
+def write_chrome_trace(path: Path, spans: Iterable[Span], *, name: str = "offbeat") -> None:
+    path.write_text(json.dumps(chrome_trace(spans, name=name), allow_nan=False), encoding="utf-8")
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps(record, allow_nan=False, ensure_ascii=False, separators=(",", ":")) + "\n"
+
+
+def _record(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise LogError(f"{path}, line {number}: not JSON ({error})") from None
+    if not isinstance(record, dict):
+        raise LogError(f"{path}, line {number}: expected an object; got {line[:40]}")
+    return record
+
+
+_FIELDS: Mapping[str, type | tuple[type, ...]] = {
+    "learner": int, "what": str, "start_s": (int, float), "end_s": (int, float), "version": int, "cancelled": bool,
+}  # fmt: skip
+
+
+def _span(path: Path, number: int, record: dict[str, Any]) -> Span:
+    where = f"{path}, line {number}"
+    if record.pop("kind", None) != "span":
+        raise LogError(f"{where}: expected a line of kind 'span'")
+    for key in record:
+        if key not in _FIELDS:
+            raise LogError(f"{where}: a span has no '{key}'{nearest(key, _FIELDS)}")
+    for key, kind in _FIELDS.items():
+        value = record.get(key)
+        if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
+            raise LogError(f"{where}: '{key}' is missing or wrong: {value!r}")
+    try:
+        return check_span(Span(**record))
+    except RequestError as error:
+        raise LogError(f"{where}: {error}") from None

@@ -1,0 +1,225 @@
+"""Every algorithm on every number of ranks, against the closed forms."""
+
+from __future__ import annotations
+
+from math import ceil, log2, prod
+
+import pytest
+from schedules.oracle import all_reduce, bytes_sent, is_correct
+
+from offbeat.errors import RequestError
+from offbeat.schedules import ALGORITHMS, algorithms, build, verify
+from offbeat.schedules.phases import in_order_tree
+from offbeat.spec import parse, parse_shape
+
+COUNTS = [*range(1, 18), 32, 64]
+EVERY_ROW = pytest.mark.parametrize(("collective", "name"), list(ALGORITHMS))
+
+
+@EVERY_ROW
+@pytest.mark.parametrize("ranks", COUNTS)
+def test_every_algorithm_is_proved_in_every_shape(collective: str, name: str, ranks: int) -> None:
+    for line in algorithms(collective)[name].lines(ranks):
+        verify(build(line, ranks=ranks, collective=collective))
+
+
+@pytest.mark.parametrize("ranks", COUNTS)
+def test_hierarchical_is_proved_with_every_inner_and_outer_phase(ranks: int) -> None:
+    outers = ("central", "direct", "ring", "halving-doubling", "tree", "double-tree")
+    for nodes in (n for n in range(1, ranks + 1) if ranks % n == 0):
+        for outer in outers:
+            for inner in ("ring", "halving", "direct"):
+                line = f"hierarchical:{nodes}x{ranks // nodes},inner={inner},outer={outer}"
+                verify(build(line, ranks=ranks))
+            for inner in ("tree", "central"):
+                line = f"hierarchical:{nodes}x{ranks // nodes},leader,inner={inner},outer={outer}"
+                verify(build(line, ranks=ranks))
+
+
+@pytest.mark.parametrize("collective", ["broadcast", "reduce"])
+@pytest.mark.parametrize("name", ["tree", "central"])
+def test_any_rank_can_be_the_root(collective: str, name: str) -> None:
+    for ranks in (2, 5, 8):
+        for root in range(ranks):
+            schedule = build(name, ranks=ranks, collective=collective, root=root)
+            verify(schedule)
+            assert is_correct(schedule)
+
+
+@EVERY_ROW
+def test_the_dumb_oracle_agrees_that_every_algorithm_is_correct(collective: str, name: str) -> None:
+    for ranks in (1, 2, 3, 4, 6, 7, 8, 12):
+        for line in algorithms(collective)[name].lines(ranks):
+            assert is_correct(build(line, ranks=ranks, collective=collective)), line
+
+
+@pytest.mark.parametrize("name", algorithms())
+def test_on_numbers_every_all_reduce_gives_the_plain_sum(name: str) -> None:
+    for ranks in (1, 2, 3, 6, 8):
+        length = 2 * ranks + 3  # does not divide
+        vectors = [[float((rank + 1) * (i + 1) ** 2) for i in range(length)] for rank in range(ranks)]
+        plain = [sum(column) for column in zip(*vectors, strict=True)]
+        for line in algorithms()[name].lines(ranks):
+            assert all_reduce(build(line, ranks=ranks), vectors) == [plain] * ranks, line
+
+
+# --- closed forms: steps, and bytes sent by each rank for a vector of M bytes --------------------------------------
+
+
+def steps_of(line: str, ranks: int) -> int:
+    return len(build(line, ranks=ranks).steps)
+
+
+@pytest.mark.parametrize("ranks", [*range(2, 18), 32, 64])
+def test_steps_are_those_of_the_literature(ranks: int) -> None:
+    extra = 0 if log2(ranks).is_integer() else 2
+    assert steps_of("central", ranks) == 2
+    assert steps_of("direct", ranks) == 2
+    assert steps_of("ring", ranks) == 2 * (ranks - 1)
+    assert steps_of("halving-doubling", ranks) == 2 * int(log2(ranks)) + extra
+    assert steps_of("tree", ranks) == 2 * ceil(log2(ranks))
+    for name in ("torus", "multiring"):
+        for line in algorithms()[name].lines(ranks):
+            assert steps_of(line, ranks) == 2 * sum(side - 1 for side in parse_shape(parse(line).args[0]))
+    for nodes in (n for n in range(1, ranks + 1) if ranks % n == 0):
+        assert steps_of(f"hierarchical:{nodes}x{ranks // nodes}", ranks) == 2 * (ranks // nodes - 1) + 2 * (nodes - 1)
+
+
+def test_steps_of_the_large_published_shapes() -> None:
+    assert steps_of("torus:32x32", 1024) == 124
+    assert steps_of("ring", 1024) == 2046
+    assert steps_of("multiring:4x4x16", 256) == 42
+    assert steps_of("ring", 256) == 510
+
+
+@pytest.mark.parametrize("ranks", [*range(2, 18), 32, 64])
+def test_bytes_per_rank_are_exactly_those_of_the_closed_forms(ranks: int) -> None:
+    size = 64 * ranks * 3  # every chunk count divides it
+    fewest = [2 * size * (ranks - 1) // ranks] * ranks
+    assert bytes_sent(build("central", ranks=ranks), size) == [size * (ranks - 1)] + [size] * (ranks - 1)
+    assert max(bytes_sent(build("tree", ranks=ranks), size)) == size * ceil(log2(ranks))
+    for name in ("direct", "ring", "torus", "multiring", "hierarchical"):
+        for line in algorithms()[name].lines(ranks):
+            if "leader" not in line and "outer" not in line:
+                assert bytes_sent(build(line, ranks=ranks), size) == fewest, line
+    if log2(ranks).is_integer():
+        assert bytes_sent(build("halving-doubling", ranks=ranks), size) == fewest
+
+
+@pytest.mark.parametrize("name", algorithms())
+@pytest.mark.parametrize("ranks", [2, 3, 5, 6, 7, 8, 12, 13, 16])
+def test_bytes_in_all_are_2m_times_p_minus_1_for_lengths_that_do_not_divide(name: str, ranks: int) -> None:
+    for size in (0, 1, ranks - 1, 1009):
+        for line in algorithms()[name].lines(ranks):
+            assert sum(bytes_sent(build(line, ranks=ranks), size)) == 2 * size * (ranks - 1), (line, size)
+
+
+def test_hierarchical_sends_a_share_of_a_share_across_nodes() -> None:
+    nodes, per_node, size = 4, 8, 4 * 8 * 100
+    schedule = build("hierarchical:4x8", ranks=32)
+    across = 0
+    for step in schedule.steps:
+        across += sum(size // schedule.chunks for t in step if t.source == 0 and t.target // per_node)
+    assert across == 2 * size // per_node * (nodes - 1) // nodes
+
+
+# --- structure ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", range(1, 70))
+def test_the_trees_are_binary_shallow_and_swap_leaves(count: int) -> None:
+    parents = in_order_tree(count)
+    children = [sum(parent == i for parent in parents) for i in range(count)]
+    assert parents.count(-1) == 1
+    assert max(children) <= 2
+    assert all(children[i] == 0 for i in range(0, count, 2))
+    depth = [0] * count
+    for i in range(count):
+        above = parents[i]
+        while above >= 0:
+            depth[i], above = depth[i] + 1, parents[above]
+    assert max(depth) <= log2(count)
+    swapped = [(count - 1 - i) if count % 2 == 0 else (i + 1) % count for i in range(count)]  # place in the other tree
+    inner_in_both = [i for i in range(count) if children[i] and children[swapped[i]]]
+    assert inner_in_both == []
+
+
+def test_a_double_tree_pipelines_its_chunks() -> None:
+    assert steps_of("double-tree:16", 8) == 2 * 3 + 16 - 1
+    assert build("double-tree:16", ranks=8).chunks == 32
+
+
+def test_the_torus_is_the_multiring_of_two_sides() -> None:
+    assert build("torus:4x3", ranks=12).steps == build("multiring:4x3", ranks=12).steps
+    assert build("multiring:7", ranks=7).steps == build("ring", ranks=7).steps
+
+
+def test_a_ring_follows_its_order_and_several_rings_share_the_data() -> None:
+    schedule = build("ring:order=0-2-1-3", ranks=4)
+    verify(schedule)
+    pairs = {(t.source, t.target) for step in schedule.steps for t in step}
+    assert pairs == {(0, 2), (2, 1), (1, 3), (3, 0)}
+    double = build("ring:order=0-1-2-3+3-2-1-0", ranks=4)
+    verify(double)
+    assert (double.chunks, len(double.steps)) == (8, 6)
+    assert bytes_sent(double, 80) == [120] * 4
+
+
+def test_halving_doubling_sends_most_bytes_to_the_nearest_rank() -> None:
+    schedule = build("halving-doubling", ranks=8)
+    first = [t for t in schedule.steps[0] if t.source == 0]
+    assert {t.target for t in first} == {1} and len(first) == 4
+
+
+def test_hierarchical_leaders_alone_speak_across_nodes() -> None:
+    schedule = build("hierarchical:3x4,leader", ranks=12)
+    crossing = {t.source for step in schedule.steps for t in step if t.source // 4 != t.target // 4}
+    assert crossing == {0, 4, 8}
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "says"),
+    [
+        ("rign", 4, "did you mean 'ring'"),
+        ("torus:3x5", 16, r"3x5 has 15 ranks, not 16; fitting: 2x8, 4x4, 8x2"),
+        ("torus:2x2", 5, "5 ranks only fit 1x5 and 5x1"),
+        ("torus:2x2x2", 8, "two sides"),
+        ("torus", 8, "SHAPE is missing"),
+        ("multiring:4x4x4", 32, "64 ranks, not 32"),
+        ("hierarchical:8", 8, "NODESxPER_NODE"),
+        ("hierarchical:2x4,leader,inner=ring", 8, "leader form takes tree or central"),
+        ("hierarchical:2x4,outer=rings", 8, "did you mean 'ring'"),
+        ("hierarchical:2x4,lead", 8, "did you mean 'leader'"),
+        ("ring:order=0-1-1", 3, "visits each of the ranks 0..2 once"),
+        ("ring:order=a-b", 2, "written like 0-3-2-1"),
+        ("ring:4", 4, "takes no arguments"),
+        ("tree:fast=1", 4, "has no options"),
+        ("double-tree:0", 4, "1 or more"),
+        ("ring", 0, "1 or more"),
+    ],
+)
+def test_a_wrong_line_is_refused_with_what_would_fit(text: str, ranks: int, says: str) -> None:
+    with pytest.raises(RequestError, match=says):
+        build(text, ranks=ranks)
+
+
+def test_roots_are_checked() -> None:
+    with pytest.raises(RequestError, match=r"one of the ranks 0\.\.3"):
+        build("tree", ranks=4, collective="broadcast", root=4)
+    with pytest.raises(RequestError, match="has no root"):
+        build("ring", ranks=4, root=1)
+    with pytest.raises(RequestError, match="unknown collective 'all-redcue'; did you mean 'all-reduce'"):
+        build("ring", ranks=4, collective="all-redcue")
+
+
+def test_only_shapes_that_do_not_fit_are_refused() -> None:
+    for ranks in COUNTS:
+        for first in range(1, 10):
+            for second in range(1, 10):
+                for name in ("torus", "hierarchical"):
+                    line = f"{name}:{first}x{second}"
+                    if prod((first, second)) == ranks:
+                        build(line, ranks=ranks)
+                    else:
+                        with pytest.raises(RequestError):
+                            build(line, ranks=ranks)

@@ -1,0 +1,235 @@
+"""The map of the house, checked against the house.
+
+Each check is a function from sources to complaints, so that it can be shown to fail on a planted breach.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parents[1]
+PACKAGE = HERE / "src" / "offbeat"
+
+# A room imports only rooms above it. The torch-free ones use the standard library and numpy alone.
+TORCH_FREE = ("errors", "spec", "topology", "trace", "schedules", "strategy", "metrics")
+ROOMS = (*TORCH_FREE, "cli", "__main__")
+# What a torch-free room must not know: torch, the clock, sockets, threads, processes, unseeded randomness.
+BANNED_MODULES = {
+    "asyncio", "concurrent", "datetime", "multiprocessing", "queue", "random", "secrets", "select", "selectors",
+    "signal", "socket", "socketserver", "ssl", "subprocess", "threading", "time", "uuid",
+}  # fmt: skip
+BANNED_EVERYWHERE = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
+BANNED_CALLS = (
+    r"(?<![\w.])eval\(",
+    r"(?<![\w.])exec\(",
+    r"\btorch\.load\(",
+    r"\byaml\.load\(",
+    r"\bdistributed\.rpc\b",
+    r"\b(?:all_gather|broadcast|gather|scatter|send|recv)_object",
+    r"\ballow_pickle\s*=\s*True",
+)
+MOST_LINES = 600
+
+Sources = Mapping[str, str]  # path inside the repository -> text
+
+
+def sources(*folders: str) -> Sources:
+    return {
+        str(path.relative_to(HERE)): path.read_text(encoding="utf-8")
+        for folder in folders
+        for path in sorted((HERE / folder).rglob("*.py"))
+    }
+
+
+def imports(text: str) -> Iterator[str]:
+    """Every module that is imported, wherever the statement stands; type-checking ones count too."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are written in full"
+            for alias in node.names:
+                yield f"{node.module}.{alias.name}"
+
+
+def room_of(path: str) -> str:
+    return Path(path).relative_to("src/offbeat").parts[0].removesuffix(".py")
+
+
+def wrong_directions(files: Sources) -> list[str]:
+    found = []
+    for path, text in files.items():
+        room = room_of(path)
+        if room == "__init__":
+            continue
+        if room not in ROOMS:
+            found.append(f"{path}: the room '{room}' is not on the list")
+            continue
+        for name in imports(text):
+            parts = name.split(".")
+            if (
+                parts[0] == "offbeat"
+                and len(parts) > 1
+                and parts[1] in ROOMS
+                and ROOMS.index(parts[1]) > ROOMS.index(room)
+            ):
+                found.append(f"{path}: imports {name}, which is below it")
+    return found
+
+
+def wrong_imports(files: Sources) -> list[str]:
+    found = []
+    for path, text in files.items():
+        for name in imports(text):
+            top = name.split(".")[0]
+            if top in BANNED_EVERYWHERE:
+                found.append(f"{path}: {top} is banned")
+            if path.startswith("src/") and room_of(path) in TORCH_FREE:
+                allowed = top in ("offbeat", "numpy") or (top in sys.stdlib_module_names and top not in BANNED_MODULES)
+                if not allowed:
+                    found.append(f"{path}: a torch-free room imports {top}")
+    return found
+
+
+def wrong_calls(files: Sources) -> list[str]:
+    return [
+        f"{path}: {hit.group()}"
+        for path, text in files.items()
+        for call in BANNED_CALLS
+        for hit in re.finditer(call, text)
+    ]
+
+
+def too_long(files: Sources) -> list[str]:
+    return [f"{path}: {text.count(chr(10))} lines" for path, text in files.items() if text.count("\n") > MOST_LINES]
+
+
+def tree_of(readme: str) -> dict[str, bool]:
+    """The paths of the README's tree, and whether each is a folder whose contents are listed too."""
+    block = re.search(r"```tree\n(.*?)```", readme, re.DOTALL)
+    assert block is not None, "README has no ```tree block"
+    listed: dict[str, bool] = {}
+    above: list[str] = []
+    for line in block[1].splitlines():
+        name = line.split()[0]
+        depth = (len(line) - len(line.lstrip())) // 2
+        above = [*above[:depth], name]
+        for parent in range(1, len(above)):
+            listed["".join(above[:parent])] = True
+        listed["".join(above)] = False
+    return listed
+
+
+def tree_drift(readme: str, files: list[str]) -> list[str]:
+    listed = tree_of(readme)
+    found = [
+        f"README lists {path}, which is not there" for path in listed if not any(f.startswith(path) for f in files)
+    ]
+    for file in files:
+        whole_folders = [path for path, opened in listed.items() if path.endswith("/") and not opened]
+        if file not in listed and not any(file.startswith(folder) for folder in whole_folders):
+            found.append(f"{file} is not in README's tree")
+    return found
+
+
+def files_on_disk() -> list[str]:
+    listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    done = subprocess.run(listing, cwd=HERE, capture_output=True, text=True, timeout=60, check=True)
+    return [name for name in done.stdout.splitlines() if (HERE / name).exists()]
+
+
+# --- the house keeps its laws -------------------------------------------------------------------------------------
+
+
+def test_rooms_import_only_rooms_above_them() -> None:
+    assert wrong_directions(sources("src")) == []
+
+
+def test_torch_free_rooms_import_nothing_but_the_standard_library_and_numpy() -> None:
+    assert wrong_imports(sources("src", "tests", "examples")) == []
+
+
+def test_nothing_that_executes_received_bytes_is_used() -> None:
+    others = {
+        path: text for path, text in sources("src", "tests", "examples").items() if path != "tests/test_architecture.py"
+    }
+    assert wrong_calls(others) == []
+
+
+def test_no_file_is_too_long() -> None:
+    assert too_long(sources("src", "tests", "examples", "benchmarks")) == []
+
+
+def test_the_tree_of_the_readme_is_the_disk() -> None:
+    assert tree_drift((HERE / "README.md").read_text(encoding="utf-8"), files_on_disk()) == []
+
+
+def test_in_a_fresh_process_torch_free_rooms_load_nothing_banned() -> None:
+    """What numpy itself loads is numpy's; everything else must come from the standard library."""
+    modules = sorted(
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+        for room in TORCH_FREE
+        for path in [*PACKAGE.glob(f"{room}.py"), *PACKAGE.glob(f"{room}/**/*.py")]
+    )
+    code = (
+        "import sys, importlib, numpy\n"
+        "before = set(sys.modules)\n"
+        f"for name in {modules!r}: importlib.import_module(name)\n"
+        "print(*sorted(set(sys.modules) - before))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    loaded = {name.split(".")[0] for name in done.stdout.split()}
+    foreign = {name for name in loaded if name not in sys.stdlib_module_names} - {"offbeat", "numpy"}
+    assert foreign == set()
+    assert not loaded & {"asyncio", "multiprocessing", "socket", "ssl", "torch"}
+
+
+# --- each check has been seen to fail ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("src/offbeat/errors.py", "from offbeat.spec import parse"),
+        ("src/offbeat/topology.py", "def f():\n    import offbeat.schedules.ir"),
+        ("src/offbeat/spec.py", "from offbeat import cli"),
+        ("src/offbeat/attic.py", ""),
+    ],
+)
+def test_a_wrong_direction_is_seen(path: str, text: str) -> None:
+    assert len(wrong_directions({path: text})) == 1
+
+
+@pytest.mark.parametrize(
+    "line", ["import torch", "import time", "from threading import Lock", "import rich", "import pickle"]
+)
+def test_a_banned_import_in_a_torch_free_room_is_seen(line: str) -> None:
+    assert wrong_imports({"src/offbeat/schedules/ir.py": f"def f():\n    {line}"})
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["eval(text)", "torch.load(path)", "yaml.load(f)", "torch.distributed.rpc", "dist.all_gather_object(x)", "exec(x)"],
+)
+def test_a_banned_call_is_seen(line: str) -> None:
+    assert len(wrong_calls({"examples/x.py": line})) == 1
+    assert wrong_calls({"examples/x.py": "model.eval(); retrieval(x); pattern.exec(y)"}) == []
+
+
+def test_a_long_file_is_seen() -> None:
+    assert too_long({"a.py": "\n" * 600}) == []
+    assert len(too_long({"a.py": "\n" * 601})) == 1
+
+
+def test_drift_of_the_tree_is_seen() -> None:
+    readme = "```tree\nsrc/\n  a.py   text\n  b/     text\n```\n"
+    assert tree_drift(readme, ["src/a.py", "src/b/c.py"]) == []
+    assert tree_drift(readme, ["src/a.py", "src/b/c.py", "src/d.py"]) == ["src/d.py is not in README's tree"]
+    assert tree_drift(readme, ["src/a.py"]) == ["README lists src/b/, which is not there"]

@@ -1,0 +1,135 @@
+"""The command line, as a user meets it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from offbeat import __version__
+from offbeat.cli import COMMANDS, main
+from offbeat.strategy import strategies
+
+Offbeat = Callable[[str], tuple[int, str, str]]
+
+
+@pytest.fixture
+def offbeat(capsys: pytest.CaptureFixture[str]) -> Offbeat:
+    """Runs one line and returns the exit code, standard output and standard error."""
+
+    def run(line: str) -> tuple[int, str, str]:
+        code = main(line.split())
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def test_help_names_every_command_and_version_is_printed(offbeat: Offbeat) -> None:
+    code, out, _ = offbeat("--help")
+    assert code == 0 and all(f"\n  {name}" in out for name in COMMANDS)
+    assert offbeat("")[1] == out
+    assert offbeat("--version") == (0, f"offbeat {__version__}\n", "")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_examples_of_every_command_work(
+    offbeat: Offbeat, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for line in COMMANDS[command].examples:
+        code, out, err = offbeat(line)
+        assert code == 0 and out and not err, line
+
+
+def test_schedule_prints_grid_steps_bytes_time_and_bottleneck(offbeat: Offbeat) -> None:
+    code, out, _ = offbeat("schedule ring --ranks 8 --size 100MB --topology uniform:bandwidth=1GB/s,latency=10us")
+    assert code == 0
+    assert "+c6 <7" in out
+    assert "steps       14\n" in out
+    assert "175 MB by the busiest rank, 1.4 GB in all; lower bound 2M(P-1)/P = 175 MB a rank: 1.00x" in out
+    assert "175.1 ms, 140 us of it latency; lower bound 175 ms" in out
+    assert "rank 0 > switch carries 175 MB at 1 GB/s (as do 15 others)" in out
+
+
+def test_schedule_json_is_one_object_with_the_promised_keys(offbeat: Offbeat) -> None:
+    code, out, err = offbeat("schedule torus:4x2 --size 1000 --json")
+    found = json.loads(out)
+    assert (code, err) == (0, "")
+    assert {"name", "ranks", "steps", "bytes_per_rank", "bytes_total", "seconds", "bottleneck"} <= found.keys()
+    assert (found["name"], found["ranks"], found["steps"]) == ("torus:4x2", 8, 8)
+    assert found["bytes_total"] == sum(found["bytes_per_rank"]) == 2 * 1000 * 7
+
+
+def test_without_an_algorithm_all_are_ranked(offbeat: Offbeat) -> None:
+    line = "schedule --size 100MB --topology cluster:4x8,inside=50GB/s,across=1GB/s"
+    ranking = json.loads(offbeat(f"{line} --json")[1])["ranking"]
+    assert [row["seconds"] for row in ranking] == sorted(row["seconds"] for row in ranking)
+    assert {row["name"].split(":")[0] for row in ranking} == set(strategies())
+    out = offbeat(line)[1]
+    row = next(line for line in out.splitlines() if line.strip().startswith("hierarchical:"))
+    assert "1.26x" in row and "node 0 > core carries 150 MB at 1 GB/s" in row
+    assert "is 1.26x as fast as ring: node 0 > core carries 150 MB instead of 193.8 MB" in out
+
+
+def test_dgx1_says_how_many_rings_there_are_or_gives_the_cut_bound(offbeat: Offbeat) -> None:
+    for command in ("topology dgx1", "schedule ring --topology dgx1"):
+        assert "6 edge-disjoint directed rings; cut bound: 6 lanes" in offbeat(command)[1]
+    assert (
+        "no directed ring over direct links visits all 5 ranks; cut bound: 2 lanes, 47.9 GB/s together, out of {4}"
+        in offbeat("topology dgx1 --ranks 5")[1]
+    )
+    assert json.loads(offbeat("topology dgx1 --ranks 6 --json")[1])["rings"]["orders"] == [
+        [0, 3, 2, 1, 5, 4],
+        [0, 4, 5, 1, 2, 3],
+    ]
+
+
+def test_strategies_lists_each_in_one_line_and_one_with_its_options(offbeat: Offbeat) -> None:
+    lines = offbeat("strategies")[1].splitlines()
+    assert len(lines) == len(strategies())
+    assert "outer=" in offbeat("strategies hierarchical")[1]
+    assert len(json.loads(offbeat("strategies --json")[1])["strategies"]) == len(strategies())
+
+
+def test_a_picture_is_written_where_asked(offbeat: Offbeat, tmp_path: Path) -> None:
+    path = tmp_path / "new" / "ring.svg"
+    assert offbeat(f"schedule ring --ranks 4 --svg {path}")[0] == 0
+    assert path.read_text().startswith("<svg")
+
+
+WRONG = {
+    "schedule ring --ranks 0": "--ranks: expected a whole number, 1 or more; got '0'",
+    "schedule ring --ranks -4": "got '-4'",
+    "schedule ring --ranks many": "got 'many'",
+    "schedule torus:3x5 --ranks 16": "3x5 has 15 ranks, not 16; fitting: 2x8, 4x4, 8x2",
+    "schedule ring --size -3": "--size: a size is a whole number of bytes, 0 or more; got '-3'",
+    "schedule ring --size 3XB": "unknown unit 'XB'",
+    "schedule ring --size 10 --item-size 4": "not a whole number of items of 4 bytes",
+    "schedule ring --topology moon": "unknown topology 'moon'; known: uniform, cluster",
+    "schedule ring --topology cluster:2x2 --ranks 5": "4 ranks, not 5",
+    "schedule rign": "unknown all-reduce algorithm 'rign'; did you mean 'ring'?",
+    "schedule k-sync:4": "unknown all-reduce algorithm 'k-sync'",
+    "schedule ring --rank 8": "unknown option '--rank'; did you mean '--ranks'?",
+    "schedule ring extra": "unknown argument 'extra'",
+    "schedule ring --collective gather": "unknown collective 'gather'",
+    "schedule ring --root 1": "all-reduce has no root",
+    "schedule tree --collective broadcast --root 9": "one of the ranks 0..7",
+    "schedule --svg x.svg": "need an algorithm",
+    "schedule ring --ranks 64 --svg x.svg": "too large to draw",
+    "schedule ring --svg /proc/none/x.svg": "cannot write /proc/none/x.svg",
+    "schedule ring --svg": "--svg: expected one argument",
+    "schedul ring": "unknown command 'schedul'; did you mean 'schedule'?",
+    "--verison": "unknown option '--verison'; did you mean '--version'?",
+    "strategies rnig": "unknown strategy 'rnig'; did you mean 'ring'?",
+    "topology dgx1 --ranks 9": "dgx1 has 8 GPUs",
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_bad_input_gives_exit_code_2_and_one_clear_line(offbeat: Offbeat, line: str) -> None:
+    code, out, err = offbeat(line)
+    assert (code, out) == (2, "")
+    assert err.startswith("offbeat: ") and err.count("\n") == 1 and WRONG[line] in err
