@@ -60,6 +60,19 @@ def test_the_p100_mesh_has_the_same_pairs_with_one_link_each() -> None:
         assert len(out) == 4 and sum(link.bytes_per_s for link in out) == pytest.approx(73e9)
 
 
+def test_the_figures_of_the_machines_are_the_published_ones() -> None:
+    box = build("box", ranks=8)
+    assert box.links[0, "pcie 0"] == box.links["pcie 0", "socket 0"] == Link(1e-6, 12e9)
+    assert box.links["socket 0", "socket 1"] == Link(1e-6, 19.2e9)
+    assert box.route(0, 3) == ((0, "pcie 0"), ("pcie 0", 3))
+    assert build("nvswitch", ranks=4).links[0, "switch"].bytes_per_s == 143.7e9
+    dgx1 = build("dgx1", ranks=8)
+    assert dgx1.links[0, "pcie 0"] == Link(1e-6, 12e9)
+    assert dgx1.links["socket 0", "socket 1"].bytes_per_s == 19.2e9
+    ethernet = build("uniform", ranks=2)
+    assert (ethernet.links[0, "switch"].bytes_per_s, ethernet.latency_s(0, 1)) == (1.25e9, 4e-6)
+
+
 def test_a_cluster_route_crosses_the_core_only_between_nodes() -> None:
     topology = build("cluster:2x4", ranks=8)
     assert topology.route(4, 7) == ((4, "node 1"), ("node 1", 7))
@@ -91,7 +104,7 @@ def test_torus_neighbours_are_one_hop_apart() -> None:
         ("dgx1", 9, "8 GPUs"),
         ("dgx1:a100", 8, "unknown choice"),
         ("uniform", 0, "1 or more"),
-        ("uniform:bandwidth=0GB/s", 4, "more than 0"),
+        ("uniform:bandwidth=0GB/s", 4, "at least 1 byte a second"),
         ("uniform:latency=-1us", 4, "0 or more"),
     ],
 )
@@ -105,6 +118,8 @@ def test_a_topology_written_by_hand_is_checked() -> None:
         Topology(name="mine", ranks=2, links={(0, 7): Link(0, 1)})
     with pytest.raises(RequestError, match="no way from rank 1 to rank 0"):
         Topology(name="mine", ranks=2, links={(0, 1): Link(0, 1)}).route(1, 0)
+    with pytest.raises(RequestError, match="1 or more"):
+        Topology(name="mine", ranks=0, links={})
     with pytest.raises(RequestError, match="itself"):
         build("uniform", ranks=2).route(1, 1)
     with pytest.raises(RequestError, match="bandwidth > 0"):

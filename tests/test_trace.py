@@ -26,7 +26,8 @@ LOG = RunLog(
 @given(st.lists(spans, max_size=8))
 def test_a_log_is_read_back_as_it_was_written(tmp_path_factory: pytest.TempPathFactory, some: list[Span]) -> None:
     path = tmp_path_factory.mktemp("log") / "run.jsonl"
-    log = RunLog(run={"strategy": "ring", "seed": 7}, spans=tuple(some))
+    decisions = ({"event": "joined 0 @0.0", "commands": ["send 0"], "why": ["all \u2028 are \x85 there"]},)
+    log = RunLog(run={"strategy": "ring", "seed": 7}, spans=tuple(some), decisions=decisions)
     write_log(path, log)
     assert read_log(path) == log
 
@@ -43,7 +44,7 @@ def test_the_same_log_gives_the_same_bytes_and_leaves_nothing_else(tmp_path: Pat
     [
         ("{", "line 3: not JSON"),
         ("[1]", "line 3: expected an object"),
-        ('{"kind":"spam"}', "line 3: expected a line of kind 'span'"),
+        ('{"kind":"spam"}', "line 3: expected a line of kind 'span' or 'decision'; got 'spam'"),
         ('{"kind":"span","learner":0,"wat":"compute"}', "line 3: a span has no 'wat'; did you mean 'what'"),
         ('{"kind":"span","learner":true}', "line 3: 'learner' is missing or wrong: True"),
         (
@@ -60,6 +61,28 @@ def test_a_wrong_line_is_named_with_its_number(tmp_path: Path, line: str, says: 
         read_log(path)
 
 
+def test_a_log_that_cannot_be_written_leaves_the_old_one_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    write_log(path, LOG)
+    before = path.read_bytes()
+    wrong = (
+        RunLog(run={}, spans=(Span(0, "nap", 0, 1, 0),)),
+        RunLog(run={"kind": "mine"}),
+        RunLog(run={"format": 7}),
+        RunLog(run={}, spans=(Span(0, "wait", 0, 1, 0, cancelled=1),)),  # type: ignore[arg-type]  # on purpose
+        RunLog(run={}, spans=(Span(1.5, "wait", 0, 1, 0),)),  # type: ignore[arg-type]  # on purpose
+    )
+    for log in wrong:
+        with pytest.raises(RequestError):
+            write_log(path, log)
+    assert path.read_bytes() == before
+    blocked = tmp_path / "folder"
+    blocked.mkdir()
+    with pytest.raises(OSError, match="folder"):
+        write_log(blocked, LOG)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["folder", "run.jsonl"]
+
+
 def test_other_formats_and_missing_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(LogError, match="cannot read"):
         read_log(tmp_path / "nowhere")
@@ -67,7 +90,7 @@ def test_other_formats_and_missing_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(LogError, match="format 99; this version reads format 1"):
         read_log(tmp_path / "old")
     (tmp_path / "empty").write_text("")
-    with pytest.raises(LogError, match="starts with"):
+    with pytest.raises(LogError, match="is empty"):
         read_log(tmp_path / "empty")
 
 

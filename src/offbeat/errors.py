@@ -40,6 +40,14 @@ class LogError(OffbeatError):
     """A run log cannot be read."""
 
 
+class EventError(OffbeatError):
+    """A policy was told of something that cannot have happened; its state is as before."""
+
+
+class ReplayError(OffbeatError):
+    """A log, replayed through its policy, gave other commands than those it holds."""
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """The known word that `word` was probably meant to be, as the end of a sentence; or nothing."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)

@@ -30,11 +30,15 @@ DEFINITIONS: Mapping[str, Definition] = {
     "staleness": Definition(
         "versions", "version before the update that applies the gradient - version it was computed at"
     ),
-    "bus bandwidth": Definition("bytes/s", "size / seconds * factor of the collective (BUS_FACTORS)"),
+    "bus bandwidth": Definition(
+        "bytes/s", "size / seconds * factor of the collective (BUS_FACTORS); of all-to-all, the size of one rank's part"
+    ),
     "time to accuracy": Definition(
         "s", "training seconds until the test metric first reaches the target, evaluation left out"
     ),
-    "cost": Definition("", "devices * hours * price of a device hour"),
+    "energy": Definition("J", "joules as measured by GPU counters or RAPL, or 'not measured'"),
+    "cost": Definition("", "devices * hours * price of a device hour, as given by the user"),
+    "base": Definition("", "what n = 1 is: one device, or a node of several; runs with different bases are not ranked"),
 }
 
 
@@ -93,7 +97,10 @@ BUS_FACTORS: Mapping[str, BusFactor] = {
 
 
 def bus_bandwidth(collective: str, ranks: int, size_bytes: float, seconds: float) -> float:
-    """Bytes per second on the wire of each rank, comparable between rank counts."""
+    """Bytes per second on the wire of each rank, comparable between rank counts.
+
+    The size is that of the whole vector; for all-to-all, of what one rank holds.
+    """
     if collective not in BUS_FACTORS:
         raise unknown("collective", collective, BUS_FACTORS)
     return size_bytes / _positive("seconds", seconds) * BUS_FACTORS[collective].of(_positive("ranks", ranks))

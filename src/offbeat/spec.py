@@ -9,7 +9,6 @@ Units: MB = 10^6 bytes, MiB = 2^20 bytes; Gbit/s and GB/s are different things a
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +30,8 @@ class Spec:
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
-            raise RequestError(f"a name is small letters, digits and '-', like 'ring'; got '{self.name}'")
+            small = self.name.lower() if _NAME.fullmatch(self.name.lower()) else "ring"
+            raise RequestError(f"a name is small letters, digits and '-', like '{small}'; got '{self.name}'")
         seen = set()
         for word in [*self.args, *(part for option in self.options for part in option)]:
             if not _WORD.fullmatch(word):
@@ -111,6 +111,8 @@ _NUMBER = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-z
 _PREFIXES = {"": 1, "K": 10**3, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
+MOST = 2.0**53  # above it whole numbers are no longer exact in floating point
+
 SIZES: dict[str, float] = {"": 1.0, **{f"{p}B": float(n) for p, n in (_PREFIXES | _BINARY).items()}}
 SECONDS: dict[str, float] = {
     "": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0,
@@ -128,11 +130,13 @@ def _quantity(text: str, units: Mapping[str, float], what: str, example: str) ->
         raise RequestError(f"{what} is a number with a unit, like {example}; got '{text}'")
     number, unit = match.groups()
     if unit not in units:
-        known = ", ".join(name for name in units if name)
-        raise RequestError(f"unknown unit '{unit}' of {what} in '{text}'{nearest(unit, units) or f'; known: {known}'}")
+        alike = [name for name in units if name.lower() == unit.lower()]  # 'gb/s' may be GB/s or Gb/s
+        words = "' or '".join(alike)
+        hint = f"; did you mean '{words}'?" if alike else f"; known: {', '.join(filter(None, units))}"
+        raise RequestError(f"unknown unit '{unit}' of {what} in '{text}'{hint}")
     value = float(number) * units[unit]
-    if not math.isfinite(value):
-        raise RequestError(f"{what} '{text}' is too large")
+    if abs(value) > MOST:
+        raise RequestError(f"{what} of '{text}' is too large")
     return value
 
 
@@ -155,23 +159,27 @@ def parse_seconds(text: str) -> float:
 def parse_rate(text: str) -> float:
     """Bytes per second: `10Gbit/s` is 1.25e9, `10GB/s` is 1e10."""
     value = _quantity(text, RATES, "a bandwidth", "10Gbit/s or 1.25GB/s")
-    if value <= 0:
-        raise RequestError(f"a bandwidth is more than 0; got '{text}'")
+    if value < 1:
+        raise RequestError(f"a bandwidth is at least 1 byte a second; got '{text}'")
     return value
 
 
 def parse_count(text: str) -> int:
     """A whole number, 1 or more."""
-    if not re.fullmatch(r"[0-9]+", text.strip()) or int(text) < 1:
-        raise RequestError(f"expected a whole number, 1 or more; got '{text}'")
+    if not re.fullmatch(r"0*[1-9][0-9]{0,8}", text.strip()):
+        raise RequestError(f"expected a whole number from 1 to 999999999; got '{_cut(text)}'")
     return int(text)
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
     """`4x8` is (4, 8)."""
-    if not re.fullmatch(r"[1-9][0-9]*(x[1-9][0-9]*)*", text):
-        raise RequestError(f"a shape is whole numbers joined by 'x', like 4x8; got '{text}'")
+    if not re.fullmatch(r"[1-9][0-9]{0,8}(x[1-9][0-9]{0,8})*", text):
+        raise RequestError(f"a shape is whole numbers joined by 'x', like 4x8; got '{_cut(text)}'")
     return tuple(int(side) for side in text.split("x"))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 40 else f"{text[:40]}..."
 
 
 def choice(*words: str) -> Callable[[str], str]:
@@ -190,8 +198,9 @@ def choice(*words: str) -> Callable[[str], str]:
 
 def _scaled(value: float, steps: Sequence[tuple[float, str]]) -> str:
     for factor, unit in steps:
-        if abs(value) >= factor:
-            return f"{value / factor:.4g} {unit}"
+        if abs(value) >= 0.99995 * factor:  # so that 999.99 MB reads 1 GB and not 1000 MB
+            scaled = value / factor
+            return f"{scaled:.4g} {unit}" if abs(scaled) < 9999.5 else f"{scaled:.0f} {unit}"
     factor, unit = steps[-1]
     return f"{value / factor:.4g} {unit}"
 

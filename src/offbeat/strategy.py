@@ -1,6 +1,6 @@
 """Every strategy a user can name: the one line that says how learners keep time.
 
-A strategy is a schedule (all-reduce) or a policy. This gathers the tables of both kinds, so that the
+A strategy is a schedule (all-reduce) or a policy (parameter server). This gathers the tables of both kinds, so that the
 command line, the docs and the errors list the same names.
 """
 
@@ -8,8 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from offbeat import spec as grammar
+from offbeat.errors import unknown
+from offbeat.policies.table import POLICIES, params_of
 from offbeat.schedules.algorithms import algorithms
 from offbeat.spec import Param
+
+ALL_REDUCE = "all-reduce"
+SERVER = "parameter server"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +39,21 @@ class Strategy:
 
 def strategies() -> dict[str, Strategy]:
     """All of them by name."""
-    return {
-        row.name: Strategy(name=row.name, family="all-reduce", summary=row.summary, params=row.params)
-        for row in algorithms("all-reduce").values()
-    }
+    reduces = [
+        Strategy(name=row.name, family=ALL_REDUCE, summary=row.summary, params=row.params)
+        for row in algorithms(ALL_REDUCE).values()
+    ]
+    policies = [
+        Strategy(name=row.name, family=SERVER, summary=row.summary, params=params_of(row.name))
+        for row in POLICIES.values()
+    ]
+    return {strategy.name: strategy for strategy in (*reduces, *policies)}
+
+
+def family_of(line: str) -> str:
+    """Which family runs a line like `ring` or `k-async:4`; a `RequestError` names what is near."""
+    known = strategies()
+    name = grammar.parse(line).name
+    if name not in known:
+        raise unknown("strategy", name, known)
+    return known[name].family

@@ -8,9 +8,9 @@ on traffic that is not theirs.
 What it must not know: schedules, messages, time. Latency is added up along a route; sharing of links
 is decided by whoever puts traffic on them.
 
-The figures of `dgx1`, `nvswitch` and `box` are measured ones: V100 6 NVLinks 143.7 GB/s, P100 4 NVLinks
-73 GB/s, PCIe 3 x16 12 GB/s of 16, QPI 9.6 GT/s 19.2 GB/s; 10 GbE has 4 us. The latencies of NVLink (1 us)
-and PCIe (1 us a hop) are assumptions, and options.
+The figures of `dgx1`, `nvswitch` and `box`: measured are V100's 6 NVLinks (143.7 GB/s), P100's 4 (73 GB/s) and
+PCIe 3 x16 (12 GB/s of 16); from the data sheet is QPI (9.6 GT/s of 2 bytes, 19.2 GB/s); 10 GbE has 4 us. The latencies
+of NVLink (1 us) and PCIe (1 us a hop) are assumptions. All are options.
 """
 
 from __future__ import annotations
@@ -50,9 +50,14 @@ class Topology:
     links: Mapping[Edge, Link]
     forwards: bool = False
     _ways: dict[Vertex, tuple[Vertex, ...]] = field(init=False, repr=False, compare=False)
-    _routes: dict[Edge, tuple[Edge, ...]] = field(init=False, repr=False, compare=False, default_factory=dict)
+    # Of each source: from where every vertex found so far was reached, and what is still to be looked at.
+    _found: dict[int, tuple[dict[Vertex, Vertex], deque[Vertex]]] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
 
     def __post_init__(self) -> None:
+        if self.ranks < 1:
+            raise RequestError(f"topology '{self.name}': ranks must be 1 or more; got {self.ranks}")
         ways: dict[Vertex, list[Vertex]] = {rank: [] for rank in range(self.ranks)}
         for source, target in self.links:
             for end in (source, target):
@@ -65,10 +70,13 @@ class Topology:
         """The edges from one rank to another, in order; a `RequestError` where there is no way."""
         if source == target:
             raise RequestError(f"topology '{self.name}': rank {source} needs no route to itself")
-        found = self._routes.get((source, target))
-        if found is None:
-            found = self._routes[source, target] = self._search(source, target)
-        return found
+        came_from = self._search(source, target)
+        edges: list[Edge] = []
+        here: Vertex = target
+        while here != source:
+            edges.append((came_from[here], here))
+            here = came_from[here]
+        return tuple(reversed(edges))
 
     def latency_s(self, source: int, target: int) -> float:
         """Of the whole route."""
@@ -82,28 +90,20 @@ class Topology:
         """What all ranks together can send at once."""
         return sum(link.bytes_per_s for (source, _), link in self.links.items() if isinstance(source, int))
 
-    def _search(self, source: int, target: int) -> tuple[Edge, ...]:
-        came_from: dict[Vertex, Vertex] = {source: source}
-        queue: deque[Vertex] = deque([source])
+    def _search(self, source: int, target: int) -> dict[Vertex, Vertex]:
+        """Breadth first from `source`, as far as needed; the next search from there goes on where this one ended."""
+        came_from, queue = self._found.setdefault(source, ({source: source}, deque([source])))
         while queue and target not in came_from:
             here = queue.popleft()
             if isinstance(here, int) and here != source and not self.forwards:
                 continue
-            if (here, target) in self.links:
-                came_from[target] = here
-                break
             for there in self._ways.get(here, ()):
                 if there not in came_from:
                     came_from[there] = here
                     queue.append(there)
         if target not in came_from:
             raise RequestError(f"topology '{self.name}': no way from rank {source} to rank {target}")
-        edges: list[Edge] = []
-        here = target
-        while here != source:
-            edges.append((came_from[here], here))
-            here = came_from[here]
-        return tuple(reversed(edges))
+        return came_from
 
 
 def edge_name(edge: Edge) -> str:

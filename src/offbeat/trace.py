@@ -1,11 +1,12 @@
 """Spans and the run log: one format for real and for simulated runs.
 
-A log is JSON lines. The first line describes the run, each further line is one span:
+A log is JSON lines. The first line describes the run, each further line is a decision of a policy or a span:
 
     {"kind": "run", "format": 1, "strategy": "k-async:4", ...}
+    {"kind": "decision", "event": "pushed 2 t7 v3 n1 @1.25", "commands": ["apply t7", "send 2"], "why": [...]}
     {"kind": "span", "learner": 2, "what": "compute", "start_s": 0.0, "end_s": 1.25, "version": 3, "cancelled": false}
 
-Law: `read_log(write_log(x)) == x`, and the same log gives the same bytes. `chrome_trace` gives the
+Law: what `write_log` wrote, `read_log` gives back, and the same log gives the same bytes. `chrome_trace` gives the
 trace-event form that Perfetto and chrome://tracing open.
 """
 
@@ -40,6 +41,9 @@ class Span(NamedTuple):
 
 def check_span(span: Span) -> Span:
     """The span itself, or a `RequestError` that names what is wrong with it."""
+    whole = isinstance(span.learner, int) and isinstance(span.version, int) and isinstance(span.cancelled, bool)
+    if not whole or isinstance(span.learner, bool) or isinstance(span.version, bool):
+        raise RequestError(f"learner and version are whole numbers, cancelled is true or false; got {span}")
     if span.what not in WHAT:
         raise RequestError(f"a span is one of {', '.join(WHAT)}; got '{span.what}'{nearest(str(span.what), WHAT)}")
     if not (math.isfinite(span.start_s) and math.isfinite(span.end_s) and 0 <= span.start_s <= span.end_s):
@@ -51,35 +55,60 @@ def check_span(span: Span) -> Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunLog:
-    """What `run` says of itself (strategy, learners, seed, ...), and its spans in the order written."""
+    """What `run` says of itself (strategy, learners, seed, ...), its spans and its decisions, in the order written.
+
+    `run` and the decisions are JSON data: text, numbers, lists and objects. A decision is an event of a policy with the
+    commands that answered it; `policies.replay` reads them.
+    """
 
     run: Mapping[str, Any]
-    spans: tuple[Span, ...]
+    spans: tuple[Span, ...] = ()
+    decisions: tuple[Mapping[str, Any], ...] = ()
 
 
 def write_log(path: Path, log: RunLog) -> None:
-    """Write the log, replacing what was there only when all of it is on disk."""
+    """Write the log, replacing what was there only when all of it is written; a failure leaves nothing behind."""
+    for reserved in ("kind", "format"):
+        if reserved in log.run:
+            raise RequestError(f"a run must not say '{reserved}': the log does")
     lines = [_line({"kind": "run", "format": FORMAT, **log.run})]
+    lines += [_line({"kind": "decision", **decision}) for decision in log.decisions]
     lines += [_line({"kind": "span", **check_span(span)._asdict()}) for span in log.spans]
     unfinished = path.with_name(path.name + ".unfinished")
-    unfinished.write_text("".join(lines), encoding="utf-8")
-    unfinished.replace(path)
+    try:
+        unfinished.write_text("".join(lines), encoding="utf-8")
+        unfinished.replace(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
 
 
 def read_log(path: Path) -> RunLog:
     """Read a log; a `LogError` names the line that is wrong."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise LogError(f"cannot read the log {path}: {error}") from None
+    if lines == [""]:
+        raise LogError(f"{path} is empty: a log starts with a line of kind 'run'")
     records = [_record(path, number, line) for number, line in enumerate(lines, start=1)]
-    if not records or records[0].get("kind") != "run":
+    head = records[0]
+    if head.pop("kind", None) != "run":
         raise LogError(f"{path}, line 1: a log starts with a line of kind 'run'")
-    run = {key: value for key, value in records[0].items() if key not in ("kind", "format")}
-    if records[0].get("format") != FORMAT:
-        raise LogError(f"{path}: format {records[0].get('format')!r}; this version reads format {FORMAT}")
-    spans = tuple(_span(path, number, record) for number, record in enumerate(records[1:], start=2))
-    return RunLog(run=run, spans=spans)
+    written = head.pop("format", None)
+    if written != FORMAT or isinstance(written, bool):
+        raise LogError(f"{path}: format {written!r}; this version reads format {FORMAT}")
+    spans: list[Span] = []
+    decisions: list[Mapping[str, Any]] = []
+    for number, record in enumerate(records[1:], start=2):
+        kind = record.pop("kind", None)
+        if kind == "span":
+            spans.append(_span(path, number, record))
+        elif kind == "decision":
+            decisions.append(record)
+        else:
+            raise LogError(f"{path}, line {number}: expected a line of kind 'span' or 'decision'; got {kind!r}")
+    return RunLog(run=head, spans=tuple(spans), decisions=tuple(decisions))
 
 
 def chrome_trace(spans: Iterable[Span], *, name: str = "offbeat") -> dict[str, Any]:
@@ -116,13 +145,13 @@ def write_chrome_trace(path: Path, spans: Iterable[Span], *, name: str = "offbea
 
 
 def _line(record: Mapping[str, Any]) -> str:
-    return json.dumps(record, allow_nan=False, ensure_ascii=False, separators=(",", ":")) + "\n"
+    return json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n"
 
 
 def _record(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise LogError(f"{path}, line {number}: not JSON ({error})") from None
     if not isinstance(record, dict):
         raise LogError(f"{path}, line {number}: expected an object; got {line[:40]}")
@@ -136,8 +165,6 @@ _FIELDS: Mapping[str, type | tuple[type, ...]] = {
 
 def _span(path: Path, number: int, record: dict[str, Any]) -> Span:
     where = f"{path}, line {number}"
-    if record.pop("kind", None) != "span":
-        raise LogError(f"{where}: expected a line of kind 'span'")
     for key in record:
         if key not in _FIELDS:
             raise LogError(f"{where}: a span has no '{key}'{nearest(key, _FIELDS)}")
@@ -147,5 +174,5 @@ def _span(path: Path, number: int, record: dict[str, Any]) -> Span:
             raise LogError(f"{where}: '{key}' is missing or wrong: {value!r}")
     try:
         return check_span(Span(**record))
-    except RequestError as error:
+    except (RequestError, OverflowError) as error:
         raise LogError(f"{where}: {error}") from None

@@ -85,6 +85,28 @@ def test_steps_are_those_of_the_literature(ranks: int) -> None:
         assert steps_of(f"hierarchical:{nodes}x{ranks // nodes}", ranks) == 2 * (ranks // nodes - 1) + 2 * (nodes - 1)
 
 
+@pytest.mark.parametrize("ranks", [*range(2, 18), 32, 64])
+def test_steps_of_the_other_collectives(ranks: int) -> None:
+    extra = 0 if log2(ranks).is_integer() else 2
+    expected = {
+        ("reduce-scatter", "ring"): ranks - 1,
+        ("reduce-scatter", "halving"): int(log2(ranks)) + extra,
+        ("reduce-scatter", "direct"): 1,
+        ("all-gather", "ring"): ranks - 1,
+        ("all-gather", "doubling"): int(log2(ranks)) + extra,
+        ("all-gather", "direct"): 1,
+        ("reduce", "tree"): ceil(log2(ranks)),
+        ("reduce", "central"): 1,
+        ("broadcast", "tree"): ceil(log2(ranks)),
+        ("broadcast", "central"): 1,
+        ("all-to-all", "direct"): 1,
+        ("all-to-all", "pairwise"): ranks - 1,
+    }
+    for (collective, name), steps in expected.items():
+        assert len(build(name, ranks=ranks, collective=collective).steps) == steps, (collective, name)
+    assert set(expected) == {key for key in ALGORITHMS if key[0] != "all-reduce"}
+
+
 def test_steps_of_the_large_published_shapes() -> None:
     assert steps_of("torus:32x32", 1024) == 124
     assert steps_of("ring", 1024) == 2046
@@ -182,7 +204,7 @@ def test_hierarchical_leaders_alone_speak_across_nodes() -> None:
     [
         ("rign", 4, "did you mean 'ring'"),
         ("torus:3x5", 16, r"3x5 has 15 ranks, not 16; fitting: 2x8, 4x4, 8x2"),
-        ("torus:2x2", 5, "5 ranks only fit 1x5 and 5x1"),
+        ("torus:2x2", 5, "5 ranks have no shape of 2 sides but those with a 1"),
         ("torus:2x2x2", 8, "two sides"),
         ("torus", 8, "SHAPE is missing"),
         ("multiring:4x4x4", 32, "64 ranks, not 32"),
@@ -194,7 +216,7 @@ def test_hierarchical_leaders_alone_speak_across_nodes() -> None:
         ("ring:order=a-b", 2, "written like 0-3-2-1"),
         ("ring:4", 4, "takes no arguments"),
         ("tree:fast=1", 4, "has no options"),
-        ("double-tree:0", 4, "1 or more"),
+        ("double-tree:0", 4, "expected a whole number"),
         ("ring", 0, "1 or more"),
     ],
 )

@@ -5,13 +5,13 @@ from __future__ import annotations
 from math import log2
 
 import pytest
-from schedules.oracle import bytes_sent
 
 from offbeat.errors import RequestError
 from offbeat.schedules import Schedule, Transfer, algorithms, build, lower_bound_s, price
 from offbeat.schedules.ranking import explain, rank
 from offbeat.topology import Edge, Link, Topology
 from offbeat.topology import build as topology
+from schedules.oracle import bytes_sent
 
 A, B = 7e-6, 3e9  # latency and bandwidth
 CLUSTER = "cluster:4x8,inside=50GB/s,across=1GB/s"
@@ -86,7 +86,7 @@ def test_transfers_of_one_step_share_a_link_and_the_slowest_message_decides() ->
         [Transfer(0, 2, 0, True), Transfer(1, 2, 0, True), Transfer(0, 1, 0, True)],
         [Transfer(0, 1, 0, False)],
     ]
-    cost = price(Schedule("by hand", "all-reduce", 3, 1, steps), wires, 10)
+    cost = price(Schedule("by-hand", "all-reduce", 3, 1, steps), wires, 10)
     thin = 20 / 5  # both messages on hub > 2
     assert cost.seconds == pytest.approx(max(2.0 + 0.5 + thin, 0.1 + 10) + (0.1 + 10))
     assert cost.bottleneck == "rank 0 > rank 1"
@@ -151,6 +151,26 @@ def test_no_all_reduce_is_faster_than_the_lower_bound() -> None:
         machine = topology(name, ranks=ranks)
         for ranked in rank(machine, 1_000_000, every_shape=True):
             assert ranked.price.seconds >= lower_bound_s(machine, 1_000_000), (name, ranked.line)
+
+
+def test_the_ranking_tries_the_shape_of_the_machine_however_many_nodes_there_are() -> None:
+    found = rank(topology("cluster:60x8,inside=50GB/s,across=1GB/s", ranks=480), 100_000_000)
+    lines = [ranked.line for ranked in found]
+    assert "hierarchical:60x8" in lines
+    assert lines.index("hierarchical:60x8") < lines.index("ring")
+
+
+def test_why_says_latency_where_latency_is_most_and_how_long_a_link_was_waited_for() -> None:
+    assert price(build("ring", ranks=16), uniform(16), 16).why() == "latency: 210 us over 30 steps"
+    mixed = price(build("tree", ranks=8), topology("dgx1", ranks=8), 1_000_000_000)
+    assert mixed.why() == (
+        "rank 0 > rank 1 carries 1 GB at 23.95 GB/s (as do 7 others): 41.75 ms; one after the other they take 167 ms"
+    )
+
+
+def test_sizes_that_cannot_be_counted_exactly_are_refused() -> None:
+    with pytest.raises(RequestError, match="too large to be counted exactly"):
+        price(build("ring", ranks=3), uniform(3), 2**53)
 
 
 def test_one_rank_costs_nothing() -> None:

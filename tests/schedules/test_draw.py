@@ -62,6 +62,21 @@ def test_everything_drawn_is_inside_the_picture() -> None:
             assert 0 <= float(x) <= width and 0 <= float(y) <= height
 
 
+def test_a_long_title_is_inside_too_and_the_legend_names_only_what_is_there() -> None:
+    line = "hierarchical:2x2,scatter,inner=halving,outer=halving-doubling"
+    root = ET.fromstring(svg(build(line, ranks=4)))
+    assert float(root.attrib["width"]) > 70 + 10 * len(line)
+    broadcast = svg(build("tree", ranks=2, collective="broadcast"))
+    assert "dashed: overwritten" in broadcast and "solid: added" not in broadcast
+    assert "2 ranks, 1 chunk, 1 step, proved" in broadcast
+
+
+def test_a_place_is_pale_until_it_holds_what_is_wanted() -> None:
+    root = ET.fromstring(svg(build("tree", ranks=2, collective="broadcast")))
+    cells = [cell.attrib["fill-opacity"] for cell in root.findall(f"{SVG}rect") if "y" in cell.attrib]
+    assert cells == ["1.00", "0.12", "1.00", "1.00"]  # the root's is right from the start, the other's is not
+
+
 def test_the_last_row_of_an_all_reduce_is_full() -> None:
     root = ET.fromstring(svg(build("ring", ranks=3)))
     cells = [cell for cell in root.findall(f"{SVG}rect") if "y" in cell.attrib]

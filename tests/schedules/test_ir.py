@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy, deepcopy
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -59,6 +61,21 @@ def test_schedules_are_equal_by_value_and_cannot_be_changed() -> None:
 def test_ranks_and_chunks_that_do_not_exist_are_refused_at_birth(transfer: Transfer, says: str) -> None:
     with pytest.raises(RequestError, match=says.replace("+", r"\+")):
         Schedule("x", "all-reduce", 3, 2, [[Transfer(0, 1, 0, True)], [transfer]])
+
+
+def test_a_schedule_can_be_copied() -> None:
+    schedule = build("ring", ranks=3)
+    assert copy(schedule) == deepcopy(schedule) == schedule
+
+
+def test_names_are_one_word_and_numbers_are_whole() -> None:
+    for name, collective in (("by hand", "reduce"), ("", "reduce"), ("x", "all reduce")):
+        with pytest.raises(RequestError, match="one word each"):
+            Schedule(name, collective, 2, 1, [])
+    with pytest.raises(TypeError):
+        Schedule("x", "reduce", 2.0, 1, [])  # type: ignore[arg-type]  # on purpose
+    with pytest.raises(RequestError, match="numbers up to"):
+        Schedule.parse("schedule x reduce ranks=2 chunks=1\n99999999999>1 c0 +")
 
 
 @pytest.mark.parametrize("text", ["", "ring", "schedule a b ranks=x chunks=1", "schedule a b ranks=2 chunks=1\n0>1"])

@@ -43,7 +43,18 @@ def test_the_rings_that_were_found_are_a_schedule() -> None:
     verify(build(f"ring:order={format_orders(orders)}", ranks=8))
 
 
-@pytest.mark.parametrize(("name", "ranks", "count"), [("ring", 12, 2), ("fully-connected", 5, 4), ("torus:3x3", 9, 4)])
+@pytest.mark.parametrize(
+    ("name", "ranks", "count"),
+    [
+        ("ring", 12, 2),
+        ("ring", 300, 2),
+        ("fully-connected", 5, 4),
+        ("fully-connected", 9, 8),
+        ("torus:3x3", 9, 4),
+        ("torus:4x8", 32, 4),
+        ("torus:4x4x4", 64, 6),
+    ],
+)
 def test_other_meshes(name: str, ranks: int, count: int) -> None:
     machine = topology(name, ranks=ranks)
     rings = find_rings(machine)
@@ -56,10 +67,21 @@ def test_a_star_of_forwarding_ranks_has_no_ring() -> None:
     assert (rings.orders, rings.bound) == ((), 1)
 
 
-def test_a_search_that_is_cut_short_does_not_claim_a_proof() -> None:
-    machine = topology("torus:8x8", ranks=64)
+def test_a_complete_graph_of_four_or_six_lacks_one_ring() -> None:
+    """Tillson 1980: all others decompose into P-1 directed rings."""
+    for ranks in (4, 6):
+        machine = topology("fully-connected", ranks=ranks)
+        rings = find_rings(machine)
+        check(machine, rings)
+        assert (len(rings.orders), rings.bound) == (ranks - 2, ranks - 1)
+    assert find_rings(topology("fully-connected", ranks=4)).proved
+
+
+def test_a_search_that_is_cut_short_still_finds_most_rings_and_does_not_claim_a_proof() -> None:
+    machine = topology("fully-connected", ranks=12)
     rings = find_rings(machine)
     check(machine, rings)
+    assert 10 <= len(rings.orders) <= rings.bound == 11
     assert rings.proved == (len(rings.orders) == rings.bound)
 
 

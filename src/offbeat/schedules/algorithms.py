@@ -7,8 +7,10 @@ the table below; the command line, the proof over all rank counts and the rankin
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -72,7 +74,10 @@ def tree(ranks: Ranks, chunks: Chunks) -> Phase:
 
 
 def double_tree(ranks: Ranks, chunks: Chunks, per_tree: int = 16) -> Phase:
-    """Half of the data over each of two trees; an inner rank of one is (almost always) a leaf of the other."""
+    """Half of the data over each of two trees; an inner rank of one is a leaf of the other.
+
+    `per_tree` is half of the chunks, and is known by them.
+    """
     at = np.asarray(ranks, np.int32)
     one, other = pieces_of(chunks, 2)
     swapped = at[::-1] if len(at) % 2 == 0 else np.roll(at, 1)
@@ -147,11 +152,12 @@ def _double_tree_chunks(ranks: int, per_tree: int) -> int:
 
 def _shape_chunks(ranks: int, shape: Shape) -> int:
     if math.prod(shape) != ranks:
-        fitting = ", ".join(format_shape(s) for s in _factorisations(ranks) if len(s) == max(2, len(shape)))
-        raise RequestError(
-            f"a shape of {format_shape(shape)} has {math.prod(shape)} ranks, not {ranks}"
-            + (f"; fitting: {fitting}" if fitting else f"; {ranks} ranks only fit 1x{ranks} and {ranks}x1")
-        )
+        wrong = f"a shape of {format_shape(shape)} has {math.prod(shape)} ranks, not {ranks}"
+        sides = max(2, len(shape))
+        fit = [format_shape(s) for s in islice((s for s in _factorisations(ranks) if len(s) == sides), 9)]
+        if not fit:
+            raise RequestError(f"{wrong}; {ranks} ranks have no shape of {sides} sides but those with a 1")
+        raise RequestError(f"{wrong}; fitting: {', '.join(fit[:8])}{', ...' if len(fit) > 8 else ''}")
     return ranks
 
 
@@ -192,8 +198,8 @@ def _join(order: Sequence[int]) -> str:
 def parse_orders(text: str) -> Orders:
     """`0-3-2-1` is one ring; `0-1-2+2-1-0` are two, with half of the data each."""
     words = [part.split("-") for part in text.split("+")]
-    if not all(word.isascii() and word.isdigit() for part in words for word in part):
-        raise RequestError(f"an order of ranks is written like 0-3-2-1; got '{text}'")
+    if not all(re.fullmatch(r"[0-9]{1,9}", word) for part in words for word in part):
+        raise RequestError(f"an order of ranks is written like 0-3-2-1; got '{text[:40]}'")
     return tuple(tuple(int(word) for word in part) for part in words)
 
 
@@ -363,10 +369,10 @@ def _others() -> Iterator[Algorithm]:
     """The collectives that the runtime needs beside all-reduce."""
     for collective, name, summary, phase in (
         ("reduce-scatter", "ring", "P-1 steps around a ring", ring_reduce_scatter),
-        ("reduce-scatter", "halving", "ceil(log2 P) steps (+2 past a power of two)", halving_reduce_scatter),
+        ("reduce-scatter", "halving", "floor(log2 P) steps (+2 past a power of two)", halving_reduce_scatter),
         ("reduce-scatter", "direct", "1 step, everybody to everybody", direct_reduce_scatter),
         ("all-gather", "ring", "P-1 steps around a ring", ring_all_gather),
-        ("all-gather", "doubling", "ceil(log2 P) steps (+2 past a power of two)", doubling_all_gather),
+        ("all-gather", "doubling", "floor(log2 P) steps (+2 past a power of two)", doubling_all_gather),
         ("all-gather", "direct", "1 step, everybody to everybody", direct_all_gather),
     ):
         yield Algorithm(name=name, summary=summary, collective=collective, chunks=_as_many, phase=_on_pieces(phase))
@@ -394,6 +400,9 @@ ALGORITHMS: dict[tuple[str, str], Algorithm] = {
     (row.collective, row.name): row for row in (*_PLAIN, *_SHAPED, *_others())
 }
 COLLECTIVES = tuple(dict.fromkeys(collective for collective, _ in ALGORITHMS))
+
+
+MOST_PLACES = 64_000_000  # ranks * chunks: a ring on 8,000 ranks, two gigabytes of transfers
 
 
 def algorithms(collective: str = "all-reduce") -> dict[str, Algorithm]:
@@ -424,6 +433,10 @@ def build(text: str, *, ranks: int, collective: str = "all-reduce", root: int = 
         chunks = row.chunks(ranks, **options)
     except RequestError as error:
         raise RequestError(f"'{spec}': {error}") from None
+    if ranks * chunks > MOST_PLACES:
+        raise RequestError(
+            f"'{spec}' on {ranks} ranks has {chunks} chunks: too large (ranks * chunks is at most {MOST_PLACES})"
+        )
     order = np.roll(np.arange(ranks, dtype=np.int32), -root)
     steps = Steps(row.phase(order, np.arange(chunks, dtype=np.int32), **options))
     return Schedule(str(spec), collective, ranks, chunks, steps, root)

@@ -8,6 +8,7 @@ Links are shared within a step, and each direction of a cable is a link of its o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ import numpy.typing as npt
 
 from offbeat.errors import RequestError
 from offbeat.schedules.ir import Schedule
-from offbeat.spec import format_rate, format_seconds, format_size
+from offbeat.spec import MOST, format_rate, format_seconds, format_size
 from offbeat.topology import Link, Topology, edge_name
 
 
@@ -31,6 +32,7 @@ class Price:
     latency_s: float  # the part of `seconds` that does not depend on the size
     bottleneck: str
     bottleneck_link: Link | None
+    bottleneck_s: float  # how long it, or one as busy, was waited for
     equally_busy: int  # how many other links are busy as long, to a part in a thousand
 
     @property
@@ -47,7 +49,11 @@ class Price:
         rate = format_rate(self.bottleneck_link.bytes_per_s)
         more = self.equally_busy
         others = f" (as {'does 1 other' if more == 1 else f'do {more} others'})" if more else ""
-        return f"{self.bottleneck} carries {carried} at {rate}{others}"
+        text = f"{self.bottleneck} carries {carried} at {rate}{others}"
+        own_s = self.bytes_per_link[self.bottleneck] / self.bottleneck_link.bytes_per_s
+        if own_s < 0.6 * self.seconds:  # it is not one link that is full all the time
+            text += f": {format_seconds(own_s)}; one after the other they take {format_seconds(self.bottleneck_s)}"
+        return text
 
 
 def price(schedule: Schedule, topology: Topology, size_bytes: int, item_bytes: int = 1) -> Price:
@@ -58,6 +64,8 @@ def price(schedule: Schedule, topology: Topology, size_bytes: int, item_bytes: i
         )
     if size_bytes < 0 or item_bytes < 1 or size_bytes % item_bytes:
         raise RequestError(f"a size is a multiple of its items' {item_bytes} bytes, 0 or more; got {size_bytes}")
+    if size_bytes * schedule.ranks > MOST:
+        raise RequestError(f"a size of {size_bytes} bytes on {schedule.ranks} ranks is too large to be counted exactly")
     lengths = chunk_items(size_bytes // item_bytes, schedule.chunks) * item_bytes
     table, bounds = schedule.steps.table, schedule.steps.bounds
     carried = lengths[table[:, 2]].astype(np.float64)  # exact: whole numbers below 2**53
@@ -86,6 +94,7 @@ def price(schedule: Schedule, topology: Topology, size_bytes: int, item_bytes: i
     sent = np.bincount(table[:, 0], weights=carried, minlength=schedule.ranks)
     worst = int(waited.argmax()) if len(waited) else -1
     busiest = load / ways.bytes_per_s
+    alike = np.isclose(busiest, busiest[worst], rtol=1e-3) if worst >= 0 else np.zeros(0, bool)
     return Price(
         seconds=seconds,
         steps=len(schedule.steps),
@@ -94,7 +103,8 @@ def price(schedule: Schedule, topology: Topology, size_bytes: int, item_bytes: i
         latency_s=latency,
         bottleneck=ways.names[worst] if worst >= 0 else "none",
         bottleneck_link=ways.figures[worst] if worst >= 0 else None,
-        equally_busy=int(np.isclose(busiest, busiest[worst], rtol=1e-3).sum()) - 1 if worst >= 0 else 0,
+        bottleneck_s=float(waited[alike].sum()),
+        equally_busy=max(0, int(alike.sum()) - 1),
     )
 
 
@@ -108,7 +118,8 @@ def lower_bound_s(topology: Topology, size_bytes: int) -> float:
     """No all-reduce is faster: 2M(P-1) bytes must be sent in all, by all ranks' links together."""
     if topology.ranks == 1:
         return 0.0
-    return 2 * size_bytes * (topology.ranks - 1) / topology.egress_bytes_per_s()
+    egress = topology.egress_bytes_per_s()
+    return 2 * size_bytes * (topology.ranks - 1) / egress if egress else math.inf
 
 
 class _Ways:

@@ -12,11 +12,12 @@ from html import escape
 from offbeat.errors import RequestError
 from offbeat.schedules.ir import Schedule
 from offbeat.schedules.proof import progress, verify
+from offbeat.spec import count_of
 
 _MOST_CELLS = 20_000
 _LEFT, _TOP, _STRIP, _GAP, _RIGHT = 70, 92, 20, 58, 24
 _INK, _FAINT, _PAPER = "#1f2933", "#9aa5b1", "#ffffff"
-_PALETTE = ("#2f6fdb", "#e4572e", "#17a398", "#b5179e", "#f0a202", "#5f4bb6", "#6a994e", "#d1495b")
+_PALETTE = ("#2f6fdb", "#e4572e", "#17a398", "#b5179e", "#c77f00", "#5f4bb6", "#6a994e", "#d1495b")
 
 
 def svg(schedule: Schedule) -> str:
@@ -36,7 +37,8 @@ class _Picture:
         self.schedule = schedule
         self.cell = max(4.0, min(22.0, 112 / schedule.chunks))
         self.column = self.cell * schedule.chunks + max(26.0, self.cell)
-        self.width = max(460.0, _LEFT + self.column * schedule.ranks + _RIGHT)
+        title = len(f"{schedule.name} {schedule.collective}") * 11.5  # wide enough for any font
+        self.width = max(460.0, _LEFT + title + _RIGHT, _LEFT + self.column * schedule.ranks + _RIGHT)
         self.height = _TOP + (_STRIP + _GAP) * len(schedule.steps) + _STRIP + 34
         adds_up = schedule.collective in ("all-reduce", "reduce", "reduce-scatter")
         self.numbers = adds_up and self.cell >= 14
@@ -46,7 +48,8 @@ class _Picture:
         schedule = self.schedule
         steps = len(schedule.steps)
         title = f"{schedule.name} {schedule.collective}"
-        subtitle = f"{schedule.ranks} ranks, {schedule.chunks} chunks, {steps} steps, proved"
+        parts = ((schedule.ranks, "rank"), (schedule.chunks, "chunk"), (steps, "step"))
+        subtitle = ", ".join([*(count_of(number, noun) for number, noun in parts), "proved"])
         self._label(_LEFT, 30, title, size=19, weight=600)
         self._label(_LEFT, 50, subtitle, size=12, colour=_FAINT)
         for rank in range(schedule.ranks):
@@ -56,11 +59,9 @@ class _Picture:
             self._label(_LEFT - 14, self._y(step) + _STRIP + _GAP / 2 + 4, f"step {step + 1}", size=12, anchor="end")
             self._arrows(step)
         self._strips()
-        legend = [
-            "solid: added",
-            "dashed: overwritten",
-            *(["number: contributions so far"] if self.numbers else []),
-        ]
+        kinds = set(schedule.steps.table[:, 3].tolist())
+        legend = ["solid: added"] * (1 in kinds) + ["dashed: overwritten"] * (0 in kinds)
+        legend += ["number: contributions so far"] * self.numbers
         self._label(_LEFT, self.height - 12, "  ·  ".join(legend), size=11, colour=_FAINT)
         head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width:g}" height="{self.height:g}" '
@@ -91,7 +92,7 @@ class _Picture:
             f'fill-opacity="{opacity}" stroke="{_PAPER}" stroke-width="1"/>'
         )
         if self.numbers:
-            ink = _PAPER if share > 0.45 else _INK
+            ink = _PAPER if share > 0.7 else _INK
             self._label(x + self.cell / 2, y + _STRIP / 2 + 4, str(held), size=11, colour=ink, anchor="middle")
 
     def _arrows(self, step: int) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from operator import index
 from typing import NamedTuple, overload
 
 import numpy as np
@@ -25,6 +26,9 @@ import numpy.typing as npt
 from offbeat.errors import RequestError
 
 Table = npt.NDArray[np.int32]  # one row a transfer: source, target, chunk, reduce
+
+
+_MOST = 2**31 - 1
 
 
 class Transfer(NamedTuple):
@@ -62,7 +66,13 @@ class Steps(Sequence[tuple[Transfer, ...]]):
     @classmethod
     def of(cls, steps: Iterable[Iterable[Transfer]]) -> Steps:
         """From transfers written out one by one."""
-        return cls(np.array([list(t) for t in step], np.int32).reshape(-1, 4) for step in steps)
+        tables = []
+        for step in steps:
+            rows = [tuple(transfer) for transfer in step]
+            if any(abs(number) > _MOST for row in rows for number in row):
+                raise RequestError(f"ranks and chunks are numbers up to {_MOST}")
+            tables.append(np.array(rows, np.int32).reshape(-1, 4))
+        return cls(tables)
 
     def rows(self, step: int) -> Table:
         """The table of one step."""
@@ -72,15 +82,15 @@ class Steps(Sequence[tuple[Transfer, ...]]):
         return len(self.bounds) - 1
 
     @overload
-    def __getitem__(self, index: int) -> tuple[Transfer, ...]: ...
+    def __getitem__(self, which: int) -> tuple[Transfer, ...]: ...
     @overload
-    def __getitem__(self, index: slice) -> Sequence[tuple[Transfer, ...]]: ...
-    def __getitem__(self, index: int | slice) -> tuple[Transfer, ...] | Sequence[tuple[Transfer, ...]]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"step {index} of {len(self)}")
-        rows = self.rows(index % len(self)).tolist()
+    def __getitem__(self, which: slice) -> Sequence[tuple[Transfer, ...]]: ...
+    def __getitem__(self, which: int | slice) -> tuple[Transfer, ...] | Sequence[tuple[Transfer, ...]]:
+        if isinstance(which, slice):
+            return [self[i] for i in range(*which.indices(len(self)))]
+        if not -len(self) <= which < len(self):
+            raise IndexError(f"step {which} of {len(self)}")
+        rows = self.rows(which % len(self)).tolist()
         return tuple(Transfer(source, target, chunk, bool(reduce)) for source, target, chunk, reduce in rows)
 
     def __eq__(self, other: object) -> bool:
@@ -118,6 +128,9 @@ class Schedule:
         steps: Steps | Iterable[Iterable[Transfer]],
         root: int = 0,
     ) -> None:
+        ranks, chunks, root = (index(number) for number in (ranks, chunks, root))  # 3.0 is not a number of ranks
+        if not re.fullmatch(r"\S+", name) or not re.fullmatch(r"\S+", collective):
+            raise RequestError(f"a schedule's name and collective are one word each; got '{name}' and '{collective}'")
         if ranks < 1 or chunks < 1:
             raise RequestError(f"schedule '{name}' needs at least 1 rank and 1 chunk; got {ranks} and {chunks}")
         if not 0 <= root < ranks:
@@ -136,6 +149,9 @@ class Schedule:
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"a Schedule is a value; make another instead of setting '{name}'")
+
+    def __reduce__(self) -> tuple[type[Schedule], tuple[object, ...]]:  # for `copy`, which cannot set the fields
+        return Schedule, (self.name, self.collective, self.ranks, self.chunks, self.steps, self.root)
 
     def _key(self) -> tuple[object, ...]:
         return self.name, self.collective, self.ranks, self.chunks, self.root, self.steps

@@ -98,7 +98,7 @@ def direct_all_gather(ranks: Ranks, pieces: Pieces) -> Phase:
 
 
 def halving_reduce_scatter(ranks: Ranks, pieces: Pieces) -> Phase:
-    """Recursive vector halving (Thakur, Rabenseifner and Gropp 2005): ceil(log2 n) steps, far partners first.
+    """Recursive vector halving (Thakur, Rabenseifner and Gropp 2005): floor(log2 n) steps, far partners first.
 
     Past a power of two the extra positions first give all they have to a partner, who hands them their
     piece at the end: two steps more.

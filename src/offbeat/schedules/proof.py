@@ -2,7 +2,8 @@
 
 At the start every place (rank, chunk) holds one contribution: that of its own rank. An addition adds the
 sender's multiset, an overwrite replaces by it. At the end the places that the collective names must hold
-exactly what it promises. Counts, not sets: a contribution that is added twice is a wrong sum.
+exactly what it promises. Counts, not sets: a contribution that is added twice is a wrong sum, and is refused at
+once, wherever it is: no collective needs one, not even in a place that does not count at the end.
 
 Chunks never meet each other, so they are proved in blocks and memory stays bounded.
 """
@@ -61,7 +62,9 @@ def verify(schedule: Schedule) -> None:
     block = max(1, _BLOCK_BYTES // (4 * schedule.ranks**2))
     for first in range(0, schedule.chunks, block):
         chunks = range(first, min(schedule.chunks, first + block))
-        *_, counts = _run(schedule, chunks)
+        counts = _start(schedule, chunks)
+        for step, rows in _rows_by_step(schedule, chunks):
+            _apply(schedule, step, rows, counts, chunks.start)
         _check_promise(schedule, chunks, counts)
 
 
@@ -72,7 +75,10 @@ def progress(schedule: Schedule) -> Iterator[tuple[npt.NDArray[np.int64], npt.ND
     with anything in it that does not belong there has a share of 0.
     """
     _, due = PROMISES[schedule.collective](schedule, np.arange(schedule.chunks))
-    for counts in _run(schedule, range(schedule.chunks)):
+    counts = _start(schedule, range(schedule.chunks))
+    for step in range(-1, len(schedule.steps)):
+        if step >= 0:
+            _apply(schedule, step, schedule.steps.rows(step), counts, 0)
         belongs = (counts <= due[None]).all(axis=2)
         held = counts.sum(axis=2, dtype=np.int64)
         yield held, np.where(belongs, held / due.sum(axis=1), 0.0)
@@ -115,20 +121,25 @@ def _check_transfers(schedule: Schedule) -> None:
         )
 
 
-def _run(schedule: Schedule, chunks: range) -> Iterator[Counts]:
-    """The counts at the start and after every step (one array that changes); raises on a double reduction."""
+def _start(schedule: Schedule, chunks: range) -> Counts:
     ranks = schedule.ranks
     counts: Counts = np.zeros((ranks, len(chunks), ranks), np.uint32)
     everyone = np.arange(ranks)
     counts[everyone, :, everyone] = 1
-    yield counts
-    whole = len(chunks) == schedule.chunks
-    for step in range(len(schedule.steps)):
-        rows = schedule.steps.rows(step)
-        if not whole:
-            rows = rows[(rows[:, 2] >= chunks.start) & (rows[:, 2] < chunks.stop)]
-        _apply(schedule, step, rows, counts, chunks.start)
-        yield counts
+    return counts
+
+
+def _rows_by_step(schedule: Schedule, chunks: range) -> Iterator[tuple[int, Table]]:
+    """The transfers of these chunks, a step at a time; steps without any are left out."""
+    steps = schedule.steps
+    if len(chunks) == schedule.chunks:
+        yield from ((step, steps.rows(step)) for step in range(len(steps)) if len(steps.rows(step)))
+        return
+    ours = np.flatnonzero((steps.table[:, 2] >= chunks.start) & (steps.table[:, 2] < chunks.stop))
+    step_of = np.searchsorted(steps.bounds, ours, side="right") - 1
+    starts = np.flatnonzero(np.diff(step_of, prepend=-1))
+    for start, stop in zip(starts, [*starts[1:], len(ours)], strict=True):
+        yield int(step_of[start]), steps.table[ours[start:stop]]
 
 
 def _apply(schedule: Schedule, step: int, rows: Table, counts: Counts, first: int) -> None:

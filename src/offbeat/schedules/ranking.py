@@ -1,7 +1,7 @@
 """Every all-reduce priced on one topology, fastest first.
 
-A family (torus, hierarchical, ...) is tried in every shape that fits and differs from a simpler family,
-and in at most `MOST_SHAPES` of them: those with the shortest sides, which have the fewest steps.
+A family (torus, hierarchical, ...) is tried in every shape that fits and is not a simpler family in other words. Only
+multirings may have too many: of them at most `MOST_SHAPES` are tried, those with the fewest steps.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from offbeat import spec as grammar
-from offbeat.schedules.algorithms import algorithms, build, format_orders
+from offbeat.schedules.algorithms import Algorithm, algorithms, build, format_orders
 from offbeat.schedules.cost import Price, price
 from offbeat.schedules.rings import find_rings
 from offbeat.spec import count_of, format_seconds, format_size
@@ -20,7 +20,7 @@ MOST_SHAPES = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranked:
-    """A line and its price; `tried` of the `shapes` of its family that fit were priced to find it."""
+    """A line and its price; `tried` of the `shapes` of its family were priced to find it."""
 
     line: str
     price: Price
@@ -38,20 +38,25 @@ class Ranked:
 def rank(topology: Topology, size_bytes: int, item_bytes: int = 1, *, every_shape: bool = False) -> list[Ranked]:
     """The best shape of each family, or every shape that was tried, fastest first.
 
-    On a mesh of direct links the rings found there are a family of their own, `ring:order=...`.
+    Of shapes within 1 % of each other the best is the one that the machine itself has, then the shorter line. On a mesh
+    of direct links the rings found there are a family of their own, `ring:order=...`.
     """
-    families = [[line for line in row.lines(topology.ranks) if _worth_trying(line)] for row in algorithms().values()]
+    own_shape = grammar.parse(topology.name).args[:1]
+    families = [_lines(row, topology.ranks) for row in algorithms().values()]
     families.append(_ordered_rings(topology))
     found: list[Ranked] = []
-    for lines in families:
-        lines.sort(key=lambda line: sum(_sides(line)))
-        tried = lines[:MOST_SHAPES]
+    for shapes, lines in families:
         priced = []
-        for line in tried:
+        for line in lines:
             cost = price(build(line, ranks=topology.ranks), topology, size_bytes, item_bytes)
-            priced.append(Ranked(line=line, price=cost, tried=len(tried), shapes=len(lines)))
-        found += priced if every_shape else sorted(priced, key=_seconds)[:1]
-    return sorted(found, key=_seconds)
+            priced.append(Ranked(line=line, price=cost, tried=len(lines), shapes=shapes))
+        if every_shape or not priced:
+            found += priced
+            continue
+        close = 1.01 * min(ranked.price.seconds for ranked in priced)
+        best = [ranked for ranked in priced if ranked.price.seconds <= close]
+        found.append(min(best, key=lambda one: (grammar.parse(one.line).args[:1] != own_shape, len(one.line))))
+    return sorted(found, key=lambda ranked: ranked.price.seconds)
 
 
 def explain(better: Ranked, worse: Ranked) -> str:
@@ -61,29 +66,32 @@ def explain(better: Ranked, worse: Ranked) -> str:
         return f"{worse.label} is within 1 % of the fastest: use it"
     times = slow.seconds / fast.seconds
     reasons = []
-    shared = slow.bottleneck
-    ours, theirs = (cost.bytes_per_link.get(shared, 0) for cost in (fast, slow))
-    if ours < 0.99 * theirs:
-        reasons.append(f"{shared} carries {format_size(ours)} instead of {format_size(theirs)}")
+    ours, theirs = (format_size(cost.bytes_per_link[cost.bottleneck]) for cost in (fast, slow))
+    if fast.bottleneck == slow.bottleneck and ours != theirs:
+        reasons.append(f"{fast.bottleneck} carries {ours} instead of {theirs}")
+    elif ours != theirs or fast.bottleneck_link != slow.bottleneck_link:
+        reasons.append(f"{fast.why()}, and not {slow.why()}")
     if fast.latency_s < 0.99 * slow.latency_s:
         reasons.append(
             f"latency is {format_seconds(fast.latency_s)} in {fast.steps} steps "
             f"instead of {format_seconds(slow.latency_s)} in {slow.steps}"
         )
     if not reasons:
-        reasons.append(f"{slow.why()}, in fewer steps that are full")
+        reasons.append("its steps keep more links busy at once")
     return f"{better.label} is {times:.2f}x as fast as {worse.label}: {'; '.join(reasons)}"
 
 
-def _seconds(ranked: Ranked) -> float:
-    return ranked.price.seconds
+def _lines(row: Algorithm, ranks: int) -> tuple[int, list[str]]:
+    """How many shapes of a family are worth trying, and those that are tried."""
+    lines = [line for line in row.lines(ranks) if _worth_trying(line)]
+    if len(lines) > MOST_SHAPES and row.name == "multiring":  # the others have few
+        return len(lines), sorted(lines, key=lambda line: sum(_sides(line)))[:MOST_SHAPES]
+    return len(lines), lines
 
 
-def _ordered_rings(topology: Topology) -> list[str]:
-    if not topology.is_mesh():
-        return []
-    orders = find_rings(topology).orders
-    return [f"ring:order={format_orders(orders)}"] if orders else []
+def _ordered_rings(topology: Topology) -> tuple[int, list[str]]:
+    orders = find_rings(topology).orders if topology.is_mesh() else ()
+    return (1, [f"ring:order={format_orders(orders)}"]) if orders else (0, [])
 
 
 def _worth_trying(line: str) -> bool:

@@ -4,13 +4,18 @@ A directed ring visits every rank once over direct links between ranks, in one d
 no lane run side by side at full speed, so the number of them is how many times the bandwidth of one lane a
 ring all-reduce can have. No set of rings is larger than the lanes that leave some part of the ranks: the
 cut bound.
+
+A small mesh, such as a cube mesh of 8, is searched through; in a larger one rings are packed greedily by (seeded)
+chance, and the answer is only "at least" unless it meets the bound.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
+
+import numpy as np
 
 from offbeat.errors import RequestError
 from offbeat.topology import Topology
@@ -20,6 +25,7 @@ Order = tuple[int, ...]
 
 _MOST_CYCLES = 5_000
 _MOST_TRIES = 200_000
+_ATTEMPTS = 12
 _MOST_RANKS_FOR_CUTS = 12
 
 
@@ -51,14 +57,65 @@ def find_rings(topology: Topology) -> Rings:
         )
     bound, cut = _smallest_cut(lanes)
     cycles = list(islice(_cycles(lanes, _MOST_TRIES), _MOST_CYCLES + 1)) if bound else []
-    complete = len(cycles) <= _MOST_CYCLES and None not in cycles
-    usable = [cycle for cycle in cycles[:_MOST_CYCLES] if cycle is not None]
+    if len(cycles) > _MOST_CYCLES or None in cycles:  # too many to try all sets of them
+        chosen: tuple[Order, ...] = ()
+        for attempt in range(max(1, min(_ATTEMPTS, 1000 // topology.ranks))):
+            chosen = max(chosen, _pack(lanes, bound, attempt), key=len)
+            if len(chosen) == bound:
+                break
+        return _result(topology, chosen, len(chosen) == bound, bound, cut)
+    every = [cycle for cycle in cycles if cycle is not None]
+    proved = True
     for wanted in range(bound, 0, -1):
-        chosen, exhausted = _choose(lanes, usable, wanted)
-        if chosen is not None:
-            return _result(topology, chosen, complete or wanted == bound, bound, cut)
-        complete = complete and exhausted
-    return _result(topology, (), complete, bound, cut)
+        found, exhausted = _choose(lanes, every, wanted)
+        if found is not None:
+            return _result(topology, found, proved, bound, cut)
+        proved = proved and exhausted
+    return _result(topology, (), proved, bound, cut)
+
+
+def _pack(lanes: Lanes, bound: int, attempt: int) -> tuple[Order, ...]:
+    """Rings one after the other, each with its reverse, over the lanes that the ones before have left."""
+    chance = np.random.default_rng(attempt)
+    left = {source: dict(targets) for source, targets in lanes.items()}
+    orders: list[Order] = []
+    while len(orders) < bound:
+        order = _rotate_and_extend(left, chance)
+        if order is None:
+            break
+        for way in (order, order[::-1]):
+            edges = list(zip(way, (*way[1:], way[0]), strict=True))
+            if len(orders) < bound and all(left[source].get(target, 0) for source, target in edges):
+                orders.append(way)
+                for source, target in edges:
+                    left[source][target] -= 1
+    return tuple(orders)
+
+
+def _rotate_and_extend(left: Lanes, chance: np.random.Generator) -> Order | None:
+    """A ring by Posa's rotations (1976): go on to somebody new, or turn the end of the path round and try again."""
+    ways = {rank: [target for target, count in targets.items() if count] for rank, targets in left.items()}
+    path, seen = [0], {0}
+    for _ in range(40 * len(left)):
+        here = path[-1]
+        if len(path) == len(left) and left[here].get(0, 0):
+            return tuple(path)
+        fresh = [target for target in ways[here] if target not in seen]
+        if fresh:
+            # To one with few ways out: it is the hardest to reach later.
+            fewest = min(sum(t not in seen for t in ways[target]) for target in fresh)
+            fresh = [target for target in fresh if sum(t not in seen for t in ways[target]) == fewest]
+            path.append(fresh[int(chance.integers(len(fresh)))])
+            seen.add(path[-1])
+            continue
+        # Turning needs the way back; cables go both ways, but a lane may be taken in one direction only.
+        turns = [at for at in (path.index(target) for target in ways[here]) if at < len(path) - 2]
+        turned = [[*path[: at + 1], *reversed(path[at + 1 :])] for at in turns]
+        turned = [new for new in turned if all(left[a].get(b, 0) for a, b in pairwise(new))]
+        if not turned:
+            return None
+        path = turned[int(chance.integers(len(turned)))]
+    return None
 
 
 def _result(topology: Topology, orders: tuple[Order, ...], proved: bool, bound: int, cut: Order) -> Rings:

@@ -1,0 +1,135 @@
+"""What commands share: how one is described, how it reads its words, how it prints."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from offbeat import spec as grammar
+from offbeat.errors import RequestError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """One row of the table of commands."""
+
+    summary: str
+    about: str
+    examples: tuple[str, ...]
+    arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], None]
+
+
+def reader(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """For argparse, which keeps the words of this exception only."""
+
+    def checked(text: str) -> Any:
+        try:
+            return read(text)
+        except RequestError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return checked
+
+
+def json_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, allow_nan=False))
+
+
+def console() -> Console:
+    from rich.console import Console
+
+    class Plain(Console):
+        def on_broken_pipe(self) -> None:  # rich would exit with 1; `main` knows what to do
+            raise
+
+    # Into a file or a pipe there is no width to keep to: lines stay whole.
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 200
+    return Plain(width=width, highlight=False, emoji=False)
+
+
+def busy(what: str) -> AbstractContextManager[object]:
+    """A sign of life on a terminal while a long command works; nothing elsewhere."""
+    if not sys.stderr.isatty():
+        return nullcontext()
+    from rich.console import Console
+
+    return Console(stderr=True).status(what)
+
+
+def say(out: Console, text: str, **style: Any) -> None:
+    """Text as it is: no markup in it, and not broken into lines."""
+    out.print(text, markup=False, soft_wrap=True, **style)
+
+
+def heading(out: Console, text: str) -> None:
+    say(out, text, style="bold")
+    out.print()
+
+
+def facts(out: Console, rows: Sequence[tuple[str, str]]) -> None:
+    """Labels and what they stand for."""
+    width = max(len(label) for label, _ in rows)
+    for label, text in rows:
+        say(out, label.ljust(width), style="bold", end="  ")
+        say(out, text)
+
+
+def row_json(name: str, summary: str, params: Sequence[grammar.Param]) -> dict[str, Any]:
+    return {"name": name, "summary": summary, "options": {param.name: param.help for param in params}}
+
+
+def print_params(out: Console, params: Sequence[grammar.Param]) -> None:
+    for param in params:
+        label = param.name.upper() if param.positional else f"{param.name}="
+        say(out, f"    {label.ljust(17)} {param.help}", style="dim")
+
+
+def write_file(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RequestError(f"cannot write {path}: {error.strerror}") from None
+
+
+def ranks_of(lines: Sequence[str]) -> int | None:
+    """How many ranks the lines themselves speak of: by a shape (torus:4x2) or an order (ring:order=0-2-1).
+
+    Two that disagree are refused, since no number of ranks would do.
+    """
+    from offbeat.schedules.algorithms import algorithms, parse_orders
+    from offbeat.topology import TOPOLOGIES
+
+    tables = [(row.name, row.params) for row in algorithms().values()]
+    tables += [(row.name, row.params) for row in TOPOLOGIES.values()]
+    shaped = {name for name, params in tables if any(param.name == "shape" for param in params)}
+    said: dict[str, int] = {}
+    for line in lines:
+        spec = grammar.parse(line)
+        order = dict(spec.options).get("order")
+        try:
+            if spec.name in shaped and spec.args:
+                said[line] = math.prod(grammar.parse_shape(spec.args[0]))
+            elif order is not None:
+                said[line] = len(parse_orders(order)[0])
+        except RequestError as error:
+            raise RequestError(f"'{spec}': {error}") from None
+    if len(set(said.values())) > 1:
+        raise RequestError(" but ".join(f"'{line}' has {count} ranks" for line, count in said.items()))
+    return next(iter(said.values()), None)

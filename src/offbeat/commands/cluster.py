@@ -1,0 +1,143 @@
+"""The options that describe a simulated cluster, shared by the commands that simulate."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+from offbeat import topology
+from offbeat.commands.base import reader
+from offbeat.errors import RequestError
+from offbeat.simulate import collective, server
+from offbeat.simulate.cluster import Cluster, Wires
+from offbeat.simulate.collective import Model
+from offbeat.simulate.compute import LAWS, Failures, SlowPeriods, parse_law
+from offbeat.simulate.result import Result
+from offbeat.spec import parse_count, parse_rate, parse_seconds, parse_size
+from offbeat.strategy import ALL_REDUCE, family_of
+
+
+def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--learners", type=reader(parse_count), default=8, metavar="P", help="how many (default 8)")
+    laws = ", ".join(LAWS)
+    add("--compute", type=reader(parse_law), default="exp:1", metavar="LAW", help=f"{laws} (default exp:1)")
+    add("--seed", type=_seed, default=0, metavar="S", help="same seed, same run (default 0)")
+    add(
+        "--speeds",
+        type=reader(_numbers),
+        default=(),
+        metavar="1,0.5,...",
+        help="of the first learners (rest: 1)",
+    )
+    add("--slow", type=reader(_slow), metavar="F,ENTER,LEAVE", help="periods F times slower; chances a minibatch")
+    add("--failures", type=reader(_failures), metavar="UP,DOWN", help="mean seconds until a failure, and until back")
+    add("--size", type=reader(parse_size), default=0, help="of gradient and weights (default 0: free communication)")
+    add("--latency", type=reader(parse_seconds), default=0.0, help="of a message to or from a server (default 0)")
+    add("--learner-bandwidth", type=reader(parse_rate), default=math.inf, metavar="RATE", help="of a learner's link")
+    add("--server-bandwidth", type=reader(parse_rate), default=math.inf, metavar="RATE", help="of a server's link")
+    add("--shards", type=reader(parse_count), default=1, metavar="S", help="servers, a part of the weights each")
+    add("--topology", default="uniform", help="of an all-reduce (default uniform)")
+    add("--layers", type=reader(parse_count), default=50, metavar="N", help="of the model, for overlap (default 50)")
+    add(
+        "--forward-share",
+        type=reader(_share),
+        default=1 / 3,
+        metavar="X",
+        help="forward's part of compute (1/3)",
+    )
+    add("--bucket", type=reader(parse_size), default=25_000_000, help="of an overlapped all-reduce (default 25MB)")
+    add("--no-overlap", action="store_true", help="reduce only when backward is done")
+
+
+def cluster_of(given: argparse.Namespace) -> Cluster:
+    compute = parse_law(given.compute) if isinstance(given.compute, str) else given.compute
+    wires = None
+    if given.size or given.latency:
+        wires = Wires(
+            size_bytes=given.size,
+            learner_bytes_per_s=given.learner_bandwidth,
+            server_bytes_per_s=given.server_bandwidth,
+            shards=given.shards,
+            latency_s=given.latency,
+        )
+        if given.size and given.learner_bandwidth == given.server_bandwidth == math.inf:
+            wires = None if not given.latency else wires  # endless bandwidth: the size takes no time
+    return Cluster(
+        learners=given.learners,
+        law=compute,
+        seed=given.seed,
+        speeds=given.speeds,
+        slow=given.slow,
+        failures=given.failures,
+        wires=wires,
+    )
+
+
+def model_of(given: argparse.Namespace) -> Model:
+    return Model.even(layers=given.layers, size_bytes=given.size, forward_share=given.forward_share)
+
+
+def simulate(
+    given: argparse.Namespace,
+    strategy: str,
+    cluster: Cluster,
+    *,
+    updates: int,
+    until_s: float = math.inf,
+    keep_spans: int = 0,
+    decisions: list[dict[str, object]] | None = None,
+) -> Result:
+    """The strategy on the cluster, by the family that runs it."""
+    if family_of(strategy) != ALL_REDUCE:
+        return server.run(
+            strategy,
+            cluster,
+            updates=updates,
+            until_s=until_s,
+            keep_spans=keep_spans,
+            write=None if decisions is None else decisions.append,
+        )
+    machine = topology.build(given.topology, ranks=cluster.learners)
+    bucket = None if given.no_overlap else given.bucket
+    return collective.run(
+        strategy, cluster, machine, model_of(given), updates=updates, bucket_bytes=bucket, keep_spans=keep_spans
+    )
+
+
+def _seed(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"a seed is a whole number; got '{text}'") from None
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(word) for word in text.split(","))
+    except ValueError:
+        raise RequestError(f"expected numbers joined by commas, like 1,1,0.5; got '{text}'") from None
+
+
+def _share(text: str) -> float:
+    (value,) = _numbers(text) if "," not in text else (math.nan,)
+    if not 0 <= value < 1:
+        raise RequestError(f"expected a share from 0 to below 1; got '{text}'")
+    return value
+
+
+def _slow(text: str) -> SlowPeriods:
+    values = _numbers(text)
+    if len(values) != 3 or not (0 < values[0] < math.inf and all(0 <= chance <= 1 for chance in values[1:])):
+        raise RequestError(f"expected FACTOR,ENTER,LEAVE, like 5,0.01,0.1 (two chances from 0 to 1); got '{text}'")
+    return SlowPeriods(factor=values[0], enter=values[1], leave=values[2])
+
+
+def _failures(text: str) -> Failures:
+    words = text.split(",")
+    if len(words) != 2:
+        raise RequestError(f"expected UP,DOWN, like 1h,5min; got '{text}'")
+    up, down = (parse_seconds(word) for word in words)
+    if not up or not down:
+        raise RequestError(f"both times are more than 0; got '{text}'")
+    return Failures(mean_up_s=up, mean_down_s=down)

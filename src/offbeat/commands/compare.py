@@ -1,0 +1,123 @@
+"""offbeat compare: strategies side by side on one cluster with the same draws."""
+
+from __future__ import annotations
+
+import argparse
+
+from offbeat.commands.base import Command, busy, console, heading, json_argument, print_json, reader, say
+from offbeat.commands.cluster import add_cluster_arguments, cluster_of, simulate
+from offbeat.simulate.compare import WhatIf, advise, describe, horizon_s, look_at, what_if, why
+from offbeat.simulate.result import Result
+from offbeat.spec import count_of, parse_count
+from offbeat.strategy import ALL_REDUCE, family_of
+
+_WIDE = 100
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("strategies", nargs="*", metavar="STRATEGY", help="left out: a choice of policies with K = P/2")
+    parser.add_argument(
+        "--minibatches", type=reader(parse_count), default=500, metavar="N", help="of a typical learner (default 500)"
+    )
+    add_cluster_arguments(parser)
+    json_argument(parser)
+
+
+def _default(learners: int) -> list[str]:
+    k = max(1, learners // 2)
+    return [
+        "full-sync",
+        f"k-sync:{k}",
+        f"k-batch-sync:{k}",
+        f"k-async:{k}",
+        f"k-batch-async:{k}",
+        "async",
+        "ssp:3",
+    ]
+
+
+def _run(given: argparse.Namespace) -> None:
+    cluster = cluster_of(given)
+    names = given.strategies or _default(cluster.learners)
+    families = [family_of(name) for name in names]
+    with busy("simulating"):
+        machines = look_at(cluster)
+        seconds = horizon_s(machines, given.minibatches)
+        results = [
+            simulate(given, name, cluster, updates=given.minibatches, until_s=seconds)
+            if family == ALL_REDUCE
+            else simulate(given, name, cluster, updates=10**9, until_s=seconds)
+            for name, family in zip(names, families, strict=True)
+        ]
+        policies = [name for name, family in zip(names, families, strict=True) if family != ALL_REDUCE]
+        barrier = next((name for name in policies if name in ("full-sync", "local-sgd")), None)
+        subject = barrier or (policies[0] if policies else None)
+        found = what_if(subject, cluster, machines, seconds) if machines.slow and subject else None
+    if given.json:
+        print_json(_as_json(results, describe(machines), found))
+        return
+    out = console()
+    heading(out, f"{count_of(cluster.learners, 'learner')}, {cluster.law.text}, seed {given.seed}")
+    say(out, describe(machines))
+    if found is not None:
+        for line in advise(found):
+            say(out, line)
+    out.print()
+    _table(results, out.width >= _WIDE)
+    say(out, "Which is best needs accuracy: more gradients a second may be worth less each.", style="dim")
+
+
+def _table(results: list[Result], wide: bool) -> None:
+    from rich import box
+    from rich.table import Table
+
+    out = console()
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("strategy", no_wrap=True)
+    for column in ("gradients/s", "updates/s", "staleness", "waiting", "wasted"):
+        table.add_column(column, justify="right", no_wrap=True)
+    if wide:
+        table.add_column("why")
+    for result in results:
+        table.add_row(
+            result.strategy,
+            f"{result.minibatches_per_s:.2f}",
+            f"{1 / result.seconds_per_update:.2f}" if result.updates else "0",
+            f"{result.staleness_mean:.2f}",
+            f"{100 * (result.wait_share + result.send_share):.0f} %",
+            f"{100 * result.waste_share:.0f} %",
+            *([why(result)] if wide else []),
+        )
+    out.print(table)
+
+
+def _as_json(results: list[Result], machines: str, found: WhatIf | None) -> dict[str, object]:
+    rows = [result.as_json() | {"why": why(result)} for result in results]
+    advice = None
+    if found is not None:
+        advice = {
+            "strategy": found.strategy,
+            "learner": found.learner,
+            "times_slower": found.slower,
+            "minibatches_per_s": found.as_it_is,
+            "if_as_fast": found.as_fast,
+            "if_dropped": found.without,
+            "if_given_less": found.lighter,
+            "share_of_work": found.share,
+            "share_of_loss": found.share_of_loss,
+            "text": advise(found),
+        }
+    return {"machines": machines, "strategies": rows, "straggler": advice}
+
+
+COMMAND = Command(
+    summary="put strategies side by side on one simulated cluster, and say why they differ",
+    about="Put strategies side by side on the same simulated cluster with the same draws, and say why they differ.",
+    examples=(
+        "compare --learners 8 --compute pareto:2,1",
+        "compare --learners 8 --compute gamma:1,0.1 --speeds 1,1,1,0.3333",
+        "compare full-sync k-async:2 async --learners 4 --compute constant:1",
+    ),
+    arguments=_arguments,
+    run=_run,
+)

@@ -1,0 +1,196 @@
+"""offbeat schedule: a collective proved, priced and drawn, or all of them ranked."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from offbeat import schedules, topology
+from offbeat.commands.base import (
+    Command,
+    busy,
+    console,
+    facts,
+    heading,
+    json_argument,
+    print_json,
+    ranks_of,
+    reader,
+    say,
+    write_file,
+)
+from offbeat.commands.rings import print_rings, rings_of
+from offbeat.errors import RequestError
+from offbeat.metrics import BUS_FACTORS, bus_bandwidth
+from offbeat.schedules import Price, Schedule
+from offbeat.schedules.ranking import Ranked, explain, rank
+from offbeat.spec import count_of, format_rate, format_seconds, format_size, parse_count, parse_size
+from offbeat.topology import Topology
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+_CHUNK_STYLES = ("blue", "red", "cyan", "magenta", "yellow", "green", "bright_blue", "bright_red")
+_WIDE = 120
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("algorithm", nargs="?", help="ring, torus:4x2, hierarchical:2x4, ...; left out: all are ranked")
+    add("--ranks", type=reader(parse_count), metavar="P", help="how many (default: what a shape says, or 8)")
+    add("--size", type=reader(parse_size), default=100_000_000, help="of the vector (default 100MB)")
+    add("--item-size", type=reader(parse_count), default=1, metavar="BYTES", help="not cut apart (default 1)")
+    add("--topology", default="uniform", help="see offbeat topology (default uniform)")
+    add("--collective", default="all-reduce", help="all-reduce (default), all-gather, broadcast, ...")
+    add("--root", type=int, default=0, metavar="RANK", help="of a broadcast or reduce (default 0)")
+    add("--all", action="store_true", help="in the ranking, every shape that was tried and not only the best")
+    add("--svg", type=Path, metavar="FILE", help="draw it")
+    json_argument(parser)
+
+
+def _run(given: argparse.Namespace) -> None:
+    ranks = given.ranks
+    if ranks is None:
+        ranks = ranks_of([given.topology] if given.algorithm is None else [given.algorithm, given.topology]) or 8
+    if given.size % given.item_size:
+        raise RequestError(
+            f"schedule: --size {given.size} is not a whole number of items of {given.item_size} bytes (--item-size)"
+        )
+    machine = topology.build(given.topology, ranks=ranks)
+    if given.algorithm is None:
+        _rank_all(given, machine)
+    else:
+        _one(given, machine)
+
+
+def _one(given: argparse.Namespace, machine: Topology) -> None:
+    with busy(f"building and proving {given.algorithm}"):
+        schedule = schedules.build(given.algorithm, ranks=machine.ranks, collective=given.collective, root=given.root)
+        schedules.verify(schedule)
+        cost = schedules.price(schedule, machine, given.size, given.item_size)
+        rings = rings_of(machine) if schedule.name.startswith("ring") else None
+    bound_s = schedules.lower_bound_s(machine, given.size) if given.collective == "all-reduce" else None
+    if given.svg is not None:
+        write_file(given.svg, schedules.svg(schedule))
+    if given.json:
+        print_json(
+            _price_json(schedule.name, schedule.ranks, cost)
+            | {"collective": schedule.collective, "chunks": schedule.chunks, "lower_bound_s": bound_s}
+            | {"size_bytes": given.size, "item_bytes": given.item_size, "topology": machine.name}
+        )
+        return
+    out = console()
+    ranks, size = count_of(machine.ranks, "rank"), format_size(given.size)
+    heading(out, f"{schedule.name} {schedule.collective}, {ranks}, {size}, {machine.name}")
+    out.print(_coloured(schedules.grid(schedule, max_ranks=max(2, min(8, out.width // 10)))), soft_wrap=True)
+    if cost.steps:
+        say(out, "+c2 <3 adds chunk 2 as it comes from rank 3, = overwrites", style="dim")
+    out.print()
+    facts(out, _facts(schedule, cost, given.size, bound_s))
+    print_rings(out, machine, rings)
+    if given.svg is not None:
+        say(out, f"\ndrawn in {given.svg}")
+
+
+def _facts(schedule: Schedule, cost: Price, size: int, bound_s: float | None) -> list[tuple[str, str]]:
+    most = max(cost.bytes_per_rank)
+    sent = f"{format_size(most)} by the busiest rank, {format_size(cost.bytes_total)} in all"
+    took = f"{format_seconds(cost.seconds)}, {format_seconds(cost.latency_s)} of it latency"
+    if bound_s:
+        fewest = 2 * size * (schedule.ranks - 1) / schedule.ranks
+        sent += f"; lower bound 2M(P-1)/P = {format_size(fewest)} a rank: {most / fewest:.2f}x"
+        took += (
+            f"; lower bound {format_seconds(bound_s)} (every link of every rank busy): {cost.seconds / bound_s:.2f}x"
+        )
+    found = [
+        ("proved", "every promise of the collective, by counting contributions"),
+        ("steps", str(cost.steps)),
+        ("sent", sent),
+        ("time", took),
+        ("bottleneck", cost.why()),
+    ]
+    if cost.seconds:
+        # The chunks of an all-to-all are those of all ranks, so a rank's part is a P-th of them.
+        part, text = (size / schedule.ranks, "size / P") if schedule.collective == "all-to-all" else (size, "size")
+        bandwidth = bus_bandwidth(schedule.collective, schedule.ranks, part, cost.seconds)
+        found.append(("bus", f"{format_rate(bandwidth)} = {text} / time * {BUS_FACTORS[schedule.collective].text}"))
+    return found
+
+
+def _price_json(name: str, ranks: int, cost: Price) -> dict[str, Any]:
+    return {
+        "name": name,
+        "ranks": ranks,
+        "steps": cost.steps,
+        "bytes_per_rank": list(cost.bytes_per_rank),
+        "bytes_total": cost.bytes_total,
+        "seconds": cost.seconds,
+        "latency_s": cost.latency_s,
+        "bottleneck": cost.bottleneck,
+        "why": cost.why(),
+    }
+
+
+def _rank_all(given: argparse.Namespace, machine: Topology) -> None:
+    from rich import box
+    from rich.table import Table
+
+    if given.svg is not None or given.collective != "all-reduce" or given.root:
+        raise RequestError("schedule: --svg, --collective and --root need an algorithm, like ring")
+    with busy(f"pricing every all-reduce on {count_of(machine.ranks, 'rank')}"):
+        ranking = rank(machine, given.size, given.item_size, every_shape=given.all)
+        rings = rings_of(machine)
+    if given.json:
+        rows = [_price_json(ranked.line, machine.ranks, ranked.price) for ranked in ranking]
+        print_json({"topology": machine.name, "ranks": machine.ranks, "size_bytes": given.size, "ranking": rows})
+        return
+    out = console()
+    heading(out, f"all-reduce of {format_size(given.size)} on {count_of(machine.ranks, 'rank')}, {machine.name}")
+    wide = out.width >= _WIDE
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("algorithm", no_wrap=True)
+    for column in ("steps", *(("busiest rank sends",) if wide else ()), "time", "vs ring"):
+        table.add_column(column, justify="right", no_wrap=True)
+    if wide:
+        table.add_column("where the time goes")
+    flat = next(ranked for ranked in ranking if ranked.line == "ring")
+    for ranked in ranking:
+        cost = ranked.price
+        versus = f"{flat.price.seconds / cost.seconds:.2f}x" if cost.seconds else ""
+        sent, where = ([format_size(max(cost.bytes_per_rank))], [cost.why()]) if wide else ([], [])
+        table.add_row(_best_of(ranked, given.all), str(cost.steps), *sent, format_seconds(cost.seconds), versus, *where)
+    out.print(table)
+    say(out, explain(ranking[0], flat))
+    print_rings(out, machine, rings)
+
+
+def _best_of(ranked: Ranked, every_shape: bool) -> str:
+    """The label, and of how many shapes it was the best."""
+    if every_shape or ranked.shapes == 1:
+        return ranked.label
+    tried = f"{ranked.tried} of {ranked.shapes}" if ranked.tried < ranked.shapes else str(ranked.shapes)
+    return f"{ranked.label} (best of {tried})"
+
+
+def _coloured(grid: str) -> Text:
+    from rich.text import Text
+
+    text = Text(grid)
+    for match in re.finditer(r"[+=]c(\d+)\S*", grid):
+        text.stylize(_CHUNK_STYLES[int(match[1]) % len(_CHUNK_STYLES)], *match.span())
+    return text
+
+
+COMMAND = Command(
+    summary="prove, price and draw a collective, or rank all of them on a topology",
+    about="Prove, price and draw a collective; without an algorithm, rank every all-reduce on the topology.",
+    examples=(
+        "schedule torus:4x2 --size 100MB --svg torus.svg",
+        "schedule --topology cluster:4x8,inside=50GB/s,across=1GB/s --size 100MB",
+        "schedule tree --collective broadcast --ranks 6 --root 2",
+    ),
+    arguments=_arguments,
+    run=_run,
+)

@@ -1,0 +1,175 @@
+"""offbeat simulate: one strategy in simulated time."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from offbeat import timeline, topology
+from offbeat.commands.base import (
+    Command,
+    busy,
+    console,
+    facts,
+    heading,
+    json_argument,
+    print_json,
+    reader,
+    say,
+)
+from offbeat.commands.cluster import add_cluster_arguments, cluster_of, model_of, simulate
+from offbeat.errors import RequestError
+from offbeat.simulate.collective import bucket_curve
+from offbeat.simulate.compare import why
+from offbeat.simulate.result import Result
+from offbeat.spec import count_of, format_seconds, format_size, parse_count
+from offbeat.strategy import ALL_REDUCE, family_of
+from offbeat.trace import RunLog, Span, write_chrome_trace, write_log
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_VERSION_STYLES = ("blue", "green", "magenta", "cyan", "yellow", "red")
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("strategy", help="k-async:4, softsync:2,rate=inverse, ring, ...; see offbeat strategies")
+    parser.add_argument("--updates", type=reader(parse_count), default=1000, metavar="N", help="(default 1000)")
+    add_cluster_arguments(parser)
+    parser.add_argument("--show", type=int, default=3, metavar="N", help="updates in the timeline (default 3)")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="all spans, for Perfetto or chrome://tracing")
+    parser.add_argument(
+        "--log", type=Path, metavar="FILE", help="the run log: every decision of the policy, and all spans"
+    )
+    parser.add_argument("--curve", action="store_true", help="of an all-reduce: the time as buckets get smaller")
+    json_argument(parser)
+
+
+def _run(given: argparse.Namespace) -> None:
+    cluster = cluster_of(given)
+    reduces = family_of(given.strategy) == ALL_REDUCE
+    if given.curve:
+        if not reduces:
+            raise RequestError(f"--curve is for an all-reduce like ring; '{given.strategy}' is a server policy")
+        _curve(given)
+        return
+    wants_all = given.trace is not None or given.log is not None
+    decisions: list[dict[str, object]] | None = [] if given.log is not None and not reduces else None
+    keep = given.updates if wants_all else 0 if given.json else given.show
+    start = time.perf_counter()
+    with busy(f"simulating {given.strategy}"):
+        result = simulate(given, given.strategy, cluster, updates=given.updates, keep_spans=keep, decisions=decisions)
+    took = time.perf_counter() - start
+    _write_files(given, result, decisions)
+    if given.json:
+        print_json(result.as_json() | {"events_per_s": result.events / took})
+        return
+    out = console()
+    heading(out, f"{given.strategy}, {count_of(given.learners, 'learner')}, {cluster.law.text}, seed {given.seed}")
+    _timeline(out, result, given.show)
+    facts(out, _facts(result, took))
+
+
+def _write_files(given: argparse.Namespace, result: Result, decisions: list[dict[str, object]] | None) -> None:
+    try:
+        if given.trace is not None:
+            write_chrome_trace(given.trace, result.spans, name=f"offbeat simulate {given.strategy}")
+        if given.log is not None:
+            run = {"strategy": given.strategy, "expect": given.learners, "seed": given.seed, "simulated": True}
+            write_log(given.log, RunLog(run=run, spans=result.spans, decisions=tuple(decisions or ())))
+    except OSError as error:
+        raise RequestError(f"cannot write {error.filename}: {error.strerror}") from None
+
+
+def _facts(result: Result, took: float) -> list[tuple[str, str]]:
+    ages = ", ".join(f"{age}: {count}" for age, count in list(result.staleness.items())[:12])
+    more = f", ... up to {max(result.staleness)}" if len(result.staleness) > 12 else ""
+    shares = (
+        ("computing what counts", result.busy_share),
+        ("computing for nothing", result.waste_share),
+        ("sending", result.send_share),
+        ("waiting", result.wait_share),
+    )
+    each = format_seconds(result.seconds_per_update)
+    found = [
+        ("updates", f"{result.updates} in {format_seconds(result.seconds)}: {each} each"),
+        ("throughput", f"{result.minibatches_per_s:.4g} minibatches applied a second"),
+        ("staleness", f"{result.staleness_mean:.3f} on average, standard deviation {result.staleness_std:.3f}"),
+        ("", f"gradients by staleness: {ages}{more}"),
+        ("learners", ", ".join(f"{100 * share:.1f} % {name}" for name, share in shares if share > 0)),
+        ("lost", f"{result.cancelled} minibatches cancelled, {result.dropped} dropped, {result.failed} failures"),
+        ("why", why(result)),
+        ("simulated", f"{result.events} events in {format_seconds(took)}, {result.events / took:,.0f} a second"),
+    ]  # fmt: skip
+    return [row for row in found if row[0] != "lost" or result.cancelled or result.dropped or result.failed]
+
+
+def _timeline(out: Console, result: Result, updates: int) -> None:
+    """The first updates, a row a learner: colour by version, cancelled work shaded."""
+    from rich.text import Text
+
+    spans = [span for span in result.spans if span.version < updates]
+    if not spans or updates < 1:
+        return
+    end = _end_of(spans, updates)
+    shown = timeline.rows(spans, width=max(20, min(100, out.width - 16)), end_s=end)
+    for learner, pieces in list(shown.items())[:16]:
+        row = Text(f"learner {learner}".ljust(12) + "|")
+        for piece in pieces:
+            style = _VERSION_STYLES[piece.version % len(_VERSION_STYLES)] if piece.version >= 0 else "dim"
+            row.append(piece.text, style=style)
+        out.print(row, soft_wrap=True)
+    if len(shown) > 16:
+        say(out, f"({len(shown) - 16} more learners)", style="dim")
+    say(out, f"0 to {format_seconds(end)}; digit: version, ░ cancelled, · waiting, ─ sending", style="dim")
+    out.print()
+
+
+def _end_of(spans: list[Span], updates: int) -> float:
+    """When the last of the shown versions was begun by everybody who began it, and its work is over."""
+    return max(span.end_s for span in spans if span.version < updates)
+
+
+def _curve(given: argparse.Namespace) -> None:
+    machine = topology.build(given.topology, ranks=given.learners)
+    mean_s = cluster_of(given).law.mean_s
+    points = bucket_curve(given.strategy, mean_s, model_of(given), machine)
+    if given.json:
+        rows = [
+            {"buckets": p.buckets, "bucket_bytes": p.bucket_bytes, "iteration_s": p.iteration_s, "bound_s": p.bound_s}
+            for p in points
+        ]
+        print_json({"strategy": given.strategy, "learners": given.learners, "curve": rows})
+        return
+    out = console()
+    heading(
+        out,
+        f"{given.strategy}, {count_of(given.learners, 'learner')}, {format_size(given.size)} in {given.layers} layers",
+    )
+    say(out, f"{'buckets':>8}{'each':>12}{'iteration':>12}{'at least':>12}", style="bold")
+    most = max(p.iteration_s for p in points)
+    for p in points:
+        bar = "█" * round(40 * p.iteration_s / most)
+        say(
+            out,
+            f"{p.buckets:>8}{format_size(p.bucket_bytes):>12}{format_seconds(p.iteration_s):>12}"
+            f"{format_seconds(p.bound_s):>12}  {bar}",
+        )
+    say(out, "at least: forward + the first bucket's backward + the reduction of all at once; one bucket: no overlap")
+
+
+COMMAND = Command(
+    summary="run one strategy in simulated time, with the real policies and schedules",
+    about="Run one strategy in simulated time: the same policy objects and schedules that run for real.",
+    examples=(
+        "simulate k-sync:4 --learners 8 --compute shifted-exp:1,1",
+        "simulate softsync:2,rate=inverse --learners 30 --compute gamma:1,0.25 --updates 5000",
+        "simulate async --size 100MB --learner-bandwidth 1GB/s --server-bandwidth 1GB/s --speeds 1,1,0.3",
+        "simulate ring --learners 40 --compute constant:370ms --forward-share 0.338 --size 1.2GB "
+        "--topology uniform:bandwidth=5.85GB/s,latency=20us --curve",
+    ),
+    arguments=_arguments,
+    run=_run,
+)

@@ -1,0 +1,271 @@
+"""What every policy shares: membership, bookkeeping, laws, snapshots.
+
+A policy knows no clock, socket or tensor: time is a number in the event, gradients are tickets. `handle` is the only
+mutator and is deterministic. An event that cannot have happened raises `EventError` and changes nothing.
+
+For each learner a policy keeps a `Seat`: the version it was last given, the lowest version it may still report, and
+whether a minibatch is open. After `Cancel` and `Send` the learner still owes one answer for the cancelled minibatch:
+`Stopped`, or, if it was faster than the word, a late `Pushed`, which is dropped.
+
+A new policy is a subclass: `on_push`, and where the defaults do not fit, `on_join`, `on_leave`, `on_ask`. It speaks
+through `send`, `resume`, `cancel`, `drop` and `apply`, which keep the books.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from typing import Any, NamedTuple
+
+from offbeat.errors import EventError
+from offbeat.policies.events import (
+    Apply,
+    Asked,
+    Cancel,
+    Command,
+    Drop,
+    Event,
+    Joined,
+    Left,
+    Pushed,
+    Resume,
+    Send,
+    Stopped,
+    Tick,
+    as_text,
+)
+from offbeat.policies.rates import CONSTANT, Held, Rate
+
+# A named tuple made without its constructor: a simulation makes millions of these.
+_new = tuple.__new__
+
+
+class LearnerRule(NamedTuple):
+    """What a learner does by itself: push after so many minibatches, ask for weights after so many (0: never).
+
+    It pushes the sum of its gradients, or, with `delta`, by how much its own optimizer moved the weights.
+    """
+
+    push_every: int = 1
+    fetch_every: int = 0
+    delta: bool = False
+
+
+class Seat:
+    """What the policy knows of one learner."""
+
+    __slots__ = ("computing", "floor", "version")
+
+    def __init__(self, version: int = -1, floor: int = -1, computing: bool = False) -> None:
+        self.version = version  # that it was last given; -1 before the first
+        self.floor = floor  # the lowest version that it may still report
+        self.computing = computing
+
+
+# What is counted: issued = received + cancelled + lost + open minibatches; received = held + applied + dropped. `lost`
+# are those that went with their learner.
+COUNTS = ("issued", "received", "applied", "dropped", "cancelled", "lost")
+
+
+class Policy:
+    """The base of all policies; see the module's text."""
+
+    rule = LearnerRule()
+    cancels = False  # whether it ever cancels, so that late pushes of old versions are to be expected
+
+    def __init__(self, *, expect: int, rate: Rate = CONSTANT, start_by_s: float | None = None) -> None:
+        self.expect = expect
+        self.rate = rate
+        self.start_by_s = start_by_s
+        self.started = False
+        self.version = 0
+        self.seats: dict[int, Seat] = {}
+        self.held: dict[int, Held] = {}  # by ticket, in order of arrival
+        self.open = 0  # seats that are computing
+        self.issued = self.received = self.applied = self.dropped = self.cancelled = self.lost = 0
+
+    # --- the seam ---------------------------------------------------------------------------------------------
+
+    def handle(self, event: Event) -> tuple[Command, ...]:
+        """What is to be done about an event, in order."""
+        if type(event) is not Pushed:
+            return self._membership(event)
+        learner, ticket, version, samples, drift, _, _ = event
+        seat = self.seats.get(learner)
+        if seat is None or not seat.computing or not seat.floor <= version <= seat.version:
+            raise self._illegal(event, seat)
+        if ticket in self.held or samples < 1 or (drift is None and self.rate.needs_drift):
+            raise self._incomplete(event)
+        self.received += 1
+        if version < seat.version and self.cancels:
+            return (self._late(seat, event),)
+        seat.computing = False
+        self.open -= 1
+        self.held[ticket] = _new(Held, (learner, version, samples, drift))
+        return tuple(self.on_push(event))
+
+    def on_push(self, event: Pushed) -> Sequence[Command]:
+        """The gradient is in `held` and its learner has stopped computing; say what happens now."""
+        raise NotImplementedError
+
+    def _late(self, seat: Seat, event: Pushed) -> Drop:
+        """A learner was faster than the word that cancelled it."""
+        seat.floor = event.version + 1
+        self.cancelled -= 1  # it was counted when it was cancelled, and came after all
+        self.dropped += 1
+        return Drop(event.ticket, f"late: computed at version {event.version}, cancelled since")
+
+    def on_join(self, learner: int) -> Sequence[Command]:
+        """A learner joined a run that goes on."""
+        return [self.send(learner, "it has joined")]
+
+    def on_leave(self, learner: int) -> Sequence[Command]:
+        """A learner is gone; its seat is already empty, and what it had pushed stays and counts."""
+        return []
+
+    def on_ask(self, learner: int) -> Sequence[Command]:
+        """A learner gave up its minibatch and wants weights."""
+        self.cancelled += 1
+        self.seats[learner].computing = False
+        self.open -= 1
+        return [self.send(learner, "it asked")]
+
+    def _membership(self, event: Event) -> tuple[Command, ...]:
+        if isinstance(event, Tick):
+            due = self.start_by_s is not None and event.at_s >= self.start_by_s
+            return self._start("the deadline has passed") if due and self.seats and not self.started else ()
+        seat = self.seats.get(event.learner)
+        if isinstance(event, Joined):
+            if seat is not None or event.learner < 0:
+                raise self._illegal(event, seat)
+            self.seats[event.learner] = Seat()
+            if self.started:
+                return tuple(self.on_join(event.learner))
+            return self._start(f"all {self.expect} are there") if len(self.seats) >= self.expect else ()
+        if seat is None:
+            raise self._illegal(event, seat)
+        if isinstance(event, Left):
+            if seat.computing:
+                self.open -= 1
+                self.lost += 1
+            del self.seats[event.learner]
+            return tuple(self.on_leave(event.learner)) if self.started else ()
+        if isinstance(event, Stopped) and self.cancels and seat.floor <= event.version < seat.version:
+            seat.floor = event.version + 1
+            return ()
+        if isinstance(event, Asked) and seat.computing:
+            return tuple(self.on_ask(event.learner))
+        raise self._illegal(event, seat)
+
+    def _start(self, why: str) -> tuple[Command, ...]:
+        self.started = True
+        return tuple(command for learner in list(self.seats) for command in self.on_start(learner, why))
+
+    def on_start(self, learner: int, why: str) -> Sequence[Command]:
+        return [self.send(learner, why)]
+
+    def _illegal(self, event: Event, seat: Seat | None) -> EventError:
+        if seat is None:
+            known = "it is not here" if not isinstance(event, Joined) else "a learner is a number from 0"
+        elif not self.started:
+            known = "nobody was sent weights yet"
+        elif not seat.computing:
+            known = "it waits for weights"
+        else:
+            known = f"it was given version {seat.version} and computes"
+        return EventError(f"'{as_text(event)}' cannot be: {known}, the version is {self.version}")
+
+    def _incomplete(self, event: Pushed) -> EventError:
+        if event.ticket in self.held:
+            why = f"ticket {event.ticket} is held already"
+        elif event.samples < 1:
+            why = "a gradient comes from 1 sample or more"
+        else:
+            why = f"the rate '{self.rate.text}' needs its drift"
+        return EventError(f"'{as_text(event)}' cannot be: {why}")
+
+    # --- commands, with their books --------------------------------------------------------------------------------
+
+    def send(self, learner: int, why: str) -> Send:
+        seat = self.seats[learner]
+        if not seat.computing:
+            seat.computing = True
+            self.open += 1
+            seat.floor = self.version
+        seat.version = self.version
+        self.issued += 1
+        return _new(Send, (learner, why))
+
+    def resume(self, learner: int, why: str) -> Resume:
+        self.seats[learner].computing = True
+        self.open += 1
+        self.issued += 1
+        return Resume(learner, why)
+
+    def cancel(self, learner: int, why: str) -> Cancel:
+        """Must be followed by `send` to the same learner."""
+        self.cancelled += 1
+        return Cancel(learner, why)
+
+    def drop(self, ticket: int, why: str) -> Drop:
+        del self.held[ticket]
+        self.dropped += 1
+        return Drop(ticket, why)
+
+    def apply(self, tickets: tuple[int, ...], why: str) -> Apply:
+        gradients = [self.held.pop(ticket) for ticket in tickets]
+        scales = self.rate.scales(gradients, self.version)
+        self.version += 1
+        self.applied += len(tickets)
+        return Apply(tickets, scales, why)
+
+    # --- laws ----------------------------------------------------------------------------------------------------
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError, naming the law, where the books do not add up. For tests and for logs."""
+        open_now = sum(seat.computing for seat in self.seats.values())
+        laws = {
+            "open counts the computing seats": self.open == open_now,
+            "issued = received + cancelled + lost + open": self.issued
+            == self.received + self.cancelled + self.lost + open_now,
+            "received = held + applied + dropped": self.received == len(self.held) + self.applied + self.dropped,
+            "no count is negative": min(getattr(self, name) for name in COUNTS) >= 0,
+            "nobody computes before the start": self.started or open_now == 0,
+            "no seat is ahead of the version": all(seat.version <= self.version for seat in self.seats.values()),
+            "no gradient is from the future": all(held.version <= self.version for held in self.held.values()),
+            "at most `most_held` gradients wait": len(self.held) <= self.most_held(),
+        }
+        for law, holds in (laws | self.laws()).items():
+            assert holds, f"{type(self).__name__}: {law}"
+
+    def laws(self) -> dict[str, bool]:
+        """Further laws of one policy, by name, and whether they hold now."""
+        return {}
+
+    def most_held(self) -> int:
+        """How many gradients may wait between events."""
+        return max(1, len(self.seats)) + self.expect
+
+    # --- snapshots -----------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> dict[str, Any]:
+        """All state as plain data that JSON can hold."""
+        return {
+            "started": self.started,
+            "version": self.version,
+            "seats": [[learner, s.version, s.floor, s.computing] for learner, s in self.seats.items()],
+            "held": [[ticket, *held] for ticket, held in self.held.items()],
+            **{name: deepcopy(getattr(self, name)) for name in (*COUNTS, *self.extra_state)},
+        }
+
+    extra_state: tuple[str, ...] = ()  # names of further attributes that are plain data
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Become what `snapshot` described."""
+        self.started = state["started"]
+        self.version = state["version"]
+        self.seats = {learner: Seat(version, floor, bool(on)) for learner, version, floor, on in state["seats"]}
+        self.held = {ticket: Held(*held) for ticket, *held in state["held"]}
+        self.open = sum(seat.computing for seat in self.seats.values())
+        for name in (*COUNTS, *self.extra_state):
+            setattr(self, name, deepcopy(state[name]))

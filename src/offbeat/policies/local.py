@@ -1,0 +1,52 @@
+"""Policies in which learners go on by themselves for a while: Downpour, local SGD and DiLoCo.
+
+The rule a learner follows (`rule`) is data: whoever runs learners, real or simulated, reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from offbeat.policies.barrier import KSync
+from offbeat.policies.base import LearnerRule, Policy
+from offbeat.policies.events import Command, Pushed
+
+
+class Downpour(Policy):
+    """Dean et al. 2012: push what was accrued every `push` minibatches, fetch weights every `fetch`, and never wait.
+
+    A learner steps its own copy in between. A push may hold work from before its last fetch; its version is that of
+    the oldest. Shards update independently: the version here is that of one shard.
+    """
+
+    def __init__(self, *, push: int, fetch: int, **common: Any) -> None:
+        super().__init__(**common)
+        self.rule = LearnerRule(push_every=push, fetch_every=fetch)
+
+    def on_push(self, event: Pushed) -> Sequence[Command]:
+        self.seats[event.learner].floor = event.version  # weights may be on their way: the next push may be as old
+        return [self.apply((event.ticket,), "asynchronous"), self.resume(event.learner, "it goes on by itself")]
+
+    def on_ask(self, learner: int) -> Sequence[Command]:
+        self.issued -= 1  # the same stretch of work goes on, on newer weights
+        return [self.send(learner, "it fetches")]
+
+    def most_held(self) -> int:
+        return 0
+
+    def laws(self) -> dict[str, bool]:
+        return {"nobody waits": not self.started or self.open == len(self.seats)}
+
+
+class LocalSGD(KSync):
+    """H minibatches on each learner, then the mean of all (McMahan et al. 2017, Stich 2019).
+
+    What is pushed is by how much the learner's own optimizer moved the weights. With `outer` "average" the server steps
+    by the mean of these; with "nesterov" it feeds them to Nesterov momentum, which is DiLoCo (Douillard et al. 2023).
+    """
+
+    def __init__(self, *, h: int, outer: str, **common: Any) -> None:
+        super().__init__(k=None, **common)
+        self.rule = LearnerRule(push_every=h, delta=True)
+        self.outer = outer

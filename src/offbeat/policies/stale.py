@@ -1,0 +1,171 @@
+"""Policies without a barrier: a gradient may be older than the weights it is applied to.
+
+`async` is K = 1 of both K-async and K-batch-async. Mean staleness, whatever the compute times: P/K - 1 (K-async),
+(P-1)/K (K-batch-async and softsync, Zhang, Gupta, Lian, Liu 2016).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from offbeat.policies.base import Policy
+from offbeat.policies.events import Command, Pushed
+
+
+class KAsync(Policy):
+    """Hold until K are in; those K learners wait and get the new weights, the others compute on."""
+
+    def __init__(self, *, k: int, **common: Any) -> None:
+        super().__init__(**common)
+        self.k = k
+
+    def on_push(self, event: Pushed) -> Sequence[Command]:
+        return self._if_due()
+
+    def on_leave(self, learner: int) -> Sequence[Command]:
+        return self._if_due() if self.seats else []
+
+    def _if_due(self) -> Sequence[Command]:
+        if not self.held or (len(self.held) < self.k and self.open > 0):
+            return []
+        waiting = [held.learner for held in self.held.values()]
+        why = f"{len(waiting)} are in" if len(waiting) >= self.k else f"all {len(waiting)} that can come are in"
+        commands: list[Command] = [self.apply(tuple(self.held), why)]
+        for learner in waiting:  # but not to one that has left, nor to one that left and came back
+            if learner in self.seats and not self.seats[learner].computing:
+                commands.append(self.send(learner, "its gradient was applied"))
+        return commands
+
+    def laws(self) -> dict[str, bool]:
+        return {
+            "fewer than K wait": len(self.held) < self.k,
+            "somebody is waited for": self.open > 0 or not self.held or not self.seats,
+        }
+
+
+class KBatchAsync(Policy):
+    """Hold; the K-th gradient makes the update; whoever pushed gets the current weights at once. Nobody waits."""
+
+    def __init__(self, *, k: int, **common: Any) -> None:
+        super().__init__(**common)
+        self.k = k
+
+    def on_push(self, event: Pushed) -> Sequence[Command]:
+        if len(self.held) < self.k:
+            return (self.send(event.learner, "it has pushed; nobody waits"),)
+        update = self.apply(tuple(self.held), f"{self.k} are in")
+        return update, self.send(event.learner, "it has pushed; nobody waits")
+
+    def most_held(self) -> int:
+        return self.k - 1
+
+    def laws(self) -> dict[str, bool]:
+        return {"nobody waits": not self.started or self.open == len(self.seats)}
+
+
+class StaleDrop(Policy):
+    """async, but a gradient that is more than `limit` versions old is dropped."""
+
+    def __init__(self, *, limit: int, **common: Any) -> None:
+        super().__init__(**common)
+        self.limit = limit
+
+    def on_push(self, event: Pushed) -> Sequence[Command]:
+        age = self.version - event.version
+        if age > self.limit:
+            fate: Command = self.drop(event.ticket, f"{age} versions old, more than {self.limit}")
+        else:
+            fate = self.apply((event.ticket,), f"{age} versions old")
+        return [fate, self.send(event.learner, "it has pushed")]
+
+    def most_held(self) -> int:
+        return 0
+
+
+class StaleSync(Policy):
+    """Stale synchronous parallel (Ho et al. 2013): async, but nobody gets over `slack` pushes ahead of the slowest.
+
+    A learner's clock is its own number of pushes; one who joins starts at the clock of the slowest.
+    """
+
+    extra_state = ("clocks", "waiting")
+
+    def __init__(self, *, slack: int, **common: Any) -> None:
+        super().__init__(**common)
+        self.slack = slack
+        self.clocks: list[list[int]] = []  # [learner, clock], plain data for snapshots
+        self.waiting: list[int] = []  # in order of arrival
+
+    def on_start(self, learner: int, why: str) -> Sequence[Command]:
+        self.clocks.append([learner, 0])
+        return super().on_start(learner, why)
+
+    def on_join(self, learner: int) -> Sequence[Command]:
+        self.clocks.append([learner, self._slowest()])
+        return super().on_join(learner)
+
+    def on_leave(self, learner: int) -> Sequence[Command]:
+        self.clocks = [entry for entry in self.clocks if entry[0] != learner]
+        self.waiting = [other for other in self.waiting if other != learner]
+        return self._release()
+
+    def on_push(self, event: Pushed) -> Sequence[Command]:
+        for entry in self.clocks:
+            entry[1] += entry[0] == event.learner
+        self.waiting.append(event.learner)
+        return [self.apply((event.ticket,), "asynchronous"), *self._release()]
+
+    def _slowest(self) -> int:
+        return min((clock for _, clock in self.clocks), default=0)
+
+    def _release(self) -> list[Command]:
+        slowest, clocks = self._slowest(), {one[0]: one[1] for one in self.clocks}
+        free = [learner for learner in self.waiting if clocks[learner] - slowest <= self.slack]
+        self.waiting = [learner for learner in self.waiting if learner not in free]
+        return [self.send(learner, f"at most {self.slack} pushes ahead of the slowest") for learner in free]
+
+    def laws(self) -> dict[str, bool]:
+        slowest, clocks = self._slowest(), {one[0]: one[1] for one in self.clocks}
+        ahead = [clock - slowest for clock in clocks.values()]
+        held_back = all(clocks[learner] - slowest > self.slack for learner in self.waiting)
+        return {
+            "everybody has a clock": not self.started or set(clocks) == set(self.seats),
+            "nobody is more than slack + 1 ahead": max(ahead, default=0) <= self.slack + 1,
+            "only those ahead wait": held_back,
+        }
+
+
+class AdaptiveK(KAsync):
+    """K-async that starts with a small K, for speed, and doubles it when the loss flattens, for accuracy.
+
+    After AdaSync (Dutta et al. 2021). The loss of an update is the mean over its gradients. When the mean loss of a
+    window of updates is not below that of the window before by the given share, K doubles, up to all learners.
+    """
+
+    extra_state = ("k", "losses", "before", "update_loss")
+
+    def __init__(self, *, k: int, window: int, improvement: float, **common: Any) -> None:
+        super().__init__(k=k, **common)
+        self.window = window
+        self.improvement = improvement
+        self.losses: list[float] = []  # of the updates of this window
+        self.before: float | None = None  # mean of the window before
+        self.update_loss: list[float] = []  # of the gradients of the update to come
+
+    def on_push(self, event: Pushed) -> Sequence[Command]:
+        if event.loss is not None:
+            self.update_loss.append(event.loss)
+        commands = super().on_push(event)
+        if commands and self.update_loss:
+            self.losses.append(sum(self.update_loss) / len(self.update_loss))
+            self.update_loss = []
+            if len(self.losses) == self.window:
+                self._end_window()
+        return commands
+
+    def _end_window(self) -> None:
+        mean = sum(self.losses) / len(self.losses)
+        if self.before is not None and mean > self.before * (1 - self.improvement):
+            self.k = min(2 * self.k, max(self.k, len(self.seats)))
+        self.before, self.losses = mean, []

@@ -1,0 +1,74 @@
+"""The machines of a simulation: learners, how long they compute, how they are connected, how they fail."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from offbeat.errors import RequestError
+from offbeat.simulate.compute import Draws, Failures, Law, SlowPeriods
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wires:
+    """How gradients and weights travel: the same number of bytes each way.
+
+    With several shards each has a link of its own and an equal part of every transfer, which is as if one link had the
+    bandwidth of all of them.
+    """
+
+    size_bytes: int
+    learner_bytes_per_s: tuple[float, ...] | float = math.inf
+    server_bytes_per_s: float = math.inf
+    shards: int = 1
+    latency_s: float = 0.0
+
+    def cap(self, learner: int) -> float:
+        caps = self.learner_bytes_per_s
+        return caps if isinstance(caps, float | int) else caps[learner]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """The machines: how many learners, how long they compute, how they are connected, how they fail."""
+
+    learners: int
+    law: Law
+    seed: int = 0
+    speeds: tuple[float, ...] = ()
+    slow: SlowPeriods | None = None
+    failures: Failures | None = None
+    wires: Wires | None = None
+    samples: tuple[int, ...] = ()  # of each learner's minibatch, where they are not all 1
+    ids: tuple[int, ...] = ()  # whose draws each learner takes, where it is not its own number
+
+    def __post_init__(self) -> None:
+        if self.learners < 1:
+            raise RequestError(f"a cluster has 1 learner or more; got {self.learners}")
+        for name, values in (("speeds", self.speeds), ("samples", self.samples)):
+            if len(values) > self.learners:
+                raise RequestError(f"{len(values)} {name} for {self.learners} learners")
+            if any(not 0 < value < math.inf for value in values):
+                raise RequestError(f"{name} are above 0; got {', '.join(map(str, values))}")
+
+    def without(self, learner: int) -> Cluster:
+        """The same machines less one; the others draw what they drew."""
+        kept = [other for other in range(self.learners) if other != learner]
+        ids, speeds, samples = (
+            [*given, *default[len(given) :]]
+            for given, default in (
+                (self.ids, range(self.learners)),
+                (self.speeds, [1.0] * self.learners),
+                (self.samples, [1] * self.learners),
+            )
+        )
+        return replace(
+            self,
+            learners=self.learners - 1,
+            ids=tuple(ids[other] for other in kept),
+            speeds=tuple(speeds[other] for other in kept),
+            samples=tuple(samples[other] for other in kept),
+        )
+
+    def draws(self) -> Draws:
+        return Draws(self.law, self.learners, self.seed, speeds=self.speeds, slow=self.slow, ids=self.ids)

@@ -1,0 +1,168 @@
+"""Synchronous training by all-reduce in simulated time, with and without overlap of backward and reduction.
+
+A learner's minibatch is a forward pass and a backward pass over layers, from the last to the first. Layers are
+gathered into buckets of at least so many bytes, as DDP does. A bucket can be reduced when every learner has its
+gradient; buckets are reduced one after the other, each for what its schedule costs on the topology. Without overlap
+there is one bucket, reduced when backward is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from offbeat.errors import RequestError
+from offbeat.schedules import build, price
+from offbeat.simulate.cluster import Cluster
+from offbeat.simulate.result import Result, Tally
+from offbeat.topology import Topology
+from offbeat.trace import Span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """Layers in forward order, by the share of the backward time and the bytes of each; times are relative.
+
+    `forward_share` is the part of a minibatch's compute time that is forward.
+    """
+
+    forward_share: float
+    backward: tuple[float, ...]  # relative weights
+    size_bytes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.forward_share < 1:
+            raise RequestError(f"the forward share is from 0 to below 1; got {self.forward_share}")
+        if not self.backward or len(self.backward) != len(self.size_bytes) or min(self.backward) < 0:
+            raise RequestError("a model has layers, each with a time (0 or more) and a size")
+        if not sum(self.backward) > 0 or min(self.size_bytes) < 0:
+            raise RequestError("a model's layers take some time, and their sizes are 0 or more")
+
+    @classmethod
+    def even(cls, *, layers: int, size_bytes: int, forward_share: float) -> Model:
+        """Layers that are all alike."""
+        sizes = [(i + 1) * size_bytes // layers - i * size_bytes // layers for i in range(layers)]
+        return cls(forward_share=forward_share, backward=(1.0,) * layers, size_bytes=tuple(sizes))
+
+    def buckets(self, bucket_bytes: int | None) -> list[tuple[float, int]]:
+        """In the order of backward: (share of backward that a bucket adds, its bytes). None: one bucket."""
+        whole = sum(self.backward)
+        found: list[tuple[float, int]] = []
+        share, size = 0.0, 0
+        for weight, layer_bytes in zip(reversed(self.backward), reversed(self.size_bytes), strict=True):
+            share, size = share + weight / whole, size + layer_bytes
+            if bucket_bytes is not None and size >= bucket_bytes:
+                found.append((share, size))
+                share, size = 0.0, 0
+        if share or size:
+            found.append((share, size))
+        return found
+
+
+def iteration_s(
+    compute_s: Sequence[float], model: Model, buckets: Sequence[tuple[float, int]], reduce_s: Callable[[int], float]
+) -> float:
+    """Seconds from the start of an iteration to the end of its last reduction."""
+    slowest = max(compute_s)
+    ready = slowest * model.forward_share
+    backward_s = slowest * (1 - model.forward_share)
+    free = 0.0
+    for share, size in buckets:
+        ready += backward_s * share
+        free = max(ready, free) + reduce_s(size)
+    return free
+
+
+def run(
+    strategy: str,
+    cluster: Cluster,
+    topology: Topology,
+    model: Model,
+    *,
+    updates: int,
+    bucket_bytes: int | None = None,
+    keep_spans: int = 0,
+) -> Result:
+    """Simulate so many iterations. `bucket_bytes` None: no overlap, one bucket after backward."""
+    if updates < 1:
+        raise RequestError(f"simulate 1 update or more; got {updates}")
+    if cluster.failures is not None:
+        raise RequestError(f"'{strategy}' is an all-reduce: it cannot go on when a learner fails; use a server policy")
+    schedule = build(strategy, ranks=cluster.learners)
+    costs: dict[int, float] = {}
+
+    def reduce_s(size: int) -> float:
+        if size not in costs:
+            costs[size] = price(schedule, topology, size).seconds
+        return costs[size]
+
+    buckets = model.buckets(bucket_bytes)
+    draws = cluster.draws()
+    learners = range(cluster.learners)
+    tally = Tally(cluster.learners)
+    spans: list[Span] = []
+    now = 0.0
+    for version in range(updates):
+        compute_s = [draws.take(learner) for learner in learners]
+        end = now + iteration_s(compute_s, model, buckets, reduce_s)
+        last = now + max(compute_s)
+        for learner in learners:
+            done = now + compute_s[learner]
+            tally.compute_s[learner] += compute_s[learner]
+            tally.wait_s[learner] += last - done
+            tally.send_s[learner] += end - last
+            if version < keep_spans:
+                for what, start, stop in (("compute", now, done), ("wait", done, last), ("send", last, end)):
+                    if stop > start:
+                        spans.append(Span(learner, what, start, stop, version))
+        tally.staleness[0] += cluster.learners
+        tally.applied += cluster.learners
+        tally.samples += sum(cluster.samples) + cluster.learners - len(cluster.samples)
+        now = end
+    return Result.of(
+        strategy=strategy,
+        learners=cluster.learners,
+        updates=updates,
+        seconds=now,
+        events=updates * (cluster.learners + len(buckets)),
+        tally=tally,
+        spans=tuple(spans),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurvePoint:
+    """One size of bucket: how many buckets, the iteration, and the least it could be with that first bucket."""
+
+    buckets: int
+    bucket_bytes: int
+    iteration_s: float
+    bound_s: float  # forward + the first bucket's backward + the reduction of everything at once
+
+
+def bucket_curve(strategy: str, compute_s: float, model: Model, topology: Topology) -> list[CurvePoint]:
+    """The time of an iteration on equal learners as buckets get smaller, from one for all to one a layer."""
+    schedule = build(strategy, ranks=topology.ranks)
+
+    def reduce_s(size: int) -> float:
+        return price(schedule, topology, size).seconds
+
+    whole_s = reduce_s(sum(model.size_bytes))
+    points: list[CurvePoint] = []
+    count = 1
+    while True:
+        bucket_bytes = max(1, -(-sum(model.size_bytes) // count))
+        buckets = model.buckets(bucket_bytes)
+        if not points or len(buckets) > points[-1].buckets:
+            first = compute_s * (model.forward_share + (1 - model.forward_share) * buckets[0][0])
+            points.append(
+                CurvePoint(
+                    buckets=len(buckets),
+                    bucket_bytes=bucket_bytes,
+                    iteration_s=iteration_s([compute_s], model, buckets, reduce_s),
+                    bound_s=first + whole_s,
+                )
+            )
+        if count >= len(model.backward):
+            return points
+        count = min(2 * count, len(model.backward))

@@ -1,0 +1,304 @@
+"""How long a minibatch takes: laws, and what makes one learner slower than another.
+
+A law turns uniform random numbers into seconds. Around it stand persistent speeds (a learner of speed 0.5 takes twice
+as long), slow periods (a two-state Markov chain over minibatches), and failures (a learner leaves and comes back).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from offbeat import spec as grammar
+from offbeat.errors import LogError, RequestError, unknown
+from offbeat.simulate.engine import COMPUTE, FAILURE, REPAIR, SLOW, Floats, Ints, uniforms
+from offbeat.spec import Param, parse_seconds
+from offbeat.trace import read_log
+
+# Gives the uniform numbers of a purpose, all in the same shape.
+Chance = Callable[[int], Floats]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Law:
+    """A law of compute times; `mean_s` may be infinite."""
+
+    text: str
+    mean_s: float
+    sample: Callable[[Chance], Floats]
+
+
+def _constant(value: float) -> tuple[float, Callable[[Chance], Floats]]:
+    return value, lambda u: np.full_like(u(COMPUTE), value)
+
+
+def _uniform(low: float, high: float) -> tuple[float, Callable[[Chance], Floats]]:
+    if low > high:
+        raise RequestError(f"LOW is {low}, above HIGH, {high}")
+    return (low + high) / 2, lambda u: low + (high - low) * u(COMPUTE)
+
+
+def _exponential(mean: float) -> tuple[float, Callable[[Chance], Floats]]:
+    return mean, lambda u: -mean * np.log(u(COMPUTE))
+
+
+def _shifted(shift: float, mean: float) -> tuple[float, Callable[[Chance], Floats]]:
+    return shift + mean, lambda u: shift - mean * np.log(u(COMPUTE))
+
+
+def _pareto(shape: float, scale: float) -> tuple[float, Callable[[Chance], Floats]]:
+    mean = shape * scale / (shape - 1) if shape > 1 else math.inf
+    return mean, lambda u: scale * u(COMPUTE) ** (-1 / shape)
+
+
+def _lognormal(mean: float, cv: float) -> tuple[float, Callable[[Chance], Floats]]:
+    sigma = math.sqrt(math.log1p(cv * cv))
+    mu = math.log(mean) - sigma * sigma / 2
+    return mean, lambda u: np.exp(mu + sigma * _normal(u, COMPUTE))
+
+
+def _weibull(shape: float, scale: float) -> tuple[float, Callable[[Chance], Floats]]:
+    return scale * math.gamma(1 + 1 / shape), lambda u: scale * (-np.log(u(COMPUTE))) ** (1 / shape)
+
+
+def _bimodal(fast: float, slow: float, share: float) -> tuple[float, Callable[[Chance], Floats]]:
+    return fast + (slow - fast) * share, lambda u: np.where(u(COMPUTE) < share, slow, fast)
+
+
+def _gamma(mean: float, cv: float) -> tuple[float, Callable[[Chance], Floats]]:
+    shape = 1 / (cv * cv)
+    return mean, lambda u: mean / shape * _gamma_unit(shape, u)
+
+
+def _normal(u: Chance, purpose: int) -> Floats:
+    """Box and Muller 1958, from two uniforms."""
+    radius: Floats = np.sqrt(-2 * np.log(u(purpose)))
+    return radius * np.cos(2 * math.pi * u(purpose + 1))
+
+
+def _gamma_unit(shape: float, u: Chance) -> Floats:
+    """Gamma with scale 1, by Marsaglia and Tsang 2000: rejection, so each try has numbers of its own."""
+    boost = u(COMPUTE + 3) ** (1 / shape) if shape < 1 else None
+    d = (shape + 1 if shape < 1 else shape) - 1 / 3
+    c = 1 / math.sqrt(9 * d)
+    result = np.full_like(u(COMPUTE), d)  # what the (never seen) 48th rejection in a row would leave
+    open_ = np.ones(result.shape, bool)
+    for attempt in range(48):
+        first = COMPUTE + 4 + 4 * attempt
+        x = _normal(u, first)
+        v = (1 + c * x) ** 3
+        with np.errstate(invalid="ignore", divide="ignore"):
+            accepted = (v > 0) & (np.log(u(first + 2)) < 0.5 * x * x + d - d * v + d * np.log(v))
+        take = open_ & accepted
+        result[take] = (d * v)[take]
+        open_ &= ~accepted
+        if not open_.any():
+            break
+    return result if boost is None else result * boost
+
+
+def _trace(file: str) -> tuple[float, Callable[[Chance], Floats]]:
+    samples = np.array(read_samples(Path(file)))
+    return float(samples.mean()), lambda u: samples[(u(COMPUTE) * len(samples)).astype(np.int64)]
+
+
+def read_samples(path: Path) -> list[float]:
+    """Compute times from a file: the compute spans of a run log, or a number of seconds a line."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not text"
+        raise RequestError(f"cannot read the samples {path}: {reason}") from None
+    if text.startswith("{"):
+        try:
+            spans = read_log(path).spans
+        except LogError as error:
+            raise RequestError(str(error)) from None
+        samples = [s.end_s - s.start_s for s in spans if s.what == "compute" and not s.cancelled]
+    else:
+        samples = [parse_seconds(line) for line in text.split()]
+    samples = [sample for sample in samples if sample > 0]
+    if not samples:
+        raise RequestError(
+            f"{path} holds no compute times: a number of seconds a line, or a run log with compute spans"
+        )
+    return samples
+
+
+def _time(name: str, help: str) -> Param:
+    return Param(name=name, read=_positive_time, positional=True, required=True, help=help)
+
+
+def _number(name: str, help: str) -> Param:
+    return Param(name=name, read=_positive, positional=True, required=True, help=help)
+
+
+def _positive_time(text: str) -> float:
+    value = parse_seconds(text)
+    if value <= 0:
+        raise RequestError(f"a time is more than 0 here; got '{text}'")
+    return value
+
+
+def _positive(text: str) -> float:
+    value = _float(text)
+    if not 0 < value < math.inf:
+        raise RequestError(f"expected a number above 0; got '{text}'")
+    return value
+
+
+def _probability(text: str) -> float:
+    value = _float(text)
+    if not 0 <= value <= 1:
+        raise RequestError(f"expected a share from 0 to 1; got '{text}'")
+    return value
+
+
+def _float(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+_Build = Callable[..., tuple[float, Callable[[Chance], Floats]]]
+LAWS: dict[str, tuple[str, tuple[Param, ...], _Build]] = {
+    "constant": ("always the same", (_time("value", "seconds"),), _constant),
+    "uniform": (
+        "anything between, alike",
+        (_time("low", "seconds"), _time("high", "seconds")),
+        _uniform,
+    ),
+    "exp": ("memoryless", (_time("mean", "seconds"),), _exponential),
+    "shifted-exp": (
+        "a floor and a memoryless rest",
+        (_time("shift", "seconds"), _time("mean", "of the rest")),
+        _shifted,
+    ),
+    "pareto": ("heavy tail", (_number("shape", "above 1 for a finite mean"), _time("scale", "the least")), _pareto),
+    "gamma": ("a hump", (_time("mean", "seconds"), _number("cv", "standard deviation / mean")), _gamma),
+    "lognormal": ("a skewed hump", (_time("mean", "seconds"), _number("cv", "standard deviation / mean")), _lognormal),
+    "weibull": ("lighter or heavier than exp", (_number("shape", "1 is exp"), _time("scale", "seconds")), _weibull),
+    "bimodal": (
+        "two speeds",
+        (
+            _time("fast", "seconds"),
+            _time("slow", "seconds"),
+            Param(name="share-slow", read=_probability, positional=True, required=True, help="from 0 to 1"),
+        ),
+        lambda fast, slow, share_slow: _bimodal(fast, slow, share_slow),
+    ),
+    "trace": (
+        "drawn from a file: a run log, or a number of seconds a line",
+        (Param(name="file", read=str, positional=True, required=True, help="a path"),),
+        _trace,
+    ),
+}
+
+
+def parse_law(text: str) -> Law:
+    """`exp:1`, `gamma:20ms,0.25`, `trace:run.jsonl`, ..."""
+    spec = grammar.parse(text)
+    if spec.name not in LAWS:
+        raise unknown("law", spec.name, LAWS)
+    _, params, create = LAWS[spec.name]
+    options: dict[str, Any] = grammar.bind(spec, params)
+    try:
+        mean, sample = create(**options)
+    except RequestError as error:
+        raise RequestError(f"'{spec}': {error}") from None
+    return Law(text=str(spec), mean_s=mean, sample=sample)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowPeriods:
+    """Before each minibatch a fast learner turns slow with probability `enter`, a slow one fast with `leave`."""
+
+    factor: float
+    enter: float
+    leave: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failures:
+    """A learner fails after a memoryless time and comes back after another."""
+
+    mean_up_s: float
+    mean_down_s: float
+
+
+class Draws:
+    """The compute times of every learner, in the order of its minibatches.
+
+    They are made a block at a time, since numpy is quick with many and slow with one. `take(learner)` gives the next;
+    a hot loop may pop from `blocks[learner]` itself and call `refill` when it is empty.
+    """
+
+    def __init__(
+        self,
+        law: Law,
+        learners: int,
+        seed: int,
+        *,
+        speeds: Sequence[float] = (),
+        slow: SlowPeriods | None = None,
+        ids: Sequence[int] = (),
+    ) -> None:
+        self.law, self.seed, self.slow = law, seed, slow
+        self.ids = np.array(ids) if ids else np.arange(learners)
+        self.speeds = [1.0] * learners
+        self.speeds[: len(speeds)] = speeds
+        self.size = max(4, min(128, 4_000_000 // learners))
+        self.drawn = [0] * learners  # minibatches whose times have been made
+        self.is_slow = [False] * learners
+        self.blocks: list[list[float]] = []
+        together = max(1, 1_000_000 // self.size)
+        for first in range(0, learners, together):
+            some = np.arange(first, min(learners, first + together))
+            self.blocks += self._make(some, 0)
+        self.drawn = [self.size] * learners
+
+    def take(self, learner: int) -> float:
+        block = self.blocks[learner] or self.refill(learner)
+        return block.pop()
+
+    def refill(self, learner: int) -> list[float]:
+        """The learner's next block, last minibatch first so that `pop` gives the next one."""
+        (block,) = self._make(np.array([learner]), self.drawn[learner])
+        self.blocks[learner] = block
+        self.drawn[learner] += self.size
+        return block
+
+    def _make(self, learners: Ints, first: int) -> list[list[float]]:
+        minibatches = np.arange(first, first + self.size)[None, :]
+        column = self.ids[learners][:, None]
+        seconds = self.law.sample(lambda purpose: uniforms(self.seed, column, minibatches, purpose))
+        seconds = seconds / np.array([self.speeds[learner] for learner in learners.tolist()])[:, None]
+        if self.slow is not None:
+            chances = uniforms(self.seed, column, minibatches, SLOW)
+            for row, learner in enumerate(learners.tolist()):
+                seconds[row] *= self._slowness(learner, chances[row])
+        blocks: list[list[float]] = seconds[:, ::-1].tolist()
+        return blocks
+
+    def _slowness(self, learner: int, chances: Floats) -> list[float]:
+        assert self.slow is not None
+        factors = []
+        slow = self.is_slow[learner]
+        for chance in chances.tolist():
+            slow = chance >= self.slow.leave if slow else chance < self.slow.enter
+            factors.append(self.slow.factor if slow else 1.0)
+        self.is_slow[learner] = slow
+        return factors
+
+
+def failure_times(failures: Failures, seed: int, learner: int, number: int) -> tuple[float, float]:
+    """How long the learner is up before its failure of this number, and down after it."""
+    at = np.array([learner]), np.array([number])
+    up, down = (float(uniforms(seed, *at, purpose)[0]) for purpose in (FAILURE, REPAIR))
+    return -failures.mean_up_s * math.log(up), -failures.mean_down_s * math.log(down)

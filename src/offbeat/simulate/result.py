@@ -1,0 +1,156 @@
+"""What a simulated run has shown."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from offbeat.trace import Span
+
+
+class Tally:
+    """Counts while a simulation runs; seconds are per learner."""
+
+    __slots__ = (
+        "applied",
+        "cancelled",
+        "compute_s",
+        "dropped",
+        "failed",
+        "samples",
+        "send_s",
+        "staleness",
+        "wait_s",
+        "waste_s",
+    )
+
+    def __init__(self, learners: int) -> None:
+        self.compute_s = [0.0] * learners
+        self.send_s = [0.0] * learners
+        self.wait_s = [0.0] * learners
+        self.waste_s = [0.0] * learners  # of compute_s: cancelled, dropped or lost
+        self.staleness: Counter[int] = Counter()
+        self.applied = 0  # minibatches
+        self.samples = 0  # of these
+        self.cancelled = 0
+        self.dropped = 0
+        self.failed = 0
+
+    def seconds_of(self, what: str) -> list[float]:
+        """The list in which this kind of span is counted."""
+        return self.compute_s if what == "compute" else self.send_s if what == "send" else self.wait_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """Shares are of the learners' time: busy + waste + send + wait = 1.
+
+    busy: computing what was or may still be applied. waste: computing what was cancelled, dropped or lost.
+    send: sending a gradient. wait: for weights. Staleness is over the gradients applied.
+    """
+
+    strategy: str
+    learners: int
+    updates: int
+    seconds: float
+    events: int
+    applied: int  # minibatches
+    samples: int  # of these
+    cancelled: int
+    dropped: int
+    failed: int
+    staleness: Mapping[int, int]
+    busy_share: float
+    waste_share: float
+    send_share: float
+    wait_share: float
+    compute_s: tuple[float, ...]  # per learner
+    wait_s: tuple[float, ...]
+    spans: tuple[Span, ...]
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        strategy: str,
+        learners: int,
+        updates: int,
+        seconds: float,
+        events: int,
+        tally: Tally,
+        spans: tuple[Span, ...],
+    ) -> Result:
+        compute, waste = math.fsum(tally.compute_s), math.fsum(tally.waste_s)
+        send, wait = math.fsum(tally.send_s), math.fsum(tally.wait_s)
+        whole = compute + send + wait or 1.0
+        return cls(
+            strategy=strategy,
+            learners=learners,
+            updates=updates,
+            seconds=seconds,
+            events=events,
+            applied=tally.applied,
+            samples=tally.samples,
+            cancelled=tally.cancelled,
+            dropped=tally.dropped,
+            failed=tally.failed,
+            staleness=dict(sorted(tally.staleness.items())),
+            busy_share=(compute - waste) / whole,
+            waste_share=waste / whole,
+            send_share=send / whole,
+            wait_share=wait / whole,
+            compute_s=tuple(tally.compute_s),
+            wait_s=tuple(tally.wait_s),
+            spans=spans,
+        )
+
+    @property
+    def seconds_per_update(self) -> float:
+        return self.seconds / self.updates
+
+    @property
+    def minibatches_per_s(self) -> float:
+        """Applied ones."""
+        return self.applied / self.seconds if self.seconds else math.inf
+
+    @property
+    def samples_per_s(self) -> float:
+        """Applied ones; a minibatch has 1 unless the cluster says otherwise."""
+        return self.samples / self.seconds if self.seconds else math.inf
+
+    @property
+    def staleness_mean(self) -> float:
+        count = sum(self.staleness.values())
+        return sum(age * many for age, many in self.staleness.items()) / count if count else 0.0
+
+    @property
+    def staleness_std(self) -> float:
+        count = sum(self.staleness.values())
+        mean = self.staleness_mean
+        return (
+            math.sqrt(sum((age - mean) ** 2 * many for age, many in self.staleness.items()) / count) if count else 0.0
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "strategy": self.strategy,
+            "learners": self.learners,
+            "updates": self.updates,
+            "seconds": self.seconds,
+            "seconds_per_update": self.seconds_per_update,
+            "minibatches_per_s": self.minibatches_per_s,
+            "staleness_mean": self.staleness_mean,
+            "staleness_std": self.staleness_std,
+            "staleness_histogram": {str(age): count for age, count in self.staleness.items()},
+            "cancelled": self.cancelled,
+            "dropped": self.dropped,
+            "failed": self.failed,
+            "busy_share": self.busy_share,
+            "waste_share": self.waste_share,
+            "send_share": self.send_share,
+            "wait_share": self.wait_share,
+            "events": self.events,
+        }

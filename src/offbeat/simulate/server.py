@@ -1,0 +1,419 @@
+"""A parameter server in simulated time: the real policy objects, simulated learners and links.
+
+A learner computes, sends its gradient to the server (whose link all share), and waits for what the policy says. A
+learner that is cancelled stops where it is; one that had already begun to send goes on, and its gradient comes late.
+With no size and no latency the communication takes no time and costs no events.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable
+from typing import Any
+
+from offbeat.errors import RequestError
+from offbeat.policies import (
+    Apply,
+    Asked,
+    Cancel,
+    Command,
+    Drop,
+    Event,
+    Joined,
+    Left,
+    Pushed,
+    Resume,
+    Send,
+    Stopped,
+    create,
+    recorded,
+)
+from offbeat.simulate.cluster import Cluster
+from offbeat.simulate.compute import failure_times
+from offbeat.simulate.engine import ARRIVE, ASK, CANCEL, END, FAIL, FINISH, LINK, REJOIN, STOPPED, WEIGHTS
+from offbeat.simulate.links import FairLink
+from offbeat.simulate.result import Result, Tally
+from offbeat.trace import Span
+
+Entry = tuple[float, int, int, int]
+
+
+def run(
+    strategy: str,
+    cluster: Cluster,
+    *,
+    updates: int,
+    until_s: float = math.inf,
+    keep_spans: int = 0,
+    write: Callable[[dict[str, Any]], object] | None = None,
+) -> Result:
+    """Simulate until so many updates were made, or so many seconds have passed.
+
+    The spans of work at the first `keep_spans` versions are kept; every decision of the policy goes to `write`.
+    """
+    if updates < 1:
+        raise RequestError(f"simulate 1 update or more; got {updates}")
+    simulation = _Simulation(strategy, cluster, updates, keep_spans, write)
+    if until_s < math.inf:
+        heapq.heappush(simulation.heap, (until_s, END, 0, 0))
+    simulation.go()
+    return simulation.result(strategy)
+
+
+class _Simulation:
+    def __init__(
+        self,
+        strategy: str,
+        cluster: Cluster,
+        updates: int,
+        keep_spans: int,
+        write: Callable[[dict[str, Any]], object] | None,
+    ) -> None:
+        count = cluster.learners
+        self.cluster, self.updates, self.keep_spans = cluster, updates, keep_spans
+        self.policy = create(strategy, expect=count)
+        self.handle: Callable[[Event], tuple[Command, ...]] = (
+            self.policy.handle if write is None else recorded(self.policy, write)
+        )
+        self.rule = self.policy.rule
+        self.draws = cluster.draws()
+        self.samples = [1] * count
+        self.samples[: len(cluster.samples)] = cluster.samples
+        self.now = 0.0
+        self.heap: list[Entry] = []
+        # Per learner. A planned finish holds the turn in which it was made; cancelling and failing begin a new turn,
+        # and void it. A letter (what is on its way to or from a learner) holds its life; failing begins a new one.
+        self.turn = [0] * count
+        self.life = [0] * count
+        self.doing = ["away"] * count  # or compute, send, wait
+        self.since = [0.0] * count  # when it began that
+        self.version = [0] * count  # of the weights it works on
+        self.next_version: list[int | None] = [None] * count  # weights that are there for its next minibatch
+        self.oldest = [0] * count  # version of the oldest work that it has not pushed yet
+        self.unpushed_s = [0.0] * count  # and its seconds
+        self.done = [0] * count  # minibatches, for pushing and fetching every so many
+        # Gradients on their way or held: ticket -> (learner, version, seconds of compute, minibatches).
+        self.gradients: dict[int, tuple[int, int, float, int]] = {}
+        self.ticket = 0
+        self.letters: dict[int, tuple[int, int, int]] = {}  # number -> (learner, its life, a version)
+        self.letter = 0
+        wires = cluster.wires
+        self.latency_s = 0.0 if wires is None else wires.latency_s
+        self.size_bytes = 0 if wires is None else wires.size_bytes
+        self.instant = not self.size_bytes and not self.latency_s
+        self.free = self.rule.fetch_every > 0  # learners push and fetch beside computing, and never wait
+        shared = math.inf if wires is None else wires.server_bytes_per_s * wires.shards
+        self.links = (FairLink(shared), FairLink(shared))  # to the server, from the server
+        self.link_turn = [0, 0]
+        self.tally = Tally(count)
+        self.spans: list[Span] = []
+        self.events = 0
+        self.handlers: dict[int, Callable[[int, int], int]] = {
+            FAIL: self._fail,
+            STOPPED: self._stopped,
+            ARRIVE: self._arrive,
+            FINISH: self._finish,
+            WEIGHTS: self._weights_arrive,
+            ASK: self._asked,
+            REJOIN: self._rejoin,
+            CANCEL: self._cancel_arrives,
+            LINK: self._link,
+            END: self._end,
+        }
+
+    # --- the loop ------------------------------------------------------------------------------------------------
+
+    def go(self) -> None:
+        for learner in range(self.cluster.learners):
+            self._rejoin(learner, 0)
+        simple = self.instant and self.rule.push_every == 1 and not self.free and not self.keep_spans
+        if simple:
+            self._go_quickly()
+        while self.policy.version < self.updates:
+            if not self.heap:
+                raise self._stands_still()
+            self.now, kind, learner, number = heapq.heappop(self.heap)
+            self.events += self.handlers[kind](learner, number)
+
+    def _go_quickly(self) -> None:
+        """The loop of `go` with `_finish`, `_arrive`, `_send` and `_begin` written out, for large simulations.
+
+        Good where communication takes no time and no spans are kept. Nearly all entries are then minibatches that
+        finish and are followed by a `Send`; the rest goes the usual way. It takes half the time of the usual way.
+        """
+        policy, handle, heap, turn, doing = self.policy, self.handle, self.heap, self.turn, self.doing
+        version, since, samples, gradients = self.version, self.since, self.samples, self.gradients
+        compute_s, wait_s = self.tally.compute_s, self.tally.wait_s
+        blocks, refill, updates = self.draws.blocks, self.draws.refill, self.updates
+        pop, push, new = heapq.heappop, heapq.heappush, tuple.__new__
+        ticket = events = 0
+        while policy.version < updates:
+            if not heap:
+                raise self._stands_still()
+            now, kind, learner, number = pop(heap)
+            if kind != FINISH:
+                self.now = now
+                events += self.handlers[kind](learner, number)
+                updates = self.updates
+                continue
+            if number != turn[learner]:
+                continue
+            events += 1
+            ticket += 1
+            at_version, spent = version[learner], now - since[learner]
+            since[learner] = now
+            compute_s[learner] += spent
+            gradients[ticket] = (learner, at_version, spent, 1)
+            doing[learner] = "wait"
+            for command in handle(new(Pushed, (learner, ticket, at_version, samples[learner], None, None, now))):
+                if type(command) is not Send or doing[other := command[0]] != "wait":
+                    self.now = now
+                    self._obey(command)
+                    continue
+                if other != learner:
+                    wait_s[other] += now - since[other]
+                    since[other] = now
+                doing[other] = "compute"
+                version[other] = policy.version
+                push(heap, (now + (blocks[other] or refill(other)).pop(), FINISH, other, turn[other]))
+        self.now, self.ticket, self.events = now, ticket, events
+
+    def _end(self, learner: int, number: int) -> int:
+        self.updates = self.policy.version
+        return 0
+
+    def _stands_still(self) -> RequestError:
+        at = f"at update {self.policy.version} of {self.updates}"
+        return RequestError(f"the run stands still {at}: everybody waits, and nobody computes")
+
+    def _finish(self, learner: int, number: int) -> int:
+        """A minibatch is computed."""
+        if number != self.turn[learner]:
+            return 0  # it was cancelled
+        self._close(learner)
+        self.done[learner] += 1
+        pushes = self.done[learner] % self.rule.push_every == 0
+        if pushes:
+            self.ticket += 1
+            spent, self.unpushed_s[learner] = self.unpushed_s[learner], 0.0
+            self.gradients[self.ticket] = (learner, self.oldest[learner], spent, self.rule.push_every)
+            self.doing[learner] = "send"
+            self._transmit(learner, self.ticket)
+        if self.free and self.done[learner] % self.rule.fetch_every == 0:
+            self._post(ASK, learner, 0)
+        if self.free or not pushes:
+            self._begin(learner)
+        return 1
+
+    def _transmit(self, learner: int, ticket: int) -> None:
+        """A gradient sets out."""
+        if self.instant:
+            self._arrive(learner, ticket)
+        elif self.size_bytes:
+            assert self.cluster.wires is not None
+            self.links[0].start(self.now, ticket, self.size_bytes, self.cluster.wires.cap(learner))
+            self._watch(0)
+        else:
+            self._plan(self.now + self.latency_s, ARRIVE, learner, ticket)
+
+    def _arrive(self, learner: int, ticket: int) -> int:
+        """A gradient is at the server."""
+        if ticket not in self.gradients:
+            return 0  # its learner failed, and it was lost on the way
+        if not self.free:
+            self._close(learner)
+            self.doing[learner] = "wait"
+        _, version, _, minibatches = self.gradients[ticket]
+        self._tell(Pushed(learner, ticket, version, self.samples[learner] * minibatches, None, None, self.now))
+        if self.doing[learner] == "wait" and self.next_version[learner] is not None:
+            self._begin(learner)  # weights had come while it was still sending
+        return 1
+
+    def _link(self, which: int, number: int) -> int:
+        """Something on a link has ended: a gradient on the way to the server, weights on the way from it."""
+        if number != self.link_turn[which]:
+            return 0  # something else began since, and moved the end
+        for one in self.links[which].finish(self.now):
+            if which == 0 and one in self.gradients:
+                self._plan(self.now + self.latency_s, ARRIVE, self.gradients[one][0], one)
+            elif which == 1:
+                self._plan(self.now + self.latency_s, WEIGHTS, self.letters[one][0], one)
+        self._watch(which)
+        return 0
+
+    def _watch(self, which: int) -> None:
+        self.link_turn[which] += 1
+        end = self.links[which].next_end_s()
+        if end < math.inf:
+            self._plan(end, LINK, which, self.link_turn[which])
+
+    # --- what the policy is told, and what it says -----------------------------------------------------------------
+
+    def _tell(self, event: Event) -> None:
+        for command in self.handle(event):
+            self._obey(command)
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case Send():
+                self._send(command.learner)
+            case Resume():
+                if not self.free:  # else it goes on anyway
+                    self._begin(command.learner)
+            case Cancel():
+                self._post(CANCEL, command.learner, self.version[command.learner])
+            case Apply():
+                self._applied(command)
+            case Drop():
+                learner, _, spent, minibatches = self.gradients.pop(command.ticket)
+                self.tally.dropped += minibatches
+                self.tally.waste_s[learner] += spent
+
+    def _applied(self, command: Apply) -> None:
+        before = self.policy.version - 1
+        taken = [self.gradients.pop(ticket) for ticket in command.tickets]
+        self.tally.staleness.update([before - version for _, version, _, _ in taken])
+        self.tally.applied += len(taken) * self.rule.push_every
+        self.tally.samples += sum([self.samples[learner] * many for learner, _, _, many in taken])
+
+    def _send(self, learner: int) -> None:
+        """Weights set out."""
+        if not self.size_bytes:
+            self._post(WEIGHTS, learner, self.policy.version)
+            return
+        assert self.cluster.wires is not None
+        letter = self._letter(learner, self.policy.version)
+        self.links[1].start(self.now, letter, self.size_bytes, self.cluster.wires.cap(learner))
+        self._watch(1)
+
+    def _weights_arrive(self, learner: int, letter: int) -> int:
+        version = self._open(letter)
+        if version is None:
+            return 0
+        self.next_version[learner] = version
+        if self.doing[learner] == "wait":
+            self._begin(learner)
+        return 1
+
+    def _begin(self, learner: int) -> None:
+        """Start the next minibatch, on new weights if there are any."""
+        self._close(learner)
+        weights = self.next_version[learner]
+        if weights is not None:
+            self.version[learner], self.next_version[learner] = weights, None
+        if not self.unpushed_s[learner]:
+            self.oldest[learner] = self.version[learner]
+        self.doing[learner] = "compute"
+        self._plan(self.now + self.draws.take(learner), FINISH, learner, self.turn[learner])
+
+    def _cancel_arrives(self, learner: int, letter: int) -> int:
+        version = self._open(letter)
+        if self.doing[learner] != "compute" or self.version[learner] != version:
+            return 0  # it was faster, and its gradient will come late
+        self._close(learner, cancelled=True)
+        self.tally.waste_s[learner] += self.unpushed_s[learner]
+        self.unpushed_s[learner] = 0.0
+        self.tally.cancelled += 1
+        self.done[learner] = 0
+        self.doing[learner] = "wait"
+        self.turn[learner] += 1
+        self._post(STOPPED, learner, version)
+        if self.next_version[learner] is not None:
+            self._begin(learner)
+        return 0
+
+    def _stopped(self, learner: int, letter: int) -> int:
+        version = self._open(letter)
+        if version is not None:
+            self._tell(Stopped(learner, version, self.now))
+        return 0
+
+    def _asked(self, learner: int, letter: int) -> int:
+        if self._open(letter) is not None:
+            self._tell(Asked(learner, self.now))
+        return 1
+
+    # --- failures --------------------------------------------------------------------------------------------------
+
+    def _fail(self, learner: int, number: int) -> int:
+        assert self.cluster.failures is not None
+        _, down = failure_times(self.cluster.failures, self.cluster.seed, learner, number)
+        self._close(learner, cancelled=True)
+        self.tally.waste_s[learner] += self.unpushed_s[learner]
+        self.unpushed_s[learner] = 0.0
+        for ticket in [t for t, g in self.gradients.items() if g[0] == learner and t not in self.policy.held]:
+            self.tally.waste_s[learner] += self.gradients.pop(ticket)[2]  # lost on the way
+        self.tally.failed += 1
+        self.doing[learner] = "away"
+        self.next_version[learner] = None
+        self.turn[learner] += 1
+        self.life[learner] += 1
+        self._tell(Left(learner, self.now))
+        self._plan(self.now + down, REJOIN, learner, 0)
+        return 0
+
+    def _rejoin(self, learner: int, number: int) -> int:
+        self.since[learner] = self.now
+        self.doing[learner] = "wait"
+        self.done[learner] = 0
+        if self.cluster.failures is not None:
+            life = self.life[learner]
+            up, _ = failure_times(self.cluster.failures, self.cluster.seed, learner, life)
+            self._plan(self.now + up, FAIL, learner, life)
+        self._tell(Joined(learner, self.now))
+        return 0
+
+    # --- letters -----------------------------------------------------------------------------------------------------
+
+    def _post(self, kind: int, learner: int, version: int) -> None:
+        """A few bytes to or from a learner. They take the latency; without any they are read at once.
+
+        Only a `Stopped` is never read at once: the policy is in the middle of the commands that led to it.
+        """
+        letter = self._letter(learner, version)
+        if self.instant and kind != STOPPED:
+            self.handlers[kind](learner, letter)
+        else:
+            self._plan(self.now + self.latency_s, kind, learner, letter)
+
+    def _letter(self, learner: int, version: int) -> int:
+        self.letter += 1
+        self.letters[self.letter] = (learner, self.life[learner], version)
+        return self.letter
+
+    def _open(self, letter: int) -> int | None:
+        """The version in a letter; None where its learner has failed since."""
+        learner, life, version = self.letters.pop(letter)
+        return version if life == self.life[learner] else None
+
+    # --- books -----------------------------------------------------------------------------------------------------
+
+    def _plan(self, at: float, kind: int, learner: int, number: int) -> None:
+        heapq.heappush(self.heap, (at, kind, learner, number))
+
+    def _close(self, learner: int, *, cancelled: bool = False) -> None:
+        """End what the learner was doing and count the time."""
+        what, start = self.doing[learner], self.since[learner]
+        took = self.now - start
+        self.since[learner] = self.now
+        if what == "away":
+            return
+        self.tally.seconds_of(what)[learner] += took
+        if what == "compute":
+            self.unpushed_s[learner] += took
+        if self.version[learner] < self.keep_spans and took > 0:
+            self.spans.append(Span(learner, what, start, self.now, self.version[learner], cancelled))
+
+    def result(self, strategy: str) -> Result:
+        for learner in range(self.cluster.learners):
+            self._close(learner)
+        return Result.of(
+            strategy=strategy,
+            learners=self.cluster.learners,
+            updates=self.policy.version,
+            seconds=self.now,
+            events=self.events,
+            tally=self.tally,
+            spans=tuple(self.spans),
+        )
