@@ -289,11 +289,11 @@ def break_policy(policy: Policy, how: str) -> None:
         policy.k += 1  # type: ignore[attr-defined]
         policy.most_held = lambda: 2  # type: ignore[method-assign]
     if how == "no-leave":
-        policy.on_leave = lambda learner: []  # type: ignore[method-assign]
+        policy.on_leave = lambda learner: ()  # type: ignore[method-assign]
     if how == "resume-last":
-        policy.cut = lambda why: [policy.apply(tuple(policy.held), why), policy.resume(0, why)]  # type: ignore[attr-defined]
+        policy.cut = lambda why: (policy.apply(tuple(policy.held), why), policy.resume(0, why))  # type: ignore[attr-defined]
     if how == "send-early":
-        policy.on_push = lambda event: [policy.send(event.learner, "early")]  # type: ignore[method-assign]
+        policy.on_push = lambda event: (policy.send(event.learner, "early"),)  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("bug", planted_bugs())

@@ -6,7 +6,6 @@ order of learners, not of arrival, so that the same contributors give the same b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from offbeat.policies.base import Policy
@@ -18,14 +17,14 @@ class Barrier(Policy):
 
     cancels = True
 
-    def cut(self, why: str) -> list[Command]:
+    def cut(self, why: str) -> tuple[Command, ...]:
         """Apply all that is held, cancel whoever still computes, send the new weights to all."""
         order = sorted(self.held, key=lambda ticket: self.held[ticket].learner)  # stable: arrival within a learner
         commands: list[Command] = [self.apply(tuple(order), why)]
         late = [learner for learner, seat in self.seats.items() if seat.computing]
         commands += [self.cancel(learner, "the update went without it") for learner in late]
         commands += [self.send(learner, "a new version for all") for learner in self.seats]
-        return commands
+        return tuple(commands)
 
     def laws(self) -> dict[str, bool]:
         return {
@@ -34,27 +33,33 @@ class Barrier(Policy):
 
 
 class KSync(Barrier):
-    """Wait for the first K of P; with fewer than K left, for all that are left."""
+    """Wait for the first K of P; with fewer than K left, for all that are left. K = P is full-sync.
+
+    A learner that leaves and comes back within a version may have two gradients in the update; both count.
+    """
 
     def __init__(self, *, k: int | None, **common: Any) -> None:
         super().__init__(**common)
         self.k = k  # None: everybody
 
-    def on_push(self, event: Pushed) -> Sequence[Command]:
+    def on_push(self, event: Pushed) -> tuple[Command, ...]:
         return self._if_due()
 
-    def on_leave(self, learner: int) -> Sequence[Command]:
-        return self._if_due() if self.seats else []
+    def on_leave(self, learner: int) -> tuple[Command, ...]:
+        return self._if_due() if self.seats else ()
 
-    def _if_due(self) -> Sequence[Command]:
+    def _wanted(self) -> int:
+        return max(self.expect, len(self.seats)) if self.k is None else self.k
+
+    def _if_due(self) -> tuple[Command, ...]:
         if self.held and self.open == 0:
             return self.cut(f"all {len(self.held)} that can come are in")
-        if self.k is not None and len(self.held) >= self.k:
-            return self.cut(f"the first {self.k} of {len(self.seats)} are in")
-        return []
+        if len(self.held) >= self._wanted():
+            return self.cut(f"the first {len(self.held)} of {len(self.seats)} are in")
+        return ()
 
     def laws(self) -> dict[str, bool]:
-        waits = self.k is None or len(self.held) < self.k
+        waits = len(self.held) < max(1, self._wanted())
         moves = self.open > 0 or not self.held or not self.seats
         return super().laws() | {"fewer than K wait": waits, "somebody is waited for": moves}
 
@@ -66,10 +71,10 @@ class KBatchSync(Barrier):
         super().__init__(**common)
         self.k = k
 
-    def on_push(self, event: Pushed) -> Sequence[Command]:
+    def on_push(self, event: Pushed) -> tuple[Command, ...]:
         if len(self.held) >= self.k:
             return self.cut(f"the first {self.k} minibatches are in")
-        return [self.resume(event.learner, f"{len(self.held)} of {self.k} are in; another at the same weights")]
+        return (self.resume(event.learner, f"{len(self.held)} of {self.k} are in; another at the same weights"),)
 
     def most_held(self) -> int:
         return self.k - 1

@@ -13,7 +13,6 @@ through `send`, `resume`, `cancel`, `drop` and `apply`, which keep the books.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any, NamedTuple
 
@@ -34,7 +33,7 @@ from offbeat.policies.events import (
     Tick,
     as_text,
 )
-from offbeat.policies.rates import CONSTANT, Held, Rate
+from offbeat.policies.rates import CONSTANT, Rate
 
 # A named tuple made without its constructor: a simulation makes millions of these.
 _new = tuple.__new__
@@ -76,11 +75,13 @@ class Policy:
     def __init__(self, *, expect: int, rate: Rate = CONSTANT, start_by_s: float | None = None) -> None:
         self.expect = expect
         self.rate = rate
+        self.needs_drift = rate.needs_drift
         self.start_by_s = start_by_s
         self.started = False
         self.version = 0
         self.seats: dict[int, Seat] = {}
-        self.held: dict[int, Held] = {}  # by ticket, in order of arrival
+        self.held: dict[int, Pushed] = {}  # by ticket, in order of arrival
+        self.last_update: list[Pushed] = []  # the gradients of the latest update, for whoever reports staleness
         self.open = 0  # seats that are computing
         self.issued = self.received = self.applied = self.dropped = self.cancelled = self.lost = 0
 
@@ -94,17 +95,17 @@ class Policy:
         seat = self.seats.get(learner)
         if seat is None or not seat.computing or not seat.floor <= version <= seat.version:
             raise self._illegal(event, seat)
-        if ticket in self.held or samples < 1 or (drift is None and self.rate.needs_drift):
+        if ticket in self.held or samples < 1 or (drift is None and self.needs_drift):
             raise self._incomplete(event)
         self.received += 1
         if version < seat.version and self.cancels:
             return (self._late(seat, event),)
         seat.computing = False
         self.open -= 1
-        self.held[ticket] = _new(Held, (learner, version, samples, drift))
-        return tuple(self.on_push(event))
+        self.held[ticket] = event
+        return self.on_push(event)
 
-    def on_push(self, event: Pushed) -> Sequence[Command]:
+    def on_push(self, event: Pushed) -> tuple[Command, ...]:
         """The gradient is in `held` and its learner has stopped computing; say what happens now."""
         raise NotImplementedError
 
@@ -115,20 +116,20 @@ class Policy:
         self.dropped += 1
         return Drop(event.ticket, f"late: computed at version {event.version}, cancelled since")
 
-    def on_join(self, learner: int) -> Sequence[Command]:
+    def on_join(self, learner: int) -> tuple[Command, ...]:
         """A learner joined a run that goes on."""
-        return [self.send(learner, "it has joined")]
+        return (self.send(learner, "it has joined"),)
 
-    def on_leave(self, learner: int) -> Sequence[Command]:
+    def on_leave(self, learner: int) -> tuple[Command, ...]:
         """A learner is gone; its seat is already empty, and what it had pushed stays and counts."""
-        return []
+        return ()
 
-    def on_ask(self, learner: int) -> Sequence[Command]:
+    def on_ask(self, learner: int) -> tuple[Command, ...]:
         """A learner gave up its minibatch and wants weights."""
         self.cancelled += 1
         self.seats[learner].computing = False
         self.open -= 1
-        return [self.send(learner, "it asked")]
+        return (self.send(learner, "it asked"),)
 
     def _membership(self, event: Event) -> tuple[Command, ...]:
         if isinstance(event, Tick):
@@ -140,7 +141,7 @@ class Policy:
                 raise self._illegal(event, seat)
             self.seats[event.learner] = Seat()
             if self.started:
-                return tuple(self.on_join(event.learner))
+                return self.on_join(event.learner)
             return self._start(f"all {self.expect} are there") if len(self.seats) >= self.expect else ()
         if seat is None:
             raise self._illegal(event, seat)
@@ -149,20 +150,20 @@ class Policy:
                 self.open -= 1
                 self.lost += 1
             del self.seats[event.learner]
-            return tuple(self.on_leave(event.learner)) if self.started else ()
+            return self.on_leave(event.learner) if self.started else ()
         if isinstance(event, Stopped) and self.cancels and seat.floor <= event.version < seat.version:
             seat.floor = event.version + 1
             return ()
         if isinstance(event, Asked) and seat.computing:
-            return tuple(self.on_ask(event.learner))
+            return self.on_ask(event.learner)
         raise self._illegal(event, seat)
 
     def _start(self, why: str) -> tuple[Command, ...]:
         self.started = True
         return tuple(command for learner in list(self.seats) for command in self.on_start(learner, why))
 
-    def on_start(self, learner: int, why: str) -> Sequence[Command]:
-        return [self.send(learner, why)]
+    def on_start(self, learner: int, why: str) -> tuple[Command, ...]:
+        return (self.send(learner, why),)
 
     def _illegal(self, event: Event, seat: Seat | None) -> EventError:
         if seat is None:
@@ -190,8 +191,8 @@ class Policy:
         seat = self.seats[learner]
         if not seat.computing:
             seat.computing = True
-            self.open += 1
             seat.floor = self.version
+            self.open += 1
         seat.version = self.version
         self.issued += 1
         return _new(Send, (learner, why))
@@ -213,7 +214,7 @@ class Policy:
         return Drop(ticket, why)
 
     def apply(self, tickets: tuple[int, ...], why: str) -> Apply:
-        gradients = [self.held.pop(ticket) for ticket in tickets]
+        self.last_update = gradients = [self.held.pop(ticket) for ticket in tickets]
         scales = self.rate.scales(gradients, self.version)
         self.version += 1
         self.applied += len(tickets)
@@ -254,7 +255,7 @@ class Policy:
             "started": self.started,
             "version": self.version,
             "seats": [[learner, s.version, s.floor, s.computing] for learner, s in self.seats.items()],
-            "held": [[ticket, *held] for ticket, held in self.held.items()],
+            "held": [list(event) for event in self.held.values()],
             **{name: deepcopy(getattr(self, name)) for name in (*COUNTS, *self.extra_state)},
         }
 
@@ -265,7 +266,7 @@ class Policy:
         self.started = state["started"]
         self.version = state["version"]
         self.seats = {learner: Seat(version, floor, bool(on)) for learner, version, floor, on in state["seats"]}
-        self.held = {ticket: Held(*held) for ticket, *held in state["held"]}
+        self.held = {event[1]: Pushed(*event) for event in state["held"]}
         self.open = sum(seat.computing for seat in self.seats.values())
         for name in (*COUNTS, *self.extra_state):
             setattr(self, name, deepcopy(state[name]))

@@ -5,7 +5,6 @@ The rule a learner follows (`rule`) is data: whoever runs learners, real or simu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from offbeat.policies.barrier import KSync
@@ -24,13 +23,13 @@ class Downpour(Policy):
         super().__init__(**common)
         self.rule = LearnerRule(push_every=push, fetch_every=fetch)
 
-    def on_push(self, event: Pushed) -> Sequence[Command]:
+    def on_push(self, event: Pushed) -> tuple[Command, ...]:
         self.seats[event.learner].floor = event.version  # weights may be on their way: the next push may be as old
-        return [self.apply((event.ticket,), "asynchronous"), self.resume(event.learner, "it goes on by itself")]
+        return self.apply((event.ticket,), "asynchronous"), self.resume(event.learner, "it goes on by itself")
 
-    def on_ask(self, learner: int) -> Sequence[Command]:
+    def on_ask(self, learner: int) -> tuple[Command, ...]:
         self.issued -= 1  # the same stretch of work goes on, on newer weights
-        return [self.send(learner, "it fetches")]
+        return (self.send(learner, "it fetches"),)
 
     def most_held(self) -> int:
         return 0

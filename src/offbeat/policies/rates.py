@@ -14,20 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from offbeat import spec as grammar
 from offbeat.errors import RequestError, unknown
+from offbeat.policies.events import Pushed
 from offbeat.spec import Param
-
-
-class Held(NamedTuple):
-    """A gradient that waits to be applied: who computed it, at which version, from how many samples."""
-
-    learner: int
-    version: int
-    samples: int
-    drift: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,11 +26,11 @@ class Rate:
     """A rate as the user wrote it; `compensation` is what the shard has to do, 0 for nothing."""
 
     text: str
-    factor: Callable[[Sequence[Held], int], Sequence[float]] | None
+    factor: Callable[[Sequence[Pushed], int], Sequence[float]] | None
     compensation: float = 0.0
     needs_drift: bool = False
 
-    def scales(self, gradients: Sequence[Held], version: int) -> tuple[float, ...]:
+    def scales(self, gradients: Sequence[Pushed], version: int) -> tuple[float, ...]:
         """One number for each gradient that an update of `version` applies."""
         factors = (1.0,) * len(gradients) if self.factor is None else self.factor(gradients, version)
         samples = [gradient.samples for gradient in gradients]
@@ -49,17 +40,17 @@ class Rate:
         return tuple(factor * count / mean for factor, count in zip(factors, samples, strict=True))
 
 
-def _inverse(gradients: Sequence[Held], version: int) -> list[float]:
+def _inverse(gradients: Sequence[Pushed], version: int) -> list[float]:
     return [1.0 / max(1, version - gradient.version) for gradient in gradients]
 
 
-def _inverse_mean(gradients: Sequence[Held], version: int) -> list[float]:
+def _inverse_mean(gradients: Sequence[Pushed], version: int) -> list[float]:
     mean = sum(version - gradient.version for gradient in gradients) / len(gradients)
     return [1.0 / max(1.0, mean)] * len(gradients)
 
 
-def _drift(limit: float) -> Callable[[Sequence[Held], int], list[float]]:
-    def factors(gradients: Sequence[Held], version: int) -> list[float]:
+def _drift(limit: float) -> Callable[[Sequence[Pushed], int], list[float]]:
+    def factors(gradients: Sequence[Pushed], version: int) -> list[float]:
         return [min(1.0, limit / gradient.drift) if gradient.drift else 1.0 for gradient in gradients]
 
     return factors

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from offbeat.policies.base import Policy
@@ -20,22 +19,22 @@ class KAsync(Policy):
         super().__init__(**common)
         self.k = k
 
-    def on_push(self, event: Pushed) -> Sequence[Command]:
+    def on_push(self, event: Pushed) -> tuple[Command, ...]:
         return self._if_due()
 
-    def on_leave(self, learner: int) -> Sequence[Command]:
-        return self._if_due() if self.seats else []
+    def on_leave(self, learner: int) -> tuple[Command, ...]:
+        return self._if_due() if self.seats else ()
 
-    def _if_due(self) -> Sequence[Command]:
+    def _if_due(self) -> tuple[Command, ...]:
         if not self.held or (len(self.held) < self.k and self.open > 0):
-            return []
+            return ()
         waiting = [held.learner for held in self.held.values()]
         why = f"{len(waiting)} are in" if len(waiting) >= self.k else f"all {len(waiting)} that can come are in"
         commands: list[Command] = [self.apply(tuple(self.held), why)]
         for learner in waiting:  # but not to one that has left, nor to one that left and came back
             if learner in self.seats and not self.seats[learner].computing:
                 commands.append(self.send(learner, "its gradient was applied"))
-        return commands
+        return tuple(commands)
 
     def laws(self) -> dict[str, bool]:
         return {
@@ -51,7 +50,7 @@ class KBatchAsync(Policy):
         super().__init__(**common)
         self.k = k
 
-    def on_push(self, event: Pushed) -> Sequence[Command]:
+    def on_push(self, event: Pushed) -> tuple[Command, ...]:
         if len(self.held) < self.k:
             return (self.send(event.learner, "it has pushed; nobody waits"),)
         update = self.apply(tuple(self.held), f"{self.k} are in")
@@ -71,13 +70,13 @@ class StaleDrop(Policy):
         super().__init__(**common)
         self.limit = limit
 
-    def on_push(self, event: Pushed) -> Sequence[Command]:
+    def on_push(self, event: Pushed) -> tuple[Command, ...]:
         age = self.version - event.version
         if age > self.limit:
             fate: Command = self.drop(event.ticket, f"{age} versions old, more than {self.limit}")
         else:
             fate = self.apply((event.ticket,), f"{age} versions old")
-        return [fate, self.send(event.learner, "it has pushed")]
+        return fate, self.send(event.learner, "it has pushed")
 
     def most_held(self) -> int:
         return 0
@@ -97,33 +96,33 @@ class StaleSync(Policy):
         self.clocks: list[list[int]] = []  # [learner, clock], plain data for snapshots
         self.waiting: list[int] = []  # in order of arrival
 
-    def on_start(self, learner: int, why: str) -> Sequence[Command]:
+    def on_start(self, learner: int, why: str) -> tuple[Command, ...]:
         self.clocks.append([learner, 0])
         return super().on_start(learner, why)
 
-    def on_join(self, learner: int) -> Sequence[Command]:
+    def on_join(self, learner: int) -> tuple[Command, ...]:
         self.clocks.append([learner, self._slowest()])
         return super().on_join(learner)
 
-    def on_leave(self, learner: int) -> Sequence[Command]:
+    def on_leave(self, learner: int) -> tuple[Command, ...]:
         self.clocks = [entry for entry in self.clocks if entry[0] != learner]
         self.waiting = [other for other in self.waiting if other != learner]
         return self._release()
 
-    def on_push(self, event: Pushed) -> Sequence[Command]:
+    def on_push(self, event: Pushed) -> tuple[Command, ...]:
         for entry in self.clocks:
             entry[1] += entry[0] == event.learner
         self.waiting.append(event.learner)
-        return [self.apply((event.ticket,), "asynchronous"), *self._release()]
+        return self.apply((event.ticket,), "asynchronous"), *self._release()
 
     def _slowest(self) -> int:
         return min((clock for _, clock in self.clocks), default=0)
 
-    def _release(self) -> list[Command]:
+    def _release(self) -> tuple[Command, ...]:
         slowest, clocks = self._slowest(), {one[0]: one[1] for one in self.clocks}
         free = [learner for learner in self.waiting if clocks[learner] - slowest <= self.slack]
         self.waiting = [learner for learner in self.waiting if learner not in free]
-        return [self.send(learner, f"at most {self.slack} pushes ahead of the slowest") for learner in free]
+        return tuple(self.send(learner, f"at most {self.slack} pushes ahead of the slowest") for learner in free)
 
     def laws(self) -> dict[str, bool]:
         slowest, clocks = self._slowest(), {one[0]: one[1] for one in self.clocks}
@@ -153,7 +152,7 @@ class AdaptiveK(KAsync):
         self.before: float | None = None  # mean of the window before
         self.update_loss: list[float] = []  # of the gradients of the update to come
 
-    def on_push(self, event: Pushed) -> Sequence[Command]:
+    def on_push(self, event: Pushed) -> tuple[Command, ...]:
         if event.loss is not None:
             self.update_loss.append(event.loss)
         commands = super().on_push(event)

@@ -99,7 +99,7 @@ def run(
     buckets = model.buckets(bucket_bytes)
     draws = cluster.draws()
     learners = range(cluster.learners)
-    tally = Tally(cluster.learners)
+    tally = Tally()
     spans: list[Span] = []
     now = 0.0
     for version in range(updates):
@@ -108,9 +108,9 @@ def run(
         last = now + max(compute_s)
         for learner in learners:
             done = now + compute_s[learner]
-            tally.compute_s[learner] += compute_s[learner]
-            tally.wait_s[learner] += last - done
-            tally.send_s[learner] += end - last
+            tally.seconds["compute"] += compute_s[learner]
+            tally.seconds["wait"] += last - done
+            tally.seconds["send"] += end - last
             if version < keep_spans:
                 for what, start, stop in (("compute", now, done), ("wait", done, last), ("send", last, end)):
                     if stop > start:

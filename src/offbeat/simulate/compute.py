@@ -7,6 +7,7 @@ as long), slow periods (a two-state Markov chain over minibatches), and failures
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,18 @@ import numpy as np
 
 from offbeat import spec as grammar
 from offbeat.errors import LogError, RequestError, unknown
-from offbeat.simulate.engine import COMPUTE, FAILURE, REPAIR, SLOW, Floats, Ints, uniforms
+from offbeat.simulate.engine import (
+    COMPUTE,
+    FAILURE,
+    REPAIR,
+    SLOW,
+    Floats,
+    Ints,
+    Keys,
+    from_keys,
+    learner_keys,
+    uniforms,
+)
 from offbeat.spec import Param, parse_seconds
 from offbeat.trace import read_log
 
@@ -251,12 +263,13 @@ class Draws:
     ) -> None:
         self.law, self.seed, self.slow = law, seed, slow
         self.ids = np.array(ids) if ids else np.arange(learners)
-        self.speeds = [1.0] * learners
+        self.speeds = np.ones(learners)
         self.speeds[: len(speeds)] = speeds
-        self.size = max(4, min(128, 4_000_000 // learners))
+        self.size = max(4, min(256, 4_000_000 // learners))
+        self.keys: dict[int, Keys] = {}  # by purpose, of all learners
         self.drawn = [0] * learners  # minibatches whose times have been made
         self.is_slow = [False] * learners
-        self.blocks: list[list[float]] = []
+        self.blocks: list[array[float]] = []
         together = max(1, 1_000_000 // self.size)
         for first in range(0, learners, together):
             some = np.arange(first, min(learners, first + together))
@@ -267,24 +280,27 @@ class Draws:
         block = self.blocks[learner] or self.refill(learner)
         return block.pop()
 
-    def refill(self, learner: int) -> list[float]:
+    def refill(self, learner: int) -> array[float]:
         """The learner's next block, last minibatch first so that `pop` gives the next one."""
         (block,) = self._make(np.array([learner]), self.drawn[learner])
         self.blocks[learner] = block
         self.drawn[learner] += self.size
         return block
 
-    def _make(self, learners: Ints, first: int) -> list[list[float]]:
+    def _make(self, learners: Ints, first: int) -> list[array[float]]:
         minibatches = np.arange(first, first + self.size)[None, :]
-        column = self.ids[learners][:, None]
-        seconds = self.law.sample(lambda purpose: uniforms(self.seed, column, minibatches, purpose))
-        seconds = seconds / np.array([self.speeds[learner] for learner in learners.tolist()])[:, None]
+
+        def chance(purpose: int) -> Floats:
+            if purpose not in self.keys:
+                self.keys[purpose] = learner_keys(self.seed, self.ids, purpose)
+            return from_keys(self.keys[purpose][learners, None], minibatches)
+
+        seconds = self.law.sample(chance) / self.speeds[learners, None]
         if self.slow is not None:
-            chances = uniforms(self.seed, column, minibatches, SLOW)
+            chances = chance(SLOW)
             for row, learner in enumerate(learners.tolist()):
                 seconds[row] *= self._slowness(learner, chances[row])
-        blocks: list[list[float]] = seconds[:, ::-1].tolist()
-        return blocks
+        return [array("d", row.tobytes()) for row in np.ascontiguousarray(seconds[:, ::-1])]
 
     def _slowness(self, learner: int, chances: Floats) -> list[float]:
         assert self.slow is not None

@@ -38,15 +38,25 @@ _ONE, _TWO = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Keys = npt.NDArray[np.uint64]
 
 
 def uniforms(seed: int, learners: Ints, minibatches: Ints, purpose: int) -> Floats:
     """Numbers strictly between 0 and 1, one for each (learner, minibatch); the two are broadcast together."""
+    return from_keys(learner_keys(seed, learners, purpose), minibatches)
+
+
+def learner_keys(seed: int, learners: Ints, purpose: int) -> Keys:
+    """The first half of `uniforms`, which does not change from minibatch to minibatch."""
     start = (seed + (purpose + 1) * int(_GOLDEN)) % 2**64  # in Python: numpy warns of scalars that wrap around
     key = _mix(np.full(1, start, np.uint64))
-    key = _mix(key + (learners.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
-    key = _mix(key + (minibatches.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
-    return ((key >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    return _mix(key + (learners.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+
+
+def from_keys(keys: Keys, minibatches: Ints) -> Floats:
+    """The second half."""
+    numbers = _mix(keys + (minibatches + 1).astype(np.uint64) * _GOLDEN) >> np.uint64(11)
+    return (numbers.astype(np.float64) + 0.5) * 2.0**-53
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

@@ -12,36 +12,19 @@ from offbeat.trace import Span
 
 
 class Tally:
-    """Counts while a simulation runs; seconds are per learner."""
+    """Counts while a simulation runs; seconds are of all learners together."""
 
-    __slots__ = (
-        "applied",
-        "cancelled",
-        "compute_s",
-        "dropped",
-        "failed",
-        "samples",
-        "send_s",
-        "staleness",
-        "wait_s",
-        "waste_s",
-    )
+    __slots__ = ("applied", "cancelled", "dropped", "failed", "samples", "seconds", "staleness", "waste_s")
 
-    def __init__(self, learners: int) -> None:
-        self.compute_s = [0.0] * learners
-        self.send_s = [0.0] * learners
-        self.wait_s = [0.0] * learners
-        self.waste_s = [0.0] * learners  # of compute_s: cancelled, dropped or lost
+    def __init__(self) -> None:
+        self.seconds = {"compute": 0.0, "send": 0.0, "wait": 0.0}  # by what was done
+        self.waste_s = 0.0  # of compute: cancelled, dropped or lost
         self.staleness: Counter[int] = Counter()
         self.applied = 0  # minibatches
         self.samples = 0  # of these
         self.cancelled = 0
         self.dropped = 0
         self.failed = 0
-
-    def seconds_of(self, what: str) -> list[float]:
-        """The list in which this kind of span is counted."""
-        return self.compute_s if what == "compute" else self.send_s if what == "send" else self.wait_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +50,6 @@ class Result:
     waste_share: float
     send_share: float
     wait_share: float
-    compute_s: tuple[float, ...]  # per learner
-    wait_s: tuple[float, ...]
     spans: tuple[Span, ...]
 
     @classmethod
@@ -83,8 +64,7 @@ class Result:
         tally: Tally,
         spans: tuple[Span, ...],
     ) -> Result:
-        compute, waste = math.fsum(tally.compute_s), math.fsum(tally.waste_s)
-        send, wait = math.fsum(tally.send_s), math.fsum(tally.wait_s)
+        compute, send, wait = (tally.seconds[what] for what in ("compute", "send", "wait"))
         whole = compute + send + wait or 1.0
         return cls(
             strategy=strategy,
@@ -98,12 +78,10 @@ class Result:
             dropped=tally.dropped,
             failed=tally.failed,
             staleness=dict(sorted(tally.staleness.items())),
-            busy_share=(compute - waste) / whole,
-            waste_share=waste / whole,
+            busy_share=(compute - tally.waste_s) / whole,
+            waste_share=tally.waste_s / whole,
             send_share=send / whole,
             wait_share=wait / whole,
-            compute_s=tuple(tally.compute_s),
-            wait_s=tuple(tally.wait_s),
             spans=spans,
         )
 

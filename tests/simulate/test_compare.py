@@ -1,0 +1,97 @@
+"""Three clusters, three pictures, and explanations that are right."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from offbeat.cli import main
+from offbeat.simulate.cluster import Cluster
+from offbeat.simulate.compare import advise, describe, look_at, what_if
+from offbeat.simulate.compute import parse_law
+
+HEAVY = Cluster(learners=8, law=parse_law("pareto:2,1"), seed=1)
+STRAGGLER = Cluster(learners=8, law=parse_law("gamma:1,0.1"), seed=1, speeds=(1, 1, 1, 1 / 3))
+EQUAL = Cluster(learners=8, law=parse_law("gamma:1,0.1"), seed=1)
+
+
+def test_three_clusters_are_told_apart() -> None:
+    assert describe(look_at(HEAVY)).startswith("no learner is persistently slow, but times scatter")
+    assert describe(look_at(STRAGGLER)).startswith("persistently slow: learner 3 (3.0x)")
+    assert describe(look_at(EQUAL)).startswith("equal learners (standard deviation 0.10x the mean)")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_heavy_tail_is_not_taken_for_a_slow_learner(seed: int) -> None:
+    for law in ("pareto:2,1", "lognormal:1,2", "exp:1"):
+        assert look_at(Cluster(learners=20, law=parse_law(law), seed=seed)).slow == ()
+
+
+def test_what_the_straggler_costs_is_what_the_arithmetic_says() -> None:
+    """With constant times: full-sync takes 3 s for 8 gradients; 7 learners take 1 s; a third of the work takes 1 s."""
+    cluster = Cluster(learners=8, law=parse_law("constant:1"), speeds=(1, 1, 1, 1 / 3))
+    found = what_if("full-sync", cluster, look_at(cluster), 300.0)
+    assert found.learner == 3 and found.slower == pytest.approx(3)
+    assert found.as_it_is == pytest.approx(8 / 3, rel=0.01)
+    assert found.as_fast == pytest.approx(8, rel=0.01)
+    assert found.without == pytest.approx(7, rel=0.01)
+    assert found.lighter == pytest.approx((7 + 0.33) / 1, rel=0.02)
+    assert found.as_fast_ideal == pytest.approx(8, rel=0.01)
+    assert found.share_of_loss == pytest.approx(1.0, abs=0.02)
+    assert "100 % of the loss is that learner's" in advise(found)[0]
+
+
+def test_with_chance_as_well_only_a_part_of_the_loss_is_the_stragglers() -> None:
+    found = what_if("full-sync", STRAGGLER, look_at(STRAGGLER), 500.0)
+    assert 0.7 < found.share_of_loss < 0.95
+    assert found.without > 2 * found.as_it_is
+    assert found.lighter > found.without
+
+
+def test_removing_a_learner_leaves_the_draws_of_the_others() -> None:
+    rest = STRAGGLER.without(3)
+    before, after = STRAGGLER.draws(), rest.draws()
+    kept = [0, 1, 2, 4, 5, 6, 7]
+    assert [after.take(i) for i in range(7)] == [before.take(learner) for learner in kept]
+    assert rest.speeds == (1.0,) * 7
+
+
+def compare(capsys: pytest.CaptureFixture[str], line: str) -> dict[str, Any]:
+    assert main(["compare", *line.split(), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    return {row["strategy"]: row for row in found["strategies"]} | {"": found}
+
+
+def test_the_three_pictures_differ_as_they_should(capsys: pytest.CaptureFixture[str]) -> None:
+    heavy = compare(capsys, "--learners 8 --compute pareto:2,1")
+    straggler = compare(capsys, "--learners 8 --compute gamma:1,0.1 --speeds 1,1,1,0.3333")
+    equal = compare(capsys, "--learners 8 --compute gamma:1,0.1")
+    rate = "minibatches_per_s"
+    # Heavy tail: cancelling the unlucky beats waiting for them. Equal: it throws half of the work away.
+    assert heavy["k-sync:4"][rate] > 1.3 * heavy["full-sync"][rate]
+    assert equal["k-sync:4"][rate] < 0.7 * equal["full-sync"][rate]
+    # Straggler: a barrier waits for it always, bounded staleness is soon at its speed too, async goes round it.
+    assert straggler["full-sync"]["wait_share"] > 0.5 and straggler["ssp:3"][rate] < 1.1 * straggler["full-sync"][rate]
+    assert straggler["async"][rate] > 2.5 * straggler["full-sync"][rate]
+    # Equal: nothing to gain by going without order.
+    assert equal["async"][rate] < 1.2 * equal["full-sync"][rate]
+    assert heavy[""]["straggler"] is None and equal[""]["straggler"] is None
+    assert straggler[""]["straggler"]["learner"] == 3
+
+
+def test_every_strategy_has_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    server = "full-sync k-sync:2 k-batch-sync:2 async k-async:2 k-batch-async:2 softsync:2 ssp:1 stale-drop:1"
+    others = "adaptive-k:1 downpour:push=2,fetch=2 local-sgd:4 ring torus:2x2"
+    found = compare(capsys, f"{server} {others} --learners 4 --compute exp:1 --size 1MB")
+    assert len(found) == 15
+    for name, row in found.items():
+        if name:
+            assert row["why"], name
+
+
+def test_compare_names_no_winner(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "--learners", "4"]) == 0
+    out = capsys.readouterr().out
+    assert "needs accuracy" in out and "best strategy" not in out and "winner" not in out

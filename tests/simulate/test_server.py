@@ -1,0 +1,318 @@
+"""The simulated server against closed forms: waiting, staleness, identities, determinism.
+
+References: Dutta et al. 2018 for the waiting times, Zhang et al. 2016 for the staleness of softsync. Seeds are fixed;
+tolerances are those of the definitions: 1 %, and 3 % for the Pareto law.
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from offbeat.errors import RequestError
+from offbeat.policies import replay
+from offbeat.simulate import server
+from offbeat.simulate.cluster import Cluster, Wires
+from offbeat.simulate.compute import Failures, SlowPeriods, parse_law
+from offbeat.simulate.result import Result
+from offbeat.trace import RunLog, read_log, write_log
+
+
+@cache
+def run(strategy: str, learners: int, law: str, updates: int, seed: int = 1) -> Result:
+    return server.run(strategy, Cluster(learners=learners, law=parse_law(law), seed=seed), updates=updates)
+
+
+def harmonic(n: int) -> float:
+    return float(sum(Fraction(1, i) for i in range(1, n + 1)))
+
+
+def pareto_order(k: int, p: int, shape: float = 2.0) -> float:
+    """Mean of the k-th smallest of p Pareto times of scale 1."""
+    g = math.lgamma
+    return math.exp(g(p + 1) + g(p - k + 1 - 1 / shape) - g(p - k + 1) - g(p + 1 - 1 / shape))
+
+
+# --- waiting --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", range(1, 9))
+def test_k_sync_waits_for_the_k_th_of_p(k: int) -> None:
+    expected = harmonic(8) - harmonic(8 - k)
+    assert run(f"k-sync:{k}", 8, "exp:1", 24_000 if k < 5 else 12_000).seconds_per_update == pytest.approx(
+        expected, rel=0.01
+    )
+
+
+EXP, SHIFTED = "exp:1", "shifted-exp:1,1"
+
+
+@pytest.mark.parametrize(
+    ("law", "learners", "k", "policy", "seconds"),
+    [
+        (EXP, 8, 4, "k-sync", 0.6345), (EXP, 8, 4, "k-batch-sync", 0.5), (EXP, 8, 4, "k-async", 0.6345),
+        (EXP, 8, 4, "k-batch-async", 0.5),
+        (EXP, 20, 10, "k-sync", 0.6688), (EXP, 20, 10, "k-batch-sync", 0.5), (EXP, 20, 10, "k-async", 0.6688),
+        (EXP, 20, 10, "k-batch-async", 0.5),
+        (SHIFTED, 8, 4, "k-sync", 1.6345), (SHIFTED, 8, 4, "k-batch-sync", 1.634), (SHIFTED, 8, 4, "k-async", 1.238),
+        (SHIFTED, 8, 4, "k-batch-async", 1.0),
+        (SHIFTED, 8, 8, "k-sync", 3.7179), (SHIFTED, 8, 8, "k-batch-sync", 2.67), (SHIFTED, 8, 8, "k-async", 3.718),
+        (SHIFTED, 8, 8, "k-batch-async", 2.0),
+        (SHIFTED, 20, 10, "k-sync", 1.6688), (SHIFTED, 20, 10, "k-batch-sync", 1.669),
+        (SHIFTED, 20, 10, "k-async", 1.292), (SHIFTED, 20, 10, "k-batch-async", 1.0),
+    ],
+)  # fmt: skip
+def test_seconds_per_update(law: str, learners: int, k: int, policy: str, seconds: float) -> None:
+    updates = 12_000 if learners == 8 else 6_000
+    assert run(f"{policy}:{k}", learners, law, updates).seconds_per_update == pytest.approx(seconds, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("k", "policy", "seconds"),
+    [
+        (10, "k-sync", 1.4054),
+        (10, "k-batch-sync", 1.405),
+        (10, "k-async", 1.28),
+        (10, "k-batch-async", 1.0),
+        (18, "k-sync", 2.9911),
+        (18, "k-async", 3.53),
+        (18, "k-batch-async", 1.8),
+    ],
+)
+def test_seconds_per_update_with_a_heavy_tail(k: int, policy: str, seconds: float) -> None:
+    """K-async is slower than K-sync at K = 18: nobody cancels those who are stuck."""
+    if policy == "k-sync":
+        assert pareto_order(k, 20) == pytest.approx(seconds, rel=1e-4)
+    assert run(f"{policy}:{k}", 20, "pareto:2,1", 100_000).seconds_per_update == pytest.approx(seconds, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("law", "ratio", "within"), [(EXP, 71.955, 0.01), (SHIFTED, 45.977, 0.01), ("pareto:2,1", 79.763, 0.03)]
+)
+def test_full_sync_over_async_on_twenty_learners(law: str, ratio: float, within: float) -> None:
+    full = run("full-sync", 20, law, 100_000 if "pareto" in law else 15_000).seconds_per_update
+    free = run("async", 20, law, 200_000).seconds_per_update
+    assert full / free == pytest.approx(ratio, rel=within)
+
+
+# --- staleness ------------------------------------------------------------------------------------------------
+
+LAWS = (EXP, SHIFTED, "gamma:1,0.25", "uniform:0.5,1.5", "pareto:3,1", "constant:1")
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize(("learners", "k"), [(8, 1), (8, 3), (30, 10)])
+def test_mean_staleness_whatever_the_law(law: str, learners: int, k: int) -> None:
+    updates = 40_000 // k
+    batch = run(f"k-batch-async:{k}", learners, law, updates)
+    assert batch.staleness_mean == pytest.approx((learners - 1) / k, rel=0.01)
+    waits = run(f"k-async:{k}", learners, law, updates)
+    assert waits.staleness_mean == pytest.approx(learners / k - 1, rel=0.01)
+
+
+def test_policies_with_a_barrier_have_no_staleness() -> None:
+    for strategy in ("full-sync", "k-sync:4", "k-batch-sync:4", "local-sgd:3"):
+        assert set(run(strategy, 8, EXP, 500).staleness) == {0}
+
+
+def test_async_with_exponential_times_has_the_geometric_law() -> None:
+    result = run("async", 8, EXP, 200_000)
+    count = sum(result.staleness.values())
+    for age in range(12):
+        assert result.staleness[age] / count == pytest.approx((1 / 8) * (7 / 8) ** age, abs=0.003)
+
+
+@pytest.mark.parametrize(("cv", "shares"), [(0.20, (0.100, 0.833, 0.067)), (0.25, (0.120, 0.794, 0.086))])
+def test_one_softsync_on_thirty_learners_is_mostly_one_version_old(cv: float, shares: tuple[float, ...]) -> None:
+    result = run("softsync:1", 30, f"gamma:1,{cv}", 4_000)
+    count = sum(result.staleness.values())
+    for age, share in enumerate(shares):
+        assert result.staleness[age] / count == pytest.approx(share, abs=0.02)
+
+
+def test_thirty_learners_without_any_order() -> None:
+    result = run("async", 30, "gamma:1,0.2", 60_000)
+    assert result.staleness_mean == pytest.approx(29, rel=0.01)
+    assert result.staleness_std == pytest.approx(6.2, rel=0.03)
+    n = 6  # softsync:n, staleness beyond 2n is rare
+    soft = run(f"softsync:{n}", 30, "gamma:1,0.25", 10_000)
+    beyond = sum(count for age, count in soft.staleness.items() if age > 2 * n)
+    assert beyond / sum(soft.staleness.values()) < 1e-3
+
+
+@pytest.mark.parametrize(("delay", "limit"), [(0, 2.0), (1, 1.0), (3, 0.445), (7, 0.209), (15, 0.1013), (29, 0.0532)])
+def test_a_quadratic_with_constant_staleness_is_stable_below_the_known_rate_only(delay: int, limit: float) -> None:
+    """w <- w - a c w_(t - delay) is stable iff a c < 2 sin(pi / (2(2 delay + 1))): why dividing by staleness works."""
+    exact = 2 * math.sin(math.pi / (2 * (2 * delay + 1)))
+    assert exact == pytest.approx(limit, abs=6e-4)
+
+    def far_away(rate: float) -> float:
+        history = [1.0] * (delay + 1)
+        for _ in range(400 * (delay + 1)):
+            history.append(history[-1] - rate * history[-1 - delay])
+        return max(map(abs, history[-2 * (delay + 1) :]))
+
+    assert far_away(0.97 * exact) < 1e-2
+    assert far_away(1.03 * exact) > 1e2
+
+
+# --- identities -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("full-sync", "k-sync:8"),
+        ("async", "k-async:1"),
+        ("async", "k-batch-async:1"),
+        ("softsync:3", "k-batch-async:2"),
+    ],
+)
+def test_policies_that_are_the_same_decide_the_same_in_a_whole_run(one: str, other: str) -> None:
+    logs: list[list[dict[str, object]]] = [[], []]
+    for log, strategy in zip(logs, (one, other), strict=True):
+        cluster = Cluster(learners=8, law=parse_law("gamma:1,0.5"), seed=9)
+        server.run(strategy, cluster, updates=300, write=log.append)
+    assert [(d["event"], d["commands"]) for d in logs[0]] == [(d["event"], d["commands"]) for d in logs[1]]
+
+
+def test_k_async_of_all_takes_the_time_of_full_sync() -> None:
+    assert run("k-async:8", 8, EXP, 3_000).seconds == run("full-sync", 8, EXP, 3_000).seconds
+
+
+# --- determinism, logs, fast and usual way --------------------------------------------------------------------
+
+STRATEGIES = (
+    "full-sync", "k-sync:3", "k-batch-sync:5", "async", "k-async:3", "k-batch-async:5", "softsync:2", "ssp:1",
+    "stale-drop:2", "adaptive-k:2", "downpour:push=2,fetch=3", "local-sgd:3",
+)  # fmt: skip
+FAULTY = Cluster(
+    learners=6,
+    law=parse_law("lognormal:1,0.7"),
+    seed=4,
+    speeds=(1.0, 0.4),
+    slow=SlowPeriods(factor=4, enter=0.05, leave=0.3),
+    failures=Failures(mean_up_s=30, mean_down_s=4),
+    wires=Wires(size_bytes=10**8, learner_bytes_per_s=1e9, server_bytes_per_s=2e9, shards=2, latency_s=0.01),
+)
+FREE = Cluster(learners=6, law=FAULTY.law, seed=4, speeds=FAULTY.speeds, failures=FAULTY.failures)
+
+
+@pytest.mark.parametrize("cluster", [FAULTY, FREE], ids=["faulty", "free"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_log_replays_to_the_same_commands_and_a_seed_gives_the_same_bytes(
+    strategy: str, cluster: Cluster, tmp_path: Path
+) -> None:
+    """Also that all invariants hold after every event, with failures, slow periods and shared links."""
+    paths = []
+    for name in ("one", "two"):
+        decisions: list[dict[str, object]] = []
+        result = server.run(strategy, cluster, updates=120, keep_spans=120, write=decisions.append)
+        log = RunLog(run={"strategy": strategy, "expect": 6}, spans=result.spans, decisions=tuple(decisions))
+        write_log(tmp_path / name, log)
+        paths.append(tmp_path / name)
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+    log = read_log(paths[0])
+    assert replay(log.run, log.decisions).version >= 120
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_quick_loop_does_what_the_usual_way_does(strategy: str) -> None:
+    """Keeping spans takes the usual way."""
+    logs: list[list[dict[str, object]]] = [[], []]
+    results = [
+        server.run(strategy, FREE, updates=200, keep_spans=keep, write=log.append)
+        for keep, log in zip((0, 200), logs, strict=True)
+    ]
+    assert logs[0] == logs[1]
+    quick, usual = (result.as_json() for result in results)
+    for key, value in quick.items():
+        close = value if isinstance(value, str | dict) else pytest.approx(value, rel=1e-9, abs=1e-9)
+        assert usual[key] == close, key
+
+
+def test_a_ninth_learner_does_not_change_when_the_first_eight_finish() -> None:
+    spans = []
+    for learners in (8, 9):
+        cluster = Cluster(learners=learners, law=parse_law("gamma:1,0.5"), seed=2)
+        result = server.run("async", cluster, updates=20 * learners, keep_spans=20 * learners)
+        spans.append([(s.learner, s.start_s, s.end_s) for s in result.spans if s.learner < 8 and s.end_s < 15])
+    assert sorted(spans[0]) == sorted(spans[1]) != []
+
+
+# --- books ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_shares_add_up_and_spans_do_not_overlap(strategy: str) -> None:
+    result = server.run(strategy, FAULTY, updates=150, keep_spans=10**9)
+    assert result.busy_share + result.waste_share + result.send_share + result.wait_share == pytest.approx(1)
+    assert min(result.busy_share, result.waste_share, result.send_share, result.wait_share) >= 0
+    for learner in range(6):
+        mine = sorted((s for s in result.spans if s.learner == learner), key=lambda s: s.start_s)
+        assert all(one.end_s <= other.start_s + 1e-9 for one, other in pairwise(mine))
+    total = sum(s.end_s - s.start_s for s in result.spans)
+    computing = sum(s.end_s - s.start_s for s in result.spans if s.what == "compute")
+    assert computing / total == pytest.approx(result.busy_share + result.waste_share, abs=1e-6)
+
+
+def test_cancelled_work_is_shaded_and_counted() -> None:
+    result = server.run("k-sync:4", Cluster(learners=8, law=parse_law(EXP), seed=1), updates=500, keep_spans=500)
+    assert result.cancelled == 500 * 4 == sum(span.cancelled for span in result.spans)
+    assert result.waste_share == pytest.approx(0.5, abs=0.03)
+    assert (result.applied, result.samples, result.dropped) == (2000, 2000, 0)
+
+
+def test_communication_takes_the_time_of_the_shared_link() -> None:
+    """Two learners push 1 GB over a server's 1 GB/s at once: 2 s, and as long for the weights."""
+    wires = Wires(size_bytes=10**9, learner_bytes_per_s=1e9, server_bytes_per_s=1e9)
+    cluster = Cluster(learners=2, law=parse_law("constant:1"), wires=wires)
+    assert server.run("full-sync", cluster, updates=1).seconds == pytest.approx(2 + 1 + 2)
+    assert server.run("full-sync", cluster, updates=11).seconds_per_update == pytest.approx((11 * 5) / 11)
+    two = Cluster(
+        learners=2, law=parse_law("constant:1"), wires=Wires(size_bytes=10**9, server_bytes_per_s=1e9, shards=2)
+    )
+    assert server.run("full-sync", two, updates=1).seconds == pytest.approx(1 + 1 + 1)
+    slow = Wires(size_bytes=0, latency_s=0.25)
+    lagging = Cluster(learners=2, law=parse_law("constant:1"), wires=slow)
+    assert server.run("full-sync", lagging, updates=4).seconds == pytest.approx(4 * (0.25 + 1 + 0.25))
+
+
+def test_with_latency_a_push_may_be_faster_than_the_word_that_cancels_it() -> None:
+    wires = Wires(size_bytes=0, latency_s=0.2)
+    cluster = Cluster(learners=4, law=parse_law("uniform:0.5,2"), seed=3, wires=wires)
+    result = server.run("k-sync:2", cluster, updates=300)
+    assert result.dropped > 0 and result.cancelled > 0
+
+
+def test_failures_do_not_stop_a_server() -> None:
+    cluster = Cluster(learners=8, law=parse_law(EXP), seed=5, failures=Failures(mean_up_s=20, mean_down_s=5))
+    for strategy in STRATEGIES:
+        result = server.run(strategy, cluster, updates=400)
+        assert result.failed > 0 and result.updates >= 400
+
+
+def test_it_ends_after_the_seconds_given() -> None:
+    result = server.run("async", Cluster(learners=4, law=parse_law(EXP), seed=1), updates=10**9, until_s=50.0)
+    assert result.seconds == pytest.approx(50, abs=1e-9)
+    assert result.updates == pytest.approx(200, rel=0.3)
+
+
+def test_impossible_clusters_are_refused() -> None:
+    law = parse_law(EXP)
+    for learners, speeds, says in (
+        (0, (), "1 learner or more"),
+        (1, (1.0, 1.0), "2 speeds for 1"),
+        (2, (0.0,), "above 0"),
+    ):
+        with pytest.raises(RequestError, match=says):
+            Cluster(learners=learners, law=law, speeds=speeds)
+    with pytest.raises(RequestError, match="1 update or more"):
+        server.run("async", Cluster(learners=1, law=law), updates=0)
+    with pytest.raises(RequestError, match="K is 9"):
+        server.run("k-sync:9", Cluster(learners=8, law=law), updates=1)
