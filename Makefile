@@ -29,6 +29,8 @@ test: setup
 
 bench: setup
 	@$(BIN)/python benchmarks/schedules.py
+	@echo
+	@$(BIN)/python benchmarks/simulator.py
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -18,7 +18,15 @@ import time
 import numpy as np
 
 LINES = {256: ("ring", "torus:16x16", "halving-doubling"), 1024: ("ring", "torus:32x32", "halving-doubling")}
-COMMANDS = ("--version", "strategies", "topology", "schedule ring", "schedule --topology dgx1")
+COMMANDS = (
+    "--version",
+    "strategies",
+    "topology",
+    "schedule ring",
+    "schedule --topology dgx1",
+    "simulate k-sync:4",
+    "compare",
+)
 
 MEASURE = """
 import json, resource, sys, time
@@ -47,15 +55,15 @@ def measure(line: str, ranks: int, work: str) -> tuple[float, float, float]:
 def main() -> None:
     load = os.getloadavg()[0]
     print(f"Python {platform.python_version()}, numpy {np.__version__}, {os.cpu_count()} cores, load {load:.1f}\n")
-    print(f"{'schedule':<28}{'build':>9}{'work':>16}{'peak memory':>14}")
+    print(f"{'schedule':<34}{'build':>9}{'work':>16}{'peak memory':>14}")
     for ranks, work in ((256, "prove"), (1024, "price")):
         total = most = 0.0
         for line in LINES[ranks]:
             build_s, work_s, peak = measure(line, ranks, work)
             total, most = total + build_s + work_s, max(most, peak)
             label = f"{line} on {ranks} ranks"
-            print(f"{label:<28}{build_s:>7.2f} s{work:>8}{work_s:>6.2f} s{peak / 1e6:>11.0f} MB")
-        print(f"{'in all':<28}{total:>23.2f} s{most / 1e6:>13.0f} MB\n")
+            print(f"{label:<34}{build_s:>7.2f} s{work:>8}{work_s:>6.2f} s{peak / 1e6:>11.0f} MB")
+        print(f"{'in all':<34}{total:>23.2f} s{most / 1e6:>13.0f} MB\n")
     print(f"{'command':<36}{'start to end':>12}")
     for command in COMMANDS:
         best = min(start_to_end_s(command) for _ in range(5))

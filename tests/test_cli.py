@@ -10,8 +10,10 @@ import pytest
 
 from offbeat import __version__
 from offbeat.cli import COMMANDS, load, main
+from offbeat.policies import replay
 from offbeat.schedules import algorithms
 from offbeat.strategy import strategies
+from offbeat.trace import read_log
 
 Offbeat = Callable[[str], tuple[int, str, str]]
 
@@ -101,6 +103,51 @@ def test_a_picture_is_written_where_asked(offbeat: Offbeat, tmp_path: Path) -> N
     assert path.read_text().startswith("<svg")
 
 
+SIMULATED_KEYS = {
+    "strategy", "learners", "updates", "seconds_per_update", "minibatches_per_s", "staleness_mean", "staleness_std",
+    "staleness_histogram", "cancelled", "dropped", "busy_share", "waste_share", "wait_share", "events", "events_per_s",
+}  # fmt: skip
+
+
+def test_simulate_json_has_the_promised_keys(offbeat: Offbeat) -> None:
+    for strategy in ("k-sync:4", "ring"):
+        code, out, err = offbeat(f"simulate {strategy} --updates 50 --json")
+        found = json.loads(out)
+        assert (code, err) == (0, "") and found.keys() >= SIMULATED_KEYS
+        assert (found["strategy"], found["learners"], found["updates"]) == (strategy, 8, 50)
+
+
+def test_simulate_draws_the_first_updates(offbeat: Offbeat) -> None:
+    out = offbeat("simulate k-sync:4 --compute shifted-exp:1,1 --seed 0")[1]
+    rows = [line for line in out.splitlines() if line.startswith("learner ")]
+    assert len(rows) == 8 and sum("░" in row for row in rows) >= 4 and all("|0" in row for row in rows)
+
+
+def test_simulate_writes_a_trace_and_a_log_that_replays(offbeat: Offbeat, tmp_path: Path) -> None:
+    trace, log = tmp_path / "t.json", tmp_path / "run.jsonl"
+    assert offbeat(f"simulate k-async:3 --updates 40 --trace {trace} --log {log} --failures 20,5")[0] == 0
+    bars = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
+    assert {bar["cat"] for bar in bars} == {"compute", "wait"}
+    written = read_log(log)
+    assert replay(written.run, written.decisions).version == 40
+
+
+def test_the_same_seed_gives_the_same_log_byte_for_byte(offbeat: Offbeat, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        offbeat(f"simulate softsync:2 --updates 60 --compute gamma:1,0.5 --seed 7 --log {tmp_path / name}")
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_the_curve_of_buckets_is_printed(offbeat: Offbeat) -> None:
+    line = (
+        "simulate ring --learners 40 --compute constant:370ms --forward-share 0.337838 --size 1.2GB --layers 64 "
+        "--topology uniform:bandwidth=5.85GB/s,latency=20us --curve"
+    )
+    out = offbeat(line)[1]
+    assert "771.6 ms" in out.splitlines()[3] and len(out.splitlines()) == 11
+    assert json.loads(offbeat(f"{line} --json")[1])["curve"][0]["buckets"] == 1
+
+
 WRONG = {
     "schedule ring --ranks 0": "--ranks: expected a whole number from 1 to 999999999; got '0'",
     "schedule ring --ranks -4": "got '-4'",
@@ -135,6 +182,28 @@ WRONG = {
     "schedule ring --ranks 64 --svg x.svg": "too large to draw",
     "schedule ring --svg /proc/none/x.svg": "cannot write /proc/none/x.svg",
     "schedule ring --svg": "--svg: expected one argument",
+    "simulate k-sync:9 --learners 8": "'k-sync:9': K is 9, but there are 8 learners",
+    "simulate k-sync:0": "'k-sync:0': k: expected a whole number from 1",
+    "simulate k-sink:2": "unknown strategy 'k-sink'; did you mean 'k-sync'?",
+    "simulate": "the following arguments are required: strategy",
+    "simulate async --compute exp:-1": "--compute: 'exp:-1': mean: a time is 0 or more; got '-1'",
+    "simulate async --compute expo:1": "unknown law 'expo'; did you mean 'exp'?",
+    "simulate async --compute trace:nowhere.txt": "cannot read the samples nowhere.txt: No such file",
+    "simulate async --latency -1ms": "--latency: a time is 0 or more; got '-1ms'",
+    "simulate async --updates 0": "--updates: expected a whole number from 1",
+    "simulate async --speeds 1,x": "--speeds: expected numbers joined by commas",
+    "simulate async --speeds 1,0 --learners 2": "speeds are above 0",
+    "simulate async --speeds 1,1,1 --learners 2": "3 speeds for 2 learners",
+    "simulate async --slow 5": "--slow: expected FACTOR,ENTER,LEAVE",
+    "simulate async --failures 5": "--failures: expected UP,DOWN",
+    "simulate async --seed x": "--seed: a seed is a whole number; got 'x'",
+    "simulate async --curve": "--curve is for an all-reduce like ring",
+    "simulate ring --failures 5,5": "it cannot go on when a learner fails",
+    "simulate torus:3x3 --learners 8": "3x3 has 9 ranks, not 8",
+    "simulate async --trace /proc/none/t.json": "cannot write /proc/none/t.json",
+    "simulate async --log /proc/none/log": "cannot write /proc/none/log",
+    "compare full-sync asink": "unknown strategy 'asink'; did you mean 'async'?",
+    "compare --learner 8": "unknown option '--learner'; did you mean '--learners'?",
     "schedul ring": "unknown command 'schedul'; did you mean 'schedule'?",
     "--verison": "unknown option '--verison'; did you mean '--version'?",
     "strategies rnig": "unknown strategy 'rnig'; did you mean 'ring'?",

@@ -264,7 +264,6 @@ def break_policy(policy: Policy, how: str) -> None:
         if how == "ghost" and as_text(event).startswith("left"):
             return ()
         if how == "keep-late" and isinstance(event, Pushed) and event.version < policy.version:
-            policy.received += 1
             policy.applied += 1
             policy.version += 1
             return (Apply((event.ticket,), (1.0,)),)

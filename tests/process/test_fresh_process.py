@@ -25,6 +25,8 @@ TORCH_FREE_COMMANDS = (
     ["schedule", "ring"],
     ["schedule", "--topology", "dgx1"],
     ["strategies"],
+    ["simulate", "k-sync:4"],
+    ["compare", "async", "ring", "--minibatches", "50"],
     ["topology"],
     ["--help"],
     ["--version"],

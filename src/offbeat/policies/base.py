@@ -61,9 +61,9 @@ class Seat:
         self.computing = computing
 
 
-# What is counted: issued = received + cancelled + lost + open minibatches; received = held + applied + dropped. `lost`
-# are those that went with their learner.
-COUNTS = ("issued", "received", "applied", "dropped", "cancelled", "lost")
+# What is counted: issued = received + cancelled + lost + open minibatches, where received = held + applied + dropped,
+# and `lost` are those that went with their learner.
+COUNTS = ("issued", "applied", "dropped", "cancelled", "lost")
 
 
 class Policy:
@@ -83,7 +83,7 @@ class Policy:
         self.held: dict[int, Pushed] = {}  # by ticket, in order of arrival
         self.last_update: list[Pushed] = []  # the gradients of the latest update, for whoever reports staleness
         self.open = 0  # seats that are computing
-        self.issued = self.received = self.applied = self.dropped = self.cancelled = self.lost = 0
+        self.issued = self.applied = self.dropped = self.cancelled = self.lost = 0
 
     # --- the seam ---------------------------------------------------------------------------------------------
 
@@ -97,7 +97,6 @@ class Policy:
             raise self._illegal(event, seat)
         if ticket in self.held or samples < 1 or (drift is None and self.needs_drift):
             raise self._incomplete(event)
-        self.received += 1
         if version < seat.version and self.cancels:
             return (self._late(seat, event),)
         seat.computing = False
@@ -227,9 +226,8 @@ class Policy:
         open_now = sum(seat.computing for seat in self.seats.values())
         laws = {
             "open counts the computing seats": self.open == open_now,
-            "issued = received + cancelled + lost + open": self.issued
-            == self.received + self.cancelled + self.lost + open_now,
-            "received = held + applied + dropped": self.received == len(self.held) + self.applied + self.dropped,
+            "issued = held + applied + dropped + cancelled + lost + open": self.issued
+            == len(self.held) + self.applied + self.dropped + self.cancelled + self.lost + open_now,
             "no count is negative": min(getattr(self, name) for name in COUNTS) >= 0,
             "nobody computes before the start": self.started or open_now == 0,
             "no seat is ahead of the version": all(seat.version <= self.version for seat in self.seats.values()),
