@@ -17,9 +17,13 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 
 demo: setup
-	@$(BIN)/offbeat schedule torus:2x2 --ranks 4 --size 100MB --svg build/torus.svg
+	@$(BIN)/offbeat schedule torus:2x2 --size 100MB --svg build/torus.svg
 	@echo
-	@$(BIN)/offbeat schedule --ranks 32 --size 100MB --topology cluster:4x8,inside=50GB/s,across=1GB/s
+	@$(BIN)/offbeat schedule --size 100MB --topology cluster:4x8,inside=50GB/s,across=1GB/s
+	@echo
+	@$(BIN)/offbeat simulate k-sync:4 --learners 8 --compute shifted-exp:1,1
+	@echo
+	@$(BIN)/offbeat compare --learners 8 --compute gamma:1,0.1 --speeds 1,1,1,0.3333
 
 test: setup
 	@$(BIN)/ruff check .

@@ -63,7 +63,12 @@ def _run(given: argparse.Namespace) -> None:
         for line in advise(found):
             say(out, line)
     out.print()
-    _table(results, out.width >= _WIDE)
+    wide = out.width >= _WIDE
+    _table(results, wide)
+    if not wide:
+        for result in results:
+            say(out, f"{result.strategy}: {why(result)}")
+        out.print()
     say(out, "Which is best needs accuracy: more gradients a second may be worth less each.", style="dim")
 
 

@@ -1,0 +1,20 @@
+"""The price of waiting and the price of staleness, on eight learners with heavy-tailed compute times.
+
+python examples/compare_policies.py
+"""
+
+from offbeat.simulate import server
+from offbeat.simulate.cluster import Cluster
+from offbeat.simulate.compare import why
+from offbeat.simulate.compute import parse_law
+
+
+def main() -> None:
+    cluster = Cluster(learners=8, law=parse_law("pareto:2,1"), seed=1)
+    for strategy in ("full-sync", "k-sync:6", "k-async:4", "k-batch-async:4", "async"):
+        result = server.run(strategy, cluster, updates=2000)
+        print(f"{strategy:<16}{result.minibatches_per_s:6.2f} gradients/s   {why(result)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""What the docs show is what the program prints."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from offbeat.cli import main
+
+HERE = Path(__file__).parents[2]
+PAGES = [HERE / "README.md", *sorted(path for path in (HERE / "docs").glob("*.md") if path.name != "log.md")]
+
+
+def shown(page: Path) -> list[tuple[str, list[str]]]:
+    """Commands after `$ `, and the lines printed below each; `...` stands for lines left out."""
+    found: list[tuple[str, list[str]]] = []
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    for line in text.splitlines():
+        if line.startswith("    $ "):
+            found.append((line.removeprefix("    $ "), []))
+        elif line.startswith("    ") and found:
+            found[-1][1].append(line.strip())
+        elif line.strip():
+            found.append(("", []))  # text ends what a command printed
+    return [(command, lines) for command, lines in found if command]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_commands_in_the_docs_print_what_is_shown(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command, lines in shown(page):
+        program, *words = shlex.split(command)
+        if program == "python":
+            done = subprocess.run(
+                [sys.executable, *words], cwd=HERE, capture_output=True, text=True, timeout=60, check=True
+            )
+            out = done.stdout
+        else:
+            assert program == "offbeat"
+            assert main(words) == 0, command
+            out = capsys.readouterr().out
+        printed = [re.sub(r"\s+", " ", line.strip()) for line in out.splitlines()]
+        for line in lines:
+            assert line == "..." or re.sub(r"\s+", " ", line) in printed, f"{command}: {line}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_programs_in_the_docs_run(page: Path) -> None:
+    for program in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+        if "import" not in program:
+            continue  # a piece to read
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+        assert (done.returncode, done.stderr) == (0, ""), program
+
+
+def test_the_docs_show_something() -> None:
+    assert sum(len(lines) for page in PAGES for _, lines in shown(page)) > 10
