@@ -92,6 +92,7 @@ class _Simulation:
         self.since = array("d", [0.0]) * count  # when it began that
         self.version = array("q", [0]) * count  # of the weights it works on
         self.next_version: list[int | None] = [None] * count  # weights that are there for its next minibatch
+        self.void_below = [0] * count  # work at older versions than this was cancelled
         self.oldest = [0] * count  # version of the oldest work that it has not pushed yet
         self.unpushed_s = [0.0] * count  # and its seconds
         self.done = [0] * count  # minibatches, for pushing and fetching every so many
@@ -295,7 +296,7 @@ class _Simulation:
                 if not self.free:  # else it goes on anyway
                     self._begin(command.learner)
             case Cancel():
-                self._post(CANCEL, command.learner, self.version[command.learner])
+                self._post(CANCEL, command.learner, self.policy.version)
             case Apply():
                 self._count_update()
                 for ticket in command.tickets:
@@ -326,6 +327,8 @@ class _Simulation:
         version = self._open(letter)
         if version is None:
             return 0
+        if version < self.void_below[learner]:
+            return 0  # cancelled before it could begin
         self.next_version[learner] = version
         if self.doing[learner] == "wait":
             self._begin(learner)
@@ -343,8 +346,16 @@ class _Simulation:
         self._plan(self.now + self.draws.take(learner), FINISH, learner, self.turn[learner])
 
     def _cancel_arrives(self, learner: int, letter: int) -> int:
-        version = self._open(letter)
-        if self.doing[learner] != "compute" or self.version[learner] != version:
+        """All work at versions before the one in the letter is void; a learner that does such work stops."""
+        newer = self._open(letter)
+        if newer is None:
+            return 0
+        self.void_below[learner] = newer
+        waiting = self.next_version[learner]
+        if waiting is not None and waiting < newer:
+            self.next_version[learner] = None
+        version = self.version[learner]
+        if self.doing[learner] != "compute" or version >= newer:
             return 0  # it was faster, and its gradient will come late
         self._close(learner, cancelled=True)
         self.tally.waste_s += self.unpushed_s[learner]
