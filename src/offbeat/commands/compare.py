@@ -102,17 +102,17 @@ def _as_json(results: list[Result], machines: str, found: WhatIf | None) -> dict
     if found is not None:
         advice = {
             "strategy": found.strategy,
-            "learner": found.learner,
+            "learners": list(found.slow),
             "times_slower": found.slower,
             "minibatches_per_s": found.as_it_is,
             "if_as_fast": found.as_fast,
             "if_dropped": found.without,
             "if_given_less": found.lighter,
-            "share_of_work": found.share,
+            "shares_of_work": list(found.shares),
             "share_of_loss": found.share_of_loss,
             "text": advise(found),
         }
-    return {"machines": machines, "strategies": rows, "straggler": advice}
+    return {"machines": machines, "strategies": rows, "slow_learners": advice}
 
 
 COMMAND = Command(

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from offbeat import spec as grammar
+from offbeat.errors import RequestError
+from offbeat.policies import create
 from offbeat.simulate import server
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.result import Result
@@ -27,19 +29,14 @@ class Machines:
     spread: float  # standard deviation / mean of one learner's times, the median over learners
     slowest_of_all: float  # mean of the slowest of all learners' draws / mean draw, persistent slowness taken out
 
-    @property
-    def ideal_per_s(self) -> float:
-        """Minibatches a second if everybody always computed."""
-        return sum(1 / mean for mean in self.mean_s)
-
 
 def look_at(cluster: Cluster) -> Machines:
     """Draw from every learner, and tell persistent slowness from chance."""
     draws = cluster.draws()
     drawn = [[draws.take(learner) for _ in range(_SAMPLES)] for learner in range(cluster.learners)]
     means = [statistics.fmean(times) for times in drawn]
-    middle = statistics.median(statistics.median(times) for times in drawn)
-    typical = statistics.median(means)
+    middle = statistics.median_low(statistics.median(times) for times in drawn)
+    typical = _typical_s(means)
     slow = [
         learner
         for learner in range(cluster.learners)
@@ -55,13 +52,21 @@ def look_at(cluster: Cluster) -> Machines:
     )
 
 
+def _typical_s(means: Sequence[float]) -> float:
+    """The mean time that a learner has if it is not slow: of two equal halves, that of the faster one."""
+    return statistics.median_low(means)
+
+
 def describe(machines: Machines) -> str:
     """The cluster in a sentence."""
-    typical = statistics.median(machines.mean_s)
+    typical = _typical_s(machines.mean_s)
+    if len(machines.mean_s) == 1:
+        return "one learner: nobody to wait for"
     if machines.slow:
         names = ", ".join(f"learner {one} ({machines.mean_s[one] / typical:.1f}x)" for one in machines.slow[:4])
         more = f" and {len(machines.slow) - 4} more" if len(machines.slow) > 4 else ""
-        return f"persistently slow: {names}{more}; a barrier waits for them every time"
+        whom = "it" if len(machines.slow) == 1 else "them"
+        return f"persistently slow: {names}{more}; a barrier waits for {whom} every time"
     if machines.spread > 0.5:
         return (
             f"no learner is persistently slow, but times scatter (standard deviation {machines.spread:.1f}x the mean): "
@@ -89,11 +94,14 @@ def _all_reduce(result: Result) -> str:
 
 
 def _barrier(result: Result) -> str:
-    return f"everybody waits for the slowest: {_percent(result.wait_share)} of the time; no work is lost, staleness 0"
+    lost = "no work is lost" if not result.failed else f"{_percent(result.waste_share)} of the time is lost to failures"
+    return f"everybody waits for the slowest: {_percent(result.wait_share)} of the time; {lost}, staleness 0"
 
 
 def _k_barrier(result: Result) -> str:
-    per_update = (result.cancelled + result.dropped) / result.updates
+    per_update = (result.cancelled + result.dropped) / max(1, result.updates)
+    if not per_update:
+        return _barrier(result)  # K is all
     return (
         f"does not wait for the slowest; {per_update:.1f} minibatches an update are cancelled, "
         f"{_percent(result.waste_share)} of the time thrown away, {_percent(result.wait_share)} waiting; staleness 0"
@@ -143,81 +151,88 @@ _WHY: dict[str, Callable[[Result], str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhatIf:
-    """A strategy on the cluster as it is, and on three others; samples a second (the work of a full minibatch is 1)."""
+    """A strategy on the cluster as it is, and on others in which its slow learners are different.
+
+    All in minibatches a second; a part of a minibatch counts as that part.
+    """
 
     strategy: str
-    learner: int
-    slower: float  # than the median
+    slow: tuple[int, ...]
+    slower: float  # the slowest of them, than the typical learner
     as_it_is: float
-    ideal: float  # everybody always computing
-    as_fast: float  # if that learner were as fast as the median
-    without: float  # if it were dropped
-    lighter: float  # if it got work in proportion to its speed
-    share: float  # of a full minibatch, that is
+    as_fast: float  # if they were as fast as the typical learner
+    as_fast_ideal: float  # and nobody ever waited
+    without: float | None  # if they were dropped; None if nobody else is there
+    lighter: float  # if each got work in proportion to its speed
+    shares: tuple[float, ...]  # of a full minibatch, that is
 
     @property
     def share_of_loss(self) -> float:
-        """The part of what the strategy loses that this learner causes."""
+        """The part of what the strategy loses that the slow learners cause."""
         return (self.as_fast - self.as_it_is) / (self.as_fast_ideal - self.as_it_is)
-
-    @property
-    def as_fast_ideal(self) -> float:
-        """What the learners could do if that one were as fast as the median."""
-        return self.ideal + (self.slower - 1) / self.slower * self.typical_per_s
-
-    typical_per_s: float  # minibatches a second of the median learner
 
 
 def what_if(strategy: str, cluster: Cluster, machines: Machines, seconds: float) -> WhatIf:
-    """Run the strategy without the slowest learner, with it as fast as the median, and with less work for it."""
-    learner = machines.slow[0]
-    typical = statistics.median(machines.mean_s)
-    slower = machines.mean_s[learner] / typical
+    """Run the strategy with the slow learners as fast as the others, without them, and with less work for them."""
+    typical = _typical_s(machines.mean_s)
+    slower = {learner: machines.mean_s[learner] / typical for learner in machines.slow}
     speeds = [*cluster.speeds, *[1.0] * (cluster.learners - len(cluster.speeds))]
-    faster = [speed * slower if one == learner else speed for one, speed in enumerate(speeds)]
-    # Work in proportion to speed: shares in hundredths of a minibatch, time in proportion to them.
-    whole = 100
-    part = max(1, round(whole / slower))
-    samples = [part if one == learner else whole for one in range(cluster.learners)]
-    lighter = [speed * whole / part if one == learner else speed for one, speed in enumerate(speeds)]
+    faster = [speed * slower.get(learner, 1.0) for learner, speed in enumerate(speeds)]
+    # Work in proportion to speed: samples in hundredths of a minibatch, and the time in proportion to them.
+    samples = [max(1, round(100 / slower.get(learner, 1.0))) for learner in range(cluster.learners)]
+    lighter = [speed * 100 / part for speed, part in zip(speeds, samples, strict=True)]
+    rest = cluster
+    for learner in sorted(slower, reverse=True):
+        rest = rest.without(learner) if rest.learners > 1 else rest
 
     def rate(machine: Cluster) -> float:
         return server.run(strategy, machine, updates=10**9, until_s=seconds).samples_per_s
 
+    others = cluster.learners - len(slower)
     return WhatIf(
         strategy=strategy,
-        learner=learner,
-        slower=slower,
+        slow=machines.slow,
+        slower=max(slower.values()),
         as_it_is=rate(cluster),
-        ideal=machines.ideal_per_s,
         as_fast=rate(replace(cluster, speeds=tuple(faster))),
-        without=rate(cluster.without(learner)),
-        lighter=rate(replace(cluster, speeds=tuple(lighter), samples=tuple(samples))) / whole,
-        share=part / whole,
-        typical_per_s=1 / typical,
+        as_fast_ideal=sum(slower.get(learner, 1.0) / mean for learner, mean in enumerate(machines.mean_s)),
+        without=rate(rest) if others and _fits(strategy, others) else None,
+        lighter=rate(replace(cluster, speeds=tuple(lighter), samples=tuple(samples))) / 100,
+        shares=tuple(samples[learner] / 100 for learner in machines.slow),
     )
 
 
+def _fits(strategy: str, learners: int) -> bool:
+    """Whether a strategy can run on so few: k-sync:4 cannot on 3."""
+    try:
+        create(strategy, expect=learners)
+    except RequestError:
+        return False
+    return True
+
+
 def advise(found: WhatIf) -> list[str]:
-    """What the slow learner costs, and what could be done, in words."""
+    """What the slow learners cost, and what could be done, in words."""
 
     def gain(rate: float) -> str:
         return f"{rate:.2f} minibatches/s ({rate / found.as_it_is - 1:+.0%})"
 
+    one = len(found.slow) == 1
+    shown = ", ".join(map(str, found.slow[:4])) + (", ..." if len(found.slow) > 4 else "")
+    who = f"learner {shown}" if one else f"learners {shown}"
+    slower = f"now {found.slower:.1f}x slower" if one else f"now up to {found.slower:.1f}x slower"
+    least, most = min(found.shares), max(found.shares)
+    work = f"{least:.2f}" if least == most else f"{least:.2f} to {most:.2f}"
+    without = f"without {'it' if one else 'them'}: {gain(found.without)}; " if found.without is not None else ""
+    whose = "that learner's" if one else "those learners'"
     return [
-        f"{found.strategy} applies {found.as_it_is:.2f} minibatches/s; with learner {found.learner} (now "
-        f"{found.slower:.1f}x slower) like the others it would apply {found.as_fast:.2f}, "
-        f"and {found.as_fast_ideal:.2f} "
-        f"if nobody ever waited: {_percent(found.share_of_loss)} of the loss is that learner's",
-        f"without it: {gain(found.without)}; with {found.share:.2f} of the work for it: {gain(found.lighter)}",
+        f"{found.strategy} applies {found.as_it_is:.2f} minibatches/s; with {who} ({slower}) like the others it would "
+        f"apply {found.as_fast:.2f}, and {found.as_fast_ideal:.2f} if nobody ever waited: "
+        f"{_percent(found.share_of_loss)} of the loss is {whose}",
+        f"{without}with {work} of the work for {'it' if one else 'each'}: {gain(found.lighter)}",
     ]
 
 
 def horizon_s(machines: Machines, minibatches: int) -> float:
     """So long that a typical learner computes so many minibatches."""
-    return statistics.median(machines.mean_s) * minibatches
-
-
-def run_all(strategies: Sequence[str], cluster: Cluster, seconds: float) -> list[Result]:
-    """Each server policy on the same machines for the same time."""
-    return [server.run(strategy, cluster, updates=10**9, until_s=seconds) for strategy in strategies]
+    return _typical_s(machines.mean_s) * minibatches
