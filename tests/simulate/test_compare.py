@@ -116,6 +116,31 @@ def test_every_strategy_has_a_reason(capsys: pytest.CaptureFixture[str]) -> None
             assert row["why"], name
 
 
+def test_machines_that_are_unequal_without_a_few_slow_ones_are_not_called_equal() -> None:
+    for speeds in ((3.0,), (1, 1, 1, 0.7, 0.5, 0.6, 0.8, 0.9)):
+        cluster = Cluster(learners=8, law=parse_law("gamma:1,0.05"), speeds=speeds)
+        assert not describe(look_at(cluster)).startswith("equal")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "k-batch-async:100000 --learners 2 --minibatches 1",
+        "k-sync:2 local-sgd:1000 --learners 2 --minibatches 1",
+        "local-sgd:1000 --learners 4 --minibatches 1 --speeds 1,1,1,0.3",
+        "k-sync:8 --learners 8 --compute gamma:1,0.1 --speeds 1,1,1,1,1,1,1,0.333",
+        "softsync:2 --learners 2 --speeds 1,0.333",
+        "ring --learners 4 --compute gamma:1,0.1 --speeds 0.333",
+        "--learners 2 --compute gamma:1,10 --minibatches 20",
+        "--learners 2 --compute pareto:0.1,1 --minibatches 5",
+        "--learners 1",
+    ],
+)
+def test_odd_comparisons_are_made_all_the_same(capsys: pytest.CaptureFixture[str], line: str) -> None:
+    compare(capsys, line)
+    assert main(["compare", *line.split()]) == 0
+
+
 def test_compare_names_no_winner(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "--learners", "4"]) == 0
     out = capsys.readouterr().out

@@ -38,7 +38,7 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     add("--server-bandwidth", type=reader(parse_rate), default=math.inf, metavar="RATE", help="of a server's link")
     add("--shards", type=reader(parse_count), default=1, metavar="S", help="servers, a part of the weights each")
     add("--topology", default="uniform", help="of an all-reduce (default uniform)")
-    add("--layers", type=reader(parse_count), default=50, metavar="N", help="of the model, for overlap (default 50)")
+    add("--layers", type=reader(_layers), default=50, metavar="N", help="of the model, for overlap (default 50)")
     add(
         "--forward-share",
         type=reader(_share),
@@ -61,8 +61,6 @@ def cluster_of(given: argparse.Namespace) -> Cluster:
             shards=given.shards,
             latency_s=given.latency,
         )
-        if given.size and given.learner_bandwidth == given.server_bandwidth == math.inf:
-            wires = None if not given.latency else wires  # endless bandwidth: the size takes no time
     return Cluster(
         learners=given.learners,
         law=compute,
@@ -103,6 +101,13 @@ def simulate(
     return collective.run(
         strategy, cluster, machine, model_of(given), updates=updates, bucket_bytes=bucket, keep_spans=keep_spans
     )
+
+
+def _layers(text: str) -> int:
+    layers = parse_count(text)
+    if layers > 100_000:
+        raise RequestError(f"a model has at most 100000 layers here; got {layers}")
+    return layers
 
 
 def _seed(text: str) -> int:

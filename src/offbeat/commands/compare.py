@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from offbeat import spec as grammar
 from offbeat.commands.base import Command, busy, console, heading, json_argument, print_json, reader, say
 from offbeat.commands.cluster import add_cluster_arguments, cluster_of, simulate
 from offbeat.simulate.compare import WhatIf, advise, describe, horizon_s, look_at, what_if, why
@@ -49,10 +50,11 @@ def _run(given: argparse.Namespace) -> None:
             else simulate(given, name, cluster, updates=10**9, until_s=seconds)
             for name, family in zip(names, families, strict=True)
         ]
-        policies = [name for name, family in zip(names, families, strict=True) if family != ALL_REDUCE]
-        barrier = next((name for name in policies if name in ("full-sync", "local-sgd")), None)
-        subject = barrier or (policies[0] if policies else None)
-        found = what_if(subject, cluster, machines, seconds) if machines.slow and subject else None
+        found = None
+        subject = _subject(names, families)
+        if machines.slow and subject is not None:
+            found = what_if(subject, cluster, machines, seconds)
+            found = found if found.as_it_is else None  # nothing was applied: nothing to compare with
     if given.json:
         print_json(_as_json(results, describe(machines), found))
         return
@@ -70,6 +72,16 @@ def _run(given: argparse.Namespace) -> None:
             say(out, f"{result.strategy}: {why(result)}")
         out.print()
     say(out, "Which is best needs accuracy: more gradients a second may be worth less each.", style="dim")
+
+
+def _subject(names: list[str], families: list[str]) -> str | None:
+    """The policy whose loss to slow learners is looked at: one that waits for all, or else the first.
+
+    An all-reduce waits like full-sync. A policy that needs weights cannot be simulated.
+    """
+    waits = [name for name in names if grammar.parse(name).name in ("full-sync", "local-sgd")]
+    policies = [name for name, family in zip(names, families, strict=True) if family != ALL_REDUCE]
+    return next(iter([*waits, *(["full-sync"] if ALL_REDUCE in families else []), *policies]), None)
 
 
 def _table(results: list[Result], wide: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,13 +39,19 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("strategy", help="k-async:4, softsync:2,rate=inverse, ring, ...; see offbeat strategies")
     parser.add_argument("--updates", type=reader(parse_count), default=1000, metavar="N", help="(default 1000)")
     add_cluster_arguments(parser)
-    parser.add_argument("--show", type=int, default=3, metavar="N", help="updates in the timeline (default 3)")
+    parser.add_argument(
+        "--show", type=reader(_whole), default=3, metavar="N", help="updates in the timeline (default 3)"
+    )
     parser.add_argument("--trace", type=Path, metavar="FILE", help="all spans, for Perfetto or chrome://tracing")
     parser.add_argument(
         "--log", type=Path, metavar="FILE", help="the run log: every decision of the policy, and all spans"
     )
     parser.add_argument("--curve", action="store_true", help="of an all-reduce: the time as buckets get smaller")
     json_argument(parser)
+
+
+def _whole(text: str) -> int:
+    return 0 if text == "0" else parse_count(text)
 
 
 def _run(given: argparse.Namespace) -> None:
@@ -73,6 +80,9 @@ def _run(given: argparse.Namespace) -> None:
 
 
 def _write_files(given: argparse.Namespace, result: Result, decisions: list[dict[str, object]] | None) -> None:
+    for path in (given.trace, given.log):
+        if path is not None and path.is_dir():
+            raise RequestError(f"cannot write {path}: it is a folder")
     try:
         if given.trace is not None:
             write_chrome_trace(given.trace, result.spans, name=f"offbeat simulate {given.strategy}")
@@ -80,7 +90,8 @@ def _write_files(given: argparse.Namespace, result: Result, decisions: list[dict
             run = {"strategy": given.strategy, "expect": given.learners, "seed": given.seed, "simulated": True}
             write_log(given.log, RunLog(run=run, spans=result.spans, decisions=tuple(decisions or ())))
     except OSError as error:
-        raise RequestError(f"cannot write {error.filename}: {error.strerror}") from None
+        name = str(error.filename).removesuffix(".unfinished")
+        raise RequestError(f"cannot write {name}: {error.strerror}") from None
 
 
 def _facts(result: Result, took: float) -> list[tuple[str, str]]:
@@ -123,7 +134,8 @@ def _timeline(out: Console, result: Result, updates: int) -> None:
         out.print(row, soft_wrap=True)
     if len(shown) > 16:
         say(out, f"({len(shown) - 16} more learners)", style="dim")
-    say(out, f"0 to {format_seconds(end)}; digit: version, ░ cancelled, · waiting, ─ sending", style="dim")
+    legend = "digit: version, ░ cancelled or lost, · waiting, ─ sending, blank: later versions, or away"
+    say(out, f"0 to {format_seconds(end)}; {legend}", style="dim")
     out.print()
 
 
@@ -135,6 +147,8 @@ def _end_of(spans: list[Span], updates: int) -> float:
 def _curve(given: argparse.Namespace) -> None:
     machine = topology.build(given.topology, ranks=given.learners)
     mean_s = cluster_of(given).law.mean_s
+    if mean_s == math.inf:
+        raise RequestError(f"--curve is for the mean compute time, and that of '{given.compute.text}' is infinite")
     points = bucket_curve(given.strategy, mean_s, model_of(given), machine)
     if given.json:
         rows = [

@@ -16,7 +16,7 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any, NamedTuple
 
-from offbeat.errors import EventError
+from offbeat.errors import EventError, RequestError
 from offbeat.policies.events import (
     Apply,
     Asked,
@@ -63,7 +63,7 @@ class Seat:
 
 # What is counted: issued = received + cancelled + lost + open minibatches, where received = held + applied + dropped,
 # and `lost` are those that went with their learner.
-COUNTS = ("issued", "applied", "dropped", "cancelled", "lost")
+COUNTS = ("last_ticket", "issued", "applied", "dropped", "cancelled", "lost")
 
 
 class Policy:
@@ -83,6 +83,7 @@ class Policy:
         self.held: dict[int, Pushed] = {}  # by ticket, in order of arrival
         self.last_update: list[Pushed] = []  # the gradients of the latest update, for whoever reports staleness
         self.open = 0  # seats that are computing
+        self.last_ticket = -1  # tickets rise, so that no push can be applied twice
         self.issued = self.applied = self.dropped = self.cancelled = self.lost = 0
 
     # --- the seam ---------------------------------------------------------------------------------------------
@@ -95,8 +96,9 @@ class Policy:
         seat = self.seats.get(learner)
         if seat is None or not seat.computing or not seat.floor <= version <= seat.version:
             raise self._illegal(event, seat)
-        if ticket in self.held or samples < 1 or (drift is None and self.needs_drift):
+        if ticket <= self.last_ticket or samples < 1 or (self.needs_drift and not (drift is not None and drift >= 0)):
             raise self._incomplete(event)
+        self.last_ticket = ticket
         if version < seat.version and self.cancels:
             return (self._late(seat, event),)
         seat.computing = False
@@ -125,10 +127,15 @@ class Policy:
 
     def on_ask(self, learner: int) -> tuple[Command, ...]:
         """A learner gave up its minibatch and wants weights."""
-        self.cancelled += 1
-        self.seats[learner].computing = False
+        seat = self.seats[learner]
+        floor = seat.floor
+        seat.computing = False
         self.open -= 1
-        return (self.send(learner, "it asked"),)
+        self.cancelled += 1
+        answer = self.send(learner, "it asked")
+        if self.cancels:
+            seat.floor = floor  # what it owed for work that was cancelled before may still come
+        return (answer,)
 
     def _membership(self, event: Event) -> tuple[Command, ...]:
         if isinstance(event, Tick):
@@ -176,12 +183,12 @@ class Policy:
         return EventError(f"'{as_text(event)}' cannot be: {known}, the version is {self.version}")
 
     def _incomplete(self, event: Pushed) -> EventError:
-        if event.ticket in self.held:
-            why = f"ticket {event.ticket} is held already"
+        if event.ticket <= self.last_ticket:
+            why = f"tickets rise, and {self.last_ticket} was the last"
         elif event.samples < 1:
             why = "a gradient comes from 1 sample or more"
         else:
-            why = f"the rate '{self.rate.text}' needs its drift"
+            why = f"the rate '{self.rate.text}' needs its drift, 0 or more"
         return EventError(f"'{as_text(event)}' cannot be: {why}")
 
     # --- commands, with their books --------------------------------------------------------------------------------
@@ -228,7 +235,7 @@ class Policy:
             "open counts the computing seats": self.open == open_now,
             "issued = held + applied + dropped + cancelled + lost + open": self.issued
             == len(self.held) + self.applied + self.dropped + self.cancelled + self.lost + open_now,
-            "no count is negative": min(getattr(self, name) for name in COUNTS) >= 0,
+            "no count is negative": min(getattr(self, name) for name in COUNTS[1:]) >= 0,
             "nobody computes before the start": self.started or open_now == 0,
             "no seat is ahead of the version": all(seat.version <= self.version for seat in self.seats.values()),
             "no gradient is from the future": all(held.version <= self.version for held in self.held.values()),
@@ -250,6 +257,7 @@ class Policy:
     def snapshot(self) -> dict[str, Any]:
         """All state as plain data that JSON can hold."""
         return {
+            "policy": type(self).__name__,
             "started": self.started,
             "version": self.version,
             "seats": [[learner, s.version, s.floor, s.computing] for learner, s in self.seats.items()],
@@ -260,11 +268,16 @@ class Policy:
     extra_state: tuple[str, ...] = ()  # names of further attributes that are plain data
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Become what `snapshot` described."""
-        self.started = state["started"]
-        self.version = state["version"]
-        self.seats = {learner: Seat(version, floor, bool(on)) for learner, version, floor, on in state["seats"]}
-        self.held = {event[1]: Pushed(*event) for event in state["held"]}
-        self.open = sum(seat.computing for seat in self.seats.values())
-        for name in (*COUNTS, *self.extra_state):
-            setattr(self, name, deepcopy(state[name]))
+        """Become what `snapshot` described; a snapshot of another policy is refused, and changes nothing."""
+        if state.get("policy") != type(self).__name__:
+            raise RequestError(f"a snapshot of {state.get('policy')} is not one of {type(self).__name__}")
+        try:
+            seats = {learner: Seat(version, floor, bool(on)) for learner, version, floor, on in state["seats"]}
+            held = {event[1]: Pushed(*event) for event in state["held"]}
+            plain = {name: deepcopy(state[name]) for name in (*COUNTS, *self.extra_state, "started", "version")}
+        except (KeyError, TypeError, ValueError) as error:
+            raise RequestError(f"the snapshot is not whole: {error!r}") from None
+        self.seats, self.held = seats, held
+        self.open = sum(seat.computing for seat in seats.values())
+        for name, value in plain.items():
+            setattr(self, name, value)

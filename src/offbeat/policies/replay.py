@@ -14,7 +14,7 @@ from typing import Any
 
 from offbeat.errors import EventError, LogError, ReplayError, RequestError
 from offbeat.policies.base import Policy
-from offbeat.policies.events import Command, Event, as_text, from_text
+from offbeat.policies.events import EVENTS, Command, Event, as_text, from_text
 from offbeat.policies.table import create
 
 
@@ -40,21 +40,23 @@ def replay(run: Mapping[str, Any], decisions: Iterable[Mapping[str, Any]], *, ch
 
     `ReplayError` names the first event whose commands differ. With `check` the invariants are looked at after each.
     """
-    try:
-        policy = create(run["strategy"], expect=run["expect"], start_by_s=run.get("start_by_s"))
-    except KeyError as error:
-        raise LogError(f"the log's first line has no {error}: it is not the log of a policy") from None
+    expect = run.get("expect")
+    if not isinstance(run.get("strategy"), str) or not isinstance(expect, int):
+        raise LogError("the log's first line does not say 'strategy' and 'expect': it is not the log of a policy")
+    policy = create(run["strategy"], expect=expect, start_by_s=run.get("start_by_s"))
     for number, record in enumerate(decisions, start=1):
+        event, logged = record.get("event"), record.get("commands")
+        if not isinstance(event, str) or not isinstance(logged, list):
+            raise ReplayError(f"decision {number}: expected an 'event' and its 'commands'; got {dict(record)}")
         try:
-            event = from_text(record["event"])
-            commands = policy.handle(event)  # type: ignore[arg-type]  # a command here is refused like a wrong event
-        except (RequestError, EventError, KeyError) as error:
+            told = from_text(event)
+            if not isinstance(told, EVENTS):
+                raise RequestError(f"'{event}' is not an event")
+            said = [as_text(command) for command in policy.handle(told)]
+        except (RequestError, EventError) as error:
             raise ReplayError(f"decision {number}: {error}") from None
-        said = [as_text(command) for command in commands]
-        if said != record["commands"]:
-            raise ReplayError(
-                f"decision {number}, '{record['event']}': the log has {record['commands']}, the policy says {said}"
-            )
+        if said != logged:
+            raise ReplayError(f"decision {number}, '{event}': the log has {logged}, the policy says {said}")
         if check:
             policy.check_invariants()
     return policy

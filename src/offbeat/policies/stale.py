@@ -6,6 +6,9 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from offbeat.policies.base import Policy
@@ -36,9 +39,11 @@ class KAsync(Policy):
                 commands.append(self.send(learner, "its gradient was applied"))
         return tuple(commands)
 
+    def most_held(self) -> int:
+        return self.k - 1
+
     def laws(self) -> dict[str, bool]:
         return {
-            "fewer than K wait": len(self.held) < self.k,
             "somebody is waited for": self.open > 0 or not self.held or not self.seats,
         }
 
@@ -82,56 +87,81 @@ class StaleDrop(Policy):
         return 0
 
 
+class Clocks:
+    """A number for each learner, and which is the lowest, without looking at all of them."""
+
+    def __init__(self, pairs: Iterable[Sequence[int]] = (), slowest: int = 0) -> None:
+        self.of = {pair[0]: pair[1] for pair in pairs}
+        self.at = Counter(self.of.values())  # how many learners are at a clock
+        self.slowest = slowest  # stays where it was when nobody is left
+
+    def set(self, learner: int, clock: int | None) -> None:
+        """Move a learner's clock, or take it away."""
+        before = self.of.pop(learner, None)
+        if before is not None:
+            self.at[before] -= 1
+        if clock is not None:
+            self.of[learner] = clock
+            self.at[clock] += 1
+        while self.of and not self.at[self.slowest]:
+            del self.at[self.slowest]
+            self.slowest += 1
+
+
 class StaleSync(Policy):
     """Stale synchronous parallel (Ho et al. 2013): async, but nobody gets over `slack` pushes ahead of the slowest.
 
     A learner's clock is its own number of pushes; one who joins starts at the clock of the slowest.
     """
 
-    extra_state = ("clocks", "waiting")
+    extra_state = ("waiting",)
 
     def __init__(self, *, slack: int, **common: Any) -> None:
         super().__init__(**common)
         self.slack = slack
-        self.clocks: list[list[int]] = []  # [learner, clock], plain data for snapshots
+        self.clocks = Clocks()
         self.waiting: list[int] = []  # in order of arrival
 
     def on_start(self, learner: int, why: str) -> tuple[Command, ...]:
-        self.clocks.append([learner, 0])
+        self.clocks.set(learner, self.clocks.slowest)
         return super().on_start(learner, why)
 
     def on_join(self, learner: int) -> tuple[Command, ...]:
-        self.clocks.append([learner, self._slowest()])
+        self.clocks.set(learner, self.clocks.slowest)
         return super().on_join(learner)
 
     def on_leave(self, learner: int) -> tuple[Command, ...]:
-        self.clocks = [entry for entry in self.clocks if entry[0] != learner]
+        self.clocks.set(learner, None)
         self.waiting = [other for other in self.waiting if other != learner]
         return self._release()
 
     def on_push(self, event: Pushed) -> tuple[Command, ...]:
-        for entry in self.clocks:
-            entry[1] += entry[0] == event.learner
+        self.clocks.set(event.learner, self.clocks.of[event.learner] + 1)
         self.waiting.append(event.learner)
         return self.apply((event.ticket,), "asynchronous"), *self._release()
 
-    def _slowest(self) -> int:
-        return min((clock for _, clock in self.clocks), default=0)
-
     def _release(self) -> tuple[Command, ...]:
-        slowest, clocks = self._slowest(), {one[0]: one[1] for one in self.clocks}
-        free = [learner for learner in self.waiting if clocks[learner] - slowest <= self.slack]
-        self.waiting = [learner for learner in self.waiting if learner not in free]
-        return tuple(self.send(learner, f"at most {self.slack} pushes ahead of the slowest") for learner in free)
+        free = [one for one in self.waiting if self.clocks.of[one] - self.clocks.slowest <= self.slack]
+        if free:
+            self.waiting = [one for one in self.waiting if one not in free]
+        return tuple(self.send(one, f"at most {self.slack} pushes ahead of the slowest") for one in free)
+
+    def snapshot(self) -> dict[str, Any]:
+        clocks = [list(pair) for pair in self.clocks.of.items()]
+        return super().snapshot() | {"clocks": clocks, "slowest": self.clocks.slowest}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        clocks = Clocks(state.get("clocks", ()), state.get("slowest", 0))
+        super().restore(state)
+        self.clocks = clocks
 
     def laws(self) -> dict[str, bool]:
-        slowest, clocks = self._slowest(), {one[0]: one[1] for one in self.clocks}
-        ahead = [clock - slowest for clock in clocks.values()]
-        held_back = all(clocks[learner] - slowest > self.slack for learner in self.waiting)
+        of, slowest = self.clocks.of, self.clocks.slowest
         return {
-            "everybody has a clock": not self.started or set(clocks) == set(self.seats),
-            "nobody is more than slack + 1 ahead": max(ahead, default=0) <= self.slack + 1,
-            "only those ahead wait": held_back,
+            "everybody has a clock": not self.started or set(of) == set(self.seats),
+            "the slowest is known": not of or slowest == min(of.values()),
+            "nobody is more than slack + 1 ahead": max(of.values(), default=slowest) - slowest <= self.slack + 1,
+            "only those ahead wait": all(of[one] - slowest > self.slack for one in self.waiting),
         }
 
 
@@ -153,9 +183,12 @@ class AdaptiveK(KAsync):
         self.update_loss: list[float] = []  # of the gradients of the update to come
 
     def on_push(self, event: Pushed) -> tuple[Command, ...]:
-        if event.loss is not None:
+        if event.loss is not None and math.isfinite(event.loss):
             self.update_loss.append(event.loss)
-        commands = super().on_push(event)
+        return super().on_push(event)
+
+    def _if_due(self) -> tuple[Command, ...]:
+        commands = super()._if_due()
         if commands and self.update_loss:
             self.losses.append(sum(self.update_loss) / len(self.update_loss))
             self.update_loss = []
@@ -165,6 +198,6 @@ class AdaptiveK(KAsync):
 
     def _end_window(self) -> None:
         mean = sum(self.losses) / len(self.losses)
-        if self.before is not None and mean > self.before * (1 - self.improvement):
+        if self.before is not None and mean > self.before - self.improvement * abs(self.before):
             self.k = min(2 * self.k, max(self.k, len(self.seats)))
         self.before, self.losses = mean, []

@@ -29,7 +29,10 @@ class Row:
 def _whole(text: str) -> int:
     if text == "0":
         return 0
-    return parse_count(text)
+    try:
+        return parse_count(text)
+    except RequestError:
+        raise RequestError(f"expected a whole number, 0 or more; got '{text}'") from None
 
 
 def _share(text: str) -> float:
@@ -44,7 +47,7 @@ def _share(text: str) -> float:
 
 def _at_most(k: int, expect: int, name: str = "K") -> int:
     if k > expect:
-        raise RequestError(f"{name} is {k}, but there are {expect} learners: more can never come in")
+        raise RequestError(f"{name} is {k}, but there are {expect} learners: it is at most that")
     return k
 
 

@@ -135,7 +135,7 @@ class CurvePoint:
     """One size of bucket: how many buckets, the iteration, and the least it could be with that first bucket."""
 
     buckets: int
-    bucket_bytes: int
+    bucket_bytes: int  # of the largest
     iteration_s: float
     bound_s: float  # forward + the first bucket's backward + the reduction of everything at once
 
@@ -158,7 +158,7 @@ def bucket_curve(strategy: str, compute_s: float, model: Model, topology: Topolo
             points.append(
                 CurvePoint(
                     buckets=len(buckets),
-                    bucket_bytes=bucket_bytes,
+                    bucket_bytes=max(size for _, size in buckets),
                     iteration_s=iteration_s([compute_s], model, buckets, reduce_s),
                     bound_s=first + whole_s,
                 )

@@ -27,7 +27,7 @@ class Machines:
     mean_s: tuple[float, ...]  # of each learner
     slow: tuple[int, ...]  # persistently slow, slowest first
     spread: float  # standard deviation / mean of one learner's times, the median over learners
-    slowest_of_all: float  # mean of the slowest of all learners' draws / mean draw, persistent slowness taken out
+    slowest_of_all: float  # mean of the slowest of all learners' draws / mean of all draws
 
 
 def look_at(cluster: Cluster) -> Machines:
@@ -48,7 +48,7 @@ def look_at(cluster: Cluster) -> Machines:
         mean_s=tuple(means),
         slow=tuple(sorted(slow, key=lambda learner: -means[learner])),
         spread=statistics.median(statistics.pstdev(times) for times in evened),
-        slowest_of_all=statistics.fmean(max(column) for column in zip(*evened, strict=True)),
+        slowest_of_all=statistics.fmean(max(column) for column in zip(*drawn, strict=True)) / statistics.fmean(means),
     )
 
 
@@ -67,6 +67,12 @@ def describe(machines: Machines) -> str:
         more = f" and {len(machines.slow) - 4} more" if len(machines.slow) > 4 else ""
         whom = "it" if len(machines.slow) == 1 else "them"
         return f"persistently slow: {names}{more}; a barrier waits for {whom} every time"
+    ratio = max(machines.mean_s) / min(machines.mean_s)
+    if ratio > _SLOWER and machines.spread <= 0.5:
+        return (
+            f"unequal learners (the slowest takes {ratio:.1f}x the time of the fastest): the slowest of all takes "
+            f"{machines.slowest_of_all:.2f}x the mean, and a barrier makes everybody wait for it"
+        )
     if machines.spread > 0.5:
         return (
             f"no learner is persistently slow, but times scatter (standard deviation {machines.spread:.1f}x the mean): "
@@ -93,9 +99,15 @@ def _all_reduce(result: Result) -> str:
     return f"everybody waits for the slowest: {_percent(result.wait_share)} of the time{sent}; staleness 0"
 
 
+def _wires(result: Result) -> str:
+    """What is to be said where sending takes time: waiting is then for weights too."""
+    return f" (and for weights; {_percent(result.send_share)} sending)" if result.send_share > 0.005 else ""
+
+
 def _barrier(result: Result) -> str:
     lost = "no work is lost" if not result.failed else f"{_percent(result.waste_share)} of the time is lost to failures"
-    return f"everybody waits for the slowest: {_percent(result.wait_share)} of the time; {lost}, staleness 0"
+    waits = f"{_percent(result.wait_share)} of the time{_wires(result)}"
+    return f"everybody waits for the slowest: {waits}; {lost}, staleness 0"
 
 
 def _k_barrier(result: Result) -> str:
@@ -109,20 +121,24 @@ def _k_barrier(result: Result) -> str:
 
 
 def _nobody_waits(result: Result) -> str:
-    waits = f"{_percent(result.wait_share)} waiting for weights" if result.wait_share > 0.005 else "nobody waits"
+    waits = "nobody waits"
+    if result.wait_share + result.send_share > 0.005:
+        sends = f", {_percent(result.send_share)} sending" if result.send_share > 0.005 else ""
+        waits = f"nobody waits for others; {_percent(result.wait_share)} waiting for weights{sends}"
     return f"{waits}; the price is gradients {result.staleness_mean:.2f} versions old on average"
 
 
 def _some_wait(result: Result) -> str:
     return (
-        f"those who have pushed wait for the others of their update: {_percent(result.wait_share)} of the time; "
+        f"those who have pushed wait for the others of their update: {_percent(result.wait_share)} of the time"
+        f"{_wires(result)}; "
         f"gradients {result.staleness_mean:.2f} versions old on average"
     )
 
 
 def _leash(result: Result) -> str:
     return (
-        f"those too far ahead wait for the slowest: {_percent(result.wait_share)} of the time; "
+        f"those too far ahead wait for the slowest: {_percent(result.wait_share)} of the time{_wires(result)}; "
         f"gradients {result.staleness_mean:.2f} versions old on average"
     )
 
@@ -143,7 +159,7 @@ _WHY: dict[str, Callable[[Result], str]] = {
     "softsync": _nobody_waits,
     "downpour": _nobody_waits,
     "k-async": _some_wait,
-    "adaptive-k": _some_wait,
+    "adaptive-k": lambda result: f"{_some_wait(result)}; a simulation has no loss, so K stays as it began",
     "ssp": _leash,
     "stale-drop": _drops,
 }

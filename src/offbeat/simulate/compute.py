@@ -146,21 +146,22 @@ def _time(name: str, help: str) -> Param:
     return Param(name=name, read=_positive_time, positional=True, required=True, help=help)
 
 
-def _number(name: str, help: str) -> Param:
-    return Param(name=name, read=_positive, positional=True, required=True, help=help)
+def _number(name: str, help: str, least: float, most: float) -> Param:
+    """A number in bounds outside of which draws would be 0 or infinite."""
+
+    def read(text: str) -> float:
+        value = _float(text)
+        if not least <= value <= most:
+            raise RequestError(f"expected a number from {least:g} to {most:g}; got '{text}'")
+        return value
+
+    return Param(name=name, read=read, positional=True, required=True, help=help)
 
 
 def _positive_time(text: str) -> float:
     value = parse_seconds(text)
-    if value <= 0:
-        raise RequestError(f"a time is more than 0 here; got '{text}'")
-    return value
-
-
-def _positive(text: str) -> float:
-    value = _float(text)
-    if not 0 < value < math.inf:
-        raise RequestError(f"expected a number above 0; got '{text}'")
+    if not 1e-12 <= value <= 1e12:
+        raise RequestError(f"a time is more than 0 here, and at most 1e12 s; got '{text}'")
     return value
 
 
@@ -178,6 +179,7 @@ def _float(text: str) -> float:
         return math.nan
 
 
+_CV = _number("cv", "standard deviation / mean", 1e-3, 10)
 _Build = Callable[..., tuple[float, Callable[[Chance], Floats]]]
 LAWS: dict[str, tuple[str, tuple[Param, ...], _Build]] = {
     "constant": ("always the same", (_time("value", "seconds"),), _constant),
@@ -192,10 +194,22 @@ LAWS: dict[str, tuple[str, tuple[Param, ...], _Build]] = {
         (_time("shift", "seconds"), _time("mean", "of the rest")),
         _shifted,
     ),
-    "pareto": ("heavy tail", (_number("shape", "above 1 for a finite mean"), _time("scale", "the least")), _pareto),
-    "gamma": ("a hump", (_time("mean", "seconds"), _number("cv", "standard deviation / mean")), _gamma),
-    "lognormal": ("a skewed hump", (_time("mean", "seconds"), _number("cv", "standard deviation / mean")), _lognormal),
-    "weibull": ("lighter or heavier than exp", (_number("shape", "1 is exp"), _time("scale", "seconds")), _weibull),
+    "pareto": (
+        "heavy tail",
+        (_number("shape", "above 1 for a finite mean", 0.1, 1e3), _time("scale", "the least")),
+        _pareto,
+    ),
+    "gamma": ("a hump", (_time("mean", "seconds"), _number("cv", "standard deviation / mean", 1e-3, 10)), _gamma),
+    "lognormal": (
+        "a skewed hump",
+        (_time("mean", "seconds"), _number("cv", "standard deviation / mean", 1e-3, 10)),
+        _lognormal,
+    ),
+    "weibull": (
+        "lighter or heavier than exp",
+        (_number("shape", "1 is exp", 0.1, 1e3), _time("scale", "seconds")),
+        _weibull,
+    ),
     "bimodal": (
         "two speeds",
         (
@@ -295,7 +309,7 @@ class Draws:
                 self.keys[purpose] = learner_keys(self.seed, self.ids, purpose)
             return from_keys(self.keys[purpose][learners, None], minibatches)
 
-        seconds = self.law.sample(chance) / self.speeds[learners, None]
+        seconds = np.maximum(self.law.sample(chance), 1e-30) / self.speeds[learners, None]  # never nothing at all
         if self.slow is not None:
             chances = chance(SLOW)
             for row, learner in enumerate(learners.tolist()):

@@ -26,6 +26,7 @@ ASK: Final = 6
 REJOIN: Final = 7
 LINK: Final = 8
 END: Final = 9
+RESUME: Final = 10
 
 # Purposes of random numbers.
 COMPUTE: Final = 0  # and up to COMPUTE + 199 for laws that need more than one number

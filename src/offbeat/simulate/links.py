@@ -10,6 +10,8 @@ from __future__ import annotations
 import heapq
 import math
 
+_ENDLESS = 1e30  # stands for an infinite rate, of which no difference can be taken
+
 
 class _Class:
     __slots__ = ("bytes_per_s", "cap", "clock", "waiting")
@@ -25,13 +27,14 @@ class FairLink:
     """Transfers begin by `start` and are taken by `finish`; in between `next_end_s` says when the next one ends."""
 
     def __init__(self, bytes_per_s: float) -> None:
-        self.bytes_per_s = bytes_per_s
+        self.bytes_per_s = min(bytes_per_s, _ENDLESS)
         self.classes: dict[float, _Class] = {}
         self.now_s = 0.0
         self.started = 0
 
     def start(self, now_s: float, who: int, size_bytes: float, cap: float = math.inf) -> None:
         self._advance(now_s)
+        cap = min(cap, _ENDLESS)
         group = self.classes.setdefault(cap, _Class(cap))
         self.started += 1
         heapq.heappush(group.waiting, (group.clock + size_bytes, self.started, who))
@@ -45,6 +48,19 @@ class FairLink:
             if group.waiting
         ]
         return max(self.now_s, min(ends, default=math.inf))
+
+    def remove(self, now_s: float, who: int) -> bool:
+        """Give a transfer up; whether it was open."""
+        self._advance(now_s)
+        found = False
+        for group in self.classes.values():
+            kept = [entry for entry in group.waiting if entry[2] != who]
+            if len(kept) < len(group.waiting):
+                heapq.heapify(kept)
+                group.waiting = kept
+                found = True
+        self._share()
+        return found
 
     def finish(self, now_s: float) -> list[int]:
         """Those whose transfers have ended by now, in order of their start."""

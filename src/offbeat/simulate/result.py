@@ -87,7 +87,8 @@ class Result:
 
     @property
     def seconds_per_update(self) -> float:
-        return self.seconds / self.updates
+        """Not a number where there was no update."""
+        return self.seconds / self.updates if self.updates else math.nan
 
     @property
     def minibatches_per_s(self) -> float:
@@ -118,7 +119,7 @@ class Result:
             "learners": self.learners,
             "updates": self.updates,
             "seconds": self.seconds,
-            "seconds_per_update": self.seconds_per_update,
+            "seconds_per_update": self.seconds_per_update if self.updates else None,
             "minibatches_per_s": self.minibatches_per_s,
             "staleness_mean": self.staleness_mean,
             "staleness_std": self.staleness_std,

@@ -32,7 +32,7 @@ from offbeat.policies import (
 )
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.compute import failure_times
-from offbeat.simulate.engine import ARRIVE, ASK, CANCEL, END, FAIL, FINISH, LINK, REJOIN, STOPPED, WEIGHTS
+from offbeat.simulate.engine import ARRIVE, ASK, CANCEL, END, FAIL, FINISH, LINK, REJOIN, RESUME, STOPPED, WEIGHTS
 from offbeat.simulate.links import FairLink
 from offbeat.simulate.result import Result, Tally
 from offbeat.trace import Span
@@ -56,6 +56,10 @@ def run(
     if updates < 1:
         raise RequestError(f"simulate 1 update or more; got {updates}")
     simulation = _Simulation(strategy, cluster, updates, keep_spans, write)
+    if simulation.policy.needs_drift:
+        raise RequestError(
+            f"'{strategy}': a rate by drift needs weights, and a simulation has none; leave the rate out"
+        )
     if until_s < math.inf:
         heapq.heappush(simulation.heap, (until_s, END, 0, 0))
     simulation.go()
@@ -96,11 +100,18 @@ class _Simulation:
         self.oldest = [0] * count  # version of the oldest work that it has not pushed yet
         self.unpushed_s = [0.0] * count  # and its seconds
         self.done = [0] * count  # minibatches, for pushing and fetching every so many
-        # Gradients on their way or held: ticket -> (learner, version, seconds of compute, minibatches).
+        # Gradients: (learner, version, seconds of compute, minibatches). On their way under a number of the learner's,
+        # at the server under a ticket, given as they arrive.
+        self.flying: dict[int, tuple[int, int, float, int]] = {}
         self.gradients: dict[int, tuple[int, int, float, int]] = {}
+        self.sent = 0
         self.ticket = 0
         self.letters: dict[int, tuple[int, int, int]] = {}  # number -> (learner, its life, a version)
         self.letter = 0
+        self.weights_for = [-1] * count  # the latest letter with weights
+        self.pushing = [-1] * count  # the number of its gradient that is on its way
+        self.queued = [-1] * count  # and that of the one that waits for it
+        self.fetching = [False] * count
         wires = cluster.wires
         self.latency_s = 0.0 if wires is None else wires.latency_s
         self.size_bytes = 0 if wires is None else wires.size_bytes
@@ -112,6 +123,8 @@ class _Simulation:
         self.tally = Tally()
         self.spans: list[Span] = []
         self.events = 0
+        # So many entries of the heap without an update mean that there will be none.
+        self.patience = 200_000 + 1_000 * count * self.rule.push_every + 20 * (getattr(self.policy, "k", None) or 0)
         self.handlers: dict[int, Callable[[int, int], int]] = {
             FAIL: self._fail,
             STOPPED: self._stopped,
@@ -123,6 +136,7 @@ class _Simulation:
             CANCEL: self._cancel_arrives,
             LINK: self._link,
             END: self._end,
+            RESUME: self._resumed,
         }
 
     # --- the loop ------------------------------------------------------------------------------------------------
@@ -133,11 +147,16 @@ class _Simulation:
         plain = self.rule.push_every == 1 and not self.free and self.cluster.failures is None
         if plain and self.instant and not self.keep_spans:
             self._go_quickly()
+        taken, version = 0, 0
         while self.policy.version < self.updates:
             if not self.heap:
                 raise self._stands_still()
             self.now, kind, learner, number = heapq.heappop(self.heap)
             self.events += self.handlers[kind](learner, number)
+            taken = 0 if self.policy.version > version else taken + 1
+            version = self.policy.version
+            if taken > self.patience:
+                raise self._stands_still()
 
     def _go_quickly(self) -> None:
         """The loop of `go` with all that can happen written out, for large simulations; a test compares the two.
@@ -219,7 +238,10 @@ class _Simulation:
 
     def _stands_still(self) -> RequestError:
         at = f"at update {self.policy.version} of {self.updates}"
-        return RequestError(f"the run stands still {at}: everybody waits, and nobody computes")
+        return RequestError(
+            f"the run stands still {at}, {self.now:.4g} s: no update in the last {self.patience} events, or nothing "
+            "left to happen; are learners up long enough to finish, and links fast enough?"
+        )
 
     def _finish(self, learner: int, number: int) -> int:
         """A minibatch is computed."""
@@ -229,39 +251,55 @@ class _Simulation:
         self.done[learner] += 1
         pushes = self.done[learner] % self.rule.push_every == 0
         if pushes:
-            self.ticket += 1
+            self.sent += 1
             spent, self.unpushed_s[learner] = self.unpushed_s[learner], 0.0
-            self.gradients[self.ticket] = (learner, self.oldest[learner], spent, self.rule.push_every)
+            self.flying[self.sent] = (learner, self.oldest[learner], spent, self.rule.push_every)
             self.doing[learner] = "send"
-            self._transmit(learner, self.ticket)
-        if self.free and self.done[learner] % self.rule.fetch_every == 0:
-            self._post(ASK, learner, 0)
-        if self.free or not pushes:
-            self._begin(learner)
+            if self.pushing[learner] in self.flying:
+                self.queued[learner] = self.sent
+                return 1  # one at a time: it waits until the one before is there, and `_arrive` goes on
+            self._transmit(learner, self.sent)
+        self._go_on(learner, computes=self.free or not pushes)
         return 1
 
-    def _transmit(self, learner: int, ticket: int) -> None:
+    def _go_on(self, learner: int, *, computes: bool) -> None:
+        """After a minibatch and perhaps the start of a push: fetch if it is time, and begin the next minibatch."""
+        if self.free and self.done[learner] % self.rule.fetch_every == 0 and not self.fetching[learner]:
+            self.fetching[learner] = not self.instant
+            self._post(ASK, learner, 0)
+        if computes:
+            self._begin(learner)
+
+    def _transmit(self, learner: int, number: int) -> None:
         """A gradient sets out."""
+        self.pushing[learner] = number
         if self.instant:
-            self._arrive(learner, ticket)
+            self._arrive(learner, number)
         elif self.size_bytes:
             assert self.cluster.wires is not None
-            self.links[0].start(self.now, ticket, self.size_bytes, self.cluster.wires.cap(learner))
+            self.links[0].start(self.now, number, self.size_bytes, self.cluster.wires.cap(learner))
             self._watch(0)
         else:
-            self._plan(self.now + self.latency_s, ARRIVE, learner, ticket)
+            self._plan(self.now + self.latency_s, ARRIVE, learner, number)
 
-    def _arrive(self, learner: int, ticket: int) -> int:
+    def _arrive(self, learner: int, number: int) -> int:
         """A gradient is at the server."""
-        if ticket not in self.gradients:
+        gradient = self.flying.pop(number, None)
+        if gradient is None:
             return 0  # its learner failed, and it was lost on the way
+        self.ticket += 1
+        self.gradients[self.ticket] = gradient
         if not self.free:
             self._close(learner)
             self.doing[learner] = "wait"
-        _, version, _, minibatches = self.gradients[ticket]
-        self._tell(Pushed(learner, ticket, version, self.samples[learner] * minibatches, None, None, self.now))
+        _, version, _, minibatches = gradient
+        self._tell(Pushed(learner, self.ticket, version, self.samples[learner] * minibatches, None, None, self.now))
         if self.doing[learner] == "wait" and self.next_version[learner] is not None:
             self._begin(learner)  # weights had come while it was still sending
+        elif self.queued[learner] in self.flying:
+            waiting, self.queued[learner] = self.queued[learner], -1
+            self._transmit(learner, waiting)
+            self._go_on(learner, computes=True)
         return 1
 
     def _link(self, which: int, number: int) -> int:
@@ -269,8 +307,8 @@ class _Simulation:
         if number != self.link_turn[which]:
             return 0  # something else began since, and moved the end
         for one in self.links[which].finish(self.now):
-            if which == 0 and one in self.gradients:
-                self._plan(self.now + self.latency_s, ARRIVE, self.gradients[one][0], one)
+            if which == 0 and one in self.flying:
+                self._plan(self.now + self.latency_s, ARRIVE, self.flying[one][0], one)
             elif which == 1:
                 self._plan(self.now + self.latency_s, WEIGHTS, self.letters[one][0], one)
         self._watch(which)
@@ -294,7 +332,7 @@ class _Simulation:
                 self._send(command.learner)
             case Resume():
                 if not self.free:  # else it goes on anyway
-                    self._begin(command.learner)
+                    self._post(RESUME, command.learner, self.policy.version)
             case Cancel():
                 self._post(CANCEL, command.learner, self.policy.version)
             case Apply():
@@ -320,8 +358,17 @@ class _Simulation:
             return
         assert self.cluster.wires is not None
         letter = self._letter(learner, self.policy.version)
+        if self.links[1].remove(self.now, self.weights_for[learner]):  # newer weights replace those on their way
+            del self.letters[self.weights_for[learner]]
+        self.weights_for[learner] = letter
         self.links[1].start(self.now, letter, self.size_bytes, self.cluster.wires.cap(learner))
         self._watch(1)
+
+    def _resumed(self, learner: int, letter: int) -> int:
+        version = self._open(letter)
+        if version is not None and version >= self.void_below[learner] and self.doing[learner] == "wait":
+            self._begin(learner)
+        return 1
 
     def _weights_arrive(self, learner: int, letter: int) -> int:
         version = self._open(letter)
@@ -330,6 +377,7 @@ class _Simulation:
         if version < self.void_below[learner]:
             return 0  # cancelled before it could begin
         self.next_version[learner] = version
+        self.fetching[learner] = False
         if self.doing[learner] == "wait":
             self._begin(learner)
         return 1
@@ -388,8 +436,15 @@ class _Simulation:
         self._close(learner, cancelled=True)
         self.tally.waste_s += self.unpushed_s[learner]
         self.unpushed_s[learner] = 0.0
-        for ticket in [t for t, g in self.gradients.items() if g[0] == learner and t not in self.policy.held]:
-            self.tally.waste_s += self.gradients.pop(ticket)[2]  # lost on the way
+        for number_sent in [sent for sent, gradient in self.flying.items() if gradient[0] == learner]:
+            self.tally.waste_s += self.flying.pop(number_sent)[2]  # lost on the way
+            self.links[0].remove(self.now, number_sent)
+        if self.links[1].remove(self.now, self.weights_for[learner]):
+            del self.letters[self.weights_for[learner]]
+        if self.size_bytes:
+            self._watch(0)
+            self._watch(1)
+        self.fetching[learner] = False
         self.tally.failed += 1
         self.doing[learner] = "away"
         self.next_version[learner] = None
@@ -449,9 +504,12 @@ class _Simulation:
         if what == "compute":
             self.unpushed_s[learner] += took
         if self.version[learner] < self.keep_spans and took > 0:
-            self.spans.append(Span(learner, what, start, self.now, self.version[learner], cancelled))
+            self.spans.append(
+                Span(learner, what, start, self.now, self.version[learner], cancelled and what == "compute")
+            )
 
     def result(self, strategy: str) -> Result:
+        self.keep_spans = 0  # what is not finished is counted, but is no span
         for learner in range(self.cluster.learners):
             self._close(learner)
         return Result.of(
