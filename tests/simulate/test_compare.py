@@ -10,7 +10,7 @@ import pytest
 from offbeat.cli import main
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.compare import advise, describe, look_at, what_if
-from offbeat.simulate.compute import parse_law
+from offbeat.simulate.compute import SlowPeriods, parse_law
 
 HEAVY = Cluster(learners=8, law=parse_law("pareto:2,1"), seed=1)
 STRAGGLER = Cluster(learners=8, law=parse_law("gamma:1,0.1"), seed=1, speeds=(1, 1, 1, 1 / 3))
@@ -27,6 +27,13 @@ def test_three_clusters_are_told_apart() -> None:
 def test_a_heavy_tail_is_not_taken_for_a_slow_learner(seed: int) -> None:
     for law in ("pareto:2,1", "lognormal:1,2", "exp:1"):
         assert look_at(Cluster(learners=20, law=parse_law(law), seed=seed)).slow == ()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_period_that_passes_is_not_taken_for_a_slow_learner(seed: int) -> None:
+    periods = SlowPeriods(factor=5, enter=0.002, leave=0.004)
+    cluster = Cluster(learners=8, law=parse_law("gamma:1,0.1"), seed=seed, slow=periods)
+    assert look_at(cluster).slow == ()
 
 
 def test_what_the_straggler_costs_is_what_the_arithmetic_says() -> None:

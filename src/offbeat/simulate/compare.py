@@ -16,7 +16,8 @@ from offbeat.simulate import server
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.result import Result
 
-_SAMPLES = 400  # draws of each learner that are looked at
+_MOST_SAMPLES, _ALL_SAMPLES = 2000, 400_000  # draws of each learner that are looked at, and of all together
+_WINDOWS = 8  # in each of which a persistently slow learner is slow
 _SLOWER = 1.3  # than the median, in the mean, to be called persistently slow
 
 
@@ -33,16 +34,19 @@ class Machines:
 def look_at(cluster: Cluster) -> Machines:
     """Draw from every learner, and tell persistent slowness from chance."""
     draws = cluster.draws()
-    drawn = [[draws.take(learner) for _ in range(_SAMPLES)] for learner in range(cluster.learners)]
+    samples = max(200, min(_MOST_SAMPLES, _ALL_SAMPLES // cluster.learners))
+    drawn = [[draws.take(learner) for _ in range(samples)] for learner in range(cluster.learners)]
     means = [statistics.fmean(times) for times in drawn]
     middle = statistics.median_low(statistics.median(times) for times in drawn)
     typical = _typical_s(means)
-    slow = [
-        learner
-        for learner in range(cluster.learners)
-        # In the mean and in the median: a heavy tail moves the mean of a learner that is not slow.
-        if means[learner] > _SLOWER * typical and statistics.median(drawn[learner]) > _SLOWER * middle
-    ]
+    part = samples // _WINDOWS
+
+    def always_slow(times: list[float]) -> bool:
+        """By medians, since a heavy tail moves a mean, and in every part of the time, since periods pass."""
+        parts = (times[first : first + part] for first in range(0, part * _WINDOWS, part))
+        return all(statistics.median(some) > _SLOWER * middle for some in parts)
+
+    slow = [one for one, times in enumerate(drawn) if means[one] > _SLOWER * typical and always_slow(times)]
     evened = [[time / mean for time in times] for times, mean in zip(drawn, means, strict=True)]
     return Machines(
         mean_s=tuple(means),
