@@ -138,6 +138,13 @@ class Policy:
         return (answer,)
 
     def _membership(self, event: Event) -> tuple[Command, ...]:
+        """All events but a push, the most frequent first."""
+        if isinstance(event, Stopped):
+            stopped = self.seats.get(event.learner)
+            if stopped is None or not self.cancels or not stopped.floor <= event.version < stopped.version:
+                raise self._illegal(event, stopped)
+            stopped.floor = event.version + 1
+            return ()
         if isinstance(event, Tick):
             due = self.start_by_s is not None and event.at_s >= self.start_by_s
             return self._start("the deadline has passed") if due and self.seats and not self.started else ()
@@ -157,9 +164,6 @@ class Policy:
                 self.lost += 1
             del self.seats[event.learner]
             return self.on_leave(event.learner) if self.started else ()
-        if isinstance(event, Stopped) and self.cancels and seat.floor <= event.version < seat.version:
-            seat.floor = event.version + 1
-            return ()
         if isinstance(event, Asked) and seat.computing:
             return self.on_ask(event.learner)
         raise self._illegal(event, seat)
