@@ -26,8 +26,8 @@ demo: setup
 	@$(BIN)/offbeat compare --learners 8 --compute gamma:1,0.1 --speeds 1,1,1,0.3333
 
 test: setup
-	@$(BIN)/ruff check .
-	@$(BIN)/ruff format --check -q .
+	@$(BIN)/ruff check --no-cache .
+	@$(BIN)/ruff format --no-cache --check -q .
 	@$(BIN)/mypy
 	@$(BIN)/pytest
 

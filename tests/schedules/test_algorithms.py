@@ -5,12 +5,12 @@ from __future__ import annotations
 from math import ceil, log2, prod
 
 import pytest
-from schedules.oracle import all_reduce, bytes_sent, is_correct
 
 from offbeat.errors import RequestError
 from offbeat.schedules import ALGORITHMS, algorithms, build, verify
 from offbeat.schedules.phases import in_order_tree
 from offbeat.spec import parse, parse_shape
+from schedules.oracle import all_reduce, bytes_sent, is_correct
 
 COUNTS = [*range(1, 18), 32, 64]
 EVERY_ROW = pytest.mark.parametrize(("collective", "name"), list(ALGORITHMS))

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedules.oracle import is_correct
 
 from offbeat.errors import RequestError, ScheduleError
 from offbeat.schedules import ALGORITHMS, Schedule, Transfer, algorithms, build, verify
+from schedules.oracle import is_correct
 
 Steps = list[list[Transfer]]
 
