@@ -238,6 +238,19 @@ def test_the_quick_loop_does_what_the_usual_way_does(strategy: str) -> None:
         assert usual[key] == close, key
 
 
+@pytest.mark.parametrize(
+    "law", ["constant:1", "bimodal:0.001,100,0.6", "gamma:1,10", "pareto:0.2,1", "uniform:1,1.001"]
+)
+def test_the_calendar_of_the_quick_loop_keeps_the_order_of_the_heap(law: str) -> None:
+    """Ties, long days, empty days, entries that end today."""
+    cluster = Cluster(learners=9, law=parse_law(law), seed=3)
+    for strategy in ("k-batch-async:4", "k-sync:5", "stale-drop:3"):
+        logs: list[list[dict[str, object]]] = [[], []]
+        for keep, log in zip((0, 1), logs, strict=True):
+            server.run(strategy, cluster, updates=3000, keep_spans=keep, write=log.append)
+        assert logs[0] == logs[1]
+
+
 def test_a_ninth_learner_does_not_change_when_the_first_eight_finish() -> None:
     spans = []
     for learners in (8, 9):

@@ -71,6 +71,7 @@ class Policy:
 
     rule = LearnerRule()
     cancels = False  # whether it ever cancels, so that late pushes of old versions are to be expected
+    waits = True  # whether a learner that has pushed may have to wait; if not, `on_push` says `send_again` at once
 
     def __init__(self, *, expect: int, rate: Rate = CONSTANT, start_by_s: float | None = None) -> None:
         self.expect = expect
@@ -101,13 +102,14 @@ class Policy:
         self.last_ticket = ticket
         if version < seat.version and self.cancels:
             return (self._late(seat, event),)
-        seat.computing = False
-        self.open -= 1
+        if self.waits:
+            seat.computing = False
+            self.open -= 1
         self.held[ticket] = event
         return self.on_push(event)
 
     def on_push(self, event: Pushed) -> tuple[Command, ...]:
-        """The gradient is in `held` and its learner has stopped computing; say what happens now."""
+        """The gradient is in `held` and its learner has stopped computing (if it may wait); say what happens now."""
         raise NotImplementedError
 
     def _late(self, seat: Seat, event: Pushed) -> Drop:
@@ -204,6 +206,13 @@ class Policy:
             seat.floor = self.version
             self.open += 1
         seat.version = self.version
+        self.issued += 1
+        return _new(Send, (learner, why))
+
+    def send_again(self, learner: int, why: str) -> Send:
+        """`send` to one who has just pushed, where nobody ever waits: its seat was never given up."""
+        seat = self.seats[learner]
+        seat.floor = seat.version = self.version
         self.issued += 1
         return _new(Send, (learner, why))
 

@@ -51,15 +51,17 @@ class KAsync(Policy):
 class KBatchAsync(Policy):
     """Hold; the K-th gradient makes the update; whoever pushed gets the current weights at once. Nobody waits."""
 
+    waits = False
+
     def __init__(self, *, k: int, **common: Any) -> None:
         super().__init__(**common)
         self.k = k
 
     def on_push(self, event: Pushed) -> tuple[Command, ...]:
         if len(self.held) < self.k:
-            return (self.send(event.learner, "it has pushed; nobody waits"),)
+            return (self.send_again(event.learner, "it has pushed; nobody waits"),)
         update = self.apply(tuple(self.held), f"{self.k} are in")
-        return update, self.send(event.learner, "it has pushed; nobody waits")
+        return update, self.send_again(event.learner, "it has pushed; nobody waits")
 
     def most_held(self) -> int:
         return self.k - 1
@@ -71,6 +73,8 @@ class KBatchAsync(Policy):
 class StaleDrop(Policy):
     """async, but a gradient that is more than `limit` versions old is dropped."""
 
+    waits = False
+
     def __init__(self, *, limit: int, **common: Any) -> None:
         super().__init__(**common)
         self.limit = limit
@@ -81,7 +85,7 @@ class StaleDrop(Policy):
             fate: Command = self.drop(event.ticket, f"{age} versions old, more than {self.limit}")
         else:
             fate = self.apply((event.ticket,), f"{age} versions old")
-        return fate, self.send(event.learner, "it has pushed")
+        return fate, self.send_again(event.learner, "it has pushed")
 
     def most_held(self) -> int:
         return 0
