@@ -65,7 +65,6 @@ class World:
         self.version = 0
         self.ticket = 0
         self.held: dict[int, int] = {}  # ticket -> version
-        self.settled: set[int] = set()
         self.log: list[tuple[Event, tuple[Command, ...]]] = []
 
     def choices(self) -> list[Event]:
@@ -120,11 +119,13 @@ class World:
             case Apply(tickets, scales, _):
                 assert len(tickets) == len(scales) == len(set(tickets)) >= 1
                 for ticket in tickets:
-                    version = self.held.pop(ticket)  # fails for one that is not there: applied twice, or never pushed
+                    assert ticket in self.held, "a gradient is applied once, and only after it was pushed"
+                    version = self.held.pop(ticket)
                     assert version == self.version or not self.barrier
                     assert version <= self.version
                 self.version += 1
             case Drop(ticket, _):
+                assert ticket in self.held, "only what is held can be dropped"
                 del self.held[ticket]
             case Cancel(learner, _):
                 assert self.owed[learner], "only work that is open can be cancelled"

@@ -295,14 +295,15 @@ def break_policy(policy: Policy, how: str) -> None:
 
     policy.handle = handle  # type: ignore[method-assign]  # on purpose
     if how == "apply-late":
-        policy.k += 1  # type: ignore[attr-defined]
-        policy.most_held = lambda: 2  # type: ignore[method-assign]
+        policy.k += 1  # type: ignore[attr-defined]  # on purpose; the cap below is that of the right K
+        policy.most_held = lambda: 2  # type: ignore[method-assign]  # on purpose
     if how == "no-leave":
-        policy.on_leave = lambda learner: ()  # type: ignore[method-assign]
+        policy.on_leave = lambda learner: ()  # type: ignore[method-assign]  # on purpose
     if how == "resume-last":
-        policy.cut = lambda why: (policy.apply(tuple(policy.held), why), policy.resume(0, why))  # type: ignore[attr-defined]
+        cut = policy.cut  # type: ignore[attr-defined]  # on purpose
+        policy.cut = lambda why: (*cut(why), policy.resume(next(iter(policy.seats)), why))  # type: ignore[attr-defined]
     if how == "send-early":
-        policy.on_push = lambda event: (policy.send(event.learner, "early"),)  # type: ignore[method-assign]
+        policy.on_push = lambda event: (policy.send(event.learner, "early"),)  # type: ignore[method-assign]  # on purpose
 
 
 @pytest.mark.parametrize("bug", planted_bugs())
@@ -310,13 +311,15 @@ def test_a_planted_bug_is_found(bug: str) -> None:
     strategy, how = planted_bugs()[bug]
 
     @given(st.data())
-    @settings(max_examples=300)
+    @settings(max_examples=300, report_multiple_bugs=False)  # one bug may break several laws: the first will do
     def hunt(data: st.DataObject) -> None:
         policy = create(strategy, expect=4)
         break_policy(policy, how)
         World(strategy, 4, policy).run(data.draw, 60)
 
-    with pytest.raises((AssertionError, KeyError, EventError, ExceptionGroup)):
+    with pytest.raises(
+        (AssertionError, EventError)
+    ):  # a law broken, or an event that cannot be: not a crash of the bug
         hunt()
 
 

@@ -369,7 +369,7 @@ class _Simulation:
             case Apply():
                 self._count_update()
                 for ticket in command.tickets:
-                    self.gradients.pop(ticket, None)  # the quick loop does not keep them
+                    del self.gradients[ticket]
             case Drop():
                 _, _, spent, minibatches = self.gradients.pop(command.ticket)
                 self.tally.dropped += minibatches
