@@ -48,6 +48,14 @@ class ReplayError(OffbeatError):
     """A log, replayed through its policy, gave other commands than those it holds."""
 
 
+class PeerError(OffbeatError, RuntimeError):
+    """A rank of a group is gone, did not come in time, or called something else; `ranks` are those at fault."""
+
+    def __init__(self, message: str, *, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """The known word that `word` was probably meant to be, as the end of a sentence; or nothing."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)

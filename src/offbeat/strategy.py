@@ -16,6 +16,8 @@ from offbeat.spec import Param
 
 ALL_REDUCE = "all-reduce"
 SERVER = "parameter server"
+AUTO = "auto"
+NATIVE = "native"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +44,10 @@ def strategies() -> dict[str, Strategy]:
     reduces = [
         Strategy(name=row.name, family=ALL_REDUCE, summary=row.summary, params=row.params)
         for row in algorithms(ALL_REDUCE).values()
+    ]
+    reduces += [
+        Strategy(name=AUTO, family=ALL_REDUCE, summary="the cheapest of these by size, as measured here", params=()),
+        Strategy(name=NATIVE, family=ALL_REDUCE, summary="torch's own backend: Gloo, NCCL on GPUs", params=()),
     ]
     policies = [
         Strategy(name=row.name, family=SERVER, summary=row.summary, params=params_of(row.name))

@@ -1,0 +1,1 @@
+"""Schedules run for real: the torch.distributed backend `offbeat`."""

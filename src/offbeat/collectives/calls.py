@@ -1,0 +1,163 @@
+"""What can be called: kinds of collectives, reductions, and one call with its tensors."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from offbeat.errors import RequestError
+from offbeat.schedules import Schedule, Transfer, build, verify
+from offbeat.schedules.projection import Program, project
+
+Into = Callable[[Tensor, Tensor], object]  # (mine, theirs): theirs goes into mine
+
+KINDS = (
+    "all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter", "barrier",
+)  # fmt: skip
+DTYPES = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int16, torch.int32,
+    torch.int64, torch.bool, torch.complex64, torch.complex128, torch.uint16, torch.uint32, torch.uint64,
+    torch.float8_e4m3fn, torch.float8_e5m2,
+)  # fmt: skip
+_DTYPE_NUMBER = {dtype: number for number, dtype in enumerate(DTYPES)}
+
+
+def copy(mine: Tensor, theirs: Tensor) -> None:
+    mine.copy_(theirs)
+
+
+def _minimum(mine: Tensor, theirs: Tensor) -> None:
+    torch.minimum(mine, theirs, out=mine)
+
+
+def _maximum(mine: Tensor, theirs: Tensor) -> None:
+    torch.maximum(mine, theirs, out=mine)
+
+
+REDUCTIONS: dict[str, Into] = {
+    "sum": Tensor.add_,
+    "mean": Tensor.add_,  # and a division at the end
+    "product": Tensor.mul_,
+    "min": _minimum,
+    "max": _maximum,
+    "and": Tensor.bitwise_and_,
+    "or": Tensor.bitwise_or_,
+    "xor": Tensor.bitwise_xor_,
+}
+_REDUCTION_NUMBER = {name: number for number, name in enumerate(("", *REDUCTIONS))}
+
+
+@cache
+def check_reduction(name: str, dtype: torch.dtype) -> Into:
+    """The operation, shown to work on items of this type before anybody is kept waiting for it."""
+    if dtype not in _DTYPE_NUMBER:
+        raise RequestError(f"tensors of {dtype} cannot be reduced here")
+    try:
+        REDUCTIONS[name](torch.ones(1, dtype=dtype), torch.ones(1, dtype=dtype))
+    except (RuntimeError, NotImplementedError) as error:
+        raise RequestError(f"{name} is not there for {dtype}: {str(error).splitlines()[0]}") from None
+    return REDUCTIONS[name]
+
+
+def mean_of(total: Tensor, ranks: int) -> None:
+    """What is left of a mean when the sum is there."""
+    if total.is_floating_point() or total.is_complex():
+        total.div_(ranks)
+    else:
+        total.div_(ranks, rounding_mode="trunc")
+
+
+@dataclass(slots=True, kw_only=True)
+class Call:
+    """One call of a collective on one rank.
+
+    Chunk c has `sizes[c]` items. What this rank starts with in chunk c is `give[c]`, what it ends with goes to
+    `take[c]`, which a reduction starts from; both flat. Where one flat tensor is both, cut as the schedule cuts, it is
+    `whole`, and `place` says where it is in shared memory (buffer, bytes), if it is.
+    """
+
+    kind: str
+    plan: Plan
+    dtype: torch.dtype
+    what: int
+    items: int
+    sizes: tuple[int, ...]
+    reduction: str = ""
+    into: Into = copy
+    detail: int = 0
+    whole: Tensor | None = None
+    place: tuple[int, int] | None = None
+    give: Mapping[int, Tensor] = field(default_factory=dict)
+    take: Mapping[int, Tensor] = field(default_factory=dict)
+    since_ns: int = 0
+    iteration: int = -1
+
+    def __str__(self) -> str:
+        return describe(self.what, self.items)
+
+
+@cache
+def number_of(kind: str, reduction: str, dtype: torch.dtype) -> int:
+    """Kind, reduction and type in one number, for notes."""
+    return KINDS.index(kind) << 16 | _REDUCTION_NUMBER[reduction] << 8 | _DTYPE_NUMBER[dtype]
+
+
+def describe(what: int, items: int) -> str:
+    """The number in words: `all_reduce(sum) of 12 float32`."""
+    try:
+        kind, reduction, dtype = KINDS[what >> 16], ("", *REDUCTIONS)[what >> 8 & 255], DTYPES[what & 255]
+    except IndexError:
+        return "something unknown"
+    if kind == "barrier":
+        return "barrier"
+    return f"{kind}{f'({reduction})' if reduction else ''} of {items} {str(dtype).removeprefix('torch.')}"
+
+
+class Plan:
+    """A schedule that was proved, and what its ranks do of it. Plans are compared by identity."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.name = f"{schedule.name} {schedule.collective} {schedule.ranks} {schedule.root}"
+        self.way = zlib.crc32(self.name.encode())  # two ranks that go different ways notice
+        self._programs: dict[int, Program] = {}
+        self._exposed: dict[int, tuple[int, ...]] = {}
+
+    def program(self, rank: int) -> Program:
+        if rank not in self._programs:
+            self._programs[rank] = project(self.schedule, rank)
+        return self._programs[rank]
+
+    def exposed(self, rank: int) -> tuple[int, ...]:
+        """The chunks that others read from a rank."""
+        if rank not in self._exposed:
+            table = self.schedule.steps.table
+            self._exposed[rank] = tuple(sorted(set(table[table[:, 0] == rank, 2].tolist())))
+        return self._exposed[rank]
+
+
+@cache
+def plan(line: str, collective: str, ranks: int, root: int = 0) -> Plan:
+    """The plan of a line. What the table of algorithms does not have is one step: everybody to the root, or back."""
+    steps: list[list[Transfer]]
+    if collective in ("gather", "scatter"):
+        others = [rank for rank in range(ranks) if rank != root]
+        gather = collective == "gather"
+        steps = [[Transfer(r, root, r, False) if gather else Transfer(root, r, r, False) for r in others]]
+        return Plan(Schedule("direct", collective, ranks, ranks, steps, root))
+    if collective == "barrier":
+        return Plan(Schedule("direct", "barrier", ranks, 1, []))
+    schedule = build(line, ranks=ranks, collective=collective, root=root)
+    verify(schedule)
+    return Plan(schedule)
+
+
+@cache
+def cut(items: int, chunks: int) -> tuple[int, ...]:
+    """The sizes of the chunks of a vector, as every schedule cuts it."""
+    return tuple((c + 1) * items // chunks - c * items // chunks for c in range(chunks))

@@ -1,0 +1,92 @@
+"""Which schedule an all-reduce takes: the one that was named, or, with `auto`, the cheapest for its size.
+
+`auto` prices every all-reduce on this host as it was measured when the first call came: what it takes until all ranks
+have seen that all are there, and how fast each reads from another while all do. The figures are agreed on by all ranks, so
+that all choose alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from offbeat import spec as grammar
+from offbeat import topology
+from offbeat.collectives.calls import Plan, plan
+from offbeat.errors import RequestError
+from offbeat.schedules import build, price
+from offbeat.spec import format_rate, format_seconds, format_size
+from offbeat.strategy import ALL_REDUCE, AUTO, NATIVE, family_of
+
+# What needs no shape. On a host where everybody reaches everybody alike, shapes only add steps.
+_CANDIDATES = ("direct", "halving-doubling", "ring", "tree", "double-tree", "central")
+_MOST_PRICED = 64  # ranks; more would take seconds, and one host has fewer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """One host, as measured by its ranks."""
+
+    latency_s: float
+    bytes_per_s: float
+
+    def __str__(self) -> str:
+        return f"{format_seconds(self.latency_s)} a step, {format_rate(self.bytes_per_s)} a rank while all read"
+
+
+def check(line: str, ranks: int) -> str:
+    """A strategy that a process group can run, as it is written; `RequestError` otherwise, in one line."""
+    family = family_of(line)
+    if family != ALL_REDUCE and line not in (AUTO, NATIVE):
+        raise RequestError(f"'{line}' is a strategy of the {family}; a process group takes all-reduce strategies")
+    if line not in (AUTO, NATIVE):
+        plan(line, "all-reduce", ranks)
+    return str(grammar.parse(line))
+
+
+class Choice:
+    """The way of each all-reduce of a group."""
+
+    def __init__(self, line: str, ranks: int) -> None:
+        self.line = check(line, ranks)
+        self.figures: Figures | None = None
+        self._ranks = ranks
+        self._by_size: dict[int, list[tuple[float, str]]] = {}
+        self._plans: dict[int, Plan] = {}
+
+    def needs_figures(self) -> bool:
+        return self.line == AUTO and self.figures is None and 1 < self._ranks <= _MOST_PRICED
+
+    def of(self, size_bytes: int) -> Plan:
+        """The plan for a vector of so many bytes."""
+        if self.line != AUTO:
+            return plan(self.line, "all-reduce", self._ranks)
+        size = size_bytes.bit_length()
+        if size not in self._plans:
+            ranked = self._ranked(size_bytes)
+            self._plans[size] = plan(ranked[0][1] if ranked else "direct", "all-reduce", self._ranks)
+        return self._plans[size]
+
+    def why(self, size_bytes: int) -> str:
+        """In words: what was chosen for this size, and what the others would have cost."""
+        if self.line != AUTO:
+            return f"{self.line}: named by the user"
+        ranked = self._ranked(size_bytes)
+        if not ranked or self.figures is None:
+            return "direct: nothing was measured"
+        costs = ", ".join(f"{line} {format_seconds(seconds)}" for seconds, line in ranked[:4])
+        return f"{ranked[0][1]} for {format_size(size_bytes)}: {costs}; measured {self.figures}"
+
+    def _ranked(self, size_bytes: int) -> list[tuple[float, str]]:
+        if self.figures is None or self._ranks == 1:
+            return []
+        size = size_bytes.bit_length()
+        if size not in self._by_size:
+            host = topology.build(
+                f"uniform:bandwidth={self.figures.bytes_per_s:.0f}B/s,latency={self.figures.latency_s * 1e9:.0f}ns",
+                ranks=self._ranks,
+            )
+            typical = max(1, 3 << size >> 2)  # the middle between two powers of two, so that all of them choose alike
+            prices = [price(build(line, ranks=self._ranks), host, typical).seconds for line in _CANDIDATES]
+            order = sorted(range(len(_CANDIDATES)), key=lambda i: prices[i])  # of equal ones the first
+            self._by_size[size] = [(prices[i], _CANDIDATES[i]) for i in order]
+        return self._by_size[size]

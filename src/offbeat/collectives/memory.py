@@ -1,0 +1,105 @@
+"""Anonymous memory that processes share: made here, mapped there, gone with the last of them.
+
+A segment is a memfd: it has no name in any directory, so nothing can be left behind. Its pages are taken when it
+is made, so that a lack of memory is an error then and not a crash later, and its size is sealed, so that nobody can
+take pages away from under the others.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+from pathlib import Path
+
+import torch
+
+from offbeat.errors import OffbeatError
+from offbeat.spec import format_size
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+
+class Segment:
+    """A mapped piece of shared memory. It lives as long as anything made from it."""
+
+    __slots__ = ("address", "map", "size_bytes", "words")
+
+    def __init__(self, descriptor: int, size_bytes: int) -> None:
+        self.map = mmap.mmap(descriptor, size_bytes)
+        self.size_bytes = size_bytes
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
+        self.words = memoryview(self.map)[: size_bytes // 8 * 8].cast("Q")
+
+    def tensor(self, dtype: torch.dtype, items: int, offset_bytes: int) -> torch.Tensor:
+        """A flat view of so many items at a place."""
+        if items == 0:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self.map, dtype=dtype, count=items, offset=offset_bytes)
+
+
+def create(size_bytes: int, what: str) -> tuple[Segment, int]:
+    """A new segment and its descriptor, which the caller closes. `OffbeatError` where the memory is not to be had."""
+    free = free_bytes()
+    if free is not None and free < size_bytes:
+        raise OffbeatError(f"{what} needs {format_size(size_bytes)} of shared memory, but {format_size(free)} are free")
+    descriptor = os.memfd_create("offbeat", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, size_bytes)
+        os.posix_fallocate(descriptor, 0, size_bytes)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        return Segment(descriptor, size_bytes), descriptor
+    except OSError as error:
+        os.close(descriptor)
+        raise OffbeatError(f"{what} needs {format_size(size_bytes)} of shared memory: {error.strerror}") from None
+
+
+def close(descriptor: int) -> None:
+    """Of a segment that was created: the mapping stays."""
+    os.close(descriptor)
+
+
+def receive(descriptor: int, size_bytes: int, *, sealed: bool) -> Segment:
+    """Map what a peer sent, and close its descriptor. Refused unless it really is so large and stays so."""
+    try:
+        if os.fstat(descriptor).st_size < size_bytes:
+            raise OffbeatError("a peer sent less memory than it said")
+        if sealed and fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            raise OffbeatError("a peer sent memory that is not sealed")
+        return Segment(descriptor, size_bytes)
+    finally:
+        os.close(descriptor)
+
+
+def free_bytes() -> int | None:
+    """What this process may still take: of the machine, and of its control group. None where nobody says."""
+    limits = []
+    meminfo = _read("/proc/meminfo")
+    for line in meminfo.splitlines():
+        if line.startswith("MemAvailable:"):
+            limits.append(int(line.split()[1]) * 1024)
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        most, now = _read(limit).strip(), _read(used).strip()
+        if most.isdigit() and now.isdigit():
+            limits.append(int(most) - int(now))
+    return max(0, min(limits)) if limits else None
+
+
+def free_in_dev_shm() -> int:
+    """What torch may still take when it moves a storage into shared memory."""
+    try:
+        there = os.statvfs("/dev/shm")
+    except OSError:
+        return 0
+    return there.f_bavail * there.f_frsize
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="ascii")
+    except (OSError, UnicodeDecodeError):
+        return ""

@@ -1,0 +1,359 @@
+"""Messages between two ranks: send, receive, receive from anybody.
+
+For every rank that it has sent to, a rank owns a mailbox: a ring of bytes in its memory, which the receiver empties.
+A message is a header (tag, bytes) and its bytes, padded to 16. Messages of one rank arrive in the order in which they
+were sent; a receive takes the first one with its tag, and what is in the way of it is put aside. A send is done
+when its bytes are in the mailbox, so a large one waits until somebody receives it.
+
+Whoever posts a message moves what can be moved at once; the rest is moved by a thread that sleeps on its rank's bell.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+from collections import defaultdict, deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from offbeat.collectives import memory
+from offbeat.collectives.memory import Segment
+from offbeat.collectives.overlap import Work
+from offbeat.collectives.sync import Word, fence
+from offbeat.collectives.tensors import Flat
+from offbeat.collectives.transport import BELL, MAILBOX, PAGE, SharedMemory
+from offbeat.errors import OffbeatError, PeerError
+
+_HEAD, _TAIL = 0, 8  # words of a mailbox: bytes put in, bytes taken out
+_HEADER = struct.Struct("<qq")  # tag, bytes
+RING_BYTES = 1024 * 1024
+_YIELD_S = 0.0005
+
+
+@dataclass(slots=True)
+class _Sending:
+    header: bytes
+    payload: Tensor
+    work: Work
+    done: int = 0  # bytes, the header's included
+
+
+@dataclass(slots=True)
+class _Posted:
+    flat: Flat
+    source: int | None
+    tag: int
+    work: Work
+    since: float
+
+
+@dataclass(slots=True)
+class _Coming:
+    """A message that is being read; `posted` is None while nobody has asked for it."""
+
+    source: int
+    tag: int
+    payload: Tensor
+    posted: _Posted | None
+    done: int = 0
+
+
+class _Ring:
+    """One mailbox, seen from either side."""
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+        self.words = segment.words
+        self.bytes = segment.tensor(torch.uint8, RING_BYTES, PAGE)
+
+    def free(self) -> int:
+        return RING_BYTES - int(self.words[_HEAD] - self.words[_TAIL])
+
+    def filled(self) -> int:
+        return int(self.words[_HEAD] - self.words[_TAIL])
+
+    def at(self, word: int, wanted: int) -> tuple[int, int]:
+        """Where the next bytes are, and how many of them without a break."""
+        place = self.words[word] % RING_BYTES
+        return place, min(wanted, RING_BYTES - place)
+
+    def advance(self, word: int, count: int) -> None:
+        fence()
+        self.words[word] += count
+
+
+class Messages:
+    """All messages of one rank of one group."""
+
+    def __init__(self, transport: SharedMemory) -> None:
+        self._transport = transport
+        self._out: dict[int, _Ring] = {}
+        self._in: dict[int, _Ring] = {}
+        self._sending: dict[int, deque[_Sending]] = defaultdict(deque)
+        self._posted: list[_Posted] = []
+        self._coming: dict[int, _Coming] = {}
+        self._aside: list[_Coming] = []  # whole messages that came before they were asked for
+        self._since: dict[int, float] = {}
+        self._lock = threading.RLock()
+        self._some = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._bells = [Word(side.words, BELL, side.segment.address) for side in transport.sides]
+
+    def send(self, payload: Tensor, to: int, tag: int) -> Work:
+        """Bytes to a rank. The tensor must stay as it is until the work is done."""
+        self._transport.check()
+        work = Work(None)
+        with self._lock:
+            if to not in self._out:
+                self._open(to)
+            self._sending[to].append(_Sending(_HEADER.pack(tag, payload.numel()), payload, work))
+            self._since[to] = time.monotonic()
+            self._go_on()
+        return work
+
+    def receive(self, flat: Flat, source: int | None, tag: int) -> Work:
+        """Bytes from a rank, or from any; the work then knows whose."""
+        self._transport.check()
+        work = Work(None)
+        with self._lock:
+            posted = _Posted(flat, source, tag, work, time.monotonic())
+            for coming in self._aside:
+                if _fits(posted, coming.source, coming.tag):
+                    self._aside.remove(coming)
+                    self._take(posted, coming)
+                    break
+            else:
+                self._posted.append(posted)
+                self._go_on()
+        return work
+
+    def close(self) -> None:
+        """What is not done fails."""
+        with self._lock:
+            self._closed = True
+            self._fail_all(PeerError("this group was destroyed"))
+        self._some.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._bells[self._transport.rank].set(time.monotonic_ns())
+            self._thread.join(1.0)
+
+    # --- moving ----------------------------------------------------------------------------------------------------
+
+    def _go_on(self) -> None:
+        """Move what can be moved; leave the rest to the thread."""
+        while self._move():
+            pass
+        if self._busy():
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._loop, name="offbeat messages", daemon=True)
+                self._thread.start()
+            self._some.set()
+            self._bells[self._transport.rank].set(time.monotonic_ns())
+
+    def _busy(self) -> bool:
+        return bool(self._posted) or bool(self._coming) or any(self._sending.values())
+
+    def _loop(self) -> None:
+        bell, transport = self._bells[self._transport.rank], self._transport
+        moved_at = time.perf_counter()
+        while not self._closed:
+            seen = bell.get()
+            gone = transport.gone() if time.perf_counter() - moved_at > _YIELD_S else ()
+            with self._lock:
+                moved = self._move()
+                busy = self._busy()
+                if busy and not moved:
+                    self._look(gone)
+                if not busy:
+                    self._some.clear()
+            if moved:
+                moved_at = time.perf_counter()
+            elif not busy:
+                self._some.wait()
+            elif time.perf_counter() - moved_at > _YIELD_S:
+                bell.sleep(seen)
+            else:
+                time.sleep(0)
+
+    def _move(self) -> bool:
+        moved = False
+        try:
+            for to, queue in self._sending.items():
+                if queue and self._put(to, queue):
+                    moved = True
+                    self._since[to] = time.monotonic()
+                    self._bells[to].set(time.monotonic_ns())
+            wanted = {one.source for one in self._posted}
+            sources = self._transport.others if None in wanted else [*wanted, *self._coming]
+            for source in set(sources):
+                if source is not None and self._get(source):
+                    moved = True
+                    self._bells[source].set(time.monotonic_ns())
+        except OffbeatError as error:
+            self._fail_all(error)
+        return moved
+
+    def _put(self, to: int, queue: deque[_Sending]) -> bool:
+        ring, moved = self._out[to], False
+        while queue and (free := ring.free()):
+            one = queue[0]
+            if one.done == 0:
+                place, _ = ring.at(_HEAD, _HEADER.size)
+                ring.segment.map[PAGE + place : PAGE + place + _HEADER.size] = one.header
+                one.done = _HEADER.size
+                ring.advance(_HEAD, _HEADER.size)
+                moved = True
+                continue
+            sent, size = one.done - _HEADER.size, one.payload.numel()
+            place, count = ring.at(_HEAD, min(free, size - sent))
+            if count:
+                ring.bytes[place : place + count].copy_(one.payload[sent : sent + count])
+            one.done += count
+            padding = -(sent + count) % _HEADER.size if sent + count == size else 0
+            ring.advance(_HEAD, count + padding)
+            moved = True
+            if sent + count == size:
+                queue.popleft()
+                one.work.finish()
+        return moved
+
+    def _get(self, source: int) -> bool:
+        ring = self._inbox(source)
+        moved = False
+        while ring is not None and (filled := ring.filled()):
+            fence()
+            coming = self._coming.get(source)
+            if coming is None:
+                place, _ = ring.at(_TAIL, _HEADER.size)
+                tag, size = _HEADER.unpack(ring.segment.map[PAGE + place : PAGE + place + _HEADER.size])
+                coming = self._start(source, tag, size)
+                if coming is None:
+                    break  # nobody asks for anything from there: it stays where it is
+                self._coming[source] = coming
+                ring.advance(_TAIL, _HEADER.size)
+                moved = True
+                if size:
+                    continue
+                filled = 0
+            size = coming.payload.numel()
+            place, count = ring.at(_TAIL, min(filled, size - coming.done))
+            if count:
+                coming.payload[coming.done : coming.done + count].copy_(ring.bytes[place : place + count])
+            coming.done += count
+            padding = -size % _HEADER.size if coming.done == size else 0
+            ring.advance(_TAIL, count + padding)
+            moved = True
+            if coming.done == size:
+                del self._coming[source]
+                self._transport.count_message(source, size)
+                taker = coming.posted or self._claim(source, coming.tag)  # it may have been asked for meanwhile
+                if taker is None:
+                    self._aside.append(coming)
+                else:
+                    self._take(taker, coming)
+        return moved
+
+    def _start(self, source: int, tag: int, size: int) -> _Coming | None:
+        """Who gets the message that begins here."""
+        posted = self._claim(source, tag)
+        if posted is not None:
+            straight = posted.flat.tensor.numel() == size
+            payload = posted.flat.tensor if straight else torch.empty(size, dtype=torch.uint8)
+            return _Coming(source, tag, payload, posted)
+        if any(posted.source in (None, source) for posted in self._posted):
+            return _Coming(source, tag, torch.empty(size, dtype=torch.uint8), None)
+        return None
+
+    def _claim(self, source: int, tag: int) -> _Posted | None:
+        """The first receive that waits for such a message: it waits no longer."""
+        for posted in self._posted:
+            if _fits(posted, source, tag):
+                self._posted.remove(posted)
+                return posted
+        return None
+
+    def _take(self, posted: _Posted, coming: _Coming) -> None:
+        mine, theirs = posted.flat.tensor, coming.payload
+        if mine.numel() != theirs.numel():
+            who, me = self._transport.name(coming.source), self._transport.name(self._transport.rank)
+            posted.work.finish(PeerError(f"{who} sent {theirs.numel()} bytes, but {me} expects {mine.numel()}"))
+            return
+        if theirs is not mine:
+            mine.copy_(theirs)
+        posted.flat.back()
+        posted.work.source = coming.source
+        posted.work.finish()
+
+    # --- mailboxes -------------------------------------------------------------------------------------------------
+
+    def _open(self, to: int) -> None:
+        transport = self._transport
+        segment, descriptor = memory.create(PAGE + RING_BYTES, "a mailbox")
+        try:
+            transport.announce(MAILBOX, to, PAGE + RING_BYTES, descriptor, [to])
+        finally:
+            memory.close(descriptor)
+        self._out[to] = _Ring(segment)
+        transport.flag_mailbox(to)
+
+    def _inbox(self, source: int) -> _Ring | None:
+        if source not in self._in:
+            transport = self._transport
+            if not transport.mailbox_flagged(source):
+                return None
+            mailbox = transport.sides[source].mailbox
+            if mailbox is None:
+                transport.hear(source)
+                mailbox = transport.sides[source].mailbox
+            if mailbox is None:
+                return None
+            self._in[source] = _Ring(mailbox)
+        return self._in[source]
+
+    # --- faults ----------------------------------------------------------------------------------------------------
+
+    def _look(self, gone: tuple[int, ...]) -> None:
+        """Fail what waits for a rank that is gone, or has waited too long."""
+        transport, late = self._transport, time.monotonic() - self._transport.timeout_s
+        for posted in list(self._posted):
+            lost = len(gone) == len(transport.others) if posted.source is None else posted.source in gone
+            if lost or posted.since < late:
+                self._posted.remove(posted)
+                posted.work.finish(self._error(posted.source, lost))
+        for source, coming in list(self._coming.items()):
+            if source in gone and coming.posted is not None:
+                del self._coming[source]
+                coming.posted.work.finish(self._error(source, True))
+        for to, queue in self._sending.items():
+            if queue and (to in gone or self._since[to] < late):
+                while queue:
+                    queue.popleft().work.finish(self._error(to, to in gone))
+
+    def _error(self, peer: int | None, lost: bool) -> PeerError:
+        transport = self._transport
+        if peer is None:
+            return PeerError("no message came: the other ranks are gone" if lost else "no message came in time")
+        what = "is gone" if lost else f"did nothing within the group's {transport.timeout_s:g} s"
+        me = transport.name(transport.rank)
+        return PeerError(f"{transport.name(peer)} {what}, while {me} had a message for it or from it",
+                         ranks=(transport.names[peer],))  # fmt: skip
+
+    def _fail_all(self, error: OffbeatError) -> None:
+        for queue in self._sending.values():
+            while queue:
+                queue.popleft().work.finish(error)
+        for coming in self._coming.values():
+            if coming.posted is not None:
+                coming.posted.work.finish(error)
+        for posted in self._posted:
+            posted.work.finish(error)
+        self._coming.clear()
+        self._posted.clear()
+
+
+def _fits(posted: _Posted, source: int, tag: int) -> bool:
+    return posted.source in (None, source) and posted.tag == tag

@@ -1,0 +1,44 @@
+"""What a group can be told when it is made."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from offbeat import spec as grammar
+from offbeat.errors import RequestError
+
+STRATEGY, MOVE, ARENA = "OFFBEAT_STRATEGY", "OFFBEAT_MOVE", "OFFBEAT_ARENA"
+_SMALLEST_ARENA = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """`init_process_group("offbeat", pg_options=offbeat.Options(strategy="ring"))`.
+
+    strategy     how all-reduces go: any all-reduce strategy, `auto` or `native`
+    move         whether tensors that come back are moved into shared memory
+    arena_bytes  what each rank stages at once, for tensors that are not
+    """
+
+    strategy: str = "auto"
+    move: bool = True
+    arena_bytes: int = 8 * 1024 * 1024
+
+    def __post_init__(self) -> None:
+        if self.arena_bytes < _SMALLEST_ARENA or self.arena_bytes % 64:
+            raise RequestError(f"an arena has at least {_SMALLEST_ARENA} bytes, in whole 64s; got {self.arena_bytes}")
+
+    @classmethod
+    def of_environment(cls, environment: Mapping[str, str] | None = None) -> Options:
+        """As OFFBEAT_STRATEGY, OFFBEAT_MOVE and OFFBEAT_ARENA say."""
+        given = os.environ if environment is None else environment
+        move = given.get(MOVE, "1")
+        if move not in ("0", "1"):
+            raise RequestError(f"{MOVE} is 0 or 1; got '{move}'")
+        return cls(
+            strategy=given.get(STRATEGY, "auto"),
+            move=move == "1",
+            arena_bytes=grammar.parse_size(given.get(ARENA, "8MiB")),
+        )

@@ -1,0 +1,168 @@
+"""Calls that go on while the caller does something else: a thread that runs them in order, and their handles.
+
+A call that is waited for at once is run by the caller itself, if nothing is before it: handing it to the thread would
+cost more than most calls. The thread holds Python's lock only between operations: torch and the waits let go of it, so
+that backward goes on.
+"""
+
+from __future__ import annotations
+
+import atexit
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.futures import Future
+
+from offbeat.collectives.sync import BACKGROUND, Patience
+from offbeat.errors import PeerError
+
+Job = Callable[[Patience], None]
+
+
+class Work(dist.Work):
+    """The handle of one call: wait for it, or ask for a future."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self._result = result
+        self._error: BaseException | None = None
+        self._future: tuple[Future[Any], Future[Any]] | None = None
+        self._lock = threading.Lock()
+        self._gate = threading.Lock()
+        self._gate.acquire()
+        self._done = False
+        self.source: int | None = None  # of a message that could have come from anywhere
+
+    def finish(self, error: BaseException | None = None) -> None:
+        with self._lock:
+            if self._done:
+                return
+            self._error, self._done = error, True
+            future = self._future
+        self._gate.release()
+        if future is not None:
+            future[0].set_result(None)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if not self._done:
+            seconds = timeout.total_seconds() if timeout else 0.0
+            if not self._gate.acquire(timeout=seconds if seconds > 0 else -1):
+                raise PeerError(f"a call was not done within {seconds:g} s")
+            self._gate.release()
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def get_future(self) -> Future[Any]:
+        with self._lock:
+            if self._future is None:
+                # DDP takes an error from a callback; from `set_exception` it crashes.
+                first: Future[Any] = Future()
+                self._future = first, first.then(self._outcome)
+                if self._done:
+                    first.set_result(None)
+            return self._future[1]
+
+    def _outcome(self, _: Future[Any]) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def is_completed(self) -> bool:
+        return self._done
+
+    def is_success(self) -> bool:
+        return self._done and self._error is None
+
+    def exception(self) -> Any:
+        return self._error
+
+    def result(self) -> Any:
+        self.wait()
+        return self._result
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def source_rank(self) -> int:
+        if self.source is None:
+            raise RuntimeError("only a message from any source has a source to ask for")
+        return self.source
+
+    _source_rank = source_rank
+
+
+class Progress:
+    """Runs the calls of one group in the order in which they were made."""
+
+    def __init__(self, name: str, patience: Patience) -> None:
+        self._name = name
+        self._patience = patience
+        self._queue: queue.SimpleQueue[tuple[Job, Work] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()  # of the count
+        self._turn = threading.Lock()  # held by whoever runs a call
+        self._waiting = 0
+        self.background_s = 0.0  # spent in calls that were run beside the caller
+
+    def submit(self, job: Job, work: Work, *, background: bool) -> Work:
+        """Run a job now, or hand it to the thread; either way after all that were submitted before."""
+        with self._lock:
+            inline = not background and self._waiting == 0 and self._turn.acquire(blocking=False)
+            if not inline:
+                self._waiting += 1
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
+                    self._thread.start()
+                    _running.add(self)
+        if not inline:
+            self._queue.put((job, work))
+            return work
+        try:
+            job(self._patience)
+        finally:
+            self._turn.release()
+        work.finish()
+        return work
+
+    def _loop(self) -> None:
+        torch.set_grad_enabled(False)
+        while (item := self._queue.get()) is not None:
+            job, work = item
+            error: BaseException | None = None
+            with self._turn:
+                start = time.perf_counter()
+                try:
+                    job(BACKGROUND)
+                except BaseException as raised:
+                    error = raised
+                self.background_s += time.perf_counter() - start
+            with self._lock:
+                self._waiting -= 1
+            work.finish(error)
+            del item, job, work, error  # nothing of a call is kept while waiting for the next
+
+    def stop(self, timeout_s: float) -> None:
+        """Let the thread finish what it has, and end."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._queue.put(None)
+            self._thread.join(timeout_s)
+        self._thread = None
+        _running.discard(self)
+
+
+_running: weakref.WeakSet[Progress] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """A thread that comes back from torch into an interpreter that is gone would crash the process."""
+    for progress in list(_running):
+        progress.stop(1.0)

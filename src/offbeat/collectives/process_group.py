@@ -1,0 +1,618 @@
+"""The torch.distributed backend `offbeat`: torch's calls turned into calls of the executor.
+
+torch calls the methods below from Python and, for DDP and functional collectives, from C++. No backend of torch stands
+behind them: what is not here fails loudly instead of silently doing something else. torch 2.13 renamed some of
+them (`all_gather_single` was `_allgather_base`); both names are kept.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from offbeat.collectives import calls, memory, rendezvous
+from offbeat.collectives.calls import Call, check_reduction, cut, mean_of, number_of, plan
+from offbeat.collectives.choice import Choice, Figures
+from offbeat.collectives.counters import Arrivals, Stats
+from offbeat.collectives.executor import Executor
+from offbeat.collectives.messages import Messages
+from offbeat.collectives.overlap import Job, Progress, Work
+from offbeat.collectives.placement import Placements
+from offbeat.collectives.sync import Patience
+from offbeat.collectives.tensors import Flat, bytes_of, flat_of
+from offbeat.collectives.transport import SharedMemory, control_bytes
+from offbeat.errors import OffbeatError, RequestError
+from offbeat.spec import format_size
+
+if TYPE_CHECKING:
+    from offbeat.collectives.options import Options
+
+_ProcessGroup: Any = dist.ProcessGroup
+_RED: Any = dist.ReduceOp.RedOpType
+_NAMES = {
+    _RED.SUM: "sum", _RED.AVG: "mean", _RED.PRODUCT: "product", _RED.MIN: "min", _RED.MAX: "max",
+    _RED.BAND: "and", _RED.BOR: "or", _RED.BXOR: "xor", _RED.PREMUL_SUM: "sum",
+}  # fmt: skip
+_MEASURED_BYTES = 1024 * 1024
+
+
+class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by overloads of which we need one
+    """The ranks of one group on one host, through shared memory.
+
+    Calls of one group are run in the order in which they are made, which must be the same on all ranks.
+    """
+
+    def __init__(
+        self, store: Any, rank: int, ranks: int, timeout_s: float, options: Options, names: Sequence[int]
+    ) -> None:
+        super().__init__(rank, ranks)
+        self._rank, self._ranks = rank, ranks
+        self._name = self._description = ""
+        self._transport, self._choice = _join(store, rank, ranks, timeout_s, options, names)
+        self._arrivals = Arrivals(rank, self._transport.names)
+        self._executor = Executor(self._transport, lambda call, stamps: self._arrivals.came(call.iteration, stamps))
+        self._placements = Placements(self._transport, move=options.move)
+        self._progress = Progress(f"offbeat rank {rank}", self._transport.patience)
+        self._messages = Messages(self._transport)
+        self._together: list[Work] | None = None
+
+    # --- what torch asks about a group -----------------------------------------------------------------------------
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        return "offbeat"
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._name = name
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        self._description = description
+
+    def _get_backend(self, device: torch.device) -> OffbeatGroup:
+        return self
+
+    supports_coalescing = False
+    supports_splitting = False
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._executor.calls
+
+    def _set_sequence_number_for_group(self) -> None:
+        """The calls are counted from the start anyway."""
+
+    def set_timeout(self, timeout: Any) -> None:
+        self._transport.timeout_s = timeout.total_seconds()
+
+    def shutdown(self) -> None:
+        """Leave the group: what runs is finished, then everything is let go of."""
+        self._progress.stop(self._transport.timeout_s if self._transport.broken is None else 1.0)
+        self._messages.close()
+        self._transport.close()
+        self._executor.forget()
+        self._placements.close()
+
+    def abort(self) -> None:
+        """Leave at once: whoever waits for this rank is told."""
+        self._messages.close()
+        self._transport.close()
+        self._progress.stop(1.0)
+        self._executor.forget()
+
+    # --- what a user of this backend can ask and say ------------------------------------------------------------
+
+    def stats(self) -> Stats:
+        """What this rank did so far."""
+        notes = []
+        if self._placements.refused_bytes:
+            free = format_size(memory.free_in_dev_shm())
+            wanted = format_size(self._placements.refused_bytes)
+            notes.append(f"tensors of {wanted} are staged: /dev/shm has only {free} free")
+        received, sent = self._transport.counted()
+        return Stats(
+            rank=self._rank,
+            ranks=self._ranks,
+            strategy=self._choice.line,
+            calls=self._executor.calls,
+            received=received,
+            sent=sent,
+            moved=self._placements.moved,
+            background_s=self._progress.background_s,
+            waited_s=self._arrivals.waited_s,
+            late=self._arrivals.late(),
+            notes=tuple(notes),
+        )
+
+    def use(self, strategy: str) -> None:
+        """From the next all-reduce on, on all ranks alike."""
+        figures = self._choice.figures
+        self._choice = Choice(strategy, self._ranks)
+        self._choice.figures = figures
+
+    def why(self, size_bytes: int) -> str:
+        """Why an all-reduce of this size goes the way it goes. With `auto`, all ranks must ask."""
+        if self._choice.needs_figures():
+            self._progress.submit(self._measure, Work(None), background=False).wait()
+        return self._choice.why(size_bytes)
+
+    # --- collectives -----------------------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
+        opts = opts or dist.AllreduceOptions()
+        since, iteration = _now()
+        if tensors[0].is_sparse:
+            return self._submit(lambda patience: self._sparse(tensors, opts, patience), tensors, opts)
+        factor = _factor(opts)
+        jobs = [self._all_reduce(tensor, _reduction(opts), factor, since, iteration) for tensor in tensors]
+        return self._submit(jobs[0] if len(jobs) == 1 else _one_after_another(jobs), tensors, opts)
+
+    def _all_reduce(self, tensor: Tensor, reduction: str, factor: float | None, since: int, iteration: int) -> Job:
+        into = check_reduction(reduction, tensor.dtype)
+        place = None
+        if tensor.is_contiguous() and tensor.device.type == "cpu" and factor is None:
+            place = self._placements.place(tensor)
+            if self._placements.forgot:
+                self._executor.forget()
+                self._placements.forgot = False
+        flat = flat_of(tensor)
+        if factor is not None:
+            flat.tensor.mul_(factor)
+        items = flat.tensor.numel()
+        what = number_of("all_reduce", reduction, tensor.dtype)
+
+        def run(patience: Patience) -> None:
+            if self._choice.needs_figures():
+                self._measure(patience)
+            way = self._choice.of(items * tensor.itemsize)
+            self._executor.run(
+                Call(
+                    kind="all_reduce", plan=way, dtype=tensor.dtype, what=what, items=items, reduction=reduction,
+                    sizes=cut(items, way.schedule.chunks), into=into, whole=flat.tensor, place=place, since_ns=since,
+                    iteration=iteration,
+                ),
+                patience,
+            )  # fmt: skip
+            if reduction == "mean":
+                mean_of(flat.tensor, self._ranks)
+            flat.back()
+
+        return run
+
+    def _sparse(self, tensors: list[Tensor], opts: Any, patience: Patience) -> None:
+        """Indices and values of all ranks, put together; equal indices are added."""
+        if _reduction(opts) != "sum":
+            raise RequestError("sparse tensors can only be summed")
+        for tensor in tensors:
+            mine = tensor.coalesce()
+            counts = self._all_gathered(torch.tensor([mine._nnz()]), [1] * self._ranks, patience)
+            sizes = [int(count) for count in counts]
+            indices = self._all_gathered(mine.indices().flatten(), [n * mine.sparse_dim() for n in sizes], patience)
+            per_value = mine.values().numel() // max(1, mine._nnz()) if mine._nnz() else _items_of(mine)
+            values = self._all_gathered(mine.values().flatten(), [n * per_value for n in sizes], patience)
+            shape = (-1, *mine.values().shape[1:])
+            total = torch.sparse_coo_tensor(
+                torch.cat([one.reshape(mine.sparse_dim(), -1) for one in indices], 1),
+                torch.cat([one.reshape(shape) for one in values if one.numel() or len(sizes) == 1] or [mine.values()]),
+                mine.shape,
+            ).coalesce()
+            tensor.copy_(total)
+
+    def _all_gathered(self, mine: Tensor, sizes: Sequence[int], patience: Patience) -> list[Tensor]:
+        """Inside a job: everybody's flat tensor of so many items each."""
+        parts = [torch.empty(size, dtype=mine.dtype) for size in sizes]
+        self._gather_job("all_gather", mine.contiguous(), parts, None)(patience)
+        return parts
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Work:
+        opts = opts or dist.BroadcastOptions()
+        jobs = [self._broadcast(tensor, opts.rootRank) for tensor in tensors]
+        return self._submit(_one_after_another(jobs), tensors, opts)
+
+    def _broadcast(self, tensor: Tensor, root: int) -> Job:
+        flat = bytes_of(tensor)
+        sizes = (flat.tensor.numel(),)
+        way = plan("central", "broadcast", self._ranks, root)
+        call = self._call("broadcast", way, tensor, sizes, detail=root)
+        call.whole, call.items = flat.tensor, sizes[0]
+        return self._job(call, [flat] if self._rank != root else [])
+
+    def reduce(self, tensors: list[Tensor], opts: Any) -> Work:
+        root, reduction = opts.rootRank, _reduction(opts)
+        jobs = []
+        for tensor in tensors:
+            into = check_reduction(reduction, tensor.dtype)
+            flat = flat_of(tensor, on_cpu=True)
+            way = plan("central", "reduce", self._ranks, root)
+            call = self._call("reduce", way, tensor, (flat.tensor.numel(),), reduction=reduction, detail=root)
+            call.dtype, call.into, call.whole, call.items = tensor.dtype, into, flat.tensor, flat.tensor.numel()
+            end = partial(mean_of, flat.tensor, self._ranks) if reduction == "mean" else None
+            jobs.append(self._job(call, [flat], end) if self._rank == root else self._job(call, []))
+        return self._submit(_one_after_another(jobs), tensors, opts)
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
+        jobs = [self._gather_job("all_gather", one, many, None) for one, many in zip(inputs, outputs, strict=True)]
+        return self._submit(_one_after_another(jobs), outputs, opts)
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+        _check_split(output, input, self._ranks, "all_gather_into_tensor")
+        return self._submit(self._all_gather_single(output, input), [output], opts)
+
+    def _all_gather_single(self, output: Tensor, input: Tensor) -> Job:
+        whole = flat_of(output)
+        gather = self._gather_job("all_gather", input, list(torch.chunk(whole.tensor, self._ranks)), None)
+
+        def run(patience: Patience) -> None:
+            gather(patience)
+            whole.back()
+
+        return run
+
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
+        jobs = [self._all_gather_single(one, other) for one, other in zip(outputs, inputs, strict=True)]
+        return self._submit(_one_after_another(jobs), outputs, opts)
+
+    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
+        """`outputs[rank][i]` is input i of that rank."""
+        jobs = [
+            self._gather_job("all_gather", one, [outputs[rank][i] for rank in range(self._ranks)], None)
+            for i, one in enumerate(inputs)
+        ]
+        return self._submit(_one_after_another(jobs), outputs, opts)
+
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:
+        to = outputs[0] if self._rank == opts.rootRank else [inputs[0]] * self._ranks
+        return self._submit(self._gather_job("gather", inputs[0], to, opts.rootRank), outputs, opts)
+
+    def _gather_job(self, kind: str, input: Tensor, outputs: Sequence[Tensor], root: int | None) -> Job:
+        """All-gather, or gather to a root; `outputs` have the sizes of all ranks."""
+        if len(outputs) != self._ranks:
+            raise RequestError(f"{kind} needs {self._ranks} outputs, one for each rank; got {len(outputs)}")
+        if outputs[self._rank].numel() != input.numel():
+            got, own = input.numel(), outputs[self._rank].numel()
+            raise RequestError(f"{kind}: the input has {got} items, but the output of rank {self._rank} has {own}")
+        if any(output.dtype != input.dtype for output in outputs):
+            raise RequestError(f"{kind}: the outputs must be {input.dtype} as the input is")
+        mine = bytes_of(input)
+        receives = root is None or root == self._rank
+        parts = [bytes_of(output, fill=False) for output in outputs] if receives else []
+        way = plan("direct", kind.replace("_", "-"), self._ranks, root or 0)
+        call = self._call(kind, way, input, tuple(one.numel() * one.itemsize for one in outputs), detail=root or 0)
+        call.give = {self._rank: mine.tensor}
+        call.take = {rank: part.tensor for rank, part in enumerate(parts)}
+        kept = parts[self._rank].tensor if receives else mine.tensor
+
+        def keep_mine() -> None:
+            if kept.data_ptr() != mine.tensor.data_ptr():
+                kept.copy_(mine.tensor)
+
+        return self._job(call, parts, keep_mine)
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work:
+        root, output = opts.rootRank, outputs[0]
+        sends = self._rank == root
+        if sends and (len(inputs[0]) != self._ranks or any(one.numel() != output.numel() for one in inputs[0])):
+            raise RequestError(f"scatter needs {self._ranks} inputs of {output.numel()} items at its root")
+        mine = bytes_of(output, fill=False)
+        parts = [bytes_of(one).tensor for one in inputs[0]] if sends else []
+        way = plan("direct", "scatter", self._ranks, root)
+        call = self._call("scatter", way, output, (mine.tensor.numel(),) * self._ranks, detail=root)
+        call.give = dict(enumerate(parts))
+        call.take = {self._rank: mine.tensor}
+        keep_mine = (lambda: mine.tensor.copy_(parts[root])) if sends else None
+        return self._submit(self._job(call, [mine], keep_mine), outputs, opts)
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Work:
+        opts = opts or dist.ReduceScatterOptions()
+        jobs = [self._reduce_scatter(one, many, opts) for one, many in zip(outputs, inputs, strict=True)]
+        return self._submit(_one_after_another(jobs), outputs, opts)
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+        _check_split(input, output, self._ranks, "reduce_scatter_tensor")
+        opts = opts or dist.ReduceScatterOptions()
+        return self._submit(self._reduce_scatter(output, self._pieces(input), opts), [output], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
+        opts = opts or dist.ReduceScatterOptions()
+        jobs = [self._reduce_scatter(o, self._pieces(i), opts) for o, i in zip(outputs, inputs, strict=True)]
+        return self._submit(_one_after_another(jobs), outputs, opts)
+
+    def _pieces(self, input: Tensor) -> list[Tensor]:
+        return list(torch.chunk(flat_of(input).tensor, self._ranks)) if input.numel() else [input] * self._ranks
+
+    def _reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], opts: Any) -> Job:
+        reduction, factor = _reduction(opts), _factor(opts)
+        if len(inputs) != self._ranks or inputs[self._rank].numel() != output.numel():
+            raise RequestError(f"reduce_scatter needs {self._ranks} inputs, this rank's of {output.numel()} items")
+        if any(one.dtype != output.dtype for one in inputs):
+            raise RequestError(f"reduce_scatter: the inputs must be {output.dtype} as the output is")
+        into = check_reduction(reduction, output.dtype)
+        parts = [flat_of(one, on_cpu=True).tensor for one in inputs]
+        mine = flat_of(output, on_cpu=True, fill=False)
+        way = plan("direct", "reduce-scatter", self._ranks)
+        sizes = tuple(one.numel() for one in inputs)
+        call = self._call("reduce_scatter", way, output, sizes, reduction=reduction)
+        call.dtype, call.into, call.give, call.take = (
+            output.dtype,
+            into,
+            dict(enumerate(parts)),
+            {self._rank: mine.tensor},
+        )
+
+        def start() -> None:
+            if factor is not None:
+                call.give = {rank: part * factor for rank, part in enumerate(parts)}
+            mine.tensor.copy_(call.give[self._rank])
+
+        end = partial(mean_of, mine.tensor, self._ranks) if reduction == "mean" else None
+        return self._job(call, [mine], end, before=start)
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
+        to = [bytes_of(one, fill=False) for one in outputs]
+        job = self._all_to_all(outputs[0], [one.tensor for one in to], [bytes_of(one).tensor for one in inputs], to)
+        return self._submit(job, outputs, opts)
+
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
+    ) -> Work:
+        to, mine = bytes_of(output, fill=False), bytes_of(input)
+        parts = [self._rows(tensor, given, flat) for tensor, given, flat in (
+            (output, output_sizes, to.tensor), (input, input_sizes, mine.tensor),
+        )]  # fmt: skip
+        return self._submit(self._all_to_all(output, parts[0], parts[1], [to]), [output], opts)
+
+    def _rows(self, tensor: Tensor, sizes: Sequence[int], flat: Tensor) -> list[Tensor]:
+        """A flat tensor of bytes cut by numbers of rows, or evenly."""
+        rows = tensor.shape[0] if tensor.dim() else 1
+        if not sizes and rows % self._ranks:
+            raise RequestError(f"all_to_all: {rows} rows cannot be split evenly among {self._ranks} ranks")
+        each = list(sizes) or [rows // self._ranks] * self._ranks
+        if len(each) != self._ranks or sum(each) != rows:
+            raise RequestError(f"all_to_all: the sizes {each} do not make up {rows} rows for {self._ranks} ranks")
+        row = flat.numel() // rows if rows else 0
+        ends = list(accumulate((size * row for size in each), initial=0))
+        return [flat[start:end] for start, end in pairwise(ends)]
+
+    def _all_to_all(self, like: Tensor, outputs: list[Tensor], inputs: list[Tensor], flats: list[Flat]) -> Job:
+        if len(outputs) != self._ranks or len(inputs) != self._ranks:
+            raise RequestError(f"all_to_all needs {self._ranks} outputs and inputs")
+        if outputs[self._rank].numel() != inputs[self._rank].numel():
+            raise RequestError("all_to_all: what a rank sends to itself is not what it expects from itself")
+        ranks = self._ranks
+        way = plan("direct", "all-to-all", ranks)
+        sent = torch.tensor([one.numel() for one in inputs])
+
+        def run(patience: Patience) -> None:
+            table = [part.tolist() for part in self._all_gathered(sent, [ranks] * ranks, patience)]  # [from][to]
+            for source in range(ranks):
+                if table[source][self._rank] != outputs[source].numel():
+                    self._transport.fail(
+                        f"{self._transport.name(source)} sends {table[source][self._rank]} bytes to"
+                        f" {self._transport.name(self._rank)}, who expects {outputs[source].numel()}",
+                        ranks=(source,),
+                    )
+            call = self._call("all_to_all", way, like, tuple(size for row in table for size in row))
+            call.give = {self._rank * ranks + to: part for to, part in enumerate(inputs)}
+            call.take = {source * ranks + self._rank: part for source, part in enumerate(outputs)}
+            outputs[self._rank].copy_(inputs[self._rank])
+            self._job(call, flats)(patience)
+
+        return run
+
+    def barrier(self, opts: Any = None) -> Work:
+        call = self._call("barrier", plan("direct", "barrier", self._ranks), torch.empty(0), (0,))
+        return self._submit(self._job(call, []), [], opts or dist.BarrierOptions())
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
+        return self.allreduce(tensors, opts)
+
+    # Names of torch before 2.13.
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # --- messages --------------------------------------------------------------------------------------------------
+
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> Work:
+        return self._keep(self._messages.send(bytes_of(tensors[0]).tensor, to, tag))
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Work:
+        return self._keep(self._messages.receive(bytes_of(tensors[0], fill=False), source, tag))
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> Work:
+        return self._keep(self._messages.receive(bytes_of(tensors[0], fill=False), None, tag))
+
+    # --- several calls as one ----------------------------------------------------------------------------------------
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._together = []
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        works, self._together = self._together or [], None
+        return _All(works)
+
+    def _keep(self, work: Work) -> Work:
+        if self._together is not None:
+            self._together.append(work)
+        return work
+
+    # --- from a call to its work ------------------------------------------------------------------------------------
+
+    def _call(
+        self,
+        kind: str,
+        way: calls.Plan,
+        tensor: Tensor,
+        sizes: tuple[int, ...],
+        *,
+        reduction: str = "",
+        detail: int = 0,
+    ) -> Call:
+        if len(set(sizes)) > 1:
+            detail = detail << 32 | zlib.crc32(repr(sizes).encode())
+        return Call(
+            kind=kind,
+            plan=way,
+            dtype=torch.uint8,
+            what=number_of(kind, reduction, tensor.dtype),
+            items=sum(sizes),
+            sizes=sizes,
+            reduction=reduction,
+            detail=detail,
+            since_ns=_now()[0],
+        )
+
+    def _job(
+        self,
+        call: Call,
+        flats: Sequence[Flat],
+        after: Callable[[], object] | None = None,
+        *,
+        before: Callable[[], object] | None = None,
+    ) -> Job:
+        def run(patience: Patience) -> None:
+            if before is not None:
+                before()
+            self._executor.run(call, patience)
+            if after is not None:
+                after()
+            for flat in flats:
+                flat.back()
+
+        return run
+
+    def _submit(self, job: Job, result: Any, opts: Any) -> Work:
+        background = True if opts is None else opts.asyncOp
+        return self._keep(self._progress.submit(job, Work(result), background=background))
+
+    def _measure(self, patience: Patience) -> None:
+        """Agree on what this host is like: the slowest rank's figures."""
+        transport, executor = self._transport, self._executor
+        barrier = self._job(self._call("barrier", plan("direct", "barrier", self._ranks), torch.empty(0), (0,)), [])
+        barrier(patience)
+        start = time.perf_counter()
+        for _ in range(10):
+            barrier(patience)
+        latency_s = (time.perf_counter() - start) / 10
+        size = min(_MEASURED_BYTES, transport.arena_bytes) // 4
+        source = transport.sides[(self._rank + 1) % self._ranks].segment.tensor(torch.float32, size, transport.arena_at)
+        target = torch.zeros(size)
+        barrier(patience)
+        start = time.perf_counter()
+        for _ in range(3):
+            target.add_(source)
+        taken = torch.tensor([latency_s, (time.perf_counter() - start) / 3], dtype=torch.float64)
+        executor.run(
+            Call(
+                kind="all_reduce", plan=plan("direct", "all-reduce", self._ranks), dtype=torch.float64, items=2,
+                what=number_of("all_reduce", "max", torch.float64), sizes=cut(2, self._ranks), reduction="max",
+                into=check_reduction("max", torch.float64), whole=taken, since_ns=_now()[0],
+            ),
+            patience,
+        )  # fmt: skip
+        self._choice.figures = Figures(latency_s=float(taken[0]), bytes_per_s=4 * size / float(taken[1]))
+
+
+class _All(Work):
+    """Several works as one."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        super().__init__(None)
+        self._works = works
+
+    def wait(self, timeout: Any = None) -> bool:
+        for work in self._works:
+            work.wait(timeout)
+        self.finish()
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
+def _join(
+    store: Any, rank: int, ranks: int, timeout_s: float, options: Options, names: Sequence[int]
+) -> tuple[SharedMemory, Choice]:
+    """Meet the other ranks. What is wrong with one of them is said on all."""
+    size_bytes = control_bytes(ranks) + options.arena_bytes
+    card: dict[str, Any] = {}
+    error: OffbeatError | None = None
+    door = rendezvous.Door(ranks)
+    descriptor = -1
+    try:
+        try:
+            card = {"strategy": options.strategy, "arena": options.arena_bytes, "door": door.name}
+            choice = Choice(options.strategy, ranks)
+            own, descriptor = memory.create(size_bytes, f"rank {names[rank]}")
+            card["token"] = rendezvous.new_token()
+        except OffbeatError as raised:
+            error = raised
+            card["error"] = str(raised).splitlines()[0]
+        cards = rendezvous.hand_out_card(store, rank, ranks, card, timeout_s)
+        if error is not None:
+            raise error
+        rendezvous.check_cards(cards, rank, names)
+        token = bytes.fromhex(cards[0]["token"])
+        peers = door.meet(rank, cards, token, descriptor, size_bytes, timeout_s)
+    finally:
+        door.close()
+        if descriptor >= 0:
+            memory.close(descriptor)
+    return SharedMemory(rank, names, own, peers, timeout_s, options.arena_bytes), choice
+
+
+def _now() -> tuple[int, int]:
+    """The clock that all processes of a host share, and which backward pass this is in (-1: none)."""
+    return time.monotonic_ns(), torch._C._current_graph_task_id()
+
+
+def _reduction(opts: Any) -> str:
+    name = _NAMES.get(opts.reduceOp.op)
+    if name is None:
+        raise RequestError(f"the reduction {opts.reduceOp.op} is not there")
+    return name
+
+
+def _factor(opts: Any) -> float | None:
+    if opts.reduceOp.op != _RED.PREMUL_SUM:
+        return None
+    factor = opts.reduceOp.__getstate__()[1]
+    return float(factor)
+
+
+def _one_after_another(jobs: Sequence[Job]) -> Job:
+    if len(jobs) == 1:
+        return jobs[0]
+
+    def run(patience: Patience) -> None:
+        for job in jobs:
+            job(patience)
+
+    return run
+
+
+def _check_split(whole: Tensor, part: Tensor, ranks: int, what: str) -> None:
+    if whole.numel() != part.numel() * ranks:
+        raise RequestError(f"{what}: {whole.numel()} items are not {ranks} times {part.numel()}")
+    if whole.dtype != part.dtype:
+        raise RequestError(f"{what}: {whole.dtype} and {part.dtype} are not the same")
+
+
+def _items_of(sparse: Tensor) -> int:
+    items = 1
+    for side in sparse.values().shape[1:]:
+        items *= side
+    return items

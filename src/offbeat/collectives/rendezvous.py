@@ -1,0 +1,192 @@
+"""How the ranks of a group on one host find each other, and know each other by.
+
+Through the group's store each rank hands out a card: where it listens, on which host it is, what it wants. It listens
+on a Unix socket in the abstract name space, which leaves no file behind whatever happens, under a name that nobody can
+guess, only until all have come. Whoever connects must be of the same user and know the group's token. What stays is one
+socket between every two ranks: descriptors of memory travel over it, and its end tells that a rank has died.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+from offbeat.errors import OffbeatError, PeerError
+
+PROTOCOL = 1
+_HELLO = struct.Struct("<8sII16sQ")  # magic, protocol, rank, token, size of the segment whose descriptor comes along
+_MAGIC = b"offbeat\0"
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+
+
+class Store(Protocol):
+    """What is used of a torch.distributed store."""
+
+    def set(self, key: str, value: str) -> Any: ...
+    def get(self, key: str) -> bytes: ...
+    def wait(self, keys: list[str], timeout: timedelta) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """Another rank: the socket to it, its process, its card, and the memory that it handed over."""
+
+    rank: int
+    socket: socket.socket
+    pid: int
+    card: Mapping[str, Any]
+    descriptor: int
+    size_bytes: int
+
+
+def this_host() -> str:
+    """The same for two processes that can share memory and sockets, as far as one can know."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {Path('/proc/self/ns/net').readlink()}"
+    except OSError:
+        return socket.gethostname()
+
+
+def hand_out_card(
+    store: Store, rank: int, ranks: int, card: Mapping[str, Any], timeout_s: float
+) -> list[dict[str, Any]]:
+    """Everybody's card, in order of rank. A card with an `error` tells the others why a rank cannot come."""
+    end = time.monotonic() + timeout_s
+    store.set(f"card/{rank}", json.dumps({"protocol": PROTOCOL, "host": this_host(), **card}))
+    cards = []
+    for peer in range(ranks):
+        try:
+            store.wait([f"card/{peer}"], timedelta(seconds=max(0.001, end - time.monotonic())))
+            cards.append(json.loads(store.get(f"card/{peer}")))
+        except (RuntimeError, ValueError):
+            raise PeerError(f"rank {peer} did not come to the group within {timeout_s:g} s", ranks=(peer,)) from None
+    for peer, theirs in enumerate(cards):
+        if theirs["protocol"] != PROTOCOL:
+            raise PeerError(
+                f"rank {peer} speaks version {theirs['protocol']} of the protocol, rank {rank} version {PROTOCOL}",
+                ranks=(peer,),
+            )
+    return cards
+
+
+class Door:
+    """The socket on which a rank can be reached until all have met."""
+
+    def __init__(self, ranks: int) -> None:
+        self.name = f"offbeat-{secrets.token_hex(16)}"
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.bind(b"\0" + self.name.encode())
+        self._socket.listen(ranks)
+
+    def meet(
+        self, rank: int, cards: list[dict[str, Any]], token: bytes, descriptor: int, size_bytes: int, timeout_s: float
+    ) -> list[Peer]:
+        """A socket to every other rank, and its segment. Ranks above connect to ranks below."""
+        end = time.monotonic() + timeout_s
+        hello = _HELLO.pack(_MAGIC, PROTOCOL, rank, token, size_bytes)
+        peers: dict[int, Peer] = {}
+        with ExitStack() as on_failure:
+            below = []
+            for peer in range(rank):
+                one = on_failure.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                one.settimeout(max(0.001, end - time.monotonic()))
+                try:
+                    one.connect(b"\0" + cards[peer]["door"].encode())
+                    socket.send_fds(one, [hello], [descriptor])
+                except OSError as error:
+                    raise PeerError(f"rank {rank} cannot reach rank {peer}: {error}", ranks=(peer,)) from None
+                below.append(one)
+            while len(peers) < len(cards) - 1 - rank:
+                missing = sorted(set(range(rank + 1, len(cards))) - set(peers))
+                self._socket.settimeout(max(0.001, end - time.monotonic()))
+                try:
+                    one = on_failure.enter_context(self._socket.accept()[0])
+                except TimeoutError:
+                    raise PeerError(f"rank {missing[0]} did not connect in time", ranks=tuple(missing)) from None
+                one.settimeout(max(0.001, end - time.monotonic()))
+                came = _greeted_by(one, token)
+                if came is None or came[0] not in missing:  # a stranger: it is not answered
+                    one.close()
+                    continue
+                socket.send_fds(one, [hello], [descriptor])
+                peers[came[0]] = _peer(one, cards, *came)
+            for peer, one in enumerate(below):
+                came = _greeted_by(one, token)
+                if came is None or came[0] != peer:
+                    raise PeerError(f"rank {peer} did not greet rank {rank}", ranks=(peer,))
+                peers[peer] = _peer(one, cards, *came)
+            on_failure.pop_all()
+        for met in peers.values():
+            met.socket.setblocking(False)
+        return [peers[peer] for peer in sorted(peers)]
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def _peer(one: socket.socket, cards: list[dict[str, Any]], rank: int, descriptor: int, size_bytes: int) -> Peer:
+    return Peer(
+        rank=rank,
+        socket=one,
+        pid=credentials(one)[0],
+        card=cards[rank],
+        descriptor=descriptor,
+        size_bytes=size_bytes,
+    )
+
+
+def credentials(one: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end, as the kernel knows them."""
+    pid, uid, _ = _CREDENTIALS.unpack(one.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid, uid
+
+
+def _greeted_by(one: socket.socket, token: bytes) -> tuple[int, int, int] | None:
+    """Rank, descriptor and size of whoever greets properly; None for anybody else."""
+    try:
+        if credentials(one)[1] != os.geteuid():
+            return None
+        message, descriptors, _, _ = socket.recv_fds(one, _HELLO.size, 4)
+    except OSError:
+        return None
+    if len(message) == _HELLO.size and len(descriptors) == 1:
+        magic, protocol, rank, theirs, size_bytes = _HELLO.unpack(message)
+        if magic == _MAGIC and protocol == PROTOCOL and secrets.compare_digest(theirs, token):
+            return rank, descriptors[0], size_bytes
+    for descriptor in descriptors:
+        os.close(descriptor)
+    return None
+
+
+def new_token() -> str:
+    return secrets.token_hex(16)
+
+
+def check_cards(cards: list[dict[str, Any]], rank: int, names: Sequence[int]) -> None:
+    """`OffbeatError` where a rank cannot come, wants another strategy, or cannot share memory."""
+    for peer, card in enumerate(cards):
+        if "error" in card:
+            raise PeerError(f"rank {names[peer]} cannot start: {card['error']}", ranks=(names[peer],))
+        for what in ("strategy", "arena"):
+            if card[what] != cards[rank][what]:
+                raise PeerError(
+                    f"all ranks must use one {what}: rank {names[peer]} has '{card[what]}', rank {names[rank]}"
+                    f" '{cards[rank][what]}'",
+                    ranks=(names[peer],),
+                )
+        if card["host"] != cards[rank]["host"]:
+            raise OffbeatError(
+                f"rank {peer} is on another host (or network name space) than rank {rank}; the shared memory of"
+                " this backend is for one host: use OFFBEAT_STRATEGY=native there"
+            )

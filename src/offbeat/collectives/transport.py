@@ -1,0 +1,314 @@
+"""How bytes come from one rank to another: the seam, and shared memory on one host.
+
+Each rank owns one segment, mapped by all:
+
+    line 0    mark: how far this rank is (`schedules.projection`)
+    line 1    whom it blames, whether it left, for whom and for which mark it waits, how many calls it has finished: for
+              finding who is at fault
+    line 2,4  two notes: what this rank calls, how, and since when; the note of call n is at n % 2
+    line 6    its bell: rung when there is something for its messages (`messages`)
+    line 8..  for each rank: bytes read from it in collectives, in messages; whether a mailbox for it was announced
+    arena     what it stages for others to read
+
+Two notes are enough: a rank writes the note of call n+2 when it has seen all notes of call n+1, so everybody had
+then finished call n and read its notes.
+
+Further buffers (a gradient bucket that was moved into shared memory, a mailbox) are announced over the socket to the
+peer, with their descriptor, before a note or a word speaks of them.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+from offbeat.collectives import memory, sync
+from offbeat.collectives.memory import Segment
+from offbeat.collectives.rendezvous import Peer
+from offbeat.collectives.sync import Patience, Word
+from offbeat.errors import PeerError
+
+_LINE = 8  # words
+MARK, BLAME, LEFT, WAITS_FOR, WAITS_MARK, DONE, BELL = 0, 8, 9, 10, 11, 12, 6 * _LINE
+_NOTE_BYTES = (2 * _LINE * 8, 4 * _LINE * 8)
+_PER_RANK = 8 * _LINE
+_NOTE = struct.Struct("<9q")
+_ANNOUNCED = struct.Struct("<BQQ")  # what, number, bytes
+BUFFER, MAILBOX, FORGET = range(3)
+ARENA = 0  # the number of the buffer that every rank starts with
+PAGE = 4096
+
+
+class Note(NamedTuple):
+    """What a rank calls: it must be the same on all, but for the last four."""
+
+    call: int  # the how-manieth call of this group
+    what: int  # kind, reduction and type of item in one number
+    items: int
+    detail: int  # root, or a checksum of the sizes
+    way: int  # a checksum of the schedule
+    rounds: int  # in how many rounds its staged data fits its arena
+    buffer: int
+    offset_bytes: int
+    since_ns: int  # when it was called
+
+
+def control_bytes(ranks: int) -> int:
+    """What the words of a segment take, in whole pages."""
+    return -(-(_PER_RANK + 3 * ranks) * 8 // PAGE) * PAGE
+
+
+@dataclass(slots=True)
+class _Side:
+    """One rank's memory, as this process sees it."""
+
+    segment: Segment
+    words: memoryview
+    mark: Word
+    buffers: dict[int, Segment]
+    mailbox: Segment | None = None
+
+
+class SharedMemory:
+    """The ranks of one group on one host. Not for two threads at once, but for `look`, `announce` and `hear`."""
+
+    def __init__(
+        self, rank: int, names: Sequence[int], own: Segment, peers: Sequence[Peer], timeout_s: float, arena_bytes: int
+    ) -> None:
+        self.rank = rank
+        self.ranks = len(names)
+        self.names = tuple(names)
+        self.timeout_s = timeout_s
+        self.arena_bytes = arena_bytes
+        self.arena_at = control_bytes(self.ranks)
+        self.others = tuple(peer for peer in range(self.ranks) if peer != rank)
+        self.sockets = {peer.rank: peer.socket for peer in peers}
+        self._pids = {peer.rank: peer.pid for peer in peers}
+        segments = {rank: own}
+        for peer in peers:
+            segments[peer.rank] = memory.receive(peer.descriptor, peer.size_bytes, sealed=True)
+        self.sides = [_side(segments[each]) for each in range(self.ranks)]
+        self.own = self.sides[rank]
+        self.patience = Patience.of(self.ranks)
+        self.broken: PeerError | None = None
+        self._deadline = 0.0
+        self._awaited = self._call = 0
+        self._hearing = threading.Lock()
+        self._owner = os.getpid()
+        _alive.add(self)
+
+    # --- marks ---------------------------------------------------------------------------------------------------
+
+    def start(self, call: int) -> None:
+        """A call begins: from now on, `timeout_s` is left for waiting."""
+        self._call = call
+        self._deadline = time.monotonic() + self.timeout_s
+
+    def end(self) -> None:
+        """The call is over for this rank: all it has to do for others is done."""
+        self.own.words[DONE] = self._call
+
+    def mark(self, value: int) -> None:
+        self.own.mark.set(value)
+
+    def wait(self, peer: int, value: int, patience: Patience) -> None:
+        """Until the peer has come to this mark; `PeerError` if it dies or the time is over."""
+        word = self.sides[peer].mark
+        if word.view[MARK] < value:
+            self._awaited = peer
+            sync.wait(word, value, patience, self._look_around)
+            self.own.words[WAITS_FOR] = 0
+        else:
+            sync.fence()
+
+    def _look_around(self, word: Word, value: int) -> None:
+        self.own.words[WAITS_MARK] = value
+        self.own.words[WAITS_FOR] = self._awaited + 1
+        # Whoever has finished this call may go; whoever has not is missed, by others if not by this rank.
+        gone = [peer for peer in self.gone() if self.sides[peer].words[DONE] < self._call]
+        if gone and word.get() < value:
+            self.blame(gone)
+        if time.monotonic() > self._deadline and word.get() < value:
+            late = self._late(self._awaited)
+            state = _state_of(self._pids.get(late))
+            self.fail(f"{self.name(late)} did not go on within the group's {self.timeout_s:g} s{state}", ranks=(late,))
+
+    def _late(self, peer: int) -> int:
+        """Who keeps everybody waiting: follow who waits for whom until somebody does not, or need not any more."""
+        for _ in range(self.ranks):
+            words = self.sides[peer].words
+            onto = words[WAITS_FOR] - 1
+            if onto < 0 or onto == self.rank or self.sides[onto].words[MARK] >= words[WAITS_MARK]:
+                return peer
+            peer = onto
+        return peer
+
+    # --- notes ---------------------------------------------------------------------------------------------------
+
+    def write_note(self, note: Note) -> None:
+        _NOTE.pack_into(self.own.segment.map, _NOTE_BYTES[note.call & 1], *note)
+
+    def read_note(self, peer: int, call: int) -> Note:
+        return Note._make(_NOTE.unpack_from(self.sides[peer].segment.map, _NOTE_BYTES[call & 1]))
+
+    # --- buffers -------------------------------------------------------------------------------------------------
+
+    def buffer(self, rank: int, number: int) -> Segment:
+        """A buffer of a rank, by the number under which it was announced."""
+        side = self.sides[rank]
+        if number not in side.buffers:
+            self.hear(rank)
+            if number not in side.buffers:
+                self.fail(f"{self.name(rank)} speaks of memory that it did not announce", ranks=(rank,))
+        return side.buffers[number]
+
+    def announce(self, what: int, number: int, size_bytes: int, descriptor: int | None, to: Sequence[int]) -> None:
+        """Tell peers of memory, or that it is to be forgotten. A peer that has died is not told; waiting will tell."""
+        message = _ANNOUNCED.pack(what, number, size_bytes)
+        for peer in to:
+            end = time.monotonic() + self.timeout_s
+            while True:
+                try:
+                    socket.send_fds(self.sockets[peer], [message], [] if descriptor is None else [descriptor])
+                    break
+                except BlockingIOError:  # it has not heard of the last hundreds yet
+                    if time.monotonic() > end:
+                        self.fail(f"{self.name(peer)} does not take the memory it is sent", ranks=(peer,))
+                    room = select.poll()
+                    room.register(self.sockets[peer], select.POLLOUT)
+                    room.poll(50)
+                except OSError:
+                    break
+
+    def hear(self, rank: int) -> None:
+        """Take in what a peer announced so far."""
+        with self._hearing:
+            while True:
+                try:
+                    message, descriptors, _, _ = socket.recv_fds(self.sockets[rank], _ANNOUNCED.size, 4)
+                except (BlockingIOError, ConnectionError):
+                    return
+                if not message:
+                    return
+                what, number, size_bytes = _ANNOUNCED.unpack(message)
+                side = self.sides[rank]
+                if what == FORGET:
+                    side.buffers.pop(number, None)
+                elif what == BUFFER:
+                    side.buffers[number] = memory.receive(descriptors[0], size_bytes, sealed=False)
+                else:
+                    side.mailbox = memory.receive(descriptors[0], size_bytes, sealed=True)
+
+    # --- counters ------------------------------------------------------------------------------------------------
+
+    def count(self, source: int, size_bytes: int) -> None:
+        """So many bytes were read from a rank by a collective."""
+        self.own.words[_PER_RANK + source] += size_bytes
+
+    def count_message(self, source: int, size_bytes: int) -> None:
+        self.own.words[_PER_RANK + self.ranks + source] += size_bytes
+
+    def counted(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Bytes read from each rank by this one, and from this one by each rank, as the readers counted them."""
+        received = [self._counted(self.own, peer) for peer in range(self.ranks)]
+        sent = [self._counted(side, self.rank) for side in self.sides]
+        return tuple(received), tuple(sent)
+
+    def _counted(self, reader: _Side, source: int) -> int:
+        words = reader.words
+        return int(words[_PER_RANK + source] + words[_PER_RANK + self.ranks + source])
+
+    def flag_mailbox(self, to: int) -> None:
+        sync.fence()
+        self.own.words[_PER_RANK + 2 * self.ranks + to] = 1
+
+    def mailbox_flagged(self, source: int) -> bool:
+        return bool(self.sides[source].words[_PER_RANK + 2 * self.ranks + self.rank])
+
+    # --- faults --------------------------------------------------------------------------------------------------
+
+    def name(self, rank: int) -> str:
+        """As the user counts: by rank in the world."""
+        return f"rank {self.names[rank]}"
+
+    def gone(self) -> tuple[int, ...]:
+        """Peers whose process has ended, or that have left the group."""
+        watch = select.poll()
+        by_number = {}
+        for peer, one in self.sockets.items():
+            if one.fileno() < 0:
+                return ()
+            by_number[one.fileno()] = peer
+            watch.register(one, select.POLLRDHUP)
+        return tuple(sorted(by_number[number] for number, _ in watch.poll(0)))
+
+    def blame(self, gone: Sequence[int]) -> NoReturn:
+        """Fail for ranks that are gone: not for those that ended because they saw another one gone."""
+        first = tuple(peer for peer in gone if not self.sides[peer].words[BLAME])
+        blamed = {self.sides[peer].words[BLAME] - 1 for peer in gone if self.sides[peer].words[BLAME]} - {self.rank}
+        guilty = tuple(sorted(set(first) | blamed)) or tuple(gone)
+        names = " and ".join(self.name(peer) for peer in guilty)
+        left = all(self.sides[peer].words[LEFT] for peer in guilty)
+        how = "left the group" if left else "died (its process has ended)"
+        self.fail(f"{names} {how}, while {self.name(self.rank)} waited for it", ranks=guilty)
+
+    def fail(self, message: str, *, ranks: tuple[int, ...]) -> NoReturn:
+        """This group is over: now and for every later call."""
+        if ranks and not self.own.words[BLAME]:
+            self.own.words[BLAME] = ranks[0] + 1
+        self.broken = PeerError(message, ranks=tuple(self.names[peer] for peer in ranks))
+        raise self.broken
+
+    def check(self) -> None:
+        """Raise what broke the group, if anything did."""
+        if self.broken is not None:
+            raise PeerError(f"this group failed before: {self.broken}", ranks=self.broken.ranks)
+
+    def close(self) -> None:
+        """Leave. The memory goes when the last rank has gone and the last view of it has."""
+        if os.getpid() == self._owner and self.broken is None:
+            self.own.words[LEFT] = 1
+        self.drop()
+        self.broken = self.broken or PeerError("this group was destroyed")
+
+    def drop(self) -> None:
+        """Close the sockets: in a forked child too, or the peers would take it for this process."""
+        for one in self.sockets.values():
+            one.close()
+        _alive.discard(self)
+
+
+def _side(segment: Segment) -> _Side:
+    mark = Word(segment.words, MARK, segment.address)
+    return _Side(segment, segment.words, mark, {ARENA: segment})
+
+
+def _state_of(pid: int | None) -> str:
+    """` (process 17 is stopped)`, where that is so."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+    return f": its process {pid} is stopped" if status in "Tt" else ""
+
+
+_alive: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for transport in list(_alive):
+        transport.drop()
+        transport.broken = PeerError("a group of the parent process cannot be used in a forked child")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

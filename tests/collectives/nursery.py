@@ -1,0 +1,137 @@
+"""Ranks for tests: a process that has torch loaded and forks, so that a group of ranks costs milliseconds.
+
+`Nursery.run("program", ranks=4, ...)` runs `programs.program(rank, ranks, store, ...)` on every rank and gives back what
+each returned or raised, or how it ended. Every run is bounded in time, and whatever is left of it is killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of one rank."""
+
+    value: Any = None
+    error: str = ""  # the class and the words of what it raised
+    trace: str = ""
+    signal: int = 0  # that ended it
+    seconds: float = 0.0
+
+
+class Nursery:
+    """The tests' side."""
+
+    def __init__(self) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
+        environment.pop("OFFBEAT_STRATEGY", None)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "collectives.nursery"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+
+    def run(self, program: str, *, ranks: int, timeout_s: float = 30, **given: Any) -> list[Outcome]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps([program, ranks, timeout_s, given]) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        assert line, "the nursery has died"
+        return [Outcome(**outcome) for outcome in json.loads(line)]
+
+    def values(self, program: str, *, ranks: int, **given: Any) -> list[Any]:
+        """What every rank returned; a rank that failed fails the test."""
+        outcomes = self.run(program, ranks=ranks, **given)
+        for rank, outcome in enumerate(outcomes):
+            assert not outcome.error and not outcome.signal, f"rank {rank}: {outcome.signal or ''} {outcome.trace}"
+        return [outcome.value for outcome in outcomes]
+
+    def close(self) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(10)
+        self._process.stdout.close()
+
+
+def _serve() -> None:
+    from collectives import programs
+
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what ranks print goes to the errors
+    for line in sys.stdin:
+        program, ranks, timeout_s, given = json.loads(line)
+        with tempfile.TemporaryDirectory() as folder:
+            outcomes = _run(getattr(programs, program), ranks, f"{folder}/store", timeout_s, given)
+        answers.write(json.dumps(outcomes) + "\n")
+        answers.flush()
+
+
+def _run(program: Any, ranks: int, store: str, timeout_s: float, given: dict[str, Any]) -> list[dict[str, Any]]:
+    start, children = time.monotonic(), {}
+    for rank in range(ranks):
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(reader)
+            _child(program, rank, ranks, store, given, writer)
+        os.close(writer)
+        children[rank] = (pid, reader)
+    said: dict[int, bytes] = dict.fromkeys(children, b"")
+    ended: dict[int, float] = {}
+    while len(ended) < ranks and time.monotonic() - start < timeout_s:
+        open_ones = {reader: rank for rank, (_, reader) in children.items() if rank not in ended}
+        for reader in select.select(list(open_ones), [], [], 0.05)[0]:
+            data = os.read(reader, 65536)
+            said[open_ones[reader]] += data
+            if not data:
+                ended[open_ones[reader]] = time.monotonic() - start
+    outcomes = []
+    for rank, (pid, reader) in children.items():
+        if rank not in ended:
+            os.kill(pid, signal.SIGKILL)  # stopped, or stuck: it has had its time
+        _, status = os.waitpid(pid, 0)
+        os.close(reader)
+        outcome = json.loads(said[rank]) if said[rank] else {}
+        if rank not in ended:
+            outcome = {"error": "stuck", "trace": f"still running after {timeout_s:g} s"}
+        elif os.WIFSIGNALED(status):
+            outcome["signal"] = os.WTERMSIG(status)
+        outcomes.append(outcome | {"seconds": ended.get(rank, timeout_s)})
+    return outcomes
+
+
+def _child(program: Any, rank: int, ranks: int, store: str, given: dict[str, Any], writer: int) -> None:
+    code = 0
+    try:
+        outcome: dict[str, Any] = {"value": program(rank, ranks, store, **given)}
+    except BaseException as error:
+        outcome = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+        code = 1
+    try:
+        os.write(writer, json.dumps(outcome).encode())
+        import torch.distributed as dist
+
+        if dist.is_initialized() and not code:
+            dist.destroy_process_group()
+    finally:
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    _serve()

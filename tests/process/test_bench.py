@@ -1,0 +1,305 @@
+"""The benchmarks: their numbers follow from their rounds, mistakes are named, and nothing is left behind.
+
+How fast anything is, is not asserted here.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import signal
+import statistics
+import sys
+import time
+from contextlib import redirect_stdout
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from offbeat.cli import main
+from offbeat.commands import base
+from offbeat.commands import bench as command
+from offbeat.errors import OffbeatError, RequestError
+from offbeat.measure import allreduce_rank, bench, mpi_rank
+from offbeat.measure.crew import Crew
+from offbeat.measure.results import AllReduceResult, Setting, SizeResult, Times, format_ms, format_ratio, size_label
+from offbeat.measure.torch_rank import Peers
+
+
+def run_json(line: str) -> dict[str, Any]:
+    out = io.StringIO()
+    with redirect_stdout(out):
+        assert main(line.split()) == 0
+    found = json.loads(out.getvalue())
+    assert isinstance(found, dict)
+    return found
+
+
+@pytest.fixture(scope="module")
+def reduced() -> dict[str, Any]:
+    """One small run, as on a machine without mpirun."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench, "why_no_mpi", lambda: "mpirun is not installed")
+        return run_json("bench allreduce --ranks 2 --sizes 64KiB,100kB --rounds 1 --against gloo,mpi --json")
+
+
+def test_bench_allreduce_measures_every_size_and_system(reduced: dict[str, Any]) -> None:
+    assert (reduced["measured"], reduced["ranks"], reduced["rounds"], reduced["threads"]) == ("allreduce", 2, 1, 1)
+    assert [size["size_bytes"] for size in reduced["sizes"]] == [65536, 100_000]
+    for size in reduced["sizes"]:
+        assert [row["system"] for row in size["systems"]] == ["offbeat", "gloo"]
+        assert all(len(row["rounds_ms"]) == 1 and row["iterations"][0] >= 5 for row in size["systems"])
+    assert {"cores", "load", "processor", "torch"} <= reduced["machine"].keys()
+    assert reduced["machine"]["torch"] == torch.__version__
+    assert reduced["not_measured"] == {"mpi": "mpirun is not installed"}
+
+
+def test_the_numbers_of_bench_allreduce_follow_from_its_rounds(reduced: dict[str, Any]) -> None:
+    for size in reduced["sizes"]:
+        ours_ms = size["systems"][0]["ms"]
+        for row in size["systems"]:
+            assert row["ms"] == pytest.approx(statistics.median(row["rounds_ms"]))
+            assert row["bus_bytes_per_s"] == pytest.approx(2 * (2 - 1) / 2 * size["size_bytes"] / (row["ms"] / 1e3))
+            assert row["ratio"] == pytest.approx(row["ms"] / ours_ms)
+            share = row["bus_bytes_per_s"] * 2 / reduced["copy_together_bytes_per_s"]
+            assert row["copy_share"] == pytest.approx(share)
+        gloo = format_ratio(size["systems"][1]["ratio"])
+        assert size["summary"].endswith(f": offbeat {format_ms(ours_ms)} ms, {gloo} gloo")
+    assert reduced["copy_alone_bytes_per_s"] > 0
+    numbers = {"ms", "bus_bytes_per_s", "ratio", "copy_share", "copy_together_bytes_per_s", "copy_alone_bytes_per_s"}
+    assert reduced["definitions"].keys() == numbers
+
+
+@pytest.mark.skipif(bench.why_no_mpi() is not None, reason=str(bench.why_no_mpi()))
+def test_bench_allreduce_measures_open_mpi_where_it_is_installed() -> None:
+    before = set(Path("/dev/shm").glob("offbeat-bench-*"))
+    found = run_json("bench allreduce --ranks 2 --sizes 4KiB --rounds 1 --against mpi --json")
+    (size,) = found["sizes"]
+    assert [row["system"] for row in size["systems"]] == ["offbeat", "mpi"]
+    assert found["not_measured"] == {} and "Open MPI" in found["machine"]["mpi"]
+    assert set(Path("/dev/shm").glob("offbeat-bench-*")) == before
+
+
+def test_bench_ddp_compares_iterations_and_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "_DDP_ROUND_S", 0.1)
+    found = run_json("bench ddp --ranks 2 --against gloo --batch 2 --rounds 1 --json")
+    assert (found["measured"], found["ranks"], found["batch"]) == ("ddp", 2, 2)
+    assert sum(found["bucket_bytes"]) == 4 * found["parameters"] > 4 * 10_000_000
+    assert [row["system"] for row in found["systems"]] == ["offbeat", "gloo"]
+    for row in found["systems"]:
+        assert row["ms"] == pytest.approx(statistics.median(row["rounds_ms"]))
+        assert row["added_ms"] == pytest.approx(row["ms"] - found["none"]["ms"])
+        assert row["alone_ms"] == pytest.approx(statistics.median(row["alone_rounds_ms"]))
+        assert row["hidden_share"] == pytest.approx(1 - row["added_ms"] / row["alone_ms"])
+        beyond = 1 - (row["ms"] - found["empty"]["ms"]) / row["alone_ms"]
+        assert row["hidden_beyond_ddp_share"] == pytest.approx(beyond)
+    assert (found["same_parameters"], found["largest_difference"]) == (True, 0.0)
+
+
+# --- what is printed, from rounds that are made up ----------------------------------------------------------------
+
+
+def made_up() -> AllReduceResult:
+    machine = {"cores": 2, "load": 0.1, "processor": "AMD EPYC", "torch": "2.13.0+cpu", "python": "3.11.2"}
+    systems = (
+        Times(system="offbeat", iterations=(9, 9, 9), rounds_s=(0.00011, 0.0001, 0.00012)),
+        Times(system="gloo", iterations=(5, 5, 5), rounds_s=(0.00341, 0.0035, 0.0003)),
+        Times(system="mpi", iterations=(5, 5, 5), rounds_s=(0.000506, 0.0005, 0.0006)),
+    )
+    return AllReduceResult(
+        setting=Setting(ranks=4, rounds=3, threads=1, strategy="ring", machine=machine, not_measured={"x": "no x"}),
+        copy_buffer_bytes=1_000_000,
+        copy_alone_s=(1e-4,),
+        copy_together_s=(2e-4,),
+        sizes=(SizeResult(size_bytes=4 * 2**20, systems=systems),),
+    )
+
+
+def test_a_result_is_summed_up_in_one_sentence_a_size_and_fits_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rich.console import Console
+
+    monkeypatch.setattr(command, "console", lambda: Console(width=80, highlight=False, file=sys.stdout))
+    command.print_allreduce(made_up())
+    lines = capsys.readouterr().out.splitlines()
+    assert "4 MiB: offbeat 0.11 ms, 31x gloo, 4.6x mpi" in lines
+    assert "copy     20 GB/s by 4 ranks together, 10 GB/s by one alone" in lines
+    assert "x: not measured: no x" in lines
+    row = next(line for line in lines if " gloo " in line)
+    assert row.split() == ["gloo", "3.41", "0.3-3.5", "1.845", "GB/s", "31x", "37", "%"]
+    assert max(len(line) for line in lines) <= 80
+    assert base.console().width == 200  # a pipe's
+
+
+def test_sizes_read_as_they_are_written() -> None:
+    assert [size_label(n) for n in (65536, 4 * 2**20, 100_000_000, 2**30, 12)] == [
+        "64 KiB", "4 MiB", "100 MB", "1 GiB", "12 B",
+    ]  # fmt: skip
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------
+
+WRONG = {
+    "bench": "the following arguments are required: allreduce|ddp",
+    "bench alreduce": "did you mean 'allreduce'?",
+    "bench allreduce --ranks 1": "--ranks is from 2 to 64; got 1",
+    "bench allreduce --ranks 65": "--ranks is from 2 to 64; got 65",
+    "bench allreduce --ranks two": "--ranks: expected a whole number",
+    "bench allreduce --sizes 64KB,x": "--sizes: a size is a number with a unit",
+    "bench allreduce --sizes 64kib": "did you mean 'KiB'?",
+    "bench allreduce --sizes 0": "whole numbers of float32, 4 bytes each; got 0 bytes",
+    "bench allreduce --sizes 10": "whole numbers of float32, 4 bytes each; got 10 bytes",
+    "bench allreduce --sizes 4KiB,4096": "--sizes names a size twice",
+    "bench allreduce --sizes 100TB": "ask for smaller --sizes or fewer --ranks",
+    "bench allreduce --against gluo": "unknown system 'gluo'; did you mean 'gloo'?",
+    "bench allreduce --against gloo,": "expected names joined by commas",
+    "bench allreduce --against gloo,gloo": "names a system twice",
+    "bench allreduce --against offbeat": "offbeat is always measured",
+    "bench allreduce --rounds 0": "--rounds: expected a whole number from 1",
+    "bench allreduce --timeout 0": "--timeout is more than 0",
+    "bench allreduce --strategy rign": "unknown strategy 'rign'; did you mean 'ring'?",
+    "bench allreduce --strategy k-sync:2": "'k-sync:2' is a server policy",
+    "bench allreduce --strategy torus:3x3": "3x3 has 9 ranks, not 4",
+    "bench allreduce --batch 2": "--batch is not an option of bench allreduce",
+    "bench ddp --sizes 4KiB": "--sizes is not an option of bench ddp",
+    "bench ddp --against mpi": "mpi is measured by bench allreduce only",
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_a_wrong_request_is_refused_in_one_line(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(line.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("offbeat: ") and err.count("\n") == 1 and WRONG[line] in err
+
+
+def test_mpi_alone_is_refused_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert bench.why_no_mpi() == "mpirun is not installed"
+    request = bench.Request(ranks=2, against=("mpi",), others=bench.ALLREDUCE_OTHERS)
+    with pytest.raises(RequestError, match="mpi: cannot be measured: mpirun is not installed"):
+        bench.measure_allreduce(request, [4], print)
+
+
+# --- wrong results are errors -------------------------------------------------------------------------------------
+
+
+def test_a_wrong_sum_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor, group: None)
+    broken: Any = None
+    ranks = allreduce_rank.Bench(Peers(rank=0, ranks=2, groups={"lazy": broken}))
+    with pytest.raises(OffbeatError, match="lazy: wrong sum: element 1 is 1, and 3 is right"):
+        ranks.warm({"system": "lazy", "size_bytes": 4096, "iterations": 5})
+    world = SimpleNamespace(Get_rank=lambda: 1, Get_size=lambda: 2, Allreduce=lambda *words: None)
+    with pytest.raises(OffbeatError, match="mpi: wrong sum: element 1 is 2, and 3 is right"):
+        mpi_rank._check(SimpleNamespace(IN_PLACE=None), world, np.zeros(300, dtype=np.float32))
+
+
+def test_parameters_that_differ_are_an_error_unless_only_the_order_of_adding_does() -> None:
+    def answer(a: str, b: str, difference: float) -> dict[str, Any]:
+        return {"digests": {"offbeat": a, "gloo": b}, "differences": {"offbeat": 0.0, "gloo": difference}}
+
+    assert bench._compared(2, [answer("x", "x", 0.0)] * 2) == (True, 0.0)
+    assert bench._compared(3, [answer("x", "y", 1e-6)] * 3) == (False, 1e-6)
+    for ranks, answers in (
+        (2, [answer("x", "y", 1e-6)] * 2),
+        (3, [answer("x", "y", 0.1)] * 3),
+        (3, [answer("x", "y", math.nan)] * 3),
+        (2, [answer("x", "x", math.nan)] * 2),
+        (2, [answer("x", "x", 0.0), answer("x", "z", 0.0)]),
+    ):
+        with pytest.raises(OffbeatError, match="wrong result"):
+            bench._compared(ranks, answers)
+
+
+# --- the crew: stand-ins for ranks, without torch -----------------------------------------------------------------
+
+ECHO = "import sys\nfor line in sys.stdin: print('noise'); print(line, flush=True)"
+DIES = "import os, signal, sys\nsys.stdin.readline()\nos.kill(os.getpid(), signal.SIGKILL)"
+HANGS = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(600)"
+FAILS = "import sys\nsys.stdin.readline()\nsys.exit('no luck')"
+SAYS = 'import sys\nsys.stdin.readline()\nprint(\'{"error": "peer gone"}\', flush=True)\nsys.stdin.readline()'
+
+
+def crew_of(*programs: str, timeout_s: float = 30.0) -> Crew:
+    crew = Crew(timeout_s)
+    for number, program in enumerate(programs):
+        crew.start(f"rank {number}", [sys.executable, "-c", program], os.environ)
+    return crew
+
+
+def test_a_crew_answers_together_and_one_can_be_asked_alone() -> None:
+    with crew_of(ECHO, ECHO) as crew:
+        assert crew.ask({"a": 1}, "asking") == [{"a": 1}, {"a": 1}]
+        assert crew.ask([{"a": 1}, {"a": 2}], "asking") == [{"a": 1}, {"a": 2}]
+        assert crew.ask({"b": 1}, "asking", first=1) == [{"b": 1}]
+    assert [child.process.returncode for child in crew.children] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("programs", "message"),
+    [
+        ((ECHO, DIES), "bench: rank 1 was killed by SIGKILL (testing)"),
+        ((SAYS, DIES), "bench: rank 1 was killed by SIGKILL (testing)"),  # the cause, not the complaint
+        ((SAYS, ECHO), "bench: rank 0: peer gone (testing)"),
+        ((ECHO, FAILS), "bench: rank 1 ended with exit code 1: no luck (testing)"),
+    ],
+)
+def test_a_child_that_fails_ends_the_run_with_one_line_and_nothing_is_left(
+    programs: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(OffbeatError) as caught, crew_of(*programs) as crew:
+        crew.ask({"do": "it"}, "testing")
+        crew.ask({"do": "it"}, "testing")  # a child may have gone after it answered
+    assert str(caught.value) == message
+    assert all(child.process.returncode is not None for child in crew.children)
+
+
+def test_a_child_that_does_not_answer_is_named_and_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offbeat.measure.crew._GRACE_S", 0.2)
+    with pytest.raises(OffbeatError) as caught, crew_of(ECHO, HANGS, timeout_s=1.0) as crew:
+        crew.ask({"do": "it"}, "testing")
+    assert str(caught.value) == "bench: no answer of rank 1 within 1 s (--timeout), testing"
+    assert crew.children[1].process.returncode == -signal.SIGKILL
+
+
+def test_ranks_end_when_their_parent_is_killed() -> None:
+    """The parent stands in a process of its own, which is killed while its rank sleeps for ever."""
+    rank = "from offbeat.measure.wire import die_with_parent; import time; die_with_parent(); time.sleep(600)"
+    parent = (
+        "import os, sys\nfrom offbeat.measure.crew import Crew\n"
+        f"child = Crew(9).start('rank 0', [sys.executable, '-c', {rank!r}], os.environ)\n"
+        "import json, time; time.sleep(1); print(json.dumps({'pid': child.process.pid}), flush=True); time.sleep(600)"
+    )
+    with crew_of(parent) as crew:
+        (answer,) = crew.ask({}, "starting")
+        crew.children[0].process.kill()
+        deadline = time.monotonic() + 20
+        while _is_alive(answer["pid"]) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not _is_alive(answer["pid"])
+
+
+def _is_alive(pid: int) -> bool:
+    """A zombie that nobody has waited for is dead."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def test_the_parent_loads_no_torch() -> None:
+    program = (
+        "import sys\nsys.stdin.readline()\nimport offbeat.commands.bench, offbeat.measure.bench, json\n"
+        "print(json.dumps({'torch': 'torch' in sys.modules}), flush=True)\nsys.stdin.readline()"
+    )
+    with crew_of(program) as crew:
+        assert crew.ask({}, "importing") == [{"torch": False}]
