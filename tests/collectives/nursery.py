@@ -47,9 +47,9 @@ class Nursery:
             env=environment,
         )
 
-    def run(self, program: str, *, ranks: int, timeout_s: float = 30, **given: Any) -> list[Outcome]:
+    def run(self, program: str, *, ranks: int, within_s: float = 30, **given: Any) -> list[Outcome]:
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps([program, ranks, timeout_s, given]) + "\n")
+        self._process.stdin.write(json.dumps([program, ranks, within_s, given]) + "\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         assert line, "the nursery has died"
@@ -75,14 +75,14 @@ def _serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what ranks print goes to the errors
     for line in sys.stdin:
-        program, ranks, timeout_s, given = json.loads(line)
+        program, ranks, within_s, given = json.loads(line)
         with tempfile.TemporaryDirectory() as folder:
-            outcomes = _run(getattr(programs, program), ranks, f"{folder}/store", timeout_s, given)
+            outcomes = _run(getattr(programs, program), ranks, f"{folder}/store", within_s, given)
         answers.write(json.dumps(outcomes) + "\n")
         answers.flush()
 
 
-def _run(program: Any, ranks: int, store: str, timeout_s: float, given: dict[str, Any]) -> list[dict[str, Any]]:
+def _run(program: Any, ranks: int, store: str, within_s: float, given: dict[str, Any]) -> list[dict[str, Any]]:
     start, children = time.monotonic(), {}
     for rank in range(ranks):
         reader, writer = os.pipe()
@@ -94,13 +94,15 @@ def _run(program: Any, ranks: int, store: str, timeout_s: float, given: dict[str
         children[rank] = (pid, reader)
     said: dict[int, bytes] = dict.fromkeys(children, b"")
     ended: dict[int, float] = {}
-    while len(ended) < ranks and time.monotonic() - start < timeout_s:
+    while len(ended) < ranks and time.monotonic() - start < within_s:
         open_ones = {reader: rank for rank, (_, reader) in children.items() if rank not in ended}
         for reader in select.select(list(open_ones), [], [], 0.05)[0]:
             data = os.read(reader, 65536)
             said[open_ones[reader]] += data
             if not data:
                 ended[open_ones[reader]] = time.monotonic() - start
+        if ended and all(_is_stopped(pid) for rank, (pid, _) in children.items() if rank not in ended):
+            break
     outcomes = []
     for rank, (pid, reader) in children.items():
         if rank not in ended:
@@ -109,11 +111,15 @@ def _run(program: Any, ranks: int, store: str, timeout_s: float, given: dict[str
         os.close(reader)
         outcome = json.loads(said[rank]) if said[rank] else {}
         if rank not in ended:
-            outcome = {"error": "stuck", "trace": f"still running after {timeout_s:g} s"}
+            outcome = {"error": "stuck", "trace": f"still running after {within_s:g} s"}
         elif os.WIFSIGNALED(status):
             outcome["signal"] = os.WTERMSIG(status)
-        outcomes.append(outcome | {"seconds": ended.get(rank, timeout_s)})
+        outcomes.append(outcome | {"seconds": ended.get(rank, within_s)})
     return outcomes
+
+
+def _is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0] == "T"
 
 
 def _child(program: Any, rank: int, ranks: int, store: str, given: dict[str, Any], writer: int) -> None:

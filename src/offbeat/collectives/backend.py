@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from offbeat.collectives import choice
 from offbeat.collectives.counters import Stats
 from offbeat.collectives.options import Options
 from offbeat.collectives.process_group import OffbeatGroup
@@ -25,7 +24,7 @@ def create(given: Any, options: Any) -> dist.ProcessGroup:
     elif not isinstance(options, Options):
         raise RequestError(f"pg_options must be offbeat.Options or a strategy's line; got {type(options).__name__}")
     rank, ranks = given.group_rank, given.group_size
-    if choice.check(options.strategy, ranks) == NATIVE:
+    if options.strategy == NATIVE:
         return _native(given)
     names = list(given.global_ranks_in_group) or list(range(ranks))
     return OffbeatGroup(given.store, rank, ranks, given.timeout.total_seconds(), options, names)

@@ -115,7 +115,7 @@ class Executor:
         t = self.transport
         said = [describe(theirs.what, theirs.items), describe(mine.what, mine.items)]
         if said[0] == said[1]:
-            why = "with another schedule" if theirs.way != mine.way else "with another root or other sizes"
+            why = "with another root or other sizes" if theirs.detail != mine.detail else "with another schedule"
             said[0] += f" {why}"
         here = f"{t.name(t.rank)} {said[1]} (call {mine.call} of the group)"
         t.fail(f"{t.name(peer)} called {said[0]}, but {here}", ranks=())

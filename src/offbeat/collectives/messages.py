@@ -58,6 +58,7 @@ class _Coming:
     tag: int
     payload: Tensor
     posted: _Posted | None
+    since: float  # when its last bytes came
     done: int = 0
 
 
@@ -168,7 +169,7 @@ class Messages:
                 busy = self._busy()
                 if busy and not moved:
                     self._look(gone)
-                if not busy:
+                if not busy and not self._closed:
                     self._some.clear()
             if moved:
                 moved_at = time.perf_counter()
@@ -244,6 +245,7 @@ class Messages:
             if count:
                 coming.payload[coming.done : coming.done + count].copy_(ring.bytes[place : place + count])
             coming.done += count
+            coming.since = time.monotonic()
             padding = -size % _HEADER.size if coming.done == size else 0
             ring.advance(_TAIL, count + padding)
             moved = True
@@ -263,9 +265,9 @@ class Messages:
         if posted is not None:
             straight = posted.flat.tensor.numel() == size
             payload = posted.flat.tensor if straight else torch.empty(size, dtype=torch.uint8)
-            return _Coming(source, tag, payload, posted)
+            return _Coming(source, tag, payload, posted, time.monotonic())
         if any(posted.source in (None, source) for posted in self._posted):
-            return _Coming(source, tag, torch.empty(size, dtype=torch.uint8), None)
+            return _Coming(source, tag, torch.empty(size, dtype=torch.uint8), None, time.monotonic())
         return None
 
     def _claim(self, source: int, tag: int) -> _Posted | None:
@@ -325,9 +327,9 @@ class Messages:
                 self._posted.remove(posted)
                 posted.work.finish(self._error(posted.source, lost))
         for source, coming in list(self._coming.items()):
-            if source in gone and coming.posted is not None:
+            if coming.posted is not None and (source in gone or coming.since < late):
                 del self._coming[source]
-                coming.posted.work.finish(self._error(source, True))
+                coming.posted.work.finish(self._error(source, source in gone))
         for to, queue in self._sending.items():
             if queue and (to in gone or self._since[to] < late):
                 while queue:

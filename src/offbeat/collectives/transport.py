@@ -140,7 +140,7 @@ class SharedMemory:
         if time.monotonic() > self._deadline and word.get() < value:
             late = self._late(self._awaited)
             state = _state_of(self._pids.get(late))
-            self.fail(f"{self.name(late)} did not go on within the group's {self.timeout_s:g} s{state}", ranks=(late,))
+            self.fail(f"{self.name(late)} did not go on within the group's timeout of {self.timeout_s:g} s{state}", ranks=(late,))
 
     def _late(self, peer: int) -> int:
         """Who keeps everybody waiting: follow who waits for whom until somebody does not, or need not any more."""
@@ -257,9 +257,13 @@ class SharedMemory:
         blamed = {self.sides[peer].words[BLAME] - 1 for peer in gone if self.sides[peer].words[BLAME]} - {self.rank}
         guilty = tuple(sorted(set(first) | blamed)) or tuple(gone)
         names = " and ".join(self.name(peer) for peer in guilty)
-        left = all(self.sides[peer].words[LEFT] for peer in guilty)
-        how = "left the group" if left else "died (its process has ended)"
-        self.fail(f"{names} {how}, while {self.name(self.rank)} waited for it", ranks=guilty)
+        if not set(guilty) & set(self.gone()):
+            how = f"did not go on, and {self.name(gone[0])} gave up waiting for it{_state_of(self._pids.get(guilty[0]))}"
+        elif all(self.sides[peer].words[LEFT] for peer in guilty):
+            how = f"left the group, while {self.name(self.rank)} waited for it"
+        else:
+            how = f"died (its process has ended), while {self.name(self.rank)} waited for it"
+        self.fail(f"{names} {how}", ranks=guilty)
 
     def fail(self, message: str, *, ranks: tuple[int, ...]) -> NoReturn:
         """This group is over: now and for every later call."""

@@ -13,13 +13,16 @@ from offbeat.errors import RequestError
 from offbeat.spec import choice, count_of, format_rate, format_size, parse_count, parse_seconds, parse_size
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from offbeat.measure.results import AllReduceResult, DdpResult, Setting, Times
 
+_BUSY = 2.0  # rounds that differ by more are worth a word
 ALLREDUCE, DDP = "allreduce", "ddp"
 # What an option is when left out; those of the other measurement are refused.
 _DEFAULTS = {
-    ALLREDUCE: {"ranks": 4, "against": ("gloo", "mpi"), "sizes": (64 * 2**10, 4 * 2**20, 100_000_000)},
-    DDP: {"ranks": 2, "against": ("gloo",), "batch": 64},
+    ALLREDUCE: {"ranks": 4, "rounds": 5, "against": ("gloo", "mpi"), "sizes": (64 * 2**10, 4 * 2**20, 100_000_000)},
+    DDP: {"ranks": 2, "rounds": 10, "against": ("gloo",), "batch": 64},
 }
 
 
@@ -30,7 +33,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add("--against", type=reader(_words), metavar="NAMES", help="gloo,mpi (default both where installed; ddp: gloo)")
     add("--sizes", type=reader(_sizes), metavar="SIZES", help="of the tensor (default 64KiB,4MiB,100MB)")
     add("--batch", type=reader(parse_count), metavar="N", help="ddp: samples of a minibatch (default 64)")
-    add("--rounds", type=reader(parse_count), default=5, metavar="N", help="all systems take turns in each (default 5)")
+    add("--rounds", type=reader(parse_count), metavar="N", help="in each all take turns (default 5, of ddp 10)")
     add("--threads", type=reader(parse_count), default=1, metavar="N", help="torch's, of a rank (default 1)")
     add("--strategy", metavar="LINE", help="how offbeat reduces: ring, ... (default: its own choice)")
     add("--timeout", type=reader(parse_seconds), default=120.0, metavar="TIME", help="for an answer (default 120s)")
@@ -141,6 +144,7 @@ def print_allreduce(result: AllReduceResult) -> None:
         ),
     ]
     facts(out, [*rows, *_setting(result.setting)])
+    _warn(out, result.spread)
     for system, reason in result.setting.not_measured.items():
         say(out, f"{system}: not measured: {reason}")
 
@@ -186,6 +190,13 @@ def print_ddp(result: DdpResult) -> None:
         ("model", f"minibatches of {result.batch}, buckets of {buckets}"),
     ]
     facts(out, [*rows, *_setting(setting)])
+    _warn(out, result.spread)
+
+
+def _warn(out: Console, spread: float) -> None:
+    if spread > _BUSY:
+        text = f"rounds of one system differ by up to {spread:.1f}x: the machine was busy; measure again when it is not"
+        say(out, text, style="yellow")
 
 
 def _spread(times: Times) -> str:

@@ -55,7 +55,7 @@ _COPIES = 3
 _WARM_UP = 5  # iterations: a buffer is moved to shared memory only when it has come back a few times
 _FEWEST, _MOST = 5, 100_000  # iterations of a round
 _ROUND_S = 0.2
-_DDP_ROUND_S = 0.6
+_DDP_ROUND_S = 0.3
 _CLOSE = 1e-3  # of parameters that were summed in another order
 
 Progress = Callable[[str], None]

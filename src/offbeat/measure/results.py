@@ -20,6 +20,7 @@ BASELINES: Mapping[str, str] = {"none": "no communication", "empty": "DDP with a
 DEFINITIONS: Mapping[str, str] = {
     "ms": "median over rounds; a round is the slowest rank's mean over its iterations, after a barrier",
     "bus_bytes_per_s": f"size / seconds * {BUS_FACTORS['all-reduce'].text}, as in NCCL's tests",
+    "spread": "slowest round / fastest round, the largest of all systems; far above 1 the machine was busy",
     "ratio": f"ms / ms of {OURS}",
     "copy_share": "bus bandwidth * P / copy bandwidth together",
     "copy_together_bytes_per_s": (
@@ -89,6 +90,10 @@ class Times:
     def rounds_ms(self) -> list[float]:
         return [1e3 * seconds for seconds in self.rounds_s]
 
+    @property
+    def spread(self) -> float:
+        return max(self.rounds_s) / min(self.rounds_s)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeResult:
@@ -129,6 +134,10 @@ class AllReduceResult:
     def copy_together_bytes_per_s(self) -> float:
         return self.setting.ranks * self.copy_buffer_bytes / statistics.median(self.copy_together_s)
 
+    @property
+    def spread(self) -> float:
+        return max(times.spread for size in self.sizes for times in size.systems)
+
     def copy_share(self, size: SizeResult, times: Times) -> float:
         ranks = self.setting.ranks
         return size.bus_bytes_per_s(times, ranks) * ranks / self.copy_together_bytes_per_s
@@ -138,6 +147,7 @@ class AllReduceResult:
             "copy_buffer_bytes": self.copy_buffer_bytes,
             "copy_alone_bytes_per_s": self.copy_alone_bytes_per_s,
             "copy_together_bytes_per_s": self.copy_together_bytes_per_s,
+            "spread": self.spread,
             "sizes": [
                 {
                     "size_bytes": size.size_bytes,
@@ -157,7 +167,7 @@ class AllReduceResult:
                 }
                 for size in self.sizes
             ],
-            "definitions": _definitions("ms", "bus_bytes_per_s", "ratio", "copy_share")
+            "definitions": _definitions("ms", "spread", "bus_bytes_per_s", "ratio", "copy_share")
             | _definitions("copy_together_bytes_per_s", "copy_alone_bytes_per_s"),
         }
 
@@ -183,6 +193,11 @@ class DdpResult:
     systems: tuple[DdpSystem, ...]
     same_parameters: bool
     largest_difference: float  # of a parameter between systems, as a part of the largest parameter
+
+    @property
+    def spread(self) -> float:
+        both = [times for system in self.systems for times in (system.training, system.alone)]
+        return max(times.spread for times in (self.none, self.empty, *both))
 
     def added_ms(self, training: Times) -> float:
         return training.ms - self.none.ms
@@ -224,10 +239,11 @@ class DdpResult:
                 }
                 for system in self.systems
             ],
+            "spread": self.spread,
             "summary": self.summary(),
             "same_parameters": self.same_parameters,
             "largest_difference": self.largest_difference,
-            "definitions": _definitions("ms", "added_ms", "alone_ms", "hidden_share", "ratio")
+            "definitions": _definitions("ms", "spread", "added_ms", "alone_ms", "hidden_share", "ratio")
             | _definitions("empty", "hidden_beyond_ddp_share"),
         }
 
