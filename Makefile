@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: setup demo test bench clean
+.PHONY: setup demo test test-torch test-ecosystem bench clean
 
 setup: $(INSTALLED)
 
@@ -30,6 +30,15 @@ test: setup
 	@$(BIN)/ruff format --no-cache --check -q .
 	@$(BIN)/mypy
 	@$(BIN)/pytest
+
+# PyTorch's own tests of torch.distributed, with Gloo and with this backend: the same must run and pass. Minutes.
+test-torch: setup
+	@cd tests && ../$(BIN)/python -m torch_suite.compare
+
+# Lightning and Accelerate scripts on this backend: the same parameters as on Gloo.
+test-ecosystem: setup
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt lightning accelerate
+	@OFFBEAT_ECOSYSTEM=1 $(BIN)/pytest tests/ecosystem
 
 bench: setup
 	@$(BIN)/python benchmarks/schedules.py

@@ -1,7 +1,7 @@
 """Ranks for tests: a process that has torch loaded and forks, so that a group of ranks costs milliseconds.
 
-`Nursery.run("program", ranks=4, ...)` runs `programs.program(rank, ranks, store, ...)` on every rank and gives back what
-each returned or raised, or how it ended. Every run is bounded in time, and whatever is left of it is killed.
+`Nursery.run("program", ranks=4, ...)` runs `programs.program(rank, ranks, store, ...)` on every rank and gives back
+what each returned or raised, or how it ended. Every run is bounded in time, and whatever is left of it is killed.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def inputs_of(ranks: int, items: int, dtype: torch.dtype, seed: int) -> list[Ten
     return [torch.randint(0, 3, (items,), generator=generator).to(dtype) for _ in range(ranks)]
 
 
-ORACLES = {
+ORACLES: dict[str, Callable[[list[Tensor]], Tensor]] = {
     "sum": lambda parts: sum(parts[1:], parts[0]),
     "product": lambda parts: torch.stack(parts).prod(0).to(parts[0].dtype),
     "min": lambda parts: torch.stack(parts).amin(0),
@@ -384,7 +385,7 @@ def different_calls(rank: int, ranks: int, store: str, case: str) -> None:
 
 
 def joins(rank: int, ranks: int, store: str, strategies: list[str], arenas: list[int] | None = None) -> None:
-    more = {"arena_bytes": arenas[rank]} if arenas else {}
+    more: dict[str, Any] = {"arena_bytes": arenas[rank]} if arenas else {}
     join(rank, ranks, store, strategies[rank], **more)
 
 
@@ -473,7 +474,7 @@ def fault_elsewhere(
         elif case == "between calls":
             if rank == victim:
                 os.kill(os.getpid(), how)
-            dist.all_reduce(torch.ones(10), async_op=True).wait()  # type: ignore[union-attr]
+            dist.all_reduce(torch.ones(10), async_op=True).wait()
     except RuntimeError as error:
         assert group._transport.broken is not None or case.endswith("message")
         return {"said": str(error), "after_s": time.monotonic() - start}

@@ -86,8 +86,12 @@ def test_every_algorithm_gives_what_its_steps_give_in_any_order_of_turns(ranks: 
     for schedule in every_schedule(ranks):
         programs = [project(schedule, rank) for rank in range(ranks)]
         for program in programs:
-            assert set(program.exposed) == {t.chunk for step in schedule.steps for t in step if t.source == program.rank}
-            assert set(program.written) == {t.chunk for step in schedule.steps for t in step if t.target == program.rank}
+            assert set(program.exposed) == {
+                t.chunk for step in schedule.steps for t in step if t.source == program.rank
+            }
+            assert set(program.written) == {
+                t.chunk for step in schedule.steps for t in step if t.target == program.rank
+            }
         expected = run_step_by_step(schedule, start(schedule))
         for seed in range(3):
             got = run_programs(programs, start(schedule), random.Random(seed))

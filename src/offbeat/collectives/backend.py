@@ -39,7 +39,9 @@ def _native(given: Any) -> dist.ProcessGroup:
     group._set_default_backend(kinds.GLOO)
     group._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
     if torch.cuda.is_available() and dist.is_nccl_available():
-        nccl = dist.ProcessGroupNCCL(PrefixStore("nccl", given.store), rank, ranks, given.timeout)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = given.timeout
+        nccl = dist.ProcessGroupNCCL(PrefixStore("nccl", given.store), rank, ranks, options)
         group._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
     return group
 

@@ -8,7 +8,7 @@ written. All other chunks are read straight into the caller's tensor.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -21,9 +21,9 @@ from offbeat.collectives.transport import ARENA, SharedMemory
 from offbeat.schedules.projection import Mark, Program, Put, Read, Wait
 
 WAIT, MARK, RUN, TAKE = range(4)
-_BLOCK_BYTES = 256 * 1024  # several additions to one place are made block by block, while it is in the cache
 
 Span = tuple[int, int]  # items of a chunk: from, to
+Place = tuple[int, int]  # a buffer, and bytes into it
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class Binder:
         call: Call,
         rounds: int,
         number: int,
-        places: dict[int, tuple[int, int]],
+        places: dict[int, Place],
     ) -> None:
         self.transport = transport
         self.program = program
@@ -138,28 +138,15 @@ class Binder:
         return RUN, into, self._chunk(self.program.rank, chunk), theirs
 
     def _reads(self, reads: Sequence[Read]) -> list[tuple[Any, ...]]:
-        """The reads between two waits or marks; chunks in a row become one, several additions to one place blocks."""
+        """The reads between two waits or marks; those of chunks in a row become one."""
         reads = [read for read in reads if self._items(read.chunk)]
         steps: list[tuple[Any, ...]] = []
         at = 0
         while at < len(reads):
-            first = reads[at]
-            adds = _while(reads, at, lambda one: one.reduce and one.chunk == first.chunk)  # noqa: B023 - used at once
-            size_bytes = self._items(first.chunk) * self.item
-            if len(adds) > 1 and size_bytes > _BLOCK_BYTES and self._at(self.program.rank, first.chunk) is not None:
-                steps += self._blocks(adds)
-                at += len(adds)
-                continue
             row = self._row(reads, at)
             steps.append(self._read_row(row))
             at += len(row)
         return steps
-
-    def _blocks(self, adds: Sequence[Read]) -> list[tuple[Any, ...]]:
-        items = _BLOCK_BYTES // self.item
-        mine = torch.split(self._chunk(self.program.rank, adds[0].chunk), items)
-        theirs = [torch.split(self._chunk(add.peer, add.chunk), items) for add in adds]
-        return [(RUN, self.call.into, block, one[i]) for i, block in enumerate(mine) for one in theirs]
 
     def _row(self, reads: Sequence[Read], at: int) -> list[Read]:
         """The reads from one peer of chunks that follow each other, there and here."""
@@ -186,13 +173,6 @@ class Binder:
         assert mine is not None and theirs is not None
         into = self.call.into if first.reduce else copy
         return RUN, into, self._tensor(self.program.rank, mine, items), self._tensor(first.peer, theirs, items)
-
-
-def _while(reads: Sequence[Read], at: int, holds: Callable[[Read], bool]) -> list[Read]:
-    end = at
-    while end < len(reads) and holds(reads[end]):
-        end += 1
-    return list(reads[at:end])
 
 
 def part(call: Call, chunk: int, span: Span, *, given: bool) -> Tensor:

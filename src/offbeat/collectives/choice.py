@@ -1,8 +1,8 @@
 """Which schedule an all-reduce takes: the one that was named, or, with `auto`, the cheapest for its size.
 
 `auto` prices every all-reduce on this host as it was measured when the first call came: what it takes until all ranks
-have seen that all are there, and how fast each reads from another while all do. The figures are agreed on by all ranks, so
-that all choose alike.
+have seen that all are there, and how fast each reads from another while all do. All ranks agree on the figures, so that
+all choose alike.
 """
 
 from __future__ import annotations

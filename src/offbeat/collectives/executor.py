@@ -1,8 +1,8 @@
 """Runs a rank's program on tensors, through shared memory.
 
-A call that does not fit the arena is run in rounds; round k of R works on the items [k*n//R, (k+1)*n//R) of each chunk
-of n items. The cut into chunks, and so the order in which items are added, does not depend on R, nor on where
-anything lies, nor on who comes first: the bits are the same on all ranks and in all runs.
+A call is run in rounds that fit the arena, and the processor's cache; round k of R works on the items
+[k*n//R, (k+1)*n//R) of each chunk of n items. The cut into chunks, and so the order in which items are added, does not
+depend on R, nor on where anything lies, nor on who comes first: the bits are the same on all ranks and in all runs.
 """
 
 from __future__ import annotations
@@ -10,13 +10,27 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 
-from offbeat.collectives.binding import MARK, RUN, WAIT, Binder, Bound, part
+from offbeat.collectives.binding import MARK, RUN, WAIT, Binder, Bound, Place, part
 from offbeat.collectives.calls import Call, describe
 from offbeat.collectives.sync import Patience
 from offbeat.collectives.transport import ARENA, Note, SharedMemory
 from offbeat.schedules.projection import Program
 
-_KEPT = 256  # programs bound to memory that are kept
+_ROUND_BYTES = 4 * 1024 * 1024  # what a rank reduces is read by the others while it is in the cache
+_KEPT = 256  # kinds of calls of which the bound programs are kept
+
+
+class _Kind:
+    """Calls that differ in nothing but their time: the same calls come back, and are bound to memory once."""
+
+    __slots__ = ("bound", "own", "program", "staging", "wanted")
+
+    def __init__(self, program: Program, own: Place, wanted: int, staging: Bound) -> None:
+        self.program = program
+        self.own = own
+        self.wanted = wanted
+        self.staging = staging
+        self.bound: dict[tuple[int, tuple[Place, ...]], list[Bound]] = {}
 
 
 class Executor:
@@ -27,7 +41,7 @@ class Executor:
         self.base = 1  # the mark of the next start
         self.calls = 0
         self._arrived = arrived
-        self._bound: OrderedDict[tuple[object, ...], Bound] = OrderedDict()
+        self._kinds: OrderedDict[tuple[object, ...], _Kind] = OrderedDict()
 
     def run(self, call: Call, patience: Patience) -> None:
         """The whole of one call. When it returns, the tensors are the caller's again."""
@@ -35,15 +49,20 @@ class Executor:
         transport.check()
         self.calls += 1
         transport.start(self.calls)
-        program = call.plan.program(transport.rank)
-        wanted = rounds = 1 if call.place else self._rounds(program, call)
-        own = call.place or (ARENA, transport.arena_at)
-        bound = self._bind(program, call, rounds, 0, {transport.rank: own}, only_stage=True)
-        self._stage_in(bound, call)
-        note = Note(self.calls, call.what, call.items, call.detail, call.plan.way, wanted, *own, call.since_ns)
+        kind = self._kind(call)
+        if call.place is None:
+            self._stage_in(kind.staging, call)
+        note = Note(
+            self.calls, call.what, call.items, call.detail, call.plan.way, kind.wanted, *kind.own, call.since_ns
+        )
         transport.write_note(note)
         transport.mark(self.base)
-        places, stamps, wishes = {transport.rank: own}, [call.since_ns] * transport.ranks, {wanted}
+        places, stamps, rounds, alike = (
+            [kind.own] * transport.ranks,
+            [call.since_ns] * transport.ranks,
+            kind.wanted,
+            True,
+        )
         for peer in transport.others:
             transport.wait(peer, self.base, patience)
             theirs = transport.read_note(peer, self.calls)
@@ -51,29 +70,32 @@ class Executor:
                 self._differ(peer, theirs, note)
             places[peer] = theirs.buffer, theirs.offset_bytes
             stamps[peer] = theirs.since_ns
-            wishes.add(theirs.rounds)
+            if theirs.rounds != rounds:
+                rounds, alike = max(rounds, theirs.rounds), False
         self._arrived(call, stamps)
-        rounds = max(wishes)
-        if len(wishes) > 1:  # somebody needs more rounds than others thought
-            if wanted != rounds:
-                self._stage_in(self._bind(program, call, rounds, 0, places, only_stage=True), call)
+        if transport.hear_all():
+            self.forget()
+            kind = self._kind(call)
+        bound = self._bind(kind, call, rounds, tuple(places))
+        if not alike:  # somebody needs more rounds than others thought
+            if kind.wanted != rounds:
+                self._stage_in(bound[0], call)
             self.base += 1
             self._start_round(patience)
-        for number in range(rounds):
-            bound = self._bind(program, call, rounds, number, places)
+        for number, one in enumerate(bound):
             if number:
-                self._stage_in(bound, call)
+                self._stage_in(one, call)
                 self._start_round(patience)
-            self._execute(bound, call, patience)
-            self._stage_out(bound, call)
-            self.base += program.marks
-            for peer, size_bytes in bound.received.items():
+            self._execute(one, call, patience)
+            self._stage_out(one, call)
+            self.base += kind.program.marks
+            for peer, size_bytes in one.received.items():
                 transport.count(peer, size_bytes)
         transport.end()
 
     def forget(self) -> None:
         """Let go of all memory that programs were bound to."""
-        self._bound.clear()
+        self._kinds.clear()
 
     # --- running -------------------------------------------------------------------------------------------------
 
@@ -122,36 +144,36 @@ class Executor:
 
     # --- binding -------------------------------------------------------------------------------------------------
 
+    def _kind(self, call: Call) -> _Kind:
+        key = call.plan, call.dtype, call.reduction, call.sizes, call.place, call.whole is None
+        known = self._kinds.get(key)
+        if known is None:
+            transport = self.transport
+            program = call.plan.program(transport.rank)
+            own = call.place or (ARENA, transport.arena_at)
+            wanted = self._rounds(program, call)
+            staging = Binder(transport, program, call, wanted, 0, {transport.rank: own}).staging()
+            known = self._kinds[key] = _Kind(program, own, wanted, staging)
+            if len(self._kinds) > _KEPT:
+                self._kinds.popitem(last=False)
+        return known
+
     def _rounds(self, program: Program, call: Call) -> int:
-        """In how many rounds the exposed chunks fit the arena."""
+        """In how many rounds this rank wants to do it: staged chunks must fit the arena."""
         item = call.dtype.itemsize
         payload = sum(call.sizes[chunk] for chunk in program.exposed) * item
-        room = self.transport.arena_bytes - len(program.exposed) * item
+        if call.place is not None:
+            return max(1, -(-payload // _ROUND_BYTES))
+        room = min(_ROUND_BYTES, self.transport.arena_bytes - len(program.exposed) * item)
         if room < item:
             self.transport.fail(f"the arena is too small for {len(program.exposed)} chunks", ranks=())
         return max(1, -(-payload // room))
 
-    def _bind(
-        self,
-        program: Program,
-        call: Call,
-        rounds: int,
-        number: int,
-        places: dict[int, tuple[int, int]],
-        *,
-        only_stage: bool = False,
-    ) -> Bound:
-        """The program of one round, with the memory that it works on. Kept, since the same calls come back."""
-        key = (
-            call.plan, call.dtype, call.reduction, call.sizes, rounds, number, only_stage, call.whole is None,
-            tuple(sorted(places.items())),
-        )  # fmt: skip
-        known = self._bound.get(key)
-        if known is not None:
-            return known
-        binder = Binder(self.transport, program, call, rounds, number, places)
-        bound = binder.staging() if only_stage else binder.bind()
-        self._bound[key] = bound
-        if len(self._bound) > _KEPT:
-            self._bound.popitem(last=False)
-        return bound
+    def _bind(self, kind: _Kind, call: Call, rounds: int, places: tuple[Place, ...]) -> list[Bound]:
+        """The program of each round, with the memory that it works on."""
+        known = kind.bound.get((rounds, places))
+        if known is None:
+            at = dict(enumerate(places))
+            known = [Binder(self.transport, kind.program, call, rounds, number, at).bind() for number in range(rounds)]
+            kind.bound[rounds, places] = known
+        return known

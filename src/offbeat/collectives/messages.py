@@ -47,7 +47,7 @@ class _Posted:
     source: int | None
     tag: int
     work: Work
-    since: float
+    until: float
 
 
 @dataclass(slots=True)
@@ -116,12 +116,13 @@ class Messages:
             self._go_on()
         return work
 
-    def receive(self, flat: Flat, source: int | None, tag: int) -> Work:
+    def receive(self, flat: Flat, source: int | None, tag: int, timeout_s: float | None = None) -> Work:
         """Bytes from a rank, or from any; the work then knows whose."""
         self._transport.check()
         work = Work(None)
+        seconds = self._transport.timeout_s if timeout_s is None else timeout_s
         with self._lock:
-            posted = _Posted(flat, source, tag, work, time.monotonic())
+            posted = _Posted(flat, source, tag, work, time.monotonic() + seconds)
             for coming in self._aside:
                 if _fits(posted, coming.source, coming.tag):
                     self._aside.remove(coming)
@@ -323,7 +324,7 @@ class Messages:
         transport, late = self._transport, time.monotonic() - self._transport.timeout_s
         for posted in list(self._posted):
             lost = len(gone) == len(transport.others) if posted.source is None else posted.source in gone
-            if lost or posted.since < late:
+            if lost or posted.until < time.monotonic():
                 self._posted.remove(posted)
                 posted.work.finish(self._error(posted.source, lost))
         for source, coming in list(self._coming.items()):

@@ -26,6 +26,7 @@ from offbeat.collectives.transport import BUFFER, FORGET, SharedMemory
 SMALLEST_BYTES = 16 * 1024  # below, staging costs less than looking
 _SPARE_BYTES = 16 * 1024 * 1024  # of /dev/shm, left for others
 _ALONE = 2  # references to a storage: its one tensor's, and the one we hold to ask
+_OFTEN = 64  # calls after which the dead are looked for
 _MANY = 512  # storages remembered before the dead among them are looked for
 
 
@@ -45,13 +46,16 @@ class Placements:
         self.move = move
         self.moved = 0
         self.refused_bytes = 0  # that /dev/shm had no room for
-        self.forgot = False  # somebody must let go of views
+        self._asked = 0
         self._transport = transport
         self._seen: dict[int, _Seen] = {}  # a weak reference keeps the number from being given again
         self._next = 1
 
     def place(self, tensor: Tensor) -> tuple[int, int] | None:
-        """Buffer and bytes into it, where a contiguous CPU tensor is in shared memory; it is moved there if it comes back."""
+        """Buffer and bytes into it of a contiguous CPU tensor in shared memory; one that comes back is moved there."""
+        self._asked += 1
+        if self._asked % _OFTEN == 0:
+            self._sweep(0)
         storage = tensor.untyped_storage()
         seen = self._seen.get(storage._cdata)
         address, size_bytes = storage.data_ptr(), storage.nbytes()
@@ -96,7 +100,7 @@ class Placements:
         if seen.number is not None:
             self._transport.own.buffers.pop(seen.number, None)
             self._transport.announce(FORGET, seen.number, 0, None, self._transport.others)
-            self.forgot = True
+            self._transport.forgot = True
             seen.number = None
 
     def _sweep(self, many: int) -> None:

@@ -22,8 +22,10 @@ from offbeat.collectives import calls, memory, rendezvous
 from offbeat.collectives.calls import Call, check_reduction, cut, mean_of, number_of, plan
 from offbeat.collectives.choice import Choice, Figures
 from offbeat.collectives.counters import Arrivals, Stats
+from offbeat.collectives.cuda import Gpus, first_tensor, or_nccl
 from offbeat.collectives.executor import Executor
 from offbeat.collectives.messages import Messages
+from offbeat.collectives.monitored import monitored_barrier
 from offbeat.collectives.overlap import Job, Progress, Work
 from offbeat.collectives.placement import Placements
 from offbeat.collectives.sync import Patience
@@ -62,6 +64,7 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
         self._placements = Placements(self._transport, move=options.move)
         self._progress = Progress(f"offbeat rank {rank}", self._transport.patience)
         self._messages = Messages(self._transport)
+        self._gpus = Gpus(store, self._transport)
         self._together: list[Work] | None = None
 
     # --- what torch asks about a group -----------------------------------------------------------------------------
@@ -100,6 +103,7 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
         """Leave the group: what runs is finished, then everything is let go of."""
         self._progress.stop(self._transport.timeout_s if self._transport.broken is None else 1.0)
         self._messages.close()
+        self._gpus.close()
         self._transport.close()
         self._executor.forget()
         self._placements.close()
@@ -107,6 +111,7 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
     def abort(self) -> None:
         """Leave at once: whoever waits for this rank is told."""
         self._messages.close()
+        self._gpus.close()
         self._transport.close()
         self._progress.stop(1.0)
         self._executor.forget()
@@ -149,13 +154,14 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
 
     # --- collectives -----------------------------------------------------------------------------------------------
 
+    @or_nccl("allreduce")
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
         opts = opts or dist.AllreduceOptions()
         since, iteration = _now()
         if tensors[0].is_sparse:
             return self._submit(lambda patience: self._sparse(tensors, opts, patience), tensors, opts)
-        factor = _factor(opts)
-        jobs = [self._all_reduce(tensor, _reduction(opts), factor, since, iteration) for tensor in tensors]
+        reduction, factor = _reduction(opts)
+        jobs = [self._all_reduce(tensor, reduction, factor, since, iteration) for tensor in tensors]
         return self._submit(jobs[0] if len(jobs) == 1 else _one_after_another(jobs), tensors, opts)
 
     def _all_reduce(self, tensor: Tensor, reduction: str, factor: float | None, since: int, iteration: int) -> Job:
@@ -163,13 +169,10 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
         place = None
         if tensor.is_contiguous() and tensor.device.type == "cpu" and factor is None:
             place = self._placements.place(tensor)
-            if self._placements.forgot:
-                self._executor.forget()
-                self._placements.forgot = False
-        flat = flat_of(tensor)
-        if factor is not None:
+        flat = None if place and reduction != "mean" else flat_of(tensor)
+        if factor is not None and flat is not None:
             flat.tensor.mul_(factor)
-        items = flat.tensor.numel()
+        items = tensor.numel()
         what = number_of("all_reduce", reduction, tensor.dtype)
 
         def run(patience: Patience) -> None:
@@ -179,20 +182,21 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
             self._executor.run(
                 Call(
                     kind="all_reduce", plan=way, dtype=tensor.dtype, what=what, items=items, reduction=reduction,
-                    sizes=cut(items, way.schedule.chunks), into=into, whole=flat.tensor, place=place, since_ns=since,
-                    iteration=iteration,
+                    sizes=cut(items, way.schedule.chunks), into=into, place=place, since_ns=since, iteration=iteration,
+                    whole=None if place or flat is None else flat.tensor,
                 ),
                 patience,
             )  # fmt: skip
-            if reduction == "mean":
-                mean_of(flat.tensor, self._ranks)
-            flat.back()
+            if flat is not None:
+                if reduction == "mean":
+                    mean_of(flat.tensor, self._ranks)
+                flat.back()
 
         return run
 
     def _sparse(self, tensors: list[Tensor], opts: Any, patience: Patience) -> None:
         """Indices and values of all ranks, put together; equal indices are added."""
-        if _reduction(opts) != "sum":
+        if _reduction(opts) != ("sum", None):
             raise RequestError("sparse tensors can only be summed")
         for tensor in tensors:
             mine = tensor.coalesce()
@@ -215,6 +219,7 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
         self._gather_job("all_gather", mine.contiguous(), parts, None)(patience)
         return parts
 
+    @or_nccl("broadcast")
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Work:
         opts = opts or dist.BroadcastOptions()
         jobs = [self._broadcast(tensor, opts.rootRank) for tensor in tensors]
@@ -228,8 +233,9 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
         call.whole, call.items = flat.tensor, sizes[0]
         return self._job(call, [flat] if self._rank != root else [])
 
+    @or_nccl("reduce")
     def reduce(self, tensors: list[Tensor], opts: Any) -> Work:
-        root, reduction = opts.rootRank, _reduction(opts)
+        root, (reduction, _) = opts.rootRank, _reduction(opts)
         jobs = []
         for tensor in tensors:
             into = check_reduction(reduction, tensor.dtype)
@@ -241,10 +247,12 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
             jobs.append(self._job(call, [flat], end) if self._rank == root else self._job(call, []))
         return self._submit(_one_after_another(jobs), tensors, opts)
 
+    @or_nccl("allgather")
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
         jobs = [self._gather_job("all_gather", one, many, None) for one, many in zip(inputs, outputs, strict=True)]
         return self._submit(_one_after_another(jobs), outputs, opts)
 
+    @or_nccl("_allgather_base")
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         _check_split(output, input, self._ranks, "all_gather_into_tensor")
         return self._submit(self._all_gather_single(output, input), [output], opts)
@@ -259,6 +267,7 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
 
         return run
 
+    @or_nccl("allgather_into_tensor_coalesced")
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
         jobs = [self._all_gather_single(one, other) for one, other in zip(outputs, inputs, strict=True)]
         return self._submit(_one_after_another(jobs), outputs, opts)
@@ -271,6 +280,7 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
         ]
         return self._submit(_one_after_another(jobs), outputs, opts)
 
+    @or_nccl("gather")
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:
         to = outputs[0] if self._rank == opts.rootRank else [inputs[0]] * self._ranks
         return self._submit(self._gather_job("gather", inputs[0], to, opts.rootRank), outputs, opts)
@@ -299,6 +309,7 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
 
         return self._job(call, parts, keep_mine)
 
+    @or_nccl("scatter")
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work:
         root, output = opts.rootRank, outputs[0]
         sends = self._rank == root
@@ -313,16 +324,19 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
         keep_mine = (lambda: mine.tensor.copy_(parts[root])) if sends else None
         return self._submit(self._job(call, [mine], keep_mine), outputs, opts)
 
+    @or_nccl("reduce_scatter")
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Work:
         opts = opts or dist.ReduceScatterOptions()
         jobs = [self._reduce_scatter(one, many, opts) for one, many in zip(outputs, inputs, strict=True)]
         return self._submit(_one_after_another(jobs), outputs, opts)
 
+    @or_nccl("_reduce_scatter_base")
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         _check_split(input, output, self._ranks, "reduce_scatter_tensor")
         opts = opts or dist.ReduceScatterOptions()
         return self._submit(self._reduce_scatter(output, self._pieces(input), opts), [output], opts)
 
+    @or_nccl("reduce_scatter_tensor_coalesced")
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
         opts = opts or dist.ReduceScatterOptions()
         jobs = [self._reduce_scatter(o, self._pieces(i), opts) for o, i in zip(outputs, inputs, strict=True)]
@@ -332,7 +346,7 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
         return list(torch.chunk(flat_of(input).tensor, self._ranks)) if input.numel() else [input] * self._ranks
 
     def _reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], opts: Any) -> Job:
-        reduction, factor = _reduction(opts), _factor(opts)
+        reduction, factor = _reduction(opts)
         if len(inputs) != self._ranks or inputs[self._rank].numel() != output.numel():
             raise RequestError(f"reduce_scatter needs {self._ranks} inputs, this rank's of {output.numel()} items")
         if any(one.dtype != output.dtype for one in inputs):
@@ -358,11 +372,13 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
         end = partial(mean_of, mine.tensor, self._ranks) if reduction == "mean" else None
         return self._job(call, [mine], end, before=start)
 
+    @or_nccl("alltoall")
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
         to = [bytes_of(one, fill=False) for one in outputs]
         job = self._all_to_all(outputs[0], [one.tensor for one in to], [bytes_of(one).tensor for one in inputs], to)
         return self._submit(job, outputs, opts)
 
+    @or_nccl("alltoall_base")
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
     ) -> Work:
@@ -414,8 +430,15 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
         call = self._call("barrier", plan("direct", "barrier", self._ranks), torch.empty(0), (0,))
         return self._submit(self._job(call, []), [], opts or dist.BarrierOptions())
 
+    @or_nccl("allreduce_coalesced")
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
-        return self.allreduce(tensors, opts)
+        work: Work = self.allreduce(tensors, opts)
+        return work
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """A barrier that says who did not come: rank 0 waits for the others, who wait for its answer."""
+        seconds = None if timeout is None else timeout.total_seconds()
+        monitored_barrier(self._transport, self._messages, seconds, wait_all_ranks)
 
     # Names of torch before 2.13.
     _allgather_base = all_gather_single
@@ -426,12 +449,15 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
 
     # --- messages --------------------------------------------------------------------------------------------------
 
+    @or_nccl("send")
     def send(self, tensors: list[Tensor], to: int, tag: int) -> Work:
         return self._keep(self._messages.send(bytes_of(tensors[0]).tensor, to, tag))
 
+    @or_nccl("recv")
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> Work:
         return self._keep(self._messages.receive(bytes_of(tensors[0], fill=False), source, tag))
 
+    @or_nccl("recv_anysource")
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Work:
         return self._keep(self._messages.receive(bytes_of(tensors[0], fill=False), None, tag))
 
@@ -496,6 +522,9 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
 
     def _submit(self, job: Job, result: Any, opts: Any) -> Work:
         background = True if opts is None else opts.asyncOp
+        tensor = first_tensor(result)
+        if tensor is not None and tensor.is_cuda:
+            job = self._gpus.staged(job, tensor.device)
         return self._keep(self._progress.submit(job, Work(result), background=background))
 
     def _measure(self, patience: Patience) -> None:
@@ -579,18 +608,13 @@ def _now() -> tuple[int, int]:
     return time.monotonic_ns(), torch._C._current_graph_task_id()
 
 
-def _reduction(opts: Any) -> str:
-    name = _NAMES.get(opts.reduceOp.op)
+def _reduction(opts: Any) -> tuple[str, float | None]:
+    """The reduction, and what each rank's values are multiplied by first."""
+    kind = opts.reduceOp.op
+    name = _NAMES.get(kind)
     if name is None:
-        raise RequestError(f"the reduction {opts.reduceOp.op} is not there")
-    return name
-
-
-def _factor(opts: Any) -> float | None:
-    if opts.reduceOp.op != _RED.PREMUL_SUM:
-        return None
-    factor = opts.reduceOp.__getstate__()[1]
-    return float(factor)
+        raise RequestError(f"the reduction {kind} is not there")
+    return name, float(opts.reduceOp.__getstate__()[1]) if kind == _RED.PREMUL_SUM else None
 
 
 def _one_after_another(jobs: Sequence[Job]) -> Job:

@@ -100,7 +100,9 @@ class Patience:
     def of(cls, ranks: int) -> Patience:
         """With a core for each rank, spin; without, let the others run at once."""
         cores = len(os.sched_getaffinity(0))
-        return cls(spins=400 if ranks <= cores else 0, yield_s=0.001)
+        if ranks <= cores:
+            return cls(spins=400, yield_s=0.001)
+        return cls(spins=0, yield_s=0.0002)  # longer, and the kernel keeps a bad distribution over the cores
 
 
 BACKGROUND = Patience(spins=0, yield_s=0.00005)  # beside somebody's backward: out of the way quickly

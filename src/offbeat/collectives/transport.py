@@ -4,7 +4,7 @@ Each rank owns one segment, mapped by all:
 
     line 0    mark: how far this rank is (`schedules.projection`)
     line 1    whom it blames, whether it left, for whom and for which mark it waits, how many calls it has finished: for
-              finding who is at fault
+              finding who is at fault; and how much it has announced
     line 2,4  two notes: what this rank calls, how, and since when; the note of call n is at n % 2
     line 6    its bell: rung when there is something for its messages (`messages`)
     line 8..  for each rank: bytes read from it in collectives, in messages; whether a mailbox for it was announced
@@ -38,7 +38,7 @@ from offbeat.collectives.sync import Patience, Word
 from offbeat.errors import PeerError
 
 _LINE = 8  # words
-MARK, BLAME, LEFT, WAITS_FOR, WAITS_MARK, DONE, BELL = 0, 8, 9, 10, 11, 12, 6 * _LINE
+MARK, BLAME, LEFT, WAITS_FOR, WAITS_MARK, DONE, ANNOUNCED, BELL = 0, 8, 9, 10, 11, 12, 13, 6 * _LINE
 _NOTE_BYTES = (2 * _LINE * 8, 4 * _LINE * 8)
 _PER_RANK = 8 * _LINE
 _NOTE = struct.Struct("<9q")
@@ -102,6 +102,8 @@ class SharedMemory:
         self.broken: PeerError | None = None
         self._deadline = 0.0
         self._awaited = self._call = 0
+        self._heard = [0] * self.ranks
+        self.forgot = False  # memory that programs may still be bound to
         self._hearing = threading.Lock()
         self._owner = os.getpid()
         _alive.add(self)
@@ -140,7 +142,10 @@ class SharedMemory:
         if time.monotonic() > self._deadline and word.get() < value:
             late = self._late(self._awaited)
             state = _state_of(self._pids.get(late))
-            self.fail(f"{self.name(late)} did not go on within the group's timeout of {self.timeout_s:g} s{state}", ranks=(late,))
+            self.fail(
+                f"{self.name(late)} did not go on within the group's timeout of {self.timeout_s:g} s{state}",
+                ranks=(late,),
+            )
 
     def _late(self, peer: int) -> int:
         """Who keeps everybody waiting: follow who waits for whom until somebody does not, or need not any more."""
@@ -188,10 +193,21 @@ class SharedMemory:
                     room.poll(50)
                 except OSError:
                     break
+        sync.fence()
+        self.own.words[ANNOUNCED] += 1
+
+    def hear_all(self) -> bool:
+        """Take in what was announced lately; whether any memory is to be forgotten, here or there."""
+        for peer in self.others:
+            if self.sides[peer].words[ANNOUNCED] != self._heard[peer]:
+                self.hear(peer)
+        forgot, self.forgot = self.forgot, False
+        return forgot
 
     def hear(self, rank: int) -> None:
         """Take in what a peer announced so far."""
         with self._hearing:
+            self._heard[rank] = self.sides[rank].words[ANNOUNCED]
             while True:
                 try:
                     message, descriptors, _, _ = socket.recv_fds(self.sockets[rank], _ANNOUNCED.size, 4)
@@ -203,6 +219,7 @@ class SharedMemory:
                 side = self.sides[rank]
                 if what == FORGET:
                     side.buffers.pop(number, None)
+                    self.forgot = True
                 elif what == BUFFER:
                     side.buffers[number] = memory.receive(descriptors[0], size_bytes, sealed=False)
                 else:
@@ -258,7 +275,9 @@ class SharedMemory:
         guilty = tuple(sorted(set(first) | blamed)) or tuple(gone)
         names = " and ".join(self.name(peer) for peer in guilty)
         if not set(guilty) & set(self.gone()):
-            how = f"did not go on, and {self.name(gone[0])} gave up waiting for it{_state_of(self._pids.get(guilty[0]))}"
+            how = (
+                f"did not go on, and {self.name(gone[0])} gave up waiting for it{_state_of(self._pids.get(guilty[0]))}"
+            )
         elif all(self.sides[peer].words[LEFT] for peer in guilty):
             how = f"left the group, while {self.name(self.rank)} waited for it"
         else:

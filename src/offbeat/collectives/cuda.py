@@ -1,0 +1,115 @@
+"""Tensors on GPUs: NCCL where each rank has a GPU of its own, pinned shared memory where ranks share one.
+
+Sharing a GPU is a set-up for tests: everything goes over the host. The arenas of all ranks are registered with CUDA, so
+that copies to and from them run at the speed of the bus.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
+
+from offbeat.collectives.overlap import Job
+from offbeat.collectives.sync import Patience
+from offbeat.collectives.transport import SharedMemory
+from offbeat.errors import OffbeatError
+
+
+def first_tensor(arguments: Any) -> Tensor | None:
+    """The first tensor in lists of lists of them."""
+    if isinstance(arguments, Tensor):
+        return arguments
+    if isinstance(arguments, list | tuple):
+        for one in arguments:
+            found = first_tensor(one)
+            if found is not None:
+                return found
+    return None
+
+
+class Gpus:
+    """What the ranks of a group do with tensors that are on a GPU. Agreed on when the first one comes."""
+
+    def __init__(self, store: Any, transport: SharedMemory) -> None:
+        self._store = store
+        self._transport = transport
+        self._nccl: Any = None
+        self._met = False
+        self._pinned: list[int] = []
+
+    def nccl(self, device: torch.device) -> Any:
+        """NCCL's backend, or None where ranks share a GPU."""
+        if not self._met:
+            self._meet(device)
+            self._met = True
+        return self._nccl
+
+    def _meet(self, device: torch.device) -> None:
+        transport = self._transport
+        mine = str(torch.cuda.get_device_properties(device).uuid)
+        self._store.set(f"gpu/{transport.rank}", mine)
+        keys = [f"gpu/{rank}" for rank in range(transport.ranks)]
+        try:
+            self._store.wait(keys, timedelta(seconds=transport.timeout_s))
+        except RuntimeError:
+            raise OffbeatError("not all ranks of the group have come with a tensor on a GPU") from None
+        gpus = [bytes(self._store.get(key)) for key in keys]
+        if len(set(gpus)) == len(gpus) and dist.is_nccl_available():
+            store = PrefixStore("nccl", self._store)
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timedelta(seconds=transport.timeout_s)
+            self._nccl = dist.ProcessGroupNCCL(store, transport.rank, transport.ranks, options)
+        else:
+            self._pin()
+
+    def _pin(self) -> None:
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        for side in self._transport.sides:
+            segment = side.segment
+            if int(runtime.cudaHostRegister(segment.address, segment.size_bytes, 0)) == 0:
+                self._pinned.append(segment.address)
+
+    def staged(self, job: Job, device: torch.device) -> Job:
+        """A job that starts when the caller's kernels are done, and ends when its own copies are."""
+        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        ready.record(torch.cuda.current_stream(device))
+
+        def run(patience: Patience) -> None:
+            with torch.cuda.device(device):
+                ready.synchronize()
+                job(patience)
+                torch.cuda.current_stream(device).synchronize()
+
+        return run
+
+    def close(self) -> None:
+        for address in self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+        self._pinned.clear()
+        if self._nccl is not None:
+            self._nccl.shutdown()
+            self._nccl = None
+
+
+def or_nccl(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A method of the group that NCCL does, under this name, where the tensors are on GPUs and it can."""
+
+    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, *arguments: Any) -> Any:
+            tensor = first_tensor(arguments)
+            if tensor is not None and tensor.is_cuda:
+                nccl = self._gpus.nccl(tensor.device)
+                if nccl is not None:
+                    return getattr(nccl, name)(*arguments)
+            return method(self, *arguments)
+
+        call.__name__, call.__doc__ = method.__name__, method.__doc__
+        return call
+
+    return decorate
