@@ -1,0 +1,289 @@
+"""A group of ranks: joined, asked about, measured, left; and how a call becomes work.
+
+torch's collectives are in `process_group`, on top of this.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from offbeat.collectives import calls, memory, rendezvous
+from offbeat.collectives.calls import Call, check_reduction, cut, number_of, plan
+from offbeat.collectives.choice import Choice, Figures
+from offbeat.collectives.counters import Arrivals, Stats
+from offbeat.collectives.cuda import Gpus, first_tensor
+from offbeat.collectives.executor import Executor
+from offbeat.collectives.messages import Messages
+from offbeat.collectives.overlap import Job, Progress, Work
+from offbeat.collectives.placement import Placements
+from offbeat.collectives.sync import Patience
+from offbeat.collectives.tensors import Flat
+from offbeat.collectives.transport import SharedMemory, control_bytes
+from offbeat.errors import OffbeatError
+from offbeat.spec import format_size
+
+if TYPE_CHECKING:
+    from offbeat.collectives.options import Options
+
+_ProcessGroup: Any = dist.ProcessGroup
+_MEASURED_BYTES = 1024 * 1024
+
+
+class Group(_ProcessGroup):  # type: ignore[misc] # torch types it by overloads of which we need one
+    """The ranks of one group on one host, through shared memory.
+
+    Calls of one group are run in the order in which they are made, which must be the same on all ranks.
+    """
+
+    def __init__(
+        self, store: Any, rank: int, ranks: int, timeout_s: float, options: Options, names: Sequence[int]
+    ) -> None:
+        super().__init__(rank, ranks)
+        self._rank, self._ranks = rank, ranks
+        self._name = self._description = ""
+        self._transport, self._choice = _join(store, rank, ranks, timeout_s, options, names)
+        self._arrivals = Arrivals(rank, self._transport.names)
+        self._executor = Executor(self._transport, lambda call, stamps: self._arrivals.came(call.iteration, stamps))
+        self._placements = Placements(self._transport, move=options.move)
+        self._progress = Progress(f"offbeat rank {rank}", self._transport.patience)
+        self._messages = Messages(self._transport)
+        self._gpus = Gpus(store, self._transport)
+        self._together: list[Work] | None = None
+
+    # --- what torch asks about a group -----------------------------------------------------------------------------
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        return "offbeat"
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._name = name
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        self._description = description
+
+    def _get_backend(self, device: torch.device) -> Group:
+        return self
+
+    supports_coalescing = False
+    supports_splitting = False
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._executor.calls
+
+    def _set_sequence_number_for_group(self) -> None:
+        """The calls are counted from the start anyway."""
+
+    def set_timeout(self, timeout: Any) -> None:
+        self._transport.timeout_s = timeout.total_seconds()
+
+    def shutdown(self) -> None:
+        """Leave the group: what runs is finished, then everything is let go of."""
+        self._progress.stop(self._transport.timeout_s if self._transport.broken is None else 1.0)
+        self._messages.close()
+        self._gpus.close()
+        self._transport.close()
+        self._executor.forget()
+        self._placements.close()
+
+    def abort(self) -> None:
+        """Leave at once: whoever waits for this rank is told."""
+        self._messages.close()
+        self._gpus.close()
+        self._transport.close()
+        self._progress.stop(1.0)
+        self._executor.forget()
+
+    # --- what a user of this backend can ask and say ------------------------------------------------------------
+
+    def stats(self) -> Stats:
+        """What this rank did so far."""
+        notes = []
+        if self._placements.refused_bytes:
+            free = format_size(memory.free_in_dev_shm())
+            wanted = format_size(self._placements.refused_bytes)
+            notes.append(f"tensors of {wanted} are staged: /dev/shm has only {free} free")
+        received, sent = self._transport.counted()
+        return Stats(
+            rank=self._rank,
+            ranks=self._ranks,
+            strategy=self._choice.line,
+            calls=self._executor.calls,
+            received=received,
+            sent=sent,
+            moved=self._placements.moved,
+            background_s=self._progress.background_s,
+            waited_s=self._arrivals.waited_s,
+            late=self._arrivals.late(),
+            notes=tuple(notes),
+        )
+
+    def use(self, strategy: str) -> None:
+        """From the next all-reduce on, on all ranks alike."""
+        figures = self._choice.figures
+        self._choice = Choice(strategy, self._ranks)
+        self._choice.figures = figures
+
+    def why(self, size_bytes: int) -> str:
+        """Why an all-reduce of this size goes the way it goes. With `auto`, all ranks must ask."""
+        if self._choice.needs_figures():
+            self._progress.submit(self._measure, Work(None), background=False).wait()
+        return self._choice.why(size_bytes)
+
+    # --- several calls as one ----------------------------------------------------------------------------------------
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._together = []
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        works, self._together = self._together or [], None
+        return _All(works)
+
+    def _keep(self, work: Work) -> Work:
+        if self._together is not None:
+            self._together.append(work)
+        return work
+
+    # --- from a call to its work ------------------------------------------------------------------------------------
+
+    def _call(
+        self,
+        kind: str,
+        way: calls.Plan,
+        tensor: Tensor,
+        sizes: tuple[int, ...],
+        *,
+        reduction: str = "",
+        detail: int = 0,
+    ) -> Call:
+        if len(set(sizes)) > 1:
+            detail = detail << 32 | zlib.crc32(repr(sizes).encode())
+        return Call(
+            kind=kind,
+            plan=way,
+            dtype=torch.uint8,
+            what=number_of(kind, reduction, tensor.dtype),
+            items=sum(sizes),
+            sizes=sizes,
+            reduction=reduction,
+            detail=detail,
+            since_ns=now()[0],
+        )
+
+    def _job(
+        self,
+        call: Call,
+        flats: Sequence[Flat],
+        after: Callable[[], object] | None = None,
+        *,
+        before: Callable[[], object] | None = None,
+    ) -> Job:
+        def run(patience: Patience) -> None:
+            if before is not None:
+                before()
+            self._executor.run(call, patience)
+            if after is not None:
+                after()
+            for flat in flats:
+                flat.back()
+
+        return run
+
+    def _submit(self, job: Job, result: Any, opts: Any) -> Work:
+        background = True if opts is None else opts.asyncOp
+        tensor = first_tensor(result)
+        if tensor is not None and tensor.is_cuda:
+            job = self._gpus.staged(job, tensor.device)
+        return self._keep(self._progress.submit(job, Work(result), background=background))
+
+    def _measure(self, patience: Patience) -> None:
+        """Agree on what this host is like: the slowest rank's figures."""
+        transport, executor = self._transport, self._executor
+        barrier = self._job(self._call("barrier", plan("direct", "barrier", self._ranks), torch.empty(0), (0,)), [])
+        barrier(patience)
+        start = time.perf_counter()
+        for _ in range(10):
+            barrier(patience)
+        latency_s = (time.perf_counter() - start) / 10
+        size = min(_MEASURED_BYTES, transport.arena_bytes) // 4
+        source = transport.sides[(self._rank + 1) % self._ranks].segment.tensor(torch.float32, size, transport.arena_at)
+        target = torch.zeros(size)
+        barrier(patience)
+        start = time.perf_counter()
+        for _ in range(3):
+            target.add_(source)
+        taken = torch.tensor([latency_s, (time.perf_counter() - start) / 3], dtype=torch.float64)
+        executor.run(
+            Call(
+                kind="all_reduce", plan=plan("direct", "all-reduce", self._ranks), dtype=torch.float64, items=2,
+                what=number_of("all_reduce", "max", torch.float64), sizes=cut(2, self._ranks), reduction="max",
+                into=check_reduction("max", torch.float64), whole=taken, since_ns=now()[0],
+            ),
+            patience,
+        )  # fmt: skip
+        self._choice.figures = Figures(latency_s=float(taken[0]), bytes_per_s=4 * size / float(taken[1]))
+
+
+class _All(Work):
+    """Several works as one."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        super().__init__(None)
+        self._works = works
+
+    def wait(self, timeout: Any = None) -> bool:
+        for work in self._works:
+            work.wait(timeout)
+        self.finish()
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
+def _join(
+    store: Any, rank: int, ranks: int, timeout_s: float, options: Options, names: Sequence[int]
+) -> tuple[SharedMemory, Choice]:
+    """Meet the other ranks. What is wrong with one of them is said on all."""
+    size_bytes = control_bytes(ranks) + options.arena_bytes
+    card: dict[str, Any] = {}
+    error: OffbeatError | None = None
+    door = rendezvous.Door(ranks)
+    descriptor = -1
+    try:
+        try:
+            card = {"strategy": options.strategy, "arena": options.arena_bytes, "door": door.name}
+            choice = Choice(options.strategy, ranks)
+            own, descriptor = memory.create(size_bytes, f"rank {names[rank]}")
+            card["token"] = rendezvous.new_token()
+        except OffbeatError as raised:
+            error = raised
+            card["error"] = str(raised).splitlines()[0]
+        cards = rendezvous.hand_out_card(store, rank, ranks, card, timeout_s)
+        if error is not None:
+            raise error
+        rendezvous.check_cards(cards, rank, names)
+        token = bytes.fromhex(cards[0]["token"])
+        peers = door.meet(rank, cards, token, descriptor, size_bytes, timeout_s)
+    finally:
+        door.close()
+        if descriptor >= 0:
+            memory.close(descriptor)
+    return SharedMemory(rank, names, own, peers, timeout_s, options.arena_bytes), choice
+
+
+def now() -> tuple[int, int]:
+    """The clock that all processes of a host share, and which backward pass this is in (-1: none)."""
+    return time.monotonic_ns(), torch._C._current_graph_task_id()
