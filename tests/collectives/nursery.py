@@ -37,7 +37,8 @@ class Nursery:
     """The tests' side."""
 
     def __init__(self) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
+        paths = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
         environment.pop("OFFBEAT_STRATEGY", None)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "collectives.nursery"],
