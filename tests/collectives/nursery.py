@@ -1,6 +1,6 @@
 """Ranks for tests: a process that has torch loaded and forks, so that a group of ranks costs milliseconds.
 
-`Nursery.run("program", ranks=4, ...)` runs `programs.program(rank, ranks, store, ...)` on every rank and gives back
+`Nursery.run("program", ranks=4, ...)` runs `program(rank, ranks, store, ...)` on every rank and gives back
 what each returned or raised, or how it ended. Every run is bounded in time, and whatever is left of it is killed.
 """
 
@@ -71,14 +71,17 @@ class Nursery:
 
 
 def _serve() -> None:
-    from collectives import programs
+    from collectives import fault_programs, gpu_programs, programs
+
+    modules = (programs, fault_programs, gpu_programs)
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what ranks print goes to the errors
     for line in sys.stdin:
         program, ranks, within_s, given = json.loads(line)
         with tempfile.TemporaryDirectory() as folder:
-            outcomes = _run(getattr(programs, program), ranks, f"{folder}/store", within_s, given)
+            found = next(vars(module)[program] for module in modules if program in vars(module))
+            outcomes = _run(found, ranks, f"{folder}/store", within_s, given)
         answers.write(json.dumps(outcomes) + "\n")
         answers.flush()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
@@ -135,3 +136,15 @@ def test_memory_that_is_not_to_be_had_is_an_error_at_the_start(nursery: Nursery)
     outcomes = nursery.run("joins", ranks=2, strategies=["auto"] * 2, arenas=[huge, huge])
     for outcome in outcomes:
         assert "of shared memory, but" in outcome.error and "\n" not in outcome.error
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
+def test_a_full_dev_shm_means_staging_not_failing(nursery: Nursery) -> None:
+    for value in nursery.values("in_a_small_dev_shm", ranks=2, size="64k"):
+        assert value["moved"] == 0 and value["left"] == []
+        assert value["notes"][0].startswith("tensors of 800 kB are staged: /dev/shm has only ")
+
+
+def test_waiting_for_a_late_rank_costs_next_to_nothing(nursery: Nursery) -> None:
+    for used_s in nursery.values("waits_long", ranks=4, seconds=2.0):
+        assert used_s < 0.3
