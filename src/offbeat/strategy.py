@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from offbeat import spec as grammar
-from offbeat.errors import unknown
+from offbeat.errors import RequestError, unknown
 from offbeat.policies.table import POLICIES, params_of
 from offbeat.schedules.algorithms import algorithms
 from offbeat.spec import Param
@@ -63,3 +63,11 @@ def family_of(line: str) -> str:
     if name not in known:
         raise unknown("strategy", name, known)
     return known[name].family
+
+
+def simulated_family_of(line: str) -> str:
+    """As `family_of`, for a simulation: what is decided on a running group cannot be simulated."""
+    family = family_of(line)
+    if grammar.parse(line).name in (AUTO, NATIVE):
+        raise RequestError(f"'{line}' is decided by a running process group; name the schedule to simulate, like ring")
+    return family

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -58,7 +58,10 @@ def check_reduction(name: str, dtype: torch.dtype) -> Into:
     if dtype not in _DTYPE_NUMBER:
         raise RequestError(f"tensors of {dtype} cannot be reduced here")
     try:
-        REDUCTIONS[name](torch.ones(1, dtype=dtype), torch.ones(1, dtype=dtype))
+        one = torch.ones(1, dtype=dtype)
+        REDUCTIONS[name](one, torch.ones(1, dtype=dtype))
+        if name == "mean":
+            mean_of(one, 1)
     except (RuntimeError, NotImplementedError) as error:
         raise RequestError(f"{name} is not there for {dtype}: {str(error).splitlines()[0]}") from None
     return REDUCTIONS[name]
@@ -104,6 +107,8 @@ class Call:
 @cache
 def number_of(kind: str, reduction: str, dtype: torch.dtype) -> int:
     """Kind, reduction and type in one number, for notes."""
+    if dtype not in _DTYPE_NUMBER:
+        raise RequestError(f"tensors of {dtype} cannot be sent here")
     return KINDS.index(kind) << 16 | _REDUCTION_NUMBER[reduction] << 8 | _DTYPE_NUMBER[dtype]
 
 
@@ -157,7 +162,7 @@ def plan(line: str, collective: str, ranks: int, root: int = 0) -> Plan:
     return Plan(schedule)
 
 
-@cache
+@lru_cache(1024)
 def cut(items: int, chunks: int) -> tuple[int, ...]:
     """The sizes of the chunks of a vector, as every schedule cuts it."""
     return tuple((c + 1) * items // chunks - c * items // chunks for c in range(chunks))

@@ -17,7 +17,8 @@ from offbeat.collectives.transport import ARENA, Note, SharedMemory
 from offbeat.schedules.projection import Program
 
 _ROUND_BYTES = 4 * 1024 * 1024  # what a rank reduces is read by the others while it is in the cache
-_KEPT = 256  # kinds of calls of which the bound programs are kept
+_KEPT = 128  # kinds of calls of which the bound programs are kept
+_PLACES = 8  # and in how many places of memory each
 
 
 class _Kind:
@@ -44,9 +45,19 @@ class Executor:
         self._kinds: OrderedDict[tuple[object, ...], _Kind] = OrderedDict()
 
     def run(self, call: Call, patience: Patience) -> None:
-        """The whole of one call. When it returns, the tensors are the caller's again."""
+        """The whole of one call. When it returns, the tensors are the caller's again.
+
+        Whatever interrupts it (Ctrl-C, a lack of descriptors) ends the group: the others may have read half of it.
+        """
+        self.transport.check()
+        try:
+            self._run(call, patience)
+        except BaseException as error:
+            self.transport.give_up(f"{type(error).__name__} in {call}")
+            raise
+
+    def _run(self, call: Call, patience: Patience) -> None:
         transport = self.transport
-        transport.check()
         self.calls += 1
         transport.start(self.calls)
         kind = self._kind(call)
@@ -175,5 +186,7 @@ class Executor:
         if known is None:
             at = dict(enumerate(places))
             known = [Binder(self.transport, kind.program, call, rounds, number, at).bind() for number in range(rounds)]
+            if len(kind.bound) >= _PLACES:
+                kind.bound.clear()
             kind.bound[rounds, places] = known
         return known

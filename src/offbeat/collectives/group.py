@@ -5,6 +5,7 @@ torch's collectives are in `process_group`, on top of this.
 
 from __future__ import annotations
 
+import os
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 _ProcessGroup: Any = dist.ProcessGroup
 _MEASURED_BYTES = 1024 * 1024
+_LEAVE_S = 5.0  # what a call under way is given when its group is destroyed
 
 
 class Group(_ProcessGroup):  # type: ignore[misc] # torch types it by overloads of which we need one
@@ -56,6 +58,7 @@ class Group(_ProcessGroup):  # type: ignore[misc] # torch types it by overloads 
         self._messages = Messages(self._transport)
         self._gpus = Gpus(store, self._transport)
         self._together: list[Work] | None = None
+        self._owner = os.getpid()
 
     # --- what torch asks about a group -----------------------------------------------------------------------------
 
@@ -91,15 +94,21 @@ class Group(_ProcessGroup):  # type: ignore[misc] # torch types it by overloads 
 
     def shutdown(self) -> None:
         """Leave the group: what runs is finished, then everything is let go of."""
-        self._progress.stop(self._transport.timeout_s if self._transport.broken is None else 1.0)
+        if os.getpid() != self._owner:  # a forked child: the threads, and what they hold, stayed with the parent
+            return
+        ended = self._progress.stop(_LEAVE_S)
         self._messages.close()
         self._gpus.close()
-        self._transport.close()
+        self._transport.close()  # a call that is still waited for fails now, and all behind it
+        if not ended:
+            self._progress.stop(1.0)
         self._executor.forget()
         self._placements.close()
 
     def abort(self) -> None:
-        """Leave at once: whoever waits for this rank is told."""
+        """Leave at once: whoever waits here, or for this rank, is told."""
+        if os.getpid() != self._owner:
+            return
         self._messages.close()
         self._gpus.close()
         self._transport.close()
@@ -185,18 +194,21 @@ class Group(_ProcessGroup):  # type: ignore[misc] # torch types it by overloads 
     def _job(
         self,
         call: Call,
-        flats: Sequence[Flat],
+        loads: Sequence[Flat],
+        backs: Sequence[Flat],
         after: Callable[[], object] | None = None,
         *,
         before: Callable[[], object] | None = None,
     ) -> Job:
         def run(patience: Patience) -> None:
+            for flat in loads:
+                flat.load()
             if before is not None:
                 before()
             self._executor.run(call, patience)
             if after is not None:
                 after()
-            for flat in flats:
+            for flat in backs:
                 flat.back()
 
         return run
@@ -211,7 +223,7 @@ class Group(_ProcessGroup):  # type: ignore[misc] # torch types it by overloads 
     def _measure(self, patience: Patience) -> None:
         """Agree on what this host is like: the slowest rank's figures."""
         transport, executor = self._transport, self._executor
-        barrier = self._job(self._call("barrier", plan("direct", "barrier", self._ranks), torch.empty(0), (0,)), [])
+        barrier = self._job(self._call("barrier", plan("direct", "barrier", self._ranks), torch.empty(0), (0,)), [], [])
         barrier(patience)
         start = time.perf_counter()
         for _ in range(10):
@@ -244,13 +256,19 @@ class _All(Work):
         self._works = works
 
     def wait(self, timeout: Any = None) -> bool:
-        for work in self._works:
-            work.wait(timeout)
-        self.finish()
-        return True
+        return all(work.wait(timeout) for work in self._works)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return torch.futures.collect_all([work.get_future() for work in self._works])
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> Any:
+        return next((work.exception() for work in self._works if work.exception() is not None), None)
 
 
 def _join(

@@ -11,6 +11,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import weakref
 from pathlib import Path
 
 import torch
@@ -21,22 +22,50 @@ from offbeat.spec import format_size
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
+)  # fmt: skip
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_MAP_FIXED = 0x10
+_FAILED = ctypes.c_void_p(-1).value
+
+
 class Segment:
-    """A mapped piece of shared memory. It lives as long as anything made from it."""
+    """A mapped piece of shared memory. It lives as long as anything made from it, and keeps no descriptor open.
+
+    (Python's own `mmap` keeps one for each mapping; with a few hundred tensors a process would run out of them.)
+    """
 
     __slots__ = ("address", "map", "size_bytes", "words")
 
     def __init__(self, descriptor: int, size_bytes: int) -> None:
-        self.map = mmap.mmap(descriptor, size_bytes)
+        self.address = _map(None, descriptor, size_bytes, mmap.MAP_SHARED)
         self.size_bytes = size_bytes
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
-        self.words = memoryview(self.map)[: size_bytes // 8 * 8].cast("Q")
+        owner = (ctypes.c_char * size_bytes).from_address(self.address)
+        weakref.finalize(owner, _libc.munmap, self.address, size_bytes).atexit = False
+        self.map = memoryview(owner).cast("B")
+        self.words = self.map[: size_bytes // 8 * 8].cast("Q")
 
     def tensor(self, dtype: torch.dtype, items: int, offset_bytes: int) -> torch.Tensor:
         """A flat view of so many items at a place."""
         if items == 0:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self.map, dtype=dtype, count=items, offset=offset_bytes)
+
+
+def _map(address: int | None, descriptor: int, size_bytes: int, flags: int) -> int:
+    found = _libc.mmap(address, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
+    if found == _FAILED or found is None:
+        number = ctypes.get_errno()
+        raise OffbeatError(f"cannot map {format_size(size_bytes)} of shared memory: {os.strerror(number)}")
+    return int(found)
+
+
+def make_private(address: int, descriptor: int, size_bytes: int) -> None:
+    """From now on this process writes to copies: of memory that it shares with others at this address."""
+    _map(address, descriptor, size_bytes, mmap.MAP_PRIVATE | _MAP_FIXED)
 
 
 def create(size_bytes: int, what: str) -> tuple[Segment, int]:

@@ -29,7 +29,7 @@ def monitored_barrier(
         messages.send(torch.ones(1, dtype=torch.uint8), 0, _TAG)
         answer = torch.zeros(1, dtype=torch.uint8)
         try:
-            messages.receive(Flat(answer, None), 0, _TAG, seconds).wait()
+            messages.receive(Flat(answer), 0, _TAG, seconds).wait()
         except PeerError:
             answer.zero_()
         if not answer.item():
@@ -43,7 +43,7 @@ def monitored_barrier(
     missing = []
     for peer in transport.others:
         try:
-            there = Flat(torch.zeros(1, dtype=torch.uint8), None)
+            there = Flat(torch.zeros(1, dtype=torch.uint8))
             messages.receive(there, peer, _TAG, max(0.0, end - time.monotonic())).wait()
         except PeerError:
             missing.append(peer)

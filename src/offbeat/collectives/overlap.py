@@ -8,6 +8,7 @@ that backward goes on.
 from __future__ import annotations
 
 import atexit
+import os
 import queue
 import threading
 import time
@@ -48,7 +49,7 @@ class Work(dist.Work):
             future = self._future
         self._gate.release()
         if future is not None:
-            future[0].set_result(None)
+            _callbacks.run(lambda: future[0].set_result(None))
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if not self._done:
@@ -97,6 +98,47 @@ class Work(dist.Work):
         return self.source
 
     _source_rank = source_rank
+
+
+class _Callbacks:
+    """Runs what hangs on futures, never on a thread that others wait for: a callback may make calls and wait for them.
+
+    There are as many threads as there are callbacks that wait.
+    """
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._idle = 0
+        self._owner = os.getpid()
+
+    def run(self, callback: Callable[[], None]) -> None:
+        with self._lock:
+            if self._idle == 0:
+                threading.Thread(target=self._loop, name="offbeat callbacks", daemon=True).start()
+            else:
+                self._idle -= 1
+        self._queue.put(callback)
+
+    def _loop(self) -> None:
+        while True:
+            try:
+                callback = self._queue.get(timeout=5.0)
+            except queue.Empty:
+                with self._lock:
+                    if self._idle > 0 and self._queue.empty():
+                        self._idle -= 1
+                        return
+                continue
+            callback()
+            del callback
+            with self._lock:
+                self._idle += 1
+
+
+_callbacks = _Callbacks()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_callbacks.__init__)  # type: ignore[misc] # the threads stayed with the parent
 
 
 class Progress:
@@ -149,13 +191,17 @@ class Progress:
             work.finish(error)
             del item, job, work, error  # nothing of a call is kept while waiting for the next
 
-    def stop(self, timeout_s: float) -> None:
-        """Let the thread finish what it has, and end."""
-        if self._thread is not None and self._thread is not threading.current_thread():
+    def stop(self, timeout_s: float) -> bool:
+        """Let the thread finish what it has, and end; whether it did in time."""
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
             self._queue.put(None)
-            self._thread.join(timeout_s)
+            thread.join(timeout_s)
+            if thread.is_alive():
+                return False
         self._thread = None
         _running.discard(self)
+        return True
 
 
 _running: weakref.WeakSet[Progress] = weakref.WeakSet()

@@ -4,12 +4,13 @@ The storage keeps its identity and all its views (torch moves it: `_share_fd_cpu
 stays what it was for autograd. Whoever holds the *address* of the old memory would be left with nothing, so a storage
 is moved only if nobody can:
 
-- inside a backward pass it is DDP's bucket; only torch's own views lead to it;
-- elsewhere only if this one tensor is all that refers to it (no view, no numpy array, nothing exported), and torch
-  allocated it (not numpy, not a file).
+- it is a bucket that DDP's reducer handed over: only torch's own views lead to it;
+- or this one tensor is all that refers to it (no view, no numpy array, nothing exported), and torch allocated it (not
+  numpy, not a file).
 
 It is moved when it is seen for the second time: what never comes back is staged, which costs two copies. Memory
-for it comes from /dev/shm; where that is too small, it is staged for ever.
+for it comes from /dev/shm; where that is too small, it is staged for ever. A moved storage cannot be resized any more,
+and a forked child sees a copy of it, as of any other.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offbeat.collectives import memory
+from offbeat.collectives.binding import Place
 from offbeat.collectives.transport import BUFFER, FORGET, SharedMemory
 
 SMALLEST_BYTES = 16 * 1024  # below, staging costs less than looking
@@ -33,7 +35,6 @@ _MANY = 512  # storages remembered before the dead among them are looked for
 @dataclass(slots=True)
 class _Seen:
     weak: StorageWeakRef
-    times: int = 0
     number: int | None = None
     address: int = 0
     size_bytes: int = 0
@@ -50,51 +51,69 @@ class Placements:
         self._transport = transport
         self._seen: dict[int, _Seen] = {}  # a weak reference keeps the number from being given again
         self._next = 1
+        transport.on_fork.append(self._make_private)
 
-    def place(self, tensor: Tensor) -> tuple[int, int] | None:
-        """Buffer and bytes into it of a contiguous CPU tensor in shared memory; one that comes back is moved there."""
+    def place(self, tensor: Tensor, *, bucket: bool) -> Place | None:
+        """Where a contiguous CPU tensor lies in shared memory; one that comes back is moved there.
+
+        To be called by whoever runs the group's calls, when it is this tensor's turn: no call of the group is under
+        way on it. `bucket`: DDP's reducer handed it over.
+        """
         self._asked += 1
         if self._asked % _OFTEN == 0:
             self._sweep(0)
         storage = tensor.untyped_storage()
         seen = self._seen.get(storage._cdata)
-        address, size_bytes = storage.data_ptr(), storage.nbytes()
         if seen is None:
-            if self.move and tensor.nbytes >= SMALLEST_BYTES and 2 * tensor.nbytes >= size_bytes:
+            if self.move and tensor.nbytes >= SMALLEST_BYTES and tensor.nbytes == storage.nbytes():
                 self._sweep(_MANY)
-                self._seen[storage._cdata] = _Seen(StorageWeakRef(storage), 1)  # type: ignore[no-untyped-call]
+                self._seen[storage._cdata] = _Seen(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
             return None
         if seen.number is not None:
-            if (address, size_bytes) == (seen.address, seen.size_bytes):
+            if (storage.data_ptr(), storage.nbytes()) == (seen.address, seen.size_bytes):
                 return seen.number, int(tensor.storage_offset()) * tensor.itemsize
             self._forget(seen)
-        seen.times += 1
-        if not self._may_move(storage):
+        if tensor.nbytes != storage.nbytes() or not self._may_move(storage, bucket) or not self._move(storage, seen):
             return None
-        self._sweep(0)
-        self._move(storage, seen)
         assert seen.number is not None
-        return seen.number, int(tensor.storage_offset()) * tensor.itemsize
+        return seen.number, 0
 
-    def _may_move(self, storage: torch.UntypedStorage) -> bool:
+    def _may_move(self, storage: torch.UntypedStorage, bucket: bool) -> bool:
         if storage.is_shared() or not storage.resizable() or storage.is_pinned():
             return False
-        inside_backward = torch._C._current_graph_task_id() >= 0
-        if not inside_backward and torch._C._storage_Use_Count(storage._cdata) != _ALONE:
+        if not bucket and torch._C._storage_Use_Count(storage._cdata) != _ALONE:
             return False
         if memory.free_in_dev_shm() < storage.nbytes() + _SPARE_BYTES:
             self.refused_bytes = max(self.refused_bytes, storage.nbytes())
             return False
         return True
 
-    def _move(self, storage: torch.UntypedStorage, seen: _Seen) -> None:
-        descriptor, size_bytes = storage._share_fd_cpu_()  # the descriptor stays torch's
+    def _move(self, storage: torch.UntypedStorage, seen: _Seen) -> bool:
+        self._sweep(0)
+        try:
+            descriptor, size_bytes = storage._share_fd_cpu_()  # the descriptor stays torch's
+        except RuntimeError:  # too many open files, or others took the last of /dev/shm
+            self.refused_bytes = max(self.refused_bytes, storage.nbytes())
+            self.move = False
+            return False
+        # torch crashes when it resizes a shared storage; that numpy has seen it makes it refuse to.
+        torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
         seen.number, seen.address, seen.size_bytes = self._next, storage.data_ptr(), storage.nbytes()
         self._next += 1
         self.moved += 1
         transport = self._transport
         transport.own.buffers[seen.number] = memory.Segment(descriptor, size_bytes)
         transport.announce(BUFFER, seen.number, size_bytes, descriptor, transport.others)
+        return True
+
+    def _make_private(self) -> None:
+        """In a forked child: what it writes to a moved tensor is its own affair, as with any other tensor."""
+        for seen in self._seen.values():
+            if seen.number is not None:
+                storage = torch.UntypedStorage._new_with_weak_ptr(seen.weak.cdata)
+                if storage is not None and storage.data_ptr() == seen.address:
+                    descriptor, size_bytes = storage._share_fd_cpu_()
+                    memory.make_private(seen.address, descriptor, size_bytes)
 
     def _forget(self, seen: _Seen) -> None:
         if seen.number is not None:

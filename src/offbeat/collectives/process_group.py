@@ -7,6 +7,7 @@ them (`all_gather_single` was `_allgather_base`); both names are kept.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate, pairwise
@@ -22,7 +23,7 @@ from offbeat.collectives.group import Group, now
 from offbeat.collectives.monitored import monitored_barrier
 from offbeat.collectives.overlap import Job, Work
 from offbeat.collectives.sync import Patience
-from offbeat.collectives.tensors import Flat, bytes_of, flat_of
+from offbeat.collectives.tensors import Flat, bytes_of, flat_of, overlap
 from offbeat.errors import RequestError
 
 _RED: Any = dist.ReduceOp.RedOpType
@@ -41,26 +42,31 @@ class OffbeatGroup(Group):
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
         opts = opts or dist.AllreduceOptions()
         since, iteration = now()
+        bucket = iteration >= 0 and _called_by_the_reducer()
         if tensors[0].is_sparse:
             return self._submit(lambda patience: self._sparse(tensors, opts, patience), tensors, opts)
         reduction, factor = _reduction(opts)
-        jobs = [self._all_reduce(tensor, reduction, factor, since, iteration) for tensor in tensors]
-        return self._submit(jobs[0] if len(jobs) == 1 else _one_after_another(jobs), tensors, opts)
+        jobs = [self._all_reduce(tensor, reduction, factor, since, iteration, bucket) for tensor in tensors]
+        return self._submit(_one_after_another(jobs), tensors, opts)
 
-    def _all_reduce(self, tensor: Tensor, reduction: str, factor: float | None, since: int, iteration: int) -> Job:
+    def _all_reduce(
+        self, tensor: Tensor, reduction: str, factor: float | None, since: int, iteration: int, bucket: bool
+    ) -> Job:
         into = check_reduction(reduction, tensor.dtype)
-        place = None
-        if tensor.is_contiguous() and tensor.device.type == "cpu" and factor is None:
-            place = self._placements.place(tensor)
-        flat = None if place and reduction != "mean" else flat_of(tensor)
-        if factor is not None and flat is not None:
-            flat.tensor.mul_(factor)
         items = tensor.numel()
         what = number_of("all_reduce", reduction, tensor.dtype)
+        in_place = factor is None and tensor.device.type == "cpu" and tensor.is_contiguous()
+        flat_of(tensor, written=True)  # refused now, not when others wait for it
 
         def run(patience: Patience) -> None:
             if self._choice.needs_figures():
                 self._measure(patience)
+            place = self._placements.place(tensor, bucket=bucket) if in_place else None
+            flat = None if place and reduction != "mean" else flat_of(tensor)
+            if flat is not None:
+                flat.load()
+                if factor is not None:
+                    flat.tensor.mul_(factor)
             way = self._choice.of(items * tensor.itemsize)
             self._executor.run(
                 Call(
@@ -109,25 +115,26 @@ class OffbeatGroup(Group):
         return self._submit(_one_after_another(jobs), tensors, opts)
 
     def _broadcast(self, tensor: Tensor, root: int) -> Job:
-        flat = bytes_of(tensor)
+        flat = bytes_of(tensor, written=self._rank != root)
         sizes = (flat.tensor.numel(),)
         way = plan("central", "broadcast", self._ranks, root)
         call = self._call("broadcast", way, tensor, sizes, detail=root)
         call.whole, call.items = flat.tensor, sizes[0]
-        return self._job(call, [flat] if self._rank != root else [])
+        return self._job(call, [flat], [flat] if self._rank != root else [])
 
     @or_nccl("reduce")
     def reduce(self, tensors: list[Tensor], opts: Any) -> Work:
-        root, (reduction, _) = opts.rootRank, _reduction(opts)
+        root, (reduction, factor) = opts.rootRank, _reduction(opts)
         jobs = []
         for tensor in tensors:
             into = check_reduction(reduction, tensor.dtype)
-            flat = flat_of(tensor, on_cpu=True)
+            flat = flat_of(tensor, on_cpu=True, apart=factor is not None, written=self._rank == root)
             way = plan("central", "reduce", self._ranks, root)
             call = self._call("reduce", way, tensor, (flat.tensor.numel(),), reduction=reduction, detail=root)
             call.dtype, call.into, call.whole, call.items = tensor.dtype, into, flat.tensor, flat.tensor.numel()
             end = partial(mean_of, flat.tensor, self._ranks) if reduction == "mean" else None
-            jobs.append(self._job(call, [flat], end) if self._rank == root else self._job(call, []))
+            start = None if factor is None else partial(flat.tensor.mul_, factor)
+            jobs.append(self._job(call, [flat], [flat] if self._rank == root else [], end, before=start))
         return self._submit(_one_after_another(jobs), tensors, opts)
 
     @or_nccl("allgather")
@@ -137,12 +144,13 @@ class OffbeatGroup(Group):
 
     @or_nccl("_allgather_base")
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
-        _check_split(output, input, self._ranks, "all_gather_into_tensor")
         return self._submit(self._all_gather_single(output, input), [output], opts)
 
     def _all_gather_single(self, output: Tensor, input: Tensor) -> Job:
-        whole = flat_of(output)
-        gather = self._gather_job("all_gather", input, list(torch.chunk(whole.tensor, self._ranks)), None)
+        _check_split(output, input, self._ranks, "all_gather_into_tensor")
+        whole = flat_of(output, written=True)
+        parts = list(torch.chunk(whole.tensor, self._ranks)) if output.numel() else [whole.tensor] * self._ranks
+        gather = self._gather_job("all_gather", input, parts, None)
 
         def run(patience: Patience) -> None:
             gather(patience)
@@ -177,9 +185,9 @@ class OffbeatGroup(Group):
             raise RequestError(f"{kind}: the input has {got} items, but the output of rank {self._rank} has {own}")
         if any(output.dtype != input.dtype for output in outputs):
             raise RequestError(f"{kind}: the outputs must be {input.dtype} as the input is")
-        mine = bytes_of(input)
         receives = root is None or root == self._rank
-        parts = [bytes_of(output, fill=False) for output in outputs] if receives else []
+        mine = bytes_of(input, apart=receives and any(overlap(input, output) for output in outputs))
+        parts = [bytes_of(output, written=True) for output in outputs] if receives else []
         way = plan("direct", kind.replace("_", "-"), self._ranks, root or 0)
         call = self._call(kind, way, input, tuple(one.numel() * one.itemsize for one in outputs), detail=root or 0)
         call.give = {self._rank: mine.tensor}
@@ -190,7 +198,7 @@ class OffbeatGroup(Group):
             if kept.data_ptr() != mine.tensor.data_ptr():
                 kept.copy_(mine.tensor)
 
-        return self._job(call, parts, keep_mine)
+        return self._job(call, [mine], parts, keep_mine)
 
     @or_nccl("scatter")
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work:
@@ -198,14 +206,15 @@ class OffbeatGroup(Group):
         sends = self._rank == root
         if sends and (len(inputs[0]) != self._ranks or any(one.numel() != output.numel() for one in inputs[0])):
             raise RequestError(f"scatter needs {self._ranks} inputs of {output.numel()} items at its root")
-        mine = bytes_of(output, fill=False)
-        parts = [bytes_of(one).tensor for one in inputs[0]] if sends else []
+        mine = bytes_of(output, written=True)
+        given = [bytes_of(one, apart=overlap(one, output)) for one in inputs[0]] if sends else []
+        parts = [one.tensor for one in given]
         way = plan("direct", "scatter", self._ranks, root)
         call = self._call("scatter", way, output, (mine.tensor.numel(),) * self._ranks, detail=root)
         call.give = dict(enumerate(parts))
         call.take = {self._rank: mine.tensor}
         keep_mine = (lambda: mine.tensor.copy_(parts[root])) if sends else None
-        return self._submit(self._job(call, [mine], keep_mine), outputs, opts)
+        return self._submit(self._job(call, given, [mine], keep_mine), outputs, opts)
 
     @or_nccl("reduce_scatter")
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Work:
@@ -215,18 +224,26 @@ class OffbeatGroup(Group):
 
     @or_nccl("_reduce_scatter_base")
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
-        _check_split(input, output, self._ranks, "reduce_scatter_tensor")
         opts = opts or dist.ReduceScatterOptions()
-        return self._submit(self._reduce_scatter(output, self._pieces(input), opts), [output], opts)
+        return self._submit(self._reduce_scatter_single(output, input, opts), [output], opts)
 
     @or_nccl("reduce_scatter_tensor_coalesced")
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
         opts = opts or dist.ReduceScatterOptions()
-        jobs = [self._reduce_scatter(o, self._pieces(i), opts) for o, i in zip(outputs, inputs, strict=True)]
+        jobs = [self._reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
         return self._submit(_one_after_another(jobs), outputs, opts)
 
-    def _pieces(self, input: Tensor) -> list[Tensor]:
-        return list(torch.chunk(flat_of(input).tensor, self._ranks)) if input.numel() else [input] * self._ranks
+    def _reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> Job:
+        _check_split(input, output, self._ranks, "reduce_scatter_tensor")
+        whole = flat_of(input)
+        parts = list(torch.chunk(whole.tensor, self._ranks)) if input.numel() else [whole.tensor] * self._ranks
+        scatter = self._reduce_scatter(output, parts, opts)
+
+        def run(patience: Patience) -> None:
+            whole.load()
+            scatter(patience)
+
+        return run
 
     def _reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], opts: Any) -> Job:
         reduction, factor = _reduction(opts)
@@ -235,8 +252,9 @@ class OffbeatGroup(Group):
         if any(one.dtype != output.dtype for one in inputs):
             raise RequestError(f"reduce_scatter: the inputs must be {output.dtype} as the output is")
         into = check_reduction(reduction, output.dtype)
-        parts = [flat_of(one, on_cpu=True).tensor for one in inputs]
-        mine = flat_of(output, on_cpu=True, fill=False)
+        given = [flat_of(one, on_cpu=True, apart=factor is not None or overlap(one, output)) for one in inputs]
+        parts = [one.tensor for one in given]
+        mine = flat_of(output, on_cpu=True, written=True)
         way = plan("direct", "reduce-scatter", self._ranks)
         sizes = tuple(one.numel() for one in inputs)
         call = self._call("reduce_scatter", way, output, sizes, reduction=reduction)
@@ -249,27 +267,29 @@ class OffbeatGroup(Group):
 
         def start() -> None:
             if factor is not None:
-                call.give = {rank: part * factor for rank, part in enumerate(parts)}
-            mine.tensor.copy_(call.give[self._rank])
+                for part in parts:
+                    part.mul_(factor)
+            mine.tensor.copy_(parts[self._rank])
 
         end = partial(mean_of, mine.tensor, self._ranks) if reduction == "mean" else None
-        return self._job(call, [mine], end, before=start)
+        return self._job(call, given, [mine], end, before=start)
 
     @or_nccl("alltoall")
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
-        to = [bytes_of(one, fill=False) for one in outputs]
-        job = self._all_to_all(outputs[0], [one.tensor for one in to], [bytes_of(one).tensor for one in inputs], to)
-        return self._submit(job, outputs, opts)
+        to = [bytes_of(one, written=True) for one in outputs]
+        given = [bytes_of(one, apart=any(_shared(one, output) for output in outputs)) for one in inputs]
+        parts = [one.tensor for one in to], [one.tensor for one in given]
+        return self._submit(self._all_to_all(outputs[0], *parts, given, to), outputs, opts)
 
     @or_nccl("alltoall_base")
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
     ) -> Work:
-        to, mine = bytes_of(output, fill=False), bytes_of(input)
+        to, mine = bytes_of(output, written=True), bytes_of(input, apart=_shared(input, output))
         parts = [self._rows(tensor, given, flat) for tensor, given, flat in (
             (output, output_sizes, to.tensor), (input, input_sizes, mine.tensor),
         )]  # fmt: skip
-        return self._submit(self._all_to_all(output, parts[0], parts[1], [to]), [output], opts)
+        return self._submit(self._all_to_all(output, parts[0], parts[1], [mine], [to]), [output], opts)
 
     def _rows(self, tensor: Tensor, sizes: Sequence[int], flat: Tensor) -> list[Tensor]:
         """A flat tensor of bytes cut by numbers of rows, or evenly."""
@@ -283,7 +303,9 @@ class OffbeatGroup(Group):
         ends = list(accumulate((size * row for size in each), initial=0))
         return [flat[start:end] for start, end in pairwise(ends)]
 
-    def _all_to_all(self, like: Tensor, outputs: list[Tensor], inputs: list[Tensor], flats: list[Flat]) -> Job:
+    def _all_to_all(
+        self, like: Tensor, outputs: list[Tensor], inputs: list[Tensor], loads: list[Flat], backs: list[Flat]
+    ) -> Job:
         if len(outputs) != self._ranks or len(inputs) != self._ranks:
             raise RequestError(f"all_to_all needs {self._ranks} outputs and inputs")
         if outputs[self._rank].numel() != inputs[self._rank].numel():
@@ -304,14 +326,13 @@ class OffbeatGroup(Group):
             call = self._call("all_to_all", way, like, tuple(size for row in table for size in row))
             call.give = {self._rank * ranks + to: part for to, part in enumerate(inputs)}
             call.take = {source * ranks + self._rank: part for source, part in enumerate(outputs)}
-            outputs[self._rank].copy_(inputs[self._rank])
-            self._job(call, flats)(patience)
+            self._job(call, loads, backs, lambda: outputs[self._rank].copy_(inputs[self._rank]))(patience)
 
         return run
 
     def barrier(self, opts: Any = None) -> Work:
         call = self._call("barrier", plan("direct", "barrier", self._ranks), torch.empty(0), (0,))
-        return self._submit(self._job(call, []), [], opts or dist.BarrierOptions())
+        return self._submit(self._job(call, [], []), [], opts or dist.BarrierOptions())
 
     @or_nccl("allreduce_coalesced")
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
@@ -334,15 +355,17 @@ class OffbeatGroup(Group):
 
     @or_nccl("send")
     def send(self, tensors: list[Tensor], to: int, tag: int) -> Work:
-        return self._keep(self._messages.send(bytes_of(tensors[0]).tensor, to, tag))
+        flat = bytes_of(tensors[0])
+        flat.load()
+        return self._keep(self._messages.send(flat.tensor, to, tag))
 
     @or_nccl("recv")
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> Work:
-        return self._keep(self._messages.receive(bytes_of(tensors[0], fill=False), source, tag))
+        return self._keep(self._messages.receive(bytes_of(tensors[0], written=True), source, tag))
 
     @or_nccl("recv_anysource")
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Work:
-        return self._keep(self._messages.receive(bytes_of(tensors[0], fill=False), None, tag))
+        return self._keep(self._messages.receive(bytes_of(tensors[0], written=True), None, tag))
 
 
 def _reduction(opts: Any) -> tuple[str, float | None]:
@@ -352,6 +375,22 @@ def _reduction(opts: Any) -> tuple[str, float | None]:
     if name is None:
         raise RequestError(f"the reduction {kind} is not there")
     return name, float(opts.reduceOp.__getstate__()[1]) if kind == _RED.PREMUL_SUM else None
+
+
+def _called_by_the_reducer() -> bool:
+    """Whether a collective was called from C++ in the midst of a backward pass, as DDP's reducer does.
+
+    The frames below are this one, the method, and its decorator; then, for the reducer, whoever started backward.
+    """
+    try:
+        caller = sys._getframe(3)
+    except ValueError:
+        return True
+    return caller.f_code.co_name == "_engine_run_backward"
+
+
+def _shared(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
 def _one_after_another(jobs: Sequence[Job]) -> Job:

@@ -5,41 +5,58 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from offbeat.errors import RequestError
+
 
 class Flat:
     """A flat tensor that is the caller's memory, or, where that is not in one piece, a copy of it.
 
-    `back()` brings a copy's values to the caller's tensor.
+    `load()` brings the caller's values into a copy, `back()` a copy's values to the caller. Both are for when the call
+    is run, not for when it is made: a call before it may still change the tensor.
     """
 
     __slots__ = ("_target", "tensor")
 
-    def __init__(self, tensor: Tensor, target: Tensor | None) -> None:
+    def __init__(self, tensor: Tensor, target: Tensor | None = None) -> None:
         self.tensor = tensor
         self._target = target
 
+    def load(self) -> None:
+        if self._target is not None:
+            self._shaped(self._target).copy_(self._target)
+
     def back(self) -> None:
         if self._target is not None:
-            source = self.tensor if self.tensor.dtype == self._target.dtype else self.tensor.view(self._target.dtype)
-            self._target.copy_(source.view(self._target.shape))
+            self._target.copy_(self._shaped(self._target))
+
+    def _shaped(self, like: Tensor) -> Tensor:
+        typed = self.tensor if self.tensor.dtype == like.dtype else self.tensor.view(like.dtype)
+        return typed.view(like.shape)
 
 
-def flat_of(tensor: Tensor, *, on_cpu: bool = False, fill: bool = True) -> Flat:
-    """Flat, of the same type. A copy has the tensor's values if `fill`; `on_cpu` makes one of a GPU's tensor."""
+def flat_of(tensor: Tensor, *, on_cpu: bool = False, apart: bool = False, written: bool = False) -> Flat:
+    """Flat, of the same type. `on_cpu` makes a copy of a GPU's tensor, `apart` of any.
+
+    A tensor that is to be `written` must have a place for each of its items.
+    """
     tensor = tensor.detach()
-    here = not on_cpu or tensor.device.type == "cpu"
+    if written and any(step == 0 and side > 1 for step, side in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise RequestError("a tensor whose items share their memory (an expanded one) cannot be written to")
+    here = not apart and (not on_cpu or tensor.device.type == "cpu")
     if here and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         # An alias past autograd: the caller may reduce a leaf, or an inference tensor, in place.
         alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return Flat(alias.set_(tensor.untyped_storage(), tensor.storage_offset(), (tensor.numel(),), (1,)), None)
-    copy = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu" if on_cpu else tensor.device)
-    if fill:
-        copy.view(tensor.shape).copy_(tensor)
-    return Flat(copy, tensor)
+        return Flat(alias.set_(tensor.untyped_storage(), tensor.storage_offset(), (tensor.numel(),), (1,)))
+    return Flat(torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu" if on_cpu else tensor.device), tensor)
 
 
-def bytes_of(tensor: Tensor, *, fill: bool = True) -> Flat:
+def bytes_of(tensor: Tensor, *, apart: bool = False, written: bool = False) -> Flat:
     """As bytes, for what is only moved: any type of item will do."""
-    flat = flat_of(tensor, fill=fill)
+    flat = flat_of(tensor, apart=apart, written=written)
     flat.tensor = flat.tensor.view(torch.uint8)
     return flat
+
+
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors may share memory, other than by being the same."""
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata and one.data_ptr() != other.data_ptr()

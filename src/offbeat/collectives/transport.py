@@ -26,7 +26,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -35,7 +35,7 @@ from offbeat.collectives import memory, sync
 from offbeat.collectives.memory import Segment
 from offbeat.collectives.rendezvous import Peer
 from offbeat.collectives.sync import Patience, Word
-from offbeat.errors import PeerError
+from offbeat.errors import OffbeatError, PeerError
 
 _LINE = 8  # words
 MARK, BLAME, LEFT, WAITS_FOR, WAITS_MARK, DONE, ANNOUNCED, BELL = 0, 8, 9, 10, 11, 12, 13, 6 * _LINE
@@ -44,6 +44,7 @@ _PER_RANK = 8 * _LINE
 _NOTE = struct.Struct("<9q")
 _ANNOUNCED = struct.Struct("<BQQ")  # what, number, bytes
 BUFFER, MAILBOX, FORGET = range(3)
+GAVE_UP = 2  # in LEFT
 ARENA = 0  # the number of the buffer that every rank starts with
 PAGE = 4096
 
@@ -103,9 +104,9 @@ class SharedMemory:
         self._deadline = 0.0
         self._awaited = self._call = 0
         self._heard = [0] * self.ranks
+        self.on_fork: list[Callable[[], None]] = []  # what a forked child must do
         self.forgot = False  # memory that programs may still be bound to
         self._hearing = threading.Lock()
-        self._owner = os.getpid()
         _alive.add(self)
 
     # --- marks ---------------------------------------------------------------------------------------------------
@@ -133,6 +134,8 @@ class SharedMemory:
             sync.fence()
 
     def _look_around(self, word: Word, value: int) -> None:
+        if self.broken is not None:  # by another thread: the group was left, or aborted
+            raise self.broken
         self.own.words[WAITS_MARK] = value
         self.own.words[WAITS_FOR] = self._awaited + 1
         # Whoever has finished this call may go; whoever has not is missed, by others if not by this rank.
@@ -191,8 +194,10 @@ class SharedMemory:
                     room = select.poll()
                     room.register(self.sockets[peer], select.POLLOUT)
                     room.poll(50)
-                except OSError:
+                except ConnectionError:  # it has died; whoever waits for it will say so
                     break
+                except OSError as error:
+                    self.fail(f"{self.name(peer)} cannot be sent memory: {error.strerror}", ranks=(peer,))
         sync.fence()
         self.own.words[ANNOUNCED] += 1
 
@@ -217,6 +222,8 @@ class SharedMemory:
                     return
                 what, number, size_bytes = _ANNOUNCED.unpack(message)
                 side = self.sides[rank]
+                if what != FORGET and not descriptors:
+                    raise OffbeatError(f"the memory of {self.name(rank)} did not come: too many open files here?")
                 if what == FORGET:
                     side.buffers.pop(number, None)
                     self.forgot = True
@@ -278,6 +285,8 @@ class SharedMemory:
             how = (
                 f"did not go on, and {self.name(gone[0])} gave up waiting for it{_state_of(self._pids.get(guilty[0]))}"
             )
+        elif any(self.sides[peer].words[LEFT] == GAVE_UP for peer in guilty):
+            how = f"gave up in the middle of a call, for which {self.name(self.rank)} waited"
         elif all(self.sides[peer].words[LEFT] for peer in guilty):
             how = f"left the group, while {self.name(self.rank)} waited for it"
         else:
@@ -291,6 +300,13 @@ class SharedMemory:
         self.broken = PeerError(message, ranks=tuple(self.names[peer] for peer in ranks))
         raise self.broken
 
+    def give_up(self, why: str) -> None:
+        """A call was broken off: what this rank published of it is not to be trusted. The others are told."""
+        if self.broken is None:
+            self.own.words[LEFT] = GAVE_UP
+            self.broken = PeerError(f"a call was broken off ({why})")
+            self.drop()
+
     def check(self) -> None:
         """Raise what broke the group, if anything did."""
         if self.broken is not None:
@@ -298,7 +314,7 @@ class SharedMemory:
 
     def close(self) -> None:
         """Leave. The memory goes when the last rank has gone and the last view of it has."""
-        if os.getpid() == self._owner and self.broken is None:
+        if self.broken is None:
             self.own.words[LEFT] = 1
         self.drop()
         self.broken = self.broken or PeerError("this group was destroyed")
@@ -331,6 +347,8 @@ def _after_fork() -> None:
     for transport in list(_alive):
         transport.drop()
         transport.broken = PeerError("a group of the parent process cannot be used in a forked child")
+        for make_private in transport.on_fork:
+            make_private()
 
 
 if hasattr(os, "register_at_fork"):

@@ -14,7 +14,7 @@ from offbeat.simulate.collective import Model
 from offbeat.simulate.compute import LAWS, Failures, SlowPeriods, parse_law
 from offbeat.simulate.result import Result
 from offbeat.spec import parse_count, parse_rate, parse_seconds, parse_size
-from offbeat.strategy import ALL_REDUCE, family_of
+from offbeat.strategy import ALL_REDUCE, simulated_family_of
 
 
 def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,7 +87,7 @@ def simulate(
     decisions: list[dict[str, object]] | None = None,
 ) -> Result:
     """The strategy on the cluster, by the family that runs it."""
-    if family_of(strategy) != ALL_REDUCE:
+    if simulated_family_of(strategy) != ALL_REDUCE:
         return server.run(
             strategy,
             cluster,

@@ -10,7 +10,7 @@ from offbeat.commands.cluster import add_cluster_arguments, cluster_of, simulate
 from offbeat.simulate.compare import WhatIf, advise, describe, horizon_s, look_at, what_if, why
 from offbeat.simulate.result import Result
 from offbeat.spec import count_of, parse_count
-from offbeat.strategy import ALL_REDUCE, family_of
+from offbeat.strategy import ALL_REDUCE, simulated_family_of
 
 _WIDE = 100
 
@@ -40,7 +40,7 @@ def _default(learners: int) -> list[str]:
 def _run(given: argparse.Namespace) -> None:
     cluster = cluster_of(given)
     names = given.strategies or _default(cluster.learners)
-    families = [family_of(name) for name in names]
+    families = [simulated_family_of(name) for name in names]
     with busy("simulating"):
         machines = look_at(cluster)
         seconds = horizon_s(machines, given.minibatches)

@@ -26,7 +26,7 @@ from offbeat.simulate.collective import bucket_curve
 from offbeat.simulate.compare import why
 from offbeat.simulate.result import Result
 from offbeat.spec import count_of, format_seconds, format_size, parse_count
-from offbeat.strategy import ALL_REDUCE, family_of
+from offbeat.strategy import ALL_REDUCE, simulated_family_of
 from offbeat.trace import RunLog, Span, write_chrome_trace, write_log
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def _whole(text: str) -> int:
 
 def _run(given: argparse.Namespace) -> None:
     cluster = cluster_of(given)
-    reduces = family_of(given.strategy) == ALL_REDUCE
+    reduces = simulated_family_of(given.strategy) == ALL_REDUCE
     if given.curve:
         if not reduces:
             raise RequestError(f"--curve is for an all-reduce like ring; '{given.strategy}' is a server policy")
