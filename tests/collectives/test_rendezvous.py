@@ -19,7 +19,7 @@ TOKEN = bytes(range(16))
 def meet(ranks: int, prepare: Any = None, token_of: Any = lambda rank: TOKEN) -> list[Any]:
     """All ranks meet in threads of this process: what each found, or the error."""
     doors = [rendezvous.Door(ranks) for _ in range(ranks)]
-    cards = [{"door": door.name} for door in doors]
+    cards = [{"door": door.name, "pid": os.getpid()} for door in doors]
     if prepare is not None:
         prepare(doors)
     found: list[Any] = [None] * ranks
@@ -28,7 +28,9 @@ def meet(ranks: int, prepare: Any = None, token_of: Any = lambda rank: TOKEN) ->
         segment, descriptor = memory.create(4096, "a test")
         segment.words[0] = rank + 100
         try:
-            found[rank] = doors[rank].meet(rank, cards, token_of(rank), descriptor, 4096, 2.0)
+            found[rank] = doors[rank].meet(
+                rank, list(range(10, 10 + ranks)), cards, token_of(rank), descriptor, 4096, 2.0
+            )
         except OffbeatError as error:
             found[rank] = error
         finally:
@@ -86,7 +88,7 @@ def test_strangers_are_not_answered_and_do_not_count() -> None:
 
 def test_a_rank_with_another_token_is_not_let_in() -> None:
     found = meet(2, token_of=lambda rank: TOKEN if rank == 0 else bytes(16))
-    assert isinstance(found[0], PeerError) and "rank 1 did not connect in time" in str(found[0])
+    assert isinstance(found[0], PeerError) and "rank 11 cannot be reached: did not connect in time" in str(found[0])
     assert isinstance(found[1], PeerError)
 
 

@@ -47,7 +47,9 @@ def test_a_broken_offbeat_does_not_break_import_torch(tmp_path: Path, broken: tu
     done = python("import torch; print(torch.ones(2).sum().item())", tmp_path / "src")
     assert (done.stdout.strip(), done.stderr) == ("2.0", "")
     one = "store=dist.HashStore(), rank=0, world_size=1"
-    used = python(f"import torch, torch.distributed as dist; dist.init_process_group('offbeat', {one})", tmp_path / "src")
+    used = python(
+        f"import torch, torch.distributed as dist; dist.init_process_group('offbeat', {one})", tmp_path / "src"
+    )
     assert used.returncode == 1 and ("broken" in used.stderr or "SyntaxError" in used.stderr)
 
 

@@ -2,32 +2,56 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from offbeat.collectives import choice, rendezvous
 from offbeat.collectives.counters import Stats
 from offbeat.collectives.options import Options
 from offbeat.collectives.process_group import OffbeatGroup
-from offbeat.errors import RequestError
-from offbeat.strategy import NATIVE
+from offbeat.errors import OffbeatError, RequestError
+from offbeat.strategy import AUTO, NATIVE
 
 
 def create(given: Any, options: Any) -> dist.ProcessGroup:
-    """A group of the ranks that torch names. `options` are `Options`, or a strategy's line, or nothing."""
-    if isinstance(options, str):
-        options = Options(strategy=options)
-    elif options is None:
-        options = Options.of_environment()
-    elif not isinstance(options, Options):
-        raise RequestError(f"pg_options must be offbeat.Options or a strategy's line; got {type(options).__name__}")
+    """A group of the ranks that torch names. `options` are `Options`, or a strategy's line, or nothing.
+
+    Without any, the first group does as the environment says; others do as the first one, but for a strategy that does
+    not fit their number of ranks (a torus of all ranks, in a group of some): that becomes `auto`.
+    """
     rank, ranks = given.group_rank, given.group_size
-    if options.strategy == NATIVE:
-        return _native(given)
     names = list(given.global_ranks_in_group) or list(range(ranks))
-    return OffbeatGroup(given.store, rank, ranks, given.timeout.total_seconds(), options, names)
+    try:
+        chosen = _options(options, ranks)
+    except OffbeatError as error:
+        rendezvous.say_why_not(given.store, rank, str(error).splitlines()[0])
+        raise
+    if chosen.strategy == NATIVE:
+        rendezvous.say_why_not(given.store, rank, f"it uses the strategy '{NATIVE}', and so must all")
+        return _native(given)
+    return OffbeatGroup(given.store, rank, ranks, given.timeout.total_seconds(), chosen, names)
+
+
+def _options(given: Any, ranks: int) -> Options:
+    if isinstance(given, Options):
+        return given
+    if isinstance(given, str):
+        return Options(strategy=given)
+    if given is not None:
+        raise RequestError(f"pg_options must be offbeat.Options or a strategy's line; got {type(given).__name__}")
+    if not dist.is_initialized():
+        return Options.of_environment()
+    first = dist.group.WORLD
+    inherited = first.options if isinstance(first, OffbeatGroup) else Options.of_environment()
+    try:
+        choice.check(inherited.strategy, ranks)
+    except RequestError:
+        return replace(inherited, strategy=AUTO)
+    return inherited
 
 
 def _native(given: Any) -> dist.ProcessGroup:

@@ -48,6 +48,7 @@ class Group(_ProcessGroup):  # type: ignore[misc] # torch types it by overloads 
         self, store: Any, rank: int, ranks: int, timeout_s: float, options: Options, names: Sequence[int]
     ) -> None:
         super().__init__(rank, ranks)
+        self.options = options
         self._rank, self._ranks = rank, ranks
         self._name = self._description = ""
         self._transport, self._choice = _join(store, rank, ranks, timeout_s, options, names)
@@ -289,12 +290,12 @@ def _join(
         except OffbeatError as raised:
             error = raised
             card["error"] = str(raised).splitlines()[0]
-        cards = rendezvous.hand_out_card(store, rank, ranks, card, timeout_s)
+        cards = rendezvous.hand_out_card(store, rank, names, card, timeout_s)
         if error is not None:
             raise error
         rendezvous.check_cards(cards, rank, names)
         token = bytes.fromhex(cards[0]["token"])
-        peers = door.meet(rank, cards, token, descriptor, size_bytes, timeout_s)
+        peers = door.meet(rank, names, cards, token, descriptor, size_bytes, timeout_s)
     finally:
         door.close()
         if descriptor >= 0:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 from torch import Tensor
@@ -33,11 +34,23 @@ RING_BYTES = 1024 * 1024
 _YIELD_S = 0.0005
 
 
+class MessageWork(Work):
+    """The work of a message: its time runs from when somebody waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.waited_since: float | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self.waited_since = self.waited_since or time.monotonic()
+        return super().wait(timeout)
+
+
 @dataclass(slots=True)
 class _Sending:
     header: bytes
     payload: Tensor
-    work: Work
+    work: MessageWork
     done: int = 0  # bytes, the header's included
 
 
@@ -46,8 +59,8 @@ class _Posted:
     flat: Flat
     source: int | None
     tag: int
-    work: Work
-    until: float
+    work: MessageWork
+    timeout_s: float
 
 
 @dataclass(slots=True)
@@ -107,7 +120,7 @@ class Messages:
     def send(self, payload: Tensor, to: int, tag: int) -> Work:
         """Bytes to a rank. The tensor must stay as it is until the work is done."""
         self._transport.check()
-        work = Work(None)
+        work = MessageWork()
         with self._lock:
             if to not in self._out:
                 self._open(to)
@@ -119,10 +132,10 @@ class Messages:
     def receive(self, flat: Flat, source: int | None, tag: int, timeout_s: float | None = None) -> Work:
         """Bytes from a rank, or from any; the work then knows whose."""
         self._transport.check()
-        work = Work(None)
+        work = MessageWork()
         seconds = self._transport.timeout_s if timeout_s is None else timeout_s
         with self._lock:
-            posted = _Posted(flat, source, tag, work, time.monotonic() + seconds)
+            posted = _Posted(flat, source, tag, work, seconds)
             for coming in self._aside:
                 if _fits(posted, coming.source, coming.tag):
                     self._aside.remove(coming)
@@ -324,15 +337,17 @@ class Messages:
         transport, late = self._transport, time.monotonic() - self._transport.timeout_s
         for posted in list(self._posted):
             lost = len(gone) == len(transport.others) if posted.source is None else posted.source in gone
-            if lost or posted.until < time.monotonic():
+            if lost or _is_late(posted.work, posted.timeout_s):
                 self._posted.remove(posted)
                 posted.work.finish(self._error(posted.source, lost))
         for source, coming in list(self._coming.items()):
-            if coming.posted is not None and (source in gone or coming.since < late):
+            if coming.posted is not None and (
+                source in gone or (coming.since < late and _is_late(coming.posted.work, transport.timeout_s))
+            ):
                 del self._coming[source]
                 coming.posted.work.finish(self._error(source, source in gone))
         for to, queue in self._sending.items():
-            if queue and (to in gone or self._since[to] < late):
+            if queue and (to in gone or (self._since[to] < late and _is_late(queue[0].work, transport.timeout_s))):
                 while queue:
                     queue.popleft().work.finish(self._error(to, to in gone))
 
@@ -356,6 +371,10 @@ class Messages:
             posted.work.finish(error)
         self._coming.clear()
         self._posted.clear()
+
+
+def _is_late(work: MessageWork, timeout_s: float) -> bool:
+    return work.waited_since is not None and time.monotonic() - work.waited_since > timeout_s
 
 
 def _fits(posted: _Posted, source: int, tag: int) -> bool:

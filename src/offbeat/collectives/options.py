@@ -34,11 +34,11 @@ class Options:
     def of_environment(cls, environment: Mapping[str, str] | None = None) -> Options:
         """As OFFBEAT_STRATEGY, OFFBEAT_MOVE and OFFBEAT_ARENA say."""
         given = os.environ if environment is None else environment
-        move = given.get(MOVE, "1")
+        move = given.get(MOVE) or "1"
         if move not in ("0", "1"):
             raise RequestError(f"{MOVE} is 0 or 1; got '{move}'")
         return cls(
-            strategy=given.get(STRATEGY, "auto"),
+            strategy=given.get(STRATEGY) or "auto",
             move=move == "1",
-            arena_bytes=grammar.parse_size(given.get(ARENA, "8MiB")),
+            arena_bytes=grammar.parse_size(given.get(ARENA) or "8MiB"),
         )

@@ -390,7 +390,7 @@ def _called_by_the_reducer() -> bool:
 
 
 def _shared(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def _one_after_another(jobs: Sequence[Job]) -> Job:

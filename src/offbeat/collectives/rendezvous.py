@@ -26,6 +26,8 @@ from offbeat.errors import OffbeatError, PeerError
 PROTOCOL = 1
 _HELLO = struct.Struct("<8sII16sQ")  # magic, protocol, rank, token, size of the segment whose descriptor comes along
 _MAGIC = b"offbeat\0"
+_GLANCE_S = 0.2  # between two looks at who is still alive
+_GREETING_S = 1.0  # for whoever connects to say who it is
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
@@ -35,6 +37,7 @@ class Store(Protocol):
     def set(self, key: str, value: str) -> Any: ...
     def get(self, key: str) -> bytes: ...
     def wait(self, keys: list[str], timeout: timedelta) -> Any: ...
+    def add(self, key: str, amount: int) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,24 +61,36 @@ def this_host() -> str:
         return socket.gethostname()
 
 
+def say_why_not(store: Store, rank: int, why: str) -> None:
+    """Tell the others, who wait for this rank's card, that it will not come."""
+    store.set(_key(store, rank), json.dumps({"protocol": PROTOCOL, "error": why}))
+
+
+def _key(store: Store, rank: int) -> str:
+    """Where a rank's card is. A store may serve one group after another, which all ranks count alike."""
+    return f"card/{store.add(f'groups/{rank}', 1)}/{rank}"
+
+
 def hand_out_card(
-    store: Store, rank: int, ranks: int, card: Mapping[str, Any], timeout_s: float
+    store: Store, rank: int, names: Sequence[int], card: Mapping[str, Any], timeout_s: float
 ) -> list[dict[str, Any]]:
     """Everybody's card, in order of rank. A card with an `error` tells the others why a rank cannot come."""
     end = time.monotonic() + timeout_s
-    store.set(f"card/{rank}", json.dumps({"protocol": PROTOCOL, "host": this_host(), **card}))
+    key = _key(store, rank)
+    store.set(key, json.dumps({"protocol": PROTOCOL, "host": this_host(), "pid": os.getpid(), **card}))
     cards = []
-    for peer in range(ranks):
+    for peer, name in enumerate(names):
+        theirs = f"{key.rpartition('/')[0]}/{peer}"
         try:
-            store.wait([f"card/{peer}"], timedelta(seconds=max(0.001, end - time.monotonic())))
-            cards.append(json.loads(store.get(f"card/{peer}")))
+            store.wait([theirs], timedelta(seconds=max(0.001, end - time.monotonic())))
+            cards.append(json.loads(store.get(theirs)))
         except (RuntimeError, ValueError):
-            raise PeerError(f"rank {peer} did not come to the group within {timeout_s:g} s", ranks=(peer,)) from None
-    for peer, theirs in enumerate(cards):
-        if theirs["protocol"] != PROTOCOL:
+            raise PeerError(f"rank {name} did not come to the group within {timeout_s:g} s", ranks=(name,)) from None
+    for name, theirs_card in zip(names, cards, strict=True):
+        if theirs_card["protocol"] != PROTOCOL:
             raise PeerError(
-                f"rank {peer} speaks version {theirs['protocol']} of the protocol, rank {rank} version {PROTOCOL}",
-                ranks=(peer,),
+                f"rank {name} speaks version {theirs_card['protocol']} of the protocol, this rank version {PROTOCOL}",
+                ranks=(name,),
             )
     return cards
 
@@ -87,12 +102,22 @@ class Door:
         self.name = f"offbeat-{secrets.token_hex(16)}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.bind(b"\0" + self.name.encode())
-        self._socket.listen(ranks)
+        self._socket.listen(ranks + 16)
 
     def meet(
-        self, rank: int, cards: list[dict[str, Any]], token: bytes, descriptor: int, size_bytes: int, timeout_s: float
+        self,
+        rank: int,
+        names: Sequence[int],
+        cards: list[dict[str, Any]],
+        token: bytes,
+        descriptor: int,
+        size_bytes: int,
+        timeout_s: float,
     ) -> list[Peer]:
-        """A socket to every other rank, and its segment. Ranks above connect to ranks below."""
+        """A socket to every other rank, and its segment. Ranks above connect to ranks below.
+
+        `PeerError` for a rank that dies on the way, or does not come in time.
+        """
         end = time.monotonic() + timeout_s
         hello = _HELLO.pack(_MAGIC, PROTOCOL, rank, token, size_bytes)
         peers: dict[int, Peer] = {}
@@ -102,29 +127,38 @@ class Door:
                 one = on_failure.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
                 one.settimeout(max(0.001, end - time.monotonic()))
                 try:
-                    one.connect(b"\0" + cards[peer]["door"].encode())
+                    _connect(one, cards[peer]["door"], end)
                     socket.send_fds(one, [hello], [descriptor])
                 except OSError as error:
-                    raise PeerError(f"rank {rank} cannot reach rank {peer}: {error}", ranks=(peer,)) from None
+                    raise _lost(peer, names, cards, str(error)) from None
                 below.append(one)
             while len(peers) < len(cards) - 1 - rank:
                 missing = sorted(set(range(rank + 1, len(cards))) - set(peers))
-                self._socket.settimeout(max(0.001, end - time.monotonic()))
+                self._socket.settimeout(_GLANCE_S)
                 try:
                     one = on_failure.enter_context(self._socket.accept()[0])
                 except TimeoutError:
-                    raise PeerError(f"rank {missing[0]} did not connect in time", ranks=tuple(missing)) from None
-                one.settimeout(max(0.001, end - time.monotonic()))
+                    for peer in missing:
+                        if time.monotonic() > end or _is_dead(cards[peer]["pid"]):
+                            raise _lost(peer, names, cards, "did not connect in time") from None
+                    continue
+                one.settimeout(_GREETING_S)
                 came = _greeted_by(one, token)
                 if came is None or came[0] not in missing:  # a stranger: it is not answered
                     one.close()
                     continue
-                socket.send_fds(one, [hello], [descriptor])
+                on_failure.callback(os.close, came[1])
+                try:
+                    socket.send_fds(one, [hello], [descriptor])
+                except OSError as error:
+                    raise _lost(came[0], names, cards, str(error)) from None
                 peers[came[0]] = _peer(one, cards, *came)
             for peer, one in enumerate(below):
+                one.settimeout(max(0.001, end - time.monotonic()))
                 came = _greeted_by(one, token)
                 if came is None or came[0] != peer:
-                    raise PeerError(f"rank {peer} did not greet rank {rank}", ranks=(peer,))
+                    raise _lost(peer, names, cards, "did not answer")
+                on_failure.callback(os.close, came[1])
                 peers[peer] = _peer(one, cards, *came)
             on_failure.pop_all()
         for met in peers.values():
@@ -133,6 +167,34 @@ class Door:
 
     def close(self) -> None:
         self._socket.close()
+
+
+def _connect(one: socket.socket, door: str, end: float) -> None:
+    while True:
+        try:
+            one.connect(b"\0" + door.encode())
+            return
+        except BlockingIOError:  # there is a queue at the door
+            if time.monotonic() > end:
+                raise TimeoutError("its door is crowded") from None
+            time.sleep(0.01)
+
+
+def _lost(peer: int, names: Sequence[int], cards: list[dict[str, Any]], why: str) -> PeerError:
+    """The error for a rank that cannot be met: it says so if its process has ended."""
+    how = "died" if _is_dead(cards[peer]["pid"]) else f"cannot be reached: {why}"
+    return PeerError(f"rank {names[peer]} {how}, while the group was being made", ranks=(names[peer],))
+
+
+def _is_dead(pid: int) -> bool:
+    """As far as one can see from here."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False
 
 
 def _peer(one: socket.socket, cards: list[dict[str, Any]], rank: int, descriptor: int, size_bytes: int) -> Peer:
@@ -176,7 +238,7 @@ def new_token() -> str:
 def check_cards(cards: list[dict[str, Any]], rank: int, names: Sequence[int]) -> None:
     """`OffbeatError` where a rank cannot come, wants another strategy, or cannot share memory."""
     for peer, card in enumerate(cards):
-        if "error" in card:
+        if "error" in card and peer != rank:
             raise PeerError(f"rank {names[peer]} cannot start: {card['error']}", ranks=(names[peer],))
         for what in ("strategy", "arena"):
             if card[what] != cards[rank][what]:
