@@ -9,6 +9,7 @@ One of the ranks is slow. DDP alone hides which: all of them seem to wait. The b
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 
@@ -33,7 +34,8 @@ def train() -> None:
         inputs = torch.randn(32, 64, generator=generator)
         targets = inputs[:, :10].argmax(1)
         optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(ddp(inputs), targets).backward()
+        loss = torch.nn.functional.cross_entropy(ddp(inputs), targets)
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     stats = offbeat.stats()
     if rank == 0:
@@ -46,7 +48,9 @@ def start_ranks(ranks: int) -> None:
     """What `torchrun --nproc-per-node 2` does, with a rendezvous on loopback."""
     from torch.distributed.run import main
 
-    main(["--nproc-per-node", str(ranks), "--master-addr", "127.0.0.1", "--master-port", "0", __file__])
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    main(["--nproc-per-node", str(ranks), "--master-addr", "127.0.0.1", "--master-port", str(port), __file__])
 
 
 if __name__ == "__main__":

@@ -71,9 +71,9 @@ class Nursery:
 
 
 def _serve() -> None:
-    from collectives import fault_programs, gpu_programs, programs
+    from collectives import fault_programs, gpu_programs, odd_programs, programs
 
-    modules = (programs, fault_programs, gpu_programs)
+    modules = (programs, fault_programs, odd_programs, gpu_programs)
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what ranks print goes to the errors

@@ -19,7 +19,7 @@ TOKEN = bytes(range(16))
 def meet(ranks: int, prepare: Any = None, token_of: Any = lambda rank: TOKEN) -> list[Any]:
     """All ranks meet in threads of this process: what each found, or the error."""
     doors = [rendezvous.Door(ranks) for _ in range(ranks)]
-    cards = [{"door": door.name, "pid": os.getpid()} for door in doors]
+    cards = [{"door": door.name, "pid": os.getpid(), "numbering": ""} for door in doors]
     if prepare is not None:
         prepare(doors)
     found: list[Any] = [None] * ranks

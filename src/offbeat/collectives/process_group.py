@@ -23,7 +23,7 @@ from offbeat.collectives.group import Group, now
 from offbeat.collectives.monitored import monitored_barrier
 from offbeat.collectives.overlap import Job, Work
 from offbeat.collectives.sync import Patience
-from offbeat.collectives.tensors import Flat, bytes_of, flat_of, overlap
+from offbeat.collectives.tensors import Flat, bytes_of, flat_of
 from offbeat.errors import RequestError
 
 _RED: Any = dist.ReduceOp.RedOpType
@@ -186,7 +186,7 @@ class OffbeatGroup(Group):
         if any(output.dtype != input.dtype for output in outputs):
             raise RequestError(f"{kind}: the outputs must be {input.dtype} as the input is")
         receives = root is None or root == self._rank
-        mine = bytes_of(input, apart=receives and any(overlap(input, output) for output in outputs))
+        mine = bytes_of(input, apart=receives and _in_the_way([input], outputs, outputs[self._rank], input))
         parts = [bytes_of(output, written=True) for output in outputs] if receives else []
         way = plan("direct", kind.replace("_", "-"), self._ranks, root or 0)
         call = self._call(kind, way, input, tuple(one.numel() * one.itemsize for one in outputs), detail=root or 0)
@@ -207,7 +207,8 @@ class OffbeatGroup(Group):
         if sends and (len(inputs[0]) != self._ranks or any(one.numel() != output.numel() for one in inputs[0])):
             raise RequestError(f"scatter needs {self._ranks} inputs of {output.numel()} items at its root")
         mine = bytes_of(output, written=True)
-        given = [bytes_of(one, apart=overlap(one, output)) for one in inputs[0]] if sends else []
+        apart = sends and _in_the_way(inputs[0], [output], inputs[0][root], output)
+        given = [bytes_of(one, apart=apart) for one in inputs[0]] if sends else []
         parts = [one.tensor for one in given]
         way = plan("direct", "scatter", self._ranks, root)
         call = self._call("scatter", way, output, (mine.tensor.numel(),) * self._ranks, detail=root)
@@ -252,7 +253,8 @@ class OffbeatGroup(Group):
         if any(one.dtype != output.dtype for one in inputs):
             raise RequestError(f"reduce_scatter: the inputs must be {output.dtype} as the output is")
         into = check_reduction(reduction, output.dtype)
-        given = [flat_of(one, on_cpu=True, apart=factor is not None or overlap(one, output)) for one in inputs]
+        apart = factor is not None or _in_the_way(inputs, [output], inputs[self._rank], output)
+        given = [flat_of(one, on_cpu=True, apart=apart) for one in inputs]
         parts = [one.tensor for one in given]
         mine = flat_of(output, on_cpu=True, written=True)
         way = plan("direct", "reduce-scatter", self._ranks)
@@ -391,6 +393,13 @@ def _called_by_the_reducer() -> bool:
 
 def _shared(one: Tensor, other: Tensor) -> bool:
     return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+
+
+def _in_the_way(inputs: Sequence[Tensor], outputs: Sequence[Tensor], slot: Tensor, own: Tensor) -> bool:
+    """Whether what is written may be read afterwards: tensors share memory, but for this rank's own slot."""
+    if slot.data_ptr() == own.data_ptr():
+        return False
+    return any(_shared(one, other) for one in inputs for other in outputs)
 
 
 def _one_after_another(jobs: Sequence[Job]) -> Job:

@@ -77,7 +77,8 @@ def hand_out_card(
     """Everybody's card, in order of rank. A card with an `error` tells the others why a rank cannot come."""
     end = time.monotonic() + timeout_s
     key = _key(store, rank)
-    store.set(key, json.dumps({"protocol": PROTOCOL, "host": this_host(), "pid": os.getpid(), **card}))
+    mine = {"protocol": PROTOCOL, "host": this_host(), "pid": os.getpid(), "numbering": _numbering(), **card}
+    store.set(key, json.dumps(mine))
     cards = []
     for peer, name in enumerate(names):
         theirs = f"{key.rpartition('/')[0]}/{peer}"
@@ -139,7 +140,7 @@ class Door:
                     one = on_failure.enter_context(self._socket.accept()[0])
                 except TimeoutError:
                     for peer in missing:
-                        if time.monotonic() > end or _is_dead(cards[peer]["pid"]):
+                        if time.monotonic() > end or _is_dead(cards[peer]):
                             raise _lost(peer, names, cards, "did not connect in time") from None
                     continue
                 one.settimeout(_GREETING_S)
@@ -182,19 +183,29 @@ def _connect(one: socket.socket, door: str, end: float) -> None:
 
 def _lost(peer: int, names: Sequence[int], cards: list[dict[str, Any]], why: str) -> PeerError:
     """The error for a rank that cannot be met: it says so if its process has ended."""
-    how = "died" if _is_dead(cards[peer]["pid"]) else f"cannot be reached: {why}"
+    how = "died" if _is_dead(cards[peer]) else f"cannot be reached: {why}"
     return PeerError(f"rank {names[peer]} {how}, while the group was being made", ranks=(names[peer],))
 
 
-def _is_dead(pid: int) -> bool:
-    """As far as one can see from here."""
+def state_of(pid: int) -> str:
+    """The kernel's letter for the state of a process: T stopped, Z dead and not yet buried; '' for none."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
-    return False
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    return text.rpartition(")")[2].split()[0]
+
+
+def _is_dead(card: Mapping[str, Any]) -> bool:
+    """As far as one can see from here: not where processes are numbered otherwise."""
+    return card["numbering"] == _numbering() != "" and state_of(card["pid"]) in ("", "Z", "X")
+
+
+def _numbering() -> str:
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return ""
 
 
 def _peer(one: socket.socket, cards: list[dict[str, Any]], rank: int, descriptor: int, size_bytes: int) -> Peer:

@@ -55,8 +55,3 @@ def bytes_of(tensor: Tensor, *, apart: bool = False, written: bool = False) -> F
     flat = flat_of(tensor, apart=apart, written=written)
     flat.tensor = flat.tensor.view(torch.uint8)
     return flat
-
-
-def overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors may share memory, other than by being the same."""
-    return one.untyped_storage()._cdata == other.untyped_storage()._cdata and one.data_ptr() != other.data_ptr()

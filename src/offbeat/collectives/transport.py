@@ -28,12 +28,11 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from offbeat.collectives import memory, sync
 from offbeat.collectives.memory import Segment
-from offbeat.collectives.rendezvous import Peer
+from offbeat.collectives.rendezvous import Peer, state_of
 from offbeat.collectives.sync import Patience, Word
 from offbeat.errors import OffbeatError, PeerError
 
@@ -332,12 +331,8 @@ def _side(segment: Segment) -> _Side:
 
 
 def _state_of(pid: int | None) -> str:
-    """` (process 17 is stopped)`, where that is so."""
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
-    return f": its process {pid} is stopped" if status in "Tt" else ""
+    """`: its process 17 is stopped`, where that is so."""
+    return f": its process {pid} is stopped" if pid and state_of(pid) in ("T", "t") else ""
 
 
 _alive: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
