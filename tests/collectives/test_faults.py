@@ -79,7 +79,9 @@ def test_a_rank_stopped_elsewhere_is_named_at_the_timeout(nursery: Nursery, case
 
 
 def test_groups_made_and_destroyed_leave_nothing_in_a_living_process(nursery: Nursery) -> None:
-    for found in nursery.values("init_and_destroy", ranks=2, cycles=30, within_s=120):
+    cycles = int(os.environ.get("OFFBEAT_CYCLES", "30"))  # 500 were run, see docs/log.md
+    for found in nursery.values("init_and_destroy", ranks=2, cycles=cycles, within_s=60 + cycles / 2):
+        print(found)
         for what in ("descriptors", "maps", "threads"):
             assert found[what][-1] <= found[what][2], found
         assert found["resident_kb"][-1] < found["resident_kb"][2] + 8_000, found
