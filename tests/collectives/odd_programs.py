@@ -318,3 +318,25 @@ def threads_on_groups(rank: int, ranks: int, store: str) -> int:
     for thread in threads:
         thread.join()
     return len(wrong)
+
+
+def native_group(rank: int, ranks: int, store: str) -> list[float]:
+    """torch's own backend under our name: DDP trains, messages arrive."""
+    dist.init_process_group(
+        "offbeat",
+        store=FileStore(store, ranks),
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=20),
+        pg_options=offbeat.Options(strategy="native"),
+    )
+    tensor = torch.full((3,), float(rank + 1))
+    dist.all_reduce(tensor)
+    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+    ddp(torch.full((2, 4), float(rank))).sum().backward()
+    grad = ddp.module.weight.grad
+    assert grad is not None
+    pair = dist.new_group([0, 1])
+    dist.all_reduce(tensor, group=pair)
+    dist.barrier()
+    return [tensor[0].item(), float(grad[0, 0])]

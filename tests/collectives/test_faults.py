@@ -98,7 +98,7 @@ def test_a_forked_child_does_not_pass_for_its_parent(nursery: Nursery) -> None:
     [
         ("sizes", "all_reduce(sum) of 4 float32"),
         ("types", "all_reduce(sum) of 4 float64"),
-        ("kinds", "broadcast of 16 float32"),
+        ("kinds", "broadcast of 4 float32"),
         ("roots", "with another root"),
         ("schedules", "with another schedule"),
     ],

@@ -100,3 +100,7 @@ def test_calls_may_be_made_as_one(nursery: Nursery) -> None:
 
 def test_threads_may_have_a_group_each(nursery: Nursery) -> None:
     assert nursery.values("threads_on_groups", ranks=2) == [0, 0]
+
+
+def test_native_is_torchs_own_backend(nursery: Nursery) -> None:
+    assert nursery.values("native_group", ranks=2) == [[6.0, 1.0]] * 2

@@ -6,10 +6,13 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from offbeat.collectives.sync import Patience
+from offbeat.collectives.tensors import Flat
 from offbeat.errors import RequestError
 from offbeat.schedules import Schedule, Transfer, build, verify
 from offbeat.schedules.projection import Program, project
@@ -79,8 +82,8 @@ def mean_of(total: Tensor, ranks: int) -> None:
 class Call:
     """One call of a collective on one rank.
 
-    Chunk c has `sizes[c]` items. What this rank starts with in chunk c is `give[c]`, what it ends with goes to
-    `take[c]`, which a reduction starts from; both flat. Where one flat tensor is both, cut as the schedule cuts, it is
+    Chunk c has `sizes[c]` items (bytes, where they are only moved). What this rank starts with in chunk c is
+    `give[c]`, what it ends with goes to `take[c]`, which a reduction starts from; both flat. Where one flat tensor is both, cut as the schedule cuts, it is
     `whole`, and `place` says where it is in shared memory (buffer, bytes), if it is.
     """
 
@@ -166,3 +169,23 @@ def plan(line: str, collective: str, ranks: int, root: int = 0) -> Plan:
 def cut(items: int, chunks: int) -> tuple[int, ...]:
     """The sizes of the chunks of a vector, as every schedule cuts it."""
     return tuple((c + 1) * items // chunks - c * items // chunks for c in range(chunks))
+
+
+class Runner(Protocol):
+    """The seam for collectives: whoever can run a call, over whatever transport. On one host it is the executor."""
+
+    calls: int  # begun so far
+
+    def run(self, call: Call, patience: Patience) -> None:
+        """The whole of one call, in the order of calls; `PeerError` if a rank fails it."""
+
+    def forget(self) -> None:
+        """Let go of memory."""
+
+
+class Post(Protocol):
+    """The seam for messages."""
+
+    def send(self, payload: Tensor, to: int, tag: int) -> Any: ...
+    def receive(self, flat: Flat, source: int | None, tag: int, timeout_s: float | None = None) -> Any: ...
+    def close(self) -> None: ...

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offbeat.collectives import calls, memory, rendezvous
-from offbeat.collectives.calls import Call, check_reduction, cut, number_of, plan
+from offbeat.collectives.calls import Call, Post, Runner, check_reduction, cut, number_of, plan
 from offbeat.collectives.choice import Choice, Figures
 from offbeat.collectives.counters import Arrivals, Stats
 from offbeat.collectives.cuda import Gpus, first_tensor
@@ -27,8 +27,9 @@ from offbeat.collectives.placement import Placements
 from offbeat.collectives.sync import Patience
 from offbeat.collectives.tensors import Flat
 from offbeat.collectives.transport import SharedMemory, control_bytes
-from offbeat.errors import OffbeatError
+from offbeat.errors import OffbeatError, RequestError
 from offbeat.spec import format_size
+from offbeat.strategy import NATIVE
 
 if TYPE_CHECKING:
     from offbeat.collectives.options import Options
@@ -53,10 +54,12 @@ class Group(_ProcessGroup):  # type: ignore[misc] # torch types it by overloads 
         self._name = self._description = ""
         self._transport, self._choice = _join(store, rank, ranks, timeout_s, options, names)
         self._arrivals = Arrivals(rank, self._transport.names)
-        self._executor = Executor(self._transport, lambda call, stamps: self._arrivals.came(call.iteration, stamps))
+        self._executor: Runner = Executor(
+            self._transport, lambda call, stamps: self._arrivals.came(call.iteration, stamps)
+        )
         self._placements = Placements(self._transport, move=options.move)
         self._progress = Progress(f"offbeat rank {rank}", self._transport.patience)
-        self._messages = Messages(self._transport)
+        self._messages: Post = Messages(self._transport)
         self._gpus = Gpus(store, self._transport)
         self._together: list[Work] | None = None
         self._owner = os.getpid()
@@ -142,6 +145,8 @@ class Group(_ProcessGroup):  # type: ignore[misc] # torch types it by overloads 
 
     def use(self, strategy: str) -> None:
         """From the next all-reduce on, on all ranks alike."""
+        if strategy == NATIVE:
+            raise RequestError(f"'{NATIVE}' is another kind of group: choose it when the group is made")
         figures = self._choice.figures
         self._choice = Choice(strategy, self._ranks)
         self._choice.figures = figures
@@ -185,7 +190,7 @@ class Group(_ProcessGroup):  # type: ignore[misc] # torch types it by overloads 
             plan=way,
             dtype=torch.uint8,
             what=number_of(kind, reduction, tensor.dtype),
-            items=sum(sizes),
+            items=sum(sizes) // (1 if reduction else tensor.itemsize),  # what is only moved is cut by bytes
             sizes=sizes,
             reduction=reduction,
             detail=detail,

@@ -55,8 +55,10 @@ class OffbeatGroup(Group):
         into = check_reduction(reduction, tensor.dtype)
         items = tensor.numel()
         what = number_of("all_reduce", reduction, tensor.dtype)
-        in_place = factor is None and tensor.device.type == "cpu" and tensor.is_contiguous()
-        flat_of(tensor, written=True)  # refused now, not when others wait for it
+        in_one_piece = tensor.is_contiguous()
+        in_place = in_one_piece and factor is None and tensor.device.type == "cpu"
+        if not in_one_piece:
+            flat_of(tensor, written=True)  # refused now, not when others wait for it
 
         def run(patience: Patience) -> None:
             if self._choice.needs_figures():
@@ -119,7 +121,7 @@ class OffbeatGroup(Group):
         sizes = (flat.tensor.numel(),)
         way = plan("central", "broadcast", self._ranks, root)
         call = self._call("broadcast", way, tensor, sizes, detail=root)
-        call.whole, call.items = flat.tensor, sizes[0]
+        call.whole = flat.tensor
         return self._job(call, [flat], [flat] if self._rank != root else [])
 
     @or_nccl("reduce")
@@ -131,7 +133,7 @@ class OffbeatGroup(Group):
             flat = flat_of(tensor, on_cpu=True, apart=factor is not None, written=self._rank == root)
             way = plan("central", "reduce", self._ranks, root)
             call = self._call("reduce", way, tensor, (flat.tensor.numel(),), reduction=reduction, detail=root)
-            call.dtype, call.into, call.whole, call.items = tensor.dtype, into, flat.tensor, flat.tensor.numel()
+            call.dtype, call.into, call.whole = tensor.dtype, into, flat.tensor
             end = partial(mean_of, flat.tensor, self._ranks) if reduction == "mean" else None
             start = None if factor is None else partial(flat.tensor.mul_, factor)
             jobs.append(self._job(call, [flat], [flat] if self._rank == root else [], end, before=start))
