@@ -83,8 +83,8 @@ class Call:
     """One call of a collective on one rank.
 
     Chunk c has `sizes[c]` items (bytes, where they are only moved). What this rank starts with in chunk c is
-    `give[c]`, what it ends with goes to `take[c]`, which a reduction starts from; both flat. Where one flat tensor is both, cut as the schedule cuts, it is
-    `whole`, and `place` says where it is in shared memory (buffer, bytes), if it is.
+    `give[c]`, what it ends with goes to `take[c]`, which a reduction starts from; both flat. Where one flat tensor is
+    both, cut as the schedule cuts, it is `whole`, and `place` says where it is in shared memory (buffer, bytes), if so.
     """
 
     kind: str
