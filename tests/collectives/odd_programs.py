@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -340,3 +342,103 @@ def native_group(rank: int, ranks: int, store: str) -> list[float]:
     dist.all_reduce(tensor, group=pair)
     dist.barrier()
     return [tensor[0].item(), float(grad[0, 0])]
+
+
+def sends_that_time_out(rank: int, ranks: int, store: str) -> str:
+    """A large send that nobody receives in time, and another one after it: never half of one and half of the other."""
+    join(rank, ranks, store, timeout_s=1.0)
+    items = 1_000_000
+    try:
+        if rank == 0:
+            with contextlib.suppress(offbeat.errors.PeerError):
+                dist.send(torch.full((items,), 1.0), 1)
+            dist.send(torch.full((items,), 2.0), 1)
+        else:
+            time.sleep(2.0)
+            tensor = torch.zeros(items)
+            dist.recv(tensor, 0)
+            return str([tensor.min().item(), tensor.max().item()])
+    except offbeat.errors.PeerError as error:
+        return str(error)
+    return "sent"
+
+
+def forks_after_leaving(rank: int, ranks: int, store: str) -> float:
+    join(rank, ranks, store)
+    tensor = torch.ones(10_000)
+    for _ in range(3):
+        dist.all_reduce(tensor)
+    assert tensor.untyped_storage().is_shared()
+    dist.destroy_process_group()
+    pid = os.fork()
+    if pid == 0:
+        tensor.fill_(-1)
+        os._exit(0)
+    os.waitpid(pid, 0)
+    return tensor[0].item()
+
+
+def in_inference_mode(rank: int, ranks: int, store: str) -> list[float]:
+    join(rank, ranks, store, timeout_s=5)
+    with torch.inference_mode():
+        got, sent = torch.zeros(4), torch.full((4,), float(rank))
+        receiving = dist.irecv(got, 1 - rank)
+        time.sleep(0.1)
+        dist.send(sent, 1 - rank)
+        assert receiving is not None
+        receiving.wait()
+        strided = torch.full((4, 4), float(rank)).t()
+        parts = [torch.zeros(4), torch.zeros(4)]
+        out = torch.zeros(2)
+        works = [
+            dist.broadcast(strided, 1, async_op=True),
+            dist.all_gather(parts, sent, async_op=True),
+            dist.reduce_scatter_tensor(out, sent, async_op=True),
+            dist.all_reduce(sent, async_op=True),
+        ]
+        dist.broadcast(sent, 0)
+        for work in works:
+            assert work is not None
+            work.wait()
+    return [got[0].item(), strided[0, 0].item(), parts[1][0].item(), out[0].item(), sent[0].item()]
+
+
+def many_moved_tensors_freed(rank: int, ranks: int, store: str) -> float:
+    join(rank, ranks, store, timeout_s=8)
+    tensors = [torch.ones(4096) for _ in range(600)]
+    for _ in range(2):
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+    del tensors, tensor
+    last = torch.ones(4096)
+    for _ in range(140):
+        last.fill_(1)
+        dist.all_reduce(last)
+    return last[0].item()
+
+
+def few_descriptors(rank: int, ranks: int, store: str) -> list[Any]:
+    """With a low limit on open files, tensors are staged before the last descriptor is gone."""
+    group = join(rank, ranks, store, timeout_s=8)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
+    tensors = [torch.ones(4096) for _ in range(150)]
+    for _ in range(3):
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+    assert all((tensor == 8).all() for tensor in tensors)
+    with Path("/proc/self/stat").open():  # there is one left for others
+        return [group.stats().moved < 70, group.stats().notes[0]]
+
+
+def a_send_behind_another(rank: int, ranks: int, store: str) -> str:
+    """The timeout of a send that is waited for runs, though one before it is not."""
+    join(rank, ranks, store, timeout_s=1.0)
+    if rank == 1:
+        time.sleep(2.5)
+        return ""
+    work = dist.isend(torch.ones(1_000_000), 1)
+    try:
+        dist.send(torch.ones(3), 1)
+    except offbeat.errors.PeerError as error:
+        return str(error)
+    return f"sent {work}"

@@ -104,3 +104,32 @@ def test_threads_may_have_a_group_each(nursery: Nursery) -> None:
 
 def test_native_is_torchs_own_backend(nursery: Nursery) -> None:
     assert nursery.values("native_group", ranks=2) == [[6.0, 1.0]] * 2
+
+
+def test_a_send_given_up_half_way_ends_the_group(nursery: Nursery) -> None:
+    first, second = nursery.values("sends_that_time_out", ranks=2)
+    assert "a message to rank 1 was sent only in part" in first
+    assert "rank 0" in second  # told, and given no mixture of two messages
+
+
+def test_a_child_forked_after_the_group_was_left_has_its_own_copy_too(nursery: Nursery) -> None:
+    assert nursery.values("forks_after_leaving", ranks=2) == [8.0, 8.0]
+
+
+def test_inference_mode_is_no_obstacle(nursery: Nursery) -> None:
+    values = nursery.values("in_inference_mode", ranks=2)
+    assert [value[0] for value in values] == [1.0, 0.0]
+    assert [value[1:] for value in values] == [[1.0, 1.0, 1.0, 1.0]] * 2
+
+
+def test_hundreds_of_moved_tensors_may_be_freed_at_once(nursery: Nursery) -> None:
+    assert nursery.values("many_moved_tensors_freed", ranks=2) == [2.0, 2.0]
+
+
+def test_tensors_are_staged_before_descriptors_run_out(nursery: Nursery) -> None:
+    for moved_few, note in nursery.values("few_descriptors", ranks=2):
+        assert moved_few and note.endswith("half of the files a process may open are open")
+
+
+def test_a_send_that_waits_behind_another_has_its_timeout(nursery: Nursery) -> None:
+    assert nursery.values("a_send_behind_another", ranks=2)[0].startswith("rank 1 did nothing within")

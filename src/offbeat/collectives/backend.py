@@ -46,7 +46,12 @@ def _options(given: Any, ranks: int) -> Options:
     if not dist.is_initialized():
         return Options.of_environment()
     first = dist.group.WORLD
-    inherited = first.options if isinstance(first, OffbeatGroup) else Options.of_environment()
+    if isinstance(first, OffbeatGroup):
+        inherited = first.options
+    elif dist.get_backend(first) == "offbeat":
+        return Options(strategy=NATIVE)
+    else:
+        inherited = Options.of_environment()
     try:
         choice.check(inherited.strategy, ranks)
     except RequestError:
@@ -74,8 +79,8 @@ def group_of(group: dist.ProcessGroup | None) -> OffbeatGroup:
     """The group, or the default one; `RequestError` where it is not of this backend."""
     found = group if group is not None else dist.group.WORLD
     if not isinstance(found, OffbeatGroup):
-        what = "there is no process group" if found is None else f"its backend is {dist.get_backend(found)}"
-        raise RequestError(f"this needs a process group of the backend 'offbeat', but {what}")
+        what = "there is none" if found is None else f"this one is {dist.get_backend(found)}'s, or '{NATIVE}'"
+        raise RequestError(f"only a group of the backend 'offbeat' through shared memory can tell; {what}")
     return found
 
 

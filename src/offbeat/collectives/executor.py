@@ -94,6 +94,8 @@ class Executor:
             self.base += 1
             self._start_round(patience)
         for number, one in enumerate(bound):
+            if transport.broken is not None:  # by another thread
+                raise transport.broken
             if number:
                 self._stage_in(one, call)
                 self._start_round(patience)

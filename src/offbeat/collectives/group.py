@@ -22,7 +22,7 @@ from offbeat.collectives.counters import Arrivals, Stats
 from offbeat.collectives.cuda import Gpus, first_tensor
 from offbeat.collectives.executor import Executor
 from offbeat.collectives.messages import Messages
-from offbeat.collectives.overlap import Job, Progress, Work
+from offbeat.collectives.overlap import Job, Progress, Work, at_exit
 from offbeat.collectives.placement import Placements
 from offbeat.collectives.sync import Patience
 from offbeat.collectives.tensors import Flat
@@ -63,6 +63,7 @@ class Group(_ProcessGroup):  # type: ignore[misc] # torch types it by overloads 
         self._gpus = Gpus(store, self._transport)
         self._together: list[Work] | None = None
         self._owner = os.getpid()
+        at_exit(self._give_up_at_exit)
 
     # --- what torch asks about a group -----------------------------------------------------------------------------
 
@@ -119,6 +120,10 @@ class Group(_ProcessGroup):  # type: ignore[misc] # torch types it by overloads 
         self._progress.stop(1.0)
         self._executor.forget()
 
+    def _give_up_at_exit(self) -> None:
+        """What is under way ends at its next step; without anything under way this is an ordinary leave."""
+        self._transport.close()
+
     # --- what a user of this backend can ask and say ------------------------------------------------------------
 
     def stats(self) -> Stats:
@@ -127,7 +132,8 @@ class Group(_ProcessGroup):  # type: ignore[misc] # torch types it by overloads 
         if self._placements.refused_bytes:
             free = format_size(memory.free_in_dev_shm())
             wanted = format_size(self._placements.refused_bytes)
-            notes.append(f"tensors of {wanted} are staged: /dev/shm has only {free} free")
+            why = "half of the files a process may open are open" if memory.descriptors_are_scarce() else ""
+            notes.append(f"tensors of {wanted} are staged: {why or f'/dev/shm has only {free} free'}")
         received, sent = self._transport.counted()
         return Stats(
             rank=self._rank,

@@ -11,6 +11,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import resource
 import weakref
 from pathlib import Path
 
@@ -125,6 +126,12 @@ def free_in_dev_shm() -> int:
     except OSError:
         return 0
     return there.f_bavail * there.f_frsize
+
+
+def descriptors_are_scarce() -> bool:
+    """Whether this process has opened half of the files that it may: each moved tensor takes one while it lives."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return len(os.listdir("/proc/self/fd")) > soft // 2  # noqa: PTH208 - a count, no paths
 
 
 def _read(path: str) -> str:

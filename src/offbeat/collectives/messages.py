@@ -16,17 +16,19 @@ import time
 from collections import defaultdict, deque
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.futures import Future
 
 from offbeat.collectives import memory
 from offbeat.collectives.memory import Segment
-from offbeat.collectives.overlap import Work
+from offbeat.collectives.overlap import Work, at_exit
 from offbeat.collectives.sync import Word, fence
 from offbeat.collectives.tensors import Flat
-from offbeat.collectives.transport import BELL, MAILBOX, PAGE, SharedMemory
-from offbeat.errors import OffbeatError, PeerError
+from offbeat.collectives.transport import BELL, BLAME, MAILBOX, PAGE, SharedMemory
+from offbeat.errors import PeerError
 
 _HEAD, _TAIL = 0, 8  # words of a mailbox: bytes put in, bytes taken out
 _HEADER = struct.Struct("<qq")  # tag, bytes
@@ -44,6 +46,10 @@ class MessageWork(Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         self.waited_since = self.waited_since or time.monotonic()
         return super().wait(timeout)
+
+    def get_future(self) -> Future[Any]:
+        self.waited_since = self.waited_since or time.monotonic()
+        return super().get_future()
 
 
 @dataclass(slots=True)
@@ -116,6 +122,7 @@ class Messages:
         self._thread: threading.Thread | None = None
         self._closed = False
         self._bells = [Word(side.words, BELL, side.segment.address) for side in transport.sides]
+        at_exit(self.close)
 
     def send(self, payload: Tensor, to: int, tag: int) -> Work:
         """Bytes to a rank. The tensor must stay as it is until the work is done."""
@@ -208,13 +215,14 @@ class Messages:
                 if source is not None and self._get(source):
                     moved = True
                     self._bells[source].set(time.monotonic_ns())
-        except OffbeatError as error:
+        except Exception as error:  # whatever it is, nobody must wait for a thread that died of it
+            self._transport.give_up(f"{type(error).__name__} in a message")
             self._fail_all(error)
         return moved
 
     def _put(self, to: int, queue: deque[_Sending]) -> bool:
         ring, moved = self._out[to], False
-        while queue and (free := ring.free()):
+        while queue and not self._closed and (free := ring.free()):
             one = queue[0]
             if one.done == 0:
                 place, _ = ring.at(_HEAD, _HEADER.size)
@@ -239,7 +247,7 @@ class Messages:
     def _get(self, source: int) -> bool:
         ring = self._inbox(source)
         moved = False
-        while ring is not None and (filled := ring.filled()):
+        while ring is not None and not self._closed and (filled := ring.filled()):
             fence()
             coming = self._coming.get(source)
             if coming is None:
@@ -333,7 +341,13 @@ class Messages:
     # --- faults ----------------------------------------------------------------------------------------------------
 
     def _look(self, gone: tuple[int, ...]) -> None:
-        """Fail what waits for a rank that is gone, or has waited too long."""
+        """Fail what waits for a rank that is gone, or has waited too long.
+
+        A message that is given up half-way leaves its other half in the mailbox: with it the group is over.
+        """
+        if self._transport.broken is not None:
+            self._fail_all(self._transport.broken)
+            return
         transport, late = self._transport, time.monotonic() - self._transport.timeout_s
         for posted in list(self._posted):
             lost = len(gone) == len(transport.others) if posted.source is None else posted.source in gone
@@ -346,8 +360,12 @@ class Messages:
             ):
                 del self._coming[source]
                 coming.posted.work.finish(self._error(source, source in gone))
+                transport.give_up(f"a message from {transport.name(source)} came only in part")
         for to, queue in self._sending.items():
-            if queue and (to in gone or (self._since[to] < late and _is_late(queue[0].work, transport.timeout_s))):
+            waited_for = any(_is_late(one.work, transport.timeout_s) for one in queue)
+            if queue and (to in gone or (self._since[to] < late and waited_for)):
+                if queue[0].done:
+                    transport.give_up(f"a message to {transport.name(to)} was sent only in part")
                 while queue:
                     queue.popleft().work.finish(self._error(to, to in gone))
 
@@ -355,12 +373,14 @@ class Messages:
         transport = self._transport
         if peer is None:
             return PeerError("no message came: the other ranks are gone" if lost else "no message came in time")
+        if not transport.own.words[BLAME]:
+            transport.own.words[BLAME] = peer + 1  # whoever misses this rank later knows why
         what = "is gone" if lost else f"did nothing within the group's {transport.timeout_s:g} s"
         me = transport.name(transport.rank)
         return PeerError(f"{transport.name(peer)} {what}, while {me} had a message for it or from it",
                          ranks=(transport.names[peer],))  # fmt: skip
 
-    def _fail_all(self, error: OffbeatError) -> None:
+    def _fail_all(self, error: Exception) -> None:
         for queue in self._sending.values():
             while queue:
                 queue.popleft().work.finish(error)

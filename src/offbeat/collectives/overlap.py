@@ -152,6 +152,7 @@ class Progress:
         self._lock = threading.Lock()  # of the count
         self._turn = threading.Lock()  # held by whoever runs a call
         self._waiting = 0
+        self._stopping = False
         self.background_s = 0.0  # spent in calls that were run beside the caller
 
     def submit(self, job: Job, work: Work, *, background: bool) -> Work:
@@ -195,20 +196,37 @@ class Progress:
         """Let the thread finish what it has, and end; whether it did in time."""
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
-            self._queue.put(None)
+            if not self._stopping:
+                self._stopping = True
+                self._queue.put(None)
             thread.join(timeout_s)
             if thread.is_alive():
                 return False
-        self._thread = None
+        self._thread, self._stopping = None, False
         _running.discard(self)
         return True
 
 
 _running: weakref.WeakSet[Progress] = weakref.WeakSet()
+_closers: list[weakref.WeakMethod[Callable[[], object]]] = []
+
+
+def at_exit(close: Callable[[], object]) -> None:
+    """Have a method called before the interpreter goes, if its object still lives."""
+    _closers[:] = [one for one in _closers if one() is not None]
+    _closers.append(weakref.WeakMethod(close))
 
 
 @atexit.register
 def _stop_all() -> None:
-    """A thread that comes back from torch into an interpreter that is gone would crash the process."""
-    for progress in list(_running):
-        progress.stop(1.0)
+    """A thread that comes back from torch into an interpreter that is gone would crash the process.
+
+    What is under way is given a second; then its group is over, and it ends at its next step.
+    """
+    late = [progress for progress in list(_running) if not progress.stop(1.0)]
+    for one in list(_closers):
+        close = one()
+        if close is not None:
+            close()
+    for progress in late:
+        progress.stop(30.0)

@@ -15,6 +15,7 @@ and a forked child sees a copy of it, as of any other.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,7 @@ SMALLEST_BYTES = 16 * 1024  # below, staging costs less than looking
 _SPARE_BYTES = 16 * 1024 * 1024  # of /dev/shm, left for others
 _ALONE = 2  # references to a storage: its one tensor's, and the one we hold to ask
 _OFTEN = 64  # calls after which the dead are looked for
+_AT_ONCE = 32
 _MANY = 512  # storages remembered before the dead among them are looked for
 
 
@@ -51,7 +53,6 @@ class Placements:
         self._transport = transport
         self._seen: dict[int, _Seen] = {}  # a weak reference keeps the number from being given again
         self._next = 1
-        transport.on_fork.append(self._make_private)
 
     def place(self, tensor: Tensor, *, bucket: bool) -> Place | None:
         """Where a contiguous CPU tensor lies in shared memory; one that comes back is moved there.
@@ -83,7 +84,7 @@ class Placements:
             return False
         if not bucket and torch._C._storage_Use_Count(storage._cdata) != _ALONE:
             return False
-        if memory.free_in_dev_shm() < storage.nbytes() + _SPARE_BYTES:
+        if memory.free_in_dev_shm() < storage.nbytes() + _SPARE_BYTES or memory.descriptors_are_scarce():
             self.refused_bytes = max(self.refused_bytes, storage.nbytes())
             return False
         return True
@@ -96,6 +97,7 @@ class Placements:
             self.refused_bytes = max(self.refused_bytes, storage.nbytes())
             self.move = False
             return False
+        _moved[storage._cdata] = seen.weak
         # torch crashes when it resizes a shared storage; that numpy has seen it makes it refuse to.
         torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
         seen.number, seen.address, seen.size_bytes = self._next, storage.data_ptr(), storage.nbytes()
@@ -105,15 +107,6 @@ class Placements:
         transport.own.buffers[seen.number] = memory.Segment(descriptor, size_bytes)
         transport.announce(BUFFER, seen.number, size_bytes, descriptor, transport.others)
         return True
-
-    def _make_private(self) -> None:
-        """In a forked child: what it writes to a moved tensor is its own affair, as with any other tensor."""
-        for seen in self._seen.values():
-            if seen.number is not None:
-                storage = torch.UntypedStorage._new_with_weak_ptr(seen.weak.cdata)
-                if storage is not None and storage.data_ptr() == seen.address:
-                    descriptor, size_bytes = storage._share_fd_cpu_()
-                    memory.make_private(seen.address, descriptor, size_bytes)
 
     def _forget(self, seen: _Seen) -> None:
         if seen.number is not None:
@@ -125,8 +118,26 @@ class Placements:
     def _sweep(self, many: int) -> None:
         """Forget the storages that are gone."""
         if len(self._seen) > many:
-            for key in [key for key, seen in self._seen.items() if seen.weak.expired()]:  # type: ignore[no-untyped-call]
+            dead = [key for key, seen in self._seen.items() if seen.weak.expired()]  # type: ignore[no-untyped-call]
+            for key in dead[:_AT_ONCE]:  # the others read what they are told when their next call comes
                 self._forget(self._seen.pop(key))
+                _moved.pop(key, None)
 
     def close(self) -> None:
         self._seen.clear()
+
+
+_moved: dict[int, StorageWeakRef] = {}  # by all groups of this process, also those that are gone
+
+
+def _make_private() -> None:
+    """In a forked child: what it writes to a moved tensor is its own affair, as with any other tensor."""
+    for weak in _moved.values():
+        storage = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
+        if storage is not None and storage.is_shared():
+            descriptor, size_bytes = storage._share_fd_cpu_()
+            memory.make_private(storage.data_ptr(), descriptor, size_bytes)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_make_private)

@@ -26,7 +26,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
@@ -103,7 +103,6 @@ class SharedMemory:
         self._deadline = 0.0
         self._awaited = self._call = 0
         self._heard = [0] * self.ranks
-        self.on_fork: list[Callable[[], None]] = []  # what a forked child must do
         self.forgot = False  # memory that programs may still be bound to
         self._hearing = threading.Lock()
         _alive.add(self)
@@ -267,12 +266,13 @@ class SharedMemory:
         """Peers whose process has ended, or that have left the group."""
         watch = select.poll()
         by_number = {}
-        for peer, one in self.sockets.items():
-            if one.fileno() < 0:
-                return ()
-            by_number[one.fileno()] = peer
-            watch.register(one, select.POLLRDHUP)
-        return tuple(sorted(by_number[number] for number, _ in watch.poll(0)))
+        try:
+            for peer, one in self.sockets.items():
+                watch.register(one, select.POLLRDHUP)
+                by_number[one.fileno()] = peer
+        except ValueError:  # this rank itself is leaving, in another thread
+            return ()
+        return tuple(sorted(by_number[number] for number, _ in watch.poll(0) if number in by_number))
 
     def blame(self, gone: Sequence[int]) -> NoReturn:
         """Fail for ranks that are gone: not for those that ended because they saw another one gone."""
@@ -342,8 +342,6 @@ def _after_fork() -> None:
     for transport in list(_alive):
         transport.drop()
         transport.broken = PeerError("a group of the parent process cannot be used in a forked child")
-        for make_private in transport.on_fork:
-            make_private()
 
 
 if hasattr(os, "register_at_fork"):
