@@ -82,8 +82,8 @@ def test_groups_made_and_destroyed_leave_nothing_in_a_living_process(nursery: Nu
     cycles = int(os.environ.get("OFFBEAT_CYCLES", "30"))  # 500 were run, see docs/log.md
     for found in nursery.values("init_and_destroy", ranks=2, cycles=cycles, within_s=60 + cycles / 2):
         print(found)
-        for what in ("descriptors", "maps", "threads"):
-            assert found[what][-1] <= found[what][2], found
+        for what, slack in (("descriptors", 0), ("threads", 0), ("maps", 4)):  # the allocator's own maps come and go
+            assert found[what][-1] <= found[what][2] + slack, found
         assert found["resident_kb"][-1] < found["resident_kb"][2] + 8_000, found
 
 

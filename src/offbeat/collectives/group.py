@@ -53,10 +53,9 @@ class Group(_ProcessGroup):  # type: ignore[misc] # torch types it by overloads 
         self._rank, self._ranks = rank, ranks
         self._name = self._description = ""
         self._transport, self._choice = _join(store, rank, ranks, timeout_s, options, names)
-        self._arrivals = Arrivals(rank, self._transport.names)
-        self._executor: Runner = Executor(
-            self._transport, lambda call, stamps: self._arrivals.came(call.iteration, stamps)
-        )
+        # Nothing below refers back to the group: its memory goes when it goes, and not when Python looks for circles.
+        arrivals = self._arrivals = Arrivals(rank, self._transport.names)
+        self._executor: Runner = Executor(self._transport, lambda call, stamps: arrivals.came(call.iteration, stamps))
         self._placements = Placements(self._transport, move=options.move)
         self._progress = Progress(f"offbeat rank {rank}", self._transport.patience)
         self._messages: Post = Messages(self._transport)

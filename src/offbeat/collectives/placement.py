@@ -125,6 +125,8 @@ class Placements:
 
     def close(self) -> None:
         self._seen.clear()
+        for key in [key for key, weak in _moved.items() if weak.expired()]:  # type: ignore[no-untyped-call]
+            del _moved[key]
 
 
 _moved: dict[int, StorageWeakRef] = {}  # by all groups of this process, also those that are gone
