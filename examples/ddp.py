@@ -35,7 +35,7 @@ def train() -> None:
         targets = inputs[:, :10].argmax(1)
         optimizer.zero_grad()
         loss = torch.nn.functional.cross_entropy(ddp(inputs), targets)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()  # type: ignore[no-untyped-call] # torch's
         optimizer.step()
     stats = offbeat.stats()
     if rank == 0:

@@ -19,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_s
 
 import offbeat
 import offbeat.errors
-from collectives.programs import join
+from collectives.programs import initialise, join
 from offbeat.collectives.backend import group_of
 
 
@@ -236,14 +236,7 @@ def wrong_on_one_rank(rank: int, ranks: int, store: str, what: str) -> None:
     options: Any = "direct"
     if rank == 1:
         options = {"type": 3, "native": offbeat.Options(strategy="native"), "line": "rign"}[what]
-    dist.init_process_group(
-        "offbeat",
-        store=FileStore(store, ranks),
-        rank=rank,
-        world_size=ranks,
-        timeout=timedelta(seconds=8),
-        pg_options=options,
-    )
+    initialise(rank, ranks, store, options, 8)
 
 
 def dies_at_the_door(rank: int, ranks: int, store: str) -> float:
@@ -324,14 +317,7 @@ def threads_on_groups(rank: int, ranks: int, store: str) -> int:
 
 def native_group(rank: int, ranks: int, store: str) -> list[float]:
     """torch's own backend under our name: DDP trains, messages arrive."""
-    dist.init_process_group(
-        "offbeat",
-        store=FileStore(store, ranks),
-        rank=rank,
-        world_size=ranks,
-        timeout=timedelta(seconds=20),
-        pg_options=offbeat.Options(strategy="native"),
-    )
+    initialise(rank, ranks, store, offbeat.Options(strategy="native"), 20)
     tensor = torch.full((3,), float(rank + 1))
     dist.all_reduce(tensor)
     ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
@@ -442,3 +428,22 @@ def a_send_behind_another(rank: int, ranks: int, store: str) -> str:
     except offbeat.errors.PeerError as error:
         return str(error)
     return f"sent {work}"
+
+
+def a_move_that_fails(rank: int, ranks: int, store: str) -> int:
+    """torch cannot move a storage (and leaves a file when it tries): it is tried once, then all are staged."""
+    tried = 0
+
+    def fail(_: Any) -> None:
+        nonlocal tried
+        tried += 1
+        raise RuntimeError("no space left")
+
+    torch.UntypedStorage._share_fd_cpu_ = fail  # type: ignore[method-assign]
+    join(rank, ranks, store)
+    for _ in range(2):
+        tensor = torch.ones(10_000)
+        for turn in range(1, 5):
+            dist.all_reduce(tensor)
+            assert (tensor == ranks**turn).all()
+    return tried

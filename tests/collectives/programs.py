@@ -30,19 +30,21 @@ def join(
     store: str,
     strategy: str = "auto",
     timeout_s: float = 20,
-    backend: str = "offbeat",
     **more: Any,
 ) -> OffbeatGroup:
-    options = offbeat.Options(strategy=strategy, **more) if backend == "offbeat" else None
+    initialise(rank, ranks, store, offbeat.Options(strategy=strategy, **more), timeout_s)
+    return group_of(None)
+
+
+def initialise(rank: int, ranks: int, store: str, options: Any, timeout_s: float) -> None:
     dist.init_process_group(
-        backend,
+        "offbeat",
         store=FileStore(store, ranks),
         rank=rank,
         world_size=ranks,
         timeout=datetime.timedelta(seconds=timeout_s),
         pg_options=options,
     )
-    return group_of(None)
 
 
 def inputs_of(ranks: int, items: int, dtype: torch.dtype, seed: int) -> list[Tensor]:

@@ -133,3 +133,7 @@ def test_tensors_are_staged_before_descriptors_run_out(nursery: Nursery) -> None
 
 def test_a_send_that_waits_behind_another_has_its_timeout(nursery: Nursery) -> None:
     assert nursery.values("a_send_behind_another", ranks=2)[0].startswith("rank 1 did nothing within")
+
+
+def test_a_move_that_failed_is_not_tried_again(nursery: Nursery) -> None:
+    assert nursery.values("a_move_that_fails", ranks=2) == [1, 1]

@@ -142,7 +142,6 @@ def test_a_wait_that_is_left_out_is_noticed() -> None:
             instructions=tuple(i for i in p.instructions if not isinstance(i, Wait)),
             exposed=p.exposed,
             written=p.written,
-            scratches=p.scratches,
             marks=p.marks,
         )
         for p in programs

@@ -87,7 +87,6 @@ class Call:
     both, cut as the schedule cuts, it is `whole`, and `place` says where it is in shared memory (buffer, bytes), if so.
     """
 
-    kind: str
     plan: Plan
     dtype: torch.dtype
     what: int

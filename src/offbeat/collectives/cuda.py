@@ -69,7 +69,7 @@ class Gpus:
             self._pin()
 
     def _pin(self) -> None:
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call] # torch's
         for side in self._transport.sides:
             segment = side.segment
             if int(runtime.cudaHostRegister(segment.address, segment.size_bytes, 0)) == 0:
@@ -77,7 +77,7 @@ class Gpus:
 
     def staged(self, job: Job, device: torch.device) -> Job:
         """A job that starts when the caller's kernels are done, and ends when its own copies are."""
-        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        ready = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch's
         ready.record(torch.cuda.current_stream(device))
 
         def run(patience: Patience) -> None:
@@ -90,7 +90,7 @@ class Gpus:
 
     def close(self) -> None:
         for address in self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call] # torch's
         self._pinned.clear()
         if self._nccl is not None:
             self._nccl.shutdown()

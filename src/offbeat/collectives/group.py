@@ -69,16 +69,16 @@ class Group(_ProcessGroup):  # type: ignore[misc] # torch types it by overloads 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return "offbeat"
 
-    def getGroupName(self) -> str:  # noqa: N802
+    def getGroupName(self) -> str:  # noqa: N802 - torch's name
         return self._name
 
-    def setGroupName(self, name: str) -> None:  # noqa: N802
+    def setGroupName(self, name: str) -> None:  # noqa: N802 - torch's name
         self._name = name
 
-    def getGroupDesc(self) -> str:  # noqa: N802
+    def getGroupDesc(self) -> str:  # noqa: N802 - torch's name
         return self._description
 
-    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802 - torch's name
         self._description = description
 
     def _get_backend(self, device: torch.device) -> Group:
@@ -191,7 +191,6 @@ class Group(_ProcessGroup):  # type: ignore[misc] # torch types it by overloads 
         if len(set(sizes)) > 1:
             detail = detail << 32 | zlib.crc32(repr(sizes).encode())
         return Call(
-            kind=kind,
             plan=way,
             dtype=torch.uint8,
             what=number_of(kind, reduction, tensor.dtype),
@@ -250,7 +249,7 @@ class Group(_ProcessGroup):  # type: ignore[misc] # torch types it by overloads 
         taken = torch.tensor([latency_s, (time.perf_counter() - start) / 3], dtype=torch.float64)
         executor.run(
             Call(
-                kind="all_reduce", plan=plan("direct", "all-reduce", self._ranks), dtype=torch.float64, items=2,
+                plan=plan("direct", "all-reduce", self._ranks), dtype=torch.float64, items=2,
                 what=number_of("all_reduce", "max", torch.float64), sizes=cut(2, self._ranks), reduction="max",
                 into=check_reduction("max", torch.float64), whole=taken, since_ns=now()[0],
             ),

@@ -110,7 +110,6 @@ class _Callbacks:
         self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._idle = 0
-        self._owner = os.getpid()
 
     def run(self, callback: Callable[[], None]) -> None:
         with self._lock:

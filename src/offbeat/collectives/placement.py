@@ -68,7 +68,7 @@ class Placements:
         if seen is None:
             if self.move and tensor.nbytes >= SMALLEST_BYTES and tensor.nbytes == storage.nbytes():
                 self._sweep(_MANY)
-                self._seen[storage._cdata] = _Seen(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
+                self._seen[storage._cdata] = _Seen(StorageWeakRef(storage))  # type: ignore[no-untyped-call] # torch's
             return None
         if seen.number is not None:
             if (storage.data_ptr(), storage.nbytes()) == (seen.address, seen.size_bytes):
@@ -80,7 +80,7 @@ class Placements:
         return seen.number, 0
 
     def _may_move(self, storage: torch.UntypedStorage, bucket: bool) -> bool:
-        if storage.is_shared() or not storage.resizable() or storage.is_pinned():
+        if not self.move or storage.is_shared() or not storage.resizable() or storage.is_pinned():
             return False
         if not bucket and torch._C._storage_Use_Count(storage._cdata) != _ALONE:
             return False
@@ -93,7 +93,7 @@ class Placements:
         self._sweep(0)
         try:
             descriptor, size_bytes = storage._share_fd_cpu_()  # the descriptor stays torch's
-        except RuntimeError:  # too many open files, or others took the last of /dev/shm
+        except RuntimeError:  # others took the last of /dev/shm; not again, since torch leaves a file each time
             self.refused_bytes = max(self.refused_bytes, storage.nbytes())
             self.move = False
             return False
@@ -118,14 +118,14 @@ class Placements:
     def _sweep(self, many: int) -> None:
         """Forget the storages that are gone."""
         if len(self._seen) > many:
-            dead = [key for key, seen in self._seen.items() if seen.weak.expired()]  # type: ignore[no-untyped-call]
+            dead = [key for key, seen in self._seen.items() if seen.weak.expired()]  # type: ignore[no-untyped-call] # torch's
             for key in dead[:_AT_ONCE]:  # the others read what they are told when their next call comes
                 self._forget(self._seen.pop(key))
                 _moved.pop(key, None)
 
     def close(self) -> None:
         self._seen.clear()
-        for key in [key for key, weak in _moved.items() if weak.expired()]:  # type: ignore[no-untyped-call]
+        for key in [key for key, weak in _moved.items() if weak.expired()]:  # type: ignore[no-untyped-call] # torch's
             del _moved[key]
 
 

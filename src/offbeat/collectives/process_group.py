@@ -72,7 +72,7 @@ class OffbeatGroup(Group):
             way = self._choice.of(items * tensor.itemsize)
             self._executor.run(
                 Call(
-                    kind="all_reduce", plan=way, dtype=tensor.dtype, what=what, items=items, reduction=reduction,
+                    plan=way, dtype=tensor.dtype, what=what, items=items, reduction=reduction,
                     sizes=cut(items, way.schedule.chunks), into=into, place=place, since_ns=since, iteration=iteration,
                     whole=None if place or flat is None else flat.tensor,
                 ),

@@ -72,15 +72,14 @@ Instruction = Wait | Read | Put | Mark
 class Program:
     """One rank's part of a schedule.
 
-    `exposed` are the chunks that others read from this rank, `written` those that it writes, `scratches` how
-    many chunks it keeps in scratch at most. `marks` is how far apart the marks of two runs are, the same on all ranks.
+    `exposed` are the chunks that others read from this rank, `written` those that it writes. `marks` is how far
+    apart the marks of two runs are, the same on all ranks.
     """
 
     rank: int
     instructions: tuple[Instruction, ...]
     exposed: tuple[int, ...]
     written: tuple[int, ...]
-    scratches: int
     marks: int
 
     def text(self) -> str:
@@ -98,7 +97,6 @@ def project(schedule: Schedule, rank: int) -> Program:
     written: dict[tuple[int, int], int] = {}  # (rank, chunk) -> the last step so far that wrote it
     seen: dict[int, int] = defaultdict(int)  # peer -> the mark that has been waited for
     program: list[Instruction] = []
-    scratches = 0
 
     def wait(peer: int, mark: int) -> None:
         if seen[peer] < mark:
@@ -124,7 +122,6 @@ def project(schedule: Schedule, rank: int) -> Program:
                 wait_for_readers(chunk, step)
                 program.append(Read(source, chunk, reduce))
         if held:
-            scratches = max(scratches, len(held))
             program.append(Mark(2 * step + 1))
             for put in held:
                 wait_for_readers(put.chunk, step)
@@ -139,6 +136,5 @@ def project(schedule: Schedule, rank: int) -> Program:
         instructions=tuple(program),
         exposed=tuple(sorted(readers)),
         written=tuple(sorted(chunk for target, chunk in written if target == rank)),
-        scratches=scratches,
         marks=2 * len(steps) + 1,
     )
