@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from offbeat.collectives.backend import stats
     from offbeat.collectives.options import Options
+    from offbeat.server.launch import join
 
 __version__ = "0.1.0"
-__all__ = ["Options", "__version__", "stats"]
+__all__ = ["Options", "__version__", "join", "stats"]
 
 
 def __getattr__(name: str) -> Any:
@@ -27,6 +28,10 @@ def __getattr__(name: str) -> Any:
         from offbeat.collectives.options import Options
 
         return Options
+    if name == "join":
+        from offbeat.server.launch import join
+
+        return join
     raise AttributeError(f"module 'offbeat' has no attribute '{name}'")
 
 

@@ -83,6 +83,26 @@ def write_log(path: Path, log: RunLog) -> None:
         raise
 
 
+class LogWriter:
+    """A log that is written while the run goes on; it is under its name when all of it is there."""
+
+    def __init__(self, path: Path, run: Mapping[str, Any]) -> None:
+        self.path = path
+        self._unfinished = path.with_name(path.name + ".unfinished")
+        self._file = self._unfinished.open("w", encoding="utf-8")
+        self._file.write(_line({"kind": "run", "format": FORMAT, **run}))
+
+    def decision(self, record: Mapping[str, Any]) -> None:
+        self._file.write(_line({"kind": "decision", **record}))
+
+    def span(self, span: Span) -> None:
+        self._file.write(_line({"kind": "span", **check_span(span)._asdict()}))
+
+    def close(self) -> None:
+        self._file.close()
+        self._unfinished.replace(self.path)
+
+
 def read_log(path: Path) -> RunLog:
     """Read a log; a `LogError` names the line that is wrong."""
     try:

@@ -82,7 +82,7 @@ class StaleDrop(Policy):
     def on_push(self, event: Pushed) -> tuple[Command, ...]:
         age = self.version - event.version
         if age > self.limit:
-            fate: Command = self.drop(event.ticket, f"{age} versions old, more than {self.limit}")
+            fate: Command = self.drop(event.ticket, f"too old: {age} versions, more than {self.limit}")
         else:
             fate = self.apply((event.ticket,), f"{age} versions old")
         return fate, self.send_again(event.learner, "it has pushed")

@@ -1,0 +1,193 @@
+"""A parameter server on `torch.distributed.rpc`, at its best on one host: what ours is measured against.
+
+    python benchmarks/baselines/rpc_server.py --learners 2 --seconds 5
+
+One process holds the weights, the others push a prepared gradient and get the new weights back, in one call each
+time. Three choices make it fast: one flat tensor; the server adds into the memory the gradient came in, so what it
+returns is a consistent version that nobody writes to again, without a copy; and huge pages for the tensors that
+TensorPipe allocates at every call (7 a second without, 17 with, one run each). TensorPipe itself picks shm + cma.
+Nothing but the last line goes to standard output. Rendezvous is by file, since TCPStore would listen everywhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import queue
+import tempfile
+import threading
+import time
+import warnings
+from multiprocessing.queues import Queue
+from multiprocessing.synchronize import Barrier
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+RATE = 1e-3
+WARM_UP_PUSHES = 10
+PATIENCE_S = 90.0  # beyond the measured seconds; then everything is ended
+
+
+class Report(NamedTuple):
+    """What a learner says at the end; `error` is relative, and only the learner that pushed last has one."""
+
+    pushes: int
+    start_s: float
+    end_s: float
+    error: float | None
+
+
+class Server:
+    """The weights and how many gradients each learner has put into them; a call holds the lock while it adds."""
+
+    def __init__(self, parameters: int, learners: int) -> None:
+        import torch
+
+        self.lock = threading.Lock()
+        self.weights = torch.zeros(parameters)
+        self.counts = [0] * learners
+
+    def push(self, learner: int, gradient: torch.Tensor) -> tuple[tuple[int, ...], torch.Tensor]:
+        import torch
+
+        with self.lock:
+            self.weights = torch.add(self.weights, gradient, alpha=-RATE, out=gradient)
+            self.counts[learner] += 1
+            return tuple(self.counts), self.weights
+
+
+SERVER: list[Server] = []  # an rpc call reaches a function by its name, so the server's process keeps its one here
+
+
+def push(learner: int, gradient: torch.Tensor) -> tuple[tuple[int, ...], torch.Tensor]:
+    return SERVER[0].push(learner, gradient)
+
+
+def read() -> tuple[tuple[int, ...], torch.Tensor]:
+    return tuple(SERVER[0].counts), SERVER[0].weights
+
+
+def prepare(learner: int, parameters: int) -> torch.Tensor:
+    """A learner's gradient: random, its own, and the same for whoever asks."""
+    import torch
+
+    return torch.randn(parameters, generator=torch.Generator().manual_seed(learner))
+
+
+def learn(learner: int, options: argparse.Namespace, barrier: Barrier) -> Report:
+    import torch
+    from torch.distributed import rpc
+
+    gradient = prepare(learner, options.parameters)
+    for _ in range(WARM_UP_PUSHES):
+        counts, weights = rpc.rpc_sync("server", push, (learner, gradient))
+    barrier.wait(PATIENCE_S)
+    pushes, start_s = 0, time.monotonic()
+    while time.monotonic() - start_s < options.seconds:
+        counts, weights = rpc.rpc_sync("server", push, (learner, gradient))
+        pushes += 1
+    end_s = time.monotonic()
+    barrier.wait(PATIENCE_S)
+    if counts[learner] != pushes + WARM_UP_PUSHES:
+        raise AssertionError(f"learner {learner} pushed {pushes + WARM_UP_PUSHES} times, the server saw {counts}")
+    last_counts, last_weights = rpc.rpc_sync("server", read)
+    if counts != last_counts:
+        return Report(pushes, start_s, end_s, None)
+    if not weights.equal(last_weights):
+        raise AssertionError("the weights that the last push brought back are not the server's")
+    expected = torch.zeros(options.parameters)
+    for other, count in enumerate(counts):
+        expected -= prepare(other, options.parameters) * (RATE * count)
+    return Report(pushes, start_s, end_s, float((weights - expected).norm() / expected.norm()))
+
+
+def work(rank: int, options: argparse.Namespace, store: str, barrier: Barrier, reports: Queue[Report]) -> None:
+    """One process: rank 0 is the server, which only answers; rank i + 1 is learner i."""
+    warnings.simplefilter("ignore")  # init_rpc warns about its own use of an old call
+    import torch
+    from torch.distributed import rpc
+
+    torch.set_num_threads(options.threads)
+    if rank == 0:
+        SERVER.append(Server(options.parameters, options.learners))
+    backend = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store}", rpc_timeout=PATIENCE_S)
+    name = "server" if rank == 0 else f"learner{rank - 1}"
+    world = options.learners + 1
+    # torch gives init_rpc no types
+    rpc.init_rpc(name, rank=rank, world_size=world, rpc_backend_options=backend)  # type: ignore[no-untyped-call]
+    if rank > 0:
+        reports.put(learn(rank - 1, options, barrier))
+    rpc.shutdown()
+
+
+def measure(options: argparse.Namespace) -> list[Report]:
+    """Run all processes; none is left when this returns or raises."""
+    os.environ.update(TP_SOCKET_IFNAME="lo", GLOO_SOCKET_IFNAME="lo", THP_MEM_ALLOC_ENABLE="1")
+    context = multiprocessing.get_context("spawn")
+    barrier, reports = context.Barrier(options.learners), context.Queue()
+    deadline_s = time.monotonic() + options.seconds + PATIENCE_S
+    with tempfile.TemporaryDirectory() as folder:
+        store = f"{folder}/store"
+        processes = [
+            context.Process(target=work, args=(rank, options, store, barrier, reports), daemon=True)
+            for rank in range(options.learners + 1)
+        ]
+        try:
+            for process in processes:
+                process.start()
+            found: list[Report] = []
+            while len(found) < options.learners:
+                if time.monotonic() > deadline_s:
+                    raise TimeoutError(f"{options.learners - len(found)} learners have not ended in time")
+                if any(process.exitcode for process in processes):
+                    raise RuntimeError("a process failed; its error is above")
+                try:
+                    found.append(reports.get(timeout=0.2))
+                except queue.Empty:
+                    continue
+            for process in processes:
+                process.join(max(0.0, deadline_s - time.monotonic()))
+            return found
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Pushes per second of a parameter server on torch.distributed.rpc.")
+    parser.add_argument("--learners", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--parameters", type=int, default=25_600_000)
+    parser.add_argument("--threads", type=int, default=1, help="torch threads per process")
+    options = parser.parse_args()
+    if options.learners < 1 or options.parameters < 1 or options.threads < 1 or options.seconds <= 0:
+        parser.error("every option must be more than 0")
+    found = measure(options)
+    errors = [report.error for report in found if report.error is not None]
+    if not errors or not max(errors) < 1e-3:
+        raise AssertionError(f"the weights should be initial - rate * sum of gradients; relative errors: {errors}")
+    import torch
+
+    pushes = sum(report.pushes for report in found)
+    seconds = max(report.end_s for report in found) - min(report.start_s for report in found)
+    result = {
+        "system": "rpc",
+        "learners": options.learners,
+        "parameters": options.parameters,
+        "pushes": pushes,
+        "seconds": round(seconds, 3),
+        "per_s": round(pushes / seconds, 2),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

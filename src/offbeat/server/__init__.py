@@ -1,0 +1,1 @@
+"""The parameter server: coordinator, shards, learners, and the memory they share."""

@@ -1,0 +1,278 @@
+"""The memory that all processes of a run share: weights in several buffers, slots for gradients, words.
+
+It is one sealed memfd, made when the first learner has said how large its model is, and kept by the supervisor: it
+outlives every other process, and goes with the last. Who may write what: a server its own shard of a target buffer and
+of its state, a learner its own slot, the coordinator the words that learners look at, servers and learners their own.
+
+This is the data plane for one host. Learner and shard reach it only through the few methods here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from offbeat.collectives import memory
+from offbeat.collectives.sync import Word
+from offbeat.server import optimizers
+from offbeat.server.session import Setting
+from offbeat.server.table import DTYPES, Parts, Table
+from offbeat.server.wire import Job
+
+_PAGE = 4096
+_CHUNK = 256 * 1024  # items worked on at a time: what is computed stays in the cache
+_LEARNER_WORDS = 8  # a cache line each
+_CANCEL, _FENCE, _BEAT = 0, 1, 2
+
+
+class Layout:
+    """Where everything lies, in bytes: a function of the table and of the setting alone."""
+
+    def __init__(self, table: Table, setting: Setting) -> None:
+        self.table, self.setting = table, setting
+        self.item = DTYPES[table.dtype].itemsize
+        words = 8 * _LEARNER_WORDS * (1 + setting.shards + setting.learners + setting.shards)
+        self._end = 0
+        self.words = self._take(words)
+        self.extra = self._take(table.extra * self.item)
+        self.weights = [self._take(table.items * self.item) for _ in range(setting.buffers)]
+        self.slots = [self._take(table.items * DTYPES[table.gradients].itemsize) for _ in range(setting.slots)]
+        self.states = [{name: self._take(table.items * self.item) for name in table.states} for _ in range(2)]
+        self.steps = [[self._take(8 * len(table.sizes)) for _ in range(2)] for _ in range(setting.shards)]
+        self.size_bytes = self._end
+
+    def _take(self, size_bytes: int) -> int:
+        start = self._end
+        self._end += -(-size_bytes // _PAGE) * _PAGE
+        return start
+
+
+class Arena:
+    """A mapped arena; see the module's text."""
+
+    def __init__(self, segment: memory.Segment, table: Table, setting: Setting) -> None:
+        layout = Layout(table, setting)
+        self.table, self.setting = table, setting
+        dtype, travels = DTYPES[table.dtype], DTYPES[table.gradients]
+        self.weights = [segment.tensor(dtype, table.items, at) for at in layout.weights]
+        self.slots = [segment.tensor(travels, table.items, at) for at in layout.slots]
+        self.states = [
+            {name: segment.tensor(dtype, table.items, at) for name, at in states.items()} for states in layout.states
+        ]
+        self.steps = [[segment.tensor(torch.int64, len(table.sizes), at) for at in pair] for pair in layout.steps]
+        self.extra = segment.tensor(dtype, table.extra, layout.extra)
+        self.offsets = table.offsets()
+        self.segment = segment
+        self._learners = 1 + setting.shards
+        self._servers = self._learners + setting.learners
+
+    def _word(self, line: int, word: int) -> Word:
+        return Word(self.segment.words, line * _LEARNER_WORDS + word, self.segment.address)
+
+    # --- words -------------------------------------------------------------------------------------------------------
+
+    def committed(self, lane: int) -> tuple[Word, Word]:
+        """Version and buffer of a lane: for whoever looks from outside."""
+        return self._word(1 + lane, 0), self._word(1 + lane, 1)
+
+    def cancel_word(self, learner: int) -> Word:
+        """Minibatches up to this one (`stamp`) are cancelled."""
+        return self._word(self._learners + learner, _CANCEL)
+
+    def fence_word(self, learner: int) -> Word:
+        """Incarnations up to this one are given up."""
+        return self._word(self._learners + learner, _FENCE)
+
+    def beat_word(self, learner: int) -> Word:
+        """Changes as long as the learner lives."""
+        return self._word(self._learners + learner, _BEAT)
+
+    def shard_word(self, shard: int) -> Word:
+        """The last job that was finished, and the version that it made: one word, so that they change together."""
+        return self._word(self._servers + shard, 0)
+
+    def quiet_word(self) -> Word:
+        """1 when no learner is here and no update is under way: the weights are the last ones."""
+        return self._word(0, 0)
+
+    # --- the learner's side ------------------------------------------------------------------------------------------
+
+    def fill(self, slot: int, index: int, gradient: Tensor) -> None:
+        """A parameter's gradient, into its place."""
+        start = self.offsets[index]
+        self.slots[slot][start : start + self.table.sizes[index]].view(gradient.shape).copy_(gradient)
+
+    def clear(self, slot: int, indices: Iterable[int]) -> None:
+        """Nothing, for parameters that have no gradient."""
+        for index in indices:
+            start = self.offsets[index]
+            self.slots[slot][start : start + self.table.sizes[index]].zero_()
+
+    def is_finite(self, slot: int) -> bool:
+        """Whether the squared norm of what is in the slot is a number: not with nan, inf or 1e30 in it."""
+        vector = self.slots[slot]
+        if vector.dtype.itemsize < 4:
+            starts = range(0, vector.numel(), _CHUNK)
+            return all(bool(torch.isfinite(vector[at : at + _CHUNK].float().square().sum())) for at in starts)
+        return bool(torch.isfinite(torch.dot(vector, vector)))
+
+    def seed(self, parts: Parts) -> None:
+        """The initial weights, into buffer 0."""
+        with torch.no_grad():
+            self._walk(self.weights[0], parts.trained, into_vector=True)
+            self._walk(self.extra, parts.extra, into_vector=True)
+
+    def fetch(self, parts: Parts, pieces: Sequence[tuple[int, int]], *, extra: bool) -> None:
+        """The weights, into the model."""
+        with torch.no_grad():
+            if len({buffer for buffer, _ in pieces}) == 1:
+                self._walk(self.weights[pieces[0][0]], parts.trained, into_vector=False)
+            else:
+                self._walk(self.gather(pieces), parts.trained, into_vector=False)
+            if extra:
+                self._walk(self.extra, parts.extra, into_vector=False)
+
+    def gather(self, pieces: Sequence[tuple[int, int]], out: Tensor | None = None) -> Tensor:
+        """The weights as one vector, each shard's from its own buffer."""
+        vector = torch.empty_like(self.weights[0]) if out is None else out
+        for lane, (buffer, _) in enumerate(pieces):
+            start, end = self.table.shard(lane, len(pieces))
+            vector[start:end] = self.weights[buffer][start:end]
+        return vector
+
+    def _walk(self, vector: Tensor, tensors: Sequence[Tensor], *, into_vector: bool) -> None:
+        start = 0
+        for tensor in tensors:
+            piece = vector[start : start + tensor.numel()].view(tensor.shape)
+            start += tensor.numel()
+            if into_vector:
+                piece.copy_(tensor.detach())
+            else:
+                tensor.detach().copy_(piece)
+
+
+def stamp(incarnation: int, seq: int) -> int:
+    """A minibatch as one number: a later one of a learner is larger, whatever its incarnation."""
+    return incarnation << 40 | seq
+
+
+class ShardMemory:
+    """One shard of an arena, as `shard.Shard` works on it."""
+
+    def __init__(self, arena: Arena, shard: int) -> None:
+        self.arena, self.shard = arena, shard
+        self.table = arena.table
+        self.start, self.end = self.table.shard(shard, arena.setting.shards)
+        self._word = arena.shard_word(shard)
+        dtype = DTYPES[self.table.dtype]
+        self._mean, self._scratch, self._wide = (torch.empty(_CHUNK, dtype=dtype) for _ in range(3))
+
+    @property
+    def finished(self) -> int:
+        return self._word.get() >> 32
+
+    @property
+    def version(self) -> int:
+        return self._word.get() & 0xFFFFFFFF
+
+    def finish(self, number: int, version: int) -> None:
+        self._word.set(number << 32 | version)
+
+    def apply(self, job: Job) -> None:
+        """See `shard.Memory`. The state goes from one copy to the other, by odd and even versions."""
+        arena, old, new = self.arena, (job.version + 1) % 2, job.version % 2
+        steps, new_steps = arena.steps[self.shard][old], arena.steps[self.shard][new]
+        new_steps.copy_(steps).add_(1)
+        for index in job.skip:
+            new_steps[index] = steps[index]
+        source, target = arena.weights[job.source], arena.weights[job.target]
+        before, after = arena.states[old], arena.states[new]
+        for start, end, group, step in self._runs(new_steps, job.skip):
+            for first in range(start, end, _CHUNK):
+                part = slice(first, min(end, first + _CHUNK))
+                states = {name: vector[part] for name, vector in before.items()}
+                new_states = {name: vector[part] for name, vector in after.items()}
+                if step == 0:  # without a gradient: as it was
+                    target[part] = source[part]
+                    for name, vector in states.items():
+                        new_states[name].copy_(vector)
+                    continue
+                optimizers.update(
+                    self.table.rule,
+                    job.hyper[group],
+                    step,
+                    source[part],
+                    self._gradient(job, part, source),
+                    target[part],
+                    states,
+                    new_states,
+                    self._scratch,
+                )
+
+    def _runs(self, steps: Tensor, skip: Sequence[int]) -> list[tuple[int, int, int, int]]:
+        """Stretches of this shard that are updated alike: (start, end, group, step), step 0 for what is skipped."""
+        runs: list[tuple[int, int, int, int]] = []
+        absent = set(skip)
+        table = self.table
+        for index, (offset, size, step) in enumerate(zip(self.arena.offsets, table.sizes, steps.tolist(), strict=True)):
+            start, end = max(offset, self.start), min(offset + size, self.end)
+            if start >= end:
+                continue
+            kind = (table.groups[index], 0 if index in absent else step)
+            if runs and runs[-1][2:] == kind and runs[-1][1] == start:
+                runs[-1] = (runs[-1][0], end, *kind)
+            else:
+                runs.append((start, end, *kind))
+        return runs
+
+    def _gradient(self, job: Job, part: slice, source: Tensor) -> Tensor:
+        """(1/n) * sum(scale * gradient) of a part, compensated and clipped as the job says."""
+        count = part.stop - part.start
+        mean, wide = self._mean[:count], self._wide[:count]
+        slots, scales = job.slots, job.scales
+        plain = job.compensation == 0 and job.clip == 1.0
+        first = self.arena.slots[slots[0]][part]
+        if plain and len(slots) == 1 and scales[0] == 1.0 and first.dtype == mean.dtype:
+            return first
+        for number, (slot, scale) in enumerate(zip(slots, scales, strict=True)):
+            one = self.arena.slots[slot][part]
+            if one.dtype != mean.dtype:
+                one = wide.copy_(one)
+            if job.compensation:
+                one = self._compensated(one, source[part], self.arena.weights[job.reads[number]][part], job)
+            if number == 0:
+                torch.mul(one, scale, out=mean)
+            else:
+                mean.add_(one, alpha=scale)
+        if len(slots) > 1:
+            mean.div_(len(slots))
+        return mean if job.clip == 1.0 else mean.mul_(job.clip)
+
+    def _compensated(self, gradient: Tensor, now: Tensor, read: Tensor, job: Job) -> Tensor:
+        """g + L g g (w_now - w_read)."""
+        moved = torch.sub(now, read, out=self._scratch[: now.numel()])
+        moved.mul_(gradient).mul_(gradient).mul_(job.compensation).add_(gradient)
+        return self._wide[: now.numel()].copy_(moved)
+
+    def norm(self, job: Job) -> tuple[float, ...]:
+        """See `shard.Memory`: a sum for each block, the same however the blocks are cut into shards."""
+        source = self.arena.weights[job.source]
+        return self._by_block(lambda part: self._gradient(job, part, source))
+
+    def drift(self, job: Job) -> tuple[float, ...]:
+        source, read = self.arena.weights[job.source], self.arena.weights[job.reads[0]]
+        return self._by_block(
+            lambda part: torch.sub(source[part], read[part], out=self._mean[: part.stop - part.start])
+        )
+
+    def _by_block(self, vector: Callable[[slice], Tensor]) -> tuple[float, ...]:
+        sums = []
+        for start in range(self.start, self.end, self.table.block):
+            end, total = min(self.end, start + self.table.block), 0.0
+            for first in range(start, end, _CHUNK):
+                piece = vector(slice(first, min(end, first + _CHUNK))).double()
+                total += float(torch.dot(piece, piece))
+            sums.append(total)
+        return tuple(sums)

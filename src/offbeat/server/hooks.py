@@ -1,0 +1,372 @@
+"""The model's side of a learner: gradients leave layer by layer, and a minibatch can be cancelled in its midst.
+
+Laws:
+- Between `begin` and `finish` or `abandon` the hooks are armed; at any other time they do nothing, so that evaluation
+  and backwards of the user's own are left alone.
+- After `finish`, what was filled equals the gradients as they are now, whatever was done to them since backward.
+- After `abandon`, parameters, gradients and buffers are as before `begin`. What a model keeps elsewhere (attributes
+  that are no buffers, the state of random generators) is not put back.
+- What torch.compile traces sees hooks that do nothing: they neither break its graph nor make it compile again.
+
+This file knows nothing of servers, policies or memory: it calls `fill` and asks `cancelled`. On a GPU it does so from
+autograd's own thread for that device; autograd carries `Cancelled` from there to the caller of backward, as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from offbeat.errors import RequestError
+
+LOOKS = 16  # elements of a gradient that are looked at again in `finish`
+NAMED = 3  # names in a note, before "and 9 more"
+
+COMPILED = "compiled"
+SCRIPTED = "a ScriptModule"
+
+# Modules that hold others and are never called themselves.
+HOLDERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+class Cancelled(BaseException):
+    """Raised inside forward or backward of a minibatch that is not wanted any more.
+
+    No `Exception`: code that forgives errors in a forward must not forgive this one.
+    """
+
+
+class Mark(NamedTuple):
+    """A gradient as it was when it was filled. It is held, so that no other can come to lie at its address."""
+
+    gradient: Tensor
+    version: int
+    address: int
+    sample: Tensor
+
+    def fits(self, gradient: Tensor) -> bool:
+        return gradient is self.gradient and gradient._version == self.version and gradient.data_ptr() == self.address
+
+
+class Kept(NamedTuple):
+    """Buffers as they were at `begin`: which ones each module had, and what was in them."""
+
+    tables: tuple[tuple[dict[str, Tensor | None], dict[str, Tensor | None]], ...]  # a module's own one, and a copy
+    contents: tuple[tuple[Tensor, Tensor], ...]
+
+
+class Hook:
+    """What torch calls. A copy of it (with a model that is copied or saved) is a function that does nothing."""
+
+    __slots__ = ("call",)
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self.call = call
+
+    def __call__(self, *given: object) -> None:
+        if not torch.compiler.is_compiling():  # a constant to who traces: nothing below is seen
+            self.call(*given)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[object, ...]]:
+        return partial, (_idle,)
+
+
+class Hooks:
+    """Hooks on the modules of `model` and on `parameters`, which stand in the order of the flat vector.
+
+    `fill(index, gradient)` copies a gradient to where it is pushed from, and is called again when the gradient has
+    changed: the last call counts. It gets gradients as they are, on their device, sparse ones as dense ones.
+    `cancelled()` says whether the minibatch at hand is cancelled; it is asked before each module's forward and at each
+    gradient, and must be cheap. With `keeps_buffers`, buffers are remembered at `begin`, for `abandon`.
+
+    `notes` say, in words, how coarsely a cancel acts where it does not act at every layer.
+
+        hooks.begin()
+        try:
+            loss_of(model(batch)).backward()
+        except Cancelled:
+            hooks.abandon()
+        else:
+            unused = hooks.finish()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        *,
+        fill: Callable[[int, Tensor], None],
+        cancelled: Callable[[], bool],
+        keeps_buffers: bool,
+    ) -> None:
+        parts = tuple(_parts(model))
+        _check(model, parts, parameters)
+        self.notes = _notes(parts, parameters)
+        self._model = model
+        self._parameters = tuple(parameters)
+        self._copy_out = fill
+        self._cancelled = cancelled
+        self._keeps_buffers = keeps_buffers
+        self._armed = False
+        self._marks: list[Mark | None] = [None] * len(self._parameters)
+        self._kept: Kept | None = None
+        self._places: dict[tuple[int, torch.device], Tensor] = {}
+        self._handles: list[RemovableHandle] = []
+        self._wrapped: list[tuple[nn.Module, Callable[..., Any], Callable[..., Any]]] = []
+        for _, module, kind in parts:
+            self._hook(module, kind)
+        for index, parameter in enumerate(self._parameters):
+            hook = Hook(partial(self._accumulated, index))
+            register: Callable[[Hook], RemovableHandle] = parameter.register_post_accumulate_grad_hook
+            self._handles.append(register(hook))
+
+    def begin(self) -> None:
+        """A minibatch begins. Once more before its end, it goes on: what was filled and remembered stays."""
+        if self._armed:
+            return
+        self._kept = _remember(self._model) if self._keeps_buffers else None
+        self._marks = [None] * len(self._parameters)
+        self._armed = True
+
+    def finish(self) -> tuple[int, ...]:
+        """The step: what was filled is made equal to the gradients of now; which parameters have none.
+
+        Seen are other tensors in `.grad`, every change that torch counts, and every rescaling, counted or not
+        (GradScaler.unscale_ is not counted). A change of *some elements* by way of `.grad.data` or numpy leaves no
+        trace and may be missed.
+        """
+        unused: list[int] = []
+        same: list[tuple[int, Mark]] = []
+        for index, parameter in enumerate(self._parameters):
+            gradient = parameter.grad
+            mark = self._marks[index]
+            if gradient is None:
+                unused.append(index)
+            elif mark is None or not mark.fits(gradient):
+                self._fill(index, gradient)
+            else:
+                same.append((index, mark))
+        for index, mark in self._doubtful(same):
+            self._fill(index, mark.gradient)
+        self._disarm()
+        return tuple(unused)
+
+    def abandon(self) -> None:
+        """After a cancel: gradients are None, buffers are as they were at `begin`; the hooks rest."""
+        for parameter in (*self._parameters, *self._model.parameters()):
+            parameter.grad = None
+        if self._kept is not None:
+            _restore(self._kept)
+        self._disarm()
+
+    def remove(self) -> None:
+        """Takes all hooks away; the model does not know of this object any more."""
+        self._disarm()
+        for handle in self._handles:
+            handle.remove()
+        for module, wrapper, inner in self._wrapped:
+            if module._compiled_call_impl is wrapper:  # not compiled anew since
+                module._compiled_call_impl = inner
+        self._handles.clear()
+        self._wrapped.clear()
+
+    # --- what the hooks do ----------------------------------------------------------------------------------------
+
+    def _hook(self, module: nn.Module, kind: str | None) -> None:
+        if kind == SCRIPTED:
+            return
+        inner = module._compiled_call_impl
+        if inner is None:
+            self._handles.append(module.register_forward_pre_hook(Hook(self._look)))
+            return
+        # `module.compile()` compiles the calling of hooks too, so that one which acts must stand outside of that.
+        look = Hook(self._look)
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            look()
+            return inner(*args, **kwargs)
+
+        module._compiled_call_impl = wrapper
+        self._wrapped.append((module, wrapper, inner))
+
+    def _look(self, *_: object) -> None:
+        if self._armed and self._cancelled():
+            raise Cancelled
+
+    def _accumulated(self, index: int, parameter: Tensor) -> None:
+        if not self._armed:
+            return
+        if self._cancelled():
+            raise Cancelled
+        gradient = parameter.grad
+        self._marks[index] = None
+        # A sparse gradient has no one address to mark: `finish` fills it.
+        if gradient is not None and gradient.layout is torch.strided and gradient.numel():
+            self._fill(index, gradient)
+            self._marks[index] = Mark(gradient, gradient._version, gradient.data_ptr(), self._sample(gradient))
+
+    def _fill(self, index: int, gradient: Tensor) -> None:
+        if gradient.requires_grad:  # backward(create_graph=True): the copy is no part of the graph
+            gradient = gradient.detach()
+        self._copy_out(index, gradient if gradient.layout is torch.strided else gradient.to_dense())
+
+    def _sample(self, gradient: Tensor) -> Tensor:
+        key = gradient.numel(), gradient.device
+        places = self._places.get(key)
+        if places is None:
+            spread = [place * gradient.numel() // LOOKS for place in range(LOOKS)]
+            places = self._places[key] = torch.tensor(spread, device=gradient.device)
+        return torch.take(gradient.detach(), places)
+
+    def _doubtful(self, marked: Sequence[tuple[int, Mark]]) -> Iterator[tuple[int, Mark]]:
+        """Those whose gradient may have been multiplied by something without torch counting it.
+
+        A finite element other than zero tells; where the sample has none, nothing is known. One answer is awaited for
+        each device and type, not one for each gradient.
+        """
+        groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, Mark]]] = {}
+        for index, mark in marked:
+            groups.setdefault((mark.sample.device, mark.sample.dtype), []).append((index, mark))
+        for group in groups.values():
+            before = torch.stack([mark.sample for _, mark in group])
+            now = torch.stack([self._sample(mark.gradient) for _, mark in group])
+            telling = ((before != 0) & before.isfinite()).any(1)
+            same = ((before == now).all(1) & telling).tolist()
+            yield from (entry for entry, is_same in zip(group, same, strict=True) if not is_same)
+
+    def _disarm(self) -> None:
+        self._armed = False
+        self._kept = None
+        self._marks = [None] * len(self._parameters)
+
+
+def _idle(*_: object) -> None:
+    """Nothing. What a hook becomes in a copy of a model."""
+
+
+# --- what a model is made of ------------------------------------------------------------------------------------------
+
+Part = tuple[str, nn.Module, str | None]  # name, module, and why nothing inside of it is hooked
+
+
+def _parts(model: nn.Module) -> Iterator[Part]:
+    """Every module outside of compiled and scripted ones, those themselves included."""
+    seen: set[nn.Module] = set()
+
+    def walk(name: str, module: nn.Module) -> Iterator[Part]:
+        if module in seen:
+            return
+        seen.add(module)
+        kind = _kind(module)
+        yield name, module, kind
+        if kind is None:
+            for child, inner in module.named_children():
+                yield from walk(f"{name}.{child}" if name else child, inner)
+
+    return walk("", model)
+
+
+def _kind(module: nn.Module) -> str | None:
+    if isinstance(module, torch.jit.ScriptModule):
+        return SCRIPTED
+    if module._compiled_call_impl is not None:  # module.compile()
+        return COMPILED
+    # torch.compile(module), or of its forward; torch.compiler.disable leaves the same mark, and one more.
+    forward = module.forward
+    compiled = hasattr(forward, "_torchdynamo_orig_callable") and not hasattr(forward, "_torchdynamo_disable")
+    return COMPILED if compiled else None
+
+
+def _check(model: nn.Module, parts: Sequence[Part], parameters: Sequence[nn.Parameter]) -> None:
+    for name, module, _ in parts:
+        if isinstance(module, DistributedDataParallel):
+            raise RequestError(
+                f"{_called(name)} is wrapped in DistributedDataParallel, which reduces gradients itself and waits for "
+                "ever after a cancelled backward; give the module inside of it (`.module`)"
+            )
+        if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
+            raise RequestError(
+                f"{_called(name)} is wrapped in DataParallel on {len(module.device_ids)} devices, whose threads cannot "
+                "be cancelled; give the module inside of it (`.module`), and run one learner for each device"
+            )
+    names = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
+    first: dict[int, int] = {}
+    for index, parameter in enumerate(parameters):
+        name = names.get(id(parameter), "not of this model")
+        if not parameter.requires_grad or not parameter.is_leaf:
+            what = "requires no gradient" if not parameter.requires_grad else "is computed from others (no leaf)"
+            raise RequestError(f"parameter {index} ({name}) {what}; give only parameters that are trained")
+        if first.setdefault(id(parameter), index) != index:
+            raise RequestError(f"parameter {index} ({name}) is parameter {first[id(parameter)]} again; give it once")
+
+
+def _notes(parts: Sequence[Part], parameters: Sequence[nn.Parameter]) -> tuple[str, ...]:
+    notes = []
+    compiled = [_called(name) for name, _, kind in parts if kind == COMPILED]
+    scripted = [_called(name) for name, _, kind in parts if kind == SCRIPTED]
+    if compiled:
+        notes.append(
+            f"compiled: {_listed(compiled)}; a cancel acts before its forward, not inside, and in backward, which is "
+            "one piece too, when that hands out its gradients"
+        )
+    if scripted:
+        notes.append(
+            f"a ScriptModule: {_listed(scripted)}; torch lets nothing look into its forward, so that a cancel acts in "
+            "the modules around it and, in backward, at each parameter"
+        )
+    if all(isinstance(module, HOLDERS) for name, module, _ in parts if name) and not (compiled or scripted):
+        notes.append(
+            "the model has no submodules that are called; a cancel acts at the start of its forward and, in backward, "
+            "at each parameter"
+        )
+    devices = sorted({parameter.device.type for parameter in parameters} - {"cpu"})
+    if devices:
+        notes.append(
+            f"parameters on {' and '.join(devices)}: the host runs ahead of the device, which still does what was "
+            "queued before a cancel"
+        )
+    return tuple(notes)
+
+
+def _called(name: str) -> str:
+    return f"'{name}'" if name else "the model"
+
+
+def _listed(names: Sequence[str]) -> str:
+    rest = len(names) - NAMED
+    return ", ".join(names[:NAMED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+# --- buffers ----------------------------------------------------------------------------------------------------------
+
+
+def _remember(model: nn.Module) -> Kept:
+    """Contents are copied whether torch counted a change or not: batch norm changes its statistics uncounted."""
+    tables = tuple(
+        (module._buffers, dict(module._buffers))
+        for module in model.modules()
+        if not isinstance(module, torch.jit.ScriptModule)  # its tables are C++'s
+    )
+    contents = tuple((buffer, buffer.detach().clone()) for buffer in model.buffers() if _is_writable(buffer))
+    return Kept(tables, contents)
+
+
+def _restore(kept: Kept) -> None:
+    for table, before in kept.tables:
+        table.clear()
+        table.update(before)
+    with torch.no_grad():
+        for buffer, content in kept.contents:
+            buffer.copy_(content)
+
+
+def _is_writable(buffer: Tensor) -> bool:
+    """Not so: expanded ones, whose elements share memory, and those made in inference mode. Neither can change."""
+    repeats = any(stride == 0 and length > 1 for stride, length in zip(buffer.stride(), buffer.shape, strict=True))
+    return not repeats and not buffer.is_inference()

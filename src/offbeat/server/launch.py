@@ -1,0 +1,118 @@
+"""How a program becomes a learner: under `offbeat run`, under torchrun, or alone.
+
+    offbeat run   the supervisor is the parent; where to find the run stands in the environment
+    torchrun      the first rank starts the services beside itself, the others find them through torchrun's store
+    alone         one learner, which starts the services beside itself
+
+With an all-reduce strategy there are no services: the learner is a rank of a process group with the offbeat backend.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from offbeat.errors import OffbeatError, RequestError
+from offbeat.server.learner import ServedLearner
+from offbeat.server.reduced import ReducedLearner
+from offbeat.strategy import ALL_REDUCE, family_of
+
+DEFAULT = "async"
+_KEY = "offbeat/services"
+
+
+def join(sync: str | None = None, *, servers: int = 1, threads: int | None = 1) -> ServedLearner | ReducedLearner:
+    """Become a learner of the run that this program was started in.
+
+    `sync` is the strategy; what `offbeat run --sync` or OFFBEAT_SYNC says goes before it. `servers` counts where this
+    call starts the run itself (under torchrun, or alone). Learners use one torch thread each; with `threads` None that
+    is left alone.
+    """
+    if threads is not None:
+        torch.set_num_threads(threads)
+    told = os.environ
+    line = told.get("OFFBEAT_SYNC") or sync or DEFAULT
+    reduces = family_of(line) == ALL_REDUCE
+    slow = tuple(told.get("OFFBEAT_SLOW", "").split())
+    seed = int(told.get("OFFBEAT_SEED", "0"))
+    if reduces:
+        return ReducedLearner(line, slow=slow, seed=seed)
+    if "OFFBEAT_DOOR" in told:
+        return ServedLearner(
+            line=line,
+            number=int(told["OFFBEAT_LEARNER"]),
+            learners=int(told["OFFBEAT_LEARNERS"]),
+            door=told["OFFBEAT_DOOR"],
+            token=told["OFFBEAT_TOKEN"],
+            slow=slow,
+            seed=seed,
+        )
+    rank, learners = int(told.get("RANK", "0")), int(told.get("WORLD_SIZE", "1"))
+    services = _Services(line, learners, servers, seed) if rank == 0 else None
+    found = services.address if services is not None else None
+    if learners > 1:
+        found = _share(found, rank, learners)
+    assert found is not None
+    return ServedLearner(
+        line=line,
+        number=rank,
+        learners=learners,
+        door=found["door"],
+        token=found["token"],
+        slow=slow,
+        seed=seed,
+        at_end=None if services is None else services.close,
+    )
+
+
+def _share(found: dict[str, str] | None, rank: int, learners: int) -> dict[str, str]:
+    """From the first rank to all, through the store that torchrun keeps."""
+    try:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    except (KeyError, ValueError):
+        raise RequestError("WORLD_SIZE is set, but not MASTER_ADDR and MASTER_PORT: start with torchrun") from None
+    owns = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store = TCPStore(host, port, learners, is_master=owns, timeout=timedelta(seconds=60), wait_for_workers=False)
+    key = f"{_KEY}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    if found is not None:
+        store.set(key, json.dumps(found))
+    answer: dict[str, str] = json.loads(store.get(key))
+    if owns:
+        _stores.append(store)
+    return answer
+
+
+_stores: list[Any] = []  # kept open for those who come later
+
+
+class _Services:
+    """Coordinator and servers of a run whose learners start by themselves, as a process beside this one."""
+
+    def __init__(self, line: str, learners: int, servers: int, seed: int) -> None:
+        plan = {"line": line, "learners": learners, "servers": servers, "seed": seed}
+        log = os.environ.get("OFFBEAT_LOG")
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "offbeat.server.services", json.dumps(plan | {"log": log})],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert self.process.stdout is not None
+        said = self.process.stdout.readline()
+        if not said:
+            raise OffbeatError(f"the services of the run did not start (exit code {self.process.wait()})")
+        self.address: dict[str, str] = json.loads(said)
+
+    def close(self) -> None:
+        """They end when all learners have left; this process is the one that they live beside."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.wait()
+        self.process.stdout.close()

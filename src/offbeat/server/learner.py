@@ -1,0 +1,326 @@
+"""A learner of a parameter server, for people who keep their own loop.
+
+    learner = offbeat.join()
+    model, optimizer, loader = learner.prepare(model, optimizer, loader)
+    for inputs, targets in loader:
+        with learner.minibatch() as minibatch:
+            optimizer.zero_grad()
+            loss_fn(model(inputs), targets).backward()
+            optimizer.step()  # pushes, waits as the policy says, fetches
+
+What the user's optimizer says (its kind, its groups, their rates now) is what the servers do; its own state stays
+unused. A minibatch that is cancelled ends where it is, quietly: `minibatch.cancelled` tells.
+"""
+
+from __future__ import annotations
+
+import atexit
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from offbeat.errors import OffbeatError, RequestError
+from offbeat.policies import LearnerRule, create
+from offbeat.server import data, optimizers
+from offbeat.server.hooks import Cancelled, Hooks
+from offbeat.server.leases import Answer, Lease
+from offbeat.server.link import Link
+from offbeat.server.modes import Delta, Free, Mode, Report, Whole
+from offbeat.server.slowness import Slowness
+from offbeat.server.table import parts_of, table_of
+from offbeat.server.wire import Granted
+
+OUTER = {  # what the server does with the mean of what local-sgd's learners have moved
+    "average": {"lr": 1.0, "momentum": 0.0, "nesterov": 0.0},
+    "nesterov": {"lr": 0.7, "momentum": 0.9, "nesterov": 1.0},
+}
+
+
+class Minibatch:
+    """One minibatch. `loss` may be set, for policies that look at it; `samples` where the loader cannot know it."""
+
+    def __init__(self, learner: ServedLearner) -> None:
+        self._learner = learner
+        self.cancelled = False
+        self.loss: float | torch.Tensor | None = None
+        self.samples: int | None = None
+        self.began_s = 0.0
+
+    def __enter__(self) -> Self:
+        self._learner._enter(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        self._learner._leave(self, kind)
+        return kind is not None and issubclass(kind, Cancelled)
+
+
+class ServedLearner:
+    """See the module's text."""
+
+    def __init__(
+        self,
+        *,
+        line: str,
+        number: int,
+        learners: int,
+        door: str,
+        token: str,
+        slow: Sequence[str] = (),
+        seed: int = 0,
+        at_end: Callable[[], None] | None = None,
+    ) -> None:
+        self.strategy = line
+        self.number = number  # of this learner, from 0
+        self.learners = learners
+        self.notes: tuple[str, ...] = ()
+        self._door, self._token = door, token
+        self._at_end = at_end
+        policy = create(line, expect=learners)
+        self._rule: LearnerRule = policy.rule
+        self._cancels = policy.cancels
+        self._outer = getattr(policy, "outer", "average")
+        self._slowness = Slowness(slow, learner=number, learners=learners, seed=seed) if slow else None
+        self._link: Link | None = None
+        self._mode: Mode | None = None
+        self._hooks: Hooks | None = None
+        self._now: Minibatch | None = None  # that is open
+        self._batch: _Batch = _Batch((), 0)
+        self._last_cancelled = False
+        self._describe: Callable[[], tuple[optimizers.Hyper, ...]] = tuple
+        atexit.register(self.close)
+
+    # --- preparing --------------------------------------------------------------------------------------------------
+
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loader: Any = None,
+        scheduler: Any = None,
+        *,
+        clip_norm: float | None = None,
+        gradients: str | None = None,
+    ) -> tuple[Any, ...]:
+        """Join with this model: its weights become those of the run, and its optimizer that of the servers.
+
+        Gives back what it was given, to be used instead. A `scheduler` that is given is stepped over versions: however
+        often `step` is called, it stands where the version of the weights is. `clip_norm` clips the mean gradient of an
+        update, on the servers. `gradients` is the type in which they travel: "bfloat16" and "float16" halve the bytes.
+        """
+        if self._link is not None:
+            raise RequestError("this learner was prepared before: a run has one model")
+        if clip_norm is not None and not 0 < clip_norm < float("inf"):
+            raise RequestError(f"clip_norm is above 0; got {clip_norm}")
+        parts, groups = parts_of(model, optimizer)
+        rule, hypers = optimizers.describe(optimizer)
+        if self._rule.delta:
+            sgd = optimizers.describe(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0))[1][0]
+            hypers = [sgd | OUTER[self._outer]] * len(optimizer.param_groups)
+            rule = "sgd"
+        table = table_of(
+            model,
+            parts,
+            groups,
+            rule=rule,
+            states=optimizers.state_names(rule, hypers),
+            gradients=gradients,
+            clip_norm=clip_norm or 0.0,
+        )
+        link = self._link = Link(self._door, self._token, self.number, table)
+        local_step = optimizer.step
+        kind = Delta if self._rule.delta else Free if self._rule.fetch_every else Whole
+        mode = self._mode = kind(link, parts, self._rule, local_step)
+        fixed = tuple(hypers)
+        self._describe = (lambda: fixed) if self._rule.delta else lambda: tuple(optimizers.describe(optimizer)[1])
+        fill = mode.fill
+        self._hooks = Hooks(model, parts.trained, fill=fill, cancelled=self._is_cancelled, keeps_buffers=self._cancels)
+        self.notes += self._hooks.notes
+        mode.come()
+        self._replace_step(optimizer, local_step)
+        given: list[Any] = [model, optimizer]
+        if loader is not None:
+            source = _Source(self)
+            wrapped = data.wrap(loader, source, seed=link.admission.seed)
+            source.of = wrapped.samples if isinstance(wrapped, data.LeasedLoader) else 0
+            self.notes += wrapped.notes
+            given.append(wrapped)
+        if scheduler is not None:
+            self._over_versions(scheduler)
+            given.append(scheduler)
+        return tuple(given)
+
+    def _replace_step(self, optimizer: torch.optim.Optimizer, local_step: Any) -> None:
+        """`optimizer.step` is ours from now on; a scheduler, made before or after, finds what it looks for."""
+
+        def step(closure: Callable[[], Any] | None = None) -> Any:
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler looks at
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            self._step()
+            return loss
+
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # as torch marks the steps it has wrapped
+        optimizer.step = step  # type: ignore[method-assign]  # the point of it
+
+    def _over_versions(self, scheduler: Any) -> None:
+        one_step = scheduler.step
+
+        def step(*given: Any) -> None:
+            while scheduler.last_epoch < self.version:
+                one_step(*given)
+
+        scheduler.step = step
+
+    # --- the loop ---------------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """Of the weights that the model has now."""
+        return 0 if self._mode is None else self._mode.version
+
+    def minibatch(self) -> Minibatch:
+        """A minibatch of the user's loop; a cancelled one ends there, quietly."""
+        return Minibatch(self)
+
+    def _ready(self) -> tuple[Link, Mode, Hooks]:
+        if self._link is None or self._mode is None or self._hooks is None:
+            raise RequestError("call learner.prepare(model, optimizer, loader) first")
+        return self._link, self._mode, self._hooks
+
+    def _is_cancelled(self) -> bool:
+        assert self._mode is not None
+        return self._mode.is_cancelled() or self._batch.incarnation not in (0, self._mode.incarnation)
+
+    def _enter(self, minibatch: Minibatch) -> None:
+        _, mode, hooks = self._ready()
+        if self._now is None:
+            mode.begin()
+            self._last_cancelled = False
+        minibatch.began_s = self._now.began_s if self._now is not None else time.monotonic()
+        self._now = minibatch
+        hooks.begin()
+
+    def _leave(self, minibatch: Minibatch, kind: type[BaseException] | None) -> None:
+        if kind is None or self._now is not minibatch:
+            return
+        _, mode, hooks = self._ready()
+        if issubclass(kind, Cancelled):
+            minibatch.cancelled = self._last_cancelled = True
+            hooks.abandon()
+            mode.cancel(self._take_leases(), minibatch.began_s)
+            self._now = None
+
+    def _take_leases(self) -> tuple[tuple[int, int, int, int], ...]:
+        leases, self._batch = self._batch.leases, _Batch((), 0)
+        return tuple((one.number, one.epoch, one.start, one.count) for one in leases)
+
+    def _step(self) -> None:
+        """What `optimizer.step()` does now."""
+        _, mode, hooks = self._ready()
+        if self._now is None:  # a loop without `with learner.minibatch()`: nothing of it can be cancelled
+            self._enter(Minibatch(self))
+        minibatch = self._now
+        assert minibatch is not None
+        absent = hooks.finish()
+        computed_s = time.monotonic() - minibatch.began_s
+        if self._slowness is not None and not self._slowness.act(computed_s, self._is_cancelled):
+            raise Cancelled
+        leased = sum(lease.count for lease in self._batch.leases)
+        samples = minibatch.samples or leased or self._batch.samples or 1
+        loss = None if minibatch.loss is None else float(minibatch.loss)
+        self._now = None
+        report = Report(self._describe(), samples, loss, self._take_leases(), minibatch.began_s)
+        mode.step(absent, report)
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Wait until all learners are done, and load the last weights."""
+        link, mode, _ = self._ready()
+        mode.flush()
+        link.say(lambda client: client.bye())
+        word = link.arena.quiet_word()
+        while not word.get():
+            if link.failed is not None:
+                raise link.failed
+            time.sleep(0.01)
+        mode.load_last()
+
+    def close(self) -> None:
+        """Leave. Called at the end of the program by itself."""
+        atexit.unregister(self.close)
+        if self._link is not None:
+            if self._mode is not None and self._link.failed is None and not self._link.client.gone:
+                with _quietly():
+                    self._mode.flush()
+            self._link.close()
+        if self._at_end is not None:
+            self._at_end()
+            self._at_end = None
+
+
+class _quietly:  # noqa: N801 - reads as a word: `with _quietly():`
+    """At the end of a program nobody is left to hear of a run that is gone."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        return kind is not None and issubclass(kind, (OffbeatError, Cancelled))
+
+
+class _Batch:
+    """What the loader handed out last: its leases, and the incarnation that they belong to (0: nobody's)."""
+
+    def __init__(self, leases: tuple[Lease, ...], incarnation: int, samples: int = 0) -> None:
+        self.leases, self.incarnation, self.samples = leases, incarnation, samples
+
+
+class _Source:
+    """The coordinator, as a loader asks it."""
+
+    def __init__(self, learner: ServedLearner) -> None:
+        self.learner = learner
+        self.of = 0  # samples in an epoch
+
+    def take(self, epoch: int, count: int, *, wait: bool) -> Lease | Answer:
+        link, mode, _ = self.learner._ready()
+        if wait:
+            self._put_aside()
+            mode.flush()  # what was computed and not pushed would be waited for
+        while True:
+            link.wait(lambda client: client.incarnation or None, "joining again")
+            link.say(lambda client: client.want(epoch=epoch, count=count, of=self.of, wait=wait))
+            answer = link.wait(lambda client: client.granted if client.wants else "again", "samples")
+            if isinstance(answer, Granted):
+                return Lease(*answer.lease) if answer.lease is not None else Answer(answer.answer)
+
+    def _put_aside(self) -> None:
+        """The batch before was never pushed, and the user is done with it: it would come back for ever."""
+        leases = self.learner._take_leases()
+        if leases and self.learner._link is not None:
+            numbers = tuple(lease[0] for lease in leases)
+            self.learner._link.say(lambda client: client.give_back(numbers, unused=True))
+
+    def begin(self, leases: Sequence[Lease]) -> None:
+        _, mode, _ = self.learner._ready()
+        if self.learner._now is None:
+            self._put_aside()
+        kept = self.learner._batch.leases if self.learner._now is not None else ()
+        self.learner._batch = _Batch((*kept, *leases), mode.incarnation if leases else 0)
+
+    def give_back(self, leases: Sequence[Lease]) -> None:
+        link = self.learner._link
+        if link is not None and not link.closed:
+            link.say(lambda client: client.give_back(tuple(lease.number for lease in leases)))
+
+    def was_cancelled(self) -> bool:
+        return self.learner._last_cancelled

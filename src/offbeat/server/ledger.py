@@ -1,0 +1,106 @@
+"""The books of a real run: its log, line by line while it goes on, and what is told of it at the end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from offbeat.server.coordinator import Coordinator
+from offbeat.server.wire import INPUT, Push, Stop
+from offbeat.trace import LogWriter, Span
+
+
+class Ledger:
+    """Decisions come from the coordinator, spans from what learners say of their minibatches."""
+
+    def __init__(self, learners: int) -> None:
+        self._writer: LogWriter | None = None
+        self._ended_s: dict[tuple[int, int], float] = {}  # when a learner (and incarnation) was last done
+        self._seen: set[tuple[int, int, int]] = set()
+        self.compute_s = [0.0] * learners
+        self.wait_s = [0.0] * learners
+        self.minibatches = [0] * learners
+        self.stopped: list[tuple[int, float]] = []  # learner, and seconds that it had computed
+        self.first_s: float | None = None
+        self.last_s = 0.0
+
+    def open(self, path: Path | None, run: Mapping[str, Any]) -> None:
+        self._writer = None if path is None else LogWriter(path, run)
+
+    def decision(self, record: Mapping[str, Any]) -> None:
+        if self._writer is not None:
+            self._writer.decision(record)
+
+    def hear(self, message: INPUT) -> None:
+        """A minibatch that was pushed or given up, with its times."""
+        if not isinstance(message, Push | Stop):
+            return
+        learner, name = message.learner, (message.learner, message.incarnation, message.seq)
+        if name in self._seen or not 0 <= learner < len(self.compute_s):
+            return
+        self._seen = {one for one in self._seen if one[:2] != name[:2]} | {name}
+        began, ended = message.began_s, message.ended_s
+        if not 0 <= began < ended:  # a minibatch that was cancelled before it began
+            return
+        stopped = isinstance(message, Stop)
+        version = message.version if isinstance(message, Push) else 0
+        before = self._ended_s.get(name[:2])
+        if before is not None and before < began:
+            self._span(Span(learner, "wait", before, began, version))
+            self.wait_s[learner] += began - before
+        self._span(Span(learner, "compute", began, ended, version, stopped))
+        self._ended_s[name[:2]] = ended
+        if stopped:
+            self.stopped.append((learner, ended - began))
+        else:
+            self.compute_s[learner] += ended - began
+            self.minibatches[learner] += 1
+        self.first_s = began if self.first_s is None else min(self.first_s, began)
+        self.last_s = max(self.last_s, ended)
+
+    def _span(self, span: Span) -> None:
+        if self._writer is not None:
+            self._writer.span(span)
+
+    def reclaimed_s(self) -> float:
+        """What cancelled minibatches would still have taken, had each been as long as its learner's others."""
+        total = 0.0
+        for learner, spent in self.stopped:
+            if self.minibatches[learner]:
+                total += max(0.0, self.compute_s[learner] / self.minibatches[learner] - spent)
+        return total
+
+    def close(self, machine: Coordinator | None) -> str:
+        """The end: the log gets its name, and the summary is one JSON object."""
+        if self._writer is not None:
+            self._writer.close()
+        if machine is None:
+            return json.dumps({"updates": 0})
+        counts = machine.counts
+        applied = sum(machine.staleness.values())
+        seconds = self.last_s - self.first_s if self.first_s is not None else 0.0
+        staleness = sum(age * many for age, many in machine.staleness.items()) / applied if applied else 0.0
+        summary = {
+            "strategy": machine.setting.line,
+            "learners": machine.setting.learners,
+            "servers": machine.setting.shards,
+            "updates": machine.policy.version,
+            "seconds": seconds,
+            "seconds_per_update": seconds / machine.policy.version if machine.policy.version else None,
+            "staleness_mean": staleness,
+            "staleness": {str(age): many for age, many in sorted(machine.staleness.items())},
+            "skew": {str(many): times for many, times in sorted(machine.desk.skew.items())},
+            "pushes": {name: counts[name] for name in ("received", "applied", "dropped", "duplicate", "fenced")},
+            "dropped": {name[9:]: many for name, many in counts.items() if name.startswith("dropped: ")},
+            "gone": {name[6:]: many for name, many in counts.items() if name.startswith("gone: ")},
+            "cancelled": counts["cancelled"],
+            "stopped": counts["stopped"],
+            "reclaimed_s": self.reclaimed_s(),
+            "samples": dict(machine.samples),
+            "compute_s": self.compute_s,
+            "wait_s": self.wait_s,
+            "minibatches": self.minibatches,
+        }  # fmt: skip
+        return json.dumps(summary)

@@ -1,0 +1,356 @@
+"""What a learner does with its gradients: push each (Whole), push what several steps have moved (Delta), or push and
+fetch beside its own steps (Free).
+
+    Whole   every policy but those below: the servers make the steps, and the learner waits for their weights
+    Delta   local-sgd and DiLoCo: H steps of the learner's own optimizer, then by how much the weights have moved
+    Free    Downpour: own steps all the time; one thread pushes, one fetches, and computing waits for neither
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from offbeat.errors import OffbeatError
+from offbeat.policies import LearnerRule
+from offbeat.server.hooks import Cancelled
+from offbeat.server.link import Link
+from offbeat.server.table import DTYPES, Parts
+from offbeat.server.wire import Go, Hyper, Lease, Message
+
+
+class Report(NamedTuple):
+    """What is told of a minibatch when it is pushed."""
+
+    hyper: tuple[Hyper, ...]
+    samples: int
+    loss: float | None
+    leases: tuple[Lease, ...]
+    began_s: float
+
+
+class Mode:
+    """What all have in common: the line, the model, and taking what a Go says."""
+
+    def __init__(self, link: Link, parts: Parts, rule: LearnerRule, local_step: Callable[[], Any]) -> None:
+        self.link, self.parts, self.rule, self.local_step = link, parts, rule, local_step
+        self.arena = link.arena
+        self.version = 0  # of the weights that the model has
+        self.start_s = link.admission.start_s
+        self._told: tuple[int, tuple[Hyper, ...]] = (0, ())  # incarnation, and the hyperparameters that it has sent
+
+    @property
+    def incarnation(self) -> int:
+        return self.link.client.incarnation
+
+    def fill(self, index: int, gradient: Tensor) -> None:
+        """A gradient is there."""
+
+    def is_cancelled(self) -> bool:
+        return self.link.is_cancelled()
+
+    def come(self) -> None:
+        """Wait for the beginning: give the initial weights, if asked to, and take what all begin with."""
+        link = self.link
+        while link.wait(lambda c: "seed" if c.must_seed else "go" if c.go else None, "the other learners") == "seed":
+            self.arena.seed(self.parts)
+            link.say(lambda client: client.seeded())
+        self.take_go(extra=True)
+
+    def take_go(self, *, extra: bool = False) -> None:
+        """Wait for the word to go on, and load the weights that it names.
+
+        What was read is thrown away if by then the minibatch was cancelled or this incarnation given up: only until
+        then is the buffer safe from being written.
+        """
+        link = self.link
+        while True:
+            go: Go = link.wait(lambda c: c.begin() if c.go is not None and not c.working else None, "weights")
+            incarnation = link.client.incarnation
+            link.opened()
+            if go.pieces:
+                self.load(go.pieces, extra=extra)
+                link.say(lambda client, pin=go.pin: client.fetched(pin))  # type: ignore[misc]  # mypy has no defaults of lambdas
+            self.version = go.version
+            if not link.is_cancelled() and not link.is_fenced(incarnation):
+                return
+            link.say(lambda client: client.stop())
+
+    def load(self, pieces: tuple[tuple[int, int], ...], *, extra: bool) -> None:
+        self.arena.fetch(self.parts, pieces, extra=extra)
+
+    def load_last(self) -> None:
+        """The weights at the end of the run, when nobody changes them any more."""
+        lanes = self.arena.setting.shards if self.arena.setting.independent else 1
+        words = [self.arena.committed(lane) for lane in range(lanes)]
+        self.load(tuple((buffer.get(), version.get()) for version, buffer in words), extra=False)
+        self.version = min(version.get() for version, _ in words)
+
+    def begin(self) -> None:
+        """A minibatch is about to be computed: on what is wanted now, not on what was cancelled while data was read."""
+        link = self.link
+        while not link.client.working or link.is_cancelled():
+            if link.client.working:
+                link.say(lambda client: client.stop())
+            self.take_go()
+
+    def step(self, absent: tuple[int, ...], report: Report) -> None:
+        raise NotImplementedError
+
+    def push(self, absent: tuple[int, ...], report: Report, *, version: int | None = None) -> None:
+        """The slot is full: say so."""
+        link = self.link
+        slot = link.client.slot
+        finite = self.arena.is_finite(slot)
+        told = (link.client.incarnation, report.hyper)
+        hyper, self._told = (report.hyper if told != self._told else ()), told
+        ended_s = time.monotonic()
+
+        def say(client: Any) -> list[Message]:
+            client.leases = report.leases
+            said: list[Message] = client.push(
+                samples=report.samples,
+                version=version,
+                loss=report.loss,
+                finite=finite,
+                hyper=hyper,
+                absent=absent,
+                began_s=report.began_s - self.start_s,
+                ended_s=ended_s - self.start_s,
+            )
+            return said
+
+        link.say(say)
+
+    def cancel(self, leases: tuple[Lease, ...], began_s: float) -> None:
+        """The minibatch was cancelled: its samples go back."""
+        link = self.link
+        ended_s = time.monotonic()
+
+        def say(client: Any) -> list[Message]:
+            client.leases = leases
+            said: list[Message] = client.stop(began_s=began_s - self.start_s, ended_s=ended_s - self.start_s)
+            return said
+
+        if link.is_cancelled():
+            link.say(say)
+
+    def flush(self) -> None:
+        """Push what was computed and not pushed."""
+
+
+class Whole(Mode):
+    """Every gradient is pushed, and the servers make the step."""
+
+    def fill(self, index: int, gradient: Tensor) -> None:
+        self.arena.fill(self.link.client.slot, index, gradient)
+
+    def step(self, absent: tuple[int, ...], report: Report) -> None:
+        if self.is_cancelled():
+            raise Cancelled
+        self.arena.clear(self.link.client.slot, absent)
+        self.push(absent, report)
+        self.take_go()
+
+
+class Delta(Mode):
+    """H steps of its own, then a push of by how much they moved the weights."""
+
+    def __init__(self, link: Link, parts: Parts, rule: LearnerRule, local_step: Callable[[], Any]) -> None:
+        super().__init__(link, parts, rule, local_step)
+        self._before = [torch.empty_like(p) for p in parts.trained]
+        self._steps = 0
+        self._leases: tuple[Lease, ...] = ()
+        self._samples = 0
+        self._report: Report | None = None
+
+    def load(self, pieces: tuple[tuple[int, int], ...], *, extra: bool) -> None:
+        super().load(pieces, extra=extra)
+        with torch.no_grad():
+            for before, parameter in zip(self._before, self.parts.trained, strict=True):
+                before.copy_(parameter)
+
+    def step(self, absent: tuple[int, ...], report: Report) -> None:
+        if self.is_cancelled():
+            self._leases += report.leases
+            raise Cancelled
+        self.local_step()
+        self._steps += 1
+        self._leases += report.leases
+        self._samples += report.samples
+        began_s = report.began_s if self._report is None else self._report.began_s
+        self._report = report._replace(began_s=began_s)
+        if self._steps == self.rule.push_every:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._report is None or not self.link.client.working:
+            return
+        if self.is_cancelled():
+            self.cancel((), self._report.began_s)
+            return
+        with torch.no_grad():
+            for index, (before, parameter) in enumerate(zip(self._before, self.parts.trained, strict=True)):
+                self.arena.fill(self.link.client.slot, index, before - parameter)
+        self.push((), self._report._replace(leases=self._leases, samples=self._samples))
+        self._forget()
+        self.take_go()
+
+    def cancel(self, leases: tuple[Lease, ...], began_s: float) -> None:
+        super().cancel((*self._leases, *leases), began_s)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._steps = self._samples = 0
+        self._leases, self._report = (), None
+
+
+class _Accrued(NamedTuple):
+    """Gradients added up, on their way to the thread that pushes."""
+
+    vector: Tensor
+    version: int  # of the oldest weights that they were computed on
+    report: Report
+
+
+class Free(Mode):
+    """Own steps all the time. What is pushed is the sum of the gradients since the last push."""
+
+    def __init__(self, link: Link, parts: Parts, rule: LearnerRule, local_step: Callable[[], Any]) -> None:
+        super().__init__(link, parts, rule, local_step)
+        travels = DTYPES[self.arena.table.gradients]
+        self._vectors = [torch.zeros(self.arena.table.items, dtype=travels) for _ in range(2)]
+        self._accrued = self._vectors.pop()
+        self._leases: tuple[Lease, ...] = ()
+        self._samples = self._minibatches = 0
+        self._first_version = 0
+        self._report: Report | None = None
+        self._outbox: queue.Queue[_Accrued] = queue.Queue(maxsize=1)
+        self._back: queue.Queue[Tensor] = queue.Queue()
+        self._pushed = threading.Condition()
+        self._under_way = 0
+        self._wanted = threading.Event()
+        self._staged: tuple[Tensor, int] | None = None
+        self._staging = [torch.empty_like(self.arena.weights[0]) for _ in range(2)]
+        self._lock = threading.Lock()
+        self._error: OffbeatError | None = None
+
+    def is_cancelled(self) -> bool:
+        return False
+
+    def come(self) -> None:
+        super().come()
+        self._back.put(self._vectors.pop())
+        for body in (self._push_all, self._fetch_all):
+            threading.Thread(target=self._guarded, args=(body,), name=f"offbeat {body.__name__}", daemon=True).start()
+
+    def begin(self) -> None:
+        """On newer weights, if some have come meanwhile."""
+        if self._error is not None:
+            raise self._error
+        if not self._under_way and self.link.is_cancelled():  # it was away, at the end of an epoch: as if it came anew
+            with self._lock:
+                self._staged = None
+            super().begin()
+        with self._lock:
+            staged, self._staged = self._staged, None
+        if staged is not None:
+            vector, self.version = staged
+            with torch.no_grad():
+                self.arena._walk(vector, self.parts.trained, into_vector=False)
+
+    def step(self, absent: tuple[int, ...], report: Report) -> None:
+        if self._report is None:
+            self._first_version = self.version
+        for offset, parameter in zip(self.arena.offsets, self.parts.trained, strict=True):
+            if parameter.grad is not None:
+                self._accrued[offset : offset + parameter.numel()].view(parameter.shape).add_(parameter.grad)
+        self.local_step()
+        self._minibatches += 1
+        self._leases += report.leases
+        self._samples += report.samples
+        began_s = report.began_s if self._report is None else self._report.began_s
+        self._report = report._replace(began_s=began_s)
+        if self._minibatches % self.rule.push_every == 0:
+            self._hand_over()
+        if self._minibatches % self.rule.fetch_every == 0:
+            self._wanted.set()
+
+    def _hand_over(self) -> None:
+        """To the thread that pushes: computing waits only if the push before has not even begun."""
+        if self._report is None:
+            return
+        report = self._report._replace(leases=self._leases, samples=self._samples)
+        with self._pushed:
+            self._under_way += 1
+        self._outbox.put(_Accrued(self._accrued, self._first_version, report))
+        self._accrued = self._back.get()
+        self._accrued.zero_()
+        self._leases, self._samples, self._report = (), 0, None
+
+    def flush(self) -> None:
+        self._hand_over()
+        with self._pushed:
+            while self._under_way and self._error is None and self.link.failed is None:
+                self._pushed.wait(0.2)
+
+    # --- threads ----------------------------------------------------------------------------------------------------
+
+    def _guarded(self, body: Callable[[], None]) -> None:
+        try:
+            body()
+        except OffbeatError as error:
+            self._error = error
+            with self._pushed:
+                self._pushed.notify_all()
+
+    def _push_all(self) -> None:
+        link = self.link
+        while not link.closed:
+            try:
+                item = self._outbox.get(timeout=0.5)
+            except queue.Empty:
+                continue
+            self.arena.slots[link.client.slot].copy_(item.vector)
+            self._back.put(item.vector)
+            self.push((), item.report, version=item.version)
+            go: Go = link.wait(lambda c: c.begin() if c.go is not None and not c.working else None, "a slot")
+            link.opened()
+            if go.pieces:  # it was given up, and has come again
+                self._stage(go.pieces, go.version, go.pin)
+            with self._pushed:
+                self._under_way -= 1
+                self._pushed.notify_all()
+
+    def _fetch_all(self) -> None:
+        link = self.link
+        while not link.closed:
+            if not self._wanted.wait(0.5):
+                continue
+            self._wanted.clear()
+            nonce = link.client.nonce
+            link.say(lambda client: client.ask() if client.incarnation else [])
+            found = link.wait(
+                lambda c, nonce=nonce: c.weights or ("again" if c.nonce != nonce else None),  # type: ignore[misc]  # mypy has no defaults of lambdas
+                "weights",
+            )
+            if not isinstance(found, str):
+                self._stage(found.pieces, found.version, found.pin)
+
+    def _stage(self, pieces: tuple[tuple[int, int], ...], version: int, pin: int) -> None:
+        """Copy the weights beside, for the next minibatch to begin with."""
+        with self._lock:
+            taken = self._staged[0] if self._staged is not None else None
+            vector = next(one for one in self._staging if one is not taken)
+        incarnation = self.link.client.incarnation
+        self.arena.gather(pieces, out=vector)
+        self.link.say(lambda client: client.fetched(pin))
+        if not self.link.is_fenced(incarnation):
+            with self._lock:
+                self._staged = (vector, version)

@@ -1,0 +1,235 @@
+"""Optimizers on shards: torch.optim's updates, out of place, on any contiguous piece of the parameters.
+
+Laws: a piece's update is bit-equal to what torch.optim's single-tensor form does in place to the whole parameter, for
+float32 and float64, wherever the pieces are cut (so each operation below is torch's own, in torch's order, with
+nothing joined or reordered). The weights, the gradient and the old state are only read: an update that was killed in
+the middle is done again from them.
+
+Two things are not promised, since torch itself computes the last elements of a tensor otherwise than those before, so
+that a cut shows: the last bit in half precision, and the sign of a zero in Adam with a beta1 of 0.
+
+This file knows nothing of processes, memory or messages. Hyperparameters travel as plain numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from offbeat.errors import RequestError, unknown
+
+Hyper = dict[str, float]  # plain numbers, bools as 0.0 and 1.0
+Vectors = Mapping[str, Tensor]
+Update = Callable[[Hyper, int, Tensor, Tensor, Tensor, Vectors, Vectors, Tensor], None]
+
+
+def describe(optimizer: torch.optim.Optimizer) -> tuple[str, list[Hyper]]:
+    """The rule's name and the hyperparameters of each group as they are now; RequestError if no shard can run it.
+
+    A tensor as lr is read as the number it holds. Where torch computes on with it in its own precision (all but SGD
+    do), the result is that of the number, not bit for bit that of the tensor.
+    """
+    name = _NAMES.get(type(optimizer))
+    if name is None:
+        raise _refusal(type(optimizer))
+    numbers = RULES[name].numbers
+    hypers = []
+    for group in optimizer.param_groups:
+        for option in _UNSUPPORTED:
+            if group.get(option):
+                raise RequestError(
+                    f"{type(optimizer).__name__} cannot run on shards of the parameters with {option}=True, "
+                    f"since {_UNSUPPORTED[option]}; leave {option} out"
+                )
+        hyper = {number: float(group[number]) for number in numbers}
+        if "betas" in group:
+            beta1, beta2 = group["betas"]
+            hyper["beta1"], hyper["beta2"] = float(beta1), float(beta2)
+        elif name == "adagrad":  # torch starts every group with the value given to the constructor
+            hyper["initial_accumulator_value"] = float(optimizer.defaults["initial_accumulator_value"])
+        hypers.append(hyper)
+    return name, hypers
+
+
+def state_names(rule: str, hypers: Sequence[Hyper]) -> tuple[str, ...]:
+    """The vectors kept for every parameter: all that any group needs. One that a group does not use is zeros there."""
+    vectors = _rule(rule).vectors
+    return tuple(name for name, option in vectors.items() if option is None or any(hyper[option] for hyper in hypers))
+
+
+def update(
+    rule: str,
+    hyper: Hyper,
+    step: int,
+    weights: Tensor,
+    gradient: Tensor,
+    out: Tensor,
+    state: Vectors,
+    new_state: Vectors,
+    scratch: Tensor,
+) -> None:
+    """One step of one contiguous piece: writes `out` and all of `new_state`, and reads the others only.
+
+    `step` is 1 for the parameter's first step, where `state` is not read. All are 1-D and of one dtype; `scratch` is
+    overwritten, may be longer than the piece, and overlaps none of the others. A vector that this group does not use
+    (momentum in another group only) is zeros at first and then carried on, so that momentum which is switched on
+    later starts as torch starts it, unless dampened.
+    """
+    _rule(rule).update(hyper, step, weights, gradient, out, state, new_state, scratch[: out.numel()])
+
+
+def _sgd(
+    hyper: Hyper,
+    step: int,
+    weights: Tensor,
+    gradient: Tensor,
+    out: Tensor,
+    state: Vectors,
+    new_state: Vectors,
+    scratch: Tensor,
+) -> None:
+    gradient = _descent(hyper, hyper["weight_decay"], weights, gradient, scratch)
+    momentum = hyper["momentum"]
+    if not momentum:
+        _carry("momentum_buffer", step, state, new_state)
+    else:
+        buffer = new_state["momentum_buffer"]
+        if step == 1:
+            buffer.copy_(gradient)
+        else:
+            torch.mul(state["momentum_buffer"], momentum, out=buffer)
+            buffer.add_(gradient, alpha=1 - hyper["dampening"])
+        gradient = torch.add(gradient, buffer, alpha=momentum, out=scratch) if hyper["nesterov"] else buffer
+    torch.add(weights, gradient, alpha=-hyper["lr"], out=out)
+
+
+def _adagrad(
+    hyper: Hyper,
+    step: int,
+    weights: Tensor,
+    gradient: Tensor,
+    out: Tensor,
+    state: Vectors,
+    new_state: Vectors,
+    scratch: Tensor,
+) -> None:
+    gradient = _descent(hyper, hyper["weight_decay"], weights, gradient, scratch)
+    rate = hyper["lr"] / (1 + (step - 1) * hyper["lr_decay"])
+    total = new_state["sum"]
+    torch.addcmul(
+        _before("sum", step, state, new_state, hyper["initial_accumulator_value"]), gradient, gradient, out=total
+    )
+    # The gradient may lie in the scratch, so the divisor is made where the result will be.
+    torch.sqrt(total, out=out).add_(hyper["eps"])
+    torch.addcdiv(weights, gradient, out, value=-rate, out=out)
+
+
+def _adam(
+    hyper: Hyper,
+    step: int,
+    weights: Tensor,
+    gradient: Tensor,
+    out: Tensor,
+    state: Vectors,
+    new_state: Vectors,
+    scratch: Tensor,
+) -> None:
+    decay, rate, beta1, beta2 = hyper["weight_decay"], hyper["lr"], hyper["beta1"], hyper["beta2"]
+    decoupled = hyper["decoupled_weight_decay"]
+    gradient = _descent(hyper, 0.0 if decoupled else decay, weights, gradient, scratch)
+    mean, square = new_state["exp_avg"], new_state["exp_avg_sq"]
+    torch.lerp(_before("exp_avg", step, state, new_state), gradient, 1 - beta1, out=mean)
+    torch.mul(_before("exp_avg_sq", step, state, new_state), beta2, out=square)
+    square.addcmul_(gradient, gradient, value=1 - beta2)
+    if hyper["amsgrad"]:
+        largest = new_state["max_exp_avg_sq"]
+        square = torch.maximum(_before("max_exp_avg_sq", step, state, new_state), square, out=largest)
+    else:
+        _carry("max_exp_avg_sq", step, state, new_state)
+    # From here on the gradient is not needed, so the scratch it may lie in is free.
+    torch.sqrt(square, out=scratch).div_((1 - beta2**step) ** 0.5).add_(hyper["eps"])
+    if decoupled and decay:
+        weights = torch.mul(weights, 1 - rate * decay, out=out)
+    torch.addcdiv(weights, mean, scratch, value=-(rate / (1 - beta1**step)), out=out)
+
+
+def _descent(hyper: Hyper, decay: float, weights: Tensor, gradient: Tensor, scratch: Tensor) -> Tensor:
+    """The gradient to go down, with L2 decay: the one given, or made in the scratch."""
+    if hyper["maximize"]:
+        gradient = torch.neg(gradient, out=scratch)
+    if decay:
+        gradient = torch.add(gradient, weights, alpha=decay, out=scratch)
+    return gradient
+
+
+def _before(name: str, step: int, state: Vectors, new_state: Vectors, start: float = 0.0) -> Tensor:
+    """A vector as it was before this step. Before the first it was nowhere: `start` is filled in where it will be."""
+    return state[name] if step > 1 else new_state[name].fill_(start)
+
+
+def _carry(name: str, step: int, state: Vectors, new_state: Vectors) -> None:
+    """Keeps a vector that this group does not use and others may."""
+    if name in new_state:
+        new_state[name].copy_(_before(name, step, state, new_state))
+
+
+class Rule(NamedTuple):
+    """How one of torch's optimizers runs on shards."""
+
+    optimizer: type[torch.optim.Optimizer]
+    numbers: tuple[str, ...]  # hyperparameters read from a group
+    vectors: dict[str, str | None]  # kept for each parameter, and the hyperparameter that asks for it (None: always)
+    update: Update
+
+
+_MOMENTS = {"exp_avg": None, "exp_avg_sq": None, "max_exp_avg_sq": "amsgrad"}
+_ADAM = ("lr", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay")
+RULES = {
+    "sgd": Rule(
+        torch.optim.SGD,
+        ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"),
+        {"momentum_buffer": "momentum"},
+        _sgd,
+    ),
+    "adagrad": Rule(
+        torch.optim.Adagrad, ("lr", "lr_decay", "weight_decay", "eps", "maximize"), {"sum": None}, _adagrad
+    ),
+    "adam": Rule(torch.optim.Adam, _ADAM, _MOMENTS, _adam),
+    "adamw": Rule(torch.optim.AdamW, _ADAM, _MOMENTS, _adam),
+}
+_NAMES = {rule.optimizer: name for name, rule in RULES.items()}  # exact types: a subclass may do anything
+
+# Options that no shard supports, and why. foreach is no such option: on CPU it gives the same bits.
+_UNSUPPORTED = {
+    "fused": "torch's fused kernel rounds otherwise than its plain one, which the shards match bit for bit",
+    "differentiable": "no derivative can be taken through a server",
+    "capturable": "it is made for CUDA graphs, and a shard is updated on CPU",
+}
+
+# Why some of torch's optimizers can run on no piece of a parameter.
+_WHOLE = {
+    "LBFGS": "it evaluates the loss several times in a step, along directions made of the whole gradient",
+    "Adafactor": "it takes means over the rows and columns of whole matrices",
+    "Muon": "it makes whole matrices orthogonal",
+    "SparseAdam": "it needs sparse gradients, and shards take dense ones",
+}
+
+
+def _rule(name: str) -> Rule:
+    rule = RULES.get(name)
+    if rule is None:
+        raise unknown("update rule", name, RULES)
+    return rule
+
+
+def _refusal(kind: type[torch.optim.Optimizer]) -> RequestError:
+    parent = next((base.__name__ for base in kind.__mro__ if base in _NAMES), None)
+    *most, last = (rule.optimizer.__name__ for rule in RULES.values())
+    if parent is not None:
+        who, why = f"{kind.__name__}, a subclass of {parent},", "a subclass may compute anything"
+    else:
+        who, why = kind.__name__, _WHOLE.get(kind.__name__, "they have no update for it")
+    return RequestError(f"{who} cannot run on shards of the parameters, since {why}; {', '.join(most)} and {last} can")

@@ -1,0 +1,370 @@
+"""The coordinator's process: carries messages between the machine and the world.
+
+It owns the door. Every message that goes into the machine is written to the journal first; a coordinator that is
+started on a journal goes through all of it, in silence, and is then where its predecessor was. Learners and servers
+whose line was cut come back by themselves and ask again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from offbeat.collectives import memory
+from offbeat.collectives.rendezvous import credentials
+from offbeat.errors import OffbeatError
+from offbeat.server import door
+from offbeat.server.arena import Arena, Layout, stamp
+from offbeat.server.coordinator import Coordinator
+from offbeat.server.ledger import Ledger
+from offbeat.server.session import Setting
+from offbeat.server.table import Table
+from offbeat.server.wire import (
+    FROM_LEARNER,
+    INPUT,
+    MOST_BYTES,
+    Cancel,
+    Committed,
+    Done,
+    Fence,
+    Finish,
+    Gone,
+    Hello,
+    Job,
+    Message,
+    Push,
+    Ready,
+    Refused,
+    Silent,
+    Stop,
+    Tick,
+    Welcome,
+    WireError,
+    decode_input,
+    encode,
+)
+
+LOOK_S = 0.25  # between two looks at who still lives
+SILENCE_S = 3.0  # without a sign of life, after which a learner is given up
+TICK_S = 1.0
+DRAIN_S = 5.0  # for the last updates, at the end
+_RECORD = struct.Struct("<dI")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What the coordinator is told by the supervisor."""
+
+    setting: Setting
+    token: str
+    seed: int
+    start_s: float
+    log: Path | None = None
+    facts: dict[str, Any] | None = None  # of the run, for its log
+
+
+class Boss(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Between coordinator and supervisor: `what` is "arena", "finish", "summary" or "say"."""
+
+    what: str
+    table: Table | None = None
+    text: str = ""
+
+
+_encode_boss = msgspec.json.Encoder().encode
+decode_boss = msgspec.json.Decoder(Boss).decode
+
+
+def say(line: socket.socket, message: Boss, descriptors: list[int] | None = None) -> None:
+    """To the other of supervisor and coordinator. Long texts go in parts."""
+    data = _encode_boss(message)
+    socket.send_fds(line, [data], descriptors or [])
+
+
+class Journal:
+    """All that the machine has been told, in a file that outlives the process."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    def add(self, data: bytes, at_s: float) -> None:
+        os.write(self.descriptor, _RECORD.pack(at_s, len(data)) + data)
+
+    def read(self) -> Iterator[tuple[INPUT, float]]:
+        """From the start. A record that was being written when its writer was killed is not there."""
+        with os.fdopen(os.dup(self.descriptor), "rb") as file:
+            file.seek(0)
+            end = 0
+            while len(head := file.read(_RECORD.size)) == _RECORD.size:
+                at_s, size = _RECORD.unpack(head)
+                data = file.read(size)
+                if len(data) < size:
+                    break
+                end += _RECORD.size + size
+                yield decode_input(data), at_s
+        os.ftruncate(self.descriptor, end)
+        os.lseek(self.descriptor, end, os.SEEK_SET)
+
+
+class Line:
+    """One who has come in."""
+
+    def __init__(self, one: socket.socket, role: str, number: int) -> None:
+        self.socket = one
+        self.role, self.number = role, number
+        self.nonce = self.incarnation = 0
+        self.pid = credentials(one)[0]
+        self.beat = -1
+        self.heard_s = time.monotonic()
+        self.silent = False
+
+
+class Post:
+    """See the module's text."""
+
+    def __init__(
+        self, run: Run, listener: socket.socket, boss: socket.socket, journal: Journal, held: tuple[Table, int] | None
+    ) -> None:
+        self.run, self.boss, self.journal = run, boss, journal
+        self.listener = listener
+        self.selector = selectors.DefaultSelector()
+        self.lines: list[Line] = []
+        self.arena: Arena | None = None
+        self.descriptor = -1
+        self.machine: Coordinator | None = None
+        self.ledger = Ledger(run.setting.learners)
+        self.finishing_by_s: float | None = None
+        self.ticked_s = 0.0
+        self.missing_since_s: dict[tuple[int, int], float] = {}
+        if held is not None:
+            self._furnish(*held)
+            self._recover()
+
+    # --- the machine and its memory ---------------------------------------------------------------------------------
+
+    def _furnish(self, table: Table, descriptor: int) -> None:
+        """There is an arena: now there can be a machine."""
+        setting = replace(self.run.setting, clip_norm=table.clip_norm)
+        size_bytes = Layout(table, setting).size_bytes
+        self.arena = Arena(memory.Segment(descriptor, size_bytes), table, setting)
+        self.descriptor = descriptor
+        facts = {"strategy": setting.line, "expect": setting.learners, "start_by_s": 0.0, "seed": self.run.seed}
+        self.ledger.open(self.run.log, facts | {"simulated": False, "rule": table.rule} | (self.run.facts or {}))
+        self.machine = Coordinator(setting, self.ledger.decision)
+
+    def _recover(self) -> None:
+        assert self.machine is not None
+        for message, at_s in self.journal.read():
+            self.ledger.hear(message)
+            self.machine.handle(message, at_s)
+        self._say_quiet()
+
+    def _make_arena(self, table: Table) -> None:
+        table.check()
+        setting = replace(self.run.setting, clip_norm=table.clip_norm)
+        _, descriptor = memory.create(Layout(table, setting).size_bytes, "the parameter server")
+        self._furnish(table, descriptor)
+        say(self.boss, Boss(what="arena", table=table), [descriptor])
+
+    # --- the loop ---------------------------------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        """Until the supervisor says that the run is over, or is gone."""
+        self.listener.setblocking(False)
+        self._watch(self.listener, self._accept)
+        self._watch(self.boss, self._hear_boss)
+        while self.finishing_by_s is None or not self._is_drained():
+            for key, _ in self.selector.select(LOOK_S):
+                key.data()
+            self._look_around()
+        summary = self.ledger.close(self.machine)
+        with contextlib.suppress(OSError):
+            say(self.boss, Boss(what="summary", text=summary))
+
+    def _watch(self, one: Any, call: Callable[[], None]) -> None:
+        self.selector.register(one, selectors.EVENT_READ, call)
+
+    def _is_drained(self) -> bool:
+        assert self.finishing_by_s is not None
+        return self.machine is None or self.machine.desk.idle or time.monotonic() > self.finishing_by_s
+
+    def _hear_boss(self) -> None:
+        data = self.boss.recv(MOST_BYTES)
+        if not data:
+            raise SystemExit(0)  # the supervisor is gone: so is the run
+        if decode_boss(data).what == "finish" and self.finishing_by_s is None:
+            self.finishing_by_s = time.monotonic() + DRAIN_S
+            self._tell(Finish())
+
+    def _look_around(self) -> None:
+        now = time.monotonic()
+        if self.arena is not None:
+            for line in [line for line in self.lines if line.role == "learner" and line.incarnation]:
+                beat = self.arena.beat_word(line.number).get()
+                if beat != line.beat:
+                    line.beat, line.heard_s, line.silent = beat, now, False
+                elif now - line.heard_s > SILENCE_S and not line.silent:
+                    line.silent = True
+                    self._tell(Silent(line.number, line.incarnation))
+            self._look_for_the_lost(now)
+        if now - self.ticked_s > TICK_S:
+            self.ticked_s = now
+            self._tell(Tick())
+
+    def _look_for_the_lost(self, now: float) -> None:
+        """Learners that were here when this coordinator came back, and have not come back themselves."""
+        assert self.machine is not None
+        connected = {(line.number, line.incarnation) for line in self.lines if line.role == "learner"}
+        here = {(row.learner, row.incarnation) for row in self.machine.rows.values() if row.here}
+        self.missing_since_s = {one: self.missing_since_s.get(one, now) for one in here - connected}
+        for one, since in list(self.missing_since_s.items()):
+            if now - since > SILENCE_S:
+                self._tell(Silent(*one))
+
+    # --- lines ------------------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        try:
+            one, _ = self.listener.accept()
+        except OSError:
+            return
+        one.settimeout(door.GREETING_S)
+        said = door.read_introduction(one, self.run.token)
+        if isinstance(said, str):
+            with contextlib.suppress(OSError):
+                if said:
+                    door.admit(one, door.Admission(refused=said), None)
+            one.close()
+            return
+        try:
+            self._let_in(one, said)
+        except OffbeatError as error:
+            with contextlib.suppress(OSError):
+                door.admit(one, door.Admission(refused=str(error)), None)
+            one.close()
+        except OSError:
+            one.close()
+
+    def _let_in(self, one: socket.socket, said: door.Introduction) -> None:
+        if self.arena is None:
+            if said.table is None:
+                raise OffbeatError("there is no model yet")
+            self._make_arena(said.table)
+        assert self.arena is not None
+        table = self.arena.table
+        if said.table is not None and said.table.digest != table.digest:
+            raise OffbeatError(
+                "its model or optimizer is not that of the others: the parameters must have the same names, shapes, "
+                "types and order"
+            )
+        admission = door.Admission(
+            table=table,
+            setting=door.setting_as_data(self.arena.setting),
+            seed=self.run.seed,
+            start_s=self.run.start_s,
+        )
+        door.admit(one, admission, self.descriptor)
+        one.setblocking(False)
+        line = Line(one, said.role, said.number)
+        self.lines.append(line)
+        self._watch(one, lambda: self._hear(line))
+
+    def _hear(self, line: Line) -> None:
+        """All that it has said."""
+        while line in self.lines:
+            try:
+                data = line.socket.recv(MOST_BYTES)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self._cut(line)
+                return
+            try:
+                message = decode_input(data)
+                self._check_sender(line, message)
+            except WireError:
+                self._cut(line)
+                return
+            if isinstance(message, Hello):
+                line.nonce = message.nonce
+            self._tell(message, data)
+
+    def _check_sender(self, line: Line, message: INPUT) -> None:
+        if line.role == "learner":
+            allowed = isinstance(message, FROM_LEARNER) and message.learner == line.number
+        else:
+            allowed = isinstance(message, Ready | Done) and message.shard == line.number
+        if not allowed:
+            raise WireError(f"{line.role} {line.number} may not say {message}")
+
+    def _cut(self, line: Line) -> None:
+        """It is gone, or was sent away."""
+        self.selector.unregister(line.socket)
+        line.socket.close()
+        self.lines.remove(line)
+        if line.role == "learner" and line.incarnation:
+            self._tell(Gone(line.number, line.incarnation))
+
+    # --- in and out -------------------------------------------------------------------------------------------------
+
+    def _tell(self, message: INPUT, data: bytes | None = None) -> None:
+        machine = self.machine
+        if machine is None:
+            return
+        at_s = time.monotonic() - self.run.start_s
+        self.journal.add(encode(message) if data is None else data, at_s)
+        if isinstance(message, Push | Stop):
+            self.ledger.hear(message)
+        for answer in machine.handle(message, at_s):
+            self._carry(answer)
+        self._say_quiet()
+
+    def _say_quiet(self) -> None:
+        assert self.arena is not None and self.machine is not None
+        machine = self.machine
+        quiet = machine.seeded and machine.desk.idle and not any(row.here for row in machine.rows.values())
+        word = self.arena.quiet_word()
+        if word.get() != quiet:
+            word.set(int(quiet))
+
+    def _carry(self, message: Message) -> None:
+        """To whom it is for. What cannot be sent now is lost, and asked for again."""
+        arena = self.arena
+        assert arena is not None
+        if isinstance(message, Cancel):
+            arena.cancel_word(message.learner).set(stamp(message.incarnation, message.seq))
+            return
+        if isinstance(message, Fence):
+            arena.fence_word(message.learner).set(message.incarnation)
+            return
+        if isinstance(message, Committed):
+            version, buffer = arena.committed(message.lane)
+            buffer.set(message.buffer)
+            version.set(message.version)
+            return
+        for line in self._lines_for(message):
+            with contextlib.suppress(OSError):
+                line.socket.send(encode(message))
+            if isinstance(message, Welcome):
+                line.incarnation = message.incarnation
+                line.heard_s, line.silent = time.monotonic(), False
+
+    def _lines_for(self, message: Message) -> list[Line]:
+        if isinstance(message, Job):
+            return [line for line in self.lines if (line.role, line.number) == ("server", message.shard)]
+        mine = [line for line in self.lines if (line.role, line.number) == ("learner", message.learner)]  # type: ignore[attr-defined]  # all others are for a learner
+        if isinstance(message, Welcome | Refused):
+            return [line for line in mine if line.nonce == message.nonce]
+        return [line for line in mine if line.incarnation == message.incarnation]  # type: ignore[attr-defined]  # as above

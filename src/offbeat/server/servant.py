@@ -1,0 +1,52 @@
+"""A server's process: takes jobs, does them on its shard of the arena, says so."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import torch
+
+from offbeat.errors import EventError, PeerError
+from offbeat.server import door
+from offbeat.server.arena import Arena, ShardMemory
+from offbeat.server.shard import Shard
+from offbeat.server.wire import MOST_BYTES, PROTOCOL, Done, Job, decode_output, encode
+
+_AGAIN_S = 10.0  # to find a coordinator that comes back
+
+
+def serve(name: str, token: str, shard: int, generation: int) -> None:
+    """Until the coordinator is gone for good."""
+    torch.set_num_threads(1)
+    introduction = door.Introduction(PROTOCOL, token, "server", shard, door.versions())
+    machine: Shard | None = None
+    while True:
+        line, arena = _come_in(name, introduction)
+        if machine is None:
+            machine = Shard(shard, generation, ShardMemory(arena, shard))
+        try:
+            line.send(encode(machine.ready()))
+            while data := line.recv(MOST_BYTES):
+                job = decode_output(data)
+                if not isinstance(job, Job):
+                    raise EventError(f"a server was told {job}")
+                began = time.perf_counter()
+                done = machine.handle(job)
+                seconds = time.perf_counter() - began
+                line.send(encode(Done(done.shard, done.generation, done.number, done.sums, seconds)))
+        except OSError:
+            pass
+        line.close()
+
+
+def _come_in(name: str, introduction: door.Introduction) -> tuple[socket.socket, Arena]:
+    end = time.monotonic() + _AGAIN_S
+    while True:
+        try:
+            line, _, arena = door.knock(name, introduction, door.GREETING_S)
+            return line, arena
+        except PeerError:
+            if time.monotonic() > end:
+                raise SystemExit(0) from None  # there is nobody any more
+            time.sleep(0.05)

@@ -1,0 +1,103 @@
+"""What a run is, and what the coordinator keeps of each learner and of each gradient."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from offbeat.errors import RequestError
+from offbeat.policies import Policy, create
+from offbeat.server.wire import Go, Granted, Hyper, Want, Weights
+
+NONCES_KEPT = 64  # of each learner: a Hello that was long on its way is no newcomer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What a run is: the line, how many learners and shards, and how much memory there is."""
+
+    line: str
+    learners: int
+    shards: int = 1
+    again: bool = True  # what was cancelled is computed later; else it is counted as dropped
+    clip_norm: float = 0.0  # 0: no clipping
+    start_by_s: float | None = None  # begin with whoever is there by then
+
+    def __post_init__(self) -> None:
+        if self.learners < 1 or self.shards < 1:
+            raise RequestError(f"a run has 1 learner and 1 server or more; got {self.learners} and {self.shards}")
+        self.policy()
+
+    def policy(self) -> Policy:
+        """A fresh one. It begins at the first `Tick`, if not all are there before."""
+        return create(self.line, expect=self.learners, start_by_s=0.0)
+
+    @property
+    def independent(self) -> bool:
+        """Whether shards commit by themselves."""
+        return self.policy().rule.fetch_every > 0
+
+    @property
+    def keeps_reads(self) -> bool:
+        """Whether the weights that a gradient was computed on are needed when it is applied."""
+        rate = self.policy().rate
+        return rate.needs_drift or rate.compensation > 0
+
+    def _most_held(self) -> int:
+        k = getattr(self.policy(), "k", 1)
+        return self.learners if k is None or "adaptive" in self.line else k
+
+    @property
+    def slots(self) -> int:
+        """One for each learner to fill, and those of the gradients that wait for an update."""
+        return self.learners + self._most_held() - 1 + (1 if self.independent else 0)
+
+    @property
+    def buffers(self) -> int:
+        """The current one, the next one, and those that are being read."""
+        return 2 + (self.learners + self._most_held() - 1 if self.keeps_reads else min(self.learners, 2))
+
+
+class Row:
+    """A learner's session."""
+
+    def __init__(self, learner: int) -> None:
+        self.learner = learner
+        self.nonce = 0
+        self.nonces: deque[int] = deque(maxlen=NONCES_KEPT)  # this one and those before
+        self.incarnation = 0
+        self.here = False  # it is this incarnation still
+        self.seated = False  # the policy knows of it
+        self.seq = 0  # the latest minibatch that it was told, or is to be told, to compute
+        self.answered = 0
+        self.cancelled = 0
+        self.void = 0  # minibatches up to this one were open when the policy was told that it is gone
+        self.versions: dict[int, int] = {}  # of open minibatches
+        self.pieces: tuple[tuple[int, int], ...] = ()  # the weights that it has: buffer and version by lane
+        self.slot: int | None = None
+        self.limbo: list[tuple[int, int]] = []  # incarnations that may still write to a slot, and that slot
+        self.grant: tuple[int, bool] | None = None  # a Go that waits: its version, and whether with weights
+        self.ready: tuple[tuple[int, int], ...] | None = None  # the weights for it, pinned
+        self.go: Go | None = None
+        self.pin = 0
+        self.asked = 0
+        self.weights: Weights | None = None
+        self.wanted = 0  # number of the latest Want
+        self.want: Want | None = None  # that waits
+        self.granted: Granted | None = None
+        self.bad = 0
+        self.hyper: tuple[Hyper, ...] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class Gradient:
+    """A push that was taken, under its ticket, until the update that applies it is committed."""
+
+    learner: int
+    slot: int  # -1: none, since it will be dropped
+    samples: int
+    leases: tuple[int, ...]
+    epochs: list[tuple[int, int]] = field(default_factory=list)  # (epoch, samples) counted as held, at an epoch's end
+    absent: tuple[int, ...]
+    hyper: tuple[Hyper, ...]
+    pieces: tuple[tuple[int, int], ...]

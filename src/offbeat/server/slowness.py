@@ -1,0 +1,64 @@
+"""Slowness on purpose, for experiments: the laws of the simulator, seeded, acted out by real learners.
+
+exp:0.05                 every minibatch takes so much longer, drawn anew (any law of `offbeat simulate --compute`)
+learner=2,factor=3       learner 2 is 3 times as slow: its computing and what is drawn for it
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from offbeat.errors import RequestError
+from offbeat.simulate.compute import Draws, Law, parse_law
+from offbeat.spec import parse_count
+
+_GLANCE_S = 0.002  # between two looks at whether the rest is still wanted
+
+
+class Slowness:
+    """What makes one learner slow."""
+
+    def __init__(self, rules: Sequence[str], *, learner: int, learners: int, seed: int) -> None:
+        law, factors = parse(rules, learners)
+        self.factor = factors.get(learner, 1.0)
+        speeds = [1.0 / factors.get(one, 1.0) for one in range(learners)]
+        self._draws = None if law is None else Draws(law, learners, seed, speeds=speeds)
+        self._learner = learner
+
+    def act(self, computed_s: float, unwanted: Callable[[], bool]) -> bool:
+        """Take the time that is due after so many seconds of computing; False if it was given up on the way."""
+        rest = computed_s * (self.factor - 1.0)
+        if self._draws is not None:
+            rest += self._draws.take(self._learner)
+        end = time.perf_counter() + rest
+        while (left := end - time.perf_counter()) > 0:
+            if unwanted():
+                return False
+            time.sleep(min(left, _GLANCE_S))
+        return True
+
+
+def parse(rules: Sequence[str], learners: int) -> tuple[Law | None, dict[int, float]]:
+    """The law that is drawn from, if any, and who is slower by which factor."""
+    law: Law | None = None
+    factors: dict[int, float] = {}
+    for rule in rules:
+        if not rule.startswith("learner="):
+            if law is not None:
+                raise RequestError(f"two laws of slowness, '{law.text}' and '{rule}'; give one")
+            law = parse_law(rule)
+            continue
+        try:
+            words = dict(word.split("=", 1) for word in rule.split(","))
+            learner = 0 if words["learner"] == "0" else parse_count(words["learner"])
+            factor = float(words["factor"])
+            sound = set(words) == {"learner", "factor"} and 1 <= factor < 1e6
+        except (KeyError, ValueError):
+            sound = False
+        if not sound:
+            raise RequestError(f"expected a law like exp:0.05, or learner=2,factor=3 (1 or more); got '{rule}'")
+        if learner >= learners:
+            raise RequestError(f"'{rule}': there are {learners} learners, numbered from 0")
+        factors[learner] = factor
+    return law, factors

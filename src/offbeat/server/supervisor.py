@@ -1,0 +1,402 @@
+"""The supervisor: starts coordinator, servers and, if asked to, learners; holds their memory; watches them.
+
+Coordinator and servers are forked from here, where torch is loaded already: one that was killed is back at once, on the
+same memory and the same journal. A process that was stopped for too long is killed, so that another can take its place.
+When the supervisor itself is killed, the kernel ends all that it has started.
+
+    supervisor --- coordinator --- learners
+        |              |
+        +---------- servers
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import secrets
+import selectors
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from offbeat.collectives import memory
+from offbeat.collectives.rendezvous import state_of
+from offbeat.errors import OffbeatError
+from offbeat.server import door, post, servant
+from offbeat.server.session import Setting
+from offbeat.server.table import Table
+from offbeat.server.wire import MOST_BYTES
+
+STOPPED_S = 2.0  # after which a stopped server or coordinator is replaced
+LOOK_S = 0.2
+GRACE_S = 5.0  # for learners to end when they are asked to
+MOST_DEATHS, DEATHS_S = 8, 20.0  # of one server or of the coordinator: more than so many in so long, and the run ends
+MOST_RESTARTS = 3  # of a learner that was killed
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What to run. Without words for learners only the services are started: learners come by themselves."""
+
+    setting: Setting
+    learner: Sequence[str] = ()
+    environment: Mapping[str, str] | None = None
+    seed: int = 0
+    log: Path | None = None
+    facts: Mapping[str, Any] | None = None
+    restarts: int = MOST_RESTARTS
+    store_port: int | None = None  # of a store on loopback: learners are ranks of a process group, without services
+
+
+class Member:
+    """A process that was started here."""
+
+    def __init__(self, role: str, number: int, pid: int) -> None:
+        self.role, self.number, self.pid = role, number, pid
+        self.watch = os.pidfd_open(pid)
+        self.stopped_since_s: float | None = None
+        self.output = b""
+        self.pipe = -1
+
+    @property
+    def name(self) -> str:
+        return self.role if self.role == "coordinator" else f"{self.role} {self.number}"
+
+
+class Supervisor:
+    """See the module's text. `tell(name, line)` is given what learners print, and what is worth knowing."""
+
+    def __init__(self, plan: Plan, tell: Callable[[str, str], None]) -> None:
+        self.plan, self.tell = plan, tell
+        self.token = secrets.token_hex(16)
+        self.listener, self.name = door.new_door()
+        self.journal, path = tempfile.mkstemp(prefix="offbeat-journal-")
+        Path(path).unlink()  # nobody else needs its name, and so nothing is left behind
+        self.start_s = time.monotonic()
+        self.held: tuple[Table, int] | None = None
+        self.selector = selectors.DefaultSelector()
+        self.members: dict[int, Member] = {}  # by pid
+        self.generations = [0] * plan.setting.shards
+        self.restarted = [0] * plan.setting.learners
+        self.exits: dict[int, int] = {}  # learner -> exit code
+        self.deaths: dict[tuple[str, int], deque[float]] = {}
+        self.recoveries: list[dict[str, Any]] = []
+        self.summary: str | None = None
+        self.finishing = False
+        self.boss: socket.socket | None = None
+        self._quiet: memory.Segment | None = None
+
+    # --- starting ---------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        if self.plan.store_port is None:
+            self._start_coordinator()
+        if self.plan.learner:
+            for learner in range(self.plan.setting.learners):
+                self._start_learner(learner)
+
+    def _start_coordinator(self) -> None:
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if self.boss is not None:
+            self._unwatch(self.boss)
+            self.boss.close()
+        self.boss = mine
+        run = post.Run(
+            setting=self.plan.setting,
+            token=self.token,
+            seed=self.plan.seed,
+            start_s=self.start_s,
+            log=self.plan.log,
+            facts=dict(self.plan.facts or {}),
+        )
+
+        def body() -> None:
+            post.Post(run, self.listener, theirs, post.Journal(self.journal), self.held).serve()
+
+        self._fork("coordinator", 0, body, keep={theirs.fileno(), self.listener.fileno(), self.journal})
+        theirs.close()
+        self._watch(mine, lambda: self._hear_boss(mine))
+
+    def _start_server(self, shard: int) -> None:
+        self.generations[shard] += 1
+        generation = self.generations[shard]
+        self._fork("server", shard, lambda: servant.serve(self.name, self.token, shard, generation), keep=set())
+
+    def _fork(self, role: str, number: int, body: Callable[[], None], keep: set[int]) -> None:
+        """A child with nothing but what it needs. Nothing runs in threads here, so forking is safe."""
+        supervisor = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                _die_with(supervisor)
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the supervisor, which ends all in order
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                self.selector.close()
+                _close_all_but(keep | ({self.held[1]} if self.held else set()))
+                body()
+                code = 0
+            except SystemExit as end:
+                code = end.code if isinstance(end.code, int) else 1
+            except OffbeatError as error:
+                os.write(2, f"offbeat: {role} {number}: {error}\n".encode())
+            except BaseException:
+                import traceback
+
+                os.write(2, traceback.format_exc().encode())
+            finally:
+                os._exit(code)
+        self._adopt(Member(role, number, pid))
+
+    def environment_of(self, learner: int) -> dict[str, str]:
+        """What a learner has to know to find the run."""
+        setting = self.plan.setting
+        if self.plan.store_port is not None:
+            return {
+                "RANK": str(learner),
+                "LOCAL_RANK": str(learner),
+                "WORLD_SIZE": str(setting.learners),
+                "LOCAL_WORLD_SIZE": str(setting.learners),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(self.plan.store_port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there: no rank opens one
+            }
+        return {
+            "OFFBEAT_DOOR": self.name,
+            "OFFBEAT_TOKEN": self.token,
+            "OFFBEAT_SYNC": setting.line,
+            "OFFBEAT_LEARNER": str(learner),
+            "OFFBEAT_LEARNERS": str(setting.learners),
+        }
+
+    def _start_learner(self, learner: int) -> None:
+        reader, writer = os.pipe()
+        supervisor = os.getpid()
+        process = subprocess.Popen(
+            list(self.plan.learner),
+            stdin=subprocess.DEVNULL,
+            stdout=writer,
+            stderr=writer,
+            env={
+                **(os.environ if self.plan.environment is None else self.plan.environment),
+                **self.environment_of(learner),
+            },
+            start_new_session=True,
+            preexec_fn=lambda: _die_with(supervisor),
+        )
+        os.close(writer)
+        member = Member("learner", learner, process.pid)
+        process.returncode = 0  # it is waited for here, by its descriptor
+        member.pipe = reader
+        os.set_blocking(reader, False)
+        self._watch(reader, lambda: self._hear_learner(member))
+        self._adopt(member)
+
+    def _adopt(self, member: Member) -> None:
+        self.members[member.pid] = member
+        self._watch(member.watch, lambda: self._died(member))
+
+    # --- watching ---------------------------------------------------------------------------------------------------
+
+    def _watch(self, one: Any, call: Callable[[], None]) -> None:
+        self.selector.register(one, selectors.EVENT_READ, call)
+
+    def _unwatch(self, one: Any) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self.selector.unregister(one)
+
+    def turn(self) -> None:
+        """One turn of the loop: what has happened, and a look at who is stopped."""
+        for key, _ in self.selector.select(LOOK_S):
+            if key.fileobj in self.selector.get_map():
+                key.data()
+        now = time.monotonic()
+        for member in list(self.members.values()):
+            if member.role == "learner":
+                continue
+            if state_of(member.pid) != "T":
+                member.stopped_since_s = None
+            elif member.stopped_since_s is None:
+                member.stopped_since_s = now
+            elif now - member.stopped_since_s > STOPPED_S:
+                os.kill(member.pid, signal.SIGKILL)
+
+    def _hear_boss(self, line: socket.socket) -> None:
+        try:
+            data, descriptors, _, _ = socket.recv_fds(line, MOST_BYTES, 2)
+        except OSError:
+            data, descriptors = b"", []
+        if not data:
+            self._unwatch(line)
+            return
+        message = post.decode_boss(data)
+        if message.what == "arena" and self.held is None and message.table is not None:
+            self.held = (message.table, descriptors.pop(0))
+            self._quiet = memory.Segment(self.held[1], 4096)  # its first word says whether anybody is there
+            for shard in range(self.plan.setting.shards):
+                self._start_server(shard)
+        elif message.what == "summary":
+            self.summary = message.text
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+    def _hear_learner(self, member: Member) -> None:
+        try:
+            data = os.read(member.pipe, 65536)
+        except BlockingIOError:
+            return
+        if data:
+            *lines, member.output = (member.output + data).split(b"\n")
+            if len(member.output) > 65536:
+                lines, member.output = [*lines, member.output], b""
+        else:
+            lines = [member.output] if member.output else []
+            self._unwatch(member.pipe)
+            os.close(member.pipe)
+            member.pipe = -1
+        for line in lines:
+            self.tell(member.name, line.decode(errors="replace"))
+
+    def _died(self, member: Member) -> None:
+        _, status = os.waitpid(member.pid, 0)
+        self._unwatch(member.watch)
+        os.close(member.watch)
+        del self.members[member.pid]
+        code = os.waitstatus_to_exitcode(status)
+        if member.role == "learner":
+            self._learner_ended(member, code)
+            return
+        if self.finishing or (member.role == "coordinator" and self.summary is not None):
+            return
+        self._count_death(member, code)
+        if member.role == "server":
+            self._start_server(member.number)
+        else:
+            self._start_coordinator()
+            if self.finishing:
+                self._say_finish()
+        self.tell("offbeat", f"{member.name} died ({_how(code)}) and was started again")
+
+    def _count_death(self, member: Member, code: int) -> None:
+        times = self.deaths.setdefault((member.role, member.number), deque(maxlen=MOST_DEATHS))
+        times.append(time.monotonic())
+        if len(times) == MOST_DEATHS and times[-1] - times[0] < DEATHS_S:
+            raise OffbeatError(f"{member.name} died {MOST_DEATHS} times in {DEATHS_S:g} s, the last time: {_how(code)}")
+
+    def _learner_ended(self, member: Member, code: int) -> None:
+        while member.pipe >= 0:
+            before = member.pipe
+            self._hear_learner(member)
+            if member.pipe == before and not _has_more(member.pipe):
+                self._unwatch(member.pipe)
+                os.close(member.pipe)
+                if member.output:
+                    self.tell(member.name, member.output.decode(errors="replace"))
+                member.pipe = -1
+        _kill_group(member.pid)  # what it may have left behind
+        learner = member.number
+        if code < 0 and not self.finishing and self.restarted[learner] < self.plan.restarts:
+            self.restarted[learner] += 1
+            self.tell("offbeat", f"learner {learner} died ({_how(code)}) and is started again")
+            self._start_learner(learner)
+            return
+        if code and not self.finishing:
+            self.tell("offbeat", f"learner {learner} ended: {_how(code)}")
+        self.exits[learner] = code
+
+    def is_quiet(self) -> bool:
+        """Whether no learner is in the run."""
+        return self.held is None or self._quiet is None or bool(self._quiet.words[0])
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    @property
+    def learners_left(self) -> int:
+        return sum(member.role == "learner" for member in self.members.values())
+
+    def _say_finish(self) -> None:
+        if self.boss is not None:
+            with contextlib.suppress(OSError):
+                post.say(self.boss, post.Boss(what="finish"))
+
+    def finish(self) -> str | None:
+        """Let the last updates be made and the books be closed; the summary, as JSON."""
+        if self.plan.store_port is not None:
+            return None
+        self._say_finish()
+        end = time.monotonic() + post.DRAIN_S + GRACE_S
+        while self.summary is None and time.monotonic() < end:
+            self.turn()
+        return self.summary
+
+    def close(self) -> None:
+        """End everything that is still there."""
+        self.finishing = True
+        learners = [member for member in self.members.values() if member.role == "learner"]
+        for member in learners:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(member.pid, signal.SIGTERM)
+        end = time.monotonic() + GRACE_S
+        while self.learners_left and time.monotonic() < end:
+            self.turn()
+        for member in list(self.members.values()):
+            if member.role == "learner":
+                _kill_group(member.pid)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(member.pid, signal.SIGKILL)
+        for member in list(self.members.values()):
+            os.waitpid(member.pid, 0)
+            os.close(member.watch)
+            if member.pipe >= 0:
+                os.close(member.pipe)
+        self.members.clear()
+        self.selector.close()
+        self.listener.close()
+        os.close(self.journal)
+        if self.boss is not None:
+            self.boss.close()
+        if self.held is not None:
+            os.close(self.held[1])
+
+
+def _how(code: int) -> str:
+    if code < 0:
+        with contextlib.suppress(ValueError):
+            return signal.Signals(-code).name
+    return f"exit code {code}"
+
+
+def _has_more(pipe: int) -> bool:
+    import select
+
+    return bool(select.select([pipe], [], [], 0)[0])
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _die_with(parent: int) -> None:
+    """In a child: the kernel kills this process when its parent dies."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it has died already
+        os._exit(1)
+
+
+def _close_all_but(keep: set[int]) -> None:
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - numbers, no paths
+        number = int(name)
+        if number > 2 and number not in keep:
+            with contextlib.suppress(OSError):
+                os.close(number)

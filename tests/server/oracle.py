@@ -1,0 +1,328 @@
+"""The outsider: it knows what learners truly computed and what the coordinator said, and recomputes everything.
+
+`LawError` names the law. It never looks into the machines, but for their own `check` and for how long their tables
+are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from offbeat.policies import Apply, Cancel, Drop, Policy, Pushed, Resume, Send
+from offbeat.policies.barrier import Barrier
+from offbeat.policies.events import from_text
+from offbeat.policies.stale import StaleDrop
+from offbeat.server.coordinator import Coordinator
+from offbeat.server.session import Setting
+from offbeat.server.wire import Cancel as CancelWord
+from offbeat.server.wire import Committed, Go, Job, Lease, Message, Weights
+
+Vector = tuple[float, ...]
+Key = tuple[int, int, int]  # learner, incarnation, seq
+
+WIDTH = 3  # numbers in a shard
+CLIP_EPSILON = 1e-6
+
+
+class LawError(AssertionError):
+    """A law, and what broke it."""
+
+
+def demand(kept: bool, law: str, *found: object) -> None:
+    if not kept:
+        raise LawError(law + (": " + ", ".join(map(str, found)) if found else ""))
+
+
+class Truth(NamedTuple):
+    """What a learner truly computed and pushed."""
+
+    gradient: tuple[Vector, ...]  # by shard
+    version: int
+    samples: int
+    leases: tuple[Lease, ...]
+    lr: float
+    absent: tuple[int, ...]
+    finite: bool
+
+
+def gradient_of(key: Key, version: int, samples: int, shards: int) -> tuple[Vector, ...]:
+    """Small whole numbers that tell who computed them, at which version, and from what."""
+    seed = key[0] * 7919 + key[1] * 104729 + key[2] * 1299709 + version * 15485863 + samples * 32452843
+    return tuple(
+        tuple(float(((seed + at * 86028121 + shard * 49979687) * 2654435761 >> 9) % 9 - 4) for at in range(WIDTH))
+        for shard in range(shards)
+    )
+
+
+def mean_gradient(
+    now: Vector, gradients: Sequence[Vector], scales: Sequence[float], reads: Sequence[Vector], compensation: float
+) -> Vector:
+    """What a shard feeds to its optimizer."""
+    total = []
+    for at in range(len(now)):
+        value = 0.0
+        for index, gradient in enumerate(gradients):
+            one = gradient[at]
+            if compensation:
+                one += compensation * one * one * (now[at] - reads[index][at])
+            value += scales[index] * one
+        total.append(value / len(gradients))
+    return tuple(total)
+
+
+def stepped(now: Vector, mean: Vector, clip: float, lr: float, skip: Sequence[int]) -> Vector:
+    return tuple(w if at in skip else w - lr * clip * g for at, (w, g) in enumerate(zip(now, mean, strict=True)))
+
+
+def squares(vector: Vector) -> tuple[float, ...]:
+    return tuple(one * one for one in vector)
+
+
+class Update(NamedTuple):
+    keys: tuple[Key, ...]
+    scales: tuple[float, ...]
+    reads: tuple[tuple[int, ...], ...]  # per gradient, the version of each lane that it was computed on
+
+
+class Oracle:
+    """See the module's text."""
+
+    def __init__(self, setting: Setting, initial: tuple[Vector, ...]) -> None:
+        self.setting = setting
+        self.policy: Policy = setting.policy()  # for what it is, not for what it says
+        self.lanes = setting.shards if setting.independent else 1
+        self.history: list[list[Vector]] = [[vector] for vector in initial]  # by shard, by version
+        self.updates: list[Update] = []
+        self.truth: dict[Key, Truth] = {}
+        self.keys: dict[int, Key] = {}  # by ticket
+        self.fate: dict[Key, str] = {}
+        self.positions: Counter[tuple[int, int]] = Counter()  # (epoch, position): how often it was applied
+        self.cancelled: dict[tuple[int, int], int] = {}
+        self.given: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {}  # pieces that an incarnation was last given
+        self.due: dict[int, int] = {}  # the version that a learner is to be sent
+        self.read_at: dict[Key, tuple[tuple[int, int], ...]] = {}  # pieces when its push was handled
+        self.gos: dict[Key, Go] = {}
+        self.slots: dict[int, Key] = {}  # who was told to write there last
+        self.committed = [0] * self.lanes
+        self.buffers = [0] * self.lanes
+        self.initial = initial
+        self.decisions = 0
+
+    def lane_of(self, shard: int) -> int:
+        return shard if self.setting.independent else 0
+
+    def shards_of(self, lane: int) -> range:
+        return range(lane, lane + 1) if self.setting.independent else range(self.setting.shards)
+
+    # --- what learners do ---------------------------------------------------------------------------------------------
+
+    def computed(self, key: Key, truth: Truth) -> None:
+        demand(key not in self.truth, "a minibatch is computed once", key)
+        self.truth[key] = truth
+
+    def writes(self, slot: int, key: Key) -> None:
+        owner = self.slots.get(slot)
+        demand(owner is not None and owner[:2] == key[:2], "a slot is written by one learner", slot, owner, key)
+
+    def fetched(self, key: Key, copies: dict[int, Vector], pieces: tuple[tuple[int, int], ...]) -> None:
+        """A learner uses what it has read."""
+        for shard, copy in copies.items():
+            version = pieces[self.lane_of(shard)][1]
+            demand(
+                copy == self.history[shard][version],
+                "a fetch that is used is exactly one version",
+                *(key, shard, version, copy, self.history[shard][version]),
+            )
+
+    def acknowledged(self, key: Key) -> None:
+        """Its learner got a later Go, and was not cancelled."""
+        demand(key in self.fate, "nothing acknowledged is lost", key)
+
+    # --- what the coordinator says ------------------------------------------------------------------------------------
+
+    def handling(self, learner: int, incarnation: int, seq: int) -> None:
+        """A push is about to be handled."""
+        self.read_at.setdefault((learner, incarnation, seq), self.given.get((learner, incarnation), ()))
+
+    def said(self, message: Message) -> None:
+        if isinstance(message, CancelWord):
+            who = message.learner, message.incarnation
+            self.cancelled[who] = max(self.cancelled.get(who, 0), message.seq)
+        elif isinstance(message, Go):
+            key = (message.learner, message.incarnation, message.seq)
+            demand(self.gos.setdefault(key, message) == message, "a Go that is said again is the same", message)
+            if self.gos[key] is not message:
+                return
+            self.slots[message.slot] = key
+            if message.pieces:
+                self.given[message.learner, message.incarnation] = message.pieces
+                if not self.setting.independent:
+                    versions = {version for _, version in message.pieces}
+                    demand(versions == {message.version}, "a Go is sent with the weights of its version", message)
+                due = self.due.get(message.learner)
+                demand(message.version == due, "a fetch is no older than what was acknowledged", message, due)
+        elif isinstance(message, Weights):
+            self.given[message.learner, message.incarnation] = message.pieces
+        elif isinstance(message, Committed):
+            before = self.committed[message.lane]
+            demand(message.version == before + 1, "versions rise by one", before, message)
+            demand(message.version < len(self.history[0]), "what is committed was decided", message)
+            self.committed[message.lane], self.buffers[message.lane] = message.version, message.buffer
+
+    def decided(self, record: dict[str, Any]) -> None:
+        """A line of the run log."""
+        self.decisions += 1
+        event = from_text(record["event"])
+        if isinstance(event, Pushed):
+            incarnation, seq = record["seq"]
+            key = (event.learner, incarnation, seq)
+            truth = self.truth.get(key)
+            if truth is None:
+                raise LawError(f"what is taken was pushed: {key}")
+            demand(key not in self.fate, "a push is taken once", key)
+            demand(truth.finite, "what is not finite is not taken", key)
+            said = truth.version, truth.samples, [list(lease[1:]) for lease in truth.leases]
+            found = event.version, event.samples, record["batch"]
+            demand(said == found, "a push is taken as it was computed", key, said, found)
+            self.keys[event.ticket] = key
+            self.fate[key] = "held"
+            if self.policy.needs_drift:
+                self._check_drift(key, event)
+        for text, why in zip(record["commands"], record["why"], strict=True):
+            command = from_text(text)
+            if isinstance(command, Apply):
+                self._apply([self.keys[ticket] for ticket in command.tickets], command.scales)
+            elif isinstance(command, Drop):
+                demand(bool(why), "every drop has a reason", command)
+                self.fate[self.keys[command.ticket]] = "dropped"
+            elif isinstance(command, Send):
+                self.due[command.learner] = len(self.updates)
+            else:
+                demand(isinstance(command, Cancel | Resume), "a command is one of five", command)
+
+    def _check_drift(self, key: Key, event: Pushed) -> None:
+        if self._is_late(key):
+            return  # it is dropped, whatever its drift
+        reads = self.read_at[key]
+        total = 0.0
+        for shard, versions in enumerate(self.history):
+            now, then = versions[len(self.updates)], versions[reads[self.lane_of(shard)][1]]
+            total += math.fsum((a - b) ** 2 for a, b in zip(now, then, strict=True))
+        demand(
+            event.drift is not None and math.isclose(event.drift, total, rel_tol=1e-9, abs_tol=1e-12),
+            "drift is how far the weights have moved since they were read",
+            *(event, total),
+        )
+
+    def _is_late(self, key: Key) -> bool:
+        return key[2] <= self.cancelled.get(key[:2], 0)
+
+    def _apply(self, keys: list[Key], scales: tuple[float, ...]) -> None:
+        version = len(self.updates)
+        for key in keys:
+            truth = self.truth[key]
+            demand(self.fate[key] == "held", "each push is applied at most once", key, self.fate[key])
+            demand(not self._is_late(key), "a cancelled gradient is never applied", key)
+            self.fate[key] = "applied"
+            if isinstance(self.policy, Barrier):
+                demand(truth.version == version, "with a barrier gradients are of the current version", key, truth)
+            if isinstance(self.policy, StaleDrop):
+                demand(version - truth.version <= self.policy.limit, "staleness is bounded", key, truth)
+            for _, epoch, start, count in truth.leases:
+                for at in range(start, start + count):
+                    self.positions[epoch, at] += 1
+                    demand(self.positions[epoch, at] == 1, "a sample is applied at most once", epoch, at, key)
+        k = getattr(self.policy, "k", None)
+        if k is not None and type(self.policy).__name__ in ("KBatchSync", "KBatchAsync"):
+            demand(len(keys) == k, "an update has K gradients", keys)
+        reads = tuple(tuple(version for _, version in self.read_at[key]) for key in keys)
+        update = Update(tuple(keys), scales, reads)
+        self.updates.append(update)
+        means = [self.mean_of(update, version, shard) for shard in range(self.setting.shards)]
+        skip = set(self.truth[keys[0]].absent).intersection(*(self.truth[key].absent for key in keys))
+        for shard, mean in enumerate(means):
+            clip = 1.0
+            if self.setting.clip_norm:
+                together = [one for other in self.shards_of(self.lane_of(shard)) for one in squares(means[other])]
+                clip = min(1.0, self.setting.clip_norm / (math.sqrt(math.fsum(together)) + CLIP_EPSILON))
+            now = self.history[shard][version]
+            self.history[shard].append(stepped(now, mean, clip, self.truth[keys[-1]].lr, sorted(skip)))
+
+    def mean_of(self, update: Update, version: int, shard: int) -> Vector:
+        lane, versions = self.lane_of(shard), self.history[shard]
+        return mean_gradient(
+            versions[version],
+            [self.truth[key].gradient[shard] for key in update.keys],
+            update.scales,
+            [versions[reads[lane]] if reads else () for reads in update.reads],
+            self.policy.rate.compensation,
+        )
+
+    # --- what servers do ----------------------------------------------------------------------------------------------
+
+    def works(self, shard: int, job: Job, buffers: list[list[float]], slots: list[list[list[float]]]) -> None:
+        """A shard is about to do this job."""
+        demand(1 <= job.version <= len(self.history[0]), "a shard does what was decided", job)
+        source = self.history[shard][job.version - 1]
+        demand(tuple(buffers[job.source]) == source, "an update starts from the version before", shard, job)
+        if job.kind == "drift":
+            return
+        update = self.updates[job.version - 1]
+        demand(len(job.slots) == len(update.keys), "an update has the gradients that were decided", job, update)
+        demand(job.scales == update.scales, "gradients count as was decided", job, update)
+        for index, (slot, key) in enumerate(zip(job.slots, update.keys, strict=True)):
+            law = "what is applied is what its learner computed"
+            demand(tuple(slots[slot][shard]) == self.truth[key].gradient[shard], law, shard, job, key)
+            if self.setting.keeps_reads:
+                read = tuple(buffers[job.reads[index]])
+                version = update.reads[index][self.lane_of(shard)]
+                demand(read == self.history[shard][version], "what a gradient was computed on is kept", shard, job, key)
+
+    # --- after each event ---------------------------------------------------------------------------------------------
+
+    def check(self, coordinator: Coordinator, memory: list[list[list[float]]]) -> None:
+        """`memory`: by shard, by buffer."""
+        coordinator.check()
+        for shard, buffers in enumerate(memory):
+            lane = self.lane_of(shard)
+            buffer, version = self.buffers[lane], self.committed[lane]
+            if version or coordinator.seeded:
+                demand(
+                    tuple(buffers[buffer]) == self.history[shard][version],
+                    "parameters = initial - sum of applied updates",
+                    *(shard, version, buffers[buffer], self.history[shard][version]),
+                )
+        learners, most = self.setting.learners, self.setting.slots
+        demand(len(coordinator.gradients) + len(coordinator.inbox) <= most + learners, "few gradients wait")
+        for lane_ in coordinator.desk.lanes:
+            demand(len(lane_.queue) <= most + 1, "few updates wait", len(lane_.queue))
+            demand(len(lane_.pins) <= 3 * learners + most, "few buffers are pinned", lane_.pins)
+        for row in coordinator.rows.values():
+            demand(len(row.versions) <= 64 and len(row.nonces) <= 64, "few minibatches are open", row.versions)
+            demand(len(row.limbo) <= most, "few slots are kept back", row.limbo)
+
+    def finished(self, coordinator: Coordinator) -> None:
+        """When all is over."""
+        counts, fates = coordinator.counts, Counter(self.fate.values())
+        bad = counts["dropped: not finite"]
+        demand(self.committed == [len(self.updates)] * self.lanes, "all that was decided is done", self.committed)
+        demand(counts["applied"] == fates["applied"], "applied is what was applied", counts, fates)
+        demand(counts["received"] - bad == len(self.fate) + self.unmeasured(coordinator), "received is what came")
+        demand(counts["received"] == counts["applied"] + counts["dropped"], "nothing waits at the end", counts)
+        book = coordinator.book
+        if book is None:
+            return
+        ended = "dropped: the run ended before its update was full"
+        for epoch, buckets in book.counts.items():
+            applied = sum(self.positions[epoch, at] for at in range(book.samples))
+            demand(buckets["applied"] == applied, "samples are applied as they are counted", epoch, buckets, applied)
+            if epoch < book.epoch:
+                demand(buckets.total() == book.samples, "every sample is counted once", epoch, buckets)
+                named = {"applied", "dropped: not finite", ended}
+                demand(not self.setting.again or buckets.keys() <= named, "what was dropped is computed again", buckets)
+
+    def unmeasured(self, coordinator: Coordinator) -> int:
+        return coordinator.counts["dropped: its learner left before it was measured"]

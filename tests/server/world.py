@@ -1,0 +1,432 @@
+"""A simulated world around the parameter server's own machines: learners, servers, a coordinator, and what goes wrong.
+
+Everything follows from a seed: the line, the sizes, which faults there are and when. Messages between any two are lost,
+doubled, delayed and overtaken; learners and servers are killed and stopped anywhere; the coordinator is killed and
+brought back from its journal. The outsider (`oracle`) looks at every event. After a while faults end, and then every
+run must come to its end.
+
+    cd tests && ../.venv/bin/python -m server.world --seeds 10000
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from offbeat.server.client import Client
+from offbeat.server.coordinator import Coordinator, addressee
+from offbeat.server.session import Setting
+from offbeat.server.shard import Shard
+from offbeat.server.wire import (
+    INPUT,
+    Cancel,
+    Fence,
+    Finish,
+    Gone,
+    Job,
+    Message,
+    Push,
+    Seeded,
+    Silent,
+    Tick,
+    decode_input,
+    decode_output,
+    encode,
+)
+from server.actors import Learner, Memory, Server
+from server.oracle import WIDTH, LawError, Oracle, Vector
+
+LINES = (
+    "full-sync",
+    "k-sync:2",
+    "k-batch-sync:3",
+    "async",
+    "k-async:2",
+    "k-batch-async:3",
+    "softsync:2",
+    "ssp:1",
+    "stale-drop:2",
+    "adaptive-k:1,window=2",
+    "downpour:push=2,fetch=1",
+    "local-sgd:2",
+    "async:rate=inverse",
+    "async:rate=drift:1.0",
+    "async:rate=delay-compensated:0.1",
+    "k-async:2,rate=drift:1.0",
+    "k-sync:2,rate=drift:1.0",
+    "full-sync:rate=drift:1.0",
+    "k-batch-sync:3,rate=delay-compensated:0.1",
+    "k-batch-async:3,rate=delay-compensated:0.1",
+    "stale-drop:2,rate=inverse",
+    "ssp:1,rate=inverse-mean",
+    "downpour:push=1,fetch=2,rate=drift:1.0",
+    "downpour:push=2,fetch=3,rate=delay-compensated:0.1",
+)
+
+# What may go wrong, and the chances from which a seed draws: at each message, or at each step of a process.
+FAULTS: dict[str, tuple[float, ...]] = {
+    "lost": (0, 0, 0.02, 0.1, 0.3),
+    "doubled": (0, 0, 0.05, 0.2),
+    "late": (0, 0, 0.05, 0.2),
+    "learner dies": (0, 0, 0.003, 0.01, 0.03),
+    "learner stops": (0, 0, 0.003, 0.01, 0.03),
+    "taken for dead": (0, 0, 0.05, 0.2),
+    "server dies": (0, 0, 0.02, 0.1),
+    "server stops": (0, 0, 0.02, 0.1),
+    "coordinator dies": (0, 0, 0.003, 0.02),
+    "line is cut": (0, 0, 0.02, 0.1),
+}
+RETRY_S = 3.0
+TICK_S = 2.0
+MOST_EVENTS = 60_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kit:
+    """The machines that the world is made of; a planted bug is another kit."""
+
+    coordinator: type[Coordinator] = Coordinator
+    client: type[Client] = Client
+    shard: type[Shard] = Shard
+    looks_at_fence: bool = True  # after reading
+    journal_lag: int = 0  # messages at the end of the journal that a crash loses
+
+
+@dataclass(slots=True)
+class Place:
+    """A learner's place: one process after the other, until one has done all."""
+
+    left: int
+    process: Learner
+    done: bool = False
+
+
+@dataclass(slots=True)
+class Story:
+    """What has happened, for the summary."""
+
+    events: int = 0
+    updates: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+
+
+class World:
+    """See the module's text."""
+
+    def __init__(self, seed: int, kit: Kit | None = None, line: str | None = None) -> None:
+        self.kit = kit or Kit()
+        rng = self.rng = random.Random(seed)
+        self.setting = Setting(
+            line=line or LINES[seed % len(LINES)],
+            learners=rng.randint(2, 5),
+            shards=rng.randint(1, 3),
+            again=rng.random() < 0.6,
+            clip_norm=rng.choice((0.0, 0.0, 2.0)),
+            start_by_s=rng.choice((None, 5.0)),
+        )
+        calm = rng.random() < 0.1
+        self.chances = {name: 0.0 if calm else rng.choice(chances) for name, chances in FAULTS.items()}
+        self.samples = rng.choice((0, rng.randint(7, 20), rng.randint(7, 20)))  # of an epoch; 0: no leases
+        self.epochs, self.batch = rng.randint(2, 3), rng.randint(1, 3)
+        self.prefetch, self.give_back = rng.choice((0, 0.5)), rng.choice((0, 0.1))
+        self.non_finite = rng.choice((0, 0, 0.1))
+        self.patient = rng.random() < 0.5  # a learner that asks for weights waits for them
+        self.slowness = [rng.choice((1, 1, 1, 5)) for _ in range(self.setting.learners)]
+        self.quiet_from_s = rng.uniform(10, 60)
+        self.story = Story()
+        self.now = 0.0
+        self.nonce = 0
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = 0
+        shards, learners = self.setting.shards, self.setting.learners
+        self.buffers = [[[0.0] * WIDTH for _ in range(self.setting.buffers)] for _ in range(shards)]
+        self.slots = [[[0.0] * WIDTH for _ in range(shards)] for _ in range(self.setting.slots)]
+        self.cancel_words = [(0, 0)] * learners
+        self.fence_words = [0] * learners
+        self.cut_until = [0.0] * learners
+        self.oracle = Oracle(self.setting, self.initial_of(0, 0))
+        self.down = False
+        self.journal: list[tuple[INPUT, float]] = []
+        self.coordinator = self.kit.coordinator(self.setting, self.oracle.decided)
+        self.servers = [Server(self, Memory(self, shard), 1) for shard in range(shards)]
+        for server in self.servers:
+            server.beat()
+        self.places = [Place(rng.randint(3, 8), Learner(self, learner)) for learner in range(learners)]
+        for place in self.places:
+            self._start(place.process, rng.uniform(0, 3))
+        self.after(TICK_S, self._tick)
+
+    def initial_of(self, learner: int, incarnation: int) -> tuple[Vector, ...]:
+        first = 100.0 * learner + 10.0 * incarnation
+        return tuple(tuple(first + shard + at for at in range(WIDTH)) for shard in range(self.setting.shards))
+
+    # --- time -------------------------------------------------------------------------------------------------------
+
+    def after(self, delay_s: float, deed: Callable[[], None]) -> None:
+        self._order += 1
+        heapq.heappush(self._heap, (self.now + delay_s, self._order, deed))
+
+    def happens(self, fault: str) -> bool:
+        chance = self.chances[fault]
+        if chance and self.now < self.quiet_from_s and self.rng.random() < chance:
+            self.story.faults[fault] += 1
+            return True
+        return False
+
+    def run(self) -> Story:
+        finishing = False
+        while True:
+            if all(place.done for place in self.places) and not self.down:
+                if not finishing:
+                    self.quiet_from_s, finishing = min(self.now, self.quiet_from_s), True
+                    self._handle(Finish())
+                if self.coordinator.desk.idle and not self.coordinator.inbox:
+                    break
+            self.story.events += 1
+            if self.story.events > MOST_EVENTS:
+                raise LawError(f"after faults stop, progress resumes: {self._state()}")
+            self.now, _, deed = heapq.heappop(self._heap)
+            deed()
+        self.oracle.check(self.coordinator, self.buffers)
+        self.oracle.finished(self.coordinator)
+        self.story.updates = len(self.oracle.updates)
+        return self.story
+
+    def _state(self) -> str:
+        rows = [
+            {name: value for name, value in vars(row).items() if value and name not in ("hyper", "nonces")}
+            for row in self.coordinator.rows.values()
+        ]
+        clients = [vars(place.process.client) for place in self.places if not place.done]
+        lanes = [vars(lane) for lane in self.coordinator.desk.lanes]
+        desk = self.coordinator.desk.free_slots, self.coordinator.book and self.coordinator.book.snapshot()
+        return "\n".join(map(str, (self.now, self.setting, *rows, *clients, *lanes, desk)))
+
+    # --- the network --------------------------------------------------------------------------------------------------
+
+    def _carry(self, deliver: Callable[[], None]) -> None:
+        if self.happens("lost"):
+            return
+        for _ in range(2 if self.happens("doubled") else 1):
+            late = self.rng.uniform(1, 12) if self.happens("late") else 0.0
+            self.after(late + self.rng.uniform(0.01, 0.3), deliver)
+
+    def to_coordinator(self, message: Message, sender: Learner | None) -> None:
+        told = decode_input(encode(message))
+
+        def arrive() -> None:
+            if sender is None or not (sender.cut or self.now < self.cut_until[sender.learner]):
+                self._handle(told)
+
+        self._carry(arrive)
+
+    def _from_coordinator(self, message: Message) -> None:
+        if isinstance(message, Cancel):
+            self.cancel_words[message.learner] = message.incarnation, message.seq
+        elif isinstance(message, Fence):
+            self.fence_words[message.learner] = message.incarnation
+        kind, number = addressee(message)
+        if kind == "learner":
+            self._carry(lambda: self._to_learner(number, message))
+        elif isinstance(message, Job):
+            self._carry(lambda: self.servers[number].hear(message))
+
+    def _to_learner(self, learner: int, message: Message) -> None:
+        process = self.places[learner].process
+        if not process.dead and self.now >= self.cut_until[learner]:
+            process.hear(decode_output(encode(message)))
+
+    # --- the coordinator ----------------------------------------------------------------------------------------------
+
+    def _handle(self, message: INPUT) -> None:
+        if self.down:
+            return
+        if isinstance(message, Push):
+            self.oracle.handling(message.learner, message.incarnation, message.seq)
+        was_seeded = self.coordinator.seeded
+        self.journal.append((message, self.now))
+        said = self.coordinator.handle(message, self.now)
+        if isinstance(message, Seeded) and self.coordinator.seeded and not was_seeded:
+            initial = self.initial_of(message.learner, message.incarnation)
+            self.oracle.history = [[vector] for vector in initial]
+        for one in said:
+            self.oracle.said(one)
+        self.oracle.check(self.coordinator, self.buffers)
+        if self.happens("coordinator dies"):
+            for one in said[: self.rng.randint(0, len(said))]:
+                self._from_coordinator(one)
+            self.down = True
+            self.after(self.rng.uniform(0.1, 8), self._revive)
+        else:
+            for one in said:
+                self._from_coordinator(one)
+
+    def _revive(self) -> None:
+        """Another coordinator, from the journal."""
+        if self.kit.journal_lag:
+            del self.journal[-self.kit.journal_lag :]
+        self.coordinator = self.kit.coordinator(self.setting)
+        for message, at_s in self.journal:
+            self.coordinator.handle(message, at_s)
+        self.coordinator.write = self.oracle.decided
+        self.down = False
+        for word in self.coordinator.words():
+            self._from_coordinator(word)
+        self.oracle.check(self.coordinator, self.buffers)
+
+    def _tick(self) -> None:
+        self._handle(Tick())
+        self.after(TICK_S, self._tick)
+        learner = self.rng.randrange(self.setting.learners)
+        row = self.coordinator.rows[learner]
+        if self.happens("taken for dead") and row.here:
+            self._handle(Silent(learner, row.incarnation))
+        if self.happens("line is cut"):
+            self.cut_until[learner] = self.now + self.rng.uniform(0.5, 10)
+
+    # --- processes ----------------------------------------------------------------------------------------------------
+
+    def _start(self, process: Learner, delay_s: float) -> None:
+        token = process.token
+        self.after(delay_s, lambda: self._step(process, token))
+
+    def wake(self, process: Learner) -> None:
+        """Word has come."""
+        if process.waiting:
+            process.waiting = False
+            process.token += 1
+            self._start(process, 0.0)
+
+    def _step(self, process: Learner, token: int) -> None:
+        if process.dead or token != process.token:
+            return
+        if self.happens("learner dies"):
+            self._kill(process)
+            return
+        if self.happens("learner stops"):
+            self._stop(process)
+            return
+        if process.waiting:
+            process.say(process.client.retry())
+        process.token += 1
+        try:
+            pause_s = next(process.life)
+        except StopIteration:
+            process.dead = True
+            self.after(self.rng.uniform(0.1, 5), lambda: self._gone(process))
+            if not self.places[process.learner].done:
+                raise LawError(f"nobody is refused here: {process.client.refused}") from None
+            return
+        process.waiting = pause_s is None
+        self._start(process, RETRY_S if pause_s is None else pause_s)
+
+    def _kill(self, process: Learner) -> None:
+        process.dead = True
+        self.after(self.rng.uniform(0.1, 10), lambda: self._gone(process))
+        self.after(self.rng.uniform(0.1, 8), lambda: self._replace(process.learner))
+
+    def _replace(self, learner: int) -> None:
+        process = self.places[learner].process = Learner(self, learner)
+        self._start(process, 0.0)
+
+    def _gone(self, process: Learner) -> None:
+        """Whoever watches processes says so, until it is heard."""
+        if self.down:
+            self.after(1.0, lambda: self._gone(process))
+            return
+        process.cut = True
+        row = self.coordinator.rows[process.learner]
+        known = row.incarnation if row.nonce in process.nonces else process.client.incarnation or process.client.before
+        if known:
+            self._handle(Gone(process.learner, known))
+
+    def _stop(self, process: Learner) -> None:
+        """SIGSTOP, and SIGCONT after a while."""
+        process.paused = True
+        process.token += 1
+        length_s = self.rng.uniform(0.5, 25)
+        if self.rng.random() < 0.8:
+            self.after(self.rng.uniform(0, length_s), lambda: self._silent(process))
+        self.after(length_s, lambda: self._continue(process))
+
+    def _silent(self, process: Learner) -> None:
+        row = self.coordinator.rows[process.learner]
+        if row.nonce in process.nonces and row.here:
+            self._handle(Silent(process.learner, row.incarnation))
+
+    def _continue(self, process: Learner) -> None:
+        process.paused = False
+        process.token += 1
+        self._start(process, 0.0)
+        mail, process.mailbox = process.mailbox, []
+        for message in mail:
+            process.hear(message)
+
+    def dies_at(self) -> int | None:
+        """Where a server that is about to write an update is killed."""
+        return self.rng.randrange(WIDTH) if self.happens("server dies") else None
+
+    def new_server(self, shard: Shard) -> None:
+        memory = shard.memory
+        assert isinstance(memory, Memory)
+        server = self.servers[memory.shard] = Server(self, memory, shard.generation + 1)
+        server.beat()
+
+
+def found_at(kit: Kit, seeds: range) -> tuple[int, str] | None:
+    """The first seed whose run breaks a law, and which."""
+    for seed in seeds:
+        try:
+            World(seed, kit).run()
+        except AssertionError as error:
+            return seed, str(error).split(":")[0]
+    return None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="random worlds around the parameter server's machines")
+    parser.add_argument("--seeds", type=int, default=10_000)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--most-failures", type=int, default=1)
+    parser.add_argument("--planted", action="store_true", help="show at which seed each planted bug is found")
+    given = parser.parse_args()
+    began_s = time.perf_counter()
+    events = updates = failures = 0
+    faults: Counter[str] = Counter()
+    for seed in range(given.first, given.first + given.seeds):
+        world = World(seed)
+        try:
+            story = world.run()
+        except Exception as error:
+            failures += 1
+            text = f"{type(error).__name__}: {error}"
+            print(f"seed {seed}, {world.setting}: {text[:6000]}", flush=True)
+            if failures >= given.most_failures:
+                return 1
+            continue
+        events += story.events
+        updates += story.updates
+        faults += story.faults
+    took_s = time.perf_counter() - began_s
+    print(
+        f"{given.seeds} seeds, {events} events, {updates} updates, {faults.total()} faults: "
+        f"{failures} failed, {took_s:.0f} s"
+    )
+    print(", ".join(f"{name} {count}" for name, count in sorted(faults.items())))
+    if given.planted:
+        from server.planted import KITS
+
+        for name, kit in KITS.items():
+            found = found_at(kit, range(2000))
+            print(f"{name}: " + ("NOT FOUND" if found is None else f"seed {found[0]}, '{found[1]}'"))
+    return int(failures > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
