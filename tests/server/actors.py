@@ -81,6 +81,8 @@ class Learner:
                 yield None
             elif world.samples and not self._has_batch():
                 yield from self._get_batch(wait=True)
+            elif self.rng.random() < world.looks and self.client.weights is None:
+                yield from self._look_at_weights()
             elif client.go is None:
                 yield None
             else:
@@ -101,6 +103,22 @@ class Learner:
                     yield self.rng.uniform(0, 0.2)
         self.say(self.client.seeded())
 
+    def _look_at_weights(self) -> Life:
+        """Not to work on them; but one that works by itself goes on with them."""
+        client, nonce = self.client, self.client.nonce
+        self.say(client.ask())
+        while client.weights is None and client.nonce == nonce and client.refused is None:
+            if client.must_seed:
+                yield from self._seed()
+            else:
+                yield None
+            self.look()
+        weights = client.weights
+        if weights is not None and client.nonce == nonce and client.incarnation:
+            key = (self.learner, client.incarnation, 0)
+            if (yield from self._read(key, weights.pieces, weights.pin)):
+                self.version, client.weights = max(weights.version, self.version), None
+
     # --- data -----------------------------------------------------------------------------------------------------
 
     def _has_batch(self) -> bool:
@@ -113,7 +131,10 @@ class Learner:
         self.say(client.want(epoch=self.epoch, count=world.batch, of=world.samples, wait=wait))
         while client.granted is None and client.nonce == nonce and client.refused is None and not client.cancelled:
             self.look()
-            yield None
+            if client.must_seed:
+                yield from self._seed()
+            else:
+                yield None
         granted = client.granted
         if granted is None or client.nonce != nonce:
             return
@@ -175,7 +196,7 @@ class Learner:
             self.world.oracle.acknowledged(last)
 
     def _read(self, key: Key, pieces: tuple[tuple[int, int], ...], pin: int) -> Generator[float | None, None, bool]:
-        world, copies = self.world, dict[int, Vector]()
+        world, copies, nonce = self.world, dict[int, Vector](), self.client.nonce
         for lane, (buffer, _) in enumerate(pieces):
             for shard in world.oracle.shards_of(lane):
                 copy = []
@@ -185,7 +206,7 @@ class Learner:
                         yield self.rng.uniform(0, 0.3)
                 copies[shard] = tuple(copy)
         self.look(fence=world.kit.looks_at_fence)
-        if self.client.cancelled:
+        if self.client.cancelled or self.client.nonce != nonce:
             return False
         world.oracle.fetched(key, copies, pieces)
         self.say(self.client.fetched(pin))
@@ -201,13 +222,13 @@ class Learner:
                 self.look()
         weights = client.weights
         if weights is not None and not client.cancelled and (yield from self._read(key, weights.pieces, weights.pin)):
-            self.version, client.weights = weights.version, None
+            self.version, client.weights = max(weights.version, self.version), None
 
     def _push(self, key: Key, version: int, leases: tuple[Lease, ...]) -> Life:
         client, world, rng = self.client, self.world, self.rng
         samples = sum(lease[3] for lease in leases) or rng.randint(1, 3)
         gradient = gradient_of(key, version, samples, world.setting.shards)
-        finite = rng.random() >= world.non_finite
+        finite = rng.random() >= world.non_finite[self.learner]
         lr = 1 / (8 + self.learner)
         absent = tuple(at for at in range(WIDTH) if rng.random() < 0.2)
         world.oracle.computed(key, Truth(gradient, version, samples, leases, lr, absent, finite))

@@ -108,14 +108,16 @@ class Oracle:
         self.slots: dict[int, Key] = {}  # who was told to write there last
         self.committed = [0] * self.lanes
         self.buffers = [0] * self.lanes
-        self.initial = initial
-        self.decisions = 0
+        self.seeded = False
 
     def lane_of(self, shard: int) -> int:
         return shard if self.setting.independent else 0
 
     def shards_of(self, lane: int) -> range:
         return range(lane, lane + 1) if self.setting.independent else range(self.setting.shards)
+
+    def seed(self, initial: tuple[Vector, ...]) -> None:
+        self.history, self.seeded = [[vector] for vector in initial], True
 
     # --- what learners do ---------------------------------------------------------------------------------------------
 
@@ -153,9 +155,10 @@ class Oracle:
             self.cancelled[who] = max(self.cancelled.get(who, 0), message.seq)
         elif isinstance(message, Go):
             key = (message.learner, message.incarnation, message.seq)
-            demand(self.gos.setdefault(key, message) == message, "a Go that is said again is the same", message)
-            if self.gos[key] is not message:
+            if key in self.gos:
+                demand(self.gos[key] == message, "a Go that is said again is the same", message)
                 return
+            self.gos[key] = message
             self.slots[message.slot] = key
             if message.pieces:
                 self.given[message.learner, message.incarnation] = message.pieces
@@ -163,9 +166,13 @@ class Oracle:
                     versions = {version for _, version in message.pieces}
                     demand(versions == {message.version}, "a Go is sent with the weights of its version", message)
                 due = self.due.get(message.learner)
-                demand(message.version == due, "a fetch is no older than what was acknowledged", message, due)
+                asked_since = self.setting.independent and due is not None and message.version < due
+                law = "a fetch is no older than what was acknowledged"
+                demand(message.version == due or asked_since, law, message, due)
         elif isinstance(message, Weights):
-            self.given[message.learner, message.incarnation] = message.pieces
+            demand(self.seeded, "nobody reads before there are weights", message)
+            if self.setting.independent:  # else it is only looked at
+                self.given[message.learner, message.incarnation] = message.pieces
         elif isinstance(message, Committed):
             before = self.committed[message.lane]
             demand(message.version == before + 1, "versions rise by one", before, message)
@@ -174,7 +181,6 @@ class Oracle:
 
     def decided(self, record: dict[str, Any]) -> None:
         """A line of the run log."""
-        self.decisions += 1
         event = from_text(record["event"])
         if isinstance(event, Pushed):
             incarnation, seq = record["seq"]
@@ -289,7 +295,7 @@ class Oracle:
         for shard, buffers in enumerate(memory):
             lane = self.lane_of(shard)
             buffer, version = self.buffers[lane], self.committed[lane]
-            if version or coordinator.seeded:
+            if self.seeded:
                 demand(
                     tuple(buffers[buffer]) == self.history[shard][version],
                     "parameters = initial - sum of applied updates",

@@ -29,6 +29,7 @@ from offbeat.server.wire import (
     Fence,
     Finish,
     Gone,
+    Hello,
     Job,
     Message,
     Push,
@@ -84,7 +85,7 @@ FAULTS: dict[str, tuple[float, ...]] = {
 }
 RETRY_S = 3.0
 TICK_S = 2.0
-MOST_EVENTS = 60_000
+MOST_CALM_EVENTS = 6_000  # that a run may take to its end when nothing goes wrong any more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +113,7 @@ class Story:
     """What has happened, for the summary."""
 
     events: int = 0
+    calm_events: int = 0  # after the last fault
     updates: int = 0
     faults: Counter[str] = field(default_factory=Counter)
 
@@ -135,13 +137,17 @@ class World:
         self.samples = rng.choice((0, rng.randint(7, 20), rng.randint(7, 20)))  # of an epoch; 0: no leases
         self.epochs, self.batch = rng.randint(2, 3), rng.randint(1, 3)
         self.prefetch, self.give_back = rng.choice((0, 0.5)), rng.choice((0, 0.1))
-        self.non_finite = rng.choice((0, 0, 0.1))
+        self.non_finite = [rng.choice((0, 0, 0.1)) for _ in range(self.setting.learners)]
+        if rng.random() < 0.05:
+            self.non_finite[0] = 0.95  # it is sent away
+        self.looks = rng.choice((0, 0, 0.1))  # chance that a learner asks for weights only to look at them
         self.patient = rng.random() < 0.5  # a learner that asks for weights waits for them
         self.slowness = [rng.choice((1, 1, 1, 5)) for _ in range(self.setting.learners)]
         self.quiet_from_s = rng.uniform(10, 60)
         self.story = Story()
         self.now = 0.0
         self.nonce = 0
+        self.stays: dict[int, int] = {}  # incarnation by nonce, as whoever carries the messages knows it
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = 0
         shards, learners = self.setting.shards, self.setting.learners
@@ -189,7 +195,8 @@ class World:
                 if self.coordinator.desk.idle and not self.coordinator.inbox:
                     break
             self.story.events += 1
-            if self.story.events > MOST_EVENTS:
+            self.story.calm_events += self.now >= self.quiet_from_s
+            if self.story.calm_events > MOST_CALM_EVENTS:
                 raise LawError(f"after faults stop, progress resumes: {self._state()}")
             self.now, _, deed = heapq.heappop(self._heap)
             deed()
@@ -206,7 +213,7 @@ class World:
         clients = [vars(place.process.client) for place in self.places if not place.done]
         lanes = [vars(lane) for lane in self.coordinator.desk.lanes]
         desk = self.coordinator.desk.free_slots, self.coordinator.book and self.coordinator.book.snapshot()
-        return "\n".join(map(str, (self.now, self.setting, *rows, *clients, *lanes, desk)))
+        return " ".join(map(str, (self.now, self.setting, *rows, *clients, *lanes, desk)))
 
     # --- the network --------------------------------------------------------------------------------------------------
 
@@ -252,9 +259,11 @@ class World:
         was_seeded = self.coordinator.seeded
         self.journal.append((message, self.now))
         said = self.coordinator.handle(message, self.now)
+        if isinstance(message, Hello):
+            row = self.coordinator.rows[message.learner]
+            self.stays[row.nonce] = row.incarnation
         if isinstance(message, Seeded) and self.coordinator.seeded and not was_seeded:
-            initial = self.initial_of(message.learner, message.incarnation)
-            self.oracle.history = [[vector] for vector in initial]
+            self.oracle.seed(self.initial_of(message.learner, message.incarnation))
         for one in said:
             self.oracle.said(one)
         self.oracle.check(self.coordinator, self.buffers)
@@ -320,8 +329,11 @@ class World:
         except StopIteration:
             process.dead = True
             self.after(self.rng.uniform(0.1, 5), lambda: self._gone(process))
-            if not self.places[process.learner].done:
-                raise LawError(f"nobody is refused here: {process.client.refused}") from None
+            if process.client.refused is not None:
+                bad = "not finite" in process.client.refused and self.non_finite[process.learner] > 0
+                if not bad:
+                    raise LawError(f"nobody is sent away here: {process.client.refused}") from None
+                self.places[process.learner].done = True
             return
         process.waiting = pause_s is None
         self._start(process, RETRY_S if pause_s is None else pause_s)
@@ -341,8 +353,7 @@ class World:
             self.after(1.0, lambda: self._gone(process))
             return
         process.cut = True
-        row = self.coordinator.rows[process.learner]
-        known = row.incarnation if row.nonce in process.nonces else process.client.incarnation or process.client.before
+        known = max((self.stays.get(nonce, 0) for nonce in process.nonces), default=0)
         if known:
             self._handle(Gone(process.learner, known))
 
@@ -394,10 +405,11 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=10_000)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--most-failures", type=int, default=1)
+    parser.add_argument("--most-text", type=int, default=300, help="characters that are shown of a failure")
     parser.add_argument("--planted", action="store_true", help="show at which seed each planted bug is found")
     given = parser.parse_args()
     began_s = time.perf_counter()
-    events = updates = failures = 0
+    events = updates = failures = longest = 0
     faults: Counter[str] = Counter()
     for seed in range(given.first, given.first + given.seeds):
         world = World(seed)
@@ -406,17 +418,19 @@ def main() -> int:
         except Exception as error:
             failures += 1
             text = f"{type(error).__name__}: {error}"
-            print(f"seed {seed}, {world.setting}: {text[:6000]}", flush=True)
+            print(f"seed {seed}, {world.setting}: {text[: given.most_text]}", flush=True)
             if failures >= given.most_failures:
                 return 1
             continue
         events += story.events
         updates += story.updates
+        longest = max(longest, story.calm_events)
         faults += story.faults
     took_s = time.perf_counter() - began_s
     print(
         f"{given.seeds} seeds, {events} events, {updates} updates, {faults.total()} faults: "
-        f"{failures} failed, {took_s:.0f} s"
+        f"{failures} failed, {took_s:.0f} s; "
+        f"the longest way to the end without faults took {longest} events"
     )
     print(", ".join(f"{name} {count}" for name, count in sorted(faults.items())))
     if given.planted:

@@ -121,8 +121,8 @@ def measure_allreduce(request: Request, sizes: Sequence[int], progress: Progress
     if reason is not None and request.against == (MPI,):
         raise RequestError(f"bench: mpi: cannot be measured: {reason}")
     systems = [OURS, *(name for name in request.against if name != MPI or reason is None)]
-    machine = _machine()
-    with _terminable(), ExitStack() as stack:
+    machine = machine_facts()
+    with terminable(), ExitStack() as stack:
         progress("starting")
         ranks, facts = _start_torch(stack, request, "allreduce_rank", systems, {})
         crews = dict.fromkeys(systems, ranks)
@@ -196,9 +196,9 @@ class _AllReduceRun:
 
 def measure_ddp(request: Request, batch: int, progress: Progress) -> DdpResult:
     """A training iteration without communication and with each system, alternately."""
-    machine = _machine()
+    machine = machine_facts()
     systems = [OURS, *request.against]
-    with _terminable(), ExitStack() as stack:
+    with terminable(), ExitStack() as stack:
         progress("starting")
         crew, facts = _start_torch(stack, request, "ddp_rank", systems, {"batch": batch})
         parameters = facts.pop("parameters")
@@ -321,7 +321,7 @@ def _loopback() -> str:
 
 
 @contextmanager
-def _terminable() -> Iterator[None]:
+def terminable() -> Iterator[None]:
     """A SIGTERM unwinds like Ctrl-C, so that nothing is left behind."""
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
@@ -355,7 +355,7 @@ def _setting(request: Request, machine: Mapping[str, Any], not_measured: Mapping
     )
 
 
-def _machine() -> dict[str, Any]:
+def machine_facts() -> dict[str, Any]:
     """Facts that explain a number, before anything is started."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {"cores": cores, "load": os.getloadavg()[0], "processor": _processor(), "python": platform.python_version()}
@@ -378,7 +378,7 @@ def _check_sizes(request: Request, sizes: Sequence[int]) -> None:
         raise RequestError("bench: --sizes names a size twice")
     # A tensor for each system, as much again for what the system keeps, and the values of the check.
     needed = request.ranks * (max(sizes) * (2 * (1 + len(request.against)) + 2) + 2 * _COPY_BYTES)
-    available = _available_bytes()
+    available = available_bytes()
     if available is not None and needed > available:
         raise RequestError(
             f"bench: {size_label(max(sizes))} on {count_of(request.ranks, 'rank')} needs about {format_size(needed)} "
@@ -386,7 +386,7 @@ def _check_sizes(request: Request, sizes: Sequence[int]) -> None:
         )
 
 
-def _available_bytes() -> int | None:
+def available_bytes() -> int | None:
     try:
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -58,13 +58,14 @@ class Client:
         self.void = 0  # minibatches up to this one are not wanted
         self.working = False
         self.fenced = False  # it was given up while it worked, or wrote the initial weights
+        self.away = False  # its epoch has ended: nobody waits for it, and it is told to go on when it takes samples
         self.leases: tuple[Lease, ...] = ()  # of the minibatch that is open
         self.granted: Granted | None = None
         self.weights: Weights | None = None
         self._answer: Push | Stop | Seeded | None = None
         self._want: Want | None = None
         self._ask: Ask | None = None
-        self._fetched: Fetched | None = None
+        self._fetched: tuple[Fetched, ...] = ()  # the last ones
         self._seeds = True  # it may still be asked for the initial weights
         self._numbers = 0
 
@@ -82,16 +83,14 @@ class Client:
         if message.incarnation != self.incarnation or self.gone:
             return []  # for one that it was before
         if isinstance(message, Fenced):
-            if (
-                self.working or self.must_seed
-            ):  # its slot is given to another when it comes again: not while it may write there
+            if self.working or self.must_seed:  # another is given its slot when it comes again: not while it writes
                 self.fenced = True
                 self.void = max(self.void, self.seq)
                 return []
             return self.join()
         if isinstance(message, Go):
             if message.seq > max(self.seq, self.void) and (self.go is None or message.seq > self.go.seq):
-                self.go = message
+                self.go, self.away = message, False
                 self.void = max(self.void, message.seq - 1)
         elif isinstance(message, Cancel):
             self.void = max(self.void, message.seq)
@@ -99,6 +98,7 @@ class Client:
         elif isinstance(message, Granted):
             if self._want is not None and message.number == self._want.number:
                 self._want, self.granted = None, message
+                self.away = message.answer == "ended"
                 self.void = max(self.void, message.void)
                 self._forget_void()
         elif self._ask is not None and message.number == self._ask.number:
@@ -123,8 +123,9 @@ class Client:
         self.nonce = next(self.nonces)
         self.incarnation = self.seq = self.void = 0
         self.go = self.granted = self.weights = None
-        self._answer = self._want = self._ask = self._fetched = None
-        self.working = self.must_seed = self.fenced = False
+        self._answer = self._want = self._ask = None
+        self._fetched = ()
+        self.working = self.must_seed = self.fenced = self.away = False
         self._seeds = True
         self.leases = ()
         return [self._hello()]
@@ -152,8 +153,6 @@ class Client:
         self.working = True
         self._answer = None
         self.must_seed = self._seeds = False
-        if go.pieces:
-            self._ask = self.weights = None  # these are newer
         return go
 
     @property
@@ -169,8 +168,8 @@ class Client:
     def fetched(self, pin: int) -> list[Message]:
         if not self.incarnation:
             return []
-        self._fetched = Fetched(self.learner, self.incarnation, pin)
-        return [self._fetched]
+        self._fetched = (*self._fetched, Fetched(self.learner, self.incarnation, pin))[-2:]
+        return [self._fetched[-1]]
 
     def push(
         self,
@@ -241,5 +240,5 @@ class Client:
             return []
         said: list[Message] = [] if self.working or self.go is not None else [self._hello()]
         if self.incarnation:
-            said += [one for one in (self._fetched, self._answer, self._want, self._ask) if one is not None]
+            said += [one for one in (*self._fetched, self._answer, self._want, self._ask) if one is not None]
         return said

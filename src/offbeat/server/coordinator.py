@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from offbeat.errors import EventError
 from offbeat.policies import Apply as ApplyCommand
 from offbeat.policies import Asked, Command, Drop, Event, Joined, Left, Pushed, Resume, Send, Stopped
 from offbeat.policies import Cancel as CancelCommand
@@ -85,6 +86,7 @@ class Coordinator:
         self.finished = False
         self._out: list[OUTPUT] = []
         self._at_s = 0.0
+        self._fetches: int | None = None  # the learner that is being answered, and goes on with its minibatch
         self._extra: dict[str, Any] = {}
         self._handlers: dict[type, Callable[[Any], None]] = {
             Hello: self._hello,
@@ -190,8 +192,7 @@ class Coordinator:
             row.grant = row.ready = None
             row.answered = row.void = row.seq
             row.versions.clear()
-            self.desk.unpin(row, row.pin)
-            row.weights = None
+            self.desk.unpin(row, "go", row.pin)
             self._tell(Left(row.learner, self._at_s))
 
     def _give_up(self, row: Row, *, why: str, may_wake: bool) -> None:
@@ -294,6 +295,7 @@ class Coordinator:
         )
         if self.policy.needs_drift and slot >= 0:
             self.inbox.append((message, gradient))
+            self.desk.keep_reads(("inbox", row.learner, message.seq), gradient.pieces)
         else:
             self._take(message, gradient, 0.0 if self.policy.needs_drift else None)
 
@@ -306,15 +308,19 @@ class Coordinator:
         """The policy hears of a push."""
         self.ticket += 1
         self.gradients[self.ticket] = gradient
-        self.desk.keep_reads(self.ticket, gradient.pieces)
+        self.desk.keep_reads(("ticket", self.ticket, 0), gradient.pieces)
         row = self.rows[message.learner]
         if not row.here or row.incarnation != message.incarnation or message.seq <= row.void:
             self._release(self.ticket, "dropped: its learner left before it was measured")
             return
         self._extra = {"seq": [message.incarnation, message.seq], "batch": self._batch(gradient)}
-        self._tell(
-            Pushed(message.learner, self.ticket, message.version, message.samples, drift, message.loss, self._at_s)
-        )
+        event = Pushed(message.learner, self.ticket, message.version, message.samples, drift, message.loss, self._at_s)
+        try:
+            self._tell(event)
+        except EventError as error:  # the policy is as before; whoever says such things is sent away
+            self._release(self.ticket, "dropped: impossible")
+            self._out.append(Refused(row.learner, row.nonce, str(error)))
+            self._give_up(row, why="it said what cannot be", may_wake=True)
 
     def _batch(self, gradient: Gradient) -> list[list[int]]:
         if self.book is None:
@@ -355,16 +361,18 @@ class Coordinator:
 
     def _ask(self, message: Ask) -> None:
         row = self._known(message)
-        if row is None:
+        if row is None or not self.seeded:
             return
-        if message.number > row.asked and self._is_working(row):
+        if message.number > row.asked:
             row.asked = message.number
-            self._tell(Asked(row.learner, self._at_s))
+            if self.policy.rule.fetch_every and row.seated:
+                self._fetches = row.learner
+                self._tell(Asked(row.learner, self._at_s))
+                self._fetches = None
+            else:  # between epochs, or only to look at: the policy need not know
+                self._out.append(self.desk.send_weights(row, self.policy.version))
         elif message.number == row.asked and row.weights is not None:
             self._out.append(row.weights)
-
-    def _is_working(self, row: Row) -> bool:
-        return row.seated and row.go is not None and row.go.seq > row.answered
 
     def _fetched(self, message: Fetched) -> None:
         row = self._known(message)
@@ -490,7 +498,7 @@ class Coordinator:
             self._out.append(Cancel(row.learner, row.incarnation, row.seq))
         elif isinstance(command, Send):
             row = self.rows[command.learner]
-            if self.policy.rule.fetch_every and row.asked and self._is_working(row):
+            if self._fetches == row.learner:
                 self._out.append(self.desk.send_weights(row, self.policy.version))
             else:
                 self.desk.grant(row, self.policy.version, weights=True)
@@ -546,6 +554,7 @@ class Coordinator:
             return
         if work.drift:
             push, gradient = self.inbox.pop(0)
+            self.desk.forget(("inbox", push.learner, push.seq))
             drift = sum(work.sums)
             self._take(push, gradient, drift if drift >= 0 else math.inf)  # weights that are not numbers: far away
         for ticket in work.tickets:

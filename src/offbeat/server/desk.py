@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from offbeat.server.lanes import Lane, Work
+from offbeat.server.lanes import Lane, Pin, Work
 from offbeat.server.session import Row, Setting
 from offbeat.server.wire import Committed, Done, Go, Job, Ready, Weights
 
@@ -56,9 +56,8 @@ class Desk:
             if not weights:
                 row.ready = ()
             elif self.independent or self.lanes[0].version >= version:
-                row.ready = self._pieces(row)
-                self.unpin(row, row.pin - 1)
-                row.weights = None  # they may go now; these are newer
+                row.ready = self._pieces(row, "go")
+                self.unpin(row, "go", row.pin - 1)
         return row.ready is not None
 
     def _go(self, row: Row) -> Go | None:
@@ -75,35 +74,43 @@ class Desk:
         return row.go
 
     def send_weights(self, row: Row, version: int) -> Weights:
-        """The answer to a learner that fetches beside its work."""
-        row.pieces = self._pieces(row)
-        if self.keeps_reads:
-            self.unpin(row, row.pin - 1)
-        row.weights = Weights(row.learner, row.incarnation, row.asked, version, row.pin, row.pieces)
+        """The answer to a learner that fetches beside its work; those that it asked for before it has read."""
+        pieces = self._pieces(row, "ask")
+        self.unpin(row, "ask", row.pin - 1)
+        if self.independent:  # it goes on with these
+            row.pieces = pieces
+            if self.keeps_reads:
+                self.unpin(row, "go", row.pin - 1)
+        row.weights = Weights(row.learner, row.incarnation, row.asked, version, row.pin, pieces)
         return row.weights
 
-    def _pieces(self, row: Row) -> tuple[tuple[int, int], ...]:
+    def _pieces(self, row: Row, kind: str) -> tuple[tuple[int, int], ...]:
         row.pin += 1
-        pieces = tuple(lane.pin(("learner", row.learner, row.pin)) for lane in self.lanes)
+        pieces = tuple(lane.pin((kind, row.learner, row.pin)) for lane in self.lanes)
         versions = [version for _, version in pieces]
         self.skew[max(versions) - min(versions)] += 1
         return pieces
 
     def fetched(self, row: Row, pin: int) -> None:
-        """It has read. Where a rate needs what it read, the pin stays until it is given other weights."""
-        if not self.keeps_reads:
-            self.unpin(row, pin)
+        """It has read. Where a rate needs what it works on, the pin stays until it is given other weights."""
+        kind = "ask" if any(("ask", row.learner, pin) in lane.pins for lane in self.lanes) else "go"
+        if not self.keeps_reads or (kind == "ask" and not self.independent):
+            self.unpin(row, kind, pin)
 
-    def unpin(self, row: Row, up_to: int) -> None:
+    def unpin(self, row: Row, kind: str, up_to: int) -> None:
         for lane in self.lanes:
-            for pin in [pin for pin in lane.pins if pin[:2] == ("learner", row.learner) and pin[2] <= up_to]:
+            for pin in [pin for pin in lane.pins if pin[:2] == (kind, row.learner) and pin[2] <= up_to]:
                 del lane.pins[pin]
 
-    def keep_reads(self, ticket: int, pieces: tuple[tuple[int, int], ...]) -> None:
+    def keep_reads(self, pin: Pin, pieces: tuple[tuple[int, int], ...]) -> None:
         """Where a rate needs the weights that a gradient was computed on, they stay."""
         if self.keeps_reads:
             for lane, (buffer, _) in zip(self.lanes, pieces, strict=True):
-                lane.pins["ticket", ticket, 0] = buffer
+                lane.pins[pin] = buffer
+
+    def forget(self, pin: Pin) -> None:
+        for lane in self.lanes:
+            lane.pins.pop(pin, None)
 
     def clear(self, row: Row, *, may_wake: bool) -> None:
         """The learner is given up: its slot is free, unless it may still write there."""
@@ -113,7 +120,8 @@ class Desk:
             else:
                 self.free_slots.append(row.slot)
             row.slot = None
-        self.unpin(row, row.pin)
+        self.unpin(row, "go", row.pin)
+        self.unpin(row, "ask", row.pin)
 
     def clear_limbo(self, row: Row, incarnations: range) -> None:
         """These will not write any more."""
@@ -159,5 +167,4 @@ class Desk:
         """A gradient is not needed any more."""
         if slot >= 0:
             self.free_slots.append(slot)
-        for lane in self.lanes:
-            lane.pins.pop(("ticket", ticket, 0), None)
+        self.forget(("ticket", ticket, 0))

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from offbeat.server.wire import Hyper, Job
 
-Pin = tuple[str, int, int]  # ("learner", learner, number) or ("ticket", ticket, 0)
+Pin = tuple[str, int, int]  # ("go" or "ask", learner, number), ("inbox", learner, seq) or ("ticket", ticket, 0)
 
 
 @dataclass(slots=True, kw_only=True)

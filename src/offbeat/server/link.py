@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from offbeat.errors import OffbeatError, PeerError, RequestError
 from offbeat.server import door
-from offbeat.server.arena import stamp
+from offbeat.server.arena import Arena, stamp
 from offbeat.server.client import Client
 from offbeat.server.table import Table
 from offbeat.server.wire import MOST_BYTES, PROTOCOL, TO_LEARNER, Message, WireError, decode_output, encode
@@ -28,6 +28,7 @@ BEAT_S = 0.2
 RETRY_S = 2.0  # an answer that takes longer may have been lost
 _AGAIN_S = 10.0
 _FIRST_S = 60.0  # to find the run at all
+_PAUSE_S = 0.05  # before knocking again
 T = TypeVar("T")
 
 
@@ -37,7 +38,7 @@ class Link:
     def __init__(self, name: str, token: str, learner: int, table: Table) -> None:
         self.name = name
         self.introduction = door.Introduction(PROTOCOL, token, "learner", learner, door.versions(), table)
-        self.line, self.admission, self.arena = door.knock(name, self.introduction, _FIRST_S)
+        self.line, self.admission, self.arena = self._come_in()
         self.client = Client(learner, table.digest, _nonces())
         self.changed = threading.Condition()
         self.failed: OffbeatError | None = None
@@ -52,6 +53,17 @@ class Link:
         with self.changed:
             self._send(self.client.join())
         self._thread.start()
+
+    def _come_in(self) -> tuple[socket.socket, door.Admission, Arena]:
+        """For the first time. A coordinator may be killed while it opens the door."""
+        end = time.monotonic() + _FIRST_S
+        while True:
+            try:
+                return door.knock(self.name, self.introduction, _FIRST_S)
+            except PeerError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(_PAUSE_S)
 
     # --- speaking ---------------------------------------------------------------------------------------------------
 
@@ -145,7 +157,7 @@ class Link:
             except PeerError:
                 if self.client.gone or time.monotonic() > end:
                     raise PeerError("the run is gone: its coordinator does not answer any more") from None
-                time.sleep(0.05)
+                time.sleep(_PAUSE_S)
         else:
             return
         with self.changed:

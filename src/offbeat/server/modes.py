@@ -19,6 +19,7 @@ from torch import Tensor
 
 from offbeat.errors import OffbeatError
 from offbeat.policies import LearnerRule
+from offbeat.server.client import Client
 from offbeat.server.hooks import Cancelled
 from offbeat.server.link import Link
 from offbeat.server.table import DTYPES, Parts
@@ -211,6 +212,13 @@ class Delta(Mode):
         self._leases, self._report = (), None
 
 
+def _next_go(client: Client) -> Go | str | None:
+    """The word to go on; or that there will be none before it takes samples of another epoch."""
+    if client.go is not None and not client.working:
+        return client.begin()
+    return "away" if client.away else None
+
+
 class _Accrued(NamedTuple):
     """Gradients added up, on their way to the thread that pushes."""
 
@@ -254,13 +262,11 @@ class Free(Mode):
         """On newer weights, if some have come meanwhile."""
         if self._error is not None:
             raise self._error
-        if not self._under_way and self.link.is_cancelled():  # it was away, at the end of an epoch: as if it came anew
-            with self._lock:
-                self._staged = None
+        if not self._under_way:  # else it goes on by itself; but not after it was away, at the end of an epoch
             super().begin()
         with self._lock:
             staged, self._staged = self._staged, None
-        if staged is not None:
+        if staged is not None and staged[1] >= self.version:
             vector, self.version = staged
             with torch.no_grad():
                 self.arena._walk(vector, self.parts.trained, into_vector=False)
@@ -320,10 +326,11 @@ class Free(Mode):
             self.arena.slots[link.client.slot].copy_(item.vector)
             self._back.put(item.vector)
             self.push((), item.report, version=item.version)
-            go: Go = link.wait(lambda c: c.begin() if c.go is not None and not c.working else None, "a slot")
-            link.opened()
-            if go.pieces:  # it was given up, and has come again
-                self._stage(go.pieces, go.version, go.pin)
+            go = link.wait(_next_go, "a slot")
+            if isinstance(go, Go):
+                link.opened()
+                if go.pieces:  # it was given up, and has come again
+                    self._stage(go.pieces, go.version, go.pin)
             with self._pushed:
                 self._under_way -= 1
                 self._pushed.notify_all()

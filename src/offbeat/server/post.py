@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from offbeat.collectives import memory
-from offbeat.collectives.rendezvous import credentials
+from offbeat.collectives.rendezvous import credentials, state_of
 from offbeat.errors import OffbeatError
 from offbeat.server import door
 from offbeat.server.arena import Arena, Layout, stamp
@@ -74,11 +74,17 @@ class Run:
 
 
 class Boss(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Between coordinator and supervisor: `what` is "arena", "finish", "summary" or "say"."""
+    """Between coordinator and supervisor.
+
+    "arena": here is the memory, for this table. "ready": a server or the coordinator (`text`) works. "learner": this
+    process has come, under this nonce. "finish": the run is over. "summary": what there is to tell of it.
+    """
 
     what: str
     table: Table | None = None
     text: str = ""
+    nonce: int = 0
+    pid: int = 0
 
 
 _encode_boss = msgspec.json.Encoder().encode
@@ -86,7 +92,7 @@ decode_boss = msgspec.json.Decoder(Boss).decode
 
 
 def say(line: socket.socket, message: Boss, descriptors: list[int] | None = None) -> None:
-    """To the other of supervisor and coordinator. Long texts go in parts."""
+    """To the other of supervisor and coordinator."""
     data = _encode_boss(message)
     socket.send_fds(line, [data], descriptors or [])
 
@@ -133,7 +139,13 @@ class Post:
     """See the module's text."""
 
     def __init__(
-        self, run: Run, listener: socket.socket, boss: socket.socket, journal: Journal, held: tuple[Table, int] | None
+        self,
+        run: Run,
+        listener: socket.socket,
+        boss: socket.socket,
+        journal: Journal,
+        held: tuple[Table, int] | None,
+        pids: dict[int, int],  # of learners that came to a coordinator before, by nonce
     ) -> None:
         self.run, self.boss, self.journal = run, boss, journal
         self.listener = listener
@@ -146,6 +158,8 @@ class Post:
         self.finishing_by_s: float | None = None
         self.ticked_s = 0.0
         self.missing_since_s: dict[tuple[int, int], float] = {}
+        self.pids = dict(pids)
+        self.stays: dict[tuple[int, int], int] = {}  # learner and incarnation -> process
         if held is not None:
             self._furnish(*held)
             self._recover()
@@ -166,7 +180,11 @@ class Post:
         assert self.machine is not None
         for message, at_s in self.journal.read():
             self.ledger.hear(message)
-            self.machine.handle(message, at_s)
+            for answer in self.machine.handle(message, at_s):
+                if isinstance(answer, Welcome) and self.pids.get(answer.nonce):
+                    self.stays[answer.learner, answer.incarnation] = self.pids[answer.nonce]
+        for word in self.machine.words():
+            self._carry(word)
         self._say_quiet()
 
     def _make_arena(self, table: Table) -> None:
@@ -183,13 +201,17 @@ class Post:
         self.listener.setblocking(False)
         self._watch(self.listener, self._accept)
         self._watch(self.boss, self._hear_boss)
+        self._say(Boss(what="ready", text="coordinator"))
         while self.finishing_by_s is None or not self._is_drained():
             for key, _ in self.selector.select(LOOK_S):
                 key.data()
             self._look_around()
         summary = self.ledger.close(self.machine)
-        with contextlib.suppress(OSError):
-            say(self.boss, Boss(what="summary", text=summary))
+        self._say(Boss(what="summary", text=summary))
+
+    def _say(self, message: Boss) -> None:
+        with contextlib.suppress(OSError):  # the supervisor is gone: so are we, soon
+            say(self.boss, message)
 
     def _watch(self, one: Any, call: Callable[[], None]) -> None:
         self.selector.register(one, selectors.EVENT_READ, call)
@@ -225,6 +247,10 @@ class Post:
         """Learners that were here when this coordinator came back, and have not come back themselves."""
         assert self.machine is not None
         connected = {(line.number, line.incarnation) for line in self.lines if line.role == "learner"}
+        for one, pid in list(self.stays.items()):
+            if one not in connected and state_of(pid) in ("", "Z", "X"):  # it writes to no memory any more
+                del self.stays[one]
+                self._tell(Gone(*one))
         here = {(row.learner, row.incarnation) for row in self.machine.rows.values() if row.here}
         self.missing_since_s = {one: self.missing_since_s.get(one, now) for one in here - connected}
         for one, since in list(self.missing_since_s.items()):
@@ -299,6 +325,10 @@ class Post:
                 return
             if isinstance(message, Hello):
                 line.nonce = message.nonce
+                self.pids[line.nonce] = line.pid
+                self._say(Boss(what="learner", nonce=line.nonce, pid=line.pid))
+            elif isinstance(message, Ready):
+                self._say(Boss(what="ready", text=f"server {message.shard}"))
             self._tell(message, data)
 
     def _check_sender(self, line: Line, message: INPUT) -> None:
@@ -315,6 +345,7 @@ class Post:
         line.socket.close()
         self.lines.remove(line)
         if line.role == "learner" and line.incarnation:
+            self.stays.pop((line.number, line.incarnation), None)
             self._tell(Gone(line.number, line.incarnation))
 
     # --- in and out -------------------------------------------------------------------------------------------------
@@ -359,6 +390,7 @@ class Post:
                 line.socket.send(encode(message))
             if isinstance(message, Welcome):
                 line.incarnation = message.incarnation
+                self.stays[line.number, line.incarnation] = line.pid
                 line.heard_s, line.silent = time.monotonic(), False
 
     def _lines_for(self, message: Message) -> list[Line]:

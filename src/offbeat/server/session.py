@@ -55,7 +55,10 @@ class Setting:
     @property
     def buffers(self) -> int:
         """The current one, the next one, and those that are being read."""
-        return 2 + (self.learners + self._most_held() - 1 if self.keeps_reads else min(self.learners, 2))
+        if not self.keeps_reads:
+            return 2 + min(self.learners, 2)
+        of_each = 2 if self.independent else 1  # that it works on, and that its last push came from
+        return 2 + of_each * self.learners + self._most_held() - 1
 
 
 class Row:

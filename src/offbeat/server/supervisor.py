@@ -90,9 +90,11 @@ class Supervisor:
         self.restarted = [0] * plan.setting.learners
         self.exits: dict[int, int] = {}  # learner -> exit code
         self.deaths: dict[tuple[str, int], deque[float]] = {}
+        self.down: dict[str, tuple[float, str]] = {}  # who has died and is not back yet: since when, and how
         self.recoveries: list[dict[str, Any]] = []
+        self.pids: dict[int, int] = {}  # of learners, by nonce: whoever comes in the coordinator's place must know
         self.summary: str | None = None
-        self.finishing = False
+        self.draining = self.finishing = False
         self.boss: socket.socket | None = None
         self._quiet: memory.Segment | None = None
 
@@ -107,9 +109,6 @@ class Supervisor:
 
     def _start_coordinator(self) -> None:
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        if self.boss is not None:
-            self._unwatch(self.boss)
-            self.boss.close()
         self.boss = mine
         run = post.Run(
             setting=self.plan.setting,
@@ -121,11 +120,13 @@ class Supervisor:
         )
 
         def body() -> None:
-            post.Post(run, self.listener, theirs, post.Journal(self.journal), self.held).serve()
+            post.Post(run, self.listener, theirs, post.Journal(self.journal), self.held, self.pids).serve()
 
         self._fork("coordinator", 0, body, keep={theirs.fileno(), self.listener.fileno(), self.journal})
         theirs.close()
         self._watch(mine, lambda: self._hear_boss(mine))
+        if self.draining:
+            self._say_finish()
 
     def _start_server(self, shard: int) -> None:
         self.generations[shard] += 1
@@ -215,10 +216,17 @@ class Supervisor:
         with contextlib.suppress(KeyError, ValueError):
             self.selector.unregister(one)
 
+    def _is_watched(self, key: selectors.SelectorKey) -> bool:
+        """Still, and as the same: what came before in this turn may have closed it, and its number gone to another."""
+        try:
+            return self.selector.get_map()[key.fileobj] is key
+        except (KeyError, ValueError):
+            return False
+
     def turn(self) -> None:
         """One turn of the loop: what has happened, and a look at who is stopped."""
         for key, _ in self.selector.select(LOOK_S):
-            if key.fileobj in self.selector.get_map():
+            if self._is_watched(key):
                 key.data()
         now = time.monotonic()
         for member in list(self.members.values()):
@@ -231,24 +239,30 @@ class Supervisor:
             elif now - member.stopped_since_s > STOPPED_S:
                 os.kill(member.pid, signal.SIGKILL)
 
-    def _hear_boss(self, line: socket.socket) -> None:
+    def _hear_boss(self, line: socket.socket) -> bool:
+        """What the coordinator says; whether it said something."""
         try:
             data, descriptors, _, _ = socket.recv_fds(line, MOST_BYTES, 2)
         except OSError:
             data, descriptors = b"", []
         if not data:
             self._unwatch(line)
-            return
+            return False
         message = post.decode_boss(data)
         if message.what == "arena" and self.held is None and message.table is not None:
             self.held = (message.table, descriptors.pop(0))
             self._quiet = memory.Segment(self.held[1], 4096)  # its first word says whether anybody is there
             for shard in range(self.plan.setting.shards):
                 self._start_server(shard)
+        elif message.what == "ready":
+            self._is_back(message.text)
+        elif message.what == "learner":
+            self.pids[message.nonce] = message.pid
         elif message.what == "summary":
             self.summary = message.text
         for descriptor in descriptors:
             os.close(descriptor)
+        return True
 
     def _hear_learner(self, member: Member) -> None:
         try:
@@ -276,16 +290,29 @@ class Supervisor:
         if member.role == "learner":
             self._learner_ended(member, code)
             return
+        if member.role == "coordinator" and self.boss is not None:
+            while self._hear_boss(self.boss):  # its last words
+                pass
+            self.boss.close()
+            self.boss = None
         if self.finishing or (member.role == "coordinator" and self.summary is not None):
             return
         self._count_death(member, code)
+        stopped_s = member.stopped_since_s
+        died = (time.monotonic(), f"died ({_how(code)})") if stopped_s is None else (stopped_s, "was stopped")
+        self.down.setdefault(member.name, died)
         if member.role == "server":
             self._start_server(member.number)
         else:
             self._start_coordinator()
-            if self.finishing:
-                self._say_finish()
-        self.tell("offbeat", f"{member.name} died ({_how(code)}) and was started again")
+
+    def _is_back(self, name: str) -> None:
+        """A server or the coordinator works again, if it did not all the time."""
+        if name in self.down:
+            since_s, how = self.down.pop(name)
+            seconds = time.monotonic() - since_s
+            self.recoveries.append({"who": name, "how": how, "seconds": seconds})
+            self.tell("offbeat", f"{name} {how}; another took its place after {seconds:.2f} s")
 
     def _count_death(self, member: Member, code: int) -> None:
         times = self.deaths.setdefault((member.role, member.number), deque(maxlen=MOST_DEATHS))
@@ -333,6 +360,7 @@ class Supervisor:
         """Let the last updates be made and the books be closed; the summary, as JSON."""
         if self.plan.store_port is not None:
             return None
+        self.draining = True
         self._say_finish()
         end = time.monotonic() + post.DRAIN_S + GRACE_S
         while self.summary is None and time.monotonic() < end:

@@ -1,0 +1,251 @@
+"""`offbeat bench policies`: real learners made slow on purpose, beside the simulator's prediction for the same laws.
+
+Every learner draws its slowness from the numbers that the simulator draws for it. Both runs are judged by one function
+on their decisions: seconds between updates, and the staleness of what was applied, over the same updates. Left out are
+the first updates (processes start one after the other) and all that came after the last one asked for.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from offbeat.errors import OffbeatError, RequestError
+from offbeat.measure.bench import MOST_RANKS, Progress, machine_facts, terminable
+from offbeat.measure.served import environment, program, supervise
+from offbeat.policies import Apply, Pushed, create
+from offbeat.policies.events import from_text
+from offbeat.server.session import Setting
+from offbeat.server.supervisor import Plan
+from offbeat.simulate import server as simulator
+from offbeat.simulate.cluster import Cluster
+from offbeat.simulate.compute import parse_law
+from offbeat.strategy import ALL_REDUCE, family_of
+from offbeat.trace import read_log
+
+LINES = ("full-sync", "k-sync:2", "k-batch-sync:2", "async", "k-async:2", "k-batch-async:2")
+LAWS = ("exp:0.1", "shifted-exp:0.05,0.05")
+WITHIN = 0.1  # of the prediction
+ROW_S = 10.0  # of a run, where the number of updates is not given
+MANY = 20_000  # updates of the second opinion
+_FEWEST = 20  # updates of a run
+_LEFT_OUT = 0.05  # of the updates, at the start
+
+DEFINITIONS: Mapping[str, str] = {
+    "seconds_per_update": "between the first and the last update that count, divided by their number",
+    "staleness_mean": "versions between the weights a gradient was computed on and those it was applied to; of all "
+    "gradients applied in these updates",
+    "measured": "real processes; their own computing, messages and late waking are part of it",
+    "predicted": "simulated with the same draws, over the same updates; computing is the slowness alone, and messages "
+    "take no time",
+    "long_run": f"simulated over {MANY} updates: what chance has done to the others is the difference to this",
+    "difference": "measured / predicted - 1",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What is asked for; wrong requests are refused at birth."""
+
+    lines: tuple[str, ...] = LINES
+    laws: tuple[str, ...] = LAWS
+    learners: int = 4
+    servers: int = 1
+    updates: int | None = None  # None: as many as take about ROW_S, by the prediction
+    seed: int = 0
+    timeout_s: float = 120.0  # of a run, beyond what is predicted
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.learners <= MOST_RANKS or not 1 <= self.servers <= MOST_RANKS:
+            raise RequestError(
+                f"bench: --learners and --servers are from 1 to {MOST_RANKS}; got {self.learners} and {self.servers}"
+            )
+        for name, words in (("a strategy", self.lines), ("a law", self.laws)):
+            if len(set(words)) < len(words):
+                raise RequestError(f"bench: {name} is given twice: {', '.join(words)}")
+        for line in self.lines:
+            if family_of(line) == ALL_REDUCE:
+                raise RequestError(f"bench: '{line}' is an all-reduce; bench policies measures the server's policies")
+            if create(line, expect=self.learners).needs_drift:
+                raise RequestError(f"bench: '{line}': a rate by drift needs weights, and a simulation has none")
+        for law in self.laws:
+            if not math.isfinite(parse_law(law).mean_s):
+                raise RequestError(f"bench: '{law}' has no mean, so that there is nothing to predict")
+        if self.updates is not None and self.updates < _FEWEST:
+            raise RequestError(f"bench: --updates is {_FEWEST} or more; got {self.updates}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steady:
+    """What a run was like between its start and its end."""
+
+    updates: int
+    seconds: float
+    staleness_mean: float
+
+    @property
+    def seconds_per_update(self) -> float:
+        return self.seconds / self.updates
+
+    def as_json(self) -> dict[str, float]:
+        return {"seconds_per_update": self.seconds_per_update, "staleness_mean": self.staleness_mean}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One policy under one law."""
+
+    law: str
+    line: str
+    updates: int
+    measured: Steady
+    predicted: Steady
+    long_run: Steady
+
+    @property
+    def seconds_difference(self) -> float:
+        return difference(self.measured.seconds_per_update, self.predicted.seconds_per_update)
+
+    @property
+    def staleness_difference(self) -> float:
+        return difference(self.measured.staleness_mean, self.predicted.staleness_mean)
+
+    @property
+    def is_off(self) -> bool:
+        return max(abs(self.seconds_difference), abs(self.staleness_difference)) > WITHIN
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "law": self.law,
+            "strategy": self.line,
+            "updates": self.updates,
+            "measured": self.measured.as_json(),
+            "predicted": self.predicted.as_json(),
+            "long_run": self.long_run.as_json(),
+            "seconds_difference": self.seconds_difference,
+            "staleness_difference": _finite(self.staleness_difference),
+            "off": self.is_off,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoliciesResult:
+    """What `offbeat bench policies` found."""
+
+    request: Request
+    machine: Mapping[str, Any]
+    rows: tuple[Row, ...]
+
+    def summary(self) -> str:
+        off = [row for row in self.rows if row.is_off]
+        if not off:
+            return f"all {len(self.rows)} within {100 * WITHIN:.0f} % of the prediction"
+        names = ", ".join(f"{row.line} with {row.law}" for row in off)
+        return f"{len(off)} of {len(self.rows)} off by more than {100 * WITHIN:.0f} %: {names}"
+
+    def as_json(self) -> dict[str, Any]:
+        request = self.request
+        return {
+            "measured": "policies",
+            "learners": request.learners,
+            "servers": request.servers,
+            "seed": request.seed,
+            "within": WITHIN,
+            "machine": dict(self.machine),
+            "rows": [row.as_json() for row in self.rows],
+            "summary": self.summary(),
+            "definitions": dict(DEFINITIONS),
+        }
+
+
+def difference(measured: float, predicted: float) -> float:
+    """How far measured is from predicted, as a part of it; nothing against nothing is equal."""
+    if predicted == 0:
+        return 0.0 if measured == 0 else math.inf
+    return measured / predicted - 1
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None
+
+
+def steady(decisions: Iterable[Mapping[str, Any]], updates: int) -> Steady:
+    """Judge the updates up to the one of this number, by the decisions of a log."""
+    pushed_on: dict[int, int] = {}  # ticket -> version
+    times: list[float] = []
+    ages: list[list[int]] = []
+    for record in decisions:
+        event = from_text(record["event"])
+        if isinstance(event, Pushed):
+            pushed_on[event.ticket] = event.version
+        for text in record["commands"]:
+            if len(times) < updates and text.startswith("apply "):
+                command = from_text(text)
+                assert isinstance(command, Apply)
+                ages.append([len(times) - pushed_on.pop(ticket) for ticket in command.tickets])
+                times.append(event.at_s)
+    if len(times) < updates:
+        raise OffbeatError(f"bench: the run made {len(times)} updates instead of {updates}")
+    first = max(1, round(_LEFT_OUT * updates))
+    counted = [age for update in ages[first:] for age in update]
+    return Steady(
+        updates=updates - first,
+        seconds=times[-1] - times[first - 1],
+        staleness_mean=sum(counted) / len(counted),
+    )
+
+
+def measure(request: Request, progress: Progress) -> PoliciesResult:
+    """All policies under all laws, one after the other."""
+    machine = machine_facts()
+    rows = []
+    with terminable(), tempfile.TemporaryDirectory(prefix="offbeat-bench-") as folder:
+        for law in request.laws:
+            for line in request.lines:
+                progress(f"{line} with {law}")
+                rows.append(_row(request, law, line, Path(folder)))
+    return PoliciesResult(request=request, machine=machine, rows=tuple(rows))
+
+
+def _row(request: Request, law: str, line: str, folder: Path) -> Row:
+    long_run = foresee(request, law, line)
+    updates = request.updates or max(_FEWEST, round(ROW_S / long_run.seconds_per_update))
+    predicted = predict(request, law, line, updates)
+    log = folder / "run.jsonl"
+    run(request, law, line, updates, log, request.timeout_s + 2 * predicted.seconds)
+    measured = steady(read_log(log).decisions, updates)
+    return Row(law=law, line=line, updates=updates, measured=measured, predicted=predicted, long_run=long_run)
+
+
+def predict(request: Request, law: str, line: str, updates: int) -> Steady:
+    """What the simulator says of so many updates with these draws."""
+    decisions: list[dict[str, Any]] = []
+    simulator.run(line, _cluster(request, law), updates=updates, write=decisions.append)
+    return steady(decisions, updates)
+
+
+def foresee(request: Request, law: str, line: str) -> Steady:
+    """What the simulator says of very many."""
+    result = simulator.run(line, _cluster(request, law), updates=MANY)
+    return Steady(updates=result.updates, seconds=result.seconds, staleness_mean=result.staleness_mean)
+
+
+def _cluster(request: Request, law: str) -> Cluster:
+    return Cluster(learners=request.learners, law=parse_law(law), seed=request.seed)
+
+
+def run(request: Request, law: str, line: str, updates: int, log: Path, timeout_s: float) -> None:
+    """Real learners, until so many updates are made; the log is left."""
+    plan = Plan(
+        setting=Setting(line=line, learners=request.learners, shards=request.servers),
+        learner=program("policy_learner", str(updates)),
+        environment=environment({"OFFBEAT_SYNC": line, "OFFBEAT_SEED": str(request.seed), "OFFBEAT_SLOW": law}),
+        seed=request.seed,
+        log=log,
+        restarts=0,
+    )
+    supervise(plan, f"{line} with {law}", timeout_s)

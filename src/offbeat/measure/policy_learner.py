@@ -1,0 +1,31 @@
+"""The learner's program of `offbeat bench policies`: a model so light that the slowness on purpose is all its time.
+
+    python -m offbeat.measure.policy_learner 200      until the weights have version 200
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from offbeat.server.launch import join
+
+
+def main(updates: int) -> None:
+    """Minibatches of a tiny linear model."""
+    learner = join()
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    learner.prepare(model, optimizer)
+    inputs = torch.ones(4, 8)
+    while learner.version < updates:
+        with learner.minibatch():
+            optimizer.zero_grad()
+            model(inputs).sum().backward()
+            optimizer.step()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

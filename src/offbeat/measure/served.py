@@ -1,0 +1,70 @@
+"""A run of the real parameter server with learners' programs of ours, watched until all have ended.
+
+Laws: a learner that fails, and a run that takes too long, end the measurement with one line that says which. No process
+is left when `supervise` returns or raises.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from offbeat.errors import OffbeatError
+from offbeat.server.supervisor import Plan, Supervisor
+from offbeat.spec import format_seconds
+
+_MOST_SAID = 200  # lines that are kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """What the run tells of itself, and what each learner printed last."""
+
+    summary: Mapping[str, Any]
+    last_lines: Mapping[int, str]
+
+
+def program(module: str, *words: str) -> list[str]:
+    return [sys.executable, "-P", "-u", "-m", f"offbeat.measure.{module}", *words]
+
+
+def environment(own: Mapping[str, str]) -> dict[str, str]:
+    """One torch thread a learner; a run that this process itself is part of is not joined."""
+    outer = {name: value for name, value in os.environ.items() if not name.startswith("OFFBEAT_")}
+    return {**outer, **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1"), **own}
+
+
+def supervise(plan: Plan, doing: str, timeout_s: float) -> Ended:
+    """Start it, and wait until all learners have left."""
+    said: list[tuple[str, str]] = []
+
+    def tell(name: str, text: str) -> None:
+        said.append((name, text))
+        del said[:-_MOST_SAID]
+
+    deadline = time.monotonic() + timeout_s
+    supervisor = Supervisor(plan, tell)
+    try:
+        supervisor.start()
+        while supervisor.learners_left:
+            supervisor.turn()
+            failed = [learner for learner, code in supervisor.exits.items() if code]
+            if failed:
+                name = f"learner {failed[0]}"
+                words = [text for who, text in said if who == name and text.strip()]
+                why = words[-1] if words else f"exit code {supervisor.exits[failed[0]]}"
+                raise OffbeatError(f"bench: {name}: {why} ({doing})")
+            if time.monotonic() > deadline:
+                raise OffbeatError(f"bench: not done within {format_seconds(timeout_s)} ({doing})")
+        summary = supervisor.finish()
+    finally:
+        supervisor.close()
+    if summary is None:
+        raise OffbeatError(f"bench: the coordinator did not say how the run went ({doing})")
+    last = {int(who.removeprefix("learner ")): text for who, text in said if who.startswith("learner ")}
+    return Ended(summary=json.loads(summary), last_lines=last)

@@ -1,0 +1,217 @@
+"""Where the processes of a run can be struck, and how: called by the processes themselves, at the n-th call of a point.
+
+A blow is {"who": "learner", "number": 1, "at": "fill", "call": 5, "what": "kill"}; `number` is of the learner or the
+server. It falls once in a run: whoever creates its marker file first strikes. A process that is stopped goes on when
+the warden says so (`fault_nursery`), which finds its number in the marker.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offbeat.server import arena, client, door, link, modes, post, servant, wire
+
+LEARNER = ("compute", "computed", "fill", "push", "pushed", "reply", "fetch", "seed", "want", "granted", "bye", "end")
+SERVER = ("idle", "mid-apply", "applied", "finished", "replied")
+COORDINATOR = ("hear", "torn-journal", "journal", "handled", "carried", "hear-bye", "admit", "before-reply")
+
+
+class Points:
+    """Counts the calls of each point, and strikes at the one that it was told."""
+
+    def __init__(self, order: dict[str, Any], folder: Path, who: str, number: int) -> None:
+        self.folder = folder
+        self.blows = [blow for blow in order["blows"] if (blow["who"], blow.get("number", 0)) == (who, number)]
+        self.calls: Counter[str] = Counter()
+
+    def __call__(self, at: str, before: Callable[[], object] | None = None, pids: Callable[[], list[int]] = list) -> None:
+        """A point is reached. `before` does half of the work, if this is where it is struck."""
+        self.calls[at] += 1
+        for blow in self.blows:
+            if blow["at"] == at and blow["call"] <= self.calls[at]:
+                marker = self.folder / f"struck-{blow['name']}"
+                victims = pids() or [os.getpid()]
+                try:
+                    with marker.open("x", encoding="utf-8") as file:
+                        file.write(f"{victims[0]}")
+                except FileExistsError:
+                    continue
+                if before is not None:
+                    before()
+                _strike(blow["what"], victims)
+                (self.folder / f"continued-{blow['name']}").touch()
+
+
+def _strike(what: str, victims: list[int]) -> None:
+    if what == "kill":
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
+    elif what == "stop":
+        for pid in victims:
+            os.kill(pid, signal.SIGSTOP)
+    elif what == "raise":
+        raise RuntimeError("struck on purpose")
+    elif what == "kill the supervisor":
+        os.kill(os.getppid(), signal.SIGKILL)
+    else:  # as a terminal does: to the supervisor and all in its group
+        os.killpg(os.getpgid(os.getppid()), signal.Signals[what])
+
+
+def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Put `around(original, *arguments)` in the place of a function."""
+    original = getattr(owner, name)
+    setattr(owner, name, lambda *given, **named: around(original, *given, **named))
+
+
+def learner(order: dict[str, Any], folder: Path, number: int) -> Points:
+    """In a learner's process."""
+    points = Points(order, folder, "learner", number)
+
+    def fill(original: Any, self: arena.Arena, slot: int, index: int, gradient: torch.Tensor) -> None:
+        start, half = self.offsets[index], self.table.sizes[index] // 2
+        points("fill", lambda: self.slots[slot][start : start + half].copy_(gradient.flatten()[:half]))
+        original(self, slot, index, gradient)
+
+    def fetch(original: Any, self: arena.Arena, parts: Any, pieces: Any, *, extra: bool) -> None:
+        points("fetch", lambda: parts.trained[0].detach().zero_())
+        original(self, parts, pieces, extra=extra)
+
+    def seed(original: Any, self: arena.Arena, parts: Any) -> None:
+        points("seed", lambda: self.weights[0][:7].fill_(1e9))
+        original(self, parts)
+
+    def receive(original: Any, self: client.Client, message: Any) -> Any:
+        if isinstance(message, wire.Go) and message.seq > 1:
+            points("reply")
+        elif isinstance(message, wire.Granted):
+            points("granted")
+        return original(self, message)
+
+    def push(original: Any, self: client.Client, **named: Any) -> Any:
+        points("push")
+        return original(self, **named)
+
+    def pushed(original: Any, self: modes.Mode, *given: Any, **named: Any) -> None:
+        original(self, *given, **named)
+        points("pushed")
+
+    def spoken(at: str) -> Callable[..., Any]:
+        def speak(original: Any, self: client.Client, *given: Any, **named: Any) -> Any:
+            points(at)
+            return original(self, *given, **named)
+
+        return speak
+
+    def knock(original: Any, *given: Any) -> Any:
+        found = original(*given)
+        (folder / "prepared").touch()
+        return found
+
+    for owner, name, around in (
+        (arena.Arena, "fill", fill),
+        (arena.Arena, "fetch", fetch),
+        (arena.Arena, "seed", seed),
+        (client.Client, "receive", receive),
+        (client.Client, "push", push),
+        (modes.Mode, "push", pushed),
+        (client.Client, "want", spoken("want")),
+        (client.Client, "bye", spoken("bye")),
+        (link.door, "knock", knock),
+    ):
+        wrap(owner, name, around)
+    return points
+
+
+def services(order: dict[str, Any], folder: Path) -> None:
+    """In the supervisor's process: coordinator and servers are forked from it."""
+    _servers(order, folder)
+    _coordinator(order, folder)
+
+
+class _Line:
+    """A server's line, with points around what it hears and says."""
+
+    def __init__(self, line: Any, points: Points) -> None:
+        self.line, self.points = line, points
+
+    def recv(self, most: int) -> bytes:
+        self.points("idle")
+        data: bytes = self.line.recv(most)
+        return data
+
+    def send(self, data: bytes) -> None:
+        self.line.send(data)
+        if isinstance(wire.decode_input(data), wire.Done):
+            self.points("replied")
+
+    def close(self) -> None:
+        self.line.close()
+
+
+def _servers(order: dict[str, Any], folder: Path) -> None:
+    every: dict[int, Points] = {}
+
+    def points_of(shard: int) -> Points:
+        return every.setdefault(shard, Points(order, folder, "server", shard))
+
+    def come_in(original: Any, name: str, introduction: door.Introduction) -> Any:
+        line, memory = original(name, introduction)
+        return _Line(line, points_of(introduction.number)), memory
+
+    def runs(original: Any, self: arena.ShardMemory, *given: Any) -> Any:
+        """Between two parts of an update: one is written, the other is not."""
+        for number, part in enumerate(original(self, *given)):
+            if number:
+                points_of(self.shard)("mid-apply")
+            yield part
+
+    def finish(original: Any, self: arena.ShardMemory, number: int, version: int) -> None:
+        points_of(self.shard)("applied")
+        original(self, number, version)
+        points_of(self.shard)("finished")
+
+    wrap(servant, "_come_in", come_in)
+    wrap(arena.ShardMemory, "_runs", runs)
+    wrap(arena.ShardMemory, "finish", finish)
+
+
+def _coordinator(order: dict[str, Any], folder: Path) -> None:
+    points = Points(order, folder, "coordinator", 0)
+
+    def tell(original: Any, self: post.Post, message: Any, data: bytes | None = None) -> None:
+        if not isinstance(message, wire.Tick):
+            points("hear")
+        if isinstance(message, wire.Bye):
+            points("hear-bye")
+        original(self, message, data)
+
+    def add(original: Any, self: post.Journal, data: bytes, at_s: float) -> None:
+        points("torn-journal", lambda: os.write(self.descriptor, b"\1" * 15))
+        original(self, data, at_s)
+        points("journal")
+
+    def carry(original: Any, self: post.Post, message: Any) -> None:
+        points("handled")
+        if isinstance(message, wire.Go) and message.seq > 1:
+            blow = points.blows[0] if points.blows else {}
+            here = [line for line in self.lines if line.role == "learner"]
+            mine = [line.pid for line in here if blow.get("all") or line.number == message.learner]
+            points("before-reply", pids=lambda: mine)
+        original(self, message)
+        points("carried")
+
+    def let_in(original: Any, self: post.Post, *given: Any) -> None:
+        points("admit")
+        original(self, *given)
+
+    wrap(post.Post, "_tell", tell)
+    wrap(post.Journal, "add", add)
+    wrap(post.Post, "_carry", carry)
+    wrap(post.Post, "_let_in", let_in)

@@ -1,0 +1,282 @@
+"""Injured runs of the parameter server, and what must be true of each of them, told from its log, weights and leavings.
+
+    applied      every sample of every epoch in exactly one update; every push in at most one, under one name
+    weights      of every learner at the end, and of every minibatch at its start: those that numpy computes from the log
+    books        the log replays through the policy; received = applied + dropped
+    nothing left no process, no file, no name of a socket
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from offbeat.policies import Apply, Drop, Pushed, replay
+from offbeat.policies.events import from_text
+from offbeat.trace import RunLog, read_log
+from process import fault_script
+
+TESTS = Path(__file__).resolve().parents[1]
+Vector = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Blow:
+    """See `fault_points`."""
+
+    who: str
+    at: str
+    call: int = 1
+    what: str = "kill"
+    number: int = 0
+    all: bool = False
+    name: str = "it"
+
+
+@dataclass(frozen=True)
+class Order:
+    """A run, and what happens to it."""
+
+    sync: str = "async"
+    learners: int = 2
+    servers: int = 1
+    blows: tuple[Blow, ...] = ()
+    stop_s: float = 5.0
+    silence_s: float = 3.0
+    stopped_s: float = 2.0
+    limit_s: float = 60.0
+    absent: tuple[int, ...] = ()  # learners that nobody waits for
+    odd: int | None = None  # a learner with another model
+    workers: int = 0
+    program: bool = False
+    words: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        words = f"--learners {self.learners} --servers {self.servers} --sync {self.sync}".split()
+        object.__setattr__(self, "words", tuple(words))
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A run that is over."""
+
+    order: Order
+    folder: Path
+    result: Mapping[str, Any]
+
+    def text(self, name: str) -> str:
+        path = self.folder / name
+        return path.read_text(encoding="utf-8") if path.exists() else ""
+
+    @property
+    def code(self) -> int:
+        code: int = self.result["code"]
+        return code
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        summary: dict[str, Any] = json.loads(self.text("out"))
+        return summary
+
+    def __str__(self) -> str:
+        return f"{self.order}\n{dict(self.result)}\n{self.text('err')[-3000:]}\n{self.text('out')[-200:]}"
+
+
+class Nursery:
+    """The program that forks runs; see `fault_nursery`."""
+
+    def __init__(self) -> None:
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("OFFBEAT_")}
+        environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
+        self.program = subprocess.Popen(
+            [sys.executable, "-m", "process.fault_nursery"],
+            env=environment,
+            cwd=TESTS,
+            stdin=subprocess.PIPE,
+            text=True,
+        )
+
+    def start(self, order: Order, folder: Path) -> None:
+        (folder / "tmp").mkdir(parents=True)
+        (folder / "order").write_text(json.dumps(asdict(order)), encoding="utf-8")
+        assert self.program.stdin is not None
+        self.program.stdin.write(f"{folder}\n")
+        self.program.stdin.flush()
+
+    def ended(self, order: Order, folder: Path) -> Ended:
+        """Wait until a run is over; its warden sees to it that it is, at some time."""
+        end = time.monotonic() + order.limit_s + 60
+        while not (folder / "result").exists():
+            assert time.monotonic() < end and self.program.poll() is None, f"the nursery is gone, or its warden: {order}"
+            time.sleep(0.01)
+        return Ended(order, folder, json.loads((folder / "result").read_text(encoding="utf-8")))
+
+    def run(self, folder: Path, *orders: Order, at_once: int = 1) -> list[Ended]:
+        """All of these, so many at a time."""
+        folders = [folder / str(number) for number in range(len(orders))]
+        found: list[Ended] = []
+        for number, (order, place) in enumerate(zip(orders, folders, strict=True)):
+            if number >= at_once:
+                found.append(self.ended(orders[number - at_once], folders[number - at_once]))
+            self.start(order, place)
+        for number in range(len(found), len(orders)):
+            found.append(self.ended(orders[number], folders[number]))
+        return found
+
+    def close(self) -> None:
+        assert self.program.stdin is not None
+        self.program.stdin.close()
+        try:
+            self.program.wait(10)
+        except subprocess.TimeoutExpired:
+            self.program.send_signal(signal.SIGKILL)
+            self.program.wait()
+
+
+@contextmanager
+def nursery() -> Iterator[Nursery]:
+    one = Nursery()
+    try:
+        yield one
+    finally:
+        one.close()
+
+
+# --- what must be true ----------------------------------------------------------------------------------------------
+
+
+def check(ended: Ended, *, code: int = 0) -> RunLog:
+    """All of it, of a run that came to its end; its log."""
+    assert not ended.result["timed_out"], str(ended)
+    assert ended.code == code, str(ended)
+    for blow in ended.order.blows:
+        assert (ended.folder / f"struck-{blow.name}").exists(), f"it was never struck: {ended}"
+    check_nothing_left(ended)
+    log = read_log(ended.folder / "log")
+    replay(log.run, log.decisions)
+    try:
+        applied, held = check_pushes(log, ended.summary)
+        check_samples(log, applied, held)
+        check_weights(ended, log)
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{ended}") from None
+    return log
+
+
+def check_nothing_left(ended: Ended, within_s: float = 2.0) -> None:
+    assert ended.result["left"] == [], str(ended)
+    assert ended.result["gone_s"] < within_s, str(ended)
+    left = [str(path) for path in (ended.folder / "tmp").rglob("*") if "torchinductor" not in str(path)]
+    assert left == [], f"{left}: {ended}"
+    name = ended.text("door")
+    assert name.startswith("offbeat-") and name not in Path("/proc/net/unix").read_text(encoding="utf-8"), str(ended)
+
+
+def pushes_of(log: RunLog) -> dict[int, Mapping[str, Any]]:
+    """The decisions about pushes, by ticket."""
+    found: dict[int, Mapping[str, Any]] = {}
+    for decision in log.decisions:
+        event = from_text(decision["event"])
+        if isinstance(event, Pushed):
+            assert event.ticket not in found, f"ticket {event.ticket} was given twice"
+            found[event.ticket] = decision
+    return found
+
+
+def check_pushes(log: RunLog, summary: Mapping[str, Any]) -> tuple[set[int], set[int]]:
+    """Nothing is taken, applied or dropped twice, and the books balance; the tickets applied, and those still held."""
+    names: Counter[tuple[int, int, int]] = Counter()
+    pushes = pushes_of(log)
+    for decision in pushes.values():
+        event = from_text(decision["event"])
+        assert isinstance(event, Pushed)
+        names[event.learner, decision["seq"][0], decision["seq"][1]] += 1
+    assert all(many == 1 for many in names.values()), f"pushes that were taken twice: {names.most_common(3)}"
+    applied: Counter[int] = Counter()
+    dropped: Counter[int] = Counter()
+    for decision in log.decisions:
+        for command in map(from_text, decision["commands"]):
+            if isinstance(command, Apply):
+                applied.update(command.tickets)
+            elif isinstance(command, Drop):
+                dropped[command.ticket] += 1
+    fates = applied + dropped
+    assert all(many == 1 for many in fates.values()), f"gradients with two fates: {fates.most_common(3)}"
+    assert fates.keys() <= pushes.keys()
+    books, held = summary["pushes"], pushes.keys() - fates.keys()
+    assert books["applied"] == len(applied), books
+    assert books["dropped"] == len(dropped) + len(held), books
+    assert books["received"] == books["applied"] + books["dropped"] == len(pushes), books
+    return set(applied), set(held)
+
+
+def check_samples(log: RunLog, applied: set[int], held: set[int]) -> None:
+    """Every sample of every epoch is in one update, or in a gradient that waited for others when the run ended."""
+    seen: Counter[tuple[int, int]] = Counter()
+    for ticket, decision in pushes_of(log).items():
+        if ticket in applied | held:
+            seen.update(position for position in positions(decision))
+    due = {(epoch, place) for epoch in range(fault_script.EPOCHS) for place in range(fault_script.SAMPLES)}
+    assert seen.keys() == due, f"never applied: {sorted(due - seen.keys())[:5]}, unknown: {sorted(seen.keys() - due)[:5]}"
+    assert all(many == 1 for many in seen.values()), f"applied more than once: {seen.most_common(3)}"
+
+
+def positions(decision: Mapping[str, Any]) -> list[tuple[int, int]]:
+    return [(epoch, start + one) for epoch, start, count in decision["batch"] for one in range(count)]
+
+
+def history(log: RunLog, sync: str) -> list[Vector]:
+    """The weights of every version, computed from the log alone."""
+    samples = np.array([fault_script.sample(number) for number in range(fault_script.SAMPLES)])
+    rate = np.repeat(np.array(fault_script.LR), fault_script.SIZES)
+    momentum = fault_script.momentum_of(sync)
+    own_steps = sync.startswith("local-sgd")
+    pushes = pushes_of(log)
+    found = [np.zeros(sum(fault_script.SIZES))]
+    state = np.zeros_like(found[0])
+    for decision in log.decisions:
+        for command in map(from_text, decision["commands"]):
+            if isinstance(command, Apply):
+                total = np.zeros_like(state)
+                for ticket, scale in zip(command.tickets, command.scales, strict=True):
+                    total += scale * samples[[place for _, place in positions(pushes[ticket])]].sum(0)
+                mean = total / len(command.tickets)
+                state = momentum * state + mean
+                found.append(found[-1] - rate * state)
+    assert own_steps or momentum or sync == "downpour"
+    return found
+
+
+def check_weights(ended: Ended, log: RunLog) -> None:
+    """Bit for bit: what learners had in the end, and what each minibatch began with, was never torn or too old."""
+    versions = history(log, ended.order.sync)
+    last = 0
+    for learner in range(ended.order.learners):
+        found = ended.text(f"weights-{learner}")
+        if ended.summary["exits"][str(learner)] == 0:
+            said = json.loads(found)
+            flat = np.concatenate([np.array(part) for part in said["weights"]])
+            assert said["version"] == len(versions) - 1, f"learner {learner} ended at {said['version']}"
+            assert np.array_equal(flat, versions[-1]), f"learner {learner}: {flat[:4]} is not {versions[-1][:4]}"
+            last += 1
+    assert last, "no learner came to the end"
+    if fault_script.momentum_of(ended.order.sync):
+        known = {fault_script.digest_of(vector.tolist()): version for version, vector in enumerate(versions)}
+        for path in ended.folder.glob("reads-*"):
+            for line in path.read_text(encoding="utf-8").split("\n")[:-1]:
+                version, read = line.split()
+                assert read in known, f"{path.name}: weights that never were, at version {version}"
+                assert known[read] >= int(version), f"{path.name}: weights {known[read]} given out as {version}"

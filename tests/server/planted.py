@@ -1,0 +1,309 @@
+"""Bugs, each planted into a machine: the outsider must find every one of them, by a law that it breaks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from offbeat.policies import Cancel as CancelCommand
+from offbeat.policies import Command
+from offbeat.server.client import Client
+from offbeat.server.coordinator import Coordinator
+from offbeat.server.desk import Desk
+from offbeat.server.lanes import Lane, Work
+from offbeat.server.session import Gradient, Row
+from offbeat.server.shard import Shard
+from offbeat.server.wire import Done, Fenced, GiveBack, Go, Hello, Job, Message, Push, Silent, Stop, Want, Welcome
+from server.world import Kit
+
+
+class NoDuplicateCheck(Coordinator):
+    """A push that was taken may be taken again."""
+
+    def _close(self, row: Row, seq: int) -> None:
+        pass
+
+
+class AppliesCancelled(Coordinator):
+    """A late push is taken for one at the current version."""
+
+    def _push(self, message: Push) -> None:
+        self.rows[message.learner].cancelled = 0
+        super()._push(message)
+
+    def _take(self, message: Push, gradient: Gradient, drift: float | None) -> None:
+        seat = self.policy.seats.get(message.learner)
+        if seat is not None and self.policy.cancels:
+            changes: dict[str, Any] = {"version": seat.version}
+            message = Push(**{name: getattr(message, name) for name in message.__struct_fields__} | changes)
+        super()._take(message, gradient, drift)
+
+
+class FreesSilentSlots(Coordinator):
+    """One who gives no sign of life is taken for dead."""
+
+    def _silent(self, message: Silent) -> None:
+        row = self.rows[message.learner]
+        if row.here and row.incarnation == message.incarnation:
+            self._give_up(row, why="it gave no sign of life", may_wake=False)
+
+
+class CountsDroppedAsApplied(Coordinator):
+    """What comes back is settled."""
+
+    def _back(self, leases: Any, fate: str) -> None:
+        for number in leases:
+            assert self.book is not None
+            self.book.settle(number, "applied")
+
+
+class KeepsNoFence(Coordinator):
+    """Messages of one who was given up are those of the one who came after."""
+
+    def _known(self, message: Any) -> Row | None:
+        row = self.rows.get(message.learner)
+        return row if row is not None and row.here else super()._known(message)
+
+
+class ForgetsCancels(Coordinator):
+    """A cancel changes nothing."""
+
+    def _obey(self, command: Command) -> None:
+        if not isinstance(command, CancelCommand):
+            super()._obey(command)
+
+
+class ServesOldWants(Coordinator):
+    """A Want that was long on its way is a new one."""
+
+    def _want(self, message: Want) -> None:
+        row = self.rows[message.learner]
+        if row.want is None:
+            row.wanted = 0
+        super()._want(message)
+
+
+class WantsWithoutAnswers(Coordinator):
+    """Whether what was said before a Want has come, is not looked at."""
+
+    def _want(self, message: Want) -> None:
+        fields = {name: getattr(message, name) for name in message.__struct_fields__}
+        super()._want(Want(**fields | {"seq": 0}))
+
+
+class LosesWordOfLeases(Coordinator):
+    """That leases were given back is not heard, and a Want that waits does not say it."""
+
+    def _give_back(self, message: GiveBack) -> None:
+        pass
+
+    def _want(self, message: Want) -> None:
+        if self.book is not None:
+            in_hand, self.book.in_hand = self.book.in_hand, lambda learner: ()  # type: ignore[method-assign]  # planted
+            super()._want(message)
+            self.book.in_hand = in_hand  # type: ignore[method-assign]  # planted
+        else:
+            super()._want(message)
+
+
+class SeedsTwice(Coordinator):
+    """A seeder that gives no sign of life is replaced, though it may wake and write."""
+
+    def _silent(self, message: Silent) -> None:
+        super()._silent(message)
+        if self.seeder == (message.learner, message.incarnation):
+            self.seeder = None
+            self._gather()
+
+
+class TakesOldHellos(Coordinator):
+    """A Hello that was long on its way is a newcomer."""
+
+    def _hello(self, message: Hello) -> None:
+        self.rows[message.learner].nonces.clear()
+        super()._hello(message)
+
+
+class KeepsPinsAtRest(Coordinator):
+    """One that has no samples keeps the weights that it was given pinned."""
+
+    def _unseat(self, row: Row) -> None:
+        pins = [dict(lane.pins) for lane in self.desk.lanes] if row.here else []
+        super()._unseat(row)
+        for lane, before in zip(self.desk.lanes, pins, strict=False):
+            lane.pins |= before
+
+
+class FencesTheUnknown(Coordinator):
+    """One that was given up before it heard of its incarnation is only told that it is this no longer."""
+
+    def _hello(self, message: Hello) -> None:
+        super()._hello(message)
+        if isinstance(self._out[-1], Fenced):
+            del self._out[-2]
+
+
+class StopsTwice(Coordinator):
+    """A Stop is believed, cancelled or not."""
+
+    def _stop(self, message: Stop) -> None:
+        row = self._known(message)
+        if row is not None:
+            self._back(self._hand_in(row, message.leases), "cancelled")
+            self._close(row, message.seq)
+
+
+def with_desk(kind: type[Desk]) -> type[Coordinator]:
+    class WithDesk(Coordinator):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            self.desk.__class__ = kind
+
+    return WithDesk
+
+
+def with_lane(kind: type[Lane]) -> type[Coordinator]:
+    class WithLane(Coordinator):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            for lane in self.desk.lanes:
+                lane.__class__ = kind
+
+    return WithLane
+
+
+class AcknowledgesEarly(Desk):
+    """A Go is said before the update that it tells of."""
+
+    def _pin(self, row: Row) -> bool:
+        if row.grant is not None and row.ready is None:
+            row.ready = self._pieces(row, "go") if row.grant[1] else ()
+        return super()._pin(row)
+
+
+class UnpinsAtGo(Desk):
+    """Nothing is pinned while it is read."""
+
+    def _go(self, row: Row) -> Go | None:
+        go = super()._go(row)
+        if go is not None:
+            self.unpin(row, "go", row.pin)
+        return go
+
+
+class KeepsNoReads(Desk):
+    """What a gradient was computed on is not kept for the rate that needs it."""
+
+    def keep_reads(self, pin: Any, pieces: tuple[tuple[int, int], ...]) -> None:
+        pass
+
+
+class FreesSlotsEarly(Desk):
+    """A gradient's slot is free before the update is done."""
+
+    def add(self, work: Work) -> None:
+        super().add(work)
+        self.free_slots += work.slots
+
+
+class LosesLimbo(Desk):
+    """Of two slots that are kept back only one is remembered."""
+
+    def clear(self, row: Row, *, may_wake: bool) -> None:
+        super().clear(row, may_wake=may_wake)
+        del row.limbo[:-1]
+
+
+class CommitsEarly(Lane):
+    """An update is there when the first shard has done it."""
+
+    def done(self, shard: int, number: int, sums: tuple[float, ...]) -> Work | None:
+        if shard in self.job and self.job[shard].number == number and self.job[shard].kind == "apply":
+            self.sums = dict.fromkeys(self.shards, ())
+            self.job = {shard: self.job[shard]}
+        return super().done(shard, number, sums)
+
+
+class WritesWhatIsRead(Lane):
+    """Any buffer but the current one is free."""
+
+    def _free_buffer(self) -> int | None:
+        return (self.buffer + 1) % self.buffers
+
+
+class DoesAgain(Shard):
+    """A job that was finished is done again."""
+
+    def handle(self, job: Job) -> Done:
+        if job.kind != "apply" or job.number > self.memory.finished:
+            return super().handle(job)
+        self.memory.apply(job)
+        return Done(self.shard, self.generation, job.number)
+
+
+class FinishesFirst(Shard):
+    """An update is called finished before it is written."""
+
+    def handle(self, job: Job) -> Done:
+        if job.kind == "apply" and job.number > self.memory.finished:
+            self.memory.finish(job.number, job.version)
+            self.memory.apply(job)
+            return Done(self.shard, self.generation, job.number)
+        return super().handle(job)
+
+
+class SeedsAgain(Client):
+    """A Welcome that was long on its way makes it write the initial weights again."""
+
+    def _welcome(self, message: Welcome) -> None:
+        super()._welcome(message)
+        if message.seed and message.incarnation == self.incarnation and not self.working:
+            self.must_seed = True
+
+
+class PushesOnce(Client):
+    """A push that is lost is not said again."""
+
+    def retry(self) -> list[Message]:
+        return [one for one in super().retry() if not isinstance(one, Push)]
+
+
+class RejoinsWhileItWrites(Client):
+    """It comes again before it has stopped."""
+
+    def receive(self, message: Any) -> list[Message]:
+        working, self.working = self.working, False
+        said = super().receive(message)
+        self.working = working and bool(self.incarnation)
+        return said
+
+
+KITS: dict[str, Kit] = {
+    "no duplicate check": Kit(coordinator=NoDuplicateCheck),
+    "acknowledged before it is applied": Kit(coordinator=with_desk(AcknowledgesEarly)),
+    "a cancelled gradient is applied": Kit(coordinator=AppliesCancelled),
+    "the slot of a silent learner is freed": Kit(coordinator=FreesSilentSlots),
+    "slots are freed before the update": Kit(coordinator=with_desk(FreesSlotsEarly)),
+    "a kept slot is forgotten": Kit(coordinator=with_desk(LosesLimbo)),
+    "nothing is pinned": Kit(coordinator=with_desk(UnpinsAtGo)),
+    "reads are not kept": Kit(coordinator=with_desk(KeepsNoReads)),
+    "what is read is written": Kit(coordinator=with_lane(WritesWhatIsRead)),
+    "committed with the first shard": Kit(coordinator=with_lane(CommitsEarly)),
+    "a finished job is done again": Kit(shard=DoesAgain),
+    "finished before it is written": Kit(shard=FinishesFirst),
+    "the fence is not looked at": Kit(looks_at_fence=False),
+    "the journal misses the last message": Kit(journal_lag=1),
+    "what comes back is settled": Kit(coordinator=CountsDroppedAsApplied),
+    "nobody is fenced": Kit(coordinator=KeepsNoFence),
+    "cancels are forgotten": Kit(coordinator=ForgetsCancels),
+    "an old Want is served": Kit(coordinator=ServesOldWants),
+    "a Want overtakes a push": Kit(coordinator=WantsWithoutAnswers),
+    "a lost give-back": Kit(coordinator=LosesWordOfLeases),
+    "two seeders": Kit(coordinator=SeedsTwice),
+    "an old Hello is a newcomer": Kit(coordinator=TakesOldHellos),
+    "pins of one that rests are kept": Kit(coordinator=KeepsPinsAtRest),
+    "fenced under a name that it never heard": Kit(coordinator=FencesTheUnknown),
+    "any Stop is believed": Kit(coordinator=StopsTwice),
+    "seeded again": Kit(client=SeedsAgain),
+    "a push is said once": Kit(client=PushesOnce),
+    "it comes again while it writes": Kit(client=RejoinsWhileItWrites),
+}

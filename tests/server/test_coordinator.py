@@ -1,0 +1,315 @@
+"""Exact answers for small conversations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from offbeat.server.coordinator import MOST_BAD, Coordinator, addressee
+from offbeat.server.session import Setting
+from offbeat.server.wire import (
+    INPUT,
+    Ask,
+    Bye,
+    Cancel,
+    Committed,
+    Done,
+    Fence,
+    Fenced,
+    Fetched,
+    Finish,
+    GiveBack,
+    Go,
+    Gone,
+    Granted,
+    Hello,
+    Job,
+    Message,
+    Push,
+    Ready,
+    Refused,
+    Seeded,
+    Silent,
+    Stop,
+    Tick,
+    Want,
+    Weights,
+    Welcome,
+)
+
+LR = ({"lr": 0.5},)
+
+
+class Talk:
+    """A coordinator, and a clock that ticks at each message; its laws are checked after each."""
+
+    def __init__(self, line: str, learners: int = 2, shards: int = 1, **more: Any) -> None:
+        self.coordinator = Coordinator(Setting(line=line, learners=learners, shards=shards, **more))
+        self.at_s = 0.0
+        for shard in range(shards):
+            self.say(Ready(shard, 1))
+
+    def say(self, message: INPUT) -> list[Message]:
+        self.at_s += 1.0
+        said = self.coordinator.handle(message, self.at_s)
+        self.coordinator.check()
+        return list(said)
+
+    def done(self, number: int, *shards: int) -> list[Message]:
+        return [one for shard in shards or (0,) for one in self.say(Done(shard, 1, number))]
+
+
+def started(line: str, learners: int = 2, shards: int = 1, **more: Any) -> Talk:
+    """All are there, as nonces 10, 11, ..., and have been told to compute minibatch 1 on version 0."""
+    talk = Talk(line, learners, shards, **more)
+    for learner in range(learners):
+        talk.say(Hello(learner, 10 + learner, "t"))
+    said = talk.say(Seeded(0, 1))
+    assert said == [Go(learner, 1, 1, 0, learner, 1, ((0, 0),) * len(said[0].pieces)) for learner in range(learners)]  # type: ignore[attr-defined]  # they are Gos
+    for learner in range(learners):
+        assert talk.say(Fetched(learner, 1, 1)) == []
+    return talk
+
+
+def push(learner: int, seq: int, version: int, *leases: int, incarnation: int = 1, **more: Any) -> Push:
+    return Push(learner, incarnation, seq, version, hyper=LR, leases=leases, **more)
+
+
+def apply_job(
+    number: int, version: int, source: int, target: int, *slots: int, shard: int = 0, scale: float = 1.0
+) -> Job:
+    scales = (scale,) * len(slots)
+    return Job(shard, number, "apply", version, source, target, slots, scales, hyper=LR)
+
+
+def test_the_first_of_all_gives_the_initial_weights_and_then_all_go() -> None:
+    talk = Talk("async")
+    assert talk.say(Hello(0, 10, "t")) == [Welcome(0, 10, 1)]
+    assert talk.say(Hello(1, 11, "t")) == [Welcome(0, 10, 1, seed=True), Welcome(1, 11, 1)]
+    assert talk.say(Hello(0, 10, "t")) == [Welcome(0, 10, 1, seed=True)]
+    assert talk.say(Seeded(0, 1)) == [Go(0, 1, 1, 0, 0, 1, ((0, 0),)), Go(1, 1, 1, 0, 1, 1, ((0, 0),))]
+    assert talk.say(Seeded(0, 1)) == [Go(0, 1, 1, 0, 0, 1, ((0, 0),))]
+
+
+def test_a_seeder_that_may_still_write_is_not_replaced_before_it_is_heard_of() -> None:
+    talk = Talk("async")
+    talk.say(Hello(0, 10, "t"))
+    talk.say(Hello(1, 11, "t"))
+    assert talk.say(Silent(0, 1)) == [Fence(0, 1)]
+    assert talk.say(Hello(0, 12, "t")) == [Welcome(0, 12, 2)]
+    assert talk.say(Gone(0, 1)) == [Welcome(0, 12, 2, seed=True)]
+
+
+def test_who_is_there_by_the_deadline_begins() -> None:
+    talk = Talk("async", start_by_s=10.0)
+    assert talk.say(Hello(1, 11, "t")) == [Welcome(1, 11, 1)]
+    assert talk.say(Tick()) == []
+    talk.at_s = 10.0
+    assert talk.say(Tick()) == [Welcome(1, 11, 1, seed=True)]
+    assert talk.say(Seeded(1, 1)) == [Go(1, 1, 1, 0, 0, 1, ((0, 0),))]
+
+
+def test_async_applies_each_push_and_answers_when_it_is_done() -> None:
+    talk = started("async")
+    assert talk.say(push(1, 1, 0)) == [apply_job(1, 1, 0, 1, 1)]
+    assert talk.say(push(0, 1, 0)) == []  # one update at a time
+    assert talk.done(1) == [Committed(0, 1, 1), Go(1, 1, 2, 1, 1, 2, ((1, 1),)), apply_job(2, 2, 1, 2, 0)]
+    assert talk.done(2) == [Committed(0, 2, 2), Go(0, 1, 2, 2, 0, 2, ((2, 2),))]
+    assert talk.coordinator.staleness == {0: 1, 1: 1}
+
+
+def test_an_update_is_there_when_all_shards_have_done_it() -> None:
+    talk = started("async", shards=2)
+    assert talk.say(push(0, 1, 0)) == [apply_job(1, 1, 0, 1, 0), apply_job(1, 1, 0, 1, 0, shard=1)]
+    assert talk.done(1, 1, 1) == []
+    assert talk.done(1, 0) == [Committed(0, 1, 1), Go(0, 1, 2, 1, 0, 2, ((1, 1),))]
+
+
+def test_a_duplicate_push_is_counted_and_answered_as_before() -> None:
+    talk = started("async")
+    talk.say(push(0, 1, 0))
+    assert talk.say(push(0, 1, 0)) == []
+    (_, go) = talk.done(1)
+    assert talk.say(push(0, 1, 0)) == [go]
+    assert talk.coordinator.counts["duplicate"] == 2
+    assert talk.coordinator.counts["received"] == 1
+
+
+def test_k_sync_cancels_the_slow_one_and_drops_its_late_push() -> None:
+    talk = started("k-sync:2", learners=3)
+    assert talk.say(push(2, 1, 0)) == []
+    assert talk.say(push(0, 1, 0)) == [Cancel(1, 1, 1), apply_job(1, 1, 0, 1, 0, 2)]  # in the order of learners
+    assert talk.done(1) == [
+        Committed(0, 1, 1),
+        Go(0, 1, 2, 1, 3, 2, ((1, 1),)),
+        Go(1, 1, 2, 1, 1, 2, ((1, 1),)),  # the cancelled one keeps its slot
+        Go(2, 1, 2, 1, 0, 2, ((1, 1),)),
+    ]
+    assert talk.say(push(1, 1, 0)) == []
+    assert talk.coordinator.counts["dropped: late"] == 1
+    assert talk.say(push(1, 2, 1)) == []  # held
+
+
+def test_a_cancelled_learner_that_stops_gives_its_samples_back() -> None:
+    talk = started("k-sync:1", again=True)
+    for learner in (0, 1):
+        lease = (learner, 0, learner, 1)
+        assert talk.say(Want(learner, 1, 1, 0, 1, 2, True)) == [Granted(learner, 1, 1, "lease", lease)]
+    assert talk.say(push(0, 1, 0, 0)) == [Cancel(1, 1, 1), apply_job(1, 1, 0, 1, 0)]
+    talk.done(1)
+    assert talk.say(Stop(1, 1, 1, (1,))) == []
+    assert talk.coordinator.samples == {"applied": 1, "computed again: cancelled": 1}
+    assert talk.say(Want(1, 1, 2, 0, 1, 2, True, 1)) == [Granted(1, 1, 2, "lease", (2, 0, 1, 1), 1)]
+
+
+def test_a_learner_that_was_given_up_is_fenced_and_its_slot_is_kept_until_it_comes_again() -> None:
+    talk = started("async")
+    assert talk.say(Silent(0, 1)) == [Fence(0, 1)]
+    assert talk.coordinator.desk.free_slots == []
+    assert talk.say(push(0, 1, 0)) == [Fenced(0, 1)]
+    assert talk.say(Hello(0, 10, "t")) == [Welcome(0, 10, 1), Fenced(0, 1)]
+    assert talk.say(Hello(0, 20, "t", 1)) == [Welcome(0, 20, 2), Go(0, 2, 1, 0, 0, 1, ((0, 0),))]
+    assert talk.say(Hello(0, 10, "t")) == [Refused(0, 10, "another has come in its place")]
+    assert talk.coordinator.counts["fenced"] == 1
+
+
+def test_slots_of_all_who_may_wake_are_kept_until_their_process_has_ended() -> None:
+    talk = started("k-batch-async:3")
+    assert talk.say(Hello(0, 20, "t")) == [Fence(0, 1), Welcome(0, 20, 2), Go(0, 2, 1, 0, 2, 1, ((0, 0),))]
+    assert talk.say(Hello(0, 21, "t")) == [Fence(0, 2), Welcome(0, 21, 3), Go(0, 3, 1, 0, 3, 1, ((0, 0),))]
+    assert talk.coordinator.desk.free_slots == []
+    talk.say(Gone(0, 2))
+    assert sorted(talk.coordinator.desk.free_slots) == [0, 2]
+
+
+def test_a_server_that_comes_again_is_told_its_job_and_word_of_the_one_before_is_nothing() -> None:
+    talk = started("async")
+    (job,) = talk.say(push(0, 1, 0))
+    assert talk.say(Tick()) == [job]
+    assert talk.say(Ready(0, 2)) == [job]
+    assert talk.say(Done(0, 1, 1)) == []
+    assert talk.say(Done(0, 2, 1)) == [Committed(0, 1, 1), Go(0, 1, 2, 1, 0, 2, ((1, 1),))]
+    assert talk.say(Ready(0, 1)) == []
+
+
+def test_with_full_sync_nobody_waits_for_a_learner_without_samples() -> None:
+    talk = started("full-sync")
+    talk.say(Want(0, 1, 1, 0, 2, 3, True))
+    talk.say(Want(1, 1, 1, 0, 2, 3, True))  # gets the last one
+    talk.say(push(0, 1, 0, 0, samples=2))
+    assert talk.say(Want(0, 1, 2, 0, 2, 3, True, 1)) == []  # waits
+    scales = (2 / 1.5, 1 / 1.5)
+    assert talk.say(push(1, 1, 0, 1)) == [Job(0, 1, "apply", 1, 0, 1, (0, 1), scales, hyper=LR)]
+    assert talk.done(1) == [
+        Committed(0, 1, 1),
+        Go(1, 1, 2, 1, 2, 2, ((1, 1),)),
+        Granted(0, 1, 2, "ended", None, 1),
+    ]
+    assert talk.say(Want(1, 1, 2, 0, 2, 3, True, 1)) == [Granted(1, 1, 2, "ended", None, 2)]
+    lease = (2, 1, 0, 2)
+    assert talk.say(Want(0, 1, 3, 1, 2, 3, True, 1)) == [
+        Granted(0, 1, 3, "lease", lease, 1),
+        Go(0, 1, 2, 1, 0, 2, ((1, 1),)),
+    ]
+
+
+def test_samples_that_wait_for_an_update_at_an_epochs_end_are_held_and_then_accounted_for() -> None:
+    talk = started("k-batch-async:3")
+    for learner in (0, 1):
+        talk.say(Want(learner, 1, 1, 0, 1, 2, True))
+    for learner in (0, 1):
+        talk.say(push(learner, 1, 0, learner))
+        said = talk.say(Want(learner, 1, 2, 0, 1, 2, True, 1))
+    assert said == [Granted(0, 1, 2, "ended", None, 2), Granted(1, 1, 2, "ended", None, 2)]
+    book = talk.coordinator.book
+    assert book is not None and book.counts[0] == {"held": 2}
+    talk.say(Bye(0, 1))
+    talk.say(Bye(1, 1))
+    talk.say(Finish())
+    assert book.counts[0] == {"dropped: the run ended before its update was full": 2}
+
+
+def test_a_want_that_has_overtaken_a_push_is_not_answered_before_it() -> None:
+    talk = started("async")
+    talk.say(Want(0, 1, 1, 0, 1, 2, True))
+    assert talk.say(Want(0, 1, 2, 0, 1, 2, True, 1)) == []
+    talk.say(push(0, 1, 0, 0))
+    assert talk.say(Want(0, 1, 2, 0, 1, 2, True, 1)) == [Granted(0, 1, 2, "lease", (1, 0, 1, 1), 1)]
+    assert talk.say(Want(0, 1, 1, 0, 1, 2, True)) == []  # an old one
+
+
+def test_what_was_given_back_is_leased_to_another() -> None:
+    talk = started("async")
+    talk.say(Want(0, 1, 1, 0, 2, 2, True))
+    assert talk.say(Want(1, 1, 1, 0, 1, 2, False)) == [Granted(1, 1, 1, "wait")]
+    talk.say(GiveBack(0, 1, (0,)))
+    assert talk.say(Want(1, 1, 2, 0, 1, 2, False)) == [Granted(1, 1, 2, "lease", (1, 0, 0, 1))]
+
+
+def test_a_push_that_is_not_finite_is_dropped_and_its_learner_goes_on_until_there_were_too_many() -> None:
+    talk = started("async")
+    for seq in range(1, MOST_BAD):
+        assert talk.say(push(0, seq, 0, finite=False)) == [Go(0, 1, seq + 1, 0, 0, seq + 1, ((0, 0),))]
+    why = f"its last {MOST_BAD} gradients were not finite"
+    assert talk.say(push(0, MOST_BAD, 0, finite=False)) == [Refused(0, 10, why), Fence(0, 1)]
+    assert talk.coordinator.counts["dropped: not finite"] == MOST_BAD
+
+
+def test_another_model_other_data_and_a_number_too_high_are_sent_away() -> None:
+    talk = started("async")
+    why = "its model is not the same: parameters of other names, shapes or order, or another optimizer"
+    assert talk.say(Hello(1, 20, "u")) == [Refused(1, 20, why)]
+    why = "there are 2 learners, numbered from 0; 2 is none of them"
+    assert talk.say(Hello(2, 20, "t")) == [Refused(2, 20, why)]
+    talk.say(Want(0, 1, 1, 0, 1, 5, True))
+    why = "its data has 6 samples, that of others 5"
+    assert talk.say(Want(1, 1, 1, 0, 1, 6, True)) == [Refused(1, 11, why), Fence(1, 1)]
+    talk.say(Finish())
+    assert talk.say(Hello(1, 21, "t")) == [Refused(1, 21, "the run is over")]
+
+
+def test_drift_is_measured_before_the_policy_hears_of_a_push() -> None:
+    talk = started("async:rate=drift:1.0")
+    assert talk.say(push(0, 1, 0)) == [Job(0, 1, "drift", 1, 0, 0, reads=(0,))]
+    assert talk.say(Done(0, 1, 1, (0.0, 4.0))) == [Job(0, 2, "apply", 1, 0, 1, (0,), (0.25,), (0,), hyper=LR)]
+
+
+def test_clipping_asks_for_the_norm_first() -> None:
+    talk = started("async", clip_norm=1.0)
+    assert [job.kind for job in talk.say(push(0, 1, 0)) if isinstance(job, Job)] == ["norm"]
+    (job,) = talk.say(Done(0, 1, 1, (9.0, 16.0)))
+    assert isinstance(job, Job) and job.kind == "apply" and job.clip == pytest.approx(0.2)
+
+
+def test_downpour_fetches_beside_its_work_and_shards_commit_by_themselves() -> None:
+    talk = started("downpour:push=1,fetch=1", shards=2)
+    jobs = [apply_job(1, 1, 0, 1, 0), apply_job(1, 1, 0, 1, 0, shard=1)]
+    assert talk.say(push(0, 1, 0)) == [Go(0, 1, 2, 0, 2, 1), *jobs]
+    assert talk.say(Done(1, 1, 1)) == [Committed(1, 1, 1)]
+    assert talk.say(Ask(1, 1, 1)) == [Weights(1, 1, 1, 1, 2, ((0, 0), (1, 1)))]
+    assert talk.say(Ask(1, 1, 1)) == [Weights(1, 1, 1, 1, 2, ((0, 0), (1, 1)))]
+    assert talk.say(Done(0, 1, 1)) == [Committed(0, 1, 1)]
+
+
+def test_a_journal_brings_a_coordinator_back() -> None:
+    talk = started("k-sync:2", learners=3)
+    history: list[INPUT] = [push(2, 1, 0), push(0, 1, 0), Done(0, 1, 1), Silent(1, 1)]
+    for message in history:
+        talk.say(message)
+    again = started("k-sync:2", learners=3)
+    for message in history:
+        again.say(message)
+    assert again.coordinator.words() == talk.coordinator.words()
+    assert again.coordinator.words() == [
+        *(Fence(0, 0), Fence(1, 1), Fence(2, 0)),
+        *(Cancel(0, 1, 0), Cancel(2, 1, 0)),
+        Committed(0, 1, 1),
+    ]
+    assert again.say(push(0, 2, 1)) == talk.say(push(0, 2, 1))
+
+
+def test_every_message_has_one_addressee() -> None:
+    assert addressee(Go(3, 1, 1, 0, 0)) == ("learner", 3)
+    assert addressee(apply_job(1, 1, 0, 1, 0, shard=2)) == ("server", 2)
+    assert addressee(Fence(1, 1)) == ("memory", 0)
