@@ -1,12 +1,18 @@
-"""A parameter server on `torch.distributed.rpc`, at its best on one host: what ours is measured against.
+"""A parameter server on `torch.distributed.rpc`, on one host: what ours is measured against.
 
-    python benchmarks/baselines/rpc_server.py --learners 2 --seconds 5
+    python benchmarks/baselines/rpc_server.py --learners 2 --seconds 5 --form tuned
 
-One process holds the weights, the others push a prepared gradient and get the new weights back, in one call each
-time. Three choices make it fast: one flat tensor; the server adds into the memory the gradient came in, so what it
-returns is a consistent version that nobody writes to again, without a copy; and huge pages for the tensors that
-TensorPipe allocates at every call (7 a second without, 17 with, one run each). TensorPipe itself picks shm + cma.
-Nothing but the last line goes to standard output. Rendezvous is by file, since TCPStore would listen everywhere.
+One process holds the weights, the others push a prepared gradient, get the new weights and copy them into their
+parameters, as training needs. Two forms:
+
+    plain   as PyTorch's tutorials have it: one rpc_sync with the list of gradients, another for the list of weights,
+            and nothing set. A reader may see weights of two versions.
+    tuned   at its best on one host: one flat tensor; one call for both; the server adds into the memory the gradient
+            came in, so what it returns is a consistent version that nobody writes to again, without a copy; and huge
+            pages for the tensors that TensorPipe allocates at every call (7 a second without, 17 with, one run each).
+
+TensorPipe itself picks shm + cma. Nothing but the last line goes to standard output. Rendezvous is by file, since
+TCPStore would listen everywhere.
 """
 
 from __future__ import annotations
@@ -33,6 +39,9 @@ WARM_UP_PUSHES = 10
 PATIENCE_S = 90.0  # beyond the measured seconds; then everything is ended
 
 
+Version = tuple[tuple[int, ...], "list[torch.Tensor]"]  # pushes of each learner, and the weights
+
+
 class Report(NamedTuple):
     """What a learner says at the end; `error` is relative, and only the learner that pushed last has one."""
 
@@ -45,65 +54,106 @@ class Report(NamedTuple):
 class Server:
     """The weights and how many gradients each learner has put into them; a call holds the lock while it adds."""
 
-    def __init__(self, parameters: int, learners: int) -> None:
+    def __init__(self, sizes: list[int], learners: int) -> None:
         import torch
 
         self.lock = threading.Lock()
-        self.weights = torch.zeros(parameters)
+        self.weights = [torch.zeros(size) for size in sizes]
         self.counts = [0] * learners
 
-    def push(self, learner: int, gradient: torch.Tensor) -> tuple[tuple[int, ...], torch.Tensor]:
+    def push(self, learner: int, gradients: list[torch.Tensor]) -> None:
+        with self.lock:
+            for weights, gradient in zip(self.weights, gradients, strict=True):
+                weights.add_(gradient, alpha=-RATE)
+            self.counts[learner] += 1
+
+    def push_and_fetch(self, learner: int, gradient: torch.Tensor) -> Version:
         import torch
 
         with self.lock:
-            self.weights = torch.add(self.weights, gradient, alpha=-RATE, out=gradient)
+            self.weights = [torch.add(self.weights[0], gradient, alpha=-RATE, out=gradient)]
             self.counts[learner] += 1
-            return tuple(self.counts), self.weights
+            return self.read()
+
+    def read(self) -> Version:
+        return tuple(self.counts), self.weights
 
 
 SERVER: list[Server] = []  # an rpc call reaches a function by its name, so the server's process keeps its one here
 
 
-def push(learner: int, gradient: torch.Tensor) -> tuple[tuple[int, ...], torch.Tensor]:
-    return SERVER[0].push(learner, gradient)
+def push(learner: int, gradients: list[torch.Tensor]) -> None:
+    SERVER[0].push(learner, gradients)
 
 
-def read() -> tuple[tuple[int, ...], torch.Tensor]:
-    return tuple(SERVER[0].counts), SERVER[0].weights
+def push_and_fetch(learner: int, gradient: torch.Tensor) -> Version:
+    return SERVER[0].push_and_fetch(learner, gradient)
 
 
-def prepare(learner: int, parameters: int) -> torch.Tensor:
-    """A learner's gradient: random, its own, and the same for whoever asks."""
+def read() -> Version:
+    return SERVER[0].read()
+
+
+def prepare(learner: int, sizes: list[int]) -> list[torch.Tensor]:
+    """A learner's gradients: random, its own, and the same for whoever asks."""
     import torch
 
-    return torch.randn(parameters, generator=torch.Generator().manual_seed(learner))
+    chance = torch.Generator().manual_seed(learner)
+    return [torch.randn(size, generator=chance) for size in sizes]
 
 
-def learn(learner: int, options: argparse.Namespace, barrier: Barrier) -> Report:
+class Learner:
+    """A gradient that is pushed, and parameters that the weights are copied into."""
+
+    def __init__(self, learner: int, sizes: list[int], form: str) -> None:
+        import torch
+
+        self.learner, self.form = learner, form
+        self.gradients = prepare(learner, sizes)
+        self.parameters = [torch.zeros(size) for size in sizes]
+        self.counts: tuple[int, ...] = ()
+
+    def cycle(self) -> None:
+        from torch.distributed import rpc
+
+        if self.form == "plain":
+            rpc.rpc_sync("server", push, (self.learner, self.gradients))
+            self.counts, weights = rpc.rpc_sync("server", read)
+        else:
+            self.counts, weights = rpc.rpc_sync("server", push_and_fetch, (self.learner, self.gradients[0]))
+        for parameter, new in zip(self.parameters, weights, strict=True):
+            parameter.copy_(new)
+
+
+def learn(number: int, options: argparse.Namespace, barrier: Barrier) -> Report:
     import torch
     from torch.distributed import rpc
 
-    gradient = prepare(learner, options.parameters)
+    learner = Learner(number, options.sizes, options.form)
     for _ in range(WARM_UP_PUSHES):
-        counts, weights = rpc.rpc_sync("server", push, (learner, gradient))
+        learner.cycle()
     barrier.wait(PATIENCE_S)
     pushes, start_s = 0, time.monotonic()
     while time.monotonic() - start_s < options.seconds:
-        counts, weights = rpc.rpc_sync("server", push, (learner, gradient))
+        learner.cycle()
         pushes += 1
     end_s = time.monotonic()
     barrier.wait(PATIENCE_S)
-    if counts[learner] != pushes + WARM_UP_PUSHES:
-        raise AssertionError(f"learner {learner} pushed {pushes + WARM_UP_PUSHES} times, the server saw {counts}")
-    last_counts, last_weights = rpc.rpc_sync("server", read)
-    if counts != last_counts:
+    if learner.counts[number] != pushes + WARM_UP_PUSHES:
+        raise AssertionError(
+            f"learner {number} pushed {pushes + WARM_UP_PUSHES} times, the server saw {learner.counts}"
+        )
+    counts, last = rpc.rpc_sync("server", read)
+    if learner.counts != counts:
         return Report(pushes, start_s, end_s, None)
-    if not weights.equal(last_weights):
+    if not all(mine.equal(theirs) for mine, theirs in zip(learner.parameters, last, strict=True)):
         raise AssertionError("the weights that the last push brought back are not the server's")
-    expected = torch.zeros(options.parameters)
+    expected = [torch.zeros(size) for size in options.sizes]
     for other, count in enumerate(counts):
-        expected -= prepare(other, options.parameters) * (RATE * count)
-    return Report(pushes, start_s, end_s, float((weights - expected).norm() / expected.norm()))
+        for sum_, gradient in zip(expected, prepare(other, options.sizes), strict=True):
+            sum_ -= gradient * (RATE * count)
+    weights, right = torch.cat(learner.parameters), torch.cat(expected)
+    return Report(pushes, start_s, end_s, float((weights - right).norm() / right.norm()))
 
 
 def work(rank: int, options: argparse.Namespace, store: str, barrier: Barrier, reports: Queue[Report]) -> None:
@@ -114,7 +164,7 @@ def work(rank: int, options: argparse.Namespace, store: str, barrier: Barrier, r
 
     torch.set_num_threads(options.threads)
     if rank == 0:
-        SERVER.append(Server(options.parameters, options.learners))
+        SERVER.append(Server(options.sizes, options.learners))
     backend = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store}", rpc_timeout=PATIENCE_S)
     name = "server" if rank == 0 else f"learner{rank - 1}"
     world = options.learners + 1
@@ -127,7 +177,9 @@ def work(rank: int, options: argparse.Namespace, store: str, barrier: Barrier, r
 
 def measure(options: argparse.Namespace) -> list[Report]:
     """Run all processes; none is left when this returns or raises."""
-    os.environ.update(TP_SOCKET_IFNAME="lo", GLOO_SOCKET_IFNAME="lo", THP_MEM_ALLOC_ENABLE="1")
+    os.environ.update(TP_SOCKET_IFNAME="lo", GLOO_SOCKET_IFNAME="lo")
+    if options.form == "tuned":
+        os.environ["THP_MEM_ALLOC_ENABLE"] = "1"
     context = multiprocessing.get_context("spawn")
     barrier, reports = context.Barrier(options.learners), context.Queue()
     deadline_s = time.monotonic() + options.seconds + PATIENCE_S
@@ -165,10 +217,15 @@ def main() -> None:
     parser.add_argument("--learners", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--parameters", type=int, default=25_600_000)
+    parser.add_argument("--form", choices=("plain", "tuned"), default="plain")
+    parser.add_argument("--sizes", help="of the model's tensors, joined by commas (default: one of all parameters)")
     parser.add_argument("--threads", type=int, default=1, help="torch threads per process")
     options = parser.parse_args()
     if options.learners < 1 or options.parameters < 1 or options.threads < 1 or options.seconds <= 0:
         parser.error("every option must be more than 0")
+    sizes = [int(word) for word in options.sizes.split(",")] if options.sizes else [options.parameters]
+    options.parameters = sum(sizes)
+    options.sizes = sizes if options.form == "plain" else [options.parameters]
     found = measure(options)
     errors = [report.error for report in found if report.error is not None]
     if not errors or not max(errors) < 1e-3:
@@ -179,8 +236,10 @@ def main() -> None:
     seconds = max(report.end_s for report in found) - min(report.start_s for report in found)
     result = {
         "system": "rpc",
+        "form": options.form,
         "learners": options.learners,
         "parameters": options.parameters,
+        "tensors": len(options.sizes),
         "pushes": pushes,
         "seconds": round(seconds, 3),
         "per_s": round(pushes / seconds, 2),

@@ -9,6 +9,7 @@ by then whoever was killed has come back and whoever was stopped goes on, so wha
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import sys
@@ -74,11 +75,13 @@ def await_file(path: Path) -> None:
 
 def main(order_path: Path) -> None:
     order: dict[str, Any] = json.loads(order_path.read_text(encoding="utf-8"))
+    faulthandler.dump_traceback_later(order["limit_s"] * 0.9)  # whoever still waits then says for what
     folder, number = order_path.parent, int(os.environ["OFFBEAT_LEARNER"])
     (folder / "door").write_text(os.environ["OFFBEAT_DOOR"], encoding="utf-8")
     life = len(list(folder.glob(f"life-{number}-*")))
     (folder / f"life-{number}-{life}").touch()
     points = fault_points.learner(order, folder, number)
+    points("start")
     learner: Any = offbeat.join()
     odd = order.get("odd") == number
     if odd:

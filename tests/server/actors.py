@@ -84,7 +84,7 @@ class Learner:
             elif self.rng.random() < world.looks and self.client.weights is None:
                 yield from self._look_at_weights()
             elif client.go is None:
-                yield None
+                yield from self._idle()
             else:
                 yield from self._minibatch()
         world.places[self.learner].done = True
@@ -103,21 +103,31 @@ class Learner:
                     yield self.rng.uniform(0, 0.2)
         self.say(self.client.seeded())
 
+    def _idle(self) -> Life:
+        """While it waits: weights that have come are read at once, since nobody can write there before."""
+        client = self.client
+        if client.must_seed:
+            yield from self._seed()
+        elif client.weights is not None:
+            yield from self._take_weights((self.learner, client.incarnation, 0))
+        else:
+            yield None
+
+    def _take_weights(self, key: Key) -> Life:
+        weights = self.client.weights
+        assert weights is not None
+        if (yield from self._read(key, weights.pieces, weights.pin)):
+            self.version, self.client.weights = max(weights.version, self.version), None
+
     def _look_at_weights(self) -> Life:
         """Not to work on them; but one that works by itself goes on with them."""
         client, nonce = self.client, self.client.nonce
         self.say(client.ask())
         while client.weights is None and client.nonce == nonce and client.refused is None:
-            if client.must_seed:
-                yield from self._seed()
-            else:
-                yield None
+            yield from self._idle()
             self.look()
-        weights = client.weights
-        if weights is not None and client.nonce == nonce and client.incarnation:
-            key = (self.learner, client.incarnation, 0)
-            if (yield from self._read(key, weights.pieces, weights.pin)):
-                self.version, client.weights = max(weights.version, self.version), None
+        if client.weights is not None and client.nonce == nonce and client.incarnation:
+            yield from self._take_weights((self.learner, client.incarnation, 0))
 
     # --- data -----------------------------------------------------------------------------------------------------
 
@@ -131,10 +141,7 @@ class Learner:
         self.say(client.want(epoch=self.epoch, count=world.batch, of=world.samples, wait=wait))
         while client.granted is None and client.nonce == nonce and client.refused is None and not client.cancelled:
             self.look()
-            if client.must_seed:
-                yield from self._seed()
-            else:
-                yield None
+            yield from self._idle()
         granted = client.granted
         if granted is None or client.nonce != nonce:
             return
@@ -149,7 +156,7 @@ class Learner:
                     if len(self.batches) == before:
                         break
                 if self.batches and client.nonce == nonce and self.rng.random() < world.give_back:
-                    self.say(client.give_back((self.batches.pop()[0],)))
+                    self.say(client.give_back((self.batches.pop()[0],), unused=self.rng.random() < 0.3))
         elif granted.answer == "ended" and wait:
             self.epoch += 1
 
@@ -220,9 +227,8 @@ class Learner:
             while self.world.patient and client.weights is None and not client.cancelled:
                 yield None
                 self.look()
-        weights = client.weights
-        if weights is not None and not client.cancelled and (yield from self._read(key, weights.pieces, weights.pin)):
-            self.version, client.weights = max(weights.version, self.version), None
+        if client.weights is not None and not client.cancelled:
+            yield from self._take_weights(key)
 
     def _push(self, key: Key, version: int, leases: tuple[Lease, ...]) -> Life:
         client, world, rng = self.client, self.world, self.rng

@@ -173,6 +173,8 @@ class Oracle:
             demand(self.seeded, "nobody reads before there are weights", message)
             if self.setting.independent:  # else it is only looked at
                 self.given[message.learner, message.incarnation] = message.pieces
+            else:
+                demand(message.version == message.pieces[0][1], "weights are called what they are", message)
         elif isinstance(message, Committed):
             before = self.committed[message.lane]
             demand(message.version == before + 1, "versions rise by one", before, message)
@@ -190,8 +192,8 @@ class Oracle:
                 raise LawError(f"what is taken was pushed: {key}")
             demand(key not in self.fate, "a push is taken once", key)
             demand(truth.finite, "what is not finite is not taken", key)
-            said = truth.version, truth.samples, [list(lease[1:]) for lease in truth.leases]
-            found = event.version, event.samples, record["batch"]
+            said = truth.version, truth.samples, self._batch(key)
+            found = event.version, event.samples, [tuple(piece) for piece in record["batch"]]
             demand(said == found, "a push is taken as it was computed", key, said, found)
             self.keys[event.ticket] = key
             self.fate[key] = "held"
@@ -244,6 +246,10 @@ class Oracle:
         k = getattr(self.policy, "k", None)
         if k is not None and type(self.policy).__name__ in ("KBatchSync", "KBatchAsync"):
             demand(len(keys) == k, "an update has K gradients", keys)
+        lr = self.truth[keys[-1]].lr
+        if isinstance(self.policy, Barrier) and all(self.truth[key].leases for key in keys):
+            by_samples = sorted(zip(keys, scales, strict=True), key=lambda pair: self._batch(pair[0]))
+            keys, scales = [key for key, _ in by_samples], tuple(scale for _, scale in by_samples)
         reads = tuple(tuple(version for _, version in self.read_at[key]) for key in keys)
         update = Update(tuple(keys), scales, reads)
         self.updates.append(update)
@@ -255,7 +261,10 @@ class Oracle:
                 together = [one for other in self.shards_of(self.lane_of(shard)) for one in squares(means[other])]
                 clip = min(1.0, self.setting.clip_norm / (math.sqrt(math.fsum(together)) + CLIP_EPSILON))
             now = self.history[shard][version]
-            self.history[shard].append(stepped(now, mean, clip, self.truth[keys[-1]].lr, sorted(skip)))
+            self.history[shard].append(stepped(now, mean, clip, lr, sorted(skip)))
+
+    def _batch(self, key: Key) -> list[tuple[int, ...]]:
+        return [lease[1:] for lease in self.truth[key].leases]
 
     def mean_of(self, update: Update, version: int, shard: int) -> Vector:
         lane, versions = self.lane_of(shard), self.history[shard]
@@ -327,7 +336,7 @@ class Oracle:
             demand(buckets["applied"] == applied, "samples are applied as they are counted", epoch, buckets, applied)
             if epoch < book.epoch:
                 demand(buckets.total() == book.samples, "every sample is counted once", epoch, buckets)
-                named = {"applied", "dropped: not finite", ended}
+                named = {"applied", "dropped: not finite", "not used", ended}
                 demand(not self.setting.again or buckets.keys() <= named, "what was dropped is computed again", buckets)
 
     def unmeasured(self, coordinator: Coordinator) -> int:

@@ -16,11 +16,12 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from offbeat.errors import EventError
 from offbeat.server.client import Client
-from offbeat.server.coordinator import Coordinator, addressee
+from offbeat.server.coordinator import Coordinator
 from offbeat.server.session import Setting
 from offbeat.server.shard import Shard
 from offbeat.server.wire import (
@@ -36,6 +37,7 @@ from offbeat.server.wire import (
     Seeded,
     Silent,
     Tick,
+    addressee,
     decode_input,
     decode_output,
     encode,
@@ -332,7 +334,7 @@ class World:
             if process.client.refused is not None:
                 bad = "not finite" in process.client.refused and self.non_finite[process.learner] > 0
                 if not bad:
-                    raise LawError(f"nobody is sent away here: {process.client.refused}") from None
+                    raise EventError(f"nobody is sent away here: {process.client.refused}") from None
                 self.places[process.learner].done = True
             return
         process.waiting = pause_s is None
@@ -390,13 +392,15 @@ class World:
         server.beat()
 
 
-def found_at(kit: Kit, seeds: range) -> tuple[int, str] | None:
-    """The first seed whose run breaks a law, and which."""
+def found_at(kit: Kit, seeds: Iterable[int]) -> tuple[int, str] | None:
+    """The first seed whose run breaks a law, and which. That a planted bug makes a machine fall over is no finding."""
     for seed in seeds:
         try:
             World(seed, kit).run()
         except AssertionError as error:
             return seed, str(error).split(":")[0]
+        except (EventError, KeyError):
+            continue
     return None
 
 
@@ -438,7 +442,8 @@ def main() -> int:
 
         for name, kit in KITS.items():
             found = found_at(kit, range(2000))
-            print(f"{name}: " + ("NOT FOUND" if found is None else f"seed {found[0]}, '{found[1]}'"))
+            print(f"{name}: " + ("NOT FOUND" if found is None else f"seed {found[0]}, '{found[1]}'"), flush=True)
+            failures += found is None
     return int(failures > 0)
 
 

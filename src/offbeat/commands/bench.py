@@ -1,12 +1,12 @@
-"""offbeat bench: real all-reduces and DDP iterations, measured beside those of Gloo and Open MPI."""
+"""offbeat bench: what really runs here, measured: beside other systems, and beside the simulator's predictions."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from offbeat.commands.base import Command, console, facts, heading, json_argument, print_json, reader, say
 from offbeat.errors import RequestError
@@ -15,26 +15,64 @@ from offbeat.spec import choice, count_of, format_rate, format_size, parse_count
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from offbeat.measure.policies import PoliciesResult
+    from offbeat.measure.pushes import ServerResult
     from offbeat.measure.results import AllReduceResult, DdpResult, Setting, Times
 
 _BUSY = 2.0  # rounds that differ by more are worth a word
-ALLREDUCE, DDP = "allreduce", "ddp"
-# What an option is when left out; those of the other measurement are refused.
-_DEFAULTS = {
-    ALLREDUCE: {"ranks": 4, "rounds": 5, "against": ("gloo", "mpi"), "sizes": (64 * 2**10, 4 * 2**20, 100_000_000)},
-    DDP: {"ranks": 2, "rounds": 10, "against": ("gloo",), "batch": 64},
+ALLREDUCE, DDP, POLICIES, SERVER = "allreduce", "ddp", "policies", "server"
+# What an option of a measurement is when left out; those that it does not have are refused.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    ALLREDUCE: {
+        "ranks": 4,
+        "rounds": 5,
+        "against": ("gloo", "mpi"),
+        "sizes": (64 * 2**10, 4 * 2**20, 100_000_000),
+        "threads": 1,
+        "strategy": None,
+    },
+    DDP: {"ranks": 2, "rounds": 10, "against": ("gloo",), "batch": 64, "threads": 1, "strategy": None},
+    POLICIES: {"lines": (), "learners": [4], "servers": 1, "slow": None, "updates": None, "seed": 0},
+    SERVER: {
+        "learners": [1, 2],
+        "servers": 2,
+        "parameters": None,
+        "against": None,
+        "rounds": 3,
+        "seconds": 3.0,
+    },
 }
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("what", type=reader(choice(ALLREDUCE, DDP)), metavar="allreduce|ddp", help="one collective, or a training step")
+    kinds = tuple(_DEFAULTS)
+    add("what", type=reader(choice(*kinds)), metavar="|".join(kinds), help="what is measured; see above")
+    add("lines", nargs="*", default=(), metavar="LINES", help="policies: strategies (default: six of them)")
     add("--ranks", type=reader(parse_count), metavar="P", help="processes (default 4, of ddp 2)")
-    add("--against", type=reader(_words), metavar="NAMES", help="gloo,mpi (default both where installed; ddp: gloo)")
+    add(
+        "--learners",
+        type=reader(parse_count),
+        nargs="+",
+        metavar="P",
+        help="policies: how many (default 4); server: with how many, in turn (default 1 2)",
+    )
+    add("--servers", type=reader(parse_count), metavar="S", help="shards (default 1, of server 2)")
+    add("--slow", nargs="+", metavar="LAW", help="policies: slowness (default exp:0.1 shifted-exp:0.05,0.05)")
+    add("--updates", type=reader(parse_count), metavar="N", help="policies: of each run (default: about 10 s of them)")
+    add("--seed", type=int, metavar="N", help="policies: of --slow (default 0)")
+    add("--parameters", type=reader(_number), metavar="N", help="server: of the model (default 25.6M)")
+    add("--seconds", type=reader(parse_seconds), metavar="TIME", help="server: of a round of one system (default 3s)")
+    add(
+        "--against",
+        type=reader(_words),
+        metavar="NAMES",
+        help="gloo,mpi (ddp: gloo); server: rpc,rpc-tuned,ray,ray-tuned (default: all that are installed)",
+    )
     add("--sizes", type=reader(_sizes), metavar="SIZES", help="of the tensor (default 64KiB,4MiB,100MB)")
     add("--batch", type=reader(parse_count), metavar="N", help="ddp: samples of a minibatch (default 64)")
-    add("--rounds", type=reader(parse_count), metavar="N", help="in each all take turns (default 5, of ddp 10)")
-    add("--threads", type=reader(parse_count), default=1, metavar="N", help="torch's, of a rank (default 1)")
+    add("--rounds", type=reader(parse_count), metavar="N", help="all take turns in each (default 5, ddp 10, server 3)")
+    add("--threads", type=reader(parse_count), metavar="N", help="torch's, of a rank (default 1)")
     add("--strategy", metavar="LINE", help="how offbeat reduces: ring, ... (default: its own choice)")
     add("--timeout", type=reader(parse_seconds), default=120.0, metavar="TIME", help="for an answer (default 120s)")
     json_argument(parser)
@@ -51,10 +89,23 @@ def _sizes(text: str) -> tuple[int, ...]:
     return tuple(parse_size(word) for word in text.split(","))
 
 
+def _number(text: str) -> int:
+    """`25.6M`, `100k`, `1000`."""
+    factor = {"k": 1e3, "M": 1e6, "G": 1e9}.get(text[-1:], 0)
+    try:
+        return round(float(text[:-1]) * factor) if factor else parse_count(text)
+    except (ValueError, OverflowError):
+        raise RequestError(f"expected a number like 25.6M, 100k or 5000; got '{text}'") from None
+
+
 def _run(given: argparse.Namespace) -> None:
+    _fill(given)
+    {ALLREDUCE: _run_ranks, DDP: _run_ranks, POLICIES: _run_policies, SERVER: _run_server}[given.what](given)
+
+
+def _run_ranks(given: argparse.Namespace) -> None:
     from offbeat.measure import bench
 
-    _fill(given)
     request = bench.Request(
         ranks=given.ranks,
         against=given.against,
@@ -74,12 +125,49 @@ def _run(given: argparse.Namespace) -> None:
         print_json(trained.as_json()) if given.json else print_ddp(trained)
 
 
+def _run_policies(given: argparse.Namespace) -> None:
+    from offbeat.measure import policies
+
+    if len(given.learners) > 1:
+        raise RequestError("bench: --learners is one number for bench policies")
+    request = policies.Request(
+        lines=tuple(given.lines) or policies.LINES,
+        laws=tuple(given.slow or policies.LAWS),
+        learners=given.learners[0],
+        servers=given.servers,
+        updates=given.updates,
+        seed=given.seed,
+        timeout_s=given.timeout,
+    )
+    with _progress() as progress:
+        result = policies.measure(request, progress)
+    print_json(result.as_json()) if given.json else print_policies(result)
+
+
+def _run_server(given: argparse.Namespace) -> None:
+    from offbeat.measure import pushes
+
+    request = pushes.Request(
+        learners=tuple(given.learners),
+        servers=given.servers,
+        parameters=given.parameters or pushes.PARAMETERS,
+        against=given.against,
+        rounds=given.rounds,
+        seconds=given.seconds,
+        timeout_s=given.timeout,
+    )
+    with _progress() as progress:
+        result = pushes.measure(request, progress)
+    print_json(result.as_json()) if given.json else print_server(result)
+
+
 def _fill(given: argparse.Namespace) -> None:
-    """Defaults of this measurement; an option of the other one is a mistake."""
+    """Defaults of this measurement; an option of another one is a mistake."""
     own = _DEFAULTS[given.what]
-    for name in ("sizes", "batch"):
-        if name not in own and getattr(given, name) is not None:
-            raise RequestError(f"bench: --{name} is not an option of bench {given.what}")
+    for name in {name for options in _DEFAULTS.values() for name in options}:
+        if name not in own and getattr(given, name) not in (None, ()):
+            word = f"'{given.lines[0]}'" if name == "lines" else f"--{name}"
+            raise RequestError(f"bench: {word} is not an option of bench {given.what}")
     for name, value in own.items():
         if getattr(given, name) is None:
             setattr(given, name, value)
@@ -193,6 +281,100 @@ def print_ddp(result: DdpResult) -> None:
     _warn(out, result.spread)
 
 
+def print_policies(result: PoliciesResult) -> None:
+    from rich import box
+    from rich.table import Table
+
+    from offbeat.measure.policies import DEFINITIONS, WITHIN
+
+    out = console()
+    request = result.request
+    heading(
+        out, f"real runs beside the simulator, {count_of(request.learners, 'learner')}, slowness is all they compute"
+    )
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("slowness", "strategy"):
+        table.add_column(column, no_wrap=True)
+    for column in ("updates", "ms", "predicted", "off", "long run", "staleness", "predicted", "off"):
+        table.add_column(column, justify="right", no_wrap=True)
+    before = ""
+    for row in result.rows:
+        table.add_row(
+            row.law if row.law != before else "",
+            row.line,
+            str(row.updates),
+            *(f"{1e3 * found.seconds_per_update:.4g}" for found in (row.measured, row.predicted)),
+            _off(row.seconds_difference, WITHIN),
+            f"{1e3 * row.long_run.seconds_per_update:.4g}",
+            *(f"{found.staleness_mean:.3f}" for found in (row.measured, row.predicted)),
+            _off(row.staleness_difference, WITHIN),
+        )
+        before = row.law
+    out.print(table)
+    say(out, result.summary(), style="bold")
+    out.print()
+    names = {"ms": "seconds_per_update", "staleness": "staleness_mean", "long run": "long_run"}
+    rows = [(label, DEFINITIONS[names.get(label, label)]) for label in ("ms", "staleness", "measured", "predicted")]
+    facts(out, [*rows, ("long run", DEFINITIONS["long_run"]), _machine(result.machine)])
+
+
+def _off(difference: float, within: float) -> str:
+    return f"{100 * difference:+.1f} %{' !' if abs(difference) > within else ''}"
+
+
+def print_server(result: ServerResult) -> None:
+    from rich import box
+    from rich.table import Table
+
+    from offbeat.measure.pushes import DEFINITIONS, ITEM_BYTES
+    from offbeat.measure.results import OURS, format_ratio
+
+    out = console()
+    request = result.request
+    size = format_size(ITEM_BYTES * request.parameters)
+    heading(
+        out,
+        f"push and fetch of {size} in {result.tensors} tensors, async and SGD, ours on "
+        f"{count_of(request.servers, 'server')}, median of {count_of(request.rounds, 'round')}",
+    )
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("learners", justify="right", no_wrap=True)
+    table.add_column("system", no_wrap=True)
+    for column in ("a second", "of rounds", f"{OURS} is", "of copy"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for case in result.cases:
+        for rates in case.systems:
+            ours = rates is case.systems[0]
+            table.add_row(
+                str(case.learners) if ours else "",
+                rates.system,
+                f"{rates.per_s:.3g}",
+                f"{min(rates.rounds_per_s):.3g}-{max(rates.rounds_per_s):.3g}",
+                "" if ours else format_ratio(case.ratio(rates)),
+                f"{100 * case.copy_share(rates):.0f} %",
+            )
+    out.print(table)
+    for case in result.cases:
+        say(out, case.summary(), style="bold")
+    out.print()
+    measured = {rates.system for case in result.cases for rates in case.systems}
+    rows = [
+        ("a second", DEFINITIONS["per_s"]),
+        ("of copy", DEFINITIONS["copy_share"]),
+        (
+            "copy",
+            ", ".join(
+                f"{format_rate(case.copy_bytes_per_s)} by {count_of(case.learners, 'learner')}" for case in result.cases
+            ),
+        ),
+        *((name, DEFINITIONS[name]) for name in DEFINITIONS if name in measured),
+    ]
+    facts(out, [*rows, _machine(result.machine)])
+    _warn(out, result.spread)
+    for system, reason in result.not_measured.items():
+        say(out, f"{system}: not measured: {reason}")
+
+
 def _warn(out: Console, spread: float) -> None:
     if spread > _BUSY:
         text = f"rounds of one system differ by up to {spread:.1f}x: the machine was busy; measure again when it is not"
@@ -212,21 +394,26 @@ def _setting(setting: Setting) -> list[tuple[str, str]]:
         *([machine["mpi"]] if "mpi" in machine else []),
         *([f"strategy {setting.strategy}"] if setting.strategy else []),
     ]
-    return [
-        (
-            "machine",
-            f"{count_of(machine['cores'], 'core')} ({machine['processor']}), load {machine['load']:.2f} before",
-        ),
-        ("with", ", ".join(versions)),
-    ]
+    return [_machine(machine), ("with", ", ".join(versions))]
+
+
+def _machine(machine: Mapping[str, Any]) -> tuple[str, str]:
+    return (
+        "machine",
+        f"{count_of(machine['cores'], 'core')} ({machine['processor']}), load {machine['load']:.2f} before",
+    )
 
 
 COMMAND = Command(
-    summary="measure real all-reduces and DDP iterations beside Gloo's and Open MPI's",
-    about="Measure on this machine, all systems alternately in one run: an all-reduce, or a training iteration of DDP.",
+    summary="measure what really runs here: collectives, DDP, the parameter server and its policies",
+    about="""Measure on this machine. allreduce, ddp: all-reduces and training iterations, beside Gloo's and Open MPI's.
+server: pushes and fetches a second of the parameter server, beside torch's rpc and Ray. In these all systems take turns
+in one run. policies: learners that are slow on purpose, beside what the simulator predicts for the same slowness.""",
     examples=(
         "bench allreduce --ranks 4 --sizes 64KiB,4MiB --against gloo",
         "bench ddp --ranks 2 --against gloo --rounds 2",
+        "bench policies k-sync:1 async --learners 2 --slow exp:0.02 --updates 20",
+        "bench server --learners 1 --parameters 100k --seconds 100ms --rounds 1 --against rpc",
     ),
     arguments=_arguments,
     run=_run,

@@ -18,7 +18,7 @@ from offbeat.errors import OffbeatError, RequestError
 from offbeat.measure.bench import MOST_RANKS, Progress, machine_facts, terminable
 from offbeat.measure.served import environment, program, supervise
 from offbeat.policies import Apply, Pushed, create
-from offbeat.policies.events import from_text
+from offbeat.policies.events import EVENTS, from_text
 from offbeat.server.session import Setting
 from offbeat.server.supervisor import Plan
 from offbeat.simulate import server as simulator
@@ -180,6 +180,7 @@ def steady(decisions: Iterable[Mapping[str, Any]], updates: int) -> Steady:
     ages: list[list[int]] = []
     for record in decisions:
         event = from_text(record["event"])
+        assert isinstance(event, EVENTS)
         if isinstance(event, Pushed):
             pushed_on[event.ticket] = event.version
         for text in record["commands"]:

@@ -1,6 +1,6 @@
 """The learner's program of `offbeat bench policies`: a model so light that the slowness on purpose is all its time.
 
-    python -m offbeat.measure.policy_learner 200      until the weights have version 200
+It ends when its weights have the version that is its only argument.
 """
 
 from __future__ import annotations

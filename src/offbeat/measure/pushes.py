@@ -31,7 +31,7 @@ from offbeat.spec import count_of, format_seconds, format_size
 PARAMETERS = 25_600_000
 LINE = "async"
 ITEM_BYTES = 4  # float32
-FEWEST = 1000  # parameters
+FEWEST = 10_000  # parameters
 # The others: program, form and the package that it needs.
 BASELINES: Mapping[str, tuple[str, str, str]] = {
     "rpc": ("rpc_server.py", "plain", "torch"),
@@ -46,8 +46,8 @@ DEFINITIONS: Mapping[str, str] = {
     "from the first learner's start to the last one's end; median over rounds",
     "ratio": f"per_s of {OURS} / per_s",
     "copy_share": "per_s * bytes of gradient and weights, each counted once, / copy_bytes_per_s",
-    "copy_bytes_per_s": "of all learners at once after the last push of a round, each copying a private buffer as large "
-    "as the model with tensor.copy_; bytes counted once; median over rounds",
+    "copy_bytes_per_s": "of all learners at once after the last push of a round, each copying a private buffer as "
+    "large as the model with tensor.copy_; bytes counted once; median over rounds",
     "spread": "fastest round / slowest round",
     "rpc": "torch.distributed.rpc as in PyTorch's tutorials: a call with a list of gradients, another for the weights",
     "rpc-tuned": "one flat tensor, one call for both, huge pages, the reply made in the memory the gradient came in",

@@ -1,4 +1,4 @@
-"""The learner's program of `offbeat bench server`: pushes a prepared gradient and fetches the new weights, over and over.
+"""The learner's program of `offbeat bench server`: pushes a prepared gradient and fetches the weights, over and over.
 
     python -m offbeat.measure.server_learner '{"sizes": [1000, 24], "seconds": 3, "warm_up": 5}'
 

@@ -58,7 +58,6 @@ class Client:
         self.void = 0  # minibatches up to this one are not wanted
         self.working = False
         self.fenced = False  # it was given up while it worked, or wrote the initial weights
-        self.away = False  # its epoch has ended: nobody waits for it, and it is told to go on when it takes samples
         self.leases: tuple[Lease, ...] = ()  # of the minibatch that is open
         self.granted: Granted | None = None
         self.weights: Weights | None = None
@@ -90,7 +89,7 @@ class Client:
             return self.join()
         if isinstance(message, Go):
             if message.seq > max(self.seq, self.void) and (self.go is None or message.seq > self.go.seq):
-                self.go, self.away = message, False
+                self.go = message
                 self.void = max(self.void, message.seq - 1)
         elif isinstance(message, Cancel):
             self.void = max(self.void, message.seq)
@@ -98,7 +97,6 @@ class Client:
         elif isinstance(message, Granted):
             if self._want is not None and message.number == self._want.number:
                 self._want, self.granted = None, message
-                self.away = message.answer == "ended"
                 self.void = max(self.void, message.void)
                 self._forget_void()
         elif self._ask is not None and message.number == self._ask.number:
@@ -125,7 +123,7 @@ class Client:
         self.go = self.granted = self.weights = None
         self._answer = self._want = self._ask = None
         self._fetched = ()
-        self.working = self.must_seed = self.fenced = self.away = False
+        self.working = self.must_seed = self.fenced = False
         self._seeds = True
         self.leases = ()
         return [self._hello()]

@@ -48,8 +48,6 @@ from offbeat.server.wire import (
     Gone,
     Granted,
     Hello,
-    Job,
-    Message,
     Push,
     Ready,
     Refused,
@@ -293,6 +291,8 @@ class Coordinator:
             hyper=row.hyper,
             pieces=row.pieces,
         )
+        if self.book is not None:
+            gradient.batch = [self.book.lease(number)[1:] for number in gradient.leases]
         if self.policy.needs_drift and slot >= 0:
             self.inbox.append((message, gradient))
             self.desk.keep_reads(("inbox", row.learner, message.seq), gradient.pieces)
@@ -313,7 +313,9 @@ class Coordinator:
         if not row.here or row.incarnation != message.incarnation or message.seq <= row.void:
             self._release(self.ticket, "dropped: its learner left before it was measured")
             return
-        self._extra = {"seq": [message.incarnation, message.seq], "batch": self._batch(gradient)}
+        self._extra = {"seq": [message.incarnation, message.seq], "batch": gradient.batch}
+        self._extra |= {"hyper": message.hyper} if message.hyper else {}
+        self._extra |= {"absent": message.absent} if message.absent else {}
         event = Pushed(message.learner, self.ticket, message.version, message.samples, drift, message.loss, self._at_s)
         try:
             self._tell(event)
@@ -321,11 +323,6 @@ class Coordinator:
             self._release(self.ticket, "dropped: impossible")
             self._out.append(Refused(row.learner, row.nonce, str(error)))
             self._give_up(row, why="it said what cannot be", may_wake=True)
-
-    def _batch(self, gradient: Gradient) -> list[list[int]]:
-        if self.book is None:
-            return []
-        return [list(self.book.lease(number)[1:]) for number in gradient.leases]
 
     def _bad(self, row: Row, message: Push) -> None:
         """Not a number, or infinite: the whole push is dropped, and the learner tries another minibatch."""
@@ -394,11 +391,8 @@ class Coordinator:
         if self.book is None:
             self.book = LeaseBook(samples=message.of, again=self.setting.again)
         if self.book.samples != message.of:
-            self._out.append(
-                Refused(
-                    row.learner, row.nonce, f"its data has {message.of} samples, that of others {self.book.samples}"
-                )
-            )
+            why = f"its data has {message.of} samples, that of others {self.book.samples}"
+            self._out.append(Refused(row.learner, row.nonce, why))
             self._give_up(row, why="other data", may_wake=True)
             return
         if message.wait:  # it has nothing left: if it has, then word of it was lost
@@ -406,6 +400,8 @@ class Coordinator:
                 self.book.put_back(lease.number)
         if not self._serve(row, message):
             row.want = message
+        elif not row.seated and self.seeded:
+            self._seat(row)
 
     def _serve(self, row: Row, want: Want) -> bool:
         """Answer a learner that wants samples, unless it has to wait."""
@@ -414,15 +410,11 @@ class Coordinator:
         if found is Answer.WAIT and want.wait:
             return False
         row.want = None
-        if found is Answer.ENDED:
-            self._unseat(row)  # until it takes samples of another epoch
         lease = None if isinstance(found, Answer) else (found.number, found.epoch, found.start, found.count)
         said = found.value if isinstance(found, Answer) else "lease"
         answer = Granted(row.learner, row.incarnation, want.number, said, lease, row.answered)
         row.granted = answer
         self._out.append(answer)
-        if not isinstance(found, Answer) and not row.seated and self.seeded:
-            self._seat(row)
         return True
 
     def _give_back(self, message: GiveBack) -> None:
@@ -470,6 +462,9 @@ class Coordinator:
                     gradient.epochs.append((lease.epoch, lease.count))
                 gradient.leases = ()
             served = [row for row in waiting if row.want is not None and self._serve(row, row.want)]
+        for row in served:  # together: at an epoch's end all go on with the same version
+            if not row.seated and self.seeded:
+                self._seat(row)
         return bool(served)
 
     def _under_way(self) -> bool:
@@ -479,10 +474,10 @@ class Coordinator:
     # --- the policy -------------------------------------------------------------------------------------------------
 
     def _tell(self, event: Event) -> None:
+        extra, self._extra = self._extra, {}
         commands = self.policy.handle(event)
         if self.write is not None:
-            self.write(decision(event, commands) | self._extra)
-        self._extra = {}
+            self.write(decision(event, commands) | extra)
         for command in commands:
             self._obey(command)
 
@@ -510,14 +505,19 @@ class Coordinator:
         gradients = [self.gradients[ticket] for ticket in command.tickets]
         for pushed in self.policy.last_update:
             self.staleness[self.policy.version - 1 - pushed.version] += 1
+        hyper, scales = gradients[-1].hyper, command.scales  # the rate is that of who pushed last
+        if self.policy.cancels and all(gradient.batch for gradient in gradients):
+            # By samples, whoever computed them: then the same samples give the same bits.
+            pairs = sorted(zip(gradients, scales, strict=True), key=lambda pair: pair[0].batch)
+            gradients, scales = [gradient for gradient, _ in pairs], tuple(scale for _, scale in pairs)
         absent = set(gradients[0].absent).intersection(*(gradient.absent for gradient in gradients))
         work = Work(
             tickets=command.tickets,
             slots=tuple(gradient.slot for gradient in gradients),
-            scales=command.scales,
+            scales=scales,
             reads=tuple(tuple(b for b, _ in g.pieces) for g in gradients) if self.desk.keeps_reads else (),
             compensation=self.policy.rate.compensation,
-            hyper=gradients[-1].hyper,
+            hyper=hyper,
             skip=tuple(sorted(absent)),
         )
         self.desk.add(work)
@@ -596,13 +596,3 @@ class Coordinator:
     def check(self) -> None:
         """AssertionError, naming the law, where the books do not add up. For tests, and at the end of a run."""
         check(self)
-
-
-def addressee(message: Message) -> tuple[str, int]:
-    """("learner", n), ("server", n), or ("memory", 0) for what is written into shared words."""
-    if isinstance(message, Job):
-        return "server", message.shard
-    if isinstance(message, Cancel | Fence | Committed):
-        return "memory", 0
-    learner: int = message.learner  # type: ignore[attr-defined]  # all others are to a learner
-    return "learner", learner

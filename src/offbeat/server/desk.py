@@ -81,6 +81,8 @@ class Desk:
             row.pieces = pieces
             if self.keeps_reads:
                 self.unpin(row, "go", row.pin - 1)
+        else:
+            version = pieces[0][1]  # what was decided may not be there yet
         row.weights = Weights(row.learner, row.incarnation, row.asked, version, row.pin, pieces)
         return row.weights
 
@@ -93,9 +95,10 @@ class Desk:
 
     def fetched(self, row: Row, pin: int) -> None:
         """It has read. Where a rate needs what it works on, the pin stays until it is given other weights."""
-        kind = "ask" if any(("ask", row.learner, pin) in lane.pins for lane in self.lanes) else "go"
-        if not self.keeps_reads or (kind == "ask" and not self.independent):
-            self.unpin(row, kind, pin)
+        for kind in ("go", "ask"):
+            stays = self.keeps_reads and (kind == "go" or self.independent)
+            if not stays and any((kind, row.learner, pin) in lane.pins for lane in self.lanes):
+                self.unpin(row, kind, pin)
 
     def unpin(self, row: Row, kind: str, up_to: int) -> None:
         for lane in self.lanes:

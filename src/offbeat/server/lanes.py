@@ -36,6 +36,11 @@ class Work:
     sums: list[float] = field(default_factory=list)
 
 
+def clip_of(sums: Iterable[float], most: float) -> float:
+    """By what a gradient is to be multiplied so that its norm is at most this; as torch's clip_grad_norm_ does."""
+    return min(1.0, most / (math.sqrt(math.fsum(sums)) + 1e-6))
+
+
 class Lane:
     """One set of shards and what it does now; see the module's text."""
 
@@ -104,8 +109,7 @@ class Lane:
             return None
         in_order = [one for shard in self.shards for one in self.sums[shard]]  # by shard, so by place in the vector
         if job.kind == "norm":
-            norm = math.sqrt(math.fsum(in_order))
-            self.clip = min(1.0, self.clip_norm / (norm + 1e-6))
+            self.clip = clip_of(in_order, self.clip_norm)
             return None
         work = self.queue.popleft()
         work.lanes_left -= 1

@@ -26,6 +26,7 @@ from torch import nn
 from offbeat.errors import OffbeatError, RequestError
 from offbeat.policies import LearnerRule, create
 from offbeat.server import data, optimizers
+from offbeat.server.client import Client
 from offbeat.server.hooks import Cancelled, Hooks
 from offbeat.server.leases import Answer, Lease
 from offbeat.server.link import Link
@@ -284,6 +285,11 @@ class _Batch:
         self.leases, self.incarnation, self.samples = leases, incarnation, samples
 
 
+def _grant_or_again(client: Client) -> Granted | str | None:
+    """An answer to what it wants; or that it has to ask again, since it was given up."""
+    return "again" if client.fenced or not client.wants else client.granted
+
+
 class _Source:
     """The coordinator, as a loader asks it."""
 
@@ -299,9 +305,13 @@ class _Source:
         while True:
             link.wait(lambda client: client.incarnation or None, "joining again")
             link.say(lambda client: client.want(epoch=epoch, count=count, of=self.of, wait=wait))
-            answer = link.wait(lambda client: client.granted if client.wants else "again", "samples")
+            answer = link.wait(_grant_or_again, "samples")
             if isinstance(answer, Granted):
                 return Lease(*answer.lease) if answer.lease is not None else Answer(answer.answer)
+            if link.client.fenced:
+                if self.learner._now is not None:
+                    raise Cancelled
+                mode.step_aside()
 
     def _put_aside(self) -> None:
         """The batch before was never pushed, and the user is done with it: it would come back for ever."""

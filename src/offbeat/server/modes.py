@@ -19,7 +19,6 @@ from torch import Tensor
 
 from offbeat.errors import OffbeatError
 from offbeat.policies import LearnerRule
-from offbeat.server.client import Client
 from offbeat.server.hooks import Cancelled
 from offbeat.server.link import Link
 from offbeat.server.table import DTYPES, Parts
@@ -142,6 +141,10 @@ class Mode:
         if link.is_cancelled():
             link.say(say)
 
+    def step_aside(self) -> None:
+        """It was given up between two minibatches, and writes nothing now: it may come again."""
+        self.cancel((), time.monotonic())
+
     def flush(self) -> None:
         """Push what was computed and not pushed."""
 
@@ -212,19 +215,13 @@ class Delta(Mode):
         self._leases, self._report = (), None
 
 
-def _next_go(client: Client) -> Go | str | None:
-    """The word to go on; or that there will be none before it takes samples of another epoch."""
-    if client.go is not None and not client.working:
-        return client.begin()
-    return "away" if client.away else None
-
-
 class _Accrued(NamedTuple):
     """Gradients added up, on their way to the thread that pushes."""
 
     vector: Tensor
     version: int  # of the oldest weights that they were computed on
     report: Report
+    incarnation: int  # that computed them: their samples are those of nobody else
 
 
 class Free(Mode):
@@ -238,6 +235,7 @@ class Free(Mode):
         self._leases: tuple[Lease, ...] = ()
         self._samples = self._minibatches = 0
         self._first_version = 0
+        self._stay = 0  # incarnation in which the minibatch began
         self._report: Report | None = None
         self._outbox: queue.Queue[_Accrued] = queue.Queue(maxsize=1)
         self._back: queue.Queue[Tensor] = queue.Queue()
@@ -262,8 +260,11 @@ class Free(Mode):
         """On newer weights, if some have come meanwhile."""
         if self._error is not None:
             raise self._error
-        if not self._under_way:  # else it goes on by itself; but not after it was away, at the end of an epoch
+        if not self._under_way:  # else it goes on by itself; but not where it waited for the end of an epoch
             super().begin()
+        if self._stay != self.incarnation:  # what was computed before is computed again, by others
+            self._forget()
+            self._stay = self.incarnation
         with self._lock:
             staged, self._staged = self._staged, None
         if staged is not None and staged[1] >= self.version:
@@ -272,6 +273,8 @@ class Free(Mode):
                 self.arena._walk(vector, self.parts.trained, into_vector=False)
 
     def step(self, absent: tuple[int, ...], report: Report) -> None:
+        if self._stay != self.incarnation:
+            raise Cancelled
         if self._report is None:
             self._first_version = self.version
         for offset, parameter in zip(self.arena.offsets, self.parts.trained, strict=True):
@@ -295,8 +298,11 @@ class Free(Mode):
         report = self._report._replace(leases=self._leases, samples=self._samples)
         with self._pushed:
             self._under_way += 1
-        self._outbox.put(_Accrued(self._accrued, self._first_version, report))
+        self._outbox.put(_Accrued(self._accrued, self._first_version, report, self._stay))
         self._accrued = self._back.get()
+        self._forget()
+
+    def _forget(self) -> None:
         self._accrued.zero_()
         self._leases, self._samples, self._report = (), 0, None
 
@@ -305,6 +311,13 @@ class Free(Mode):
         with self._pushed:
             while self._under_way and self._error is None and self.link.failed is None:
                 self._pushed.wait(0.2)
+
+    def step_aside(self) -> None:
+        with self._pushed:
+            if self._under_way:  # the thread that pushes comes again by itself
+                self._pushed.wait(0.05)
+                return
+        super().step_aside()
 
     # --- threads ----------------------------------------------------------------------------------------------------
 
@@ -323,17 +336,23 @@ class Free(Mode):
                 item = self._outbox.get(timeout=0.5)
             except queue.Empty:
                 continue
+            if item.incarnation != self.incarnation:
+                self._back.put(item.vector)
+                self._is_through()
+                continue
             self.arena.slots[link.client.slot].copy_(item.vector)
             self._back.put(item.vector)
             self.push((), item.report, version=item.version)
-            go = link.wait(_next_go, "a slot")
-            if isinstance(go, Go):
-                link.opened()
-                if go.pieces:  # it was given up, and has come again
-                    self._stage(go.pieces, go.version, go.pin)
-            with self._pushed:
-                self._under_way -= 1
-                self._pushed.notify_all()
+            go: Go = link.wait(lambda c: c.begin() if c.go is not None and not c.working else None, "a slot")
+            link.opened()
+            if go.pieces:  # it was given up or away, and has come again
+                self._stage(go.pieces, go.version, go.pin)
+            self._is_through()
+
+    def _is_through(self) -> None:
+        with self._pushed:
+            self._under_way -= 1
+            self._pushed.notify_all()
 
     def _fetch_all(self) -> None:
         link = self.link

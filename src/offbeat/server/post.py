@@ -173,7 +173,10 @@ class Post:
         self.arena = Arena(memory.Segment(descriptor, size_bytes), table, setting)
         self.descriptor = descriptor
         facts = {"strategy": setting.line, "expect": setting.learners, "start_by_s": 0.0, "seed": self.run.seed}
-        self.ledger.open(self.run.log, facts | {"simulated": False, "rule": table.rule} | (self.run.facts or {}))
+        self.ledger.open(
+            self.run.log,
+            facts | {"simulated": False, "rule": table.rule, "clip_norm": table.clip_norm} | (self.run.facts or {}),
+        )
         self.machine = Coordinator(setting, self.ledger.decision)
 
     def _recover(self) -> None:

@@ -100,6 +100,7 @@ class Gradient:
     slot: int  # -1: none, since it will be dropped
     samples: int
     leases: tuple[int, ...]
+    batch: list[tuple[int, int, int]] = field(default_factory=list)  # the same as (epoch, start, count)
     epochs: list[tuple[int, int]] = field(default_factory=list)  # (epoch, samples) counted as held, at an epoch's end
     absent: tuple[int, ...]
     hyper: tuple[Hyper, ...]

@@ -317,3 +317,13 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:
         return decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise WireError(f"not a message of protocol {PROTOCOL}: {error}") from None
+
+
+def addressee(message: Message) -> tuple[str, int]:
+    """("learner", n), ("server", n), or ("memory", 0) for what is written into shared words."""
+    if isinstance(message, Job):
+        return "server", message.shard
+    if isinstance(message, Cancel | Fence | Committed):
+        return "memory", 0
+    learner: int = message.learner  # type: ignore[attr-defined]  # all others are to a learner
+    return "learner", learner

@@ -1,0 +1,230 @@
+"""offbeat bench policies and bench server: what they say, what they refuse, and that nothing is left behind.
+
+The commands run in processes of their own, since they fork.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offbeat.cli import main
+from offbeat.commands import bench as command
+from offbeat.errors import OffbeatError, RequestError
+from offbeat.measure import policies, pushes
+from offbeat.measure.policies import PoliciesResult, Row, Steady, steady
+from offbeat.measure.pushes import Case, Rates, ServerResult
+from offbeat.measure.served import program, supervise
+from offbeat.server.session import Setting
+from offbeat.server.supervisor import Plan
+
+
+def run_json(line: str) -> dict[str, Any]:
+    words = [sys.executable, "-m", "offbeat", *line.split()]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert isinstance(found, dict)
+    return found
+
+
+def children() -> set[str]:
+    """Of this process."""
+    return {pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
+
+
+def family(mark: str) -> list[str]:
+    """Processes that were started with this in their environment, as command lines."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (folder / "environ").read_bytes() and folder.name != str(os.getpid()):
+                found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except OSError:
+            continue
+    return found
+
+
+def test_bench_policies_sets_real_runs_beside_the_simulator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MARK", "bench-policies-test")
+    found = run_json("bench policies k-sync:1 async --learners 2 --slow exp:0.02 --updates 20 --seed 3 --json")
+    assert (found["measured"], found["learners"], found["servers"], found["seed"]) == ("policies", 2, 1, 3)
+    assert [(row["law"], row["strategy"], row["updates"]) for row in found["rows"]] == [
+        ("exp:0.02", "k-sync:1", 20),
+        ("exp:0.02", "async", 20),
+    ]
+    for row in found["rows"]:
+        both = [row[name]["seconds_per_update"] for name in ("measured", "predicted")]
+        assert row["seconds_difference"] == pytest.approx(both[0] / both[1] - 1)
+        assert both[0] > 0.5 * both[1]  # the slowness was acted out
+    waits, goes_on = found["rows"]
+    assert waits["measured"]["staleness_mean"] == waits["predicted"]["staleness_mean"] == 0
+    assert goes_on["measured"]["staleness_mean"] > 0.5
+    assert {"measured", "predicted", "long_run", "difference"} <= found["definitions"].keys()
+    assert family("MARK=bench-policies-test") == []
+
+
+def test_bench_server_counts_pushes_of_all_systems(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MARK", "bench-server-test")
+    line = "bench server --parameters 20k --learners 1 2 --rounds 1 --seconds 100ms --against rpc --json"
+    found = run_json(line)
+    assert (found["measured"], found["parameters"], found["tensors"]) == ("server", 20_000, 161)
+    assert (found["size_bytes"], found["servers"], found["rounds"]) == (80_000, 2, 1)
+    assert [case["learners"] for case in found["cases"]] == [1, 2]
+    for case in found["cases"]:
+        assert [row["system"] for row in case["systems"]] == ["offbeat", "rpc"]
+        for row in case["systems"]:
+            assert row["per_s"] == statistics.median(row["rounds_per_s"]) > 0
+            assert row["ratio"] == pytest.approx(case["systems"][0]["per_s"] / row["per_s"])
+            assert row["copy_share"] == pytest.approx(row["per_s"] * 2 * 80_000 / case["copy_bytes_per_s"])
+    assert family("MARK=bench-server-test") == []
+
+
+# --- judging a run -------------------------------------------------------------------------------------------------
+
+
+def decisions(*updates: tuple[float, int]) -> list[dict[str, Any]]:
+    """Updates of one gradient each: when, and at which version it was computed."""
+    return [
+        {"event": f"pushed 0 t{ticket} v{version} n1 @{at_s}", "commands": [f"apply t{ticket}", "send 0"]}
+        for ticket, (at_s, version) in enumerate(updates, start=1)
+    ]
+
+
+def test_a_run_is_judged_between_its_start_and_its_last_update() -> None:
+    log = decisions((5.0, 0), (6.0, 0), (8.0, 1), (11.0, 2), (99.0, 0))
+    assert steady(log, 4) == Steady(updates=3, seconds=6.0, staleness_mean=1.0)
+    with pytest.raises(OffbeatError, match="made 5 updates instead of 6"):
+        steady(log, 6)
+
+
+def test_the_prediction_is_that_of_the_closed_form() -> None:
+    request = policies.Request(laws=("exp:0.1",), learners=4)
+    for line, seconds, staleness in (("full-sync", 0.1 * 25 / 12, 0.0), ("async", 0.025, 3.0)):
+        for found in (policies.predict(request, "exp:0.1", line, 2000), policies.foresee(request, "exp:0.1", line)):
+            assert found.seconds_per_update == pytest.approx(seconds, rel=0.05)
+            assert found.staleness_mean == pytest.approx(staleness, rel=0.05)
+
+
+def test_nothing_against_nothing_is_equal_and_something_is_not() -> None:
+    assert policies.difference(0.0, 0.0) == 0.0
+    assert policies.difference(0.1, 0.0) == float("inf")
+    assert policies.difference(1.1, 1.0) == pytest.approx(0.1)
+
+
+def made_up_policies() -> PoliciesResult:
+    right = Steady(updates=10, seconds=1.0, staleness_mean=0.0)
+    rows = tuple(
+        Row(law="exp:0.1", line=line, updates=11, measured=measured, predicted=right, long_run=right)
+        for line, measured in (
+            ("full-sync", Steady(updates=10, seconds=1.09, staleness_mean=0.0)),
+            ("k-sync:2", Steady(updates=10, seconds=1.11, staleness_mean=0.0)),
+            ("async", Steady(updates=10, seconds=1.0, staleness_mean=0.5)),
+        )
+    )
+    machine = {"cores": 2, "load": 0.1, "processor": "AMD EPYC", "python": "3.11.2"}
+    return PoliciesResult(request=policies.Request(), machine=machine, rows=rows)
+
+
+def test_what_is_off_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    command.print_policies(made_up_policies())
+    lines = capsys.readouterr().out.splitlines()
+    assert "2 of 3 off by more than 10 %: k-sync:2 with exp:0.1, async with exp:0.1" in lines
+    row = next(line for line in lines if " k-sync:2 " in line and "+" in line)
+    assert row.split() == ["k-sync:2", "11", "111", "100", "+11.0", "%", "!", "100", "0.000", "0.000", "+0.0", "%"]
+    assert [row["off"] for row in made_up_policies().as_json()["rows"]] == [False, True, True]
+    assert json.dumps(made_up_policies().as_json(), allow_nan=False)
+
+
+def test_a_server_result_is_summed_up_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    systems = (
+        Rates(system="offbeat", rounds_per_s=(40.0, 42.0, 10.0)),
+        Rates(system="rpc", rounds_per_s=(8.0, 7.0, 9.0)),
+    )
+    case = Case(learners=2, size_bytes=102_400_000, systems=systems, copy_rounds_bytes_per_s=(2e10,))
+    machine = {"cores": 2, "load": 0.1, "processor": "AMD EPYC", "python": "3.11.2"}
+    result = ServerResult(
+        request=pushes.Request(learners=(2,)), machine=machine, not_measured={"ray": "no ray"}, cases=(case,)
+    )
+    command.print_server(result)
+    lines = capsys.readouterr().out.splitlines()
+    assert "2 learners: offbeat 40/s, 5.0x rpc" in lines and "ray: not measured: no ray" in lines
+    row = next(line for line in lines if " rpc " in line and "%" in line)
+    assert row.split() == ["rpc", "8", "7-9", "5.0x", "8", "%"]
+    assert any("the machine was busy" in line for line in lines)
+
+
+def test_the_model_has_the_tensors_of_resnet_50() -> None:
+    sizes = pushes.sizes_of(25_557_032)
+    assert (len(sizes), sum(sizes), max(sizes)) == (161, 25_557_032, 9 * 512 * 512)
+    for parameters in (pushes.FEWEST, 25_600_000):
+        sizes = pushes.sizes_of(parameters)
+        assert (len(sizes), sum(sizes)) == (161, parameters) and min(sizes) >= 1
+
+
+# --- what goes wrong -----------------------------------------------------------------------------------------------
+
+WRONG = {
+    "bench policies ring": "'ring' is an all-reduce",
+    "bench policies k-sink:2": "did you mean 'k-sync'?",
+    "bench policies async:rate=drift:0.1": "a rate by drift needs weights",
+    "bench policies async async": "a strategy is given twice",
+    "bench policies --slow exp:0.1 exp:0.1": "a law is given twice",
+    "bench policies --slow expo:0.1": "unknown law 'expo'",
+    "bench policies --slow pareto:1,1": "'pareto:1,1' has no mean",
+    "bench policies --updates 5": "--updates is 20 or more; got 5",
+    "bench policies --learners 1 2": "--learners is one number for bench policies",
+    "bench policies --learners 65": "from 1 to 64",
+    "bench policies --ranks 2": "--ranks is not an option of bench policies",
+    "bench server async": "'async' is not an option of bench server",
+    "bench server --updates 5": "--updates is not an option of bench server",
+    "bench server --learners 0": "--learners: expected a whole number",
+    "bench server --learners 2 2": "--learners names a number twice",
+    "bench server --parameters 25X": "expected a number like 25.6M, 100k or 5000; got '25X'",
+    "bench server --parameters 10": "--parameters is 10000 or more; got 10",
+    "bench server --parameters 900G": "of memory, and",
+    "bench server --against rcp": "unknown system 'rcp'; did you mean 'rpc'?",
+    "bench server --against rpc,rpc": "names a system twice",
+    "bench server --against offbeat": "offbeat is always measured",
+    "bench server --seconds 0s": "--seconds and --timeout are more than 0",
+    "bench allreduce --learners 2": "--learners is not an option of bench allreduce",
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_a_wrong_request_is_refused_in_one_line(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(line.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("offbeat: ") and err.count("\n") == 1 and WRONG[line] in err
+
+
+def test_without_the_repository_there_is_nothing_to_measure_against(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pushes, "folder", lambda: None)
+    with pytest.raises(RequestError, match="programs are in the repository, not installed"):
+        pushes.Request(against=("rpc",))
+    assert pushes.Request().against is None
+    assert pushes.missing(["rpc"]) == {"rpc": "its program is in the repository, which is not here"}
+
+
+def test_a_learner_that_fails_is_named_and_nothing_is_left() -> None:
+    before = children()
+    plan = Plan(setting=Setting(line="async", learners=2), learner=program("policy_learner", "many"), restarts=0)
+    with pytest.raises(OffbeatError, match=r"bench: learner \d: ValueError: invalid literal .* \(testing\)"):
+        supervise(plan, "testing", 60.0)
+    assert children() == before
+
+
+def test_a_run_that_takes_too_long_is_ended() -> None:
+    before = children()
+    sleeps = [sys.executable, "-c", "import time; time.sleep(600)"]
+    late = Plan(setting=Setting(line="async", learners=1), learner=sleeps, restarts=0)
+    with pytest.raises(OffbeatError, match=r"bench: not done within 500 ms \(testing\)"):
+        supervise(late, "testing", 0.5)
+    assert children() == before

@@ -1,0 +1,254 @@
+"""The parameter server is injured for real: processes killed and stopped at scripted points, and all of it checked.
+
+Whatever is struck: each push is in one update at most and each sample in exactly one, the weights are bit for bit those
+that the log says, the run goes on to its end, and nothing is left behind (`server_faults`). One run for each point; with
+OFFBEAT_REPEATS=20 twenty, with other policies, numbers and moments in each, and stops of five seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from offbeat.policies import Pushed
+from offbeat.policies.events import from_text
+from process import server_faults
+from process.server_faults import Blow, Ended, Nursery, Order, check, check_nothing_left, nursery, pushes_of
+
+REPEATS = int(os.environ.get("OFFBEAT_REPEATS", "1"))
+BACK_S = 2.0  # promised: in which a server that was killed is back
+END_S = 8.0  # promised: after Ctrl-C or SIGTERM; learners have five seconds to end by themselves
+QUICK = {"stop_s": 1.2, "silence_s": 0.5, "stopped_s": 0.4} if REPEATS == 1 else {}
+AT_ONCE = 3  # runs in which somebody is stopped wait most of the time
+SYNCS = ("async", "k-async:2", "full-sync", "k-sync:1", "ssp:2", "k-batch-sync:2", "downpour", "local-sgd:2")
+CALLS = {"fetch": 1, "seed": 1, "bye": 1, "end": 1, "hear-bye": 1, "admit": 2}  # how often a point is surely reached
+MOST_CALLS = {"learner": 5, "server": 12, "coordinator": 50}
+
+
+@pytest.fixture(scope="module")
+def runs() -> Iterator[Nursery]:
+    with nursery() as one:
+        yield one
+
+
+def orders(who: str, at: str, what: str = "kill", *, all: bool = False) -> list[Order]:
+    """As many runs as there are repeats, each with its own policy, numbers and moment."""
+    found = []
+    for seed in range(REPEATS):
+        chance = random.Random(f"{who} {at} {what} {seed}")
+        places = [sync for sync in SYNCS if at not in ("fill", "reply", "push") or sync != "downpour"]
+        sync = places[(seed + len(at)) % len(places)]
+        learners = 2 if sync.startswith("local-sgd") else chance.choice((2, 3))  # by three it does not divide exactly
+        servers = chance.choice((1, 2))
+        most = CALLS.get(at, MOST_CALLS[who] if sync not in ("downpour", "local-sgd:2") else 3)
+        if at == "before-reply":
+            most = 6
+        number = {"learner": 0 if at == "seed" else chance.randrange(learners), "server": chance.randrange(servers)}
+        blow = Blow(who, at, chance.randint(1, most), what, number.get(who, 0), all)
+        found.append(Order(sync=sync, learners=learners, servers=servers, blows=(blow,), **QUICK))  # type: ignore[arg-type]  # seconds, all of them
+    return found
+
+
+def lives(ended: Ended, learner: int) -> set[int]:
+    """Incarnations of a learner that have pushed."""
+    decisions = pushes_of(server_faults.read_log(ended.folder / "log")).values()
+    events = [(from_text(one["event"]), one["seq"][0]) for one in decisions]
+    return {life for event, life in events if isinstance(event, Pushed) and event.learner == learner}
+
+
+def restarts(ended: list[Ended], who: str) -> list[float]:
+    return [one["seconds"] for run in ended for one in run.summary["restarts"] if one["who"].startswith(who)]
+
+
+def tell(what: str, seconds: list[float]) -> None:
+    middle, most = statistics.median(seconds), max(seconds)
+    print(f"\n{what}: back after {middle:.3f} s (median), {most:.3f} s (most) in {len(seconds)} runs", flush=True)
+
+
+# --- killed ---------------------------------------------------------------------------------------------------------
+
+
+LEARNER_POINTS = {
+    "compute": "while it computes",
+    "fill": "in the middle of writing its slot",
+    "push": "before its push",
+    "pushed": "after its push",
+    "reply": "when the reply comes",
+    "fetch": "while it fetches",
+    "seed": "while it gives the initial weights",
+    "granted": "when it is given samples",
+    "bye": "when it says goodbye",
+}
+
+
+@pytest.mark.parametrize("at", LEARNER_POINTS)
+def test_a_learner_that_is_killed_comes_back_and_no_push_is_lost_or_doubled(runs: Nursery, tmp_path: Path, at: str) -> None:
+    for ended in runs.run(tmp_path, *orders("learner", at)):
+        check(ended)
+        blow = ended.order.blows[0]
+        assert f"learner {blow.number} died (SIGKILL) and is started again" in ended.text("err")
+        assert max(lives(ended, blow.number), default=0) > 1 or at in ("seed", "bye"), f"it did nothing more: {ended}"
+
+
+def test_a_learner_that_is_killed_after_its_update_and_before_the_reply_is_counted_once(
+    runs: Nursery, tmp_path: Path
+) -> None:
+    for ended in runs.run(tmp_path, *orders("coordinator", "before-reply")):
+        check(ended)
+        assert "is started again" in ended.text("err")
+
+
+def test_when_all_learners_are_killed_at_once_all_come_back(runs: Nursery, tmp_path: Path) -> None:
+    for ended in runs.run(tmp_path, *orders("coordinator", "before-reply", all=True)):
+        check(ended)
+        assert ended.text("err").count("(SIGKILL) and is started again") == ended.order.learners
+
+
+SERVER_POINTS = ("idle", "mid-apply", "applied", "finished", "replied")
+
+
+@pytest.mark.parametrize("at", SERVER_POINTS)
+def test_a_server_that_is_killed_is_back_within_two_seconds(runs: Nursery, tmp_path: Path, at: str) -> None:
+    found = runs.run(tmp_path, *orders("server", at))
+    for ended in found:
+        check(ended)
+    seconds = restarts(found, "server")
+    assert len(seconds) == len(found)
+    tell(f"server killed, {at}", seconds)
+    assert max(seconds) < BACK_S
+
+
+COORDINATOR_POINTS = ("hear", "torn-journal", "journal", "handled", "carried", "hear-bye", "admit")
+
+
+@pytest.mark.parametrize("at", COORDINATOR_POINTS)
+def test_training_goes_on_when_the_coordinator_is_killed(runs: Nursery, tmp_path: Path, at: str) -> None:
+    found = runs.run(tmp_path, *orders("coordinator", at))
+    for ended in found:
+        check(ended)
+    seconds = restarts(found, "coordinator")
+    assert len(seconds) == len(found)
+    tell(f"coordinator killed, {at}", seconds)
+
+
+def test_a_learner_that_dies_while_there_is_no_coordinator_is_found_dead(runs: Nursery, tmp_path: Path) -> None:
+    for order in orders("learner", "fill"):
+        blow = order.blows[0]
+        both = (Blow("coordinator", "hear", 14 + blow.call), Blow("learner", "fill", 1 + blow.call, name="two"))
+        three = Blow("server", "mid-apply", 3, name="three")
+        ended = runs.run(tmp_path / order.sync / str(blow.call), Order(sync=order.sync, blows=(*both, three), **QUICK))[0]  # type: ignore[arg-type]  # seconds
+        check(ended)
+
+
+# --- stopped --------------------------------------------------------------------------------------------------------
+
+
+def stopped(who: str, points: tuple[str, ...]) -> list[Order]:
+    """For each repeat one run; the points take turns."""
+    every = {at: orders(who, at, "stop") for at in points}
+    if REPEATS == 1:
+        return [every[at][0] for at in points]
+    return [every[points[seed % len(points)]][seed] for seed in range(REPEATS)]
+
+
+def test_a_learner_that_is_stopped_is_given_up_and_comes_back_as_another_incarnation(
+    runs: Nursery, tmp_path: Path
+) -> None:
+    points = ("fill", "compute", "push", "reply", "want")
+    for ended in runs.run(tmp_path, *stopped("learner", points), at_once=AT_ONCE):
+        check(ended)
+        number = ended.order.blows[0].number
+        assert "it gave no sign of life" in ended.summary["gone"], str(ended)
+        assert max(lives(ended, number), default=0) > 1, f"it did nothing more: {ended}"
+        assert not (ended.folder / f"life-{number}-1").exists(), f"it was not to be started again: {ended}"
+
+
+def test_a_server_that_is_stopped_is_replaced(runs: Nursery, tmp_path: Path) -> None:
+    found = runs.run(tmp_path, *stopped("server", ("mid-apply", "idle", "finished")), at_once=AT_ONCE)
+    for ended in found:
+        check(ended)
+        assert "was stopped; another took its place" in ended.text("err"), str(ended)
+    tell(f"server stopped (replaced after {found[0].order.stopped_s:g} s)", restarts(found, "server"))
+
+
+def test_a_coordinator_that_is_stopped_is_replaced(runs: Nursery, tmp_path: Path) -> None:
+    found = runs.run(tmp_path, *stopped("coordinator", ("hear", "handled")), at_once=AT_ONCE)
+    for ended in found:
+        check(ended)
+        assert "coordinator was stopped; another took its place" in ended.text("err"), str(ended)
+    tell(f"coordinator stopped (replaced after {found[0].order.stopped_s:g} s)", restarts(found, "coordinator"))
+
+
+# --- a learner that fails --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sync", ["async", "full-sync"])
+def test_a_learner_whose_script_raises_stays_away_and_the_others_go_on(runs: Nursery, tmp_path: Path, sync: str) -> None:
+    blow = Blow("learner", "compute", 3, "raise", 1)
+    ended = runs.run(tmp_path, Order(sync=sync, learners=3, blows=(blow,), absent=(1,)))[0]
+    check(ended, code=1)
+    said = ended.text("err").splitlines()
+    assert "learner 1 | RuntimeError: struck on purpose" in said
+    assert "offbeat   | learner 1 ended: exit code 1" in said
+    assert said[-1] == "offbeat: run: 1 learner failed: 1"
+    assert ended.summary["exits"] == {"0": 0, "1": 1, "2": 0}
+
+
+def test_a_learner_that_raises_before_it_has_joined_does_not_keep_the_others_waiting(
+    runs: Nursery, tmp_path: Path
+) -> None:
+    blow = Blow("learner", "start", 1, "raise", 0)
+    ended = runs.run(tmp_path, Order(learners=3, blows=(blow,), absent=(0,)))[0]
+    check(ended, code=1)
+    assert ended.summary["exits"] == {"0": 1, "1": 0, "2": 0}
+
+
+def test_a_learner_with_another_model_is_refused_in_one_line_and_the_others_go_on(
+    runs: Nursery, tmp_path: Path
+) -> None:
+    ended = runs.run(tmp_path, Order(learners=3, odd=1, absent=(1,)))[0]
+    check(ended, code=1)
+    said = [line for line in ended.text("err").splitlines() if "RequestError" in line]
+    assert len(said) == 1
+    assert "the run refused this learner: its model or optimizer is not that of the others" in said[0]
+    assert ended.summary["exits"] == {"0": 0, "1": 1, "2": 0}
+
+
+# --- the end of it all ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", ["seed", "fill", "compute", "bye"])
+def test_nothing_stays_behind_when_the_supervisor_is_killed(runs: Nursery, tmp_path: Path, at: str) -> None:
+    found = runs.run(tmp_path, *orders("learner", at, "kill the supervisor"))
+    for ended in found:
+        assert ended.code == -9 and not ended.result["timed_out"], str(ended)
+        check_nothing_left(ended)
+    most = max(ended.result["gone_s"] for ended in found)
+    print(f"\nsupervisor killed, {at}: all gone after {most:.3f} s at most in {len(found)} runs", flush=True)
+
+
+@pytest.mark.parametrize(("signal", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_run_that_is_told_to_end_ends_and_leaves_nothing_behind(
+    runs: Nursery, tmp_path: Path, signal: str, code: int
+) -> None:
+    found = runs.run(tmp_path, *orders("learner", "compute", signal))
+    for ended in found:
+        assert not ended.result["timed_out"] and ended.code == code, str(ended)
+        assert ended.result["seconds"] < END_S, str(ended)
+        assert "Traceback" not in ended.text("err"), str(ended)
+        check_nothing_left(ended)
+
+
+def test_the_command_itself_with_learners_that_are_programs_survives_a_killed_learner(
+    runs: Nursery, tmp_path: Path
+) -> None:
+    """As a user starts it, with a process that loads data beside each learner."""
+    blow = Blow("learner", "fill", 4, number=1)
+    ended = runs.run(tmp_path, Order(blows=(blow,), program=True, workers=1, limit_s=120.0))[0]
+    check(ended)
+    assert max(lives(ended, 1)) > 1

@@ -1,0 +1,186 @@
+"""What learners of a real run do in tests. The last rank is the supervisor; the others are learners, forked like it.
+
+Each program is `name(rank, ranks, store, ...)`, run by the nursery on every rank; the supervisor's rank gives back the
+summary of the run.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from offbeat.server.learner import ServedLearner
+from offbeat.server.session import Setting
+from offbeat.server.supervisor import Plan, Supervisor
+
+SAMPLES, FEATURES, CLASSES = 96, 12, 3
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1),
+    "momentum": lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "nesterov": lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9, nesterov=True),
+    "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.05),
+    "adam": lambda groups: torch.optim.Adam(groups, lr=0.01),
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.01),
+}
+
+
+def data() -> TensorDataset:
+    chance = torch.Generator().manual_seed(7)
+    x = torch.randn(SAMPLES, FEATURES, generator=chance)
+    return TensorDataset(x, (x @ torch.randn(FEATURES, CLASSES, generator=chance)).argmax(1))
+
+
+def model_of(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, CLASSES))
+
+
+def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    """With two groups: biases learn at half the rate."""
+    optimizer = OPTIMIZERS[name](
+        [
+            {"params": [p for p in model.parameters() if p.dim() > 1]},
+            {"params": [p for p in model.parameters() if p.dim() == 1]},
+        ]
+    )
+    optimizer.param_groups[1]["lr"] /= 2
+    return optimizer
+
+
+def loss_of(model: nn.Module, indices: Any) -> torch.Tensor:
+    x, y = data().tensors
+    return nn.functional.cross_entropy(model(x[indices]), y[indices])
+
+
+def weights_of(model: nn.Module) -> list[float]:
+    flat: list[float] = torch.cat([p.detach().double().flatten() for p in model.parameters()]).tolist()
+    return flat
+
+
+# --- the family ----------------------------------------------------------------------------------------------------
+
+
+def family(
+    rank: int,
+    ranks: int,
+    store: str,
+    body: Callable[[ServedLearner], Any],
+    *,
+    line: str,
+    servers: int = 1,
+    log: str | None = None,
+    again: bool = True,
+    slow: tuple[str, ...] = (),
+    within_s: float = 25,
+) -> Any:
+    """One learner of a run, or, for the last rank, its supervisor."""
+    learners = ranks - 1
+    address = Path(f"{store}.address")
+    if rank == learners:
+        return _supervise(store, learners, line, servers, log, again, within_s)
+    end = time.monotonic() + within_s
+    while not address.exists() and time.monotonic() < end:
+        time.sleep(0.005)
+    door, token = json.loads(address.read_text())
+    torch.set_num_threads(1)
+    learner = ServedLearner(line=line, number=rank, learners=learners, door=door, token=token, slow=slow)
+    try:
+        return body(learner)
+    finally:
+        learner.close()
+        Path(f"{store}.done.{rank}").touch()
+
+
+def _supervise(
+    store: str, learners: int, line: str, servers: int, log: str | None, again: bool, within_s: float
+) -> dict[str, Any]:
+    setting = Setting(line=line, learners=learners, shards=servers, again=again)
+    supervisor = Supervisor(Plan(setting=setting, log=Path(log) if log else None), tell=lambda name, line: None)
+    try:
+        supervisor.start()
+        unfinished = Path(f"{store}.unfinished")
+        unfinished.write_text(json.dumps([supervisor.name, supervisor.token]))
+        unfinished.rename(f"{store}.address")
+        end = time.monotonic() + within_s
+        waited = [Path(f"{store}.done.{rank}") for rank in range(learners)]
+        while not all(path.exists() for path in waited) and time.monotonic() < end:
+            supervisor.turn()
+        summary: dict[str, Any] = json.loads(supervisor.finish() or "{}")
+        return summary
+    finally:
+        supervisor.close()
+
+
+# --- programs ------------------------------------------------------------------------------------------------------
+
+
+def serve_training(
+    rank: int,
+    ranks: int,
+    store: str,
+    *,
+    optimizer: str = "sgd",
+    epochs: int = 2,
+    batch: int = 8,
+    shuffle: bool = False,
+    clip_norm: float | None = None,
+    gradients: str | None = None,
+    halved: bool = False,
+    **run: Any,
+) -> Any:
+    """Train the small model; each learner gives back the last weights and what it has seen."""
+
+    def body(learner: ServedLearner) -> Any:
+        model = model_of(seed=learner.number)  # those of the first learner count
+        inner = optimizer_of(optimizer, model)
+        scheduler = torch.optim.lr_scheduler.StepLR(inner, step_size=4, gamma=0.5) if halved else None
+        loader: Any = DataLoader(data(), batch_size=batch, shuffle=shuffle)
+        given = learner.prepare(model, inner, loader, clip_norm=clip_norm, gradients=gradients)
+        model, inner, loader = given
+        seen = cancelled = 0
+        for _ in range(epochs):
+            for x, y in loader:
+                with learner.minibatch() as minibatch:
+                    inner.zero_grad()
+                    loss = nn.functional.cross_entropy(model(x), y)
+                    minibatch.loss = loss.detach()
+                    loss.backward()
+                    inner.step()
+                    if scheduler is not None:
+                        scheduler.step()
+                seen += 1
+                cancelled += minibatch.cancelled
+        learner.finish()
+        return {"weights": weights_of(model), "seen": seen, "cancelled": cancelled, "version": learner.version}
+
+    return family(rank, ranks, store, body, **run)
+
+
+def serve_hammer(rank: int, ranks: int, store: str, *, items: int, pushes: int, **run: Any) -> Any:
+    """All weights are alike in every version: a fetch that mixes two versions is seen at once."""
+
+    def body(learner: ServedLearner) -> Any:
+        model = nn.Linear(items, 4, bias=False)
+        with torch.no_grad():
+            model.weight.zero_()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        learner.prepare(model, optimizer)
+        ones = torch.ones_like(model.weight)
+        torn = 0
+        for _ in range(pushes):
+            with learner.minibatch():
+                model.weight.grad = ones
+                optimizer.step()
+            low, high = model.weight.min().item(), model.weight.max().item()
+            torn += low != high
+        learner.finish()
+        return {"torn": torn, "last": model.weight[0, 0].item()}
+
+    return family(rank, ranks, store, body, **run)
