@@ -75,6 +75,7 @@ def _serve() -> None:
     from server import odd_learners
     from server import programs as learners
 
+    learners.warm_up()
     modules = (programs, fault_programs, odd_programs, gpu_programs, learners, odd_learners)
 
     answers = os.fdopen(os.dup(1), "w")

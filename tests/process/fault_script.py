@@ -3,8 +3,8 @@
 The gradient of a sample is the sample: whole numbers, so every sum is exact. With a rate and a momentum that are powers
 of two each step rounds once, wherever it is computed, and numpy gives the bits that the servers gave.
 
-It is started with the path of a file that holds an `Order`, as JSON. It meets the other learners before epoch `MEET`:
-by then whoever was killed has come back and whoever was stopped goes on, so what comes after is done by all.
+It is started with the path of a file that holds an `Order`, as JSON. It goes through epochs until all blows have fallen
+and every learner has pushed since, whoever was killed or stopped among them; and then through `MORE`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from torch.utils.data import DataLoader, Dataset
 import offbeat
 from process import fault_points
 
-SAMPLES, BATCH, EPOCHS, MEET = 48, 4, 4, 2
+SAMPLES, BATCH, MORE = 48, 4, 2
 SIZES = (20, 24, 20)  # of parameters, each in a group of its own: an update is made in parts, on one server or on two
 LR, MOMENTUM = (0.5**6, 0.5**8, 0.5**7), 0.5
-LIMIT_S = 40.0  # in which the others must have come
+LIMIT_S = 40.0  # in which all must have come
+LATE = ("bye", "end", "hear-bye")  # points that are reached when all is done
 
 
 def sample(number: int) -> list[float]:
@@ -92,12 +93,16 @@ def main(order_path: Path) -> None:
     loader = DataLoader(Samples(), batch_size=BATCH, num_workers=order.get("workers", 0))
     model, optimizer, batches = learner.prepare(model, optimizer, loader)
     reads = (folder / f"reads-{number}-{life}").open("w", encoding="utf-8", buffering=1)
-    for epoch in range(EPOCHS):
-        if epoch == MEET:
-            (folder / f"met-{number}").touch()
-            for other in set(range(learner.learners)) - set(order.get("absent", ())):
-                await_file(folder / f"met-{other}")
+    end, left = time.monotonic() + LIMIT_S, MORE
+    blows = [folder / f"struck-{blow['name']}" for blow in order["blows"] if blow["at"] not in LATE]
+    others = [folder / f"met-{one}" for one in range(learner.learners) if one not in order["absent"]]
+    mine = folder / f"met-{number}"
+    while left:
+        left -= all(path.exists() for path in others)
+        if time.monotonic() > end:
+            raise TimeoutError("not all came")
         for batch in batches:
+            fallen = all(path.exists() for path in blows)
             with learner.minibatch():
                 read = digest_of(torch.cat([part.detach() for part in model.parts]).tolist())
                 reads.write(f"{learner.version} {read}\n")
@@ -107,6 +112,8 @@ def main(order_path: Path) -> None:
                 loss.backward()
                 points("computed")
                 optimizer.step()
+                if fallen:
+                    mine.touch()
     points("end")
     learner.finish()
     weights = [part.tolist() for part in model.parts]

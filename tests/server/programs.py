@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from offbeat.server.hooks import Hooks
 from offbeat.server.learner import ServedLearner
 from offbeat.server.session import Setting
 from offbeat.server.supervisor import Plan, Supervisor
@@ -64,6 +65,18 @@ def weights_of(model: nn.Module) -> list[float]:
     return flat
 
 
+def warm_up() -> None:
+    """Whatever torch loads when it is first used, before anything is forked: it takes seconds."""
+    torch.set_num_threads(1)
+    model = model_of()
+    optimizer = optimizer_of("adam", model)
+    torch.optim.lr_scheduler.StepLR(optimizer, step_size=4)
+    hooks = Hooks(model, list(model.parameters()), fill=lambda i, g: None, cancelled=lambda: False, keeps_buffers=True)
+    loss_of(model, [0, 1]).backward()  # type: ignore[no-untyped-call]  # torch has no types for it
+    hooks.remove()
+    optimizer.step()
+
+
 # --- the family ----------------------------------------------------------------------------------------------------
 
 
@@ -77,6 +90,7 @@ def family(
     servers: int = 1,
     log: str | None = None,
     again: bool = True,
+    start_by_s: float | None = None,
     slow: tuple[str, ...] = (),
     within_s: float = 25,
 ) -> Any:
@@ -84,7 +98,8 @@ def family(
     learners = ranks - 1
     address = Path(f"{store}.address")
     if rank == learners:
-        return _supervise(store, learners, line, servers, log, again, within_s)
+        setting = Setting(line=line, learners=learners, shards=servers, again=again, start_by_s=start_by_s)
+        return _supervise(store, setting, log, within_s)
     end = time.monotonic() + within_s
     while not address.exists() and time.monotonic() < end:
         time.sleep(0.005)
@@ -98,10 +113,7 @@ def family(
         Path(f"{store}.done.{rank}").touch()
 
 
-def _supervise(
-    store: str, learners: int, line: str, servers: int, log: str | None, again: bool, within_s: float
-) -> dict[str, Any]:
-    setting = Setting(line=line, learners=learners, shards=servers, again=again)
+def _supervise(store: str, setting: Setting, log: str | None, within_s: float) -> dict[str, Any]:
     supervisor = Supervisor(Plan(setting=setting, log=Path(log) if log else None), tell=lambda name, line: None)
     try:
         supervisor.start()
@@ -109,7 +121,7 @@ def _supervise(
         unfinished.write_text(json.dumps([supervisor.name, supervisor.token]))
         unfinished.rename(f"{store}.address")
         end = time.monotonic() + within_s
-        waited = [Path(f"{store}.done.{rank}") for rank in range(learners)]
+        waited = [Path(f"{store}.done.{rank}") for rank in range(setting.learners)]
         while not all(path.exists() for path in waited) and time.monotonic() < end:
             supervisor.turn()
         summary: dict[str, Any] = json.loads(supervisor.finish() or "{}")
@@ -151,7 +163,7 @@ def serve_training(
                     inner.zero_grad()
                     loss = nn.functional.cross_entropy(model(x), y)
                     minibatch.loss = loss.detach()
-                    loss.backward()
+                    loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
                     inner.step()
                     if scheduler is not None:
                         scheduler.step()

@@ -38,7 +38,7 @@ def alone(*, optimizer: str, batch: int, epochs: int = 2, halved: bool = False, 
     for _ in range(epochs):
         for x, y in DataLoader(programs.data(), batch_size=batch):
             inner.zero_grad()
-            nn.functional.cross_entropy(model(x), y).backward()
+            nn.functional.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]  # torch has no types for it
             if clip:
                 nn.utils.clip_grad_norm_(model.parameters(), clip)
             inner.step()

@@ -80,7 +80,7 @@ class Desk:
         if self.independent:  # it goes on with these
             row.pieces = pieces
             if self.keeps_reads:
-                self.unpin(row, "go", row.pin - 1)
+                self.unpin(row, "go", row.read)
         else:
             version = pieces[0][1]  # what was decided may not be there yet
         row.weights = Weights(row.learner, row.incarnation, row.asked, version, row.pin, pieces)
@@ -96,9 +96,11 @@ class Desk:
     def fetched(self, row: Row, pin: int) -> None:
         """It has read. Where a rate needs what it works on, the pin stays until it is given other weights."""
         for kind in ("go", "ask"):
-            stays = self.keeps_reads and (kind == "go" or self.independent)
-            if not stays and any((kind, row.learner, pin) in lane.pins for lane in self.lanes):
-                self.unpin(row, kind, pin)
+            if any((kind, row.learner, pin) in lane.pins for lane in self.lanes):
+                row.read = pin if kind == "go" else row.read
+                newer = self.independent and row.weights is not None and row.weights.pin > pin
+                if newer or not self.keeps_reads or (kind == "ask" and not self.independent):
+                    self.unpin(row, kind, pin)
 
     def unpin(self, row: Row, kind: str, up_to: int) -> None:
         for lane in self.lanes:

@@ -77,7 +77,8 @@ class Boss(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Between coordinator and supervisor.
 
     "arena": here is the memory, for this table. "ready": a server or the coordinator (`text`) works. "learner": this
-    process has come, under this nonce. "finish": the run is over. "summary": what there is to tell of it.
+    process has come, under this nonce. "begin": not all learners will come; begin with those that are there. "finish":
+    the run is over. "summary": what there is to tell of it.
     """
 
     what: str
@@ -85,6 +86,7 @@ class Boss(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     text: str = ""
     nonce: int = 0
     pid: int = 0
+    at_s: float = 0.0
 
 
 _encode_boss = msgspec.json.Encoder().encode
@@ -148,6 +150,7 @@ class Post:
         pids: dict[int, int],  # of learners that came to a coordinator before, by nonce
     ) -> None:
         self.run, self.boss, self.journal = run, boss, journal
+        self.setting = run.setting
         self.listener = listener
         self.selector = selectors.DefaultSelector()
         self.lines: list[Line] = []
@@ -168,7 +171,7 @@ class Post:
 
     def _furnish(self, table: Table, descriptor: int) -> None:
         """There is an arena: now there can be a machine."""
-        setting = replace(self.run.setting, clip_norm=table.clip_norm)
+        setting = replace(self.setting, clip_norm=table.clip_norm)
         size_bytes = Layout(table, setting).size_bytes
         self.arena = Arena(memory.Segment(descriptor, size_bytes), table, setting)
         self.descriptor = descriptor
@@ -192,7 +195,7 @@ class Post:
 
     def _make_arena(self, table: Table) -> None:
         table.check()
-        setting = replace(self.run.setting, clip_norm=table.clip_norm)
+        setting = replace(self.setting, clip_norm=table.clip_norm)
         _, descriptor = memory.create(Layout(table, setting).size_bytes, "the parameter server")
         self._furnish(table, descriptor)
         say(self.boss, Boss(what="arena", table=table), [descriptor])
@@ -227,9 +230,15 @@ class Post:
         data = self.boss.recv(MOST_BYTES)
         if not data:
             raise SystemExit(0)  # the supervisor is gone: so is the run
-        if decode_boss(data).what == "finish" and self.finishing_by_s is None:
+        message = decode_boss(data)
+        if message.what == "finish" and self.finishing_by_s is None:
             self.finishing_by_s = time.monotonic() + DRAIN_S
             self._tell(Finish())
+        elif message.what == "begin":
+            self.setting = replace(self.setting, start_by_s=message.at_s)
+            if self.machine is not None:
+                self.machine.setting = replace(self.machine.setting, start_by_s=message.at_s)
+            self._tell(Tick())
 
     def _look_around(self) -> None:
         now = time.monotonic()

@@ -57,7 +57,7 @@ class Setting:
         """The current one, the next one, and those that are being read."""
         if not self.keeps_reads:
             return 2 + min(self.learners, 2)
-        of_each = 2 if self.independent else 1  # that it works on, and that its last push came from
+        of_each = 3 if self.independent else 1  # that it reads, that it works on, and that its last push came from
         return 2 + of_each * self.learners + self._most_held() - 1
 
 
@@ -83,6 +83,7 @@ class Row:
         self.ready: tuple[tuple[int, int], ...] | None = None  # the weights for it, pinned
         self.go: Go | None = None
         self.pin = 0
+        self.read = 0  # the last of those that came with a Go and were read
         self.asked = 0
         self.weights: Weights | None = None
         self.wanted = 0  # number of the latest Want

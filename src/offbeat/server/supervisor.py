@@ -22,8 +22,8 @@ import subprocess
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ LOOK_S = 0.2
 GRACE_S = 5.0  # for learners to end when they are asked to
 MOST_DEATHS, DEATHS_S = 8, 20.0  # of one server or of the coordinator: more than so many in so long, and the run ends
 MOST_RESTARTS = 3  # of a learner that was killed
+_TOLD = (signal.SIGINT, signal.SIGTERM)
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 
@@ -65,6 +66,7 @@ class Member:
         self.role, self.number, self.pid = role, number, pid
         self.watch = os.pidfd_open(pid)
         self.stopped_since_s: float | None = None
+        self.given_up = False  # it was stopped for too long
         self.output = b""
         self.pipe = -1
 
@@ -89,6 +91,7 @@ class Supervisor:
         self.generations = [0] * plan.setting.shards
         self.restarted = [0] * plan.setting.learners
         self.exits: dict[int, int] = {}  # learner -> exit code
+        self.begin_by_s: float | None = None  # with whoever is there: not all will come
         self.deaths: dict[tuple[str, int], deque[float]] = {}
         self.down: dict[str, tuple[float, str]] = {}  # who has died and is not back yet: since when, and how
         self.recoveries: list[dict[str, Any]] = []
@@ -111,7 +114,7 @@ class Supervisor:
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.boss = mine
         run = post.Run(
-            setting=self.plan.setting,
+            setting=replace(self.plan.setting, start_by_s=self.begin_by_s or self.plan.setting.start_by_s),
             token=self.token,
             seed=self.plan.seed,
             start_s=self.start_s,
@@ -136,13 +139,15 @@ class Supervisor:
     def _fork(self, role: str, number: int, body: Callable[[], None], keep: set[int]) -> None:
         """A child with nothing but what it needs. Nothing runs in threads here, so forking is safe."""
         supervisor = os.getpid()
-        pid = os.fork()
+        with _undisturbed():
+            pid = os.fork()
+            if pid == 0:
+                for told in _TOLD:  # these are for the supervisor, which ends all in order
+                    signal.signal(told, signal.SIG_IGN)
         if pid == 0:
             code = 1
             try:
                 _die_with(supervisor)
-                signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the supervisor, which ends all in order
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 self.selector.close()
                 _close_all_but(keep | ({self.held[1]} if self.held else set()))
                 body()
@@ -183,18 +188,24 @@ class Supervisor:
     def _start_learner(self, learner: int) -> None:
         reader, writer = os.pipe()
         supervisor = os.getpid()
-        process = subprocess.Popen(
-            list(self.plan.learner),
-            stdin=subprocess.DEVNULL,
-            stdout=writer,
-            stderr=writer,
-            env={
-                **(os.environ if self.plan.environment is None else self.plan.environment),
-                **self.environment_of(learner),
-            },
-            start_new_session=True,
-            preexec_fn=lambda: _die_with(supervisor),
-        )
+
+        def begin() -> None:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _TOLD)
+            _die_with(supervisor)
+
+        with _undisturbed():
+            process = subprocess.Popen(
+                list(self.plan.learner),
+                stdin=subprocess.DEVNULL,
+                stdout=writer,
+                stderr=writer,
+                env={
+                    **(os.environ if self.plan.environment is None else self.plan.environment),
+                    **self.environment_of(learner),
+                },
+                start_new_session=True,
+                preexec_fn=begin,
+            )
         os.close(writer)
         member = Member("learner", learner, process.pid)
         process.returncode = 0  # it is waited for here, by its descriptor
@@ -232,11 +243,14 @@ class Supervisor:
         for member in list(self.members.values()):
             if member.role == "learner":
                 continue
+            if member.given_up:
+                continue
             if state_of(member.pid) != "T":
                 member.stopped_since_s = None
             elif member.stopped_since_s is None:
                 member.stopped_since_s = now
             elif now - member.stopped_since_s > STOPPED_S:
+                member.given_up = True
                 os.kill(member.pid, signal.SIGKILL)
 
     def _hear_boss(self, line: socket.socket) -> bool:
@@ -298,9 +312,10 @@ class Supervisor:
         if self.finishing or (member.role == "coordinator" and self.summary is not None):
             return
         self._count_death(member, code)
-        stopped_s = member.stopped_since_s
-        died = (time.monotonic(), f"died ({_how(code)})") if stopped_s is None else (stopped_s, "was stopped")
-        self.down.setdefault(member.name, died)
+        since_s, how = time.monotonic(), f"died ({_how(code)})"
+        if member.given_up and member.stopped_since_s is not None:
+            since_s, how = member.stopped_since_s, "was stopped"
+        self.down.setdefault(member.name, (since_s, how))
         if member.role == "server":
             self._start_server(member.number)
         else:
@@ -340,6 +355,10 @@ class Supervisor:
         if code and not self.finishing:
             self.tell("offbeat", f"learner {learner} ended: {_how(code)}")
         self.exits[learner] = code
+        if self.begin_by_s is None and self.boss is not None:  # if the run has not begun, it does without this one
+            self.begin_by_s = time.monotonic() - self.start_s
+            with contextlib.suppress(OSError):
+                post.say(self.boss, post.Boss(what="begin", at_s=self.begin_by_s))
 
     def is_quiet(self) -> bool:
         """Whether no learner is in the run."""
@@ -395,6 +414,16 @@ class Supervisor:
             self.boss.close()
         if self.held is not None:
             os.close(self.held[1])
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Ctrl-C and SIGTERM come a little later: what they raise is lost in what Python calls around a fork."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _TOLD)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _TOLD)
 
 
 def _how(code: int) -> str:

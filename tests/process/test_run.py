@@ -1,0 +1,83 @@
+"""`offbeat run` and `offbeat.join()`: the same script under any strategy, under torchrun, and alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from process.test_ddp_script import bounded, torchrun
+
+HERE = Path(__file__).parents[2]
+SCRIPT = HERE / "examples" / "digits.py"
+LIMIT_S = 90.0
+
+
+def offbeat_run(*words: str, script: Path = SCRIPT) -> tuple[int, str, str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "offbeat", "run", *words, str(script), "--epochs", "1"],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_learners_print_with_their_number_and_the_end_is_clear() -> None:
+    code, out, err = offbeat_run("--learners", "2", "--servers", "2", "--sync", "k-async:2")
+    assert (code, err) == (0, "")
+    first, _, *rest = out.splitlines()
+    assert re.fullmatch(r"learner 0 \| accuracy \d+\.\d % after 2\d updates", first)
+    assert rest[0] == "k-async:2, 2 learners, 2 servers"
+    assert "pushes     45 received, 45 applied" in rest
+
+
+def test_only_the_line_changes_for_an_all_reduce() -> None:
+    code, out, err = offbeat_run("--learners", "2", "--sync", "ring", "--json")
+    assert code == 0
+    assert json.loads(out) == {"strategy": "ring", "learners": 2, "exits": {"0": 0, "1": 0}, "restarts": []}
+    assert re.search(r"learner 0 \| accuracy \d+\.\d % after 23 updates", err)
+
+
+def test_under_torchrun_the_servers_start_beside_the_first_rank() -> None:
+    ended = torchrun(2, SCRIPT, "--epochs", "1", OFFBEAT_SYNC="softsync:2")
+    assert ended.code == 0
+    assert re.search(r"accuracy \d+\.\d % after 45 updates", ended.text)
+
+
+def test_alone_a_script_is_one_learner() -> None:
+    ended = bounded([sys.executable, str(SCRIPT), "--epochs", "1"], LIMIT_S)
+    assert ended.code == 0
+    assert re.fullmatch(r"accuracy \d+\.\d % after 45 updates\n", ended.text)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nowhere.py"], "there is no script nowhere.py"),
+        (["--sync", "k-sync:3", str(SCRIPT)], "K is 3, but there are 2 learners"),
+        (["--sync", "k-snyc:3", str(SCRIPT)], "did you mean 'k-sync'?"),
+        (["--slow", "expo:1", str(SCRIPT)], "did you mean 'exp'?"),
+        (["--slow", "learner=2,factor=3", str(SCRIPT)], "there are 2 learners, numbered from 0"),
+        (["--learners", "0", str(SCRIPT)], "--learners"),
+        (["--log", "nowhere/run.jsonl", str(SCRIPT)], "cannot write nowhere/run.jsonl"),
+        ([], "script"),
+    ],
+)
+def test_a_wrong_request_is_one_line_and_starts_nothing(words: list[str], said: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "offbeat", "run", *words],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+        env={**os.environ, "COLUMNS": "80"},
+    )
+    assert done.returncode == 2
+    assert said in done.stderr and done.stderr.count("\n") == 1
