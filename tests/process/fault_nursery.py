@@ -19,6 +19,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -94,13 +95,23 @@ def _supervise(order: dict[str, Any], folder: Path) -> NoReturn:
     out, err = (os.open(folder / name, flags, 0o600) for name in ("out", "err"))
     _as_program(out, err)
     tempfile.tempdir = os.environ["TMPDIR"] = str(folder / "tmp")
-    words = ["run", *order["words"], "--log", str(folder / "log"), "--json", fault_script.__file__, str(folder / "order")]
+    words = [
+        "run",
+        *order["words"],
+        "--log",
+        str(folder / "log"),
+        "--json",
+        fault_script.__file__,
+        str(folder / "order"),
+    ]
     if order.get("program"):
         os.execv(sys.executable, [sys.executable, "-c", "import offbeat.cli as c; raise SystemExit(c.main())", *words])
     post.SILENCE_S = order.get("silence_s", post.SILENCE_S)
     supervisor.STOPPED_S = order.get("stopped_s", supervisor.STOPPED_S)
-    supervisor.subprocess = SimpleNamespace(Popen=ForkedLearner, DEVNULL=-3)  # type: ignore[attr-defined]  # see above
+    supervisor.subprocess = SimpleNamespace(Popen=ForkedLearner, DEVNULL=-3)  # type: ignore[assignment, attr-defined]  # see above
     fault_points.services(order, folder)
+    if order.get("planted"):
+        fault_points.PLANTED[order["planted"]]()
     _end(lambda: cli.main(words))
 
 
@@ -205,7 +216,7 @@ def main() -> None:
     for line in sys.stdin:
         if os.fork() == 0:
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            _end(lambda path=Path(line.rstrip("\n")): _warden(path))  # type: ignore[misc]  # mypy has no such defaults
+            _end(partial(_warden, Path(line.rstrip("\n"))))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from offbeat.server import arena, client, door, link, modes, post, servant, wire
+from offbeat.server import arena, client, door, modes, post, servant, supervisor, wire
 
 LEARNER = ("compute", "computed", "fill", "push", "pushed", "reply", "fetch", "seed", "want", "granted", "bye", "end")
 SERVER = ("idle", "mid-apply", "applied", "finished", "replied")
@@ -31,7 +31,9 @@ class Points:
         self.blows = [blow for blow in order["blows"] if (blow["who"], blow.get("number", 0)) == (who, number)]
         self.calls: Counter[str] = Counter()
 
-    def __call__(self, at: str, before: Callable[[], object] | None = None, pids: Callable[[], list[int]] = list) -> None:
+    def __call__(
+        self, at: str, before: Callable[[], object] | None = None, pids: Callable[[], list[int]] = list
+    ) -> None:
         """A point is reached. `before` does half of the work, if this is where it is struck."""
         self.calls[at] += 1
         for blow in self.blows:
@@ -74,10 +76,10 @@ def learner(order: dict[str, Any], folder: Path, number: int) -> Points:
     """In a learner's process."""
     points = Points(order, folder, "learner", number)
 
-    def fill(original: Any, self: arena.Arena, slot: int, index: int, gradient: torch.Tensor) -> None:
+    def fill(original: Any, self: arena.Arena, slot: int, index: int, gradient: torch.Tensor) -> Any:
         start, half = self.offsets[index], self.table.sizes[index] // 2
         points("fill", lambda: self.slots[slot][start : start + half].copy_(gradient.flatten()[:half]))
-        original(self, slot, index, gradient)
+        return original(self, slot, index, gradient)
 
     def fetch(original: Any, self: arena.Arena, parts: Any, pieces: Any, *, extra: bool) -> None:
         points("fetch", lambda: parts.trained[0].detach().zero_())
@@ -123,7 +125,7 @@ def learner(order: dict[str, Any], folder: Path, number: int) -> Points:
         (modes.Mode, "push", pushed),
         (client.Client, "want", spoken("want")),
         (client.Client, "bye", spoken("bye")),
-        (link.door, "knock", knock),
+        (door, "knock", knock),
     ):
         wrap(owner, name, around)
     return points
@@ -215,3 +217,37 @@ def _coordinator(order: dict[str, Any], folder: Path) -> None:
     wrap(post.Journal, "add", add)
     wrap(post.Post, "_carry", carry)
     wrap(post.Post, "_let_in", let_in)
+
+
+# --- bugs, to see them found ------------------------------------------------------------------------------------------
+
+
+def _one_copy_of_the_state() -> None:
+    """An update that was interrupted and is made again moves the optimizer's state twice."""
+
+    def come(original: Any, self: arena.Arena, *given: Any) -> None:
+        original(self, *given)
+        self.states[1] = self.states[0]
+
+    wrap(arena.Arena, "__init__", come)
+
+
+def _forget_pushes() -> None:
+    """The coordinator that comes back does not know of pushes that were acknowledged."""
+
+    def add(original: Any, self: post.Journal, data: bytes, at_s: float) -> None:
+        if not isinstance(wire.decode_input(data), wire.Push):
+            original(self, data, at_s)
+
+    wrap(post.Journal, "add", add)
+
+
+def _outlive_the_supervisor() -> None:
+    supervisor._die_with = lambda parent: None
+
+
+PLANTED = {
+    "one copy of the state": _one_copy_of_the_state,
+    "forgets pushes": _forget_pushes,
+    "outlives the supervisor": _outlive_the_supervisor,
+}

@@ -1,9 +1,9 @@
 """Injured runs of the parameter server, and what must be true of each of them, told from its log, weights and leavings.
 
-    applied      every sample of every epoch in exactly one update; every push in at most one, under one name
-    weights      of every learner at the end, and of every minibatch at its start: those that numpy computes from the log
-    books        the log replays through the policy; received = applied + dropped
-    nothing left no process, no file, no name of a socket
+applied      every sample of every epoch in exactly one update; every push in at most one, under one name
+weights      of every learner at the end, and of every minibatch at its start: those that numpy computes from the log
+books        the log replays through the policy; received = applied + dropped
+nothing left no process, no file, no name of a socket
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ class Order:
     absent: tuple[int, ...] = ()  # learners that nobody waits for
     odd: int | None = None  # a learner with another model
     workers: int = 0
+    planted: str = ""  # a bug of `fault_points.PLANTED`, to see it found
     program: bool = False
     words: tuple[str, ...] = field(init=False)
 
@@ -120,7 +121,9 @@ class Nursery:
         """Wait until a run is over; its warden sees to it that it is, at some time."""
         end = time.monotonic() + order.limit_s + 60
         while not (folder / "result").exists():
-            assert time.monotonic() < end and self.program.poll() is None, f"the nursery is gone, or its warden: {order}"
+            assert time.monotonic() < end and self.program.poll() is None, (
+                f"the nursery is gone, or its warden: {order}"
+            )
             time.sleep(0.01)
         return Ended(order, folder, json.loads((folder / "result").read_text(encoding="utf-8")))
 
@@ -233,7 +236,9 @@ def check_samples(log: RunLog, applied: set[int], held: set[int]) -> None:
     epochs = 1 + max(epoch for epoch, _ in seen)
     due = {(epoch, place) for epoch in range(epochs) for place in range(fault_script.SAMPLES)}
     assert epochs >= fault_script.MORE
-    assert seen.keys() == due, f"never applied: {sorted(due - seen.keys())[:5]}, unknown: {sorted(seen.keys() - due)[:5]}"
+    assert seen.keys() == due, (
+        f"never applied: {sorted(due - seen.keys())[:5]}, unknown: {sorted(seen.keys() - due)[:5]}"
+    )
     assert all(many == 1 for many in seen.values()), f"applied more than once: {seen.most_common(3)}"
 
 

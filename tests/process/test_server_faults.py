@@ -1,8 +1,8 @@
 """The parameter server is injured for real: processes killed and stopped at scripted points, and all of it checked.
 
 Whatever is struck: each push is in one update at most and each sample in exactly one, the weights are bit for bit those
-that the log says, the run goes on to its end, and nothing is left behind (`server_faults`). One run for each point; with
-OFFBEAT_REPEATS=20 twenty, with other policies, numbers and moments in each, and stops of five seconds.
+that the log says, the run goes on to its end, and nothing is left behind (`server_faults`). One run for each point;
+with OFFBEAT_REPEATS=20 twenty, with other policies, numbers and moments in each, and stops of five seconds.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ import os
 import random
 import statistics
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from offbeat.policies import Pushed
 from offbeat.policies.events import from_text
-from process import server_faults
+from offbeat.trace import read_log
 from process.server_faults import Blow, Ended, Nursery, Order, check, check_nothing_left, nursery, pushes_of
 
 REPEATS = int(os.environ.get("OFFBEAT_REPEATS", "1"))
 BACK_S = 2.0  # promised: in which a server that was killed is back
 END_S = 8.0  # promised: after Ctrl-C or SIGTERM; learners have five seconds to end by themselves
-QUICK = {"stop_s": 1.2, "silence_s": 0.5, "stopped_s": 0.4} if REPEATS == 1 else {}
 AT_ONCE = 3  # runs in which somebody is stopped wait most of the time
 SYNCS = ("async", "k-async:2", "full-sync", "k-sync:1", "ssp:2", "k-batch-sync:2", "downpour", "local-sgd:2")
 CALLS = {"fetch": 1, "seed": 1, "bye": 1, "end": 1, "hear-bye": 1, "admit": 2}  # how often a point is surely reached
@@ -34,6 +34,11 @@ MOST_CALLS = {"learner": 5, "server": 12, "coordinator": 50}
 def runs() -> Iterator[Nursery]:
     with nursery() as one:
         yield one
+
+
+def timed(order: Order) -> Order:
+    """With shorter times in a quick run."""
+    return replace(order, stop_s=1.2, silence_s=0.5, stopped_s=0.4) if REPEATS == 1 else order
 
 
 def orders(who: str, at: str, what: str = "kill", *, all: bool = False) -> list[Order]:
@@ -50,13 +55,13 @@ def orders(who: str, at: str, what: str = "kill", *, all: bool = False) -> list[
             most = 6
         number = {"learner": 0 if at == "seed" else chance.randrange(learners), "server": chance.randrange(servers)}
         blow = Blow(who, at, chance.randint(1, most), what, number.get(who, 0), all)
-        found.append(Order(sync=sync, learners=learners, servers=servers, blows=(blow,), **QUICK))  # type: ignore[arg-type]  # seconds, all of them
+        found.append(timed(Order(sync=sync, learners=learners, servers=servers, blows=(blow,))))
     return found
 
 
 def lives(ended: Ended, learner: int) -> set[int]:
     """Incarnations of a learner that have pushed."""
-    decisions = pushes_of(server_faults.read_log(ended.folder / "log")).values()
+    decisions = pushes_of(read_log(ended.folder / "log")).values()
     events = [(from_text(one["event"]), one["seq"][0]) for one in decisions]
     return {life for event, life in events if isinstance(event, Pushed) and event.learner == learner}
 
@@ -87,7 +92,9 @@ LEARNER_POINTS = {
 
 
 @pytest.mark.parametrize("at", LEARNER_POINTS)
-def test_a_learner_that_is_killed_comes_back_and_no_push_is_lost_or_doubled(runs: Nursery, tmp_path: Path, at: str) -> None:
+def test_a_learner_that_is_killed_comes_back_and_no_push_is_lost_or_doubled(
+    runs: Nursery, tmp_path: Path, at: str
+) -> None:
     for ended in runs.run(tmp_path, *orders("learner", at)):
         check(ended)
         blow = ended.order.blows[0]
@@ -137,12 +144,12 @@ def test_training_goes_on_when_the_coordinator_is_killed(runs: Nursery, tmp_path
 
 
 def test_a_learner_that_dies_while_there_is_no_coordinator_is_found_dead(runs: Nursery, tmp_path: Path) -> None:
-    for order in orders("learner", "fill"):
+    for seed, order in enumerate(orders("learner", "fill")):
         blow = order.blows[0]
         both = (Blow("coordinator", "hear", 14 + blow.call), Blow("learner", "fill", 1 + blow.call, name="two"))
         three = Blow("server", "mid-apply", 3, name="three")
-        ended = runs.run(tmp_path / order.sync / str(blow.call), Order(sync=order.sync, blows=(*both, three), **QUICK))[0]  # type: ignore[arg-type]  # seconds
-        check(ended)
+        found = runs.run(tmp_path / f"{seed}", timed(Order(sync=order.sync, blows=(*both, three))))
+        check(found[0])
 
 
 # --- stopped --------------------------------------------------------------------------------------------------------
@@ -188,7 +195,9 @@ def test_a_coordinator_that_is_stopped_is_replaced(runs: Nursery, tmp_path: Path
 
 
 @pytest.mark.parametrize("sync", ["async", "full-sync"])
-def test_a_learner_whose_script_raises_stays_away_and_the_others_go_on(runs: Nursery, tmp_path: Path, sync: str) -> None:
+def test_a_learner_whose_script_raises_stays_away_and_the_others_go_on(
+    runs: Nursery, tmp_path: Path, sync: str
+) -> None:
     blow = Blow("learner", "compute", 3, "raise", 1)
     ended = runs.run(tmp_path, Order(sync=sync, learners=3, blows=(blow,), absent=(1,)))[0]
     check(ended, code=1)
@@ -213,10 +222,28 @@ def test_a_learner_with_another_model_is_refused_in_one_line_and_the_others_go_o
 ) -> None:
     ended = runs.run(tmp_path, Order(learners=3, odd=1, absent=(1,)))[0]
     check(ended, code=1)
-    said = [line for line in ended.text("err").splitlines() if "RequestError" in line]
+    said = [line for line in ended.text("err").splitlines() if "RequestError: " in line]
     assert len(said) == 1
     assert "the run refused this learner: its model or optimizer is not that of the others" in said[0]
     assert ended.summary["exits"] == {"0": 0, "1": 1, "2": 0}
+
+
+# --- the checks themselves --------------------------------------------------------------------------------------------
+
+
+PLANTED = {
+    "one copy of the state": Blow("server", "mid-apply", 5),
+    "forgets pushes": Blow("coordinator", "hear", 40),
+    "outlives the supervisor": Blow("learner", "compute", 3, "kill the supervisor"),
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_is_found(runs: Nursery, tmp_path: Path, bug: str) -> None:
+    ended = runs.run(tmp_path, timed(Order(planted=bug, blows=(PLANTED[bug],), limit_s=5.0)))[0]
+    assert (ended.folder / "struck-it").exists()
+    with pytest.raises(AssertionError):
+        check(ended, code=ended.code)
 
 
 # --- the end of it all ------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ This is the data plane for one host. Learner and shard reach it only through the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -99,10 +100,18 @@ class Arena:
 
     # --- the learner's side ------------------------------------------------------------------------------------------
 
-    def fill(self, slot: int, index: int, gradient: Tensor) -> None:
-        """A parameter's gradient, into its place."""
-        start = self.offsets[index]
-        self.slots[slot][start : start + self.table.sizes[index]].view(gradient.shape).copy_(gradient)
+    def fill(self, slot: int, index: int, gradient: Tensor) -> float:
+        """A parameter's gradient, into its place; its squared norm, which costs little while it is in the cache."""
+        start, size = self.offsets[index], self.table.sizes[index]
+        place = self.slots[slot][start : start + size]
+        if size <= _CHUNK or not gradient.is_contiguous():
+            place.view(gradient.shape).copy_(gradient)
+            return _square(place)
+        flat, total = gradient.view(-1), 0.0
+        for first in range(0, size, _CHUNK):
+            part = slice(first, min(size, first + _CHUNK))
+            total += _square(place[part].copy_(flat[part]))
+        return total
 
     def clear(self, slot: int, indices: Iterable[int]) -> None:
         """Nothing, for parameters that have no gradient."""
@@ -113,10 +122,7 @@ class Arena:
     def is_finite(self, slot: int) -> bool:
         """Whether the squared norm of what is in the slot is a number: not with nan, inf or 1e30 in it."""
         vector = self.slots[slot]
-        if vector.dtype.itemsize < 4:
-            starts = range(0, vector.numel(), _CHUNK)
-            return all(bool(torch.isfinite(vector[at : at + _CHUNK].float().square().sum())) for at in starts)
-        return bool(torch.isfinite(torch.dot(vector, vector)))
+        return all(math.isfinite(_square(vector[at : at + _CHUNK])) for at in range(0, vector.numel(), _CHUNK))
 
     def seed(self, parts: Parts) -> None:
         """The initial weights, into buffer 0."""
@@ -151,6 +157,11 @@ class Arena:
                 piece.copy_(tensor.detach())
             else:
                 tensor.detach().copy_(piece)
+
+
+def _square(vector: Tensor) -> float:
+    wide = vector if vector.dtype.itemsize >= 4 else vector.float()
+    return float(torch.dot(wide, wide))
 
 
 def stamp(incarnation: int, seq: int) -> int:

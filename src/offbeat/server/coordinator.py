@@ -505,7 +505,7 @@ class Coordinator:
         gradients = [self.gradients[ticket] for ticket in command.tickets]
         for pushed in self.policy.last_update:
             self.staleness[self.policy.version - 1 - pushed.version] += 1
-        hyper, scales = gradients[-1].hyper, command.scales  # the rate is that of who pushed last
+        hyper, scales = gradients[-1].hyper, command.scales  # of the last of them
         if self.policy.cancels and all(gradient.batch for gradient in gradients):
             # By samples, whoever computed them: then the same samples give the same bits.
             pairs = sorted(zip(gradients, scales, strict=True), key=lambda pair: pair[0].batch)

@@ -8,6 +8,7 @@ fetch beside its own steps (Free).
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from offbeat.errors import OffbeatError
 from offbeat.policies import LearnerRule
+from offbeat.server.client import Client
 from offbeat.server.hooks import Cancelled
 from offbeat.server.link import Link
 from offbeat.server.table import DTYPES, Parts
@@ -33,6 +35,12 @@ class Report(NamedTuple):
     loss: float | None
     leases: tuple[Lease, ...]
     began_s: float
+
+
+def _next(client: Client) -> Go | str | None:
+    if client.must_seed:
+        return "seed"
+    return client.begin() if client.go is not None and not client.working else None
 
 
 class Mode:
@@ -56,12 +64,17 @@ class Mode:
         return self.link.is_cancelled()
 
     def come(self) -> None:
-        """Wait for the beginning: give the initial weights, if asked to, and take what all begin with."""
-        link = self.link
-        while link.wait(lambda c: "seed" if c.must_seed else "go" if c.go else None, "the other learners") == "seed":
-            self.arena.seed(self.parts)
-            link.say(lambda client: client.seeded())
+        """Wait for the beginning, and take what all begin with."""
         self.take_go(extra=True)
+
+    def await_go(self) -> Go:
+        """The word to go on; whoever waits may first be asked for the initial weights."""
+        while True:
+            go = self.link.wait(_next, "the word to go on")
+            if isinstance(go, Go):
+                return go
+            self.arena.seed(self.parts)
+            self.link.say(lambda client: client.seeded())
 
     def take_go(self, *, extra: bool = False) -> None:
         """Wait for the word to go on, and load the weights that it names.
@@ -71,7 +84,7 @@ class Mode:
         """
         link = self.link
         while True:
-            go: Go = link.wait(lambda c: c.begin() if c.go is not None and not c.working else None, "weights")
+            go = self.await_go()
             incarnation = link.client.incarnation
             link.opened()
             if go.pieces:
@@ -103,11 +116,13 @@ class Mode:
     def step(self, absent: tuple[int, ...], report: Report) -> None:
         raise NotImplementedError
 
-    def push(self, absent: tuple[int, ...], report: Report, *, version: int | None = None) -> None:
+    def push(
+        self, absent: tuple[int, ...], report: Report, *, version: int | None = None, finite: bool | None = None
+    ) -> None:
         """The slot is full: say so."""
         link = self.link
-        slot = link.client.slot
-        finite = self.arena.is_finite(slot)
+        if finite is None:
+            finite = self.arena.is_finite(link.client.slot)
         told = (link.client.incarnation, report.hyper)
         hyper, self._told = (report.hyper if told != self._told else ()), told
         ended_s = time.monotonic()
@@ -152,14 +167,20 @@ class Mode:
 class Whole(Mode):
     """Every gradient is pushed, and the servers make the step."""
 
+    def __init__(self, link: Link, parts: Parts, rule: LearnerRule, local_step: Callable[[], Any]) -> None:
+        super().__init__(link, parts, rule, local_step)
+        self._squares = [0.0] * len(parts.trained)  # of the norms of what is in the slot
+
     def fill(self, index: int, gradient: Tensor) -> None:
-        self.arena.fill(self.link.client.slot, index, gradient)
+        self._squares[index] = self.arena.fill(self.link.client.slot, index, gradient)
 
     def step(self, absent: tuple[int, ...], report: Report) -> None:
         if self.is_cancelled():
             raise Cancelled
         self.arena.clear(self.link.client.slot, absent)
-        self.push(absent, report)
+        for index in absent:
+            self._squares[index] = 0.0
+        self.push(absent, report, finite=math.isfinite(sum(self._squares)))
         self.take_go()
 
 
@@ -343,7 +364,7 @@ class Free(Mode):
             self.arena.slots[link.client.slot].copy_(item.vector)
             self._back.put(item.vector)
             self.push((), item.report, version=item.version)
-            go: Go = link.wait(lambda c: c.begin() if c.go is not None and not c.working else None, "a slot")
+            go = self.await_go()
             link.opened()
             if go.pieces:  # it was given up or away, and has come again
                 self._stage(go.pieces, go.version, go.pin)

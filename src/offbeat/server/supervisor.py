@@ -220,7 +220,7 @@ class Supervisor:
 
     # --- watching ---------------------------------------------------------------------------------------------------
 
-    def _watch(self, one: Any, call: Callable[[], None]) -> None:
+    def _watch(self, one: Any, call: Callable[[], object]) -> None:
         self.selector.register(one, selectors.EVENT_READ, call)
 
     def _unwatch(self, one: Any) -> None:
