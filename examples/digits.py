@@ -21,6 +21,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--rate", type=float, default=0.05)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu")
     given = parser.parse_args()
 
     learner = offbeat.join()
@@ -34,7 +35,7 @@ def main() -> None:
         nn.MaxPool2d(2),
         nn.Flatten(),
         nn.Linear(32 * 4 * 4, 10),
-    )
+    ).to(given.device)
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=given.rate, momentum=0.9)
     samples = TensorDataset(torch.from_numpy(data.images), torch.from_numpy(data.digits))
     loader = DataLoader(samples, batch_size=given.batch_size, shuffle=True)
@@ -46,7 +47,7 @@ def main() -> None:
         for images, shown in loader:
             with learner.minibatch() as minibatch:
                 optimizer.zero_grad()
-                loss = loss_of(model(images), shown)
+                loss = loss_of(model(images.to(given.device)), shown.to(given.device))
                 minibatch.loss = loss.detach()
                 loss.backward()
                 optimizer.step()  # pushes, waits as the policy says, fetches
@@ -56,7 +57,8 @@ def main() -> None:
     if learner.number == 0:
         model.eval()
         with torch.no_grad():
-            right = model(torch.from_numpy(data.test_images)).argmax(1) == torch.from_numpy(data.test_digits)
+            guesses = model(torch.from_numpy(data.test_images).to(given.device)).argmax(1).cpu()
+        right = guesses == torch.from_numpy(data.test_digits)
         print(f"accuracy {100 * right.float().mean():.1f} % after {learner.version} updates")
 
 

@@ -20,7 +20,17 @@ from offbeat.server import arena, client, door, modes, post, servant, supervisor
 
 LEARNER = ("compute", "computed", "fill", "push", "pushed", "reply", "fetch", "seed", "want", "granted", "bye", "end")
 SERVER = ("idle", "mid-apply", "applied", "finished", "replied")
-COORDINATOR = ("hear", "torn-journal", "journal", "handled", "carried", "hear-bye", "admit", "before-reply")
+COORDINATOR = (
+    "hear",
+    "torn-journal",
+    "journal",
+    "handled",
+    "carried",
+    "hear-bye",
+    "admit",
+    "before-reply",
+    "with-learner",
+)
 
 
 class Points:
@@ -206,6 +216,7 @@ def _coordinator(order: dict[str, Any], folder: Path) -> None:
             here = [line for line in self.lines if line.role == "learner"]
             mine = [line.pid for line in here if blow.get("all") or line.number == message.learner]
             points("before-reply", pids=lambda: mine)
+            points("with-learner", pids=lambda: [*mine, os.getpid()])
         original(self, message)
         points("carried")
 

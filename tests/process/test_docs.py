@@ -34,9 +34,10 @@ def shown(page: Path) -> list[tuple[str, list[str]]]:
 def test_commands_in_the_docs_print_what_is_shown(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command, lines in shown(page):
         program, *words = shlex.split(command)
-        if program == "python":
+        if program == "python" or words[0] == "run":  # which starts processes, from one of its own
+            start = [] if program == "python" else ["-m", "offbeat"]
             done = subprocess.run(
-                [sys.executable, *words], cwd=HERE, capture_output=True, text=True, timeout=60, check=True
+                [sys.executable, *start, *words], cwd=HERE, capture_output=True, text=True, timeout=60, check=True
             )
             out = done.stdout
         else:

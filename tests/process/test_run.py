@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from process.test_ddp_script import bounded, torchrun
 
@@ -55,6 +56,16 @@ def test_alone_a_script_is_one_learner() -> None:
     ended = bounded([sys.executable, str(SCRIPT), "--epochs", "1"], LIMIT_S)
     assert ended.code == 0
     assert re.fullmatch(r"accuracy \d+\.\d % after 45 updates\n", ended.text)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("line", ["k-sync:1", "downpour", "ring"])
+def test_models_may_be_on_a_gpu(line: str) -> None:
+    words = ["run", "--learners", "2", "--servers", "2", "--sync", line, str(SCRIPT), "--epochs", "4", "--rate", "0.02"]
+    ended = bounded([sys.executable, "-m", "offbeat", *words, "--device", "cuda"], LIMIT_S)
+    assert ended.code == 0, ended.text
+    found = re.search(r"accuracy (\d+\.\d) %", ended.text)
+    assert found is not None and (float(found[1]) > 80 or line == "downpour")
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import pytest
 
 from offbeat.policies import Pushed
 from offbeat.policies.events import from_text
+from offbeat.server.supervisor import MOST_DEATHS, MOST_RESTARTS
 from offbeat.trace import read_log
 from process.server_faults import Blow, Ended, Nursery, Order, check, check_nothing_left, nursery, pushes_of
 
@@ -26,8 +27,8 @@ BACK_S = 2.0  # promised: in which a server that was killed is back
 END_S = 8.0  # promised: after Ctrl-C or SIGTERM; learners have five seconds to end by themselves
 AT_ONCE = 3  # runs in which somebody is stopped wait most of the time
 SYNCS = ("async", "k-async:2", "full-sync", "k-sync:1", "ssp:2", "k-batch-sync:2", "downpour", "local-sgd:2")
-CALLS = {"fetch": 1, "seed": 1, "bye": 1, "end": 1, "hear-bye": 1, "admit": 2}  # how often a point is surely reached
-MOST_CALLS = {"learner": 5, "server": 12, "coordinator": 50}
+CALLS = {"fetch": 1, "seed": 1, "bye": 1, "hear-bye": 1, "admit": 2, "before-reply": 6, "with-learner": 6}
+MOST_CALLS = {"learner": 5, "server": 12, "coordinator": 50}  # so often at least is any other point reached
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +52,6 @@ def orders(who: str, at: str, what: str = "kill", *, all: bool = False) -> list[
         learners = 2 if sync.startswith("local-sgd") else chance.choice((2, 3))  # by three it does not divide exactly
         servers = chance.choice((1, 2))
         most = CALLS.get(at, MOST_CALLS[who] if sync not in ("downpour", "local-sgd:2") else 3)
-        if at == "before-reply":
-            most = 6
         number = {"learner": 0 if at == "seed" else chance.randrange(learners), "server": chance.randrange(servers)}
         blow = Blow(who, at, chance.randint(1, most), what, number.get(who, 0), all)
         found.append(timed(Order(sync=sync, learners=learners, servers=servers, blows=(blow,))))
@@ -143,13 +142,22 @@ def test_training_goes_on_when_the_coordinator_is_killed(runs: Nursery, tmp_path
     tell(f"coordinator killed, {at}", seconds)
 
 
-def test_a_learner_that_dies_while_there_is_no_coordinator_is_found_dead(runs: Nursery, tmp_path: Path) -> None:
-    for seed, order in enumerate(orders("learner", "fill")):
-        blow = order.blows[0]
-        both = (Blow("coordinator", "hear", 14 + blow.call), Blow("learner", "fill", 1 + blow.call, name="two"))
-        three = Blow("server", "mid-apply", 3, name="three")
-        found = runs.run(tmp_path / f"{seed}", timed(Order(sync=order.sync, blows=(*both, three))))
-        check(found[0])
+def test_a_learner_that_dies_with_the_coordinator_is_found_dead_by_the_next(runs: Nursery, tmp_path: Path) -> None:
+    """Else its slot would be kept back for ever: it might still write there."""
+    first, *others = orders("coordinator", "with-learner")
+    for ended in runs.run(tmp_path, replace(first, sync="async"), *others):  # there each learner has just one slot
+        check(ended)
+        assert "is started again" in ended.text("err") and "coordinator died (SIGKILL)" in ended.text("err")
+
+
+def test_learner_coordinator_and_server_are_killed_in_one_run(runs: Nursery, tmp_path: Path) -> None:
+    found = []
+    for order in orders("coordinator", "hear"):
+        learner = Blow("learner", "compute", 3, number=1, name="learner")
+        server = Blow("server", "mid-apply", 3, number=order.servers - 1, name="server")
+        found.append(replace(order, blows=(*order.blows, learner, server)))
+    for ended in runs.run(tmp_path, *found):
+        check(ended)
 
 
 # --- stopped --------------------------------------------------------------------------------------------------------
@@ -228,6 +236,22 @@ def test_a_learner_with_another_model_is_refused_in_one_line_and_the_others_go_o
     assert ended.summary["exits"] == {"0": 0, "1": 1, "2": 0}
 
 
+def test_a_learner_that_dies_again_and_again_stays_away_and_the_others_go_on(runs: Nursery, tmp_path: Path) -> None:
+    blows = tuple(Blow("learner", "fill", 2, number=1, name=f"{life}") for life in range(1 + MOST_RESTARTS))
+    ended = runs.run(tmp_path, Order(learners=3, blows=blows, absent=(1,)))[0]
+    check(ended, code=1)
+    assert ended.text("err").count("learner 1 died (SIGKILL) and is started again") == MOST_RESTARTS
+    assert ended.summary["exits"] == {"0": 0, "1": -9, "2": 0}
+
+
+def test_a_server_that_dies_again_and_again_ends_the_run_in_one_line(runs: Nursery, tmp_path: Path) -> None:
+    blows = tuple(Blow("server", "mid-apply", 1, name=f"{life}") for life in range(MOST_DEATHS))
+    ended = runs.run(tmp_path, Order(blows=blows))[0]
+    assert ended.code == 1 and not ended.result["timed_out"], str(ended)
+    assert ended.text("err").splitlines()[-1].startswith(f"offbeat: server 0 died {MOST_DEATHS} times in"), str(ended)
+    check_nothing_left(ended)
+
+
 # --- the checks themselves --------------------------------------------------------------------------------------------
 
 
@@ -240,7 +264,7 @@ PLANTED = {
 
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_found(runs: Nursery, tmp_path: Path, bug: str) -> None:
-    ended = runs.run(tmp_path, timed(Order(planted=bug, blows=(PLANTED[bug],), limit_s=5.0)))[0]
+    ended = runs.run(tmp_path, timed(Order(planted=bug, blows=(PLANTED[bug],), limit_s=3.0)))[0]
     assert (ended.folder / "struck-it").exists()
     with pytest.raises(AssertionError):
         check(ended, code=ended.code)
@@ -257,6 +281,13 @@ def test_nothing_stays_behind_when_the_supervisor_is_killed(runs: Nursery, tmp_p
         check_nothing_left(ended)
     most = max(ended.result["gone_s"] for ended in found)
     print(f"\nsupervisor killed, {at}: all gone after {most:.3f} s at most in {len(found)} runs", flush=True)
+
+
+def test_processes_that_load_data_go_with_the_supervisor_too(runs: Nursery, tmp_path: Path) -> None:
+    blow = Blow("learner", "compute", 5, "kill the supervisor")
+    ended = runs.run(tmp_path, Order(blows=(blow,), workers=1))[0]
+    assert ended.code == -9 and not ended.result["timed_out"], str(ended)
+    check_nothing_left(ended)
 
 
 @pytest.mark.parametrize(("signal", "code"), [("SIGINT", 130), ("SIGTERM", 143)])

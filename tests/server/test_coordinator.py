@@ -171,7 +171,7 @@ def test_a_learner_that_was_given_up_is_fenced_and_its_slot_is_kept_until_it_com
     assert talk.say(push(0, 1, 0)) == [Fenced(0, 1)]
     assert talk.say(Hello(0, 10, "t")) == [Welcome(0, 10, 1), Fenced(0, 1)]
     assert talk.say(Hello(0, 20, "t", 1)) == [Welcome(0, 20, 2), Go(0, 2, 1, 0, 0, 1, ((0, 0),))]
-    assert talk.say(Hello(0, 10, "t")) == [Refused(0, 10, "another has come in its place")]
+    assert talk.say(Hello(0, 10, "t")) == [Welcome(0, 10, 1), Fenced(0, 1)]
     assert talk.coordinator.counts["fenced"] == 1
 
 

@@ -79,12 +79,13 @@ class Word:
         if _futex_number is not None:
             _futex(_futex_number, self.address, _FUTEX_WAKE, _EVERYBODY, None, None, 0)
 
-    def sleep(self, seen: int) -> None:
+    def sleep(self, seen: int, most_s: float = SLICE_S) -> None:
         """Until the word is no longer what was seen, or a slice of time has passed, or for no reason."""
         if _futex_number is None:
-            time.sleep(0.0005)
+            time.sleep(min(most_s, 0.0005))
         else:
-            _futex(_futex_number, self.address, _FUTEX_WAIT, seen & 0xFFFFFFFF, ctypes.byref(_SLICE), None, 0)
+            slice_ = _SLICE if most_s >= SLICE_S else _Timespec(0, int(most_s * 1e9))
+            _futex(_futex_number, self.address, _FUTEX_WAIT, seen & 0xFFFFFFFF, ctypes.byref(slice_), None, 0)
 
 
 class Patience:

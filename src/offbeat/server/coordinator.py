@@ -31,7 +31,7 @@ from offbeat.server.desk import Desk
 from offbeat.server.lanes import Work
 from offbeat.server.laws import check
 from offbeat.server.leases import Answer, LeaseBook
-from offbeat.server.session import Gradient, Row, Setting
+from offbeat.server.session import NONCES_KEPT, Gradient, Row, Setting
 from offbeat.server.wire import (
     INPUT,
     OUTPUT,
@@ -133,8 +133,9 @@ class Coordinator:
             else:
                 self._out.append(Fenced(row.learner, row.incarnation))
             return
-        if message.nonce in row.nonces:
-            self._out.append(Refused(message.learner, message.nonce, "another has come in its place"))
+        before = row.nonces.get(message.nonce)
+        if before is not None:  # an old Hello, or one whose place was taken by an old Hello: then it comes again
+            self._out += [Welcome(row.learner, message.nonce, before), Fenced(row.learner, before)]
             return
         self._give_up(row, why="it came again", may_wake=message.after != row.incarnation)
         self._writes_no_more(row, range(message.after, message.after + 1))
@@ -142,7 +143,9 @@ class Coordinator:
         fresh = Row(row.learner)
         fresh.nonce, fresh.incarnation, fresh.here = message.nonce, row.incarnation + 1, True
         fresh.limbo, fresh.hyper, fresh.nonces = row.limbo, row.hyper, row.nonces
-        fresh.nonces.append(message.nonce)
+        fresh.nonces[message.nonce] = fresh.incarnation
+        if len(fresh.nonces) > NONCES_KEPT:
+            del fresh.nonces[next(iter(fresh.nonces))]
         self.rows[row.learner] = fresh
         self.counts["joined"] += 1
         if self.seeded:
@@ -239,8 +242,7 @@ class Coordinator:
         for row in self.rows.values():
             self._give_up(row, why="the run ended", may_wake=False)
         self.finished = True
-        in_updates = self.in_updates()
-        for ticket in [ticket for ticket in self.gradients if ticket not in in_updates]:
+        for ticket in sorted(self.gradients.keys() - self.in_updates()):
             self._release(ticket, "dropped: the run ended before its update was full")
 
     def _tick(self, message: Tick) -> None:

@@ -226,14 +226,14 @@ class ServedLearner:
 
     def _step(self) -> None:
         """What `optimizer.step()` does now."""
-        _, mode, hooks = self._ready()
+        link, mode, hooks = self._ready()
         if self._now is None:  # a loop without `with learner.minibatch()`: nothing of it can be cancelled
             self._enter(Minibatch(self))
         minibatch = self._now
         assert minibatch is not None
         absent = hooks.finish()
         computed_s = time.monotonic() - minibatch.began_s
-        if self._slowness is not None and not self._slowness.act(computed_s, self._is_cancelled):
+        if self._slowness is not None and not self._slowness.act(computed_s, self._is_cancelled, link.nap):
             raise Cancelled
         leased = sum(lease.count for lease in self._batch.leases)
         samples = minibatch.samples or leased or self._batch.samples or 1

@@ -7,9 +7,11 @@ killed comes back). Whoever waits for an answer waits on a condition, and is tol
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import secrets
 import select
+import signal
 import socket
 import threading
 import time
@@ -29,6 +31,7 @@ RETRY_S = 2.0  # an answer that takes longer may have been lost
 _AGAIN_S = 10.0
 _FIRST_S = 60.0  # to find the run at all
 _PAUSE_S = 0.05  # before knocking again
+_PR_SET_PDEATHSIG = 1
 T = TypeVar("T")
 
 
@@ -102,6 +105,12 @@ class Link:
     def is_cancelled(self) -> bool:
         """Whether the minibatch that is open is not wanted: one look at a word that is shared, one at our own."""
         return self._cancel.view[self._cancel.index] >= self._stamp or self.client.void >= self.client.seq
+
+    def nap(self, most_s: float) -> None:
+        """Sleep, but not on when the minibatch is cancelled."""
+        seen = self._cancel.get()
+        if seen < self._stamp:
+            self._cancel.sleep(seen, most_s)
 
     def is_fenced(self, incarnation: int) -> bool:
         """Whether this incarnation was given up: what it has read may be torn."""
@@ -182,8 +191,16 @@ def _nonces() -> Iterator[int]:
 
 
 def _forget_in_children(link: Link) -> None:
-    """A process that is forked off (to load data) must not keep the line open when its parent dies."""
+    """A process that is forked off (to load data) must not keep the line open when its parent dies, nor outlive it.
+
+    The kernel ends a child with the thread that has forked it: only the main thread is sure to live as long as all.
+    """
     known = weakref.ref(link)
+    learner = os.getpid()
+    by_main: list[bool] = []
+
+    def look() -> None:
+        by_main[:] = [threading.current_thread() is threading.main_thread()]
 
     def forget() -> None:
         mine = known()
@@ -191,5 +208,7 @@ def _forget_in_children(link: Link) -> None:
             mine.closed = True
             with contextlib.suppress(OSError):
                 os.close(mine.line.fileno())
+            if by_main == [True] and os.getppid() == learner:
+                ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
-    os.register_at_fork(after_in_child=forget)
+    os.register_at_fork(before=look, after_in_child=forget)

@@ -300,7 +300,8 @@ class Free(Mode):
             self._first_version = self.version
         for offset, parameter in zip(self.arena.offsets, self.parts.trained, strict=True):
             if parameter.grad is not None:
-                self._accrued[offset : offset + parameter.numel()].view(parameter.shape).add_(parameter.grad)
+                place = self._accrued[offset : offset + parameter.numel()].view(parameter.shape)
+                place.add_(parameter.grad.to(place.device))
         self.local_step()
         self._minibatches += 1
         self._leases += report.leases

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 
 from offbeat.errors import RequestError
@@ -67,7 +66,7 @@ class Row:
     def __init__(self, learner: int) -> None:
         self.learner = learner
         self.nonce = 0
-        self.nonces: deque[int] = deque(maxlen=NONCES_KEPT)  # this one and those before
+        self.nonces: dict[int, int] = {}  # this one and those before, with their incarnations
         self.incarnation = 0
         self.here = False  # it is this incarnation still
         self.seated = False  # the policy knows of it

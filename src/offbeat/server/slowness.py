@@ -13,7 +13,7 @@ from offbeat.errors import RequestError
 from offbeat.simulate.compute import Draws, Law, parse_law
 from offbeat.spec import parse_count
 
-_GLANCE_S = 0.002  # between two looks at whether the rest is still wanted
+_GLANCE_S = 0.02  # between two looks at whether the rest is still wanted
 
 
 class Slowness:
@@ -26,8 +26,11 @@ class Slowness:
         self._draws = None if law is None else Draws(law, learners, seed, speeds=speeds)
         self._learner = learner
 
-    def act(self, computed_s: float, unwanted: Callable[[], bool]) -> bool:
-        """Take the time that is due after so many seconds of computing; False if it was given up on the way."""
+    def act(self, computed_s: float, unwanted: Callable[[], bool], nap: Callable[[float], None] = time.sleep) -> bool:
+        """Take the time that is due after so many seconds of computing; False if it was given up on the way.
+
+        `nap(seconds)` sleeps for at most so long, and ends early when it is time to look again.
+        """
         rest = computed_s * (self.factor - 1.0)
         if self._draws is not None:
             rest += self._draws.take(self._learner)
@@ -35,7 +38,7 @@ class Slowness:
         while (left := end - time.perf_counter()) > 0:
             if unwanted():
                 return False
-            time.sleep(min(left, _GLANCE_S))
+            nap(min(left, _GLANCE_S))
         return True
 
 
