@@ -3,10 +3,12 @@
     python benchmarks/baselines/rpc_server.py --learners 2 --seconds 5 --form tuned
 
 One process holds the weights, the others push a prepared gradient, get the new weights and copy them into their
-parameters, as training needs. Two forms:
+parameters, as training needs. Three forms:
 
-    plain   as PyTorch's tutorials have it: one rpc_sync with the list of gradients, another for the list of weights,
-            and nothing set. A reader may see weights of two versions.
+    plain   as PyTorch's tutorial "Implementing Batch RPC Processing Using Asynchronous Executions" has its parameter
+            server: one call with the list of gradients, whose answer is the model, after a step of the server's optimizer
+    lists   one rpc_sync with the list of gradients, another for the list of weights, and nothing set. As in the
+            tutorial, a reader may see weights of two versions.
     tuned   at its best on one host: one flat tensor; one call for both; the server adds into the memory the gradient
             came in, so what it returns is a consistent version that nobody writes to again, without a copy; and huge
             pages for the tensors that TensorPipe allocates at every call (7 a second without, 17 with, one run each).
@@ -79,6 +81,27 @@ class Server:
         return tuple(self.counts), self.weights
 
 
+class TutorialServer(Server):
+    """The tutorial's: a model and an optimizer. Its futures, for batches of learners, are not needed for one."""
+
+    def __init__(self, sizes: list[int], learners: int) -> None:
+        import torch
+
+        super().__init__(sizes, learners)
+        self.model = torch.nn.ParameterList([torch.nn.Parameter(weights) for weights in self.weights])
+        self.weights = [parameter.data for parameter in self.model]
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE)
+
+    def update_and_fetch(self, learner: int, gradients: list[torch.Tensor]) -> tuple[tuple[int, ...], torch.nn.Module]:
+        with self.lock:
+            for parameter, gradient in zip(self.model, gradients, strict=True):
+                parameter.grad = gradient
+            self.counts[learner] += 1
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            return tuple(self.counts), self.model
+
+
 SERVER: list[Server] = []  # an rpc call reaches a function by its name, so the server's process keeps its one here
 
 
@@ -92,6 +115,12 @@ def push_and_fetch(learner: int, gradient: torch.Tensor) -> Version:
 
 def read() -> Version:
     return SERVER[0].read()
+
+
+def update_and_fetch(learner: int, gradients: list[torch.Tensor]) -> tuple[tuple[int, ...], torch.nn.Module]:
+    server = SERVER[0]
+    assert isinstance(server, TutorialServer)
+    return server.update_and_fetch(learner, gradients)
 
 
 def prepare(learner: int, sizes: list[int]) -> list[torch.Tensor]:
@@ -117,6 +146,9 @@ class Learner:
         from torch.distributed import rpc
 
         if self.form == "plain":
+            self.counts, model = rpc.rpc_sync("server", update_and_fetch, (self.learner, self.gradients))
+            weights = [parameter.detach() for parameter in model]
+        elif self.form == "lists":
             rpc.rpc_sync("server", push, (self.learner, self.gradients))
             self.counts, weights = rpc.rpc_sync("server", read)
         else:
@@ -164,7 +196,8 @@ def work(rank: int, options: argparse.Namespace, store: str, barrier: Barrier, r
 
     torch.set_num_threads(options.threads)
     if rank == 0:
-        SERVER.append(Server(options.sizes, options.learners))
+        kind = TutorialServer if options.form == "plain" else Server
+        SERVER.append(kind(options.sizes, options.learners))
     backend = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store}", rpc_timeout=PATIENCE_S)
     name = "server" if rank == 0 else f"learner{rank - 1}"
     world = options.learners + 1
@@ -217,7 +250,7 @@ def main() -> None:
     parser.add_argument("--learners", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--parameters", type=int, default=25_600_000)
-    parser.add_argument("--form", choices=("plain", "tuned"), default="plain")
+    parser.add_argument("--form", choices=("plain", "lists", "tuned"), default="plain")
     parser.add_argument("--sizes", help="of the model's tensors, joined by commas (default: one of all parameters)")
     parser.add_argument("--threads", type=int, default=1, help="torch threads per process")
     options = parser.parse_args()
@@ -225,7 +258,7 @@ def main() -> None:
         parser.error("every option must be more than 0")
     sizes = [int(word) for word in options.sizes.split(",")] if options.sizes else [options.parameters]
     options.parameters = sum(sizes)
-    options.sizes = sizes if options.form == "plain" else [options.parameters]
+    options.sizes = sizes if options.form != "tuned" else [options.parameters]
     found = measure(options)
     errors = [report.error for report in found if report.error is not None]
     if not errors or not max(errors) < 1e-3:
