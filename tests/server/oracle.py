@@ -105,6 +105,7 @@ class Oracle:
         self.due: dict[int, int] = {}  # the version that a learner is to be sent
         self.read_at: dict[Key, tuple[tuple[int, int], ...]] = {}  # pieces when its push was handled
         self.gos: dict[Key, Go] = {}
+        self.weights: dict[Key, Weights] = {}  # with the number of what was asked in place of seq
         self.slots: dict[int, Key] = {}  # who was told to write there last
         self.committed = [0] * self.lanes
         self.buffers = [0] * self.lanes
@@ -171,6 +172,11 @@ class Oracle:
                 demand(message.version == due or asked_since, law, message, due)
         elif isinstance(message, Weights):
             demand(self.seeded, "nobody reads before there are weights", message)
+            key = (message.learner, message.incarnation, message.number)
+            if key in self.weights:  # a Go may have come since: then that is what it has
+                demand(self.weights[key] == message, "weights that are sent again are the same", message)
+                return
+            self.weights[key] = message
             if self.setting.independent:  # else it is only looked at
                 self.given[message.learner, message.incarnation] = message.pieces
             else:

@@ -12,7 +12,7 @@ from offbeat.server.desk import Desk
 from offbeat.server.lanes import Lane, Work
 from offbeat.server.session import Gradient, Row
 from offbeat.server.shard import Shard
-from offbeat.server.wire import Done, Fenced, GiveBack, Go, Hello, Job, Message, Push, Silent, Want, Welcome
+from offbeat.server.wire import Ask, Done, Fenced, GiveBack, Go, Hello, Job, Message, Push, Silent, Want, Welcome
 from server.world import Kit
 
 
@@ -80,6 +80,16 @@ class ServesOldWants(Coordinator):
         if row.want is None:
             row.wanted = 0
         super()._want(message)
+
+
+class AnswersAnew(Coordinator):
+    """Who asks for weights again, since no answer has come yet, is given others: the first may be written meanwhile."""
+
+    def _ask(self, message: Ask) -> None:
+        row = self.rows[message.learner]
+        if message.number == row.asked:
+            row.asked -= 1
+        super()._ask(message)
 
 
 class WantsWithoutAnswers(Coordinator):
@@ -286,6 +296,7 @@ KITS: dict[str, Kit] = {
     "nobody is fenced": Kit(coordinator=KeepsNoFence),
     "cancels are forgotten": Kit(coordinator=ForgetsCancels),
     "an old Want is served": Kit(coordinator=ServesOldWants),
+    "an Ask is answered anew": Kit(coordinator=AnswersAnew),
     "a Want overtakes a push": Kit(coordinator=WantsWithoutAnswers),
     "a lost give-back": Kit(coordinator=LosesWordOfLeases),
     "two seeders": Kit(coordinator=SeedsTwice),

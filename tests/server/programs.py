@@ -146,6 +146,7 @@ def serve_training(
     clip_norm: float | None = None,
     gradients: str | None = None,
     halved: bool = False,
+    in_place: bool = False,
     **run: Any,
 ) -> Any:
     """Train the small model; each learner gives back the last weights and what it has seen."""
@@ -155,7 +156,8 @@ def serve_training(
         inner = optimizer_of(optimizer, model)
         scheduler = torch.optim.lr_scheduler.StepLR(inner, step_size=4, gamma=0.5) if halved else None
         loader: Any = DataLoader(data(), batch_size=batch, shuffle=shuffle)
-        given = learner.prepare(model, inner, loader, clip_norm=clip_norm, gradients=gradients)
+        options: Any = {"clip_norm": clip_norm, "gradients": gradients, "in_place": in_place}
+        given = learner.prepare(model, inner, loader, **options)
         model, inner, loader = given
         seen = cancelled = 0
         for _ in range(epochs):
@@ -195,5 +197,31 @@ def serve_hammer(rank: int, ranks: int, store: str, *, items: int, pushes: int, 
             torn += low != high
         learner.finish()
         return {"torn": torn, "last": model.weight[0, 0].item()}
+
+    return family(rank, ranks, store, body, **run)
+
+
+def serve_in_place(rank: int, ranks: int, store: str, *, items: int, pushes: int, **run: Any) -> Any:
+    """As `serve_hammer`, on the servers' own memory: what a minibatch computes on must not change under it."""
+
+    def body(learner: ServedLearner) -> Any:
+        model = nn.Linear(items, 4, bias=False)
+        with torch.no_grad():
+            model.weight.zero_()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        learner.prepare(model, optimizer, in_place=True)
+        ones = torch.ones_like(model.weight)
+        changed = 0
+        for _ in range(pushes):
+            with learner.minibatch():
+                before = model.weight[0, 0].item()
+                time.sleep(0.0005 * (1 + rank))
+                changed += model.weight.min().item() != before or model.weight.max().item() != before
+                model.weight.grad = ones
+                optimizer.step()
+        learner.finish()
+        with torch.no_grad():
+            model.weight.add_(0.0)  # its own again
+        return {"changed": changed, "last": model.weight[0, 0].item()}
 
     return family(rank, ranks, store, body, **run)

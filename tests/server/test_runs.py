@@ -126,3 +126,18 @@ def test_no_fetch_ever_mixes_two_versions(nursery: Nursery) -> None:
     assert [one["torn"] for one in learned] == [0] * 4
     assert {one["last"] for one in learned} == {-400.0}, "and every push counts once"
     assert summary["updates"] == 400
+
+
+def test_weights_in_place_do_not_change_under_a_minibatch(nursery: Nursery) -> None:
+    *learned, summary = nursery.values("serve_in_place", ranks=4, line="async", servers=2, items=20_000, pushes=60)
+    assert [one["changed"] for one in learned] == [0] * 3
+    assert {one["last"] for one in learned} == {-180.0}
+    assert summary["updates"] == 180
+
+
+def test_training_in_place_gives_the_same_bits(nursery: Nursery) -> None:
+    copied, placed = (
+        run(nursery, 2, line="full-sync", servers=2, optimizer="adam", in_place=in_place)[0][0]["weights"]
+        for in_place in (False, True)
+    )
+    assert copied == placed

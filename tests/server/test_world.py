@@ -35,5 +35,9 @@ def test_a_planted_bug_is_found(name: str) -> None:
 
 
 def test_every_fault_happens() -> None:
-    happened = {fault for seed in range(48) for fault in World(seed).run().faults}
-    assert happened == set(world.FAULTS)
+    missing = set(world.FAULTS)
+    for seed in range(48):
+        missing -= World(seed).run().faults.keys()
+        if not missing:
+            break
+    assert not missing

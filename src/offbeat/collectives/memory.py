@@ -69,6 +69,12 @@ def make_private(address: int, descriptor: int, size_bytes: int) -> None:
     _map(address, descriptor, size_bytes, mmap.MAP_PRIVATE | _MAP_FIXED)
 
 
+def protect(address: int, size_bytes: int) -> None:
+    """This process can read these pages from now on, and not write them."""
+    if _libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), mmap.PROT_READ):
+        raise OffbeatError(f"cannot protect shared memory: {os.strerror(ctypes.get_errno())}")
+
+
 def create(size_bytes: int, what: str) -> tuple[Segment, int]:
     """A new segment and its descriptor, which the caller closes. `OffbeatError` where the memory is not to be had."""
     free = free_bytes()

@@ -37,6 +37,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "learners": [1, 2],
         "servers": 2,
         "parameters": None,
+        "tensors": 161,
         "against": None,
         "rounds": 3,
         "seconds": 3.0,
@@ -62,6 +63,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add("--updates", type=reader(parse_count), metavar="N", help="policies: of each run (default: about 10 s of them)")
     add("--seed", type=int, metavar="N", help="policies: of --slow (default 0)")
     add("--parameters", type=reader(_number), metavar="N", help="server: of the model (default 25.6M)")
+    add("--tensors", type=reader(parse_count), metavar="N", help="server: 161 as ResNet-50's (default), or 1")
     add("--seconds", type=reader(parse_seconds), metavar="TIME", help="server: of a round of one system (default 3s)")
     add(
         "--against",
@@ -151,6 +153,7 @@ def _run_server(given: argparse.Namespace) -> None:
         learners=tuple(given.learners),
         servers=given.servers,
         parameters=given.parameters or pushes.PARAMETERS,
+        tensors=given.tensors,
         against=given.against,
         rounds=given.rounds,
         seconds=given.seconds,

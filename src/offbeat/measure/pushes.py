@@ -32,6 +32,8 @@ PARAMETERS = 25_600_000
 LINE = "async"
 ITEM_BYTES = 4  # float32
 FEWEST = 10_000  # parameters
+TENSORS = 161
+IN_PLACE = "in-place"  # ours too: the parameters are the servers' memory, and a fetch copies nothing
 # The others: program, form and the package that it needs.
 BASELINES: Mapping[str, tuple[str, str, str]] = {
     "rpc": ("rpc_server.py", "plain", "torch"),
@@ -49,7 +51,8 @@ DEFINITIONS: Mapping[str, str] = {
     "copy_bytes_per_s": "of all learners at once after the last push of a round, each copying a private buffer as "
     "large as the model with tensor.copy_; bytes counted once; median over rounds",
     "spread": "fastest round / slowest round",
-    "rpc": "torch.distributed.rpc as in PyTorch's tutorials: a call with a list of gradients, another for the weights",
+    IN_PLACE: "offbeat with prepare(..., in_place=True): the model's parameters are the servers' memory",
+    "rpc": "torch.distributed.rpc as in PyTorch's tutorial: a call with the list of gradients, answered by the model",
     "rpc-tuned": "one flat tensor, one call for both, huge pages, the reply made in the memory the gradient came in",
     "ray": "Ray actors as in Ray's tutorial: gradients as a list of arrays, then a call for the weights as tensors",
     "ray-tuned": "one flat array, one call for both, and an object store that is kept small",
@@ -82,6 +85,7 @@ class Request:
     servers: int = 2
     parameters: int = PARAMETERS
     against: tuple[str, ...] | None = None  # None: all that can be measured here
+    tensors: int = TENSORS  # or 1
     rounds: int = 3
     seconds: float = 3.0  # of a round of one system
     timeout_s: float = 120.0  # beyond these
@@ -93,10 +97,12 @@ class Request:
             raise RequestError("bench: --learners names a number twice")
         if self.parameters < FEWEST:
             raise RequestError(f"bench: --parameters is {FEWEST} or more; got {self.parameters}")
+        if self.tensors not in (1, TENSORS):
+            raise RequestError(f"bench: --tensors is 1 or {TENSORS}; got {self.tensors}")
         if self.seconds <= 0 or self.timeout_s <= 0:
             raise RequestError("bench: --seconds and --timeout are more than 0")
         for name in self.against or ():
-            if name == OURS:
+            if name in (OURS, IN_PLACE):
                 raise RequestError(f"bench: {OURS} is always measured; --against names the others")
             if name not in BASELINES:
                 raise RequestError(f"bench: --against: {unknown('system', name, BASELINES)}")
@@ -172,7 +178,7 @@ class ServerResult:
 
     @property
     def tensors(self) -> int:
-        return len(sizes_of(self.request.parameters))
+        return self.request.tensors
 
     @property
     def spread(self) -> float:
@@ -239,7 +245,7 @@ def measure(request: Request, progress: Progress) -> ServerResult:
     if request.against and len(not_measured) == len(wanted):
         name = wanted[0]
         raise RequestError(f"bench: {name}: cannot be measured: {not_measured[name]}")
-    systems = [OURS, *(name for name in wanted if name not in not_measured)]
+    systems = [OURS, IN_PLACE, *(name for name in wanted if name not in not_measured)]
     machine = machine_facts()
     with terminable():
         cases = tuple(_case(request, learners, systems, progress) for learners in request.learners)
@@ -253,8 +259,8 @@ def _case(request: Request, learners: int, systems: Sequence[str], progress: Pro
         for system in systems:
             doing = f"{count_of(learners, 'learner')}, round {number + 1} of {request.rounds}: {system}"
             progress(doing)
-            if system == OURS:
-                per_s, copied = _ours(request, learners, doing)
+            if system in (OURS, IN_PLACE):
+                per_s, copied = _ours(request, learners, doing, in_place=system == IN_PLACE)
                 copies.append(copied)
             else:
                 per_s = _theirs(request, learners, system, doing)
@@ -267,9 +273,13 @@ def _case(request: Request, learners: int, systems: Sequence[str], progress: Pro
     )
 
 
-def _ours(request: Request, learners: int, doing: str) -> tuple[float, float]:
+def _sizes(request: Request) -> list[int]:
+    return [request.parameters] if request.tensors == 1 else sizes_of(request.parameters)
+
+
+def _ours(request: Request, learners: int, doing: str, *, in_place: bool) -> tuple[float, float]:
     """Pushes a second, and bytes a second of plain copies, both of all learners."""
-    asked = {"sizes": sizes_of(request.parameters), "seconds": request.seconds, "warm_up": WARM_UP}
+    asked = {"sizes": _sizes(request), "seconds": request.seconds, "warm_up": WARM_UP, "in_place": in_place}
     plan = Plan(
         setting=Setting(line=LINE, learners=learners, shards=request.servers),
         learner=program("server_learner", json.dumps(asked)),
@@ -287,7 +297,7 @@ def _theirs(request: Request, learners: int, system: str, doing: str) -> float:
     assert where is not None
     name, form, _ = BASELINES[system]
     words = [sys.executable, str(where / name), "--form", form, "--learners", str(learners)]
-    words += ["--seconds", str(request.seconds), "--sizes", ",".join(map(str, sizes_of(request.parameters)))]
+    words += ["--seconds", str(request.seconds), "--sizes", ",".join(map(str, _sizes(request)))]
     process = subprocess.Popen(
         words,
         stdin=subprocess.DEVNULL,

@@ -39,7 +39,7 @@ def main(asked: Mapping[str, Any]) -> dict[str, Any]:
     assert isinstance(learner, ServedLearner)
     model = Model(asked["sizes"])
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    learner.prepare(model, optimizer)
+    learner.prepare(model, optimizer, in_place=asked.get("in_place", False))
     chance = torch.Generator().manual_seed(0)
     for parameter in model.all:
         parameter.grad = torch.randn(parameter.shape, generator=chance)

@@ -24,6 +24,7 @@ from offbeat.server.wire import Job
 
 _PAGE = 4096
 _CHUNK = 256 * 1024  # items worked on at a time: what is computed stays in the cache
+_COPIED = 256 * 1024  # items copied at a time: few enough to be looked at again in the cache
 _LEARNER_WORDS = 8  # a cache line each
 _CANCEL, _FENCE, _BEAT = 0, 1, 2
 
@@ -66,6 +67,7 @@ class Arena:
         self.extra = segment.tensor(dtype, table.extra, layout.extra)
         self.offsets = table.offsets()
         self.segment = segment
+        self._weights_at = layout.weights[0], layout.slots[0]
         self._learners = 1 + setting.shards
         self._servers = self._learners + setting.learners
 
@@ -104,12 +106,12 @@ class Arena:
         """A parameter's gradient, into its place; its squared norm, which costs little while it is in the cache."""
         start, size = self.offsets[index], self.table.sizes[index]
         place = self.slots[slot][start : start + size]
-        if size <= _CHUNK or not gradient.is_contiguous():
+        if size <= _COPIED or not gradient.is_contiguous():
             place.view(gradient.shape).copy_(gradient)
             return _square(place)
         flat, total = gradient.view(-1), 0.0
-        for first in range(0, size, _CHUNK):
-            part = slice(first, min(size, first + _CHUNK))
+        for first in range(0, size, _COPIED):
+            part = slice(first, min(size, first + _COPIED))
             total += _square(place[part].copy_(flat[part]))
         return total
 
@@ -130,6 +132,19 @@ class Arena:
             self._walk(self.weights[0], parts.trained, into_vector=True)
             self._walk(self.extra, parts.extra, into_vector=True)
 
+    def protect(self) -> None:
+        """From now on this process can read the weights and not write them: whoever tries is ended by the kernel."""
+        first, last = self._weights_at
+        memory.protect(self.segment.address + first, last - first)
+
+    def views(self, buffer: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The weights of a buffer, one tensor for each parameter."""
+        vector = self.weights[buffer]
+        return [
+            vector[start : start + one.numel()].view(one.shape)
+            for start, one in zip(self.offsets, tensors, strict=True)
+        ]
+
     def fetch(self, parts: Parts, pieces: Sequence[tuple[int, int]], *, extra: bool) -> None:
         """The weights, into the model."""
         with torch.no_grad():
@@ -137,8 +152,13 @@ class Arena:
                 self._walk(self.weights[pieces[0][0]], parts.trained, into_vector=False)
             else:
                 self._walk(self.gather(pieces), parts.trained, into_vector=False)
-            if extra:
-                self._walk(self.extra, parts.extra, into_vector=False)
+        if extra:
+            self.fetch_extra(parts)
+
+    def fetch_extra(self, parts: Parts) -> None:
+        """What is not trained, into the model."""
+        with torch.no_grad():
+            self._walk(self.extra, parts.extra, into_vector=False)
 
     def gather(self, pieces: Sequence[tuple[int, int]], out: Tensor | None = None) -> Tensor:
         """The weights as one vector, each shard's from its own buffer."""

@@ -28,6 +28,7 @@ class Desk:
         ]
         self.independent = setting.independent
         self.keeps_reads = setting.keeps_reads
+        self.in_place = setting.in_place
         self.slots = setting.slots
         self.free_slots = list(range(setting.slots))
         self.generations: dict[int, int] = {}
@@ -94,12 +95,13 @@ class Desk:
         return pieces
 
     def fetched(self, row: Row, pin: int) -> None:
-        """It has read. Where a rate needs what it works on, the pin stays until it is given other weights."""
+        """It has read. Where a rate needs what it works on, or it works in place, the pin stays until it has others."""
         for kind in ("go", "ask"):
             if any((kind, row.learner, pin) in lane.pins for lane in self.lanes):
                 row.read = pin if kind == "go" else row.read
                 newer = self.independent and row.weights is not None and row.weights.pin > pin
-                if newer or not self.keeps_reads or (kind == "ask" and not self.independent):
+                stays = self.keeps_reads or self.in_place
+                if newer or not stays or (kind == "ask" and not self.independent):
                     self.unpin(row, kind, pin)
 
     def unpin(self, row: Row, kind: str, up_to: int) -> None:

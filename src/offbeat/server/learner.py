@@ -108,17 +108,22 @@ class ServedLearner:
         *,
         clip_norm: float | None = None,
         gradients: str | None = None,
+        in_place: bool = False,
     ) -> tuple[Any, ...]:
         """Join with this model: its weights become those of the run, and its optimizer that of the servers.
 
         Gives back what it was given, to be used instead. A `scheduler` that is given is stepped over versions: however
         often `step` is called, it stands where the version of the weights is. `clip_norm` clips the mean gradient of an
         update, on the servers. `gradients` is the type in which they travel: "bfloat16" and "float16" halve the bytes.
+        With `in_place` the model's parameters *are* the servers' memory: a fetch copies nothing, and a program that
+        writes to a parameter itself is ended by the kernel.
         """
         if self._link is not None:
             raise RequestError("this learner was prepared before: a run has one model")
         if clip_norm is not None and not 0 < clip_norm < float("inf"):
             raise RequestError(f"clip_norm is above 0; got {clip_norm}")
+        if in_place and (self._rule.delta or self._rule.fetch_every):
+            raise RequestError(f"in_place is not for '{self.strategy}': its learners make steps of their own")
         parts, groups = parts_of(model, optimizer)
         rule, hypers = optimizers.describe(optimizer)
         if self._rule.delta:
@@ -133,6 +138,7 @@ class ServedLearner:
             states=optimizers.state_names(rule, hypers),
             gradients=gradients,
             clip_norm=clip_norm or 0.0,
+            in_place=in_place,
         )
         link = self._link = Link(self._door, self._token, self.number, table)
         local_step = optimizer.step
@@ -263,6 +269,7 @@ class ServedLearner:
             if self._mode is not None and self._link.failed is None and not self._link.client.gone:
                 with _quietly():
                     self._mode.flush()
+                self._mode.part()
             self._link.close()
         if self._at_end is not None:
             self._at_end()

@@ -104,6 +104,7 @@ class Mode:
         words = [self.arena.committed(lane) for lane in range(lanes)]
         self.load(tuple((buffer.get(), version.get()) for version, buffer in words), extra=False)
         self.version = min(version.get() for version, _ in words)
+        self.part()
 
     def begin(self) -> None:
         """A minibatch is about to be computed: on what is wanted now, not on what was cancelled while data was read."""
@@ -163,6 +164,9 @@ class Mode:
     def flush(self) -> None:
         """Push what was computed and not pushed."""
 
+    def part(self) -> None:
+        """The run goes on without this learner: what the model has must be its own."""
+
 
 class Whole(Mode):
     """Every gradient is pushed, and the servers make the step."""
@@ -170,6 +174,29 @@ class Whole(Mode):
     def __init__(self, link: Link, parts: Parts, rule: LearnerRule, local_step: Callable[[], Any]) -> None:
         super().__init__(link, parts, rule, local_step)
         self._squares = [0.0] * len(parts.trained)  # of the norms of what is in the slot
+        self._views: dict[int, list[Tensor]] = {}  # of each buffer, where the model's parameters are in place
+
+    def come(self) -> None:
+        super().come()
+        if self.arena.table.in_place:
+            self.arena.protect()
+
+    def load(self, pieces: tuple[tuple[int, int], ...], *, extra: bool) -> None:
+        if not self.arena.table.in_place:
+            super().load(pieces, extra=extra)
+            return
+        buffer = pieces[0][0]
+        if buffer not in self._views:
+            self._views[buffer] = self.arena.views(buffer, self.parts.trained)
+        for parameter, view in zip(self.parts.trained, self._views[buffer], strict=True):
+            parameter.data = view
+        if extra:
+            self.arena.fetch_extra(self.parts)
+
+    def part(self) -> None:
+        if self.arena.table.in_place:
+            for parameter in self.parts.trained:
+                parameter.data = parameter.data.clone()
 
     def fill(self, index: int, gradient: Tensor) -> None:
         self._squares[index] = self.arena.fill(self.link.client.slot, index, gradient)

@@ -171,7 +171,7 @@ class Post:
 
     def _furnish(self, table: Table, descriptor: int) -> None:
         """There is an arena: now there can be a machine."""
-        setting = replace(self.setting, clip_norm=table.clip_norm)
+        setting = replace(self.setting, clip_norm=table.clip_norm, in_place=table.in_place)
         size_bytes = Layout(table, setting).size_bytes
         self.arena = Arena(memory.Segment(descriptor, size_bytes), table, setting)
         self.descriptor = descriptor
@@ -195,7 +195,7 @@ class Post:
 
     def _make_arena(self, table: Table) -> None:
         table.check()
-        setting = replace(self.setting, clip_norm=table.clip_norm)
+        setting = replace(self.setting, clip_norm=table.clip_norm, in_place=table.in_place)
         _, descriptor = memory.create(Layout(table, setting).size_bytes, "the parameter server")
         self._furnish(table, descriptor)
         say(self.boss, Boss(what="arena", table=table), [descriptor])

@@ -16,7 +16,6 @@ from torch._C._distributed_c10d import HashStore
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from offbeat.errors import RequestError
 from offbeat.server.slowness import Slowness
 from offbeat.strategy import NATIVE
 
@@ -63,10 +62,11 @@ class ReducedLearner:
         *,
         clip_norm: float | None = None,
         gradients: str | None = None,
+        in_place: bool = False,
     ) -> tuple[Any, ...]:
         """The model in DDP, the optimizer as it is, the loader with this rank's share of each epoch."""
-        if gradients is not None:
-            raise RequestError("gradients= is for a parameter server; with DDP use its communication hooks")
+        if gradients is not None or in_place:
+            self.notes += ("gradients= and in_place= are for a parameter server: DDP has its own communication hooks",)
         wrapped = nn.parallel.DistributedDataParallel(model)
         own_step = optimizer.step
 

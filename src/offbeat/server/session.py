@@ -21,6 +21,7 @@ class Setting:
     again: bool = True  # what was cancelled is computed later; else it is counted as dropped
     clip_norm: float = 0.0  # 0: no clipping
     start_by_s: float | None = None  # begin with whoever is there by then
+    in_place: bool = False  # learners compute on the servers' weights themselves, and copy nothing
 
     def __post_init__(self) -> None:
         if self.learners < 1 or self.shards < 1:
@@ -55,7 +56,7 @@ class Setting:
     def buffers(self) -> int:
         """The current one, the next one, and those that are being read."""
         if not self.keeps_reads:
-            return 2 + min(self.learners, 2)
+            return 2 + (self.learners if self.in_place else min(self.learners, 2))
         of_each = 3 if self.independent else 1  # that it reads, that it works on, and that its last push came from
         return 2 + of_each * self.learners + self._most_held() - 1
 

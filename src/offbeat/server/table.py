@@ -33,6 +33,7 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rule: str
     states: tuple[str, ...]
     clip_norm: float  # of the mean gradient of an update; 0: it is not clipped
+    in_place: bool  # learners have the weights where the servers have them
     digest: str
 
     @property
@@ -114,6 +115,7 @@ def table_of(
     states: tuple[str, ...],
     gradients: str | None = None,
     clip_norm: float = 0.0,
+    in_place: bool = False,
 ) -> Table:
     """The table of a model; `gradients` is the type in which gradients travel (default: that of the weights)."""
     types = {parameter.dtype for parameter in parts.trained}
@@ -127,7 +129,9 @@ def table_of(
     if travel not in DTYPES:
         raise RequestError(f"gradients travel as {', '.join(DTYPES)}; got '{travel}'")
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    text = [f"{rule} {states} {dtype} {travel} {clip_norm}"]
+    if in_place and any(str(p.dtype) != f"torch.{dtype}" or p.device.type != "cpu" for p in parts.trained):
+        raise RequestError(f"in_place is for parameters of one type, {dtype}, in the processor's memory")
+    text = [f"{rule} {states} {dtype} {travel} {clip_norm} {in_place}"]
     text += [
         f"{names[id(p)]} {tuple(p.shape)} {p.dtype} {group}" for p, group in zip(parts.trained, groups, strict=True)
     ]
@@ -141,5 +145,6 @@ def table_of(
         rule=rule,
         states=states,
         clip_norm=clip_norm,
+        in_place=in_place,
         digest=hashlib.sha256("\n".join(text).encode()).hexdigest()[:32],
     )
