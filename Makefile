@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: setup demo test test-torch test-ecosystem bench clean
+.PHONY: setup demo test test-torch test-ecosystem test-faults test-world bench clean
 
 setup: $(INSTALLED)
 
@@ -39,6 +39,14 @@ test-torch: setup
 test-ecosystem: setup
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt lightning accelerate
 	@OFFBEAT_ECOSYSTEM=1 $(BIN)/pytest tests/ecosystem
+
+# The parameter server injured at scripted points, each 20 times with other seeds and real time limits. Minutes.
+test-faults: setup
+	@OFFBEAT_REPEATS=20 $(BIN)/pytest -s tests/process/test_server_faults.py
+
+# Its state machines in 10,000 random worlds, and the seed at which each planted bug is found. Minutes.
+test-world: setup
+	@cd tests && ../$(BIN)/python -m server.world --seeds 10000 --planted
 
 bench: setup
 	@$(BIN)/python benchmarks/schedules.py

@@ -312,8 +312,8 @@ KITS: dict[str, Kit] = {
 FOUND_AT = {
     "a cancelled gradient is applied": 16,
     "the slot of a silent learner is freed": 40,
-    "a kept slot is forgotten": 37,
-    "reads are not kept": 14,
+    "a kept slot is forgotten": 130,
+    "reads are not kept": 23,
     "the fence is not looked at": 92,
     "nobody is fenced": 33,
     "an old Hello is a newcomer": 323,

@@ -290,6 +290,18 @@ def test_downpour_fetches_beside_its_work_and_shards_commit_by_themselves() -> N
     assert talk.say(Done(0, 1, 1)) == [Committed(0, 1, 1)]
 
 
+def test_weights_that_are_sent_again_do_not_take_the_place_of_those_of_a_later_go() -> None:
+    talk = started("downpour:push=1,fetch=1,rate=delay-compensated:0.5", learners=1)
+    talk.say(Want(0, 1, 1, 0, 1, 1, True))
+    talk.say(push(0, 1, 0, 0))
+    old = Weights(0, 1, 1, 1, 2, ((0, 0),))
+    assert talk.say(Ask(0, 1, 1)) == [old]
+    assert talk.say(Want(0, 1, 2, 0, 1, 1, True, 1)) == []  # the epoch is over with the update
+    assert talk.done(1)[-1] == Go(0, 1, 3, 1, 1, 3, ((1, 1),))
+    assert talk.say(Ask(0, 1, 1)) == [old]
+    assert [job.reads for job in talk.say(push(0, 3, 1)) if isinstance(job, Job)] == [(1,)]
+
+
 def test_a_journal_brings_a_coordinator_back() -> None:
     talk = started("k-sync:2", learners=3)
     history: list[INPUT] = [push(2, 1, 0), push(0, 1, 0), Done(0, 1, 1), Silent(1, 1)]
