@@ -6,7 +6,7 @@ One process holds the weights, the others push a prepared gradient, get the new 
 parameters, as training needs. Three forms:
 
     plain   as PyTorch's tutorial "Implementing Batch RPC Processing Using Asynchronous Executions" has its parameter
-            server: one call with the list of gradients, whose answer is the model, after a step of the server's optimizer
+            server: one call with the list of gradients, whose answer is the model after a step of its optimizer
     lists   one rpc_sync with the list of gradients, another for the list of weights, and nothing set. As in the
             tutorial, a reader may see weights of two versions.
     tuned   at its best on one host: one flat tensor; one call for both; the server adds into the memory the gradient

@@ -163,6 +163,11 @@ class Client:
         """Whether it has asked for samples as the incarnation that it is, answered or not."""
         return self._want is not None or self.granted is not None
 
+    @property
+    def asks(self) -> bool:
+        """The same of weights."""
+        return self._ask is not None or self.weights is not None
+
     def fetched(self, pin: int) -> list[Message]:
         if not self.incarnation:
             return []

@@ -314,6 +314,8 @@ class _Source:
             link.say(lambda client: client.want(epoch=epoch, count=count, of=self.of, wait=wait))
             answer = link.wait(_grant_or_again, "samples")
             if isinstance(answer, Granted):
+                if answer.answer == Answer.ENDED.value:
+                    mode.rest()
                 return Lease(*answer.lease) if answer.lease is not None else Answer(answer.answer)
             if link.client.fenced:
                 if self.learner._now is not None:

@@ -24,7 +24,7 @@ from offbeat.server.client import Client
 from offbeat.server.hooks import Cancelled
 from offbeat.server.link import Link
 from offbeat.server.table import DTYPES, Parts
-from offbeat.server.wire import Go, Hyper, Lease, Message
+from offbeat.server.wire import Go, Hyper, Lease, Message, Weights
 
 
 class Report(NamedTuple):
@@ -50,6 +50,7 @@ class Mode:
         self.link, self.parts, self.rule, self.local_step = link, parts, rule, local_step
         self.arena = link.arena
         self.version = 0  # of the weights that the model has
+        self.loaded = (0, 0)  # incarnation and pin under which it got them: later ones are larger
         self.start_s = link.admission.start_s
         self._told: tuple[int, tuple[Hyper, ...]] = (0, ())  # incarnation, and the hyperparameters that it has sent
 
@@ -89,6 +90,7 @@ class Mode:
             link.opened()
             if go.pieces:
                 self.load(go.pieces, extra=extra)
+                self.loaded = (incarnation, go.pin)
                 link.say(lambda client, pin=go.pin: client.fetched(pin))  # type: ignore[misc]  # mypy has no defaults of lambdas
             self.version = go.version
             if not link.is_cancelled() and not link.is_fenced(incarnation):
@@ -164,6 +166,9 @@ class Mode:
     def flush(self) -> None:
         """Push what was computed and not pushed."""
 
+    def rest(self) -> None:
+        """An epoch has ended, and who knows what the user does now: the model must have weights that stay."""
+
     def part(self) -> None:
         """The run goes on without this learner: what the model has must be its own."""
 
@@ -192,6 +197,10 @@ class Whole(Mode):
             parameter.data = view
         if extra:
             self.arena.fetch_extra(self.parts)
+
+    def rest(self) -> None:
+        if self.arena.table.in_place:
+            self.begin()
 
     def part(self) -> None:
         if self.arena.table.in_place:
@@ -290,9 +299,11 @@ class Free(Mode):
         self._pushed = threading.Condition()
         self._under_way = 0
         self._wanted = threading.Event()
-        self._staged: tuple[Tensor, int] | None = None
-        self._staging = [torch.empty_like(self.arena.weights[0]) for _ in range(2)]
+        self._staged: tuple[Tensor, int, tuple[int, int]] | None = None  # weights, their version, and as `loaded`
+        self._reading: Tensor | None = None  # what is being copied into the model
+        self._staging = [torch.empty_like(self.arena.weights[0]) for _ in range(3)]
         self._lock = threading.Lock()
+        self._stages = threading.Lock()  # one thread at a time
         self._error: OffbeatError | None = None
 
     def is_cancelled(self) -> bool:
@@ -315,10 +326,12 @@ class Free(Mode):
             self._stay = self.incarnation
         with self._lock:
             staged, self._staged = self._staged, None
-        if staged is not None and staged[1] >= self.version:
-            vector, self.version = staged
+            self._reading = None if staged is None else staged[0]
+        if staged is not None and staged[2] > self.loaded:
+            vector, self.version, self.loaded = staged
             with torch.no_grad():
                 self.arena._walk(vector, self.parts.trained, into_vector=False)
+        self._reading = None
 
     def step(self, absent: tuple[int, ...], report: Report) -> None:
         if self._stay != self.incarnation:
@@ -409,23 +422,24 @@ class Free(Mode):
             if not self._wanted.wait(0.5):
                 continue
             self._wanted.clear()
-            nonce = link.client.nonce
+            link.wait(lambda client: client.incarnation or None, "joining again")
             link.say(lambda client: client.ask() if client.incarnation else [])
-            found = link.wait(
-                lambda c, nonce=nonce: c.weights or ("again" if c.nonce != nonce else None),  # type: ignore[misc]  # mypy has no defaults of lambdas
-                "weights",
-            )
-            if not isinstance(found, str):
+            found = link.wait(lambda client: client.weights if client.asks else "again", "weights")
+            if isinstance(found, Weights):
                 self._stage(found.pieces, found.version, found.pin)
+            else:  # it was given up meanwhile
+                self._wanted.set()
 
     def _stage(self, pieces: tuple[tuple[int, int], ...], version: int, pin: int) -> None:
         """Copy the weights beside, for the next minibatch to begin with."""
-        with self._lock:
-            taken = self._staged[0] if self._staged is not None else None
-            vector = next(one for one in self._staging if one is not taken)
         incarnation = self.link.client.incarnation
-        self.arena.gather(pieces, out=vector)
-        self.link.say(lambda client: client.fetched(pin))
-        if not self.link.is_fenced(incarnation):
+        with self._stages:
             with self._lock:
-                self._staged = (vector, version)
+                taken = (self._reading, None if self._staged is None else self._staged[0])
+                vector = next(one for one in self._staging if all(one is not other for other in taken))
+            self.arena.gather(pieces, out=vector)
+            self.link.say(lambda client: client.fetched(pin))
+            with self._lock:
+                newer = self._staged is None or (incarnation, pin) > self._staged[2]
+                if newer and not self.link.is_fenced(incarnation):
+                    self._staged = (vector, version, (incarnation, pin))
