@@ -206,7 +206,7 @@ class Client:
     def stop(self, *, began_s: float = 0.0, ended_s: float = 0.0) -> list[Message]:
         """The minibatch was cancelled, and it has stopped."""
         leases = tuple(lease[0] for lease in self.leases)
-        return self._say(Stop(self.learner, self.incarnation, self.seq, leases, began_s, ended_s))
+        return self._say(Stop(self.learner, self.incarnation, self.seq, leases, began_s, ended_s, self.version))
 
     def _say(self, answer: Push | Stop) -> list[Message]:
         self.working = False

@@ -45,7 +45,7 @@ class Ledger:
         if not 0 <= began < ended:  # a minibatch that was cancelled before it began
             return
         stopped = isinstance(message, Stop)
-        version = message.version if isinstance(message, Push) else 0
+        version = message.version
         before = self._ended_s.get(name[:2])
         if before is not None and before < began:
             self._span(Span(learner, "wait", before, began, version))

@@ -73,6 +73,7 @@ class Stop(Message, frozen=True, tag="stop"):
     leases: tuple[int, ...] = ()
     began_s: float = 0.0
     ended_s: float = 0.0
+    version: int = 0
 
 
 class Ask(Message, frozen=True, tag="ask"):
