@@ -269,3 +269,88 @@ def serve_skipping(rank: int, ranks: int, store: str, **run: Any) -> Any:
         return used
 
     return family(rank, ranks, store, body, **run)
+
+
+def serve_late_step(rank: int, ranks: int, store: str, *, inside: bool, **run: Any) -> Any:
+    """The last learner waits between backward and step until the others are far ahead: what it has is too late."""
+
+    def body(learner: ServedLearner) -> Any:
+        model = nn.Sequential(nn.Linear(FEATURES, 4), nn.BatchNorm1d(4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        _, _, loader = learner.prepare(model, optimizer, [torch.full((4, FEATURES), float(n)) for n in range(8)])
+        seen: list[float] = []
+        cancelled = 0
+
+        def late() -> None:
+            end = time.monotonic() + 5.0
+            while rank == ranks - 2 and not learner._is_cancelled() and time.monotonic() < end and not seen:
+                time.sleep(0.001)
+
+        for x in loader:
+            if inside:
+                with learner.minibatch() as minibatch:
+                    optimizer.zero_grad()
+                    model(x).square().mean().backward()
+                    late()
+                    optimizer.step()
+                cancelled += minibatch.cancelled
+            else:
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                late()
+                optimizer.step()
+            if not learner._last_cancelled:
+                seen.append(float(x[0, 0]))
+        counted = int(model[1].num_batches_tracked)  # type: ignore[arg-type]  # a tensor
+        learner.finish()
+        return {"seen": seen, "cancelled": cancelled, "counted": counted}
+
+    return family(rank, ranks, store, body, **run)
+
+
+def serve_touched(rank: int, ranks: int, store: str, **run: Any) -> Any:
+    """Gradients changed behind torch's back; then a step after the end."""
+
+    def body(learner: ServedLearner) -> Any:
+        model = nn.Linear(1000, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        learner.prepare(model, optimizer)
+        x = torch.full((1, 1000), 0.1)
+        x[0, 7] = 100.0
+        with learner.minibatch():
+            model(x).sum().backward()
+            assert model.weight.grad is not None
+            model.weight.grad.data.clamp_(-1.0, 1.0)
+            optimizer.step()
+        moved = model.weight[0, 7].item()
+        learner.finish()
+        learner.finish()
+        try:
+            optimizer.step()
+        except OffbeatError as error:
+            return {"moved": moved, "after": str(error)}
+        return None
+
+    return family(rank, ranks, store, body, **run)
+
+
+def serve_free_hammer(rank: int, ranks: int, store: str, *, minibatches: int, **run: Any) -> Any:
+    """Downpour, with weights that are alike in every version: what a minibatch begins on is one version of a shard."""
+
+    def body(learner: ServedLearner) -> Any:
+        model = nn.Linear(50_000, 4, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        learner.prepare(model, optimizer)
+        torn = 0
+        for _ in range(minibatches):
+            with learner.minibatch():
+                low, high = model.weight.min().item(), model.weight.max().item()
+                torn += low != high
+                model.weight.grad = torch.ones_like(model.weight)
+                optimizer.step()
+        learner.finish()
+        return {"torn": torn, "last": model.weight[0, 0].item()}
+
+    return family(rank, ranks, store, body, **run)

@@ -138,3 +138,40 @@ def test_a_minibatch_before_prepare_says_what_to_do() -> None:
     with pytest.raises(RequestError, match=r"learner\.prepare"), learner.minibatch():
         pass
     learner.close()
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_what_is_cancelled_between_backward_and_step_is_cancelled_too(nursery: Nursery, inside: bool) -> None:
+    *learned, summary = nursery.values("serve_late_step", ranks=3, line="k-sync:1", inside=inside)
+    slow = learned[-1]
+    assert slow["seen"] == [float(n) for n in range(8)], "the batch comes again"
+    assert slow["counted"] == 8 or not inside, "batch norm has not counted what was given up"
+    assert (slow["cancelled"] >= 1) == inside, "a loop without `with` is not told"
+    assert summary["pushes"]["received"] == summary["pushes"]["applied"] + summary["pushes"]["dropped"]
+
+
+def test_gradients_changed_behind_torchs_back_are_seen_and_after_the_end_nothing_is(nursery: Nursery) -> None:
+    learned, _ = nursery.values("serve_touched", ranks=2, line="async")
+    assert learned["moved"] == -1.0
+    assert "has finished" in learned["after"]
+
+
+def test_downpour_never_begins_on_a_mixture(nursery: Nursery) -> None:
+    *learned, summary = nursery.values("serve_free_hammer", ranks=3, line="downpour", minibatches=100, within_s=60)
+    assert [one["torn"] for one in learned] == [0, 0]
+    assert {one["last"] for one in learned} == {-200.0}
+    assert summary["updates"] == 200
+
+
+def test_what_changes_after_prepare_and_schedulers_of_other_things_are_refused() -> None:
+    model = programs.model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    learner = ServedLearner(line="async", number=0, learners=1, door="nowhere", token="")
+    with pytest.raises(RequestError, match="ReduceLROnPlateau"):
+        learner._over_versions(plateau)
+    learner._replace_step(optimizer, optimizer.step, list(model.parameters()))
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    with pytest.raises(RequestError, match="other parameters"):
+        optimizer.step()
+    learner.close()

@@ -108,6 +108,8 @@ def _supervise(given: argparse.Namespace, plan: Plan) -> None:
     summary["restarts"] = supervisor.recoveries
     _tell_end(given, summary)
     failed = [learner for learner, code in exits.items() if code]
+    if plan.store_port is None and (said is None or summary.get("unfinished")):
+        raise OffbeatError("run: the last updates were not made: the servers did not answer")
     if failed:
         names = ", ".join(map(str, sorted(failed)))
         raise OffbeatError(f"run: {count_of(len(failed), 'learner')} failed: {names}")
@@ -115,6 +117,8 @@ def _supervise(given: argparse.Namespace, plan: Plan) -> None:
 
 def _run_ranks(given: argparse.Namespace) -> None:
     """Ranks of a process group. Their store listens on loopback alone."""
+    if given.log is not None or given.servers != 1 or given.cancelled != "again":
+        raise RequestError(f"'{given.sync}' is an all-reduce: --log, --servers, --cancelled are for a parameter server")
     from torch._C._distributed_c10d import TCPStore
 
     from offbeat.server.session import Setting
@@ -152,7 +156,9 @@ def _teller(given: argparse.Namespace) -> Any:
     width = len(f"learner {given.learners - 1}")
 
     def tell(name: str, line: str) -> None:
-        print(f"{name.ljust(width)} | {line}", file=out, flush=True)
+        text = f"{name.ljust(width)} | {line}"
+        encoding = out.encoding or "utf-8"
+        print(text.encode(encoding, "backslashreplace").decode(encoding), file=out, flush=True)
 
     return tell
 

@@ -115,6 +115,18 @@ class Arena:
             total += _square(place[part].copy_(flat[part]))
         return total
 
+    def square(self, gradient: Tensor) -> float | None:
+        """The squared norm of a gradient, summed as `fill` does; none where that is another's work or type."""
+        if gradient.device.type != "cpu" or gradient.dtype != self.slots[0].dtype:
+            return None
+        flat, size = gradient.reshape(-1), gradient.numel()
+        if size <= _COPIED or not gradient.is_contiguous():
+            return _square(flat)
+        total = 0.0
+        for first in range(0, size, _COPIED):
+            total += _square(flat[first : first + _COPIED])
+        return total
+
     def clear(self, slot: int, indices: Iterable[int]) -> None:
         """Nothing, for parameters that have no gradient."""
         for index in indices:

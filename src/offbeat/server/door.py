@@ -21,7 +21,12 @@ from offbeat.server.session import Setting
 from offbeat.server.table import Table
 from offbeat.server.wire import MOST_BYTES, PROTOCOL
 
-GREETING_S = 5.0
+GREETING_S = 5.0  # for an answer
+INTRODUCTION_S = 0.5  # for whoever has connected to say who it is: the door serves one at a time
+
+
+class NobodyError(PeerError):
+    """There is no such door: the run is over."""
 
 
 class Introduction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="introduction"):
@@ -121,6 +126,9 @@ def knock(door: str, introduction: Introduction, timeout_s: float) -> tuple[sock
         segment = memory.receive(descriptors.pop(), size_bytes, sealed=True)
         one.setblocking(True)
         return one, admission, Arena(segment, admission.table, setting)
+    except ConnectionRefusedError:
+        one.close()
+        raise NobodyError("the run is gone") from None
     except (OSError, msgspec.DecodeError) as error:
         one.close()
         raise PeerError(f"cannot reach the run: {error}") from None

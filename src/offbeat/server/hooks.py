@@ -104,6 +104,7 @@ class Hooks:
         fill: Callable[[int, Tensor], None],
         cancelled: Callable[[], bool],
         keeps_buffers: bool,
+        unchanged: Callable[[int, Tensor], bool] | None = None,
     ) -> None:
         parts = tuple(_parts(model))
         _check(model, parts, parameters)
@@ -111,6 +112,7 @@ class Hooks:
         self._model = model
         self._parameters = tuple(parameters)
         self._copy_out = fill
+        self._unchanged = unchanged
         self._cancelled = cancelled
         self._keeps_buffers = keeps_buffers
         self._armed = False
@@ -139,7 +141,7 @@ class Hooks:
 
         Seen are other tensors in `.grad`, every change that torch counts, and every rescaling, counted or not
         (GradScaler.unscale_ is not counted). A change of *some elements* by way of `.grad.data` or numpy leaves no
-        trace and may be missed.
+        trace: it is seen if `unchanged`, which is asked of all that seem to be as they were, sees it.
         """
         unused: list[int] = []
         same: list[tuple[int, Mark]] = []
@@ -152,8 +154,10 @@ class Hooks:
                 self._fill(index, gradient)
             else:
                 same.append((index, mark))
-        for index, mark in self._doubtful(same):
-            self._fill(index, mark.gradient)
+        doubtful = {index for index, _ in self._doubtful(same)}
+        for index, mark in same:
+            if index in doubtful or not (self._unchanged is None or self._unchanged(index, mark.gradient)):
+                self._fill(index, mark.gradient)
         self._disarm()
         return tuple(unused)
 

@@ -20,6 +20,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from offbeat.errors import OffbeatError, RequestError
+from offbeat.policies import create
 from offbeat.server.learner import ServedLearner
 from offbeat.server.reduced import ReducedLearner
 from offbeat.strategy import ALL_REDUCE, family_of
@@ -55,6 +56,7 @@ def join(sync: str | None = None, *, servers: int = 1, threads: int | None = 1) 
             seed=seed,
         )
     rank, learners = int(told.get("RANK", "0")), int(told.get("WORLD_SIZE", "1"))
+    create(line, expect=learners)  # before anything is started
     services = _Services(line, learners, servers, seed) if rank == 0 else None
     found = services.address if services is not None else None
     if learners > 1:

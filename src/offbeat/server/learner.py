@@ -15,6 +15,7 @@ unused. A minibatch that is cancelled ends where it is, quietly: `minibatch.canc
 from __future__ import annotations
 
 import atexit
+import os
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -94,6 +95,9 @@ class ServedLearner:
         self._now: Minibatch | None = None  # that is open
         self._batch: _Batch = _Batch((), 0)
         self._last_cancelled = False
+        self._inside = False  # `with learner.minibatch()`
+        self._since_s = 0.0  # when the last step ended
+        self._pid = os.getpid()
         self._describe: Callable[[], tuple[optimizers.Hyper, ...]] = tuple
         atexit.register(self.close)
 
@@ -146,11 +150,20 @@ class ServedLearner:
         mode = self._mode = kind(link, parts, self._rule, local_step)
         fixed = tuple(hypers)
         self._describe = (lambda: fixed) if self._rule.delta else lambda: tuple(optimizers.describe(optimizer)[1])
-        fill = mode.fill
-        self._hooks = Hooks(model, parts.trained, fill=fill, cancelled=self._is_cancelled, keeps_buffers=self._cancels)
+        self._hooks = Hooks(
+            model,
+            parts.trained,
+            fill=mode.fill,
+            unchanged=mode.unchanged,
+            cancelled=self._is_cancelled_here,
+            keeps_buffers=self._cancels,
+        )
         self.notes += self._hooks.notes
+        if optimizer.state and not self._rule.delta and not self._rule.fetch_every:
+            self.notes += ("the optimizer's state is not taken over: the servers begin without any",)
         mode.come()
-        self._replace_step(optimizer, local_step)
+        self._since_s = time.monotonic()
+        self._replace_step(optimizer, local_step, parts.trained)
         given: list[Any] = [model, optimizer]
         if loader is not None:
             source = _Source(self)
@@ -163,7 +176,7 @@ class ServedLearner:
             given.append(scheduler)
         return tuple(given)
 
-    def _replace_step(self, optimizer: torch.optim.Optimizer, local_step: Any) -> None:
+    def _replace_step(self, optimizer: torch.optim.Optimizer, local_step: Any, trained: Sequence[nn.Parameter]) -> None:
         """`optimizer.step` is ours from now on; a scheduler, made before or after, finds what it looks for."""
 
         def step(closure: Callable[[], Any] | None = None) -> Any:
@@ -172,13 +185,22 @@ class ServedLearner:
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
+            now = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+            if len(now) != len(trained) or any(one is not other for one, other in zip(now, trained, strict=True)):
+                raise RequestError("the optimizer trains other parameters than when it was prepared: prepare it last")
+            for hook in optimizer._optimizer_step_pre_hooks.values():
+                hook(optimizer, (), {})
             self._step()
+            for hook in optimizer._optimizer_step_post_hooks.values():
+                hook(optimizer, (), {})
             return loss
 
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # as torch marks the steps it has wrapped
         optimizer.step = step  # type: ignore[method-assign]  # the point of it
 
     def _over_versions(self, scheduler: Any) -> None:
+        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise RequestError("ReduceLROnPlateau counts what you measure, not versions: keep it out of prepare")
         one_step = scheduler.step
 
         def step(*given: Any) -> None:
@@ -201,11 +223,17 @@ class ServedLearner:
     def _ready(self) -> tuple[Link, Mode, Hooks]:
         if self._link is None or self._mode is None or self._hooks is None:
             raise RequestError("call learner.prepare(model, optimizer, loader) first")
+        if self._link.client.gone:
+            raise RequestError("this learner has finished, and left the run")
         return self._link, self._mode, self._hooks
 
     def _is_cancelled(self) -> bool:
         assert self._mode is not None
         return self._mode.is_cancelled() or self._batch.incarnation not in (0, self._mode.incarnation)
+
+    def _is_cancelled_here(self) -> bool:
+        """For hooks: outside of `with learner.minibatch()` nothing is interrupted."""
+        return self._inside and self._is_cancelled()
 
     def _enter(self, minibatch: Minibatch) -> None:
         _, mode, hooks = self._ready()
@@ -214,45 +242,83 @@ class ServedLearner:
             self._last_cancelled = False
         minibatch.began_s = self._now.began_s if self._now is not None else time.monotonic()
         self._now = minibatch
+        self._inside = True
         hooks.begin()
 
     def _leave(self, minibatch: Minibatch, kind: type[BaseException] | None) -> None:
+        self._inside = False
         if kind is None or self._now is not minibatch:
-            return
-        _, mode, hooks = self._ready()
+            return  # without a step it goes on with the next batch: gradients are accumulated
         if issubclass(kind, Cancelled):
-            minibatch.cancelled = self._last_cancelled = True
-            hooks.abandon()
-            mode.cancel(self._take_leases(), minibatch.began_s)
+            minibatch.cancelled = True
+            self._give_up(minibatch)
+        else:  # of the user's own: its samples were not used
             self._now = None
+            self._put_aside()
+
+    def _give_up(self, minibatch: Minibatch) -> None:
+        """The open minibatch is not wanted: the model is as it was before it, and its samples go back."""
+        _, mode, hooks = self._ready()
+        self._last_cancelled = True
+        hooks.abandon()
+        mode.cancel(self._take_leases(), minibatch.began_s)
+        self._now = None
 
     def _take_leases(self) -> tuple[tuple[int, int, int, int], ...]:
         leases, self._batch = self._batch.leases, _Batch((), 0)
         return tuple((one.number, one.epoch, one.start, one.count) for one in leases)
 
+    def _put_aside(self) -> None:
+        """Samples that were handed out and that the user had no use for; they do not come again."""
+        numbers = tuple(lease[0] for lease in self._take_leases())
+        if numbers and self._link is not None:
+            self._link.say(lambda client: client.give_back(numbers, unused=True))
+
     def _step(self) -> None:
         """What `optimizer.step()` does now."""
-        link, mode, hooks = self._ready()
-        if self._now is None:  # a loop without `with learner.minibatch()`: nothing of it can be cancelled
-            self._enter(Minibatch(self))
+        _, mode, _ = self._ready()
+        if self._now is None:  # a loop without `with learner.minibatch()`: it is never interrupted
+            self._now = Minibatch(self)
+            self._now.began_s = self._since_s
         minibatch = self._now
-        assert minibatch is not None
-        absent = hooks.finish()
+        try:
+            self._push(minibatch)
+            self._now = None
+            self._last_cancelled = False
+        except Cancelled:
+            if self._inside:
+                raise
+            self._give_up(minibatch)  # too late: what it has computed is dropped
+            mode.begin()
+        self._since_s = time.monotonic()
+
+    def _push(self, minibatch: Minibatch) -> None:
+        link, mode, hooks = self._ready()
         computed_s = time.monotonic() - minibatch.began_s
-        if self._slowness is not None and not self._slowness.act(computed_s, self._is_cancelled, link.nap):
+        if self._slowness is not None:
+            self._slowness.act(computed_s, self._is_cancelled, link.nap)
+        if self._is_cancelled():
             raise Cancelled
+        absent = hooks.finish()
         leased = sum(lease.count for lease in self._batch.leases)
         samples = minibatch.samples or leased or self._batch.samples or 1
         loss = None if minibatch.loss is None else float(minibatch.loss)
-        self._now = None
+        batch = self._batch
         report = Report(self._describe(), samples, loss, self._take_leases(), minibatch.began_s)
-        mode.step(absent, report)
+        try:
+            mode.step(absent, report)
+        except Cancelled:
+            self._batch = batch
+            raise
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
         """Wait until all learners are done, and load the last weights."""
+        if self._link is not None and self._link.client.gone:
+            return
         link, mode, _ = self._ready()
+        self._put_aside()
         mode.flush()
         link.say(lambda client: client.bye())
         word = link.arena.quiet_word()
@@ -265,6 +331,8 @@ class ServedLearner:
     def close(self) -> None:
         """Leave. Called at the end of the program by itself."""
         atexit.unregister(self.close)
+        if os.getpid() != self._pid:  # a child that was forked off: the learner is its parent
+            return
         if self._link is not None:
             if self._mode is not None and self._link.failed is None and not self._link.client.gone:
                 with _quietly():
@@ -307,7 +375,7 @@ class _Source:
     def take(self, epoch: int, count: int, *, wait: bool) -> Lease | Answer:
         link, mode, _ = self.learner._ready()
         if wait:
-            self._put_aside()
+            self.learner._put_aside()
             mode.flush()  # what was computed and not pushed would be waited for
         while True:
             link.wait(lambda client: client.incarnation or None, "joining again")
@@ -319,20 +387,14 @@ class _Source:
                 return Lease(*answer.lease) if answer.lease is not None else Answer(answer.answer)
             if link.client.fenced:
                 if self.learner._now is not None:
-                    raise Cancelled
-                mode.step_aside()
-
-    def _put_aside(self) -> None:
-        """The batch before was never pushed, and the user is done with it: it would come back for ever."""
-        leases = self.learner._take_leases()
-        if leases and self.learner._link is not None:
-            numbers = tuple(lease[0] for lease in leases)
-            self.learner._link.say(lambda client: client.give_back(numbers, unused=True))
+                    self.learner._give_up(self.learner._now)
+                else:
+                    mode.step_aside()
 
     def begin(self, leases: Sequence[Lease]) -> None:
         _, mode, _ = self.learner._ready()
         if self.learner._now is None:
-            self._put_aside()
+            self.learner._put_aside()
         kept = self.learner._batch.leases if self.learner._now is not None else ()
         self.learner._batch = _Batch((*kept, *leases), mode.incarnation if leases else 0)
 

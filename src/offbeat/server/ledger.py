@@ -102,5 +102,6 @@ class Ledger:
             "compute_s": self.compute_s,
             "wait_s": self.wait_s,
             "minibatches": self.minibatches,
+            "unfinished": len(machine.in_updates()),
         }  # fmt: skip
         return json.dumps(summary)

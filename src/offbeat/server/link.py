@@ -28,7 +28,8 @@ from offbeat.server.wire import MOST_BYTES, PROTOCOL, TO_LEARNER, Message, WireE
 
 BEAT_S = 0.2
 RETRY_S = 2.0  # an answer that takes longer may have been lost
-_AGAIN_S = 10.0
+_AGAIN_S = 600.0  # for a coordinator that goes through its journal
+_NOBODY_S = 1.0  # for a door that is not there
 _FIRST_S = 60.0  # to find the run at all
 _PAUSE_S = 0.05  # before knocking again
 _PR_SET_PDEATHSIG = 1
@@ -157,14 +158,15 @@ class Link:
 
     def _come_again(self) -> None:
         """The coordinator is gone; perhaps another takes its place."""
-        end = time.monotonic() + _AGAIN_S
+        start = time.monotonic()
         self.line.close()
         while not self.closed:
             try:
                 line, _, _ = door.knock(self.name, self.introduction, door.GREETING_S)
                 break
-            except PeerError:
-                if self.client.gone or time.monotonic() > end:
+            except PeerError as error:
+                most_s = _NOBODY_S if isinstance(error, door.NobodyError) else _AGAIN_S
+                if self.client.gone or time.monotonic() - start > most_s:
                     raise PeerError("the run is gone: its coordinator does not answer any more") from None
                 time.sleep(_PAUSE_S)
         else:

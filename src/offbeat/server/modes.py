@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ from offbeat.server.hooks import Cancelled
 from offbeat.server.link import Link
 from offbeat.server.table import DTYPES, Parts
 from offbeat.server.wire import Go, Hyper, Lease, Message, Weights
+
+T = TypeVar("T")
 
 
 class Report(NamedTuple):
@@ -52,7 +54,6 @@ class Mode:
         self.version = 0  # of the weights that the model has
         self.loaded = (0, 0)  # incarnation and pin under which it got them: later ones are larger
         self.start_s = link.admission.start_s
-        self._told: tuple[int, tuple[Hyper, ...]] = (0, ())  # incarnation, and the hyperparameters that it has sent
 
     @property
     def incarnation(self) -> int:
@@ -60,6 +61,10 @@ class Mode:
 
     def fill(self, index: int, gradient: Tensor) -> None:
         """A gradient is there."""
+
+    def unchanged(self, index: int, gradient: Tensor) -> bool:
+        """Whether a gradient is what was filled."""
+        return True
 
     def is_cancelled(self) -> bool:
         return self.link.is_cancelled()
@@ -126,8 +131,6 @@ class Mode:
         link = self.link
         if finite is None:
             finite = self.arena.is_finite(link.client.slot)
-        told = (link.client.incarnation, report.hyper)
-        hyper, self._told = (report.hyper if told != self._told else ()), told
         ended_s = time.monotonic()
 
         def say(client: Any) -> list[Message]:
@@ -137,7 +140,7 @@ class Mode:
                 version=version,
                 loss=report.loss,
                 finite=finite,
-                hyper=hyper,
+                hyper=report.hyper,
                 absent=absent,
                 began_s=report.began_s - self.start_s,
                 ended_s=ended_s - self.start_s,
@@ -210,9 +213,12 @@ class Whole(Mode):
     def fill(self, index: int, gradient: Tensor) -> None:
         self._squares[index] = self.arena.fill(self.link.client.slot, index, gradient)
 
+    def unchanged(self, index: int, gradient: Tensor) -> bool:
+        """By its norm, as it was summed when it was filled. What is on a GPU is not looked at: that would take long."""
+        square = self.arena.square(gradient)
+        return square is None or square == self._squares[index]
+
     def step(self, absent: tuple[int, ...], report: Report) -> None:
-        if self.is_cancelled():
-            raise Cancelled
         self.arena.clear(self.link.client.slot, absent)
         for index in absent:
             self._squares[index] = 0.0
@@ -358,11 +364,22 @@ class Free(Mode):
         if self._report is None:
             return
         report = self._report._replace(leases=self._leases, samples=self._samples)
+        item = _Accrued(self._accrued, self._first_version, report, self._stay)
         with self._pushed:
             self._under_way += 1
-        self._outbox.put(_Accrued(self._accrued, self._first_version, report, self._stay))
-        self._accrued = self._back.get()
+        self._patiently(lambda: self._outbox.put(item, timeout=0.2))
+        self._accrued = self._patiently(lambda: self._back.get(timeout=0.2))
         self._forget()
+
+    def _patiently(self, take: Callable[[], T]) -> T:
+        """As long as there is somebody to wait for."""
+        while True:
+            try:
+                return take()
+            except (queue.Full, queue.Empty):
+                failed = self._error or self.link.failed
+                if failed is not None:
+                    raise failed from None
 
     def _forget(self) -> None:
         self._accrued.zero_()

@@ -33,6 +33,7 @@ from offbeat.server.wire import (
     FROM_LEARNER,
     INPUT,
     MOST_BYTES,
+    Bye,
     Cancel,
     Committed,
     Done,
@@ -42,11 +43,9 @@ from offbeat.server.wire import (
     Hello,
     Job,
     Message,
-    Push,
     Ready,
     Refused,
     Silent,
-    Stop,
     Tick,
     Welcome,
     WireError,
@@ -56,6 +55,7 @@ from offbeat.server.wire import (
 
 LOOK_S = 0.25  # between two looks at who still lives
 SILENCE_S = 3.0  # without a sign of life, after which a learner is given up
+BUSY_S = 60.0  # the same of one whose process runs
 TICK_S = 1.0
 DRAIN_S = 5.0  # for the last updates, at the end
 _RECORD = struct.Struct("<dI")
@@ -71,14 +71,16 @@ class Run:
     start_s: float
     log: Path | None = None
     facts: dict[str, Any] | None = None  # of the run, for its log
+    launched: bool = False  # learners are started, and started again, by the supervisor
 
 
 class Boss(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Between coordinator and supervisor.
 
     "arena": here is the memory, for this table. "ready": a server or the coordinator (`text`) works. "learner": this
-    process has come, under this nonce. "begin": not all learners will come; begin with those that are there. "finish":
-    the run is over. "summary": what there is to tell of it.
+    process has come, under this nonce. "begin": not all learners will come; begin with those that are there. "ended":
+    this learner will not come again. "say": something worth knowing. "finish": the run is over. "summary": what there
+    is to tell of it.
     """
 
     what: str
@@ -87,6 +89,7 @@ class Boss(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nonce: int = 0
     pid: int = 0
     at_s: float = 0.0
+    number: int = 0
 
 
 _encode_boss = msgspec.json.Encoder().encode
@@ -97,6 +100,10 @@ def say(line: socket.socket, message: Boss, descriptors: list[int] | None = None
     """To the other of supervisor and coordinator."""
     data = _encode_boss(message)
     socket.send_fds(line, [data], descriptors or [])
+
+
+def now_stopped(pid: int) -> bool:
+    return state_of(pid) in ("T", "t")
 
 
 class Journal:
@@ -160,6 +167,8 @@ class Post:
         self.ledger = Ledger(run.setting.learners)
         self.finishing_by_s: float | None = None
         self.ticked_s = 0.0
+        self.left: set[int] = set()  # learners that have said goodbye
+        self.ended: set[int] = set()  # and those that will not be started again
         self.missing_since_s: dict[tuple[int, int], float] = {}
         self.pids = dict(pids)
         self.stays: dict[tuple[int, int], int] = {}  # learner and incarnation -> process
@@ -176,10 +185,8 @@ class Post:
         self.arena = Arena(memory.Segment(descriptor, size_bytes), table, setting)
         self.descriptor = descriptor
         facts = {"strategy": setting.line, "expect": setting.learners, "start_by_s": 0.0, "seed": self.run.seed}
-        self.ledger.open(
-            self.run.log,
-            facts | {"simulated": False, "rule": table.rule, "clip_norm": table.clip_norm} | (self.run.facts or {}),
-        )
+        facts |= {"simulated": False, "rule": table.rule, "clip_norm": table.clip_norm, "gradients": table.gradients}
+        self.ledger.open(self.run.log, facts | (self.run.facts or {}))
         self.machine = Coordinator(setting, self.ledger.decision)
 
     def _recover(self) -> None:
@@ -239,6 +246,10 @@ class Post:
             if self.machine is not None:
                 self.machine.setting = replace(self.machine.setting, start_by_s=message.at_s)
             self._tell(Tick())
+        elif message.what == "ended":
+            self.ended.add(message.number)
+            if self.machine is not None:
+                self._say_quiet()
 
     def _look_around(self) -> None:
         now = time.monotonic()
@@ -247,13 +258,19 @@ class Post:
                 beat = self.arena.beat_word(line.number).get()
                 if beat != line.beat:
                     line.beat, line.heard_s, line.silent = beat, now, False
-                elif now - line.heard_s > SILENCE_S and not line.silent:
+                elif now - line.heard_s > self._patience_s(line) and not line.silent:
                     line.silent = True
+                    silent_s = now - line.heard_s
+                    self._say(Boss(what="say", text=f"learner {line.number} is silent for {silent_s:.0f} s: given up"))
                     self._tell(Silent(line.number, line.incarnation))
             self._look_for_the_lost(now)
         if now - self.ticked_s > TICK_S:
             self.ticked_s = now
             self._tell(Tick())
+
+    def _patience_s(self, line: Line) -> float:
+        """How long a learner may be silent: one that runs may just be busy, in one long call."""
+        return SILENCE_S if now_stopped(line.pid) else BUSY_S
 
     def _look_for_the_lost(self, now: float) -> None:
         """Learners that were here when this coordinator came back, and have not come back themselves."""
@@ -276,7 +293,7 @@ class Post:
             one, _ = self.listener.accept()
         except OSError:
             return
-        one.settimeout(door.GREETING_S)
+        one.settimeout(door.INTRODUCTION_S)
         said = door.read_introduction(one, self.run.token)
         if isinstance(said, str):
             with contextlib.suppress(OSError):
@@ -368,8 +385,7 @@ class Post:
             return
         at_s = time.monotonic() - self.run.start_s
         self.journal.add(encode(message) if data is None else data, at_s)
-        if isinstance(message, Push | Stop):
-            self.ledger.hear(message)
+        self._note(message)
         for answer in machine.handle(message, at_s):
             self._carry(answer)
         self._say_quiet()
@@ -377,10 +393,25 @@ class Post:
     def _say_quiet(self) -> None:
         assert self.arena is not None and self.machine is not None
         machine = self.machine
-        quiet = machine.seeded and machine.desk.idle and not any(row.here for row in machine.rows.values())
+        gone = all(not row.here and self._has_ended(row.learner) for row in machine.rows.values())
+        quiet = machine.seeded and machine.desk.idle and gone
         word = self.arena.quiet_word()
         if word.get() != quiet:
             word.set(int(quiet))
+
+    def _has_ended(self, learner: int) -> bool:
+        """Whether it will not come again: it said goodbye, or whoever starts learners says so."""
+        return not self.run.launched or learner in self.left or learner in self.ended
+
+    def _note(self, message: INPUT) -> None:
+        """For the books, and who has said goodbye."""
+        self.ledger.hear(message)
+        if isinstance(message, Bye):
+            self.left.add(message.learner)
+        elif isinstance(message, Hello):
+            self.left.discard(message.learner)
+        elif isinstance(message, Done) and self.finishing_by_s is not None:
+            self.finishing_by_s = time.monotonic() + DRAIN_S  # it goes on
 
     def _carry(self, message: Message) -> None:
         """To whom it is for. What cannot be sent now is lost, and asked for again."""

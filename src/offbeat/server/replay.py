@@ -46,7 +46,7 @@ def retrain(
     policy = setting.policy()
     if policy.rule.delta or policy.rule.fetch_every or setting.keeps_reads:
         raise RequestError(f"'{line}': what its learners did between pushes is not in the log")
-    again = _Retraining(model, optimizer, setting)
+    again = _Retraining(model, optimizer, setting, run.get("gradients"))
     orders = _Orders(int(run.get("seed", 0)), samples, shuffled)
     for number, record in enumerate(log.decisions, start=1):
         event = from_text(str(record["event"]))
@@ -91,7 +91,9 @@ class _Orders:
 class _Retraining:
     """One shard in memory of its own, and the versions that gradients may still be asked at."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, setting: Setting) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, setting: Setting, gradients: str | None
+    ) -> None:
         self.parts: Parts
         self.parts, groups = parts_of(model, optimizer)
         rule, hypers = optimizers.describe(optimizer)
@@ -102,6 +104,7 @@ class _Retraining:
             rule=rule,
             states=optimizers.state_names(rule, hypers),
             clip_norm=setting.clip_norm,
+            gradients=gradients,
         )
         segment, descriptor = memory.create(Layout(table, setting).size_bytes, "the replay")
         memory.close(descriptor)

@@ -13,7 +13,8 @@ from offbeat.server.arena import Arena, ShardMemory
 from offbeat.server.shard import Shard
 from offbeat.server.wire import MOST_BYTES, PROTOCOL, Done, Job, decode_output, encode
 
-_AGAIN_S = 10.0  # to find a coordinator that comes back
+_AGAIN_S = 600.0  # for a coordinator that goes through its journal
+_NOBODY_S = 1.0  # for a door that is not there
 
 
 def serve(name: str, token: str, shard: int, generation: int) -> None:
@@ -41,12 +42,12 @@ def serve(name: str, token: str, shard: int, generation: int) -> None:
 
 
 def _come_in(name: str, introduction: door.Introduction) -> tuple[socket.socket, Arena]:
-    end = time.monotonic() + _AGAIN_S
+    start = time.monotonic()
     while True:
         try:
             line, _, arena = door.knock(name, introduction, door.GREETING_S)
             return line, arena
-        except PeerError:
-            if time.monotonic() > end:
+        except PeerError as error:
+            if time.monotonic() - start > (_NOBODY_S if isinstance(error, door.NobodyError) else _AGAIN_S):
                 raise SystemExit(0) from None  # there is nobody any more
             time.sleep(0.05)

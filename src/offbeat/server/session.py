@@ -91,6 +91,7 @@ class Row:
         self.granted: Granted | None = None
         self.bad = 0
         self.hyper: tuple[Hyper, ...] = ()
+        self.logged: tuple[Hyper, ...] = ()  # as the log has them
 
 
 @dataclass(slots=True, kw_only=True)

@@ -22,7 +22,7 @@ import subprocess
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from offbeat.server.wire import MOST_BYTES
 
 STOPPED_S = 2.0  # after which a stopped server or coordinator is replaced
 LOOK_S = 0.2
+MOST_DRAIN_S = 600.0
 GRACE_S = 5.0  # for learners to end when they are asked to
 MOST_DEATHS, DEATHS_S = 8, 20.0  # of one server or of the coordinator: more than so many in so long, and the run ends
 MOST_RESTARTS = 3  # of a learner that was killed
@@ -119,6 +120,7 @@ class Supervisor:
             seed=self.plan.seed,
             start_s=self.start_s,
             log=self.plan.log,
+            launched=bool(self.plan.learner),
             facts=dict(self.plan.facts or {}),
         )
 
@@ -128,6 +130,7 @@ class Supervisor:
         self._fork("coordinator", 0, body, keep={theirs.fileno(), self.listener.fileno(), self.journal})
         theirs.close()
         self._watch(mine, lambda: self._hear_boss(mine))
+        self._say_ended(self.exits)
         if self.draining:
             self._say_finish()
 
@@ -272,6 +275,8 @@ class Supervisor:
             self._is_back(message.text)
         elif message.what == "learner":
             self.pids[message.nonce] = message.pid
+        elif message.what == "say":
+            self.tell("offbeat", message.text)
         elif message.what == "summary":
             self.summary = message.text
         for descriptor in descriptors:
@@ -336,7 +341,10 @@ class Supervisor:
             raise OffbeatError(f"{member.name} died {MOST_DEATHS} times in {DEATHS_S:g} s, the last time: {_how(code)}")
 
     def _learner_ended(self, member: Member, code: int) -> None:
-        while member.pipe >= 0:
+        _kill_group(member.pid)  # what it may have left behind
+        for _ in range(1000):  # what it has printed; a process that has left its group may print for ever
+            if member.pipe < 0:
+                break
             before = member.pipe
             self._hear_learner(member)
             if member.pipe == before and not _has_more(member.pipe):
@@ -345,7 +353,6 @@ class Supervisor:
                 if member.output:
                     self.tell(member.name, member.output.decode(errors="replace"))
                 member.pipe = -1
-        _kill_group(member.pid)  # what it may have left behind
         learner = member.number
         if code < 0 and not self.finishing and self.restarted[learner] < self.plan.restarts:
             self.restarted[learner] += 1
@@ -355,10 +362,17 @@ class Supervisor:
         if code and not self.finishing:
             self.tell("offbeat", f"learner {learner} ended: {_how(code)}")
         self.exits[learner] = code
+        self._say_ended([learner])
         if self.begin_by_s is None and self.boss is not None:  # if the run has not begun, it does without this one
             self.begin_by_s = time.monotonic() - self.start_s
             with contextlib.suppress(OSError):
                 post.say(self.boss, post.Boss(what="begin", at_s=self.begin_by_s))
+
+    def _say_ended(self, learners: Iterable[int]) -> None:
+        for learner in learners:
+            with contextlib.suppress(OSError):
+                if self.boss is not None:
+                    post.say(self.boss, post.Boss(what="ended", number=learner))
 
     def is_quiet(self) -> bool:
         """Whether no learner is in the run."""
@@ -381,7 +395,7 @@ class Supervisor:
             return None
         self.draining = True
         self._say_finish()
-        end = time.monotonic() + post.DRAIN_S + GRACE_S
+        end = time.monotonic() + MOST_DRAIN_S  # the coordinator waits as long as updates are being made
         while self.summary is None and time.monotonic() < end:
             self.turn()
         return self.summary

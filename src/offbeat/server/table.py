@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from offbeat.errors import RequestError
 
 MOST_BLOCKS = 1024
+MOST_TENSORS, MOST_GROUPS = 10_000, 400  # so that every message fits
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -102,7 +103,10 @@ def parts_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Parts,
             "(requires_grad_(False))"
         )
     extra: list[Tensor] = [p for p in model.parameters() if id(p) not in seen]
-    extra += [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    extra += list(model.buffers())
+    wide = any(parameter.dtype == torch.float64 for parameter in trained)
+    held = (torch.float32, torch.float16, torch.bfloat16, *((torch.float64,) if wide else ()))
+    extra = [tensor for tensor in extra if tensor.dtype in held]  # others would be rounded: each learner keeps its own
     return Parts(tuple(trained), tuple(extra)), tuple(groups)
 
 
@@ -128,6 +132,11 @@ def table_of(
     travel = gradients or dtype
     if travel not in DTYPES:
         raise RequestError(f"gradients travel as {', '.join(DTYPES)}; got '{travel}'")
+    if len(parts.trained) > MOST_TENSORS or len(set(groups)) > MOST_GROUPS:
+        raise RequestError(
+            f"a model has at most {MOST_TENSORS} parameters in {MOST_GROUPS} groups here; this one has "
+            f"{len(parts.trained)} in {len(set(groups))}"
+        )
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     if in_place and any(str(p.dtype) != f"torch.{dtype}" or p.device.type != "cpu" for p in parts.trained):
         raise RequestError(f"in_place is for parameters of one type, {dtype}, in the processor's memory")
