@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from offbeat.server import arena, client, door, modes, post, servant, supervisor, wire
+from offbeat.server import arena, client, door, link, modes, post, servant, supervisor, wire
 
 LEARNER = ("compute", "computed", "fill", "push", "pushed", "reply", "fetch", "seed", "want", "granted", "bye", "end")
 SERVER = ("idle", "mid-apply", "applied", "finished", "replied")
@@ -255,6 +255,7 @@ def _forget_pushes() -> None:
 
 def _outlive_the_supervisor() -> None:
     supervisor._die_with = lambda parent: None
+    link._NOBODY_S = servant._NOBODY_S = 60.0  # nor do they end by themselves, when the door is gone
 
 
 PLANTED = {

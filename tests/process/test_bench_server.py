@@ -79,7 +79,7 @@ def test_bench_server_counts_pushes_of_all_systems(monkeypatch: pytest.MonkeyPat
     assert (found["size_bytes"], found["servers"], found["rounds"]) == (80_000, 2, 1)
     assert [case["learners"] for case in found["cases"]] == [2]
     for case in found["cases"]:
-        assert [row["system"] for row in case["systems"]] == ["offbeat", "rpc"]
+        assert [row["system"] for row in case["systems"]] == ["offbeat", "in-place", "rpc"]
         for row in case["systems"]:
             assert row["per_s"] == statistics.median(row["rounds_per_s"]) > 0
             assert row["ratio"] == pytest.approx(case["systems"][0]["per_s"] / row["per_s"])

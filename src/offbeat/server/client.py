@@ -239,6 +239,8 @@ class Client:
 
     def retry(self) -> list[Message]:
         """What has not been answered. A Hello again brings back whatever this incarnation was told last."""
+        if self.gone and self.incarnation:
+            return [Bye(self.learner, self.incarnation)]
         if self.gone or self.refused is not None or self.nonce == 0:
             return []
         said: list[Message] = [] if self.working or self.go is not None else [self._hello()]

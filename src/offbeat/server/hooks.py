@@ -169,6 +169,10 @@ class Hooks:
             _restore(self._kept)
         self._disarm()
 
+    def rest(self) -> None:
+        """The minibatch is over, in whatever way."""
+        self._disarm()
+
     def remove(self) -> None:
         """Takes all hooks away; the model does not know of this object any more."""
         self._disarm()

@@ -252,9 +252,9 @@ class ServedLearner:
         if issubclass(kind, Cancelled):
             minibatch.cancelled = True
             self._give_up(minibatch)
-        else:  # of the user's own: its samples were not used
+        else:  # of the user's own. If the program ends by it others compute its samples, else they were not used
             self._now = None
-            self._put_aside()
+            self._ready()[2].rest()
 
     def _give_up(self, minibatch: Minibatch) -> None:
         """The open minibatch is not wanted: the model is as it was before it, and its samples go back."""
