@@ -1,8 +1,8 @@
 """A loop of one's own under any strategy: only the line changes.
 
-    offbeat run --learners 4 --sync k-async:2 examples/digits.py
-    offbeat run --learners 4 --sync ring examples/digits.py
-    python examples/digits.py
+offbeat run --learners 4 --sync k-async:2 examples/digits.py
+offbeat run --learners 4 --sync ring examples/digits.py
+python examples/digits.py
 """
 
 import argparse
