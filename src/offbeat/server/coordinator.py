@@ -318,7 +318,6 @@ class Coordinator:
         self._extra = {"seq": [message.incarnation, message.seq], "batch": gradient.batch}
         self._extra |= {"hyper": gradient.hyper} if gradient.hyper != row.logged else {}
         row.logged = gradient.hyper
-        self._extra |= {"absent": message.absent} if message.absent else {}
         event = Pushed(message.learner, self.ticket, message.version, message.samples, drift, message.loss, self._at_s)
         try:
             self._tell(event)
