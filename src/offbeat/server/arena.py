@@ -10,13 +10,14 @@ This is the data plane for one host. Learner and shard reach it only through the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from offbeat.collectives import memory
 from offbeat.collectives.sync import Word
+from offbeat.errors import RequestError
 from offbeat.server import optimizers
 from offbeat.server.session import Setting
 from offbeat.server.table import DTYPES, Parts, Table
@@ -138,11 +139,38 @@ class Arena:
         vector = self.slots[slot]
         return all(math.isfinite(_square(vector[at : at + _CHUNK])) for at in range(0, vector.numel(), _CHUNK))
 
-    def seed(self, parts: Parts) -> None:
-        """The initial weights, into buffer 0."""
+    def seed(self, parts: Parts, kept: Mapping[str, Tensor] | None = None) -> None:
+        """The initial weights, into buffer 0. `kept` is what `current` gave in a run that this one goes on from."""
         with torch.no_grad():
             self._walk(self.weights[0], parts.trained, into_vector=True)
             self._walk(self.extra, parts.extra, into_vector=True)
+            if kept is None:
+                return
+            self.weights[0].copy_(kept["weights"])
+            for name, vector in self.states[0].items():
+                vector.copy_(kept[f"state.{name}"])
+            for steps, _ in self.steps:
+                steps.copy_(kept["steps"])
+
+    def current(self) -> dict[str, Tensor]:
+        """Weights and optimizer state as they are now, copied. Only in a rest, when nobody changes them."""
+        lanes = self.setting.shards if self.setting.independent else 1
+        words = [(buffer.get(), version.get()) for version, buffer in map(self.committed, range(lanes))]
+        kept = {"weights": self.gather(words)}
+        for name in self.table.states:
+            kept[f"state.{name}"] = vector = torch.empty_like(self.weights[0])
+            for lane, (_, version) in enumerate(words):
+                start, end = self.table.shard(lane, lanes)
+                vector[start:end] = self.states[version % 2][name][start:end]
+        kept["steps"] = self.steps[0][words[0][1] % 2].clone()
+        return kept
+
+    def check_kept(self, kept: Mapping[str, Tensor]) -> None:
+        """`RequestError` if that is not of this model and optimizer."""
+        names = {"weights": self.table.items, "steps": len(self.table.sizes)}
+        names |= {f"state.{name}": self.table.items for name in self.table.states}
+        if {name: vector.numel() for name, vector in kept.items()} != names:
+            raise RequestError("what was saved is of another model or optimizer than this one")
 
     def protect(self) -> None:
         """From now on this process can read the weights and not write them: whoever tries is ended by the kernel."""

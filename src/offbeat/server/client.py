@@ -24,12 +24,16 @@ from offbeat.server.wire import (
     GiveBack,
     Go,
     Granted,
+    Halt,
     Hello,
     Hyper,
     Lease,
     Message,
     Push,
     Refused,
+    Rest,
+    Rested,
+    Rise,
     Seeded,
     Stop,
     Want,
@@ -61,6 +65,11 @@ class Client:
         self.leases: tuple[Lease, ...] = ()  # of the minibatch that is open
         self.granted: Granted | None = None
         self.weights: Weights | None = None
+        self.rest: Rest | None = None  # that it was called to, and has not come to yet
+        self.over = False  # the run is
+        self._rests = (0, False)  # the last one that it has come to, and whether it led it
+        self._rested: Rested | None = None  # it stands still
+        self.halting = False  # it wants the run to end
         self._answer: Push | Stop | Seeded | None = None
         self._want: Want | None = None
         self._ask: Ask | None = None
@@ -99,6 +108,15 @@ class Client:
                 self._want, self.granted = None, message
                 self.void = max(self.void, message.void)
                 self._forget_void()
+        elif isinstance(message, Rest):
+            if (message.number, message.lead) > self._rests:
+                self.rest = message
+        elif isinstance(message, Rise):
+            self.over = message.over
+            if self._rested is not None and message.number >= self._rested.number:
+                self._rested = None
+            if self.rest is not None and message.number >= self.rest.number:
+                self.rest = None
         elif self._ask is not None and message.number == self._ask.number:
             self._ask, self.weights = None, message
         return []
@@ -121,7 +139,8 @@ class Client:
         self.nonce = next(self.nonces)
         self.incarnation = self.seq = self.void = 0
         self.go = self.granted = self.weights = None
-        self._answer = self._want = self._ask = None
+        self._answer = self._want = self._ask = self._rested = self.rest = None
+        self._rests = (0, False)
         self._fetched = ()
         self.working = self.must_seed = self.fenced = False
         self._seeds = True
@@ -232,6 +251,29 @@ class Client:
         here = self.incarnation and not self.gone
         return [GiveBack(self.learner, self.incarnation, leases, unused)] if here else []
 
+    def take_rest(self) -> Rest | None:
+        """The rest that it is called to, once."""
+        rest, self.rest = self.rest, None
+        if rest is not None:
+            self._rests = rest.number, rest.lead
+        return rest
+
+    def rested(self, rest: Rest, *, stop: bool = False) -> list[Message]:
+        """It stands still, or has done what there was to do; until it may rise, `resting` holds."""
+        if rest.incarnation != self.incarnation:
+            return []
+        self._rested = Rested(self.learner, self.incarnation, rest.number, rest.lead, stop)
+        return [self._rested]
+
+    @property
+    def resting(self) -> bool:
+        return self._rested is not None
+
+    def halt(self) -> list[Message]:
+        """The run is to end. Said again until it has."""
+        self.halting = True
+        return [Halt(self.learner, self.incarnation)] if self.incarnation and not self.over else []
+
     def bye(self) -> list[Message]:
         said: list[Message] = [Bye(self.learner, self.incarnation)] if self.incarnation and not self.gone else []
         self.gone = True
@@ -245,5 +287,7 @@ class Client:
             return []
         said: list[Message] = [] if self.working or self.go is not None else [self._hello()]
         if self.incarnation:
-            said += [one for one in (*self._fetched, self._answer, self._want, self._ask) if one is not None]
+            asked = (*self._fetched, self._answer, self._want, self._ask, self._rested)
+            said += [one for one in asked if one is not None]
+            said += self.halt() if self.halting else []
         return said

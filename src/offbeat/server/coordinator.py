@@ -16,9 +16,10 @@ time; that of one who was given up but may wake is kept back until it is heard o
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from offbeat.errors import EventError
@@ -30,9 +31,12 @@ from offbeat.policies.replay import decision
 from offbeat.server.desk import Desk
 from offbeat.server.lanes import Work
 from offbeat.server.laws import check
-from offbeat.server.leases import Answer, LeaseBook
+from offbeat.server.leases import LeaseBook
+from offbeat.server.lending import Lending
+from offbeat.server.rests import Rests
 from offbeat.server.session import NONCES_KEPT, Gradient, Row, Setting
 from offbeat.server.wire import (
+    FROM_STAY,
     INPUT,
     OUTPUT,
     Ask,
@@ -46,11 +50,13 @@ from offbeat.server.wire import (
     Finish,
     GiveBack,
     Gone,
-    Granted,
+    Halt,
     Hello,
     Push,
     Ready,
     Refused,
+    Rest,
+    Rested,
     Seeded,
     Silent,
     Stop,
@@ -62,7 +68,7 @@ from offbeat.server.wire import (
 MOST_BAD = 10  # non-finite gradients in a row, after which a learner is sent away
 
 
-class Coordinator:
+class Coordinator(Lending):
     """See the module's text. `write` is given every decision of the policy, as a record for the run log."""
 
     def __init__(self, setting: Setting, write: Callable[[dict[str, Any]], object] | None = None) -> None:
@@ -71,6 +77,7 @@ class Coordinator:
         self.write = write
         self.rows = {learner: Row(learner) for learner in range(setting.learners)}
         self.desk = Desk(setting)
+        self.rests = Rests(setting)
         self.gradients: dict[int, Gradient] = {}
         self.ticket = 0
         self.table = ""
@@ -95,6 +102,8 @@ class Coordinator:
             Fetched: self._fetched,
             Want: self._want,
             GiveBack: self._give_back,
+            Rested: self._rested,
+            Halt: self._halt,
             Bye: self._bye,
             Gone: self._gone,
             Silent: self._silent,
@@ -121,7 +130,7 @@ class Coordinator:
             why = f"there are {len(self.rows)} learners, numbered from 0; {message.learner} is none of them"
         elif self.table and message.table != self.table:
             why = "its model is not the same: parameters of other names, shapes or order, or another optimizer"
-        elif self.finished:
+        elif self.finished or self.rests.over:
             why = "the run is over"
         if row is None or why is not None:
             self._out.append(Refused(message.learner, message.nonce, why or ""))
@@ -247,11 +256,14 @@ class Coordinator:
 
     def _tick(self, message: Tick) -> None:
         self._gather()
-        self._out += self.desk.repeat()
+        self._out += [*self.desk.repeat(), *self.rests.calls(self.rows.values(), again=True)]
+        lead = None if self.rests.lead is None else self.rows[self.rests.lead[0]]
+        if lead is not None and lead.here:
+            self._out.append(self._lead(lead))
 
     # --- what learners answer ---------------------------------------------------------------------------------------
 
-    def _known(self, message: Seeded | Push | Stop | Ask | Fetched | Want | GiveBack | Bye) -> Row | None:
+    def _known(self, message: FROM_STAY) -> Row | None:
         """The session that a message belongs to; none, and an answer, if that is over."""
         row = self.rows.get(message.learner)
         if row is not None and row.here and row.incarnation == message.incarnation:
@@ -378,101 +390,6 @@ class Coordinator:
         if row is not None:
             self.desk.fetched(row, message.pin)
 
-    # --- data -------------------------------------------------------------------------------------------------------
-
-    def _want(self, message: Want) -> None:
-        row = self._known(message)
-        if row is None:
-            return
-        if row.granted is not None and row.granted.number == message.number:
-            self._out.append(row.granted)
-            return
-        if message.number <= row.wanted or message.seq in row.versions:
-            return  # it waits already, or is an old one; or what it said before has not come yet
-        row.wanted = message.number
-        if self.book is None:
-            self.book = LeaseBook(samples=message.of, again=self.setting.again)
-        if self.book.samples != message.of:
-            why = f"its data has {message.of} samples, that of others {self.book.samples}"
-            self._out.append(Refused(row.learner, row.nonce, why))
-            self._give_up(row, why="other data", may_wake=True)
-            return
-        if message.wait:  # it has nothing left: if it has, then word of it was lost
-            for lease in self.book.in_hand(row.learner):
-                self.book.put_back(lease.number)
-        if not self._serve(row, message):
-            row.want = message
-        elif not row.seated and self.seeded:
-            self._seat(row)
-
-    def _serve(self, row: Row, want: Want) -> bool:
-        """Answer a learner that wants samples, unless it has to wait."""
-        assert self.book is not None
-        found = self.book.take(row.learner, want.epoch, want.count)
-        if found is Answer.WAIT and want.wait:
-            return False
-        row.want = None
-        lease = None if isinstance(found, Answer) else (found.number, found.epoch, found.start, found.count)
-        said = found.value if isinstance(found, Answer) else "lease"
-        answer = Granted(row.learner, row.incarnation, want.number, said, lease, row.answered)
-        row.granted = answer
-        self._out.append(answer)
-        return True
-
-    def _give_back(self, message: GiveBack) -> None:
-        row = self._known(message)
-        if row is not None and self.book is not None:
-            have = {lease.number for lease in self.book.in_hand(row.learner)}
-            for number in sorted(have.intersection(message.leases)):
-                if message.unused:
-                    self.samples["not used"] += self.book.lease(number).count
-                    self.book.settle(number, "not used")
-                else:
-                    self.book.put_back(number)
-
-    def _hand_in(self, row: Row, leases: Iterable[int]) -> tuple[int, ...]:
-        """Those of the leases that this learner really has: from now on they are the run's."""
-        if self.book is None:
-            return ()
-        have = {lease.number for lease in self.book.in_hand(row.learner)}
-        mine = tuple(number for number in leases if number in have)
-        for number in mine:
-            self.book.hand_in(number)
-        return mine
-
-    def _back(self, leases: Iterable[int], fate: str) -> None:
-        for number in leases:
-            assert self.book is not None
-            count = self.book.lease(number).count
-            self.book.give_back(number, fate)
-            self.samples[f"computed again: {fate}" if self.setting.again else fate] += count
-
-    def _serve_waiting(self) -> bool:
-        """Whoever waits for samples, if there are some now, or the epoch has ended."""
-        book = self.book
-        if book is None:
-            return False
-        waiting = [row for row in self.rows.values() if row.want is not None]
-        served = [row for row in waiting if row.want is not None and self._serve(row, row.want)]
-        if waiting and not served and not self._under_way() and self.desk.idle:
-            # Nothing is free or being computed: what is left are gradients that wait for more to come. They are
-            # applied with those of the next epoch.
-            for gradient in self.gradients.values():
-                for number in gradient.leases:
-                    lease = book.lease(number)
-                    book.settle(number, "held")
-                    gradient.epochs.append((lease.epoch, lease.count))
-                gradient.leases = ()
-            served = [row for row in waiting if row.want is not None and self._serve(row, row.want)]
-        for row in served:  # together: at an epoch's end all go on with the same version
-            if not row.seated and self.seeded:
-                self._seat(row)
-        return bool(served)
-
-    def _under_way(self) -> bool:
-        assert self.book is not None
-        return bool(self.inbox) or any(self.book.in_hand(row.learner) for row in self.rows.values())
-
     # --- the policy -------------------------------------------------------------------------------------------------
 
     def _tell(self, event: Event) -> None:
@@ -551,6 +468,7 @@ class Coordinator:
         work, committed = self.desk.done(message)
         if committed is not None:
             self._out.append(committed)
+            self.rests.reached(committed.version)
             self._out += self.desk.give_out(self.rows.values())  # before the next update can take its place
         if work is None or work.lanes_left:
             return
@@ -578,8 +496,67 @@ class Coordinator:
                 pieces = self.inbox[0][1].pieces
                 desk.add(Work(tickets=(), reads=(tuple(buffer for buffer, _ in pieces),), drift=True))
             self._out += desk.start()
-            if not self._serve_waiting():
-                return
+            if self._serve_waiting():
+                continue
+            self._hold_rest()
+            return
+
+    # --- rests ------------------------------------------------------------------------------------------------------
+
+    def _rested(self, message: Rested) -> None:
+        row = self._known(message)
+        if row is None:
+            return
+        rests = self.rests
+        if not rests.due or message.number != rests.number:
+            self._out.append(rests.rise(row))
+            return
+        row.rested = rests.number
+        if message.led and rests.lead == (row.learner, row.incarnation):
+            rests.end(self._at_s, stop=message.stop)
+            self._out += [rests.rise(one) for one in self.rows.values() if one.here]
+
+    def _halt(self, message: Halt) -> None:
+        row = self._known(message)
+        if row is not None and self.rests.over:
+            self._out.append(self.rests.rise(row))
+        elif row is not None:
+            self.rests.halt()
+
+    def _hold_rest(self) -> None:
+        """Call all to rest, if one is due; and when they do, somebody to lead."""
+        rows, rests = self.rows.values(), self.rests
+        if self.book is not None:
+            rests.look_at(self.book.epoch)
+        if not rests.due:
+            return
+        if not any(row.here for row in rows):
+            rests.end(self._at_s, stop=False)
+            return
+        self._out += rests.calls(rows, again=False)
+        if self.desk.idle and not self.inbox:
+            lead = rests.next_lead(rows, self._at_s)
+            if lead is not None:
+                self._out.append(self._lead(lead))
+
+    def _lead(self, row: Row) -> Rest:
+        return Rest(row.learner, row.incarnation, self.rests.number, True, json.dumps(self.standing()))
+
+    def standing(self) -> dict[str, Any]:
+        """Where the run stands, for who saves it: gradients that wait count as not computed yet."""
+        applied = sum(self.staleness.values())
+        return {
+            "version": self.policy.version,
+            "seeded": self.seeded,
+            "epoch_end": self.rests.at_epoch_end,
+            "halt": self.rests.halting,
+            "book": None if self.book is None else self.book.snapshot(all_back=True),
+            "memory": {name: getattr(self.policy, name) for name in self.policy.extra_state},
+            "staleness": sum(age * many for age, many in self.staleness.items()) / applied if applied else 0.0,
+            "samples": dict(self.samples),
+            "rested_s": sum(end - start for start, end in self.rests.times),
+            "at_s": self._at_s,
+        }
 
     # --- books ------------------------------------------------------------------------------------------------------
 

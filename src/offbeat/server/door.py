@@ -56,7 +56,8 @@ _admissions = msgspec.msgpack.Decoder(Admission)
 
 
 def setting_as_data(setting: Setting) -> dict[str, str | int | float | bool | None]:
-    return {name: getattr(setting, name) for name in Setting.__dataclass_fields__}
+    """What a learner or server has to know of it; not what the run goes on from."""
+    return {name: getattr(setting, name) for name in Setting.__dataclass_fields__ if name not in ("book", "memory")}
 
 
 def setting_from_data(data: dict[str, str | int | float | bool | None]) -> Setting:

@@ -17,12 +17,12 @@ from __future__ import annotations
 import atexit
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from offbeat.errors import OffbeatError, RequestError
 from offbeat.policies import LearnerRule, create
@@ -34,7 +34,7 @@ from offbeat.server.link import Link
 from offbeat.server.modes import Delta, Free, Mode, Report, Whole
 from offbeat.server.slowness import Slowness
 from offbeat.server.table import parts_of, table_of
-from offbeat.server.wire import Granted
+from offbeat.server.wire import Granted, Rest
 
 OUTER = {  # what the server does with the mean of what local-sgd's learners have moved
     "average": {"lr": 1.0, "momentum": 0.0, "nesterov": 0.0},
@@ -89,6 +89,7 @@ class ServedLearner:
         self._cancels = policy.cancels
         self._outer = getattr(policy, "outer", "average")
         self._slowness = Slowness(slow, learner=number, learners=learners, seed=seed) if slow else None
+        self.at_rest: Callable[[Rest], bool] | None = None  # what is to be done in a rest; True ends the run
         self._link: Link | None = None
         self._mode: Mode | None = None
         self._hooks: Hooks | None = None
@@ -113,6 +114,7 @@ class ServedLearner:
         clip_norm: float | None = None,
         gradients: str | None = None,
         in_place: bool = False,
+        kept: Mapping[str, Tensor] | None = None,
     ) -> tuple[Any, ...]:
         """Join with this model: its weights become those of the run, and its optimizer that of the servers.
 
@@ -120,7 +122,8 @@ class ServedLearner:
         often `step` is called, it stands where the version of the weights is. `clip_norm` clips the mean gradient of an
         update, on the servers. `gradients` is the type in which they travel: "bfloat16" and "float16" halve the bytes.
         With `in_place` the model's parameters *are* the servers' memory: a fetch copies nothing, and a program that
-        writes to a parameter itself is ended by the kernel.
+        writes to a parameter itself is ended by the kernel. `kept` is what `snapshot` gave in an earlier run: the
+        servers go on with its weights and optimizer state.
         """
         if self._link is not None:
             raise RequestError("this learner was prepared before: a run has one model")
@@ -144,10 +147,13 @@ class ServedLearner:
             clip_norm=clip_norm or 0.0,
             in_place=in_place,
         )
-        link = self._link = Link(self._door, self._token, self.number, table)
+        link = self._link = Link(self._door, self._token, self.number, table, self._rest)
         local_step = optimizer.step
         kind = Delta if self._rule.delta else Free if self._rule.fetch_every else Whole
         mode = self._mode = kind(link, parts, self._rule, local_step)
+        if kept is not None:
+            mode.arena.check_kept(kept)
+            mode.kept = kept
         fixed = tuple(hypers)
         self._describe = (lambda: fixed) if self._rule.delta else lambda: tuple(optimizers.describe(optimizer)[1])
         self._hooks = Hooks(
@@ -159,7 +165,7 @@ class ServedLearner:
             keeps_buffers=self._cancels,
         )
         self.notes += self._hooks.notes
-        if optimizer.state and not self._rule.delta and not self._rule.fetch_every:
+        if optimizer.state and kept is None and not self._rule.delta and not self._rule.fetch_every:
             self.notes += ("the optimizer's state is not taken over: the servers begin without any",)
         mode.come()
         self._since_s = time.monotonic()
@@ -311,6 +317,25 @@ class ServedLearner:
             self._batch = batch
             raise
 
+    # --- rests --------------------------------------------------------------------------------------------------------
+
+    def _rest(self, rest: Rest) -> bool:
+        return self.at_rest is not None and self.at_rest(rest)
+
+    def halt(self) -> None:
+        """Ask for the end of the run: after a last rest, learners that wait for anything are told `RunOverError`."""
+        self._ready()[0].say(lambda client: client.halt())
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """Weights and optimizer state of the servers, in a rest that this learner leads; `prepare` takes it."""
+        return self._ready()[0].arena.current()
+
+    def load_current(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """The servers' weights, in a rest that this learner leads, into a model of the same kind."""
+        arena = self._ready()[0].arena
+        with torch.no_grad():
+            arena._walk(arena.current()["weights"], parts_of(model, optimizer)[0].trained, into_vector=False)
+
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
@@ -380,7 +405,7 @@ class _Source:
         while True:
             link.wait(lambda client: client.incarnation or None, "joining again")
             link.say(lambda client: client.want(epoch=epoch, count=count, of=self.of, wait=wait))
-            answer = link.wait(_grant_or_again, "samples")
+            answer = link.wait(_grant_or_again, "samples", rests=wait)
             if isinstance(answer, Granted):
                 if answer.answer == Answer.ENDED.value:
                     mode.rest()

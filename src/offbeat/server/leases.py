@@ -203,14 +203,19 @@ class LeaseBook:
 
     # --- a coordinator that comes back ------------------------------------------------------------------------
 
-    def snapshot(self) -> dict[str, Any]:
-        """All of the state as plain data (numbers, texts, lists), which `restore` takes."""
+    def snapshot(self, *, all_back: bool = False) -> dict[str, Any]:
+        """All of the state as plain data (numbers, texts, lists), which `restore` takes.
+
+        `all_back`: as if everything that is out had come back, in the order of the permutation.
+        """
+        out = list(self._out.values())
+        returned = [*self._returned, *(sorted((lease.start, lease.count) for lease in out) if all_back else ())]
         return {
             "samples": self.samples,
             "epoch": self.epoch,
             "fresh": self._fresh,
-            "returned": [list(piece) for piece in self._returned],
-            "out": [[*lease, self._holder.get(lease.number)] for lease in self._out.values()],
+            "returned": [list(piece) for piece in returned],
+            "out": [] if all_back else [[*lease, self._holder.get(lease.number)] for lease in out],
             "settled": [list(piece) for piece in self._settled],
             "counts": [[epoch, dict(fates)] for epoch, fates in self._counts.items()],
             "next": self._next,

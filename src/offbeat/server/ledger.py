@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ class Ledger:
         self.wait_s = [0.0] * learners
         self.minibatches = [0] * learners
         self.stopped: list[tuple[int, float]] = []  # learner, and seconds that it had computed
+        self.rests: list[tuple[float, float]] = []
         self.first_s: float | None = None
         self.last_s = 0.0
 
@@ -48,8 +49,9 @@ class Ledger:
         version = message.version
         before = self._ended_s.get(name[:2])
         if before is not None and before < began:
-            self._span(Span(learner, "wait", before, began, version))
-            self.wait_s[learner] += began - before
+            for start, end in self._awake(before, began):
+                self._span(Span(learner, "wait", start, end, version))
+                self.wait_s[learner] += end - start
         self._span(Span(learner, "compute", began, ended, version, stopped))
         self._ended_s[name[:2]] = ended
         if stopped:
@@ -59,6 +61,22 @@ class Ledger:
             self.minibatches[learner] += 1
         self.first_s = began if self.first_s is None else min(self.first_s, began)
         self.last_s = max(self.last_s, ended)
+
+    def rest(self, learner: int, start_s: float, end_s: float, version: int) -> None:
+        """All stood still, and this learner led: that is no training time."""
+        if (start_s, end_s) not in self.rests:
+            self.rests.append((start_s, end_s))
+            self._span(Span(learner, "evaluate", start_s, end_s, version))
+
+    def _awake(self, start_s: float, end_s: float) -> Iterator[tuple[float, float]]:
+        """A stretch of time without the rests in it."""
+        for began_s, ended_s in self.rests:
+            if start_s < ended_s and began_s < end_s:
+                if start_s < began_s:
+                    yield start_s, began_s
+                start_s = min(ended_s, end_s)
+        if start_s < end_s:
+            yield start_s, end_s
 
     def _span(self, span: Span) -> None:
         if self._writer is not None:
@@ -80,7 +98,7 @@ class Ledger:
             return json.dumps({"updates": 0})
         counts = machine.counts
         applied = sum(machine.staleness.values())
-        seconds = self.last_s - self.first_s if self.first_s is not None else 0.0
+        seconds = sum(end - start for start, end in self._awake(self.first_s or 0.0, self.last_s))
         staleness = sum(age * many for age, many in machine.staleness.items()) / applied if applied else 0.0
         summary = {
             "strategy": machine.setting.line,

@@ -24,7 +24,7 @@ from offbeat.server import door
 from offbeat.server.arena import Arena, stamp
 from offbeat.server.client import Client
 from offbeat.server.table import Table
-from offbeat.server.wire import MOST_BYTES, PROTOCOL, TO_LEARNER, Message, WireError, decode_output, encode
+from offbeat.server.wire import MOST_BYTES, PROTOCOL, TO_LEARNER, Message, Rest, WireError, decode_output, encode
 
 BEAT_S = 0.2
 RETRY_S = 2.0  # an answer that takes longer may have been lost
@@ -36,10 +36,16 @@ _PR_SET_PDEATHSIG = 1
 T = TypeVar("T")
 
 
+class RunOverError(OffbeatError):
+    """The run has ended before its time: somebody wanted it to, and all was saved."""
+
+
 class Link:
     """See the module's text. Methods may be called from any thread."""
 
-    def __init__(self, name: str, token: str, learner: int, table: Table) -> None:
+    def __init__(
+        self, name: str, token: str, learner: int, table: Table, at_rest: Callable[[Rest], bool] = lambda rest: False
+    ) -> None:
         self.name = name
         self.introduction = door.Introduction(PROTOCOL, token, "learner", learner, door.versions(), table)
         self.line, self.admission, self.arena = self._come_in()
@@ -47,6 +53,7 @@ class Link:
         self.changed = threading.Condition()
         self.failed: OffbeatError | None = None
         self.closed = False
+        self.at_rest = at_rest  # what is to be done; True: the run is to end
         self._cancel = self.arena.cancel_word(learner)
         self._fence = self.arena.fence_word(learner)
         self._beat = self.arena.beat_word(learner)
@@ -76,13 +83,28 @@ class Link:
         with self.changed:
             self._send(make(self.client))
 
-    def wait(self, ready: Callable[[Client], T | None], what: str, timeout_s: float | None = None) -> T:
-        """What `ready` finds, as soon as it finds something. `PeerError` when the run is gone, or the time is up."""
+    def wait(
+        self,
+        ready: Callable[[Client], T | None],
+        what: str,
+        timeout_s: float | None = None,
+        *,
+        rests: bool = False,
+    ) -> T:
+        """What `ready` finds, as soon as it finds something. `PeerError` when the run is gone, or the time is up.
+
+        Who may rest here says so: it writes nothing, and does not mind that it takes long.
+        """
         end = None if timeout_s is None else time.monotonic() + timeout_s
         with self.changed:
             while True:
                 if self.client.refused is not None:
                     raise RequestError(f"the run sent learner {self.client.learner} away: {self.client.refused}")
+                if self.client.over:
+                    raise RunOverError("the run is over")
+                if rests and (rest := self.client.take_rest()) is not None:
+                    self._rest(rest)
+                    continue
                 found = ready(self.client)
                 if found is not None:
                     return found
@@ -91,6 +113,17 @@ class Link:
                 if end is not None and time.monotonic() > end:
                     raise PeerError(f"waited {timeout_s:g} s for {what}")
                 self.changed.wait(1.0)
+
+    def _rest(self, rest: Rest) -> None:
+        """Stand still until all may rise. What is to be done meanwhile is done without the lock: others listen on."""
+        self.changed.release()
+        try:
+            stop = self.at_rest(rest)
+        finally:
+            self.changed.acquire()
+        self._send(self.client.rested(rest, stop=stop))
+        while self.client.resting and self.client.rest is None and not self.client.over and self.failed is None:
+            self.changed.wait(1.0)
 
     def _send(self, messages: Iterable[Message]) -> None:
         for message in messages:

@@ -12,7 +12,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -54,6 +54,7 @@ class Mode:
         self.version = 0  # of the weights that the model has
         self.loaded = (0, 0)  # incarnation and pin under which it got them: later ones are larger
         self.start_s = link.admission.start_s
+        self.kept: Mapping[str, Tensor] | None = None  # what the run goes on from, if this learner is asked for it
 
     @property
     def incarnation(self) -> int:
@@ -76,10 +77,10 @@ class Mode:
     def await_go(self) -> Go:
         """The word to go on; whoever waits may first be asked for the initial weights."""
         while True:
-            go = self.link.wait(_next, "the word to go on")
+            go = self.link.wait(_next, "the word to go on", rests=True)
             if isinstance(go, Go):
                 return go
-            self.arena.seed(self.parts)
+            self.arena.seed(self.parts, self.kept)
             self.link.say(lambda client: client.seeded())
 
     def take_go(self, *, extra: bool = False) -> None:

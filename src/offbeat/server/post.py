@@ -45,6 +45,7 @@ from offbeat.server.wire import (
     Message,
     Ready,
     Refused,
+    Rested,
     Silent,
     Tick,
     Welcome,
@@ -196,6 +197,7 @@ class Post:
             for answer in self.machine.handle(message, at_s):
                 if isinstance(answer, Welcome) and self.pids.get(answer.nonce):
                     self.stays[answer.learner, answer.incarnation] = self.pids[answer.nonce]
+            self._note_rest(message)
         for word in self.machine.words():
             self._carry(word)
         self._say_quiet()
@@ -386,9 +388,16 @@ class Post:
         at_s = time.monotonic() - self.run.start_s
         self.journal.add(encode(message) if data is None else data, at_s)
         self._note(message)
-        for answer in machine.handle(message, at_s):
+        answers = machine.handle(message, at_s)
+        self._note_rest(message)
+        for answer in answers:
             self._carry(answer)
         self._say_quiet()
+
+    def _note_rest(self, message: INPUT) -> None:
+        assert self.machine is not None
+        if isinstance(message, Rested) and message.led and self.machine.rests.times:
+            self.ledger.rest(message.learner, *self.machine.rests.times[-1], self.machine.policy.version)
 
     def _say_quiet(self) -> None:
         assert self.arena is not None and self.machine is not None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass, field
+from typing import Any
 
 from offbeat.errors import RequestError
 from offbeat.policies import Policy, create
@@ -22,6 +24,10 @@ class Setting:
     clip_norm: float = 0.0  # 0: no clipping
     start_by_s: float | None = None  # begin with whoever is there by then
     in_place: bool = False  # learners compute on the servers' weights themselves, and copy nothing
+    rest_every: int = 0  # updates, after which all stand still for a while; 0: never
+    rest_epochs: bool = False  # the same at the end of each epoch
+    book: dict[str, Any] | None = None  # of the samples, where a run goes on that was saved
+    memory: dict[str, Any] | None = None  # of the policy, in the same way
 
     def __post_init__(self) -> None:
         if self.learners < 1 or self.shards < 1:
@@ -30,7 +36,11 @@ class Setting:
 
     def policy(self) -> Policy:
         """A fresh one. It begins at the first `Tick`, if not all are there before."""
-        return create(self.line, expect=self.learners, start_by_s=0.0)
+        policy = create(self.line, expect=self.learners, start_by_s=0.0)
+        for name in policy.extra_state:
+            if self.memory is not None and name in self.memory:
+                setattr(policy, name, deepcopy(self.memory[name]))
+        return policy
 
     @property
     def independent(self) -> bool:
@@ -90,6 +100,7 @@ class Row:
         self.want: Want | None = None  # that waits
         self.granted: Granted | None = None
         self.bad = 0
+        self.called = self.rested = 0  # the last rests that it was called to, and has come to
         self.hyper: tuple[Hyper, ...] = ()
         self.logged: tuple[Hyper, ...] = ()  # as the log has them
 

@@ -17,7 +17,7 @@ import msgspec
 
 from offbeat.errors import OffbeatError
 
-PROTOCOL = 1
+PROTOCOL = 2
 MOST_BYTES = 128 * 1024
 
 Hyper = dict[str, float]
@@ -118,6 +118,23 @@ class GiveBack(Message, frozen=True, tag="give-back"):
     unused: bool = False
 
 
+class Rested(Message, frozen=True, tag="rested"):
+    """I stand still. With `led` I have done what there was to do in this rest; with `stop` the run is to end."""
+
+    learner: int
+    incarnation: int
+    number: int
+    led: bool = False
+    stop: bool = False
+
+
+class Halt(Message, frozen=True, tag="halt"):
+    """The run is to end, after a rest."""
+
+    learner: int
+    incarnation: int
+
+
 class Bye(Message, frozen=True, tag="bye"):
     """I leave."""
 
@@ -212,6 +229,28 @@ class Granted(Message, frozen=True, tag="granted"):
     void: int = 0
 
 
+class Rest(Message, frozen=True, tag="rest"):
+    """Stand still when you next wait, and say so. With `lead` all others do, and it is yours to do what is to be done.
+
+    `facts` are for the one who leads: where the run stands, as JSON.
+    """
+
+    learner: int
+    incarnation: int
+    number: int
+    lead: bool = False
+    facts: str = ""
+
+
+class Rise(Message, frozen=True, tag="rise"):
+    """All rests up to this one have ended; with `over` the run has, too."""
+
+    learner: int
+    incarnation: int
+    number: int
+    over: bool = False
+
+
 # --- words in shared memory, written by whoever carries the coordinator's messages ----------------------------------
 
 
@@ -279,8 +318,9 @@ class Done(Message, frozen=True, tag="done"):
     seconds: float = 0.0
 
 
-FROM_LEARNER = Hello | Seeded | Push | Stop | Ask | Fetched | Want | GiveBack | Bye
-TO_LEARNER = Welcome | Refused | Fenced | Go | Weights | Granted
+FROM_STAY = Seeded | Push | Stop | Ask | Fetched | Want | GiveBack | Rested | Halt | Bye  # all that name it
+FROM_LEARNER = Hello | FROM_STAY
+TO_LEARNER = Welcome | Refused | Fenced | Go | Weights | Granted | Rest | Rise
 INPUT = FROM_LEARNER | Gone | Silent | Tick | Finish | Ready | Done
 OUTPUT = TO_LEARNER | Cancel | Fence | Committed | Job
 
