@@ -22,7 +22,7 @@ TORCH_FREE = (
     "errors", "spec", "topology", "trace", "timeline", "schedules", "policies", "strategy", "metrics", "simulate",
     "datasets",
 )  # fmt: skip
-ROOMS = (*TORCH_FREE, "collectives", "server", "measure", "commands", "cli", "__main__")
+ROOMS = (*TORCH_FREE, "collectives", "server", "train", "measure", "commands", "cli", "__main__")
 # What a torch-free room must not know: torch, the clock, sockets, threads, processes, unseeded randomness.
 BANNED_MODULES = {
     "asyncio", "concurrent", "datetime", "multiprocessing", "queue", "random", "secrets", "select", "selectors",

@@ -19,7 +19,7 @@ from offbeat import __version__
 from offbeat.commands.base import Command
 from offbeat.errors import OffbeatError, RequestError, nearest, unknown
 
-COMMANDS = ("schedule", "topology", "strategies", "simulate", "compare", "run", "bench")
+COMMANDS = ("train", "evaluate", "recipes", "strategies", "schedule", "topology", "simulate", "compare", "run", "bench")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,11 +6,12 @@ be killed, or stopped for a long time; what comes meanwhile is heard when it goe
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
-from offbeat.server.wire import Cancel, Done, Fenced, Job, Lease, Message, Ready
+from offbeat.server.wire import Cancel, Done, Fenced, Job, Lease, Message, Ready, Rest
 from server.oracle import WIDTH, Key, Truth, Vector, gradient_of, mean_gradient, squares, stepped
 
 if TYPE_CHECKING:
@@ -74,8 +75,12 @@ class Learner:
         while not self._is_done():
             if client.refused is not None:
                 return
+            if client.over:
+                break
             self.look()
-            if client.must_seed:
+            if client.rest is not None and (client.go is None or self.rng.random() < 0.5):
+                yield from self._rest()
+            elif client.must_seed:
                 yield from self._seed()
             elif not client.incarnation:
                 yield None
@@ -93,6 +98,37 @@ class Learner:
     def _is_done(self) -> bool:
         world = self.world
         return self.epoch >= world.epochs if world.samples else world.places[self.learner].left <= 0
+
+    def _rest(self) -> Life:
+        """Where it waits. As `Link` does, it stands still until it may rise, leads, or was given up."""
+        client = self.client
+        while (rest := client.take_rest()) is not None:
+            stop = False
+            if rest.lead:
+                stop = yield from self._lead(rest)
+            elif self.rng.random() < 0.3:
+                yield self.rng.uniform(0, 1)
+            self.say(client.rested(rest, stop=stop))
+            while client.resting and client.rest is None and not (client.over or client.fenced or client.refused):
+                yield None
+                self.look()
+
+    def _lead(self, rest: Rest) -> Generator[float | None, None, bool]:
+        """Read all weights, slowly; whether the run is to end."""
+        world, stay = self.world, (self.learner, rest.incarnation)
+        facts = json.loads(rest.facts)
+        world.oracle.leads(stay, rest.number, facts)
+        copies = []
+        for shard, buffers in enumerate(world.buffers):
+            buffer = world.oracle.buffers[world.oracle.lane_of(shard)]
+            copy = []
+            for at in range(WIDTH):
+                copy.append(buffers[buffer][at])
+                yield self.rng.uniform(0, 0.3)
+            copies.append(tuple(copy))
+        stop = self.rng.random() < world.stops
+        world.oracle.led(stay, rest.number, tuple(copies), stop=stop)
+        return stop
 
     def _seed(self) -> Life:
         world, initial = self.world, self.world.initial_of(self.learner, self.client.incarnation)
@@ -123,7 +159,7 @@ class Learner:
         """Not to work on them; but one that works by itself goes on with them."""
         client, nonce = self.client, self.client.nonce
         self.say(client.ask())
-        while client.weights is None and client.nonce == nonce and client.refused is None:
+        while client.weights is None and client.nonce == nonce and client.refused is None and not client.over:
             yield from self._idle()
             self.look()
         if client.weights is not None and client.nonce == nonce and client.incarnation:
@@ -140,8 +176,10 @@ class Learner:
         client, world, nonce = self.client, self.world, self.client.nonce
         self.say(client.want(epoch=self.epoch, count=world.batch, of=world.samples, wait=wait))
         while client.granted is None and client.nonce == nonce and client.refused is None and not client.cancelled:
+            if client.over:
+                break
             self.look()
-            yield from self._idle()
+            yield from self._rest() if wait and client.rest is not None else self._idle()
         granted = client.granted
         if granted is None or client.nonce != nonce:
             return
@@ -166,6 +204,7 @@ class Learner:
         client, world, rng = self.client, self.world, self.rng
         go = client.begin()
         key = (self.learner, client.incarnation, go.seq)
+        world.oracle.begins(key)
         self._heard_of_the_last(key)
         if go.pieces:
             if not (yield from self._read(key, go.pieces, go.pin)):
@@ -224,7 +263,7 @@ class Learner:
         client = self.client
         if self.count % every == 0 and client.weights is None:
             self.say(client.ask())
-            while self.world.patient and client.weights is None and not client.cancelled:
+            while self.world.patient and client.weights is None and not client.cancelled and not client.over:
                 yield None
                 self.look()
         if client.weights is not None and not client.cancelled:

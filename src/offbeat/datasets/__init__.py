@@ -28,7 +28,7 @@ class Digits(NamedTuple):
 
 
 def digits() -> Digits:
-    """The shipped digits: 1,437 to train on and 360 to test with."""
+    """The shipped digits: 1,438 to train on and 359 to test with."""
     data = gzip.decompress((resources.files(__name__) / "digits.gz").read_bytes())
     rows = np.frombuffer(data, dtype=np.uint8).reshape(-1, _PIXELS + 1)
     images = (rows[:, :_PIXELS].astype(np.float32) / np.float32(_SIXTEENTHS)).reshape(-1, 1, 8, 8)

@@ -112,7 +112,7 @@ class Client:
             if (message.number, message.lead) > self._rests:
                 self.rest = message
         elif isinstance(message, Rise):
-            self.over = message.over
+            self.over = self.over or message.over  # one from before may come after
             if self._rested is not None and message.number >= self._rested.number:
                 self._rested = None
             if self.rest is not None and message.number >= self.rest.number:

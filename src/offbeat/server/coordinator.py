@@ -66,6 +66,7 @@ from offbeat.server.wire import (
 )
 
 MOST_BAD = 10  # non-finite gradients in a row, after which a learner is sent away
+LEARNED = ("k", "losses", "before")  # what a policy keeps over a new beginning; who waits or came back, it does not
 
 
 class Coordinator(Lending):
@@ -83,6 +84,7 @@ class Coordinator(Lending):
         self.table = ""
         self.seeder: tuple[int, int] | None = None  # learner and incarnation that may write to buffer 0
         self.seeded = False
+        self.begun_s = 0.0
         self.book: LeaseBook | None = None
         self.inbox: list[tuple[Push, Gradient]] = []  # pushes whose drift is not known yet
         self.counts: Counter[str] = Counter()  # pushes by fate
@@ -130,7 +132,7 @@ class Coordinator(Lending):
             why = f"there are {len(self.rows)} learners, numbered from 0; {message.learner} is none of them"
         elif self.table and message.table != self.table:
             why = "its model is not the same: parameters of other names, shapes or order, or another optimizer"
-        elif self.finished or self.rests.over:
+        elif self.finished and not (row.here and row.nonce == message.nonce):
             why = "the run is over"
         if row is None or why is not None:
             self._out.append(Refused(message.learner, message.nonce, why or ""))
@@ -185,6 +187,7 @@ class Coordinator(Lending):
             self._again(row)
             return
         self.seeded = True
+        self.begun_s = self._at_s
         here = [one for one in self.rows.values() if one.here]
         for one in here:
             self._seat(one)
@@ -250,6 +253,9 @@ class Coordinator(Lending):
         """Gradients that still wait for others will wait for ever."""
         for row in self.rows.values():
             self._give_up(row, why="the run ended", may_wake=False)
+        self._end()
+
+    def _end(self) -> None:
         self.finished = True
         for ticket in sorted(self.gradients.keys() - self.in_updates()):
             self._release(ticket, "dropped: the run ended before its update was full")
@@ -257,9 +263,7 @@ class Coordinator(Lending):
     def _tick(self, message: Tick) -> None:
         self._gather()
         self._out += [*self.desk.repeat(), *self.rests.calls(self.rows.values(), again=True)]
-        lead = None if self.rests.lead is None else self.rows[self.rests.lead[0]]
-        if lead is not None and lead.here:
-            self._out.append(self._lead(lead))
+        self._out += [self._lead(row) for row in self.rows.values() if self.rests.leads(row)]
 
     # --- what learners answer ---------------------------------------------------------------------------------------
 
@@ -267,7 +271,10 @@ class Coordinator(Lending):
         """The session that a message belongs to; none, and an answer, if that is over."""
         row = self.rows.get(message.learner)
         if row is not None and row.here and row.incarnation == message.incarnation:
-            return row
+            if not self.rests.over or isinstance(message, Bye | Fetched):
+                return row
+            self._out.append(self.rests.rise(row))  # whatever it says: it has not heard that the run is over
+            return None
         self._out.append(Fenced(message.learner, message.incarnation))
         if isinstance(message, Push):
             self.counts["fenced"] += 1
@@ -275,7 +282,9 @@ class Coordinator(Lending):
 
     def _again(self, row: Row) -> None:
         """It asks a second time: it has not heard the answer."""
-        if row.go is not None and row.go.seq > max(row.answered, row.cancelled):
+        if self.rests.over:
+            self._out.append(self.rests.rise(row))
+        elif row.go is not None and row.go.seq > max(row.answered, row.cancelled):
             self._out.append(row.go)
 
     def _push(self, message: Push) -> None:
@@ -324,7 +333,7 @@ class Coordinator(Lending):
         self.gradients[self.ticket] = gradient
         self.desk.keep_reads(("ticket", self.ticket, 0), gradient.pieces)
         row = self.rows[message.learner]
-        if not row.here or row.incarnation != message.incarnation or message.seq <= row.void:
+        if self.finished or not row.here or row.incarnation != message.incarnation or message.seq <= row.void:
             self._release(self.ticket, "dropped: its learner left before it was measured")
             return
         self._extra = {"seq": [message.incarnation, message.seq], "batch": gradient.batch}
@@ -393,6 +402,8 @@ class Coordinator(Lending):
     # --- the policy -------------------------------------------------------------------------------------------------
 
     def _tell(self, event: Event) -> None:
+        if self.finished:
+            return
         extra, self._extra = self._extra, {}
         commands = self.policy.handle(event)
         if self.write is not None:
@@ -469,7 +480,8 @@ class Coordinator(Lending):
         if committed is not None:
             self._out.append(committed)
             self.rests.reached(committed.version)
-            self._out += self.desk.give_out(self.rows.values())  # before the next update can take its place
+            if not self.rests.due:
+                self._out += self.desk.give_out(self.rows.values())  # before the next update can take its place
         if work is None or work.lanes_left:
             return
         if work.drift:
@@ -490,16 +502,15 @@ class Coordinator(Lending):
             for row in self.rows.values():
                 if row.want is not None and row.learner not in measured:
                     self._unseat(row)  # the others need not wait for it; what it has pushed counts
-            self._out += desk.give_out(self.rows.values())
+            if not self.rests.due:
+                self._out += desk.give_out(self.rows.values())
             if self.inbox and desk.idle:
                 # The drift of the oldest push that waits, while no update is under way that would change it.
                 pieces = self.inbox[0][1].pieces
                 desk.add(Work(tickets=(), reads=(tuple(buffer for buffer, _ in pieces),), drift=True))
-            self._out += desk.start()
-            if self._serve_waiting():
-                continue
-            self._hold_rest()
-            return
+            self._out += desk.start(only_behind=self.rests.due)
+            if not self._serve_waiting() and not self._hold_rest():
+                return
 
     # --- rests ------------------------------------------------------------------------------------------------------
 
@@ -512,50 +523,51 @@ class Coordinator(Lending):
             self._out.append(rests.rise(row))
             return
         row.rested = rests.number
-        if message.led and rests.lead == (row.learner, row.incarnation):
+        if message.led and rests.leads(row):
             rests.end(self._at_s, stop=message.stop)
             self._out += [rests.rise(one) for one in self.rows.values() if one.here]
+            if rests.over:
+                self._end()
 
     def _halt(self, message: Halt) -> None:
-        row = self._known(message)
-        if row is not None and self.rests.over:
-            self._out.append(self.rests.rise(row))
-        elif row is not None:
+        if self._known(message) is not None:
             self.rests.halt()
 
-    def _hold_rest(self) -> None:
-        """Call all to rest, if one is due; and when they do, somebody to lead."""
+    def _hold_rest(self) -> bool:
+        """Call all to rest, if one is due; and when they do, somebody to lead. Whether it has ended for want of any."""
         rows, rests = self.rows.values(), self.rests
         if self.book is not None:
             rests.look_at(self.book.epoch)
         if not rests.due:
-            return
+            return False
         if not any(row.here for row in rows):
-            rests.end(self._at_s, stop=False)
-            return
+            rests.drop(self._at_s)
+            if rests.over:
+                self._end()
+            return True
         self._out += rests.calls(rows, again=False)
-        if self.desk.idle and not self.inbox:
-            lead = rests.next_lead(rows, self._at_s)
-            if lead is not None:
-                self._out.append(self._lead(lead))
+        lead = rests.next_lead(rows, self._at_s) if self.desk.still else None
+        if lead is not None:
+            rests.facts = json.dumps(self.standing())
+            self._out.append(self._lead(lead))
+        return False
 
     def _lead(self, row: Row) -> Rest:
-        return Rest(row.learner, row.incarnation, self.rests.number, True, json.dumps(self.standing()))
+        return Rest(row.learner, row.incarnation, self.rests.number, True, self.rests.facts)
 
     def standing(self) -> dict[str, Any]:
-        """Where the run stands, for who saves it: gradients that wait count as not computed yet."""
+        """Where the run stands, for who saves it: what is not in the weights yet counts as not computed yet."""
         applied = sum(self.staleness.values())
         return {
-            "version": self.policy.version,
+            "version": min(lane.version for lane in self.desk.lanes),
             "seeded": self.seeded,
             "epoch_end": self.rests.at_epoch_end,
             "halt": self.rests.halting,
             "book": None if self.book is None else self.book.snapshot(all_back=True),
-            "memory": {name: getattr(self.policy, name) for name in self.policy.extra_state},
+            "memory": {name: getattr(self.policy, name) for name in self.policy.extra_state if name in LEARNED},
             "staleness": sum(age * many for age, many in self.staleness.items()) / applied if applied else 0.0,
             "samples": dict(self.samples),
-            "rested_s": sum(end - start for start, end in self.rests.times),
-            "at_s": self._at_s,
+            "seconds": self.rests.began_s - self.begun_s - sum(end - start for start, end in self.rests.times),
         }
 
     # --- books ------------------------------------------------------------------------------------------------------

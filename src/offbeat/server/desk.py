@@ -141,13 +141,23 @@ class Desk:
     def idle(self) -> bool:
         return all(lane.idle for lane in self.lanes)
 
+    @property
+    def still(self) -> bool:
+        """Whether nobody changes the weights, and all lanes have the same version. What waits may wait."""
+        return not any(lane.job or self._is_behind(lane) for lane in self.lanes)
+
+    def _is_behind(self, lane: Lane) -> bool:
+        """Whether others have done what this lane has to do next."""
+        return bool(lane.queue) and lane.queue[0].lanes_left < len(self.lanes)
+
     def add(self, work: Work) -> None:
         work.lanes_left = len(self.lanes)
         for lane in self.lanes:
             lane.queue.append(work)
 
-    def start(self) -> list[Job]:
-        return [job for lane in self.lanes for job in lane.start()]
+    def start(self, *, only_behind: bool) -> list[Job]:
+        """What can be done next; or only what brings all lanes to the same version."""
+        return [job for lane in self.lanes if not only_behind or self._is_behind(lane) for job in lane.start()]
 
     def repeat(self) -> list[Job]:
         """What has not been answered yet."""

@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -26,7 +27,7 @@ from offbeat.server.reduced import ReducedLearner
 from offbeat.strategy import ALL_REDUCE, family_of
 
 DEFAULT = "async"
-_KEY = "offbeat/services"
+_KEY = "services"
 
 
 def join(sync: str | None = None, *, servers: int = 1, threads: int | None = 1) -> ServedLearner | ReducedLearner:
@@ -45,6 +46,12 @@ def join(sync: str | None = None, *, servers: int = 1, threads: int | None = 1) 
     seed = int(told.get("OFFBEAT_SEED", "0"))
     if reduces:
         return ReducedLearner(line, slow=slow, seed=seed)
+    return join_run(line, servers=servers, slow=slow, seed=seed, setting={})
+
+
+def join_run(line: str, *, servers: int, slow: Sequence[str], seed: int, setting: Mapping[str, Any]) -> ServedLearner:
+    """Become a learner of a parameter server. `setting` is for the services, where this call starts them."""
+    told = os.environ
     if "OFFBEAT_DOOR" in told:
         return ServedLearner(
             line=line,
@@ -57,7 +64,8 @@ def join(sync: str | None = None, *, servers: int = 1, threads: int | None = 1) 
         )
     rank, learners = int(told.get("RANK", "0")), int(told.get("WORLD_SIZE", "1"))
     create(line, expect=learners)  # before anything is started
-    services = _Services(line, learners, servers, seed) if rank == 0 else None
+    plan = {**setting, "line": line, "learners": learners, "shards": servers}
+    services = _Services(plan, seed) if rank == 0 else None
     found = services.address if services is not None else None
     if learners > 1:
         found = _share(found, rank, learners)
@@ -75,20 +83,30 @@ def join(sync: str | None = None, *, servers: int = 1, threads: int | None = 1) 
 
 
 def _share(found: dict[str, str] | None, rank: int, learners: int) -> dict[str, str]:
-    """From the first rank to all, through the store that torchrun keeps."""
+    """From the first rank to all."""
+    key = f"{_KEY}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    answer: dict[str, str] = json.loads(through_store(key, None if found is None else json.dumps(found)))
+    return answer
+
+
+def through_store(key: str, value: str | None) -> str:
+    """What stands under a key in the store that torchrun keeps; one who gives a value sets it, others wait for it."""
+    rank, learners = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     try:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     except (KeyError, ValueError):
         raise RequestError("WORLD_SIZE is set, but not MASTER_ADDR and MASTER_PORT: start with torchrun") from None
     owns = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    store = TCPStore(host, port, learners, is_master=owns, timeout=timedelta(seconds=60), wait_for_workers=False)
-    key = f"{_KEY}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    if found is not None:
-        store.set(key, json.dumps(found))
-    answer: dict[str, str] = json.loads(store.get(key))
-    if owns:
+    if owns and _stores:
+        store = _stores[0]
+    else:
+        store = TCPStore(host, port, learners, is_master=owns, timeout=timedelta(seconds=60), wait_for_workers=False)
+    if owns and not _stores:
         _stores.append(store)
-    return answer
+    if value is not None:
+        store.set(f"offbeat/{key}", value)
+    found: bytes = store.get(f"offbeat/{key}")
+    return found.decode()
 
 
 _stores: list[Any] = []  # kept open for those who come later
@@ -97,11 +115,10 @@ _stores: list[Any] = []  # kept open for those who come later
 class _Services:
     """Coordinator and servers of a run whose learners start by themselves, as a process beside this one."""
 
-    def __init__(self, line: str, learners: int, servers: int, seed: int) -> None:
-        plan = {"line": line, "learners": learners, "servers": servers, "seed": seed}
-        log = os.environ.get("OFFBEAT_LOG")
+    def __init__(self, setting: Mapping[str, Any], seed: int) -> None:
+        plan = {"setting": setting, "seed": seed, "log": os.environ.get("OFFBEAT_LOG")}
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "offbeat.server.services", json.dumps(plan | {"log": log})],
+            [sys.executable, "-P", "-m", "offbeat.server.services", json.dumps(plan)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,

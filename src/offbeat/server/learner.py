@@ -96,6 +96,7 @@ class ServedLearner:
         self._now: Minibatch | None = None  # that is open
         self._batch: _Batch = _Batch((), 0)
         self._last_cancelled = False
+        self.pushed_s = 0.0  # when it has last pushed, by the monotonic clock
         self._inside = False  # `with learner.minibatch()`
         self._since_s = 0.0  # when the last step ended
         self._pid = os.getpid()
@@ -311,6 +312,7 @@ class ServedLearner:
         loss = None if minibatch.loss is None else float(minibatch.loss)
         batch = self._batch
         report = Report(self._describe(), samples, loss, self._take_leases(), minibatch.began_s)
+        self.pushed_s = time.monotonic()
         try:
             mode.step(absent, report)
         except Cancelled:
@@ -321,6 +323,17 @@ class ServedLearner:
 
     def _rest(self, rest: Rest) -> bool:
         return self.at_rest is not None and self.at_rest(rest)
+
+    @property
+    def rested_s(self) -> float:
+        """How long it has stood still in rests."""
+        return 0.0 if self._link is None else self._link.rested_s
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Epoch and position of the first sample of the batch that was handed out last; of a lease."""
+        leases = self._batch.leases
+        return (leases[0].epoch, leases[0].start) if leases else (0, 0)
 
     def halt(self) -> None:
         """Ask for the end of the run: after a last rest, learners that wait for anything are told `RunOverError`."""

@@ -28,6 +28,7 @@ class Lending:
     inbox: list[tuple[Push, Gradient]]
     samples: Counter[str]
     seeded: bool
+    finished: bool
     _out: list[OUTPUT]
 
     def _known(self, message: FROM_STAY) -> Row | None:
@@ -124,7 +125,7 @@ class Lending:
     def _serve_waiting(self) -> bool:
         """Whoever waits for samples, if there are some now, or the epoch has ended."""
         book = self.book
-        if book is None:
+        if book is None or self.finished:
             return False
         waiting = [row for row in self.rows.values() if row.want is not None]
         served = [row for row in waiting if row.want is not None and self._serve(row, row.want)]

@@ -53,6 +53,7 @@ class Link:
         self.changed = threading.Condition()
         self.failed: OffbeatError | None = None
         self.closed = False
+        self.rested_s = 0.0
         self.at_rest = at_rest  # what is to be done; True: the run is to end
         self._cancel = self.arena.cancel_word(learner)
         self._fence = self.arena.fence_word(learner)
@@ -98,10 +99,10 @@ class Link:
         end = None if timeout_s is None else time.monotonic() + timeout_s
         with self.changed:
             while True:
-                if self.client.refused is not None:
-                    raise RequestError(f"the run sent learner {self.client.learner} away: {self.client.refused}")
                 if self.client.over:
                     raise RunOverError("the run is over")
+                if self.client.refused is not None:
+                    raise RequestError(f"the run sent learner {self.client.learner} away: {self.client.refused}")
                 if rests and (rest := self.client.take_rest()) is not None:
                     self._rest(rest)
                     continue
@@ -116,14 +117,19 @@ class Link:
 
     def _rest(self, rest: Rest) -> None:
         """Stand still until all may rise. What is to be done meanwhile is done without the lock: others listen on."""
+        began_s = time.monotonic()
         self.changed.release()
         try:
             stop = self.at_rest(rest)
         finally:
             self.changed.acquire()
         self._send(self.client.rested(rest, stop=stop))
-        while self.client.resting and self.client.rest is None and not self.client.over and self.failed is None:
+        client = self.client
+        while client.resting and client.rest is None and not (client.over or client.fenced or client.refused):
+            if self.failed is not None:
+                break
             self.changed.wait(1.0)
+        self.rested_s += time.monotonic() - began_s
 
     def _send(self, messages: Iterable[Message]) -> None:
         for message in messages:

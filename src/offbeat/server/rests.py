@@ -4,8 +4,9 @@
         -> all have said so, and no update is under way: the lowest of them leads
         -> it has looked or saved: all rise, or the run is over
 
-Nobody is interrupted: whoever computes goes on, pushes, and rests where it would wait for weights. So in a rest the
-weights stand still, and what is held by the policy are gradients that wait for others.
+Nobody is interrupted: whoever computes goes on, pushes, and rests where it would wait for weights. But from the moment
+that a rest is due nobody is told to compute, and no update is begun, whoever comes or goes. So in a rest the weights
+stand still; gradients that were pushed wait, and so do updates that were decided.
 
 This file knows nothing of what is done in a rest. It keeps the books of who rests; the coordinator carries the words.
 """
@@ -33,6 +34,8 @@ class Rests:
         self.over = False
         self.epoch = 0  # the latest that was seen
         self.lead: Stay | None = None
+        self.facts = ""  # that it was told
+        self._told = (False, False)  # whether it knows that an epoch has ended, and that somebody wants the run to end
         self.began_s = 0.0
         self.times: list[tuple[float, float]] = []  # from when to when everybody stood still
 
@@ -78,13 +81,30 @@ class Rests:
             return None
         self.began_s = at_s if self.lead is None else self.began_s  # one that led and died: it goes on
         self.lead = here[0].learner, here[0].incarnation
+        self._told = self.at_epoch_end, self.halting
         return here[0]
 
+    def leads(self, row: Row) -> bool:
+        return row.here and self.lead == (row.learner, row.incarnation)
+
     def end(self, at_s: float, *, stop: bool) -> None:
-        """The leader is through, or nobody is left to rest."""
+        """The leader is through. What it could not know of, since it came later, is for another rest."""
+        knew_of_end, knew_of_halt = self._told
+        missed_end = self.at_epoch_end and not knew_of_end
+        self._close(at_s)
+        self.over = stop or (self.halting and knew_of_halt)
+        if not self.over and (missed_end or self.halting):
+            self.begin()
+            self.at_epoch_end = missed_end
+
+    def drop(self, at_s: float) -> None:
+        """Nobody is left to rest."""
+        self._close(at_s)
+        self.over = self.halting
+
+    def _close(self, at_s: float) -> None:
         if self.lead is not None:
             self.times.append((self.began_s, at_s))
-        self.over = stop or self.halting
         self.due = self.at_epoch_end = False
         self.lead = None
 

@@ -28,7 +28,7 @@ def main(words: list[str]) -> int:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.set_num_threads(1)
     given = json.loads(words[0])
-    setting = Setting(line=given["line"], learners=given["learners"], shards=given["servers"])
+    setting = Setting(**given["setting"])
     log = Path(given["log"]) if given["log"] else None
     supervisor = Supervisor(
         Plan(setting=setting, seed=given["seed"], log=log),

@@ -19,6 +19,7 @@ import selectors
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections import deque
@@ -48,16 +49,24 @@ _libc = ctypes.CDLL(None)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What to run. Without words for learners only the services are started: learners come by themselves."""
+    """What to run. Without words or a body for learners only the services are started: learners come by themselves.
+
+    `learner` are the words of a command; `body` is called, with the learner's number, in a fork of this process.
+    """
 
     setting: Setting
     learner: Sequence[str] = ()
+    body: Callable[[int], int] | None = None
     environment: Mapping[str, str] | None = None
     seed: int = 0
     log: Path | None = None
     facts: Mapping[str, Any] | None = None
     restarts: int = MOST_RESTARTS
     store_port: int | None = None  # of a store on loopback: learners are ranks of a process group, without services
+
+    @property
+    def launches(self) -> bool:
+        return bool(self.learner) or self.body is not None
 
 
 class Member:
@@ -107,7 +116,7 @@ class Supervisor:
     def start(self) -> None:
         if self.plan.store_port is None:
             self._start_coordinator()
-        if self.plan.learner:
+        if self.plan.launches:
             for learner in range(self.plan.setting.learners):
                 self._start_learner(learner)
 
@@ -120,7 +129,7 @@ class Supervisor:
             seed=self.plan.seed,
             start_s=self.start_s,
             log=self.plan.log,
-            launched=bool(self.plan.learner),
+            launched=self.plan.launches,
             facts=dict(self.plan.facts or {}),
         )
 
@@ -196,26 +205,68 @@ class Supervisor:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _TOLD)
             _die_with(supervisor)
 
-        with _undisturbed():
-            process = subprocess.Popen(
-                list(self.plan.learner),
-                stdin=subprocess.DEVNULL,
-                stdout=writer,
-                stderr=writer,
-                env={
-                    **(os.environ if self.plan.environment is None else self.plan.environment),
-                    **self.environment_of(learner),
-                },
-                start_new_session=True,
-                preexec_fn=begin,
-            )
+        environment = {
+            **(os.environ if self.plan.environment is None else self.plan.environment),
+            **self.environment_of(learner),
+        }
+        if self.plan.body is not None:
+            pid = self._fork_learner(learner, environment, writer, self.plan.body)
+        else:
+            with _undisturbed():
+                process = subprocess.Popen(
+                    list(self.plan.learner),
+                    stdin=subprocess.DEVNULL,
+                    stdout=writer,
+                    stderr=writer,
+                    env=environment,
+                    start_new_session=True,
+                    preexec_fn=begin,
+                )
+            process.returncode = 0  # it is waited for here, by its descriptor
+            pid = process.pid
         os.close(writer)
-        member = Member("learner", learner, process.pid)
-        process.returncode = 0  # it is waited for here, by its descriptor
+        member = Member("learner", learner, pid)
         member.pipe = reader
         os.set_blocking(reader, False)
         self._watch(reader, lambda: self._hear_learner(member))
         self._adopt(member)
+
+    def _fork_learner(
+        self, learner: int, environment: Mapping[str, str], writer: int, body: Callable[[int], int]
+    ) -> int:
+        """A learner that need not load anything again. Nothing runs in threads here, so forking is safe."""
+        supervisor = os.getpid()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        with _undisturbed():
+            pid = os.fork()
+            if pid == 0:
+                for told in _TOLD:
+                    signal.signal(told, signal.SIG_DFL)
+        if pid:
+            return pid
+        code = 1
+        try:
+            os.setsid()
+            _die_with(supervisor)
+            nothing = os.open(os.devnull, os.O_RDONLY)
+            for source, target in ((nothing, 0), (writer, 1), (writer, 2)):
+                os.dup2(source, target)
+            self.selector.close()
+            _close_all_but(set())
+            os.environ.update(environment)
+            code = body(learner)
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            with contextlib.suppress(BaseException):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(code)
 
     def _adopt(self, member: Member) -> None:
         self.members[member.pid] = member
@@ -379,6 +430,13 @@ class Supervisor:
         return self.held is None or self._quiet is None or bool(self._quiet.words[0])
 
     # --- the end ----------------------------------------------------------------------------------------------------
+
+    def ask_to_end(self) -> None:
+        """Learners are told that they should (SIGTERM); how they do is theirs."""
+        for member in list(self.members.values()):
+            if member.role == "learner":
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(member.pid, signal.SIGTERM)
 
     @property
     def learners_left(self) -> int:

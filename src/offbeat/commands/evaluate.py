@@ -1,0 +1,67 @@
+"""offbeat evaluate: the weights of a run, on its test set."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from offbeat.commands.base import Command, console, facts, json_argument, print_json
+from offbeat.errors import RequestError
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
+    parser.add_argument(
+        "--checkpoint", metavar="NAME", help="one of its checkpoints, like update-00000120 (default: the last weights)"
+    )
+    parser.add_argument("--device", default="", metavar="DEVICE", help="cpu or cuda (default: the run's)")
+    json_argument(parser)
+
+
+def _run(given: argparse.Namespace) -> None:
+    from offbeat.train.rundir import RunDir
+
+    run = RunDir(given.run)
+    config = run.read_config()
+    import torch
+
+    from offbeat.train.checkpoint import load, read_weights
+    from offbeat.train.launch import check_device
+    from offbeat.train.precision import Precision
+    from offbeat.train.tasks import task_of
+    from offbeat.train.trainer import device_of, evaluate, mover
+
+    name = given.device or config.device
+    check_device(name)
+    device = device_of(name, 0)
+    task = task_of(config)
+    if given.checkpoint is not None:
+        weights = load(run.checkpoints / given.checkpoint).files["weights"]
+    elif run.weights.exists():
+        weights = read_weights(run.weights)
+    else:
+        raise RequestError(f"{run.path} has no weights.safetensors: the run has not ended; name a --checkpoint")
+    model = task.build()
+    try:
+        model.load_state_dict(dict(weights))
+    except RuntimeError as error:
+        raise RequestError(f"the weights do not fit the model of {run.path}: {str(error).splitlines()[0]}") from None
+    torch.set_num_threads(max(1, torch.get_num_threads()))
+    loss, accuracy = evaluate(model.to(device), task, Precision(config.train.precision, device), mover(device))
+    samples = len(task.test)  # type: ignore[arg-type]  # a map-style set has a length: the task was checked
+    if given.json:
+        print_json({"run_dir": str(run.path), "samples": samples, "loss": loss, "accuracy": accuracy})
+        return
+    rows = [("loss", f"{loss:.4f}"), ("samples", f"{samples:,}")]
+    if accuracy is not None:
+        rows.insert(0, ("accuracy", f"{100 * accuracy:.2f} %"))
+    facts(console(), rows)
+
+
+COMMAND = Command(
+    summary="evaluate the weights of a run on its test set",
+    about="""Load the weights that a run has left, or one of its checkpoints, and evaluate them on its test set.""",
+    examples=("evaluate runs/digits",),
+    arguments=_arguments,
+    run=_run,
+)

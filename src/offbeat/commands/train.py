@@ -1,0 +1,109 @@
+"""offbeat train: a recipe, a strategy, and learners on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from offbeat.commands.base import Command, json_argument, print_json
+from offbeat.errors import RequestError
+from offbeat.train.arguments import add_arguments, given
+from offbeat.train.reading import override, read_recipe
+
+if TYPE_CHECKING:
+    from offbeat.train.config import Config
+    from offbeat.train.launch import Result
+
+DEFAULT = "digits-cnn"
+_RESULT = (
+    "name", "accuracy", "loss", "strategy", "learners", "updates", "epochs", "samples_per_s", "seconds",
+    "staleness_mean", "wait_share", "stopped", "run_dir",
+)  # fmt: skip
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s [RECIPE] [--sync STRATEGY] [--learners P] [--SECTION.FIELD VALUE ...] [--resume RUN]"
+    parser.add_argument(
+        "recipe", nargs="?", metavar="RECIPE", help=f"a built-in one (offbeat recipes) or a TOML file; {DEFAULT}"
+    )
+    parser.add_argument("--run-dir", type=Path, metavar="FOLDER", help="of this run (default runs/NAME-TIME)")
+    parser.add_argument(
+        "--resume", type=Path, metavar="RUN", help="go on in the folder of a run, from its newest checkpoint"
+    )
+    parser.add_argument("--quiet", action="store_true", help="only the summary, and what goes wrong")
+    json_argument(parser)
+    add_arguments(parser)
+
+
+def _run(words: argparse.Namespace) -> None:
+    config = _config(words)
+    from offbeat.commands.view import view_for
+    from offbeat.train.launch import launch, learn, prepare, under_torchrun
+
+    out = sys.stderr if words.json else sys.stdout
+    if under_torchrun():
+        view = view_for(out, live=False, quiet=words.quiet or os.environ["RANK"] != "0")
+        try:
+            result = learn(config, run_dir=words.run_dir, resume=words.resume, report=view.hear)
+        finally:
+            if os.environ["RANK"] == "0":
+                view.close()
+        if result.end and words.json:
+            print_json(_told(config, result))
+        return
+    start = prepare(
+        config,
+        run_dir=words.run_dir,
+        resume=words.resume,
+        tell=lambda line: print(f"offbeat: {line}", file=sys.stderr),
+    )
+    view = view_for(out, live=out.isatty(), quiet=words.quiet)
+    try:
+        result = launch(start, view.hear, view.print_line)
+    finally:
+        view.close()
+    if words.json:
+        print_json(_told(start.config, result))
+    if result.signal:
+        raise SystemExit(128 + result.signal)
+
+
+def _config(words: argparse.Namespace) -> Config:
+    if words.resume is None:
+        return override(read_recipe(words.recipe or DEFAULT), given(words))
+    if words.recipe is not None:
+        raise RequestError(f"--resume {words.resume} has a recipe of its own: leave '{words.recipe}' out")
+    if words.run_dir is not None:
+        raise RequestError("--resume goes on in the folder of the run: leave --run-dir out")
+    from offbeat.train.rundir import RunDir
+
+    changes = given(words)
+    fixed = [key for key in changes if key.partition(".")[0] in ("model", "data") and key != "data.workers"]
+    if fixed:
+        raise RequestError(f"a run that goes on keeps its model and data: leave --{fixed[0]} out")
+    return override(RunDir(words.resume).read_config(), changes)
+
+
+def _told(config: Config, result: Result) -> Mapping[str, Any]:
+    told = {"name": config.name, **result.end}
+    return {key: told.get(key) for key in _RESULT}
+
+
+COMMAND = Command(
+    summary="train a model with any strategy, from a recipe",
+    about="""Train a model with learners on this machine, under the strategy that --sync names. Without a recipe, a
+small convolutional network learns the digits that come with offbeat. A recipe is one of `offbeat recipes` or a TOML
+file; every field of it can be changed by an option. The run's folder gets the configuration, metrics, the run log, a
+trace for Perfetto, checkpoints, the weights and a summary. Ctrl-C saves and ends; --resume goes on. Under
+`torchrun --nproc-per-node P -m offbeat train ...` the processes of torchrun are the learners.""",
+    examples=(
+        "train",
+        "train digits-mlp --sync k-async:2 --learners 4 --train.epochs 5",
+    ),
+    arguments=_arguments,
+    run=_run,
+)

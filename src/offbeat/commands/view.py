@@ -1,0 +1,525 @@
+"""What `offbeat train` shows while it works: a live part on a terminal, plain lines elsewhere.
+
+Records come in by `hear` and are kept by `Progress`. Functions turn that state into lines of styled pieces; the two
+views at the end put lines on a screen. Laws: a number that is missing or None is left out; no line of the live part is
+wider than the terminal; text of the user is shown as it is, never read as markup; a line that cannot be encoded is
+escaped, since a run must not die of what it shows. Colours are the terminal's own and carry nothing that the letters
+do not. Nothing here knows processes, sockets or torch.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
+
+from offbeat.commands.progress import Progress, Record, Row
+from offbeat.spec import count_of
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions
+    from rich.text import Text
+
+Piece = tuple[str, str]  # text and its style
+Line = list[Piece]
+
+PROGRESS_EVERY_S = 10.0  # between two plain lines
+REFRESHES_PER_S = 5
+LEARNERS_SHOWN = 8
+EVALUATIONS_SHOWN = 6  # while it works
+EVALUATIONS_LEFT = 12  # what stays after it
+SHORTEST_BAR, LONGEST_BAR = 8, 40
+
+_DONE, _LEFT, _BUSY, _IDLE, _STEPS = "━", "─", "━", "┅", "▁▂▃▄▅▆▇█"
+_ASCII = str.maketrans(_DONE + _LEFT + _IDLE + _STEPS, "=-." + "_.,-~=+#")
+
+
+# --- words --------------------------------------------------------------------------------------------------------
+
+
+def _loss(value: float) -> str:
+    if not math.isfinite(value):
+        return str(value)
+    return f"{value:.4f}" if abs(value) < 100 else f"{value:.2f}" if abs(value) < 1e6 else f"{value:.2e}"
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f} %"
+
+
+def _whole_percent(value: float) -> str:
+    return f"{100 * value:.0f} %"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 10 or value == 0 else f"{value:.1f}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.1f} s" if value < 600 else _clock(value)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(max(int(seconds), 0), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _said(pattern: str, form: Callable[[Any], str], value: Any) -> list[str]:
+    return [] if value is None else [pattern.format(form(value))]
+
+
+def _clean(text: object) -> str:
+    """On one line, and without what moves the cursor."""
+    return "".join(letter for letter in " ".join(str(text).split()) if letter.isprintable())
+
+
+def _about(begin: Record) -> list[Piece]:
+    """The heading, a piece for each fact."""
+    pieces = [(_clean(begin.get(name) or ""), style) for name, style in (("name", "bold"), ("strategy", "bold cyan"))]
+    pieces += [(count_of(begin[name], name[:-1]), "") for name in ("learners", "servers") if begin.get(name)]
+    pieces.append((" ".join(_clean(begin[name]) for name in ("device", "precision") if begin.get(name)), ""))
+    if begin.get("parameters"):
+        pieces.append((f"{begin['parameters']:,} parameters", ""))
+    if begin.get("epochs"):
+        of = f" of {begin['samples']:,} samples" if begin.get("samples") else ""
+        pieces.append((count_of(begin["epochs"], "epoch") + of, ""))
+    if begin.get("resumed"):
+        pieces.append((f"resumed from {_clean(begin['resumed'])}", "magenta"))
+    pieces.append((_clean(begin.get("run_dir") or ""), "dim"))
+    return [piece for piece in pieces if piece[0]]
+
+
+def _epoch(number: int, epochs: int) -> str:
+    return f"epoch {number:>{len(str(epochs))}}/{epochs}"
+
+
+def evaluation_line(record: Record, epochs: int) -> str:
+    parts = [_epoch(record.get("epoch") or 0, epochs), *_said("update {}", str, record.get("update"))]
+    parts += _said("loss {}", _loss, record.get("loss")) + _said("accuracy {}", _percent, record.get("accuracy"))
+    parts += _said("{} samples/s", _number, record.get("samples_per_s"))
+    parts += _said("waiting {}", _whole_percent, record.get("wait_share"))
+    parts += _said("staleness {}", "{:.2f}".format, record.get("staleness"))
+    return "  ".join(parts + _said("{}", _seconds, record.get("seconds")))
+
+
+def progress_line(state: Progress) -> str:
+    parts = [_epoch(state.epoch, state.epochs), f"at {_whole_percent(state.done_of_epoch)}"]
+    parts += _said("loss {}", _loss, state.loss) + _said("{} samples/s", _number, state.samples_per_s)
+    return "  ".join(
+        parts + _said("waiting {}", _whole_percent, state.wait_share) + _said("left {}", _clock, state.left_s)
+    )
+
+
+def died_line(record: Record) -> str:
+    who = "a learner" if record.get("learner") is None else f"learner {record['learner']}"
+    return f"{who} died: {record.get('text') or 'it did not say why'}"
+
+
+def summary(state: Progress) -> list[tuple[str, str]]:
+    """Labels and facts for the end; of a run that broke off, how far it came."""
+    end, best, rows = state.end, state.best, list[tuple[str, str]]()
+    if not state.begin and end is None:
+        return rows
+
+    def add(label: str, *texts: str) -> None:
+        if texts:
+            rows.append((label, ", ".join(texts)))
+
+    if end is None:
+        add("stopped", f"in epoch {state.epoch} of {state.epochs}, after {_seconds(state.elapsed_s)}")
+    else:
+        if end.get("stopped") or end.get("why"):
+            add("stopped" if end.get("stopped") else "ended", _clean(end.get("why") or "before its last epoch"))
+        of_best = []
+        if best is not None and best["accuracy"] > (end.get("accuracy") or 0.0):
+            of_best = [f"best {_percent(best['accuracy'])} after epoch {best['epoch']}"]
+        add("accuracy", *_said("{}", _percent, end.get("accuracy")), *of_best)
+        add("loss", *_said("{}", _loss, end.get("loss")))
+        made = _said("{}", lambda many: f"{many:,} update{'' if many == 1 else 's'}", end.get("updates"))
+        add("time", *_said("{}", _seconds, end.get("seconds")), *made)
+        add("speed", *_said("{} samples/s", _number, end.get("samples_per_s")))
+        add("waiting", *_said("{} of the learners' time", _whole_percent, end.get("wait_share")))
+        add("staleness", *_said("{} on average", "{:.2f}".format, end.get("staleness_mean")))
+    if state.saved is not None:
+        add("saved", f"update {state.saved['update']}", *_said("{}", _clean, state.saved.get("path")))
+    add("run", *_said("{}", _clean, (end or {}).get("run_dir") or state.begin.get("run_dir")))
+    return rows
+
+
+def fact_lines(facts: Sequence[tuple[str, str]]) -> list[Line]:
+    width = max((len(label) for label, _ in facts), default=0)
+    return [[(label.ljust(width + 2), "bold"), (text, "")] for label, text in facts]
+
+
+# --- drawing ------------------------------------------------------------------------------------------------------
+
+
+def _pack(pieces: Sequence[Piece], width: int) -> list[Line]:
+    """Pieces side by side, two blanks between them, on as few lines as hold them."""
+    from rich.cells import cell_len
+
+    lines: list[Line] = []
+    room = -1
+    for text, style in pieces:
+        if room < cell_len(text) + 2:
+            lines.append([(text, style)])
+            room = width - cell_len(text)
+        else:
+            lines[-1] += [("  ", ""), (text, style)]
+            room -= cell_len(text) + 2
+    return lines
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The lowest value is the lowest block; by logarithms when all are positive, since losses fall by factors."""
+    many = min(width, len(values))
+    if many < 2:
+        return ""
+    cuts = [len(values) * step // many for step in range(many + 1)]
+    means = [sum(values[start:end]) / (end - start) for start, end in pairwise(cuts)]
+    if min(means) > 0:
+        means = [math.log(mean) for mean in means]
+    low, high = min(means), max(means)
+    scale = (len(_STEPS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_STEPS[round((mean - low) * scale)] for mean in means)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Column:
+    """`rank` says what goes first when the room is short: the highest. `bars` fills the room that is left."""
+
+    title: str
+    cells: Sequence[Piece] = ()
+    rank: int = 0
+    bars: Sequence[Callable[[int], Line]] = ()
+
+    def width(self) -> int:
+        least = SHORTEST_BAR if self.bars else 7  # equal in all tables, and no jumps from 9.9 to 10.0
+        return max(least, len(self.title), *(len(text) for text, _ in self.cells))
+
+
+def _table(columns: Sequence[_Column], width: int) -> list[Line]:
+    kept = [column for column in columns if column.bars or any(text for text, _ in column.cells)]
+
+    def taken() -> int:
+        return sum(column.width() for column in kept) + 2 * (len(kept) - 1)
+
+    while len(kept) > 1 and taken() > width:
+        kept.remove(max(kept, key=lambda column: column.rank))
+    spare = width - taken()
+    lines: list[Line] = [[] for _ in range(1 + max((len(column.cells or column.bars) for column in kept), default=0))]
+    for column in kept:
+        gap = "" if column is kept[0] else "  "
+        own = column.width()
+        if column.bars:
+            own = max(own, min(own + spare, LONGEST_BAR))
+            lines[0].append((gap + column.title.ljust(own), "dim"))
+            for line, bar in zip(lines[1:], column.bars, strict=True):
+                drawn = bar(own)
+                line += [(gap, ""), *drawn, (" " * (own - sum(len(text) for text, _ in drawn)), "")]
+        else:
+            lines[0].append((gap + column.title.rjust(own), "dim"))
+            for line, (text, style) in zip(lines[1:], column.cells, strict=True):
+                line += [(gap + " " * (own - len(text)), ""), (text, style)]
+    return lines if kept else []
+
+
+def _cell(form: Callable[[Any], str], value: Any, style: str = "") -> Piece:
+    if value is None:
+        return "", ""
+    wrong = isinstance(value, float) and not math.isfinite(value)
+    return form(value), "bold red" if wrong else style
+
+
+def _bar_lines(state: Progress, width: int) -> list[Line]:
+    tail = [(f"{100 * state.done:3.0f} %", "bold"), (_epoch(state.epoch, state.epochs), "")]
+    tail += [(f"elapsed {_clock(state.elapsed_s)}", "dim")]
+    if state.end is None:
+        left = state.left_s
+        tail.append(
+            (f"left {'-:--' if left is None else _clock(left)}", "dim")
+        )  # from the start, so that nothing jumps
+    beside = width - sum(len(text) + 2 for text, _ in tail)
+    room = beside if beside >= SHORTEST_BAR else width
+    full = int(room * state.done)
+    bar = [(_DONE * full, "green" if state.done == 1 else "cyan"), (_LEFT * (room - full), "dim")]
+    if beside < SHORTEST_BAR:
+        return [bar, *_pack(tail, width)]
+    return [[*bar, ("  ", ""), *_pack(tail, width)[0]]]
+
+
+def _numbers(state: Progress, width: int) -> list[Line]:
+    best = None if state.best is None else state.best["accuracy"]
+    trail = [lambda room: [(sparkline(state.trail, room), "cyan")]]
+    return _table(
+        [
+            _Column(title="loss", cells=[_cell(_loss, state.loss, "bold")]),
+            _Column(title="over time", bars=trail if len(state.trail) > 1 else [], rank=5),
+            _Column(title="accuracy", cells=[_cell(_percent, state.last("accuracy"), "bold green")], rank=1),
+            _Column(title="best", cells=[_cell(_percent, best, "green")], rank=4),
+            _Column(title="samples/s", cells=[_cell(_number, state.samples_per_s, "bold")], rank=2),
+            _Column(title="waiting", cells=[_cell(_whole_percent, state.wait_share, "yellow")], rank=3),
+            _Column(title="staleness", cells=[_cell("{:.2f}".format, state.last("staleness"))], rank=6),
+            _Column(title="rate", cells=[_cell("{:.4g}".format, state.last("rate"))], rank=7),
+        ],
+        width,
+    )
+
+
+def _work_bar(row: Row) -> Callable[[int], Line]:
+    def draw(room: int) -> Line:
+        if row.died:
+            return [("died", "bold red")]
+        share = row.wait_share()
+        if share is None:
+            return [("starting", "dim")]
+        idle = round(room * share)
+        return [(_BUSY * (room - idle), "green"), (_IDLE * idle, "yellow")]
+
+    return draw
+
+
+def _learners(state: Progress, width: int, most: int) -> list[Line]:
+    rows = sorted(state.rows.values(), key=lambda row: row.learner)
+    shown, now, whole = rows[:most], state.clock(), state.samples
+    shares = [row.samples / whole if whole and len(rows) > 1 else None for row in shown]
+    lines = _table(
+        [
+            _Column(title="learner", cells=[(str(row.learner), "bold") for row in shown]),
+            _Column(title=f"{_BUSY * 2} busy {_IDLE * 2} waiting", bars=[_work_bar(row) for row in shown], rank=2),
+            _Column(title="waiting", cells=[_cell(_whole_percent, row.wait_share()) for row in shown], rank=3),
+            _Column(title="samples/s", cells=[_cell(_number, row.samples_per_s(now)) for row in shown], rank=1),
+            _Column(title="share", cells=[_cell(_whole_percent, share) for share in shares], rank=4),
+            _Column(title="loss", cells=[_cell(_loss, row.loss) for row in shown], rank=5),
+        ],
+        width,
+    )
+    if len(rows) > most:
+        lines.append([(f"and {len(rows) - most} more", "dim")])
+    return lines if rows else []
+
+
+def evaluation_table(state: Progress, width: int, most: int) -> list[Line]:
+    shown = state.evaluations[-most:] if most else []
+
+    def column(title: str, name: str, form: Callable[[Any], str], rank: int) -> _Column:
+        marked = [name == "accuracy" and record is state.best for record in shown]
+        cells = [
+            _cell(form, record.get(name), "bold green" if best else "")
+            for record, best in zip(shown, marked, strict=True)
+        ]
+        return _Column(title=title, cells=cells, rank=rank)
+
+    columns = [
+        column("epoch", "epoch", str, 0),
+        column("update", "update", "{:,}".format, 5),
+        column("loss", "loss", _loss, 2),
+        column("accuracy", "accuracy", _percent, 1),
+        column("train loss", "train_loss", _loss, 8),
+        column("samples/s", "samples_per_s", _number, 4),
+        column("waiting", "wait_share", _whole_percent, 6),
+        column("staleness", "staleness", "{:.2f}".format, 7),
+        column("time", "seconds", _seconds, 3),
+    ]
+    return _table(columns, width) if shown else []
+
+
+def heading_lines(begin: Record, width: int) -> list[Line]:
+    """What is printed once, before the live part. Only the notes may be wider than the terminal."""
+    notes: list[Line] = [[(f"note: {_clean(note)}", "dim")] for note in begin.get("notes") or ()]
+    return [*_pack(_about(begin), width), *notes, []]
+
+
+def live_lines(state: Progress, width: int, height: int) -> list[Line]:
+    """The part that is drawn again and again. The lists shrink on a low terminal."""
+    if not state.begin:
+        return [[(f"starting {_clock(state.elapsed_s)}", "dim")]]
+    top = [*_bar_lines(state, width), [], *_numbers(state, width)]
+    learners, evaluations = min(LEARNERS_SHOWN, len(state.rows)), min(EVALUATIONS_SHOWN, len(state.evaluations))
+    over = len(top) + 6 + learners + evaluations - height  # titles, blank lines, "and 4 more", and one below
+    while over > 0 and (evaluations > 1 or learners > 1):
+        if evaluations > 2 or learners == 1:
+            evaluations -= 1
+        else:
+            learners -= 1
+        over -= 1
+    lines = list(top)
+    for block in (_learners(state, width, learners), evaluation_table(state, width, evaluations)):
+        lines += [[], *block] if block else []
+    return lines
+
+
+def to_text(line: Line, width: int | None = None, *, ascii_only: bool = False) -> Text:
+    """Cut to `width`, so that it never wraps."""
+    from rich.text import Text
+
+    if ascii_only:
+        line = [(text.translate(_ASCII).encode("ascii", "backslashreplace").decode(), style) for text, style in line]
+    text = Text.assemble(*line, no_wrap=True, overflow="ellipsis")
+    text.rstrip()
+    if width is not None:
+        text.truncate(width, overflow="crop" if ascii_only else "ellipsis")
+    return text
+
+
+# --- views --------------------------------------------------------------------------------------------------------
+
+
+class View(Protocol):
+    """Where the launcher sends what it hears. After `close` the end is shown; closing twice does no harm."""
+
+    def hear(self, record: Record) -> None: ...
+
+    def print_line(self, who: str, line: str) -> None:
+        """What a learner printed by itself."""
+
+    def close(self) -> None: ...
+
+
+def view_for(
+    out: Console | TextIO, *, live: bool, quiet: bool = False, clock: Callable[[], float] = time.monotonic
+) -> View:
+    """`quiet` leaves what learners print, deaths, and the summary; it draws nothing live."""
+    state = Progress(clock)
+    if live and not quiet:
+        return LiveView(_console_on(out), state)
+    return PlainView(_writer(out), state, quiet=quiet)
+
+
+def _console_on(out: Console | TextIO) -> Console:
+    from rich.console import Console
+
+    return out if isinstance(out, Console) else Console(file=out, highlight=False, emoji=False, markup=False)
+
+
+def _writer(out: Console | TextIO) -> Callable[[str], None]:
+    stream: Any = getattr(out, "file", out)  # a console's own stream: plain lines need no console
+
+    def write(line: str) -> None:
+        encoding = getattr(stream, "encoding", None) or "utf-8"
+        print(line.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
+
+    return write
+
+
+def _printed(state: Progress, who: str, line: str) -> str:
+    """With its owner in front. Of a bar that was drawn over and over, only the last state."""
+    width = len(f"learner {max(len(state.rows), 1) - 1}")
+    return f"{who.ljust(width)} | {line.rstrip().rsplit(chr(13), 1)[-1]}"
+
+
+class PlainView:
+    """A line for each thing that happens."""
+
+    def __init__(self, write: Callable[[str], None], state: Progress, *, quiet: bool = False) -> None:
+        self._write, self._state, self._quiet = write, state, quiet
+        self._told = state.clock()
+        self._closed = False
+
+    def hear(self, record: Record) -> None:
+        state = self._state
+        state.hear(record)
+        if record["kind"] == "died":
+            self._write(died_line(record))
+        if self._quiet:
+            return
+        match record["kind"]:
+            case "begin":
+                self._tell("  ".join(text for text, _ in _about(record)))
+                for note in record.get("notes") or ():
+                    self._write(f"note: {_clean(note)}")
+            case "note":
+                self._write(f"note: {record['text']}")
+            case "evaluated":
+                self._tell(evaluation_line(record, state.epochs))
+            case "progress" if state.clock() - self._told >= PROGRESS_EVERY_S:
+                self._tell(progress_line(state))
+
+    def _tell(self, line: str) -> None:
+        self._told = self._state.clock()
+        self._write(line)
+
+    def print_line(self, who: str, line: str) -> None:
+        self._write(_printed(self._state, who, line))
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for line in fact_lines(summary(self._state)):
+            self._write("".join(text for text, _ in line))
+
+
+class LiveView:
+    """A part at the foot of the terminal that is drawn again and again; what happens once scrolls by above it.
+
+    It is drawn when something is heard, and has no thread: whoever watches learners forks.
+    """
+
+    def __init__(self, out: Console, state: Progress) -> None:
+        from rich.live import Live
+
+        self._out, self._state = out, state
+        self._apart = False  # other lines stand between the heading and the live part
+        self._closed = False
+        self._live = Live(self, console=out, transient=True, auto_refresh=False)
+        self._live.start(refresh=True)
+        self._drawn = state.clock()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        width = options.max_width
+        lines = live_lines(self._state, width, console.size.height - 2 * self._apart)
+        if self._apart:
+            lines = [[], *_pack(_about(self._state.begin), width)[:1], *lines]
+        for line in lines:
+            yield self._text(line, width)
+
+    def _text(self, line: Line, width: int | None = None) -> Text:
+        return to_text(line, width, ascii_only=not self._out.encoding.startswith("utf"))
+
+    def _show(self, lines: Sequence[Line]) -> None:
+        for line in lines:
+            self._out.print(self._text(line), soft_wrap=True)
+
+    def hear(self, record: Record) -> None:
+        self._state.hear(record)
+        if self._state.clock() - self._drawn >= 1 / REFRESHES_PER_S:
+            self._drawn = self._state.clock()
+            self._live.refresh()
+        match record["kind"]:
+            case "begin":
+                self._show(heading_lines(record, self._out.width))
+                self._apart = False
+            case "note":
+                self._above(f"note: {record['text']}", "dim")
+            case "died":
+                self._above(died_line(record), "bold red")
+
+    def print_line(self, who: str, line: str) -> None:
+        self._above(_printed(self._state, who, line))
+
+    def _above(self, said: str, style: str = "") -> None:
+        """Colours that the text has of its own are kept; what would move the cursor is not."""
+        from rich.text import Text
+
+        text = Text.from_ansi(said, style=style)
+        if not self._out.encoding.startswith("utf"):
+            text = self._text([(text.plain, style)])
+        self._out.print(text, soft_wrap=True)
+        self._apart = bool(self._state.begin)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._live.stop()
+        state = self._state
+        if self._apart:
+            self._show([[], *heading_lines({**state.begin, "notes": ()}, self._out.width)])
+        left = evaluation_table(state, self._out.width, EVALUATIONS_LEFT)
+        self._show([*left, []] if left else [])
+        self._show(fact_lines(summary(state)))

@@ -1,0 +1,82 @@
+"""Every field of a config as an option of the command line.
+
+`--train.batch-size 64`, `--sync ring`, `--set model.options.hidden=128`; the usual ones have a short form, `--epochs`.
+The names, the choices and the help are the fields' own. Nothing is converted or checked here: `reading.override` does
+that, so that a wrong word is told in the same way wherever it was written. Nothing here loads torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import get_origin
+
+from offbeat.errors import RequestError
+from offbeat.train.config import all_fields
+from offbeat.train.fields import Field
+from offbeat.train.reading import flag
+
+SHORT = {
+    "train.epochs": "--epochs",
+    "train.batch_size": "--batch-size",
+    "train.rate": "--rate",
+    "train.split": "--split",
+    "train.precision": "--precision",
+    "train.optimizer": "--optimizer",
+    "data.workers": "--workers",
+}
+_TITLES = {"": "the run", "model": "the model", "data": "the data", "train": "the training", "save": "what is saved"}
+_METAVARS = {int: "N", float: "X", bool: "true|false", "sync": "STRATEGY", "slow": "HOW", "train.steps": "X,X"}
+_DEST = "config:"  # before the names in the namespace, so that a command's own never meet them
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add them all, in groups; those that are not given leave no trace."""
+    groups = {section: parser.add_argument_group(title) for section, title in _TITLES.items()}
+    for field in all_fields():
+        if get_origin(field.kind) is dict:
+            continue  # by --set
+        group = groups[field.key.rpartition(".")[0]]
+        names = [SHORT[field.key]] if field.key in SHORT else []
+        several = field.key == "slow"
+        group.add_argument(
+            *names,
+            flag(field.key),
+            dest=_DEST + field.key,
+            action="append" if several else "store",
+            default=argparse.SUPPRESS,
+            metavar=_metavar(field),
+            help=_help(field) + ("; may be given several times" if several else ""),
+        )
+    groups[""].add_argument(
+        "--set",
+        dest=f"{_DEST}set",
+        action="append",
+        default=argparse.SUPPRESS,
+        metavar="KEY=VALUE",
+        help="an option of the model or the data, like model.options.hidden=128; may be given several times",
+    )
+
+
+def given(namespace: argparse.Namespace) -> dict[str, str | list[str]]:
+    """What was given, by the fields' full names: what `reading.override` takes."""
+    found: dict[str, str | list[str]] = {}
+    for name, value in vars(namespace).items():
+        if name.startswith(_DEST) and name != f"{_DEST}set":
+            found[name.removeprefix(_DEST)] = value
+    for word in getattr(namespace, f"{_DEST}set", []):
+        key, equals, value = word.partition("=")
+        if not equals or not key.strip():
+            raise RequestError(f"--set: expected KEY=VALUE, like model.options.hidden=128; got {word!r}")
+        found[key.strip()] = value.strip()
+    return found
+
+
+def _metavar(field: Field) -> str:
+    if field.choices:
+        return "NAME"
+    return _METAVARS.get(field.key) or _METAVARS.get(field.kind, "TEXT")
+
+
+def _help(field: Field) -> str:
+    choices = f" ({', '.join(field.choices)})" if field.choices else ""
+    return (field.help + choices).replace("%", "%%")

@@ -1,0 +1,229 @@
+"""What a training is: a typed tree, checked at birth, saved whole beside its results.
+
+A recipe is such a tree with a name; a file (TOML) and words of the command line (`--train.epochs 5`) change single
+fields of it (reading.py). Each field is described here, once: its type, its bounds, and one line for people, which the
+command line and the printed recipes show.
+
+Laws: a `Config` that exists is sound, as far as that can be known without torch: of a known type in every field, inside
+its bounds, with a strategy that fits the number of learners (0: not yet known, and then checked when it is filled in).
+What is wrong raises `FieldError`, which names the field. Nothing here loads torch.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import Meta
+
+from offbeat import spec as grammar
+from offbeat.errors import RequestError, nearest
+from offbeat.policies import create
+from offbeat.schedules import algorithms
+from offbeat.server.slowness import parse as parse_slowness
+from offbeat.spec import count_of
+from offbeat.strategy import ALL_REDUCE, AUTO, NATIVE, SERVER, family_of, strategies
+from offbeat.train.fields import LARGEST, Field, FieldError, Options, Section, fields_of, shown
+
+MANY = 999_999_999
+Count = Annotated[int, Meta(ge=1, le=MANY)]
+Whole = Annotated[int, Meta(ge=0, le=MANY)]
+Above0 = Annotated[float, Meta(gt=0)]
+From0 = Annotated[float, Meta(ge=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+BelowOne = Annotated[float, Meta(ge=0, lt=1)]
+
+FOLDER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_DEVICE = re.compile(r"auto|cpu|cuda(:(0|[1-9][0-9]{0,2}))?")
+_SHARES = re.compile(r"[1-9][0-9]{0,8}(:[1-9][0-9]{0,8})*")
+
+
+def _check_function(key: str, text: str, *, alone: bool) -> None:
+    """A name alone, where that is allowed, or module:function. Whether it is there is found by who calls it."""
+    module, colon, function = text.partition(":")
+    if (not colon and not alone) or not module or (colon and not function) or re.search(r"\s", text):
+        raise FieldError(key, f"expected {'a name or ' if alone else ''}module:function; got {shown(text)}")
+
+
+class ModelConfig(Section, frozen=True, kw_only=True):
+    """What is trained: the name of a built-in model, or module:function, which is called with the options."""
+
+    at: ClassVar[str] = "model."
+
+    name: Annotated[str, "a built-in model, or module:function, called with the options"] = "cnn"
+    options: Annotated[Options, "what the model is called with"] = msgspec.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        Section.__post_init__(self)
+        _check_function("model.name", self.name, alone=True)
+
+
+class DataConfig(Section, frozen=True, kw_only=True):
+    """What it is trained on: a built-in data set, or module:function, which gives (train, test), two map-style sets."""
+
+    at: ClassVar[str] = "data."
+
+    name: Annotated[str, "a built-in data set, or module:function, which gives (train, test)"] = "digits"
+    options: Annotated[Options, "what the data set is called with"] = msgspec.field(default_factory=dict)
+    workers: Annotated[Whole, "processes of each learner that read data ahead"] = 0
+
+    def __post_init__(self) -> None:
+        Section.__post_init__(self)
+        _check_function("data.name", self.name, alone=True)
+
+
+class TrainConfig(Section, frozen=True, kw_only=True):
+    """How it is trained."""
+
+    at: ClassVar[str] = "train."
+
+    epochs: Annotated[Count, "passes over the data"] = 12
+    batch_size: Annotated[Count, "samples in a minibatch of one learner"] = 32
+    accumulate: Annotated[Count, "passes, of batch_size samples each, in which a minibatch is computed"] = 1
+    optimizer: Annotated[
+        Literal["sgd", "adagrad", "adam", "adamw", "lars", "lamb"], "the rule of an update; lars, lamb: all-reduce only"
+    ] = "sgd"
+    rate: Annotated[Above0, "the learning rate, for updates of rate_batch samples"] = 0.05
+    rate_batch: Annotated[Count, "samples in the update that the rate is meant for"] = 32
+    momentum: Annotated[BelowOne, "of the rules that have one: sgd, lars"] = 0.9
+    nesterov: Annotated[bool, "look ahead by the momentum"] = False
+    weight_decay: Annotated[From0, "how much of the weights an update takes away, times the rate"] = 0.0
+    decay_all: Annotated[bool, "decay norm scales and biases too"] = False
+    zero_last_norm: Annotated[bool, "residual blocks begin as the identity"] = True
+    scaling: Annotated[Literal["linear", "sqrt", "none"], "of the rate with the samples in an update"] = "linear"
+    warmup_epochs: Annotated[From0, "from the rate to the scaled one; only where scaling raises it"] = 5.0
+    schedule: Annotated[Literal["constant", "steps", "cosine"], "of the rate over the epochs"] = "constant"
+    steps: Annotated[tuple[float, ...], "epochs after which the rate is divided by 10, like 30,60,80"] = ()
+    clip_norm: Annotated[From0, "the most that the norm of an update's mean gradient may be; 0: any"] = 0.0
+    precision: Annotated[Literal["fp32", "tf32", "bf16", "fp16"], "in which is computed; tf32 needs a GPU"] = "fp32"
+    batch_norm: Annotated[
+        Literal["per-learner", "synchronised"], "over whose samples it takes its mean; synchronised: all-reduce only"
+    ] = "per-learner"
+    split: Annotated[str, "of a synchronous update between learners: equal, auto, or shares like 3:1"] = "equal"
+    loss: Annotated[str, "module:function(outputs, targets), the mean over samples; empty: cross-entropy"] = ""
+    stop_at: Annotated[Share, "end when the accuracy is there, like 0.97; 0: go through all epochs"] = 0.0
+    threads: Annotated[Count, "of torch, in each learner"] = 1
+
+    def __post_init__(self) -> None:
+        Section.__post_init__(self)
+        if self.loss:
+            _check_function("train.loss", self.loss, alone=False)
+        if any(not 0 < step < math.inf for step in self.steps) or list(self.steps) != sorted(set(self.steps)):
+            raise FieldError(
+                "train.steps", f"expected epochs above 0 that rise, like [30, 60]; got {shown(self.steps)}"
+            )
+        if self.schedule == "steps" and not self.steps:
+            raise FieldError("train.steps", "the schedule 'steps' needs the epochs, like [30, 60]; got none")
+        if self.nesterov and not self.momentum:
+            raise FieldError("train.nesterov", "looks ahead by the momentum, which is 0; raise it, or leave this false")
+        if self.split not in ("equal", "auto") and not _SHARES.fullmatch(self.split):
+            hint = nearest(self.split, ("equal", "auto"))
+            raise FieldError("train.split", f"expected equal, auto, or shares like 3:1; got {shown(self.split)}{hint}")
+
+
+class SaveConfig(Section, frozen=True, kw_only=True):
+    """Checkpoints, and other things that are written."""
+
+    at: ClassVar[str] = "save."
+
+    every_epochs: Annotated[Whole, "epochs from checkpoint to checkpoint; 0: only at the end"] = 1
+    every_updates: Annotated[Whole, "updates from checkpoint to checkpoint; 0: not in the middle of an epoch"] = 0
+    keep: Annotated[Count, "checkpoints that are kept, the latest"] = 3
+    tensorboard: Annotated[bool, "write TensorBoard's event files too"] = False
+
+
+class Config(Section, frozen=True, kw_only=True):
+    """All of it."""
+
+    name: Annotated[str, "of the training, and of its folder"] = "digits-cnn"
+    sync: Annotated[str, "the strategy, in one line: any of `offbeat strategies`"] = "ring"
+    learners: Annotated[Whole, "how many; 0: as many as make sense here"] = 0
+    servers: Annotated[Count, "processes that hold a shard each, for a server strategy"] = 1
+    seed: Annotated[int, Meta(ge=0, le=LARGEST), "of weights, order of samples and slowness"] = 0
+    device: Annotated[str, "auto (a GPU if there is one), cpu, cuda or cuda:1"] = "auto"
+    slow: Annotated[tuple[str, ...], "slowness on purpose: exp:0.05 (any law), learner=2,factor=3"] = ()
+    cancelled: Annotated[
+        Literal["again", "drop"], "samples of cancelled minibatches: computed again later, or dropped"
+    ] = "again"
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    save: SaveConfig = SaveConfig()
+
+    def __post_init__(self) -> None:
+        Section.__post_init__(self)
+        if not FOLDER_NAME.fullmatch(self.name):
+            wanted = "letters, digits, '-', '_' and '.' (it names a folder), a letter or digit first"
+            raise FieldError("name", f"expected {wanted}; got {shown(self.name)}")
+        if not _DEVICE.fullmatch(self.device):
+            raise FieldError("device", f"expected auto, cpu, cuda or cuda:1; got {shown(self.device)}")
+        if self.device == "cpu" and self.train.precision == "tf32":
+            raise FieldError("train.precision", "tf32 is a GPU's; on the device 'cpu' take fp32 or bf16")
+        _check_strategy(self)
+        try:
+            parse_slowness(self.slow, self.learners or MANY)
+        except RequestError as error:
+            raise FieldError("slow", str(error)) from None
+
+
+SECTIONS: dict[str, type[Section]] = {
+    "model": ModelConfig,
+    "data": DataConfig,
+    "train": TrainConfig,
+    "save": SaveConfig,
+}
+
+
+def all_fields() -> Iterator[Field]:
+    """Every field that holds a value: those of the top, then those of each section."""
+    yield from (field for field in fields_of(Config) if field.name not in SECTIONS)
+    for section in SECTIONS.values():
+        yield from fields_of(section)
+
+
+def shares_of(split: str) -> tuple[int, ...]:
+    """The shares of a split like 3:1; none for `equal` and `auto`."""
+    return tuple(int(share) for share in split.split(":")) if _SHARES.fullmatch(split) else ()
+
+
+def _check_ranks(spec: grammar.Spec, options: dict[str, Any], ranks: int) -> None:
+    """What `schedules.build` refuses, without building: the steps of many ranks take gigabytes."""
+    try:
+        algorithms()[spec.name].chunks(ranks, **options)
+    except RequestError as error:
+        raise RequestError(f"'{spec}': {error}") from None
+
+
+def _check_strategy(config: Config) -> None:
+    """The line is known and fits the learners, and what is asked beside it can be had with its family."""
+    line, learners, train = config.sync, config.learners, config.train
+    try:
+        family = family_of(line)
+        spec = grammar.parse(line)
+        options = grammar.bind(spec, strategies()[spec.name].params)
+        if learners and family == SERVER:
+            create(line, expect=learners)
+        elif learners and spec.name not in (AUTO, NATIVE):
+            _check_ranks(spec, options, learners)
+    except RequestError as error:
+        raise FieldError("sync", str(error)) from None
+    if family == ALL_REDUCE:
+        shares = shares_of(train.split)
+        if shares and learners and len(shares) != learners:
+            have = count_of(learners, "learner")
+            raise FieldError(
+                "train.split", f"'{train.split}' is for {count_of(len(shares), 'learner')}; there are {have}"
+            )
+        return
+    if train.split != "equal":
+        why = f"is for all-reduce; with '{line}' whoever is fast takes more by itself: leave it 'equal'"
+        raise FieldError("train.split", f"'{train.split}' {why}")
+    if train.batch_norm == "synchronised":
+        why = f"is for all-reduce, and '{line}' runs on servers: take an all-reduce like ring, or 'per-learner'"
+        raise FieldError("train.batch_norm", f"'synchronised' {why}")
+    if train.optimizer in ("lars", "lamb"):
+        why = f"needs whole tensors, and servers ('{line}') hold pieces: take an all-reduce like ring, or sgd or adam"
+        raise FieldError("train.optimizer", f"'{train.optimizer}' {why}")

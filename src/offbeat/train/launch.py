@@ -1,0 +1,382 @@
+"""From a configuration to learners that train: forked from here on one machine, or started by torchrun.
+
+    launch      this process forks the learners, watches them and hears what they tell; with a parameter server it is
+                their supervisor too
+    learn       this process is one of the learners that torchrun has started
+
+Learners write records (JSON after a byte that no text begins with) among what they print. Model and data are made once,
+before anything is started: what is wrong with them is said here, and the forks have them already.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from offbeat.errors import OffbeatError, PeerError, RequestError
+from offbeat.server.launch import through_store
+from offbeat.server.session import Setting
+from offbeat.server.supervisor import Plan, Supervisor
+from offbeat.strategy import ALL_REDUCE, family_of
+from offbeat.trace import read_log, write_chrome_trace
+from offbeat.train.checkpoint import Checkpoint, newest
+from offbeat.train.config import Config
+from offbeat.train.reading import changed
+from offbeat.train.rundir import RunDir, new_run_dir
+from offbeat.train.tasks import Task, check, task_of
+from offbeat.train.tensorboard import check_installed
+from offbeat.train.trainer import Report, Trainer, device_of
+
+MARK = b"\x1e"  # before a record (RFC 7464)
+MOST_BY_DEFAULT = 8
+
+
+@dataclass(slots=True, kw_only=True)
+class Result:
+    """What came of a run."""
+
+    end: dict[str, Any] = field(default_factory=dict)  # as the one who led last told it
+    signal: int = 0  # that ended it, if one did
+    restarts: list[dict[str, Any]] = field(default_factory=list)
+    services: dict[str, Any] = field(default_factory=dict)  # what the parameter server has counted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """All that a run needs to begin: nothing has been started yet."""
+
+    config: Config
+    task: Task
+    run: RunDir
+    checkpoint: Checkpoint | None = None
+    leg: int = 1
+
+    @property
+    def reduces(self) -> bool:
+        return family_of(self.config.sync) == ALL_REDUCE
+
+
+def learners_here(config: Config) -> int:
+    """As many as make sense: one for each GPU, or for each core, up to a few."""
+    if device_of(config.device, 0).type == "cuda":
+        return max(1, torch.cuda.device_count())
+    return max(1, min(len(os.sched_getaffinity(0)), MOST_BY_DEFAULT))
+
+
+def check_device(name: str) -> torch.device:
+    """The device of that name, if it is here."""
+    device = device_of(name, 0)
+    here = torch.cuda.device_count() if device.type == "cuda" else 1
+    if (device.index or 0) >= here:
+        raise RequestError(f"device: '{name}' is not here: torch sees {here} GPUs; say --device cpu")
+    return device
+
+
+def prepare(
+    config: Config,
+    *,
+    run_dir: Path | None = None,
+    resume: Path | None = None,
+    task: Task | None = None,
+    tell: Callable[[str], None] = lambda line: None,
+) -> Start:
+    """Check everything that can be checked, and make the run's folder. `RequestError` if something is wrong.
+
+    With `resume`, go on in that folder from its newest checkpoint that is whole; `tell` names those that are not.
+    """
+    if not config.learners:
+        config = changed(config, {"learners": learners_here(config)})
+    device = check_device(config.device)
+    if config.train.precision == "tf32" and device.type != "cuda":
+        raise RequestError("train.precision: tf32 is a format of GPUs, and there is none here: use fp32 or bf16")
+    torch.set_num_threads(config.train.threads)  # before anything is computed: threads do not survive a fork
+    made = task_of(config) if task is None else task
+    check(made)
+    if config.save.tensorboard:
+        check_installed()
+    if resume is None:
+        run = RunDir(new_run_dir(config.name, run_dir))
+        run.write_config(config)
+        return Start(config=config, task=made, run=run)
+    run = RunDir(resume)
+    run.tidy()
+    checkpoint = newest(run.checkpoints, tell)
+    if checkpoint is None:
+        tell(f"{resume} has no checkpoint: it begins anew")
+    else:
+        _check_resume(config, checkpoint)
+    run.forget_metrics_after(-1 if checkpoint is None else checkpoint.update)
+    run.write_config(config)
+    return Start(config=config, task=made, run=run, checkpoint=checkpoint, leg=run.next_leg())
+
+
+def _check_resume(config: Config, checkpoint: Checkpoint) -> None:
+    before = checkpoint.state["sync"]
+    kind = "server" if "server" in checkpoint.files else "optimizer"
+    wanted = "optimizer" if family_of(config.sync) == ALL_REDUCE else "server"
+    if kind != wanted:
+        raise RequestError(
+            f"{checkpoint.path.parent.parent} was saved under '{before}', and '{config.sync}' is of the other family: "
+            "all-reduce and parameter server keep the optimizer's state in different places"
+        )
+
+
+# --- learners that are forked from here ------------------------------------------------------------------------------
+
+
+def launch(start: Start, hear: Report, tell: Callable[[str, str], None]) -> Result:
+    """Run it. `hear` is given every record, `tell` every other line that a learner prints, with its name.
+
+    Ctrl-C or SIGTERM lets the learners save and end; a second one ends everything at once.
+    """
+    result = Result()
+    failures: dict[int, str] = {}
+
+    def listen(name: str, line: str) -> None:
+        if not line.startswith(MARK.decode()):
+            if name == "offbeat":
+                hear({"kind": "note", "text": line})
+            else:
+                tell(name, line)
+            return
+        record = json.loads(line[1:])
+        if record["kind"] == "end":
+            result.end = record
+        if record["kind"] == "failed":
+            failures[record["learner"]] = record["text"]
+            return
+        hear(record)
+
+    with _asked_to_end() as asked:
+        supervisor = _supervisor(start, listen)
+        try:
+            store = _start(supervisor, start)
+            told = False
+            while supervisor.learners_left:
+                supervisor.turn()
+                hear({"kind": "turn"})
+                if asked.number and not told:
+                    told = True
+                    hear({"kind": "note", "text": "asked to stop: saving (once more ends it at once)"})
+                    supervisor.ask_to_end()
+            said = supervisor.finish()
+            del store
+        finally:
+            supervisor.close()
+        result.signal = asked.number
+    result.restarts = supervisor.recoveries
+    result.services = json.loads(said) if said else {}
+    _blame(start, dict(supervisor.exits), failures, result)
+    conclude(start, result)
+    return result
+
+
+def _supervisor(start: Start, listen: Callable[[str, str], None]) -> Supervisor:
+    from offbeat.train.served import setting_of
+
+    config = start.config
+    extra = {} if start.reduces else setting_of(config, start.checkpoint)
+    line = "full-sync" if start.reduces else config.sync
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(config.train.threads))
+    plan = Plan(
+        setting=Setting(line=line, learners=config.learners, shards=config.servers, **extra),
+        body=lambda number: _live(start, number),
+        environment={**os.environ, **threads},
+        seed=config.seed,
+        log=None if start.reduces else start.run.log(start.leg).absolute(),
+        facts={"learners": config.learners, "servers": config.servers, "name": config.name},
+        restarts=0 if start.reduces else 3,
+        store_port=_free_port() if start.reduces else None,
+    )
+    return Supervisor(plan, listen)
+
+
+_listeners: dict[int, socket.socket] = {}  # by port, between the choice of a port and the store on it
+
+
+def _free_port() -> int:
+    listener = socket.create_server(("127.0.0.1", 0))
+    port: int = listener.getsockname()[1]
+    _listeners[port] = listener
+    return port
+
+
+def _start(supervisor: Supervisor, start: Start) -> TCPStore | None:
+    """Fork first: the store has a thread. Ranks that come before it wait at its door, which is open already."""
+    supervisor.start()
+    port = supervisor.plan.store_port
+    if port is None:
+        return None
+    with _listeners.pop(port) as listener:
+        return TCPStore(
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())
+        )
+
+
+class _Asked:
+    def __init__(self) -> None:
+        self.number = 0
+
+
+@contextmanager
+def _asked_to_end() -> Iterator[_Asked]:
+    """Notes the first Ctrl-C or SIGTERM; the second is raised."""
+    asked = _Asked()
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        if asked.number:
+            raise KeyboardInterrupt
+        asked.number = number
+
+    before = {number: signal.signal(number, hear) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _live(start: Start, number: int) -> int:
+    """A learner's life, in its own process; its exit code."""
+
+    def report(record: Mapping[str, Any]) -> None:
+        sys.stdout.flush()
+        os.write(1, MARK + json.dumps(record, allow_nan=False).encode() + b"\n")
+
+    try:
+        _train(start, number, start.config.learners, report)
+    except OffbeatError as error:
+        report({"kind": "failed", "learner": number, "text": _blamed(error)})
+        return error.exit_code
+    return 0
+
+
+def _blamed(error: OffbeatError) -> str:
+    return f"others are gone: {error}" if isinstance(error, PeerError) else str(error)
+
+
+def _train(start: Start, number: int, learners: int, report: Report) -> None:
+    wanted: list[Trainer] = []
+    signals: list[int] = []
+
+    def hear(told: int, frame: FrameType | None) -> None:
+        signals.append(told)
+        for trainer in wanted:
+            trainer.stop_wanted = True
+
+    signal.signal(signal.SIGTERM, hear)
+    from offbeat.train.reduced import ReducedTrainer
+    from offbeat.train.served import ServedTrainer
+
+    kind = ReducedTrainer if start.reduces else ServedTrainer
+    trainer = kind(
+        start.config,
+        start.task,
+        start.run,
+        number=number,
+        learners=learners,
+        report=report,
+        checkpoint=start.checkpoint,
+        leg=start.leg,
+    )
+    wanted.append(trainer)
+    trainer.stop_wanted = bool(signals)
+    trainer.fit()
+
+
+def _blame(start: Start, exits: Mapping[int, int], failures: Mapping[int, str], result: Result) -> None:
+    """An `OffbeatError` that says who is at fault, if the run did not come to its end."""
+    if result.end and not (start.reduces and any(exits.values())):
+        return
+    died = [learner for learner, code in sorted(exits.items()) if code < 0]
+    failed = {learner: text for learner, text in sorted(failures.items()) if not text.startswith("others are gone")}
+    saved = start.run.checkpoints.is_dir() and any(start.run.checkpoints.glob("update-*"))
+    onward = f"; go on from the last checkpoint with: offbeat train --resume {start.run.path}" if saved else ""
+    if died:
+        names = ", ".join(f"learner {learner} died ({signal.Signals(-exits[learner]).name})" for learner in died)
+        raise OffbeatError(f"{names}{onward}")
+    if failed:
+        learner, text = next(iter(failed.items()))
+        raise OffbeatError(f"learner {learner}: {text}{onward}")
+    broken = [learner for learner, code in sorted(exits.items()) if code]
+    if broken or not result.end:
+        who = f"learner {broken[0]} failed (its traceback is above)" if broken else "the run ended without a result"
+        raise OffbeatError(f"{who}{onward}")
+
+
+def conclude(start: Start, result: Result) -> None:
+    """What is written when all is over."""
+    from offbeat.train.words import summary_of
+
+    log = start.run.log(start.leg)
+    if log.exists():
+        write_chrome_trace(start.run.trace, read_log(log).spans, name=start.config.name)
+    start.run.summary.write_text(summary_of(start.config, result.end, start.run.read_metrics()), encoding="utf-8")
+    start.run.tidy()
+
+
+# --- a learner that was started by torchrun --------------------------------------------------------------------------
+
+
+def under_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
+
+
+def learn(config: Config, *, run_dir: Path | None, resume: Path | None, report: Report) -> Result:
+    """Be one of the learners that torchrun has started. All find the run's folder through its store.
+
+    Where torchrun starts all again after one has died, they go on from the last checkpoint.
+    """
+    rank, learners = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if config.learners not in (0, learners):
+        raise RequestError(f"torchrun has started {learners} learners; leave --learners {config.learners} out")
+    if os.environ.get("LOCAL_WORLD_SIZE") != str(learners):
+        raise RequestError("offbeat train works on one host as yet: torchrun was told of several")
+    config = changed(config, {"learners": learners})
+    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+    def note(line: str) -> None:
+        report({"kind": "note", "text": line})
+
+    if rank == 0:
+        where = Path(through_store("run-dir", None)) if again else None
+        start = prepare(config, run_dir=run_dir, resume=resume or where, tell=note)
+        through_store("run-dir", str(start.run.path.absolute()))
+        through_store(f"ready-{again}", str(start.leg))
+        os.environ["OFFBEAT_LOG"] = str(start.run.log(start.leg).absolute())
+    else:
+        leg = int(through_store(f"ready-{again}", None))
+        run = RunDir(Path(through_store("run-dir", None)))
+        task = task_of(config)
+        resumes = bool(again) or resume is not None
+        start = Start(
+            config=config,
+            task=task,
+            run=run,
+            checkpoint=newest(run.checkpoints, lambda line: None) if resumes else None,
+            leg=leg,
+        )
+    result = Result()
+
+    def hear(record: Mapping[str, Any]) -> None:
+        if record["kind"] == "end":
+            result.end = dict(record)
+        if record["kind"] != "progress" or rank == 0:
+            report(record)
+
+    _train(start, rank, learners, hear)
+    if rank == 0 and result.end:
+        conclude(start, result)
+    return result

@@ -1,0 +1,257 @@
+"""The models that come with offbeat: a table of builders, for any shape of sample and number of classes.
+
+Laws: what a model is called and what it can be told is in `MODELS` alone. A wrong name, option or shape of sample is
+refused in one line before anything is built. Building takes torch's generator as it stands: who wants the same
+weights twice seeds it. The large ones are written after torchvision's, and have as many parameters.
+
+This file knows nothing of data, training or processes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from offbeat.errors import RequestError, nearest, unknown
+from offbeat.train import resnet
+
+Shape = tuple[int, ...]
+Scalar = bool | int | float | str  # what an option can be
+
+
+class Model(NamedTuple):
+    """A row of the table: `build(shape of a sample, classes, **options)`; `options` are all there are, as default."""
+
+    summary: str
+    build: Callable[..., nn.Module]
+    options: Mapping[str, Scalar]
+
+
+def settle(owner: str, given: Mapping[str, Scalar], defaults: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    """The options of a model or data set: what was given over the defaults.
+
+    An option has the type of its default; a whole number is at least 1, or at least 0 where the default is 0.
+    RequestError for any other, in which `owner` says whose options they are.
+    """
+    for name, value in given.items():
+        if name not in defaults:
+            known = f"known: {', '.join(defaults)}" if defaults else "it has none"
+            raise RequestError(f"{owner} has no option '{name}'" + (nearest(name, defaults) or f"; {known}"))
+        default = defaults[name]
+        if type(value) is not type(default) and not (isinstance(default, float) and type(value) is int):
+            raise RequestError(
+                f"option {name} of {owner} is {value!r}; it must be of type {type(default).__name__}, like {default!r}"
+            )
+        least = 0 if default == 0 else 1
+        if type(value) is int and type(default) is int and value < least:
+            raise RequestError(f"option {name} of {owner} is {value}; it must be at least {least}")
+    return {**defaults, **given}
+
+
+def build_model(name: str, shape: Shape, classes: int, options: Mapping[str, Scalar] | None = None) -> nn.Module:
+    """A built-in model, for samples of that shape; RequestError if its name, options or the shape are wrong."""
+    row = model_of(name)
+    settled = settle(f"model {name}", options or {}, row.options)
+    if classes < 1:
+        raise RequestError(f"model {name} is to tell {classes} classes apart; there must be at least 1")
+    return row.build(shape, classes, **settled)
+
+
+def model_of(name: str) -> Model:
+    """The row of that name."""
+    if name not in MODELS:
+        raise unknown("model", name, MODELS)
+    return MODELS[name]
+
+
+def _begun(model: nn.Sequential, mode: Literal["fan_in", "fan_out"]) -> nn.Sequential:
+    """He et al. 2015, https://arxiv.org/abs/1502.01852: torch's own first weights are too small for ReLU in layers."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode=mode, nonlinearity="relu")
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+    return model
+
+
+def _channels(name: str, shape: Shape, least: int) -> int:
+    """How many an image has; RequestError where a sample is no image, or a side of it is too small to be pooled."""
+    if len(shape) != 3:
+        raise RequestError(f"model {name} wants images, channels x height x width; a sample's shape is {shape}")
+    if min(shape[1:]) < least:
+        raise RequestError(
+            f"model {name} wants images of at least {least}x{least} pixels; these have {shape[1]}x{shape[2]}"
+        )
+    return shape[0]
+
+
+# --- small ones ---------------------------------------------------------------------------------------------------
+
+
+def _softmax(shape: Shape, classes: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), classes))
+
+
+def _mlp(shape: Shape, classes: int, *, hidden: int, layers: int) -> nn.Module:
+    parts: list[nn.Module] = [nn.Flatten()]
+    inputs = math.prod(shape)
+    for _ in range(layers):
+        parts += [nn.Linear(inputs, hidden), nn.ReLU()]
+        inputs = hidden
+    return nn.Sequential(*parts, nn.Linear(inputs, classes))
+
+
+def _cnn(shape: Shape, classes: int, *, width: int, hidden: int) -> nn.Module:
+    return _convolutions("cnn", shape, classes, width, hidden, norm=False)
+
+
+def _cnn_bn(shape: Shape, classes: int, *, width: int, hidden: int) -> nn.Module:
+    return _convolutions("cnn-bn", shape, classes, width, hidden, norm=True)
+
+
+def _convolutions(name: str, shape: Shape, classes: int, width: int, hidden: int, *, norm: bool) -> nn.Module:
+    """Two 3x3 convolutions, each followed by pooling that halves the sides, then one hidden layer."""
+    inputs = _channels(name, shape, 4)
+    parts: list[nn.Module] = []
+    for outputs in (width, 2 * width):
+        parts.append(nn.Conv2d(inputs, outputs, 3, padding=1, bias=not norm))
+        parts += [nn.BatchNorm2d(outputs)] if norm else []
+        parts += [nn.ReLU(), nn.MaxPool2d(2)]
+        inputs = outputs
+    features = inputs * (shape[1] // 4) * (shape[2] // 4)
+    model = nn.Sequential(*parts, nn.Flatten(), nn.Linear(features, hidden), nn.ReLU(), nn.Linear(hidden, classes))
+    return _begun(model, mode="fan_in")
+
+
+# --- those of the literature --------------------------------------------------------------------------------------
+
+
+def _resnet18(shape: Shape, classes: int, *, width: int) -> nn.Module:
+    return resnet.resnet18(_channels("resnet18", shape, 1), classes, width)
+
+
+def _resnet50(shape: Shape, classes: int) -> nn.Module:
+    return resnet.resnet50(_channels("resnet50", shape, 32), classes)
+
+
+def _alexnet(shape: Shape, classes: int) -> nn.Module:
+    """In one tower: Krizhevsky 2014, https://arxiv.org/abs/1404.5997."""
+    relu = nn.ReLU(inplace=True)
+    features = nn.Sequential(
+        nn.Conv2d(_channels("alexnet", shape, 63), 64, 11, 4, padding=2), relu, nn.MaxPool2d(3, 2),
+        nn.Conv2d(64, 192, 5, padding=2), relu, nn.MaxPool2d(3, 2),
+        nn.Conv2d(192, 384, 3, padding=1), relu,
+        nn.Conv2d(384, 256, 3, padding=1), relu,
+        nn.Conv2d(256, 256, 3, padding=1), relu, nn.MaxPool2d(3, 2),
+        nn.AdaptiveAvgPool2d(6), nn.Flatten(),
+    )  # fmt: skip
+    head = nn.Sequential(
+        nn.Dropout(), nn.Linear(256 * 36, 4096), relu, nn.Dropout(), nn.Linear(4096, 4096), relu,
+        nn.Linear(4096, classes),
+    )  # fmt: skip
+    return nn.Sequential(features, head)
+
+
+def _vgg16(shape: Shape, classes: int) -> nn.Module:
+    """Configuration D, without norms: Simonyan and Zisserman 2014, https://arxiv.org/abs/1409.1556."""
+    relu = nn.ReLU(inplace=True)
+    parts: list[nn.Module] = []
+    inputs = _channels("vgg16", shape, 32)
+    for outputs, convolutions in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
+        for _ in range(convolutions):
+            parts += [nn.Conv2d(inputs, outputs, 3, padding=1), relu]
+            inputs = outputs
+        parts.append(nn.MaxPool2d(2))
+    head = nn.Sequential(
+        nn.Linear(512 * 49, 4096), relu, nn.Dropout(), nn.Linear(4096, 4096), relu, nn.Dropout(),
+        nn.Linear(4096, classes),
+    )  # fmt: skip
+    model = nn.Sequential(*parts, nn.AdaptiveAvgPool2d(7), nn.Flatten(), head)
+    for module in head.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, 0, 0.01)
+            nn.init.zeros_(module.bias)
+    return _begun(model, mode="fan_out")
+
+
+# --- text ---------------------------------------------------------------------------------------------------------
+
+
+class _Decoder(nn.Module):
+    """A layer of the transformer, norms first: each character sees itself and those before it."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.queries_keys_values = nn.Linear(width, 3 * width)
+        self.together = nn.Linear(width, width)
+        self.feed_forward = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, values: Tensor) -> Tensor:
+        several, length, width = values.shape
+        split = self.queries_keys_values(self.attention_norm(values))
+        query, key, value = split.view(several, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        values = values + self.together(seen.transpose(1, 2).reshape(several, length, width))
+        return values + self.feed_forward(values)  # type: ignore[no-any-return]  # torch types a module's call as Any
+
+
+class Transformer(nn.Module):
+    """A decoder-only language model: (N, T) characters in, (N, V, T) scores of each next character out.
+
+    T is at most `context`. Radford et al. 2019 without dropout, its first weights included.
+    """
+
+    def __init__(self, vocabulary: int, *, context: int, width: int, heads: int, layers: int) -> None:
+        super().__init__()
+        self.characters = nn.Embedding(vocabulary, width)
+        self.places = nn.Embedding(context, width)
+        self.layers = nn.Sequential(*(_Decoder(width, heads) for _ in range(layers)))
+        self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False))
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                ends_a_branch = name.endswith(("together.weight", "feed_forward.3.weight"))
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if ends_a_branch else 0.02)
+
+    def forward(self, characters: Tensor) -> Tensor:
+        places = torch.arange(characters.shape[1], device=characters.device)
+        scores: Tensor = self.head(self.layers(self.characters(characters) + self.places(places)))
+        return scores.transpose(1, 2)
+
+
+def _transformer(shape: Shape, classes: int, *, context: int, width: int, heads: int, layers: int) -> nn.Module:
+    if len(shape) != 1:
+        raise RequestError(f"model transformer wants sequences of characters; a sample's shape is {shape}")
+    if context and context < shape[0]:
+        raise RequestError(
+            f"option context of model transformer is {context}, but a sample has {shape[0]} characters; "
+            f"leave it out, or give the data the same context"
+        )
+    if width % heads:
+        raise RequestError(f"model transformer cannot share a width of {width} among {heads} heads; take a divisor")
+    return Transformer(classes, context=context or shape[0], width=width, heads=heads, layers=layers)
+
+
+MODELS: dict[str, Model] = {
+    "softmax": Model("one linear layer: convex", _softmax, {}),
+    "mlp": Model("fully connected layers", _mlp, {"hidden": 64, "layers": 1}),
+    "cnn": Model("two convolutions, for small images", _cnn, {"width": 16, "hidden": 64}),
+    "cnn-bn": Model("the same with BatchNorm", _cnn_bn, {"width": 16, "hidden": 64}),
+    "resnet18": Model("ResNet-18 in its form for small images", _resnet18, {"width": 64}),
+    "resnet50": Model("ResNet-50", _resnet50, {}),
+    "alexnet": Model("AlexNet in one tower: few sums, many parameters", _alexnet, {}),
+    "vgg16": Model("VGG-16: the most parameters", _vgg16, {}),
+    "transformer": Model(
+        "decoder-only, for text by characters (context 0: as long as the data's windows)",
+        _transformer,
+        {"context": 0, "width": 64, "heads": 4, "layers": 2},
+    ),
+}

@@ -1,0 +1,95 @@
+"""What each learner hands to the one who leads, in a rest: its own buffers, its clock, its scaler, its own optimizer.
+
+Law: decode(encode(part)) == part. It travels as a safetensors file, and is kept as such in a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(slots=True, kw_only=True)
+class Part:
+    """One learner's."""
+
+    compute_s: float = 0.0
+    wait_s: float = 0.0
+    loss: float = 0.0  # mean over the samples since the last rest
+    scaler: dict[str, float] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    optimizer: dict[str, Tensor] = field(default_factory=dict)
+    spans: Tensor = field(default_factory=lambda: torch.zeros(0, 4, dtype=torch.float64))  # what, start, end, version
+
+    def encode(self) -> bytes:
+        tensors = {
+            "clock": torch.tensor([self.compute_s, self.wait_s, self.loss], dtype=torch.float64),
+            "spans": self.spans,
+        }
+        for name, number in self.scaler.items():
+            tensors[f"scaler.{name}"] = torch.tensor(float(number), dtype=torch.float64)
+        for kind, group in (("buffer", self.buffers), ("optimizer", self.optimizer)):
+            for name, tensor in group.items():
+                tensors[f"{kind}.{name}"] = tensor.detach().cpu().contiguous().clone()
+        return bytes(safetensors.torch.save(tensors))
+
+
+def decode(data: bytes) -> Part:
+    return part_of(safetensors.torch.load(data))
+
+
+def part_of(tensors: Mapping[str, Tensor]) -> Part:
+    """From the tensors of its file."""
+    compute_s, wait_s, loss = tensors["clock"].tolist()
+
+    def under(kind: str) -> dict[str, Tensor]:
+        return {name.removeprefix(kind): tensor for name, tensor in tensors.items() if name.startswith(kind)}
+
+    return Part(
+        compute_s=compute_s,
+        wait_s=wait_s,
+        loss=loss,
+        scaler={name: float(number) for name, number in under("scaler.").items()},
+        buffers=under("buffer."),
+        optimizer=under("optimizer."),
+        spans=tensors["spans"],
+    )
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The state of an optimizer as tensors with names: the parameter's number, and what it is."""
+    tensors: dict[str, Tensor] = {}
+    for number, state in optimizer.state_dict()["state"].items():
+        for name, value in state.items():
+            if value is not None:
+                tensors[f"{number}.{name}"] = torch.as_tensor(value)
+    return tensors
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    """Puts back what `optimizer_tensors` gave."""
+    state: dict[int, dict[str, Any]] = {}
+    for key, tensor in tensors.items():
+        number, _, name = key.partition(".")
+        state.setdefault(int(number), {})[name] = tensor.clone()
+    whole = optimizer.state_dict()
+    optimizer.load_state_dict({"state": state, "param_groups": whole["param_groups"]})
+
+
+def buffers_of(model: nn.Module) -> dict[str, Tensor]:
+    """Those that belong to the state of a model (batch norm's statistics)."""
+    kept = model.state_dict()
+    return {name: buffer for name, buffer in model.named_buffers() if name in kept}
+
+
+def load_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    mine = dict(model.named_buffers())
+    with torch.no_grad():
+        for name, buffer in buffers.items():
+            if name in mine:
+                mine[name].copy_(buffer)

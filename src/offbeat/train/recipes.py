@@ -1,0 +1,126 @@
+"""Recipes: trainings that are known to go well, each a config with a name. `offbeat train` begins from one.
+
+The rates are for one learner's minibatch (`rate_batch`); with more learners they are scaled and warmed up to, as the
+config says. Nothing here loads torch, so that listing them costs nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from offbeat.train.config import Config, DataConfig, ModelConfig, TrainConfig
+
+
+class Recipe(NamedTuple):
+    """A config, and what to expect of it, in one line."""
+
+    name: str
+    summary: str
+    config: Config
+
+
+DEFAULT = "digits-cnn"
+
+_DIGITS = DataConfig(name="digits")
+_FASHION = DataConfig(name="fashion-mnist")
+_IMAGES = DataConfig(name="synthetic-images")
+
+
+def _recipe(name: str, summary: str, model: ModelConfig, data: DataConfig, train: TrainConfig) -> Recipe:
+    return Recipe(name, summary, Config(name=name, model=model, data=data, train=train))
+
+
+_ALL = (
+    _recipe(
+        "digits-cnn",
+        "handwritten digits, a small convolutional network: 98 % in seconds",
+        ModelConfig(name="cnn"),
+        _DIGITS,
+        TrainConfig(epochs=15, rate=0.03, schedule="cosine"),
+    ),
+    _recipe(
+        "digits-mlp",
+        "handwritten digits, one hidden layer: 96 %",
+        ModelConfig(name="mlp"),
+        _DIGITS,
+        TrainConfig(epochs=15, rate=0.1, schedule="cosine"),
+    ),
+    _recipe(
+        "digits-softmax",
+        "handwritten digits, one linear layer: 95 %, and convex",
+        ModelConfig(name="softmax"),
+        _DIGITS,
+        TrainConfig(epochs=10, rate=0.05),
+    ),
+    _recipe(
+        "fashion-cnn",
+        "Fashion-MNIST, a small convolutional network: 90 % in 5 epochs",
+        ModelConfig(name="cnn"),
+        _FASHION,
+        TrainConfig(epochs=5, batch_size=64, rate_batch=64, rate=0.05, schedule="cosine", warmup_epochs=1.0),
+    ),
+    _recipe(
+        "fashion-mlp",
+        "Fashion-MNIST, one hidden layer: 87 % in 5 epochs, the fastest",
+        ModelConfig(name="mlp"),
+        _FASHION,
+        TrainConfig(epochs=5, batch_size=64, rate_batch=64, rate=0.05, schedule="cosine", warmup_epochs=1.0),
+    ),
+    _recipe(
+        "fashion-resnet18",
+        "Fashion-MNIST, ResNet-18: for a GPU; with --model.options.width 16 for a CPU",
+        ModelConfig(name="resnet18", options={"width": 64}),
+        _FASHION,
+        TrainConfig(
+            epochs=15,
+            batch_size=128,
+            rate_batch=128,
+            rate=0.1,
+            nesterov=True,
+            weight_decay=5e-4,
+            schedule="cosine",
+            warmup_epochs=2.0,
+        ),
+    ),
+    _recipe(
+        "text-transformer",
+        "Python's own sources, character by character: a small transformer, or text of your own",
+        ModelConfig(name="transformer", options={"width": 64, "heads": 4, "layers": 2}),
+        DataConfig(name="text", options={"context": 64}),
+        TrainConfig(
+            epochs=5,
+            batch_size=32,
+            rate_batch=32,
+            optimizer="adamw",
+            rate=0.003,
+            weight_decay=0.01,
+            scaling="sqrt",
+            schedule="cosine",
+            warmup_epochs=0.5,
+            clip_norm=1.0,
+        ),
+    ),
+    _recipe(
+        "synthetic-resnet50",
+        "noise in the form of ImageNet, ResNet-50: for measuring speed",
+        ModelConfig(name="resnet50"),
+        _IMAGES,
+        TrainConfig(epochs=1, batch_size=32, rate_batch=256, rate=0.1, weight_decay=1e-4),
+    ),
+    _recipe(
+        "synthetic-alexnet",
+        "the same, AlexNet: much to send for little computing",
+        ModelConfig(name="alexnet"),
+        _IMAGES,
+        TrainConfig(epochs=1, batch_size=128, rate_batch=128, rate=0.01, weight_decay=5e-4),
+    ),
+    _recipe(
+        "synthetic-vgg16",
+        "the same, VGG-16: the most to send, and the most computing",
+        ModelConfig(name="vgg16"),
+        _IMAGES,
+        TrainConfig(epochs=1, batch_size=32, rate_batch=256, rate=0.01, weight_decay=5e-4),
+    ),
+)
+
+RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in _ALL}

@@ -1,0 +1,162 @@
+"""The folder of a run, and who writes what into it.
+
+    runs/digits-cnn-20261116-101500/
+        config.json            the whole configuration: enough to run again
+        metrics.jsonl          a line for each evaluation
+        log.jsonl              the run log: spans, and each decision of the policy; log.2.jsonl after a resume
+        trace.json             the spans for Perfetto or chrome://tracing
+        checkpoints/           the last ones
+        weights.safetensors    the weights at the end
+        summary.txt            what came of it, in words
+
+Learners of one run are on one host, and share the folder; the one who leads writes, the others hand it their parts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from offbeat.errors import OffbeatError, RequestError
+from offbeat.train.config import Config
+from offbeat.train.reading import as_json, from_json
+
+FOLDER = "runs"
+
+
+def new_run_dir(name: str, where: Path | None) -> Path:
+    """A new folder: the one that is named, or one of the run's name and the time."""
+    if where is not None:
+        if where.exists() and (not where.is_dir() or any(where.iterdir())):
+            raise RequestError(f"{where} is there already; name a new folder, or go on with --resume {where}")
+        return _made(where)
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    for attempt in range(1, 100):
+        path = Path(FOLDER) / (f"{name}-{stamp}" + (f"-{attempt}" if attempt > 1 else ""))
+        if not path.exists():
+            return _made(path)
+    raise OffbeatError(f"cannot find a free name for a run in {FOLDER}")
+
+
+def _made(path: Path) -> Path:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RequestError(f"cannot make the run's folder {path}: {error.strerror}") from None
+    return path
+
+
+class RunDir:
+    """The names in a run's folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.json"
+        self.metrics = path / "metrics.jsonl"
+        self.trace = path / "trace.json"
+        self.checkpoints = path / "checkpoints"
+        self.weights = path / "weights.safetensors"
+        self.summary = path / "summary.txt"
+        self._stop = path / ".stop"
+        self._parts = path / ".parts"
+
+    def log(self, leg: int) -> Path:
+        """Of the first stretch of the run, or of one after a resume (leg 2, 3, ...)."""
+        return self.path / ("log.jsonl" if leg == 1 else f"log.{leg}.jsonl")
+
+    def next_leg(self) -> int:
+        leg = 1
+        while any(self.path.glob(f"{self.log(leg).name}*")):
+            leg += 1
+        return leg
+
+    # --- config -----------------------------------------------------------------------------------------------------
+
+    def write_config(self, config: Config) -> None:
+        try:
+            self.config.write_text(as_json(config), encoding="utf-8")
+        except OSError as error:
+            raise RequestError(f"cannot write {self.config}: {error.strerror}") from None
+
+    def read_config(self) -> Config:
+        try:
+            text = self.config.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            raise RequestError(f"{self.path} is not the folder of a run: it has no config.json") from None
+        return from_json(text, str(self.config))
+
+    # --- metrics ----------------------------------------------------------------------------------------------------
+
+    def add_metrics(self, record: Mapping[str, Any]) -> None:
+        with self.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record, allow_nan=False) + "\n")
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """All whole lines: the last may be cut off where a run was killed."""
+        records = []
+        if self.metrics.exists():
+            for line in self.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
+                with suppress(ValueError):
+                    records.append(json.loads(line))
+        return [record for record in records if isinstance(record, dict)]
+
+    def forget_metrics_after(self, update: int) -> None:
+        """What was measured after the checkpoint that the run goes on from is measured again."""
+        kept = [record for record in self.read_metrics() if record.get("update", 0) <= update]
+        beside = self.metrics.with_name(".metrics.unfinished")
+        beside.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+        beside.replace(self.metrics)
+
+    # --- the wish to stop, of ranks that keep step with each other ----------------------------------------------------
+
+    def ask_to_stop(self, update: int) -> None:
+        """After this update. Who is first says when."""
+        beside = self.path / f".stop.{os.getpid()}"
+        beside.write_text(str(update), encoding="utf-8")
+        with suppress(FileExistsError):
+            os.link(beside, self._stop)  # whole, and only if there is none
+        beside.unlink()
+
+    def stops_after(self) -> int | None:
+        """The last update, if somebody wants to stop."""
+        try:
+            return int(self._stop.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+
+    def forget_stop(self) -> None:
+        self._stop.unlink(missing_ok=True)
+
+    # --- parts that learners of a server hand to the one who leads ----------------------------------------------------
+
+    def hand_in(self, rest: int, learner: int, part: bytes) -> None:
+        self._parts.mkdir(exist_ok=True)
+        final = self._parts / f"{rest}-{learner}"
+        beside = final.with_suffix(".unfinished")
+        beside.write_bytes(part)
+        beside.replace(final)
+
+    def handed_in(self, rest: int) -> dict[int, bytes]:
+        """The parts of a rest, by learner; they and older ones are removed."""
+        parts: dict[int, bytes] = {}
+        for path in sorted(self._parts.glob("*")) if self._parts.is_dir() else []:
+            found = re.fullmatch(r"(\d+)-(\d+)", path.name)
+            if found is not None and int(found[1]) <= rest:
+                if int(found[1]) == rest:
+                    parts[int(found[2])] = path.read_bytes()
+                path.unlink()
+        return parts
+
+    def tidy(self) -> None:
+        """Nothing stays that only a running run needs."""
+        self.forget_stop()
+        if self._parts.is_dir():
+            for path in self._parts.iterdir():
+                path.unlink()
+            self._parts.rmdir()

@@ -1,0 +1,424 @@
+"""What a config names, found: the data, how to build the model, and the loss, as one `Task`.
+
+A name is a row of a table (`DATA`, `MODELS`) or module:function, which is imported as `python -m` would: from the
+current folder first. Then a data function, called with its options, gives (train, test); a model function, called
+with its options, gives the module; a loss function gets (outputs, targets) and gives the mean over the samples.
+
+Laws: whatever is wrong with what the user wrote ends in a `RequestError` of one line; the cause, with its traceback,
+hangs on it. `build` is called as often as one likes; with the same seed of torch it gives the same weights.
+
+This file knows nothing of learners, strategies or devices.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
+
+from offbeat import datasets
+from offbeat.datasets.fashion import KINDS, fashion_mnist
+from offbeat.datasets.text import MOST_BYTES, VOCABULARY, text
+from offbeat.errors import RequestError, nearest, unknown
+from offbeat.train.config import Config
+from offbeat.train.models import Scalar, Shape, build_model, model_of, settle
+
+MOST_READ = 20_000  # samples that are read to see how many classes there are
+LONGEST_CAUSE = 300  # characters of an error that is not ours
+POOL = 16  # different images in `synthetic-images`
+
+Loss = Callable[[Any, Any], Tensor]
+Pair = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What is trained and tested: data, how to build the model, the loss."""
+
+    train: Dataset[Any]  # map-style
+    test: Dataset[Any]
+    build: Callable[[], nn.Module]  # RequestError where the user's own function fails
+    loss: Loss  # the mean over the samples
+
+
+# --- data sets ----------------------------------------------------------------------------------------------------
+
+
+class Tensors(Dataset[Pair]):
+    """Samples that lie in memory. A minibatch is gathered at once, which is many times faster than one by one.
+
+    `whole_batches` says that `__getitems__` gives a minibatch, not a list of samples; see `collate_of`.
+    """
+
+    whole_batches = True
+
+    def __init__(self, inputs: Tensor, targets: Tensor) -> None:
+        if len(inputs) != len(targets):
+            raise RequestError(f"there are {len(inputs)} inputs and {len(targets)} targets; each input needs one")
+        self.inputs = inputs
+        self.targets = targets
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> Pair:
+        return self.inputs[index], self.targets[index]
+
+    def __getitems__(self, indices: Sequence[int]) -> Pair:
+        chosen = torch.as_tensor(indices)
+        return self.inputs[chosen], self.targets[chosen]
+
+
+class Repeated(Dataset[Pair]):
+    """A few samples, again and again until there are `samples` of them: as much work, in little memory."""
+
+    whole_batches = True
+
+    def __init__(self, few: Tensors, samples: int) -> None:
+        self.few = few
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> Pair:
+        if not -self.samples <= index < self.samples:
+            raise IndexError(f"sample {index} of {self.samples}")
+        return self.few[index % self.samples % len(self.few)]
+
+    def __getitems__(self, indices: Sequence[int]) -> Pair:
+        return self.few.__getitems__([index % len(self.few) for index in indices])
+
+
+class Loaded(NamedTuple):
+    """A built-in data set, with what a built-in model must know of it."""
+
+    train: Dataset[Any]
+    test: Dataset[Any]
+    shape: Shape  # of a sample
+    classes: int
+
+
+class Data(NamedTuple):
+    """A row of the table; `options` are all there are, with their defaults."""
+
+    summary: str
+    load: Callable[..., Loaded]
+    options: Mapping[str, Scalar]
+
+
+def _digits() -> Loaded:
+    images, shown, test_images, test_shown = map(torch.from_numpy, datasets.digits())
+    return Loaded(Tensors(images, shown), Tensors(test_images, test_shown), tuple(images.shape[1:]), 10)
+
+
+def _fashion() -> Loaded:
+    images, labels, test_images, test_labels = map(torch.from_numpy, fashion_mnist())
+    return Loaded(Tensors(images, labels), Tensors(test_images, test_labels), tuple(images.shape[1:]), len(KINDS))
+
+
+def _text(*, folder: str, pattern: str, most_bytes: int, context: int) -> Loaded:
+    """Windows that do not overlap; the target of each character is the next one."""
+    halves = []
+    for characters in map(torch.from_numpy, text(folder, pattern, most_bytes)):
+        windows = (len(characters) - 1) // context
+        if windows < 1:
+            raise RequestError(
+                f"data text: {len(characters)} characters are too few for a window of context={context} and the one "
+                f"after it, in the part to train on or the tenth to test with; take more text or a smaller context"
+            )
+        used = windows * context
+        halves.append(Tensors(characters[:used].view(-1, context), characters[1 : used + 1].view(-1, context)))
+    train, test = halves
+    return Loaded(train, test, (context,), len(VOCABULARY))
+
+
+def _synthetic(*, samples: int, features: int, classes: int, seed: int) -> Loaded:
+    """Points around the origin; the class is the direction, of as many random ones, that a point goes along most."""
+    generator = torch.Generator().manual_seed(seed)
+    directions = torch.randn(classes, features, generator=generator)
+    tests = max(1, samples // 4)
+    points = torch.randn(samples + tests, features, generator=generator)
+    targets = (points @ directions.T).argmax(1)
+    train, test = Tensors(points[:samples], targets[:samples]), Tensors(points[samples:], targets[samples:])
+    return Loaded(train, test, (features,), classes)
+
+
+def _synthetic_images(*, samples: int, size: int, classes: int, seed: int) -> Loaded:
+    """Noise of a few kinds, for measuring speed; the test samples are among those that are trained on."""
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randn(POOL, 3, size, size, generator=generator)
+    few = Tensors(images, torch.randint(classes, (POOL,), generator=generator))
+    return Loaded(Repeated(few, samples), Repeated(few, max(1, samples // 10)), (3, size, size), classes)
+
+
+DATA: dict[str, Data] = {
+    "digits": Data("1,797 handwritten digits of 8x8 pixels; they come with offbeat", _digits, {}),
+    "fashion-mnist": Data("70,000 images of clothes, 28x28 pixels, where they are installed", _fashion, {}),
+    "text": Data(
+        "Python's own sources, or the files of a folder, as characters",
+        _text,
+        {"folder": "", "pattern": "*.py", "most_bytes": MOST_BYTES, "context": 64},
+    ),
+    "synthetic": Data(
+        "points of classes that straight lines part",
+        _synthetic,
+        {"samples": 1024, "features": 16, "classes": 4, "seed": 0},
+    ),
+    "synthetic-images": Data(
+        "noise in the form of ImageNet, for measuring speed",
+        _synthetic_images,
+        {"samples": 1024, "size": 224, "classes": 1000, "seed": 0},
+    ),
+}
+
+
+# --- from a config to a task --------------------------------------------------------------------------------------
+
+
+def task_of(config: Config) -> Task:
+    """The task that a config names; the data is loaded, the model is not yet built.
+
+    RequestError, in one line, for what cannot be: names, options, functions that cannot be imported, data functions
+    that fail, data sets that are empty or have no length, a built-in model that does not go with the data. What a
+    model function of the user's does is seen by `check`, or when the model is built.
+    """
+    loss = _function("loss", config.train.loss) if config.train.loss else functional.cross_entropy
+    model, data = config.model, config.data
+    if ":" in model.name:
+        build = partial(_own_model, _function("model", model.name), model.name, dict(model.options))
+        loaded = _load(data.name, data.options)
+        return Task(train=loaded[0], test=loaded[1], build=build, loss=loss)
+    row = model_of(model.name)
+    options = settle(f"model {model.name}", model.options, {**row.options, "classes": 0})
+    classes = int(options.pop("classes"))
+    loaded = _load(data.name, data.options)
+    train, test = loaded[:2]
+    if isinstance(loaded, Loaded):
+        shape = loaded.shape
+        if classes and classes < loaded.classes:
+            raise RequestError(f"model {model.name} has classes={classes}, but data {data.name} has {loaded.classes}")
+        classes = classes or loaded.classes
+    else:
+        shape = _shape(data.name, train)
+        classes = classes or max(_classes(data.name, train), _classes(data.name, test))
+    build = partial(build_model, model.name, shape, classes, options)
+    with torch.device("meta"):  # nothing is allocated or drawn: only to find now what cannot be built
+        build()
+    return Task(train=train, test=test, build=build, loss=loss)
+
+
+def _load(name: str, options: Mapping[str, Scalar]) -> Loaded | tuple[Dataset[Any], Dataset[Any]]:
+    if ":" not in name:
+        if name not in DATA:
+            raise unknown("data", name, DATA)
+        row = DATA[name]
+        return row.load(**settle(f"data {name}", options, row.options))
+    function = _function("data", name)
+    try:
+        pair = function(**options)
+    except (Exception, SystemExit) as error:
+        raise RequestError(f"data '{name}' failed when called with {_told(options)}: {_cause(error)}") from error
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise RequestError(f"data '{name}' gave {_kind(pair)}; it must give a pair of data sets, (train, test)")
+    for which, dataset in zip(("train", "test"), pair, strict=True):
+        _check_dataset(f"the {which} set of data '{name}'", dataset)
+    return pair[0], pair[1]
+
+
+def _check_dataset(which: str, dataset: object) -> None:
+    """A map-style data set has a length above 0 and gives the sample of a number."""
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        raise RequestError(f"{which} is {_kind(dataset)}, which gives no sample by its number; it must be map-style")
+    try:
+        length = len(dataset) if isinstance(dataset, Sized) else None
+    except Exception as error:
+        raise RequestError(f"{which} cannot tell its length: {_cause(error)}") from error
+    if length is None:
+        raise RequestError(f"{which} is {_kind(dataset)}, which has no length; it must have __len__")
+    if length < 1:
+        raise RequestError(f"{which} is empty; it must have at least 1 sample")
+
+
+def _function(what: str, name: str) -> Callable[..., Any]:
+    """What `module:function` names; a class does as well."""
+    module_name, colon, function_name = name.partition(":")
+    if not colon or not module_name or not function_name:
+        raise RequestError(f"{what} '{name}' is no module:function; an example is my_project:my_{what}")
+    here = str(Path.cwd())
+    if "" not in sys.path and here not in sys.path:  # a command that was installed does not look there by itself
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:
+        looked = f" (looked in {here} and among what is installed)" if isinstance(error, ModuleNotFoundError) else ""
+        raise RequestError(f"{what} '{name}' cannot be imported: {_cause(error)}{looked}") from error
+    function = getattr(module, function_name, None)
+    if function is None:
+        hint = nearest(function_name, [word for word in vars(module) if not word.startswith("__")])
+        raise RequestError(f"{what} '{name}': module {module_name} has no '{function_name}'{hint}")
+    if not callable(function):
+        raise RequestError(f"{what} '{name}' is {_kind(function)}, which cannot be called")
+    return function  # type: ignore[no-any-return]  # whatever the user wrote
+
+
+def _own_model(function: Callable[..., Any], name: str, options: dict[str, Scalar]) -> nn.Module:
+    try:
+        model = function(**options)
+    except (Exception, SystemExit) as error:
+        raise RequestError(f"model '{name}' failed when called with {_told(options)}: {_cause(error)}") from error
+    if not isinstance(model, nn.Module):
+        raise RequestError(f"model '{name}' gave {_kind(model)}; it must give a torch.nn.Module")
+    return model
+
+
+def _shape(name: str, dataset: Any) -> Shape:
+    """Of a sample, for a built-in model."""
+    try:
+        given, _ = dataset[0]
+        return tuple(torch.as_tensor(given).shape)
+    except Exception as error:
+        raise RequestError(
+            f"data '{name}': a built-in model needs samples (input, target) with a tensor as input, and the first one "
+            f"is none: {_cause(error)}"
+        ) from error
+
+
+def _classes(name: str, dataset: Any) -> int:
+    """One more than the largest target: of the `targets` that the data set has ready, or of all its samples."""
+    tell = "; say how many outputs the model has: --model.options.classes"
+    if isinstance(dataset, TensorDataset):
+        targets: Any = dataset.tensors[-1]
+    else:
+        targets = getattr(dataset, "targets", None)
+    try:
+        if targets is None and len(dataset) <= MOST_READ:
+            targets = [dataset[at][1] for at in range(len(dataset))]
+        counted = None if targets is None else default_collate(list(targets)) if _is_list(targets) else targets
+        counted = None if counted is None else torch.as_tensor(counted)
+    except Exception as error:
+        raise RequestError(f"data '{name}': its targets cannot be counted: {_cause(error)}{tell}") from error
+    if counted is None:
+        raise RequestError(
+            f"data '{name}' has more than {MOST_READ} samples and no `targets` to count classes in{tell}"
+        )
+    if not _whole(counted):
+        raise RequestError(f"data '{name}' has targets of {counted.dtype}, which are no classes{tell}")
+    return max(1, int(counted.max()) + 1)
+
+
+# --- trying it ----------------------------------------------------------------------------------------------------
+
+
+def check(task: Task) -> None:
+    """Builds the model and looks once at two samples of each data set, so that a mistake is found before a training.
+
+    RequestError in one line where a sample cannot be read, or the model, or the loss on its output, fails. It leaves
+    torch's generator as it was.
+    """
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        try:
+            model = task.build().eval()
+        except RequestError:
+            raise
+        except Exception as error:
+            raise RequestError(f"the model cannot be built: {_cause(error)}") from error
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise RequestError(f"the model, {_kind(model)}, has no parameters to train")
+        for which, dataset in (("train", task.train), ("test", task.test)):
+            _check_pass(which, dataset, model, task.loss)
+
+
+def _check_pass(which: str, dataset: Any, model: nn.Module, loss: Loss) -> None:
+    try:
+        indices = list(range(min(2, len(dataset))))
+        samples = dataset.__getitems__(indices) if hasattr(dataset, "__getitems__") else [dataset[at] for at in indices]
+        inputs, targets = (collate_of(dataset) or default_collate)(samples)
+    except Exception as error:
+        raise RequestError(
+            f"the first samples of the {which} set make no minibatch (inputs, targets): {_cause(error)}"
+        ) from error
+    try:
+        outputs = model(inputs)
+    except Exception as error:
+        raise RequestError(f"the model fails on {_form(inputs)} of the {which} set: {_cause(error)}") from error
+    try:
+        value = loss(outputs, targets)
+    except Exception as error:
+        raise RequestError(
+            f"the loss fails on outputs {_form(outputs)} and targets {_form(targets)} of the {which} set: "
+            f"{_cause(error)}"
+        ) from error
+    if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
+        raise RequestError(f"the loss gave {_form(value)}; it must give one number, the mean over the samples")
+
+
+def collate_of(dataset: Any) -> Callable[[Any], Any] | None:
+    """The `collate_fn` for a loader: nothing is left to do where `__getitems__` gives whole minibatches.
+
+    A data set says so with an attribute, `whole_batches = True`: torch's own convention is a list of samples, and
+    then, as for any other data set, this is None, torch's default.
+    """
+    return _as_it_is if getattr(dataset, "whole_batches", False) and hasattr(dataset, "__getitems__") else None
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def count_right(outputs: Any, targets: Any) -> tuple[int, int] | None:
+    """How many targets got the highest score, and of how many; None where outputs and targets are of another form.
+
+    Targets are whole numbers with the shape of the outputs less dimension 1, the classes. Those below 0 count on
+    neither side: cross-entropy leaves out -100.
+    """
+    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor) or outputs.dim() < 2 or not _whole(targets):
+        return None
+    if targets.shape != outputs.shape[:1] + outputs.shape[2:]:
+        return None
+    meant = targets >= 0
+    right = (outputs.argmax(1) == targets) & meant
+    return int(right.sum()), int(meant.sum())
+
+
+# --- words --------------------------------------------------------------------------------------------------------
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, list | tuple)
+
+
+def _whole(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+
+
+def _kind(value: object) -> str:
+    if value is None:
+        return "None"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
+def _form(value: object) -> str:
+    return (
+        f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}" if isinstance(value, Tensor) else _kind(value)
+    )
+
+
+def _told(options: Mapping[str, Scalar]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in options.items()) or "no options"
+
+
+def _cause(error: BaseException) -> str:
+    """An error that is not ours, in one line."""
+    line = f"{type(error).__name__}: {str(error)}"
+    return line if len(line) <= LONGEST_CAUSE else line[: LONGEST_CAUSE - 3] + "..."

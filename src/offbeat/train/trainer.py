@@ -1,0 +1,396 @@
+"""What all strategies share in training: the model, one forward and backward, evaluation, records, checkpoints.
+
+    reduced.py   learners that keep step: DDP on an all-reduce, or one learner alone
+    served.py    learners of a parameter server
+
+Laws. What a minibatch draws at random (dropout) depends on the seed and on its place in the epoch, and on nothing else:
+so a run that goes on from a checkpoint draws the same, whoever computes it. Evaluation is on a second model, which
+nobody trains: looking changes nothing. Its time is no training time.
+
+In a rest all learners stand still and hand in their parts; the one who leads looks (`look`) and the others wait.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from offbeat.server.data import seed_of
+from offbeat.train.checkpoint import Checkpoint, Saver, write_weights
+from offbeat.train.config import Config
+from offbeat.train.norms import average_buffers
+from offbeat.train.parts import Part, buffers_of, decode, load_buffers, part_of
+from offbeat.train.precision import Precision
+from offbeat.train.rundir import RunDir
+from offbeat.train.scaling import optimizer_of, pace_of, zero_last_norms
+from offbeat.train.tasks import Task, collate_of, count_right
+from offbeat.train.tensorboard import Board
+
+Report = Callable[[Mapping[str, Any]], None]
+PROGRESS_S = 0.25  # between two records of a learner's progress
+EVALUATED = 256  # samples at a time
+
+
+@dataclass(slots=True, kw_only=True)
+class Standing:
+    """Where a run stands, in a rest."""
+
+    epoch: int = 0  # that runs, or comes next
+    offset: int = 0  # samples of it that are done, where learners keep step
+    update: int = 0
+    seconds: float = 0.0  # of training
+    applied: int = 0  # samples
+    dropped: dict[str, int] = field(default_factory=dict)  # samples by reason
+    staleness: float | None = None
+    epoch_end: bool = False
+    halt: bool = False
+    shares: tuple[float, ...] = ()
+    server: dict[str, Any] | None = None  # what the coordinator needs to go on
+
+
+def device_of(name: str, learner: int) -> torch.device:
+    """The device of a learner: GPUs are handed out in turn."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        return torch.device("cuda", learner % max(1, torch.cuda.device_count()))
+    return torch.device(name)
+
+
+def mover(device: torch.device) -> Callable[[Any], Any]:
+    """Puts a batch on a device, whatever it is made of."""
+
+    def moved(batch: Any) -> Any:
+        if isinstance(batch, Tensor):
+            return batch.to(device, non_blocking=True)
+        if isinstance(batch, (list, tuple)):
+            return type(batch)(moved(one) for one in batch)
+        if isinstance(batch, dict):
+            return {name: moved(one) for name, one in batch.items()}
+        return batch
+
+    return moved
+
+
+class Trainer:
+    """One learner of a training; see the module's text."""
+
+    def __init__(
+        self,
+        config: Config,
+        task: Task,
+        run: RunDir,
+        *,
+        number: int,
+        learners: int,
+        report: Report,
+        checkpoint: Checkpoint | None = None,
+        leg: int = 1,
+    ) -> None:
+        train = config.train
+        torch.set_num_threads(train.threads)
+        self.config, self.task, self.run, self.report = config, task, run, report
+        self.number, self.learners, self.leg = number, learners, leg
+        self.device = device_of(config.device, number)
+        self.samples = len(task.train)  # type: ignore[arg-type]  # a map-style set has a length: the task was checked
+        self.moved = mover(self.device)
+        self.model = self._build()
+        self.optimizer = optimizer_of(self.model, train)
+        self.precision = Precision(train.precision, self.device)
+        self.pace = pace_of(train, line=config.sync, learners=learners, samples=self.samples)
+        self.checkpoint = checkpoint
+        self.at = Standing() if checkpoint is None else Standing(**checkpoint.state["standing"])
+        self.at.epoch_end = self.at.halt = False
+        self.notes: list[str] = []
+        self.stop_wanted = False  # somebody has sent a signal
+        self.compute_s = self.wait_s = 0.0
+        self.seen = 0  # samples that this learner has computed
+        self._losses: list[tuple[Tensor | float, int]] = []  # since the last rest, with their samples
+        self._loss_sum, self._loss_of = 0.0, 0
+        self._told_s = 0.0
+        self._twin: nn.Module | None = None  # that is evaluated
+        self._saver: Saver | None = None
+        self._board = Board(run.path / "tensorboard") if config.save.tensorboard and number == 0 else None
+        self.last: dict[str, Any] = {}  # the latest evaluation
+        if checkpoint is not None:
+            self._load(checkpoint)
+
+    # --- the model --------------------------------------------------------------------------------------------------
+
+    def _build(self) -> nn.Module:
+        torch.manual_seed(self.config.seed)
+        model = self.task.build()
+        if self.config.train.zero_last_norm:
+            zero_last_norms(model)
+        return model.to(self.device)
+
+    def _load(self, checkpoint: Checkpoint) -> None:
+        """The weights, and what is this learner's own."""
+        self.model.load_state_dict(checkpoint.files["weights"])
+        self.load_own(checkpoint)
+
+    def load_own(self, checkpoint: Checkpoint) -> None:
+        """What each learner has for itself."""
+        part = self._own_part(checkpoint)
+        if part is not None:
+            load_buffers(self.model, part.buffers)
+            if self.precision.scaler is not None and part.scaler:
+                self.precision.scaler.load(part.scaler)
+
+    def _own_part(self, checkpoint: Checkpoint) -> Part | None:
+        tensors = checkpoint.files.get(f"learner-{self.number}")
+        return None if tensors is None else part_of(tensors)
+
+    def loss_of(self, inputs: Any, targets: Any) -> Tensor:
+        """One forward: the mean loss of these samples."""
+        with self.precision.computing():
+            return self.task.loss(self._forward(inputs), targets)
+
+    def _forward(self, inputs: Any) -> Any:
+        return self.model(inputs)
+
+    def backward(self, loss: Tensor) -> None:
+        scaler = self.precision.scaler
+        with self.precision.differentiating():
+            (loss if scaler is None else scaler.multiply(loss)).backward()  # type: ignore[no-untyped-call] # torch's own
+
+    def set_rate(self, update: int) -> float:
+        rate = self.pace.rate(update)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        return rate
+
+    def set_chance(self, epoch: int, place: int) -> None:
+        """What is drawn from now on is this minibatch's."""
+        torch.manual_seed(seed_of(self.config.seed, epoch) ^ (place + 1))
+
+    # --- progress ---------------------------------------------------------------------------------------------------
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+        self.report({"kind": "note", "text": text, "learner": self.number})
+
+    def count(self, loss: Tensor, samples: int) -> None:
+        """A minibatch was computed; its loss is read later, so that a GPU need not be waited for."""
+        self.seen += samples
+        self._losses.append((loss.detach(), samples))
+        if len(self._losses) > 64:
+            self._read_losses()
+
+    def _read_losses(self) -> None:
+        for loss, samples in self._losses:
+            self._loss_sum += float(loss) * samples
+            self._loss_of += samples
+        self._losses.clear()
+
+    def tell_progress(self, update: int, loss: Tensor) -> None:
+        now = time.monotonic()
+        if now - self._told_s >= PROGRESS_S:
+            self._told_s = now
+            shown = float(loss)
+            self.report(
+                {
+                    "kind": "progress",
+                    "learner": self.number,
+                    "epoch": self.at.epoch,
+                    "samples": self.seen,
+                    "loss": shown if math.isfinite(shown) else None,
+                    "compute_s": self.compute_s,
+                    "wait_s": self.wait_s,
+                    "version": update,
+                }
+            )
+
+    def tell_beginning(self) -> None:
+        """By the first learner, when all is ready."""
+        config = self.config
+        told = self.pace.words(config.train, line=config.sync, learners=self.learners)
+        notes = [*([told] if told else []), *self.notes]
+        self.report(
+            {
+                "kind": "begin",
+                "name": config.name,
+                "strategy": config.sync,
+                "learners": self.learners,
+                "servers": config.servers,
+                "epochs": config.train.epochs,
+                "epoch": self.at.epoch,
+                "samples": self.samples,
+                "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+                "device": str(self.device),
+                "precision": config.train.precision,
+                "run_dir": str(self.run.path),
+                "notes": notes,
+                "resumed": None if self.checkpoint is None else self.checkpoint.path.name,
+            }
+        )
+
+    def own_part(self) -> Part:
+        """What is this learner's own, now."""
+        self._read_losses()
+        part = Part(
+            compute_s=self.compute_s,
+            wait_s=self.wait_s,
+            loss=self._loss_sum / self._loss_of if self._loss_of else 0.0,
+            scaler={} if self.precision.scaler is None else dict(self.precision.scaler.state()),
+            buffers={name: buffer.clone() for name, buffer in buffers_of(self.model).items()},
+        )
+        self._loss_sum, self._loss_of = 0.0, 0
+        return part
+
+    # --- a rest, as the one who leads --------------------------------------------------------------------------------
+
+    def load_weights(self, twin: nn.Module) -> None:
+        """The trained weights of the run, as they are now, into another model."""
+        raise NotImplementedError
+
+    def optimizer_files(self) -> dict[str, dict[str, Tensor]]:
+        """For a checkpoint: what the next update needs beside the weights."""
+        raise NotImplementedError
+
+    def look(self, at: Standing, parts: Mapping[int, bytes]) -> bool:
+        """Evaluate, save, tell; whether the run is to end now."""
+        config = self.config
+        is_last = at.epoch >= config.train.epochs
+        mine = {learner: decode(data) for learner, data in sorted(parts.items())}
+        twin = self._evaluated_twin(mine)
+        stop = at.halt
+        if at.epoch_end or is_last or at.halt:
+            self.last = self._evaluate(twin, at, mine)
+            self.run.add_metrics(self.last)
+            if self._board is not None:
+                self._board.write(self.last)
+            self.report(self.last)
+            accuracy = self.last["accuracy"]
+            reached = config.train.stop_at > 0 and accuracy is not None and accuracy >= config.train.stop_at
+            stop = stop or (reached and not is_last)
+        every = config.save.every_epochs
+        due = not at.epoch_end or is_last or stop or (every > 0 and at.epoch % every == 0)
+        if due:
+            self._save(twin, at, parts)
+        if is_last or stop:
+            self._end(twin, at, "" if is_last else "asked to stop" if at.halt else "the accuracy is there")
+        return stop
+
+    def _evaluated_twin(self, parts: Mapping[int, Part]) -> nn.Module:
+        if self._twin is None:
+            self._twin = self._build()
+            self._twin.eval()
+        self.load_weights(self._twin)
+        buffers = [part.buffers for part in parts.values() if part.buffers]
+        load_buffers(self._twin, average_buffers(buffers) if buffers else {})
+        return self._twin
+
+    def _evaluate(self, twin: nn.Module, at: Standing, parts: Mapping[int, Part]) -> dict[str, Any]:
+        loss, accuracy = evaluate(twin, self.task, self.precision, self.moved)
+        busy = sum(part.compute_s for part in parts.values())
+        waited = sum(part.wait_s for part in parts.values())
+        losses = [part.loss for part in parts.values() if part.loss]
+        return {
+            "kind": "evaluated",
+            "epoch": at.epoch,
+            "update": at.update,
+            "accuracy": accuracy,
+            "loss": _finite(loss),
+            "train_loss": _finite(sum(losses) / len(losses)) if losses else None,
+            "seconds": at.seconds,
+            "samples": at.applied,
+            "samples_per_s": at.applied / at.seconds if at.seconds else 0.0,
+            "wait_share": waited / (busy + waited) if busy + waited else 0.0,
+            "staleness": at.staleness,
+            "dropped": at.dropped,
+            "rate": self.pace.rate(max(0, at.update - 1)),
+        }
+
+    def _save(self, twin: nn.Module, at: Standing, parts: Mapping[int, bytes]) -> None:
+        if self._saver is None:
+            self._saver = Saver(self.run.checkpoints, keep=self.config.save.keep, tell=self.note)
+        files: dict[str, Mapping[str, Tensor] | bytes] = {"weights": dict(twin.state_dict()), **self.optimizer_files()}
+        files |= {f"learner-{learner}": data for learner, data in parts.items()}
+        state = {"standing": asdict(at), "learners": self.learners, "sync": self.config.sync, "last": self.last}
+        self._saver.save(at.update, state, files)
+        self.report({"kind": "saved", "update": at.update, "path": str(self.run.checkpoints)})
+
+    def _end(self, twin: nn.Module, at: Standing, why: str) -> None:
+        if self._saver is not None:
+            self._saver.wait()
+        write_weights(self.run.weights, dict(twin.state_dict()))
+        self.report(
+            {
+                "kind": "end",
+                "accuracy": self.last.get("accuracy"),
+                "loss": self.last.get("loss"),
+                "strategy": self.config.sync,
+                "learners": self.learners,
+                "updates": at.update,
+                "samples_per_s": self.last.get("samples_per_s", 0.0),
+                "seconds": at.seconds,
+                "staleness_mean": at.staleness,
+                "wait_share": self.last.get("wait_share", 0.0),
+                "epochs": at.epoch,
+                "run_dir": str(self.run.path),
+                "stopped": bool(why),
+                "why": why,
+                "process": os.getpid(),
+            }
+        )
+
+    def fit(self) -> None:
+        """Train, from where the checkpoint stands to the end."""
+        raise NotImplementedError
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None
+
+
+def evaluate(
+    model: nn.Module, task: Task, precision: Precision, moved: Callable[[Any], Any]
+) -> tuple[float, float | None]:
+    """Mean loss over the test set, and the share that is right where that has a meaning."""
+    loader: DataLoader[Any] = DataLoader(task.test, batch_size=EVALUATED, collate_fn=collate_of(task.test))
+    total, right, judged, seen = 0.0, 0, 0, 0
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        for batch in loader:
+            inputs, targets = moved(batch)
+            with precision.computing():
+                outputs = model(inputs)
+                loss = task.loss(outputs, targets)
+            many = size_of(targets)
+            total += float(loss) * many
+            seen += many
+            found = count_right(outputs, targets)
+            if found is not None:
+                right, judged = right + found[0], judged + found[1]
+    model.train(was_training)
+    return total / max(seen, 1), right / judged if judged else None
+
+
+def size_of(batch: Any) -> int:
+    """How many samples are in a batch."""
+    if isinstance(batch, Tensor):
+        return int(batch.shape[0]) if batch.dim() else 1
+    if isinstance(batch, dict):
+        return size_of(next(iter(batch.values())))
+    return size_of(batch[0]) if isinstance(batch, (list, tuple)) and isinstance(batch[0], Tensor) else len(batch)
+
+
+def piece_of(batch: Any, start: int, end: int) -> Any:
+    """Samples `start` up to `end` of a batch."""
+    if isinstance(batch, Tensor):
+        return batch[start:end]
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(piece_of(one, start, end) for one in batch)
+    if isinstance(batch, dict):
+        return {name: piece_of(one, start, end) for name, one in batch.items()}
+    return batch

@@ -1,0 +1,41 @@
+"""A run's summary in words, for a person who opens its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from offbeat.spec import count_of, format_seconds
+from offbeat.strategy import ALL_REDUCE, family_of
+from offbeat.train.config import Config
+
+
+def summary_of(config: Config, end: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> str:
+    """Some sentences. What is not known is not said."""
+    strategy = f"{count_of(config.learners, 'learner')} under '{config.sync}'"
+    if family_of(config.sync) != ALL_REDUCE:
+        strategy += f" with {count_of(config.servers, 'server')}"
+    lines = [f"{config.name}: {config.model.name} on {config.data.name}, {strategy}, {config.train.precision}."]
+    seconds = end.get("seconds", 0.0)
+    done = f"{count_of(end.get('epochs', 0), 'epoch')} and {count_of(end.get('updates', 0), 'update')}"
+    lines.append(f"It went through {done} in {format_seconds(seconds)} of training (evaluation left out).")
+    accuracy, loss = end.get("accuracy"), end.get("loss")
+    if accuracy is not None:
+        lines.append(f"On the test set {100 * accuracy:.2f} % are right, with a loss of {loss:.4f}.")
+        best = max(metrics, key=lambda record: record.get("accuracy") or 0.0, default=None)
+        if best is not None and (best.get("accuracy") or 0.0) > accuracy:
+            lines.append(f"The best was {100 * best['accuracy']:.2f} %, after epoch {best['epoch']}.")
+    elif loss is not None:
+        lines.append(f"On the test set the loss is {loss:.4f}.")
+    lines.append(f"It computed {end.get('samples_per_s', 0.0):,.0f} samples a second; learners waited for")
+    lines[-1] += f" {100 * end.get('wait_share', 0.0):.1f} % of the time."
+    staleness = end.get("staleness_mean")
+    if staleness is not None:
+        lines.append(f"Gradients were {staleness:.2f} versions old on average when they were applied.")
+    dropped = metrics[-1].get("dropped") if metrics else None
+    if dropped:
+        told = ", ".join(f"{many} ({why})" for why, many in dropped.items())
+        lines.append(f"Samples that were computed and not applied: {told}.")
+    if end.get("stopped"):
+        lines.append(f"It ended before its last epoch: {end.get('why')}. Go on with: offbeat train --resume FOLDER")
+    return "\n".join(lines) + "\n"
