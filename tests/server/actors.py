@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
-from offbeat.server.wire import Cancel, Done, Fenced, Job, Lease, Message, Ready, Rest
+from offbeat.server.wire import Cancel, Done, Fenced, Job, Lease, Message, Push, Ready, Rest, Stop
 from server.oracle import WIDTH, Key, Truth, Vector, gradient_of, mean_gradient, squares, stepped
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ class Learner:
         self.client = world.kit.client(learner, "table", self._nonces())
         self.dead = self.cut = self.paused = self.waiting = False
         self.token = 0  # of the step that comes next
+        self.heard_s = 0.0  # when something came that may be an answer
+        self.called = False  # to a rest, since the last step
         self.mailbox: list[Message] = []
         self.epoch = 0
         self.batches: deque[Lease] = deque()
@@ -49,12 +51,18 @@ class Learner:
 
     def say(self, messages: list[Message]) -> None:
         for message in messages:
+            if isinstance(message, Push | Stop):
+                self.world.oracle.rests.ends((message.learner, message.incarnation, message.seq))
             self.world.to_coordinator(message, self)
 
     def hear(self, message: Message) -> None:
         if self.paused:
             self.mailbox.append(message)
         else:
+            if isinstance(message, Rest):
+                self.called = True
+            else:
+                self.heard_s = self.world.now
             self.say(self.client.receive(message))  # type: ignore[arg-type]  # the world sends what is to a learner
             self.world.wake(self)
 
@@ -127,7 +135,7 @@ class Learner:
                 yield self.rng.uniform(0, 0.3)
             copies.append(tuple(copy))
         stop = self.rng.random() < world.stops
-        world.oracle.led(stay, rest.number, tuple(copies), stop=stop)
+        world.oracle.has_led(stay, tuple(copies), stop=stop)
         return stop
 
     def _seed(self) -> Life:
@@ -204,7 +212,7 @@ class Learner:
         client, world, rng = self.client, self.world, self.rng
         go = client.begin()
         key = (self.learner, client.incarnation, go.seq)
-        world.oracle.begins(key)
+        world.oracle.rests.begins(key)
         self._heard_of_the_last(key)
         if go.pieces:
             if not (yield from self._read(key, go.pieces, go.pin)):

@@ -19,21 +19,10 @@ from offbeat.server.coordinator import Coordinator
 from offbeat.server.session import Setting
 from offbeat.server.wire import Cancel as CancelWord
 from offbeat.server.wire import Committed, Go, Job, Lease, Message, Weights
-
-Vector = tuple[float, ...]
-Key = tuple[int, int, int]  # learner, incarnation, seq
+from server.rest_oracle import Key, LawError, RestOracle, Stay, Vector, demand
 
 WIDTH = 3  # numbers in a shard
 CLIP_EPSILON = 1e-6
-
-
-class LawError(AssertionError):
-    """A law, and what broke it."""
-
-
-def demand(kept: bool, law: str, *found: object) -> None:
-    if not kept:
-        raise LawError(law + (": " + ", ".join(map(str, found)) if found else ""))
 
 
 class Truth(NamedTuple):
@@ -110,6 +99,17 @@ class Oracle:
         self.committed = [0] * self.lanes
         self.buffers = [0] * self.lanes
         self.seeded = False
+        self.rests = RestOracle(setting)
+
+    def goes_on_from(self, before: Oracle) -> None:
+        """Its run was saved in its last rest: what was in those weights is applied, and all else is not."""
+        saved = before.rests.saved
+        assert saved is not None
+        self.history = [[vector] for vector in saved.weights]
+        for update in before.updates[: saved.facts["version"]]:
+            for key in update.keys:
+                for _, epoch, start, count in before.truth[key].leases:
+                    self.positions.update((epoch, at) for at in range(start, start + count))
 
     def lane_of(self, shard: int) -> int:
         return shard if self.setting.independent else 0
@@ -140,6 +140,13 @@ class Oracle:
                 *(key, shard, version, copy, self.history[shard][version]),
             )
 
+    def leads(self, stay: Stay, number: int, facts: dict[str, Any]) -> None:
+        self.rests.leads(stay, number, facts, self.committed)
+
+    def has_led(self, stay: Stay, weights: tuple[Vector, ...], *, stop: bool) -> None:
+        expected = tuple(self.history[shard][self.committed[self.lane_of(shard)]] for shard in range(len(weights)))
+        self.rests.has_led(stay, weights, expected if self.seeded else weights, stop=stop)
+
     def acknowledged(self, key: Key) -> None:
         """Its learner got a later Go, and was not cancelled."""
         demand(key in self.fate, "nothing acknowledged is lost", key)
@@ -151,6 +158,7 @@ class Oracle:
         self.read_at.setdefault((learner, incarnation, seq), self.given.get((learner, incarnation), ()))
 
     def said(self, message: Message) -> None:
+        self.rests.said(message)
         if isinstance(message, CancelWord):
             who = message.learner, message.incarnation
             self.cancelled[who] = max(self.cancelled.get(who, 0), message.seq)
@@ -286,6 +294,7 @@ class Oracle:
 
     def works(self, shard: int, job: Job, buffers: list[list[float]], slots: list[list[list[float]]]) -> None:
         """A shard is about to do this job."""
+        self.rests.works(job)
         demand(1 <= job.version <= len(self.history[0]), "a shard does what was decided", job)
         source = self.history[shard][job.version - 1]
         demand(tuple(buffers[job.source]) == source, "an update starts from the version before", shard, job)
@@ -307,6 +316,7 @@ class Oracle:
     def check(self, coordinator: Coordinator, memory: list[list[list[float]]]) -> None:
         """`memory`: by shard, by buffer."""
         coordinator.check()
+        self.rests.check(coordinator.rests.number, 0 if coordinator.book is None else coordinator.book.epoch)
         for shard, buffers in enumerate(memory):
             lane = self.lane_of(shard)
             buffer, version = self.buffers[lane], self.committed[lane]
@@ -337,12 +347,17 @@ class Oracle:
         if book is None:
             return
         ended = "dropped: the run ended before its update was full"
+        first = 0 if self.setting.book is None else self.setting.book["epoch"]
         for epoch, buckets in book.counts.items():
             applied = sum(self.positions[epoch, at] for at in range(book.samples))
             demand(buckets["applied"] == applied, "samples are applied as they are counted", epoch, buckets, applied)
             if epoch < book.epoch:
                 demand(buckets.total() == book.samples, "every sample is counted once", epoch, buckets)
                 named = {"applied", "dropped: not finite", "not used", ended}
+                if self.rests.over:
+                    named.add("dropped: its learner left before it was measured")
+                if epoch < first:  # what waited for an update when that epoch was over, and the run was saved
+                    named.add("held")
                 demand(not self.setting.again or buckets.keys() <= named, "what was dropped is computed again", buckets)
 
     def unmeasured(self, coordinator: Coordinator) -> int:

@@ -5,6 +5,9 @@ doubled, delayed and overtaken; learners and servers are killed and stopped anyw
 brought back from its journal. The outsider (`oracle`) looks at every event. After a while faults end, and then every
 run must come to its end.
 
+In some worlds all rest now and then, and in some of these a rest is the last one, and another world goes on from what
+was saved there.
+
     cd tests && ../.venv/bin/python -m server.world --seeds 10000
 """
 
@@ -37,6 +40,7 @@ from offbeat.server.wire import (
     Seeded,
     Silent,
     Tick,
+    Want,
     addressee,
     decode_input,
     decode_output,
@@ -85,6 +89,7 @@ FAULTS: dict[str, tuple[float, ...]] = {
     "coordinator dies": (0, 0, 0.003, 0.02),
     "line is cut": (0, 0, 0.02, 0.1),
 }
+RESTING = 0.3  # of the worlds have rests
 RETRY_S = 3.0
 TICK_S = 2.0
 MOST_CALM_EVENTS = 6_000  # that a run may take to its end when nothing goes wrong any more
@@ -117,15 +122,25 @@ class Story:
     events: int = 0
     calm_events: int = 0  # after the last fault
     updates: int = 0
+    rests: int = 0
+    halted: bool = False
     faults: Counter[str] = field(default_factory=Counter)
 
 
 class World:
     """See the module's text."""
 
-    def __init__(self, seed: int, kit: Kit | None = None, line: str | None = None) -> None:
-        self.kit = kit or Kit()
+    def __init__(self, seed: int, kit: Kit | None = None, line: str | None = None, after: World | None = None) -> None:
+        self.seed, self.kit, self.before = seed, kit or Kit(), after
+        self.saved = None if after is None else after.oracle.rests.saved
         rng = self.rng = random.Random(seed)
+        rests = random.Random(f"rests of {seed}")
+        self.rests = rests.random() < RESTING
+        self.halt_at_s = rests.uniform(1, 40) if self.rests and rests.random() < 0.3 else None
+        self.stops = rests.choice((0, 0, 0.1)) if self.rests else 0.0  # chance that who leads ends the run
+        if after is not None:
+            self.halt_at_s, self.stops = None, 0.0
+        facts = {} if self.saved is None else self.saved.facts
         self.setting = Setting(
             line=line or LINES[seed % len(LINES)],
             learners=rng.randint(2, 5),
@@ -133,6 +148,10 @@ class World:
             again=rng.random() < 0.6,
             clip_norm=rng.choice((0.0, 0.0, 2.0)),
             start_by_s=rng.choice((None, 5.0)),
+            rest_every=rests.choice((0, 1, 2, 3, 5)) if self.rests else 0,
+            rest_epochs=self.rests and rests.random() < 0.5,
+            book=facts.get("book"),
+            memory=facts.get("memory"),
         )
         calm = rng.random() < 0.1
         self.chances = {name: 0.0 if calm else rng.choice(chances) for name, chances in FAULTS.items()}
@@ -159,6 +178,8 @@ class World:
         self.fence_words = [0] * learners
         self.cut_until = [0.0] * learners
         self.oracle = Oracle(self.setting, self.initial_of(0, 0))
+        if after is not None:
+            self.oracle.goes_on_from(after.oracle)
         self.down = False
         self.journal: list[tuple[INPUT, float]] = []
         self.coordinator = self.kit.coordinator(self.setting, self.oracle.decided)
@@ -169,8 +190,12 @@ class World:
         for place in self.places:
             self._start(place.process, rng.uniform(0, 3))
         self.after(TICK_S, self._tick)
+        if self.halt_at_s is not None:
+            self.after(self.halt_at_s, self._halt)
 
     def initial_of(self, learner: int, incarnation: int) -> tuple[Vector, ...]:
+        if self.saved is not None:
+            return self.saved.weights
         first = 100.0 * learner + 10.0 * incarnation
         return tuple(tuple(first + shard + at for at in range(WIDTH)) for shard in range(self.setting.shards))
 
@@ -205,7 +230,17 @@ class World:
         self.oracle.check(self.coordinator, self.buffers)
         self.oracle.finished(self.coordinator)
         self.story.updates = len(self.oracle.updates)
+        self.story.rests = len(self.oracle.rests.led)
+        self.story.halted = self.oracle.rests.over
+        if self.oracle.rests.saved is not None:
+            self._go_on()
         return self.story
+
+    def _go_on(self) -> None:
+        """Another run, from what was saved."""
+        story = World(self.seed, self.kit, self.setting.line, after=self).run()
+        self.story.events += story.events
+        self.story.rests += story.rests
 
     def _state(self) -> str:
         rows = [
@@ -258,6 +293,8 @@ class World:
             return
         if isinstance(message, Push):
             self.oracle.handling(message.learner, message.incarnation, message.seq)
+        elif isinstance(message, Want):
+            self.oracle.rests.wanted(message)
         was_seeded = self.coordinator.seeded
         self.journal.append((message, self.now))
         said = self.coordinator.handle(message, self.now)
@@ -323,8 +360,10 @@ class World:
         if self.happens("learner stops"):
             self._stop(process)
             return
-        if process.waiting:
+        if process.waiting or (process.called and self.now - process.heard_s >= RETRY_S):
+            process.heard_s = self.now
             process.say(process.client.retry())
+        process.called = False
         process.token += 1
         try:
             pause_s = next(process.life)
@@ -333,12 +372,19 @@ class World:
             self.after(self.rng.uniform(0.1, 5), lambda: self._gone(process))
             if process.client.refused is not None:
                 bad = "not finite" in process.client.refused and self.non_finite[process.learner] > 0
-                if not bad:
+                if not bad and not (self.coordinator.rests.over and process.client.refused == "the run is over"):
                     raise EventError(f"nobody is sent away here: {process.client.refused}") from None
                 self.places[process.learner].done = True
             return
         process.waiting = pause_s is None
         self._start(process, RETRY_S if pause_s is None else pause_s)
+
+    def _halt(self) -> None:
+        """One of those who are there wants the run to end."""
+        there = [place.process for place in self.places if place.process.client.incarnation and not place.done]
+        for process in there[: self.rng.randint(1, 2)]:
+            if not process.dead and not process.paused:
+                process.say(process.client.halt())
 
     def _kill(self, process: Learner) -> None:
         process.dead = True
@@ -413,7 +459,7 @@ def main() -> int:
     parser.add_argument("--planted", action="store_true", help="show at which seed each planted bug is found")
     given = parser.parse_args()
     began_s = time.perf_counter()
-    events = updates = failures = longest = 0
+    events = updates = rests = halted = failures = longest = 0
     faults: Counter[str] = Counter()
     for seed in range(given.first, given.first + given.seeds):
         world = World(seed)
@@ -428,11 +474,14 @@ def main() -> int:
             continue
         events += story.events
         updates += story.updates
+        rests += story.rests
+        halted += story.halted
         longest = max(longest, story.calm_events)
         faults += story.faults
     took_s = time.perf_counter() - began_s
     print(
-        f"{given.seeds} seeds, {events} events, {updates} updates, {faults.total()} faults: "
+        f"{given.seeds} seeds, {events} events, {updates} updates, {rests} rests, {faults.total()} faults, "
+        f"{halted} saved and gone on with: "
         f"{failures} failed, {took_s:.0f} s; "
         f"the longest way to the end without faults took {longest} events"
     )

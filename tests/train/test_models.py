@@ -53,6 +53,13 @@ def test_every_residual_block_shows_its_last_norm_once(name: str, blocks: int) -
     assert len(model.state_dict()) == sum(1 for _ in model.parameters()) + sum(1 for _ in model.buffers())
 
 
+@pytest.mark.parametrize(("name", "side", "last"), [("resnet18", 32, (512, 4, 4)), ("resnet50", 224, (2048, 7, 7))])
+def test_the_blocks_halve_the_image_as_often_as_published(name: str, side: int, last: tuple[int, ...]) -> None:
+    model = on_meta(name, 3, side, side)
+    assert isinstance(model, nn.Sequential)
+    assert model[:2](torch.empty(2, 3, side, side, device="meta")).shape == (2, *last)
+
+
 def test_a_block_with_a_zeroed_last_norm_is_the_identity() -> None:
     model = build_model("resnet18", (1, 8, 8), 10, {"width": 4})
     block = next(module for module in model.modules() if hasattr(module, "last_norm"))

@@ -190,7 +190,8 @@ class Link:
         message = decode_output(data)
         if not isinstance(message, TO_LEARNER):
             raise WireError(f"a learner was told {message}")
-        self._heard_s = time.monotonic()
+        if not isinstance(message, Rest):  # that is no answer, and is said again and again
+            self._heard_s = time.monotonic()
         with self.changed:
             self._send(self.client.receive(message))
             self.changed.notify_all()

@@ -1,1 +1,49 @@
-"""Training by recipe: what `offbeat train` does, and what a program of one's own can do in a few lines."""
+"""Training by recipe: what `offbeat train` does, and what a program of one's own can do in a few lines.
+
+    from offbeat.train import Config, Task, train
+
+    result = train(Config(sync="k-async:2", learners=4), Task(train=..., test=..., build=..., loss=...))
+
+Nothing is loaded before it is asked for: a configuration can be read without torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from offbeat.train.config import Config, DataConfig, ModelConfig, SaveConfig, TrainConfig
+    from offbeat.train.launch import train
+    from offbeat.train.reading import override, read_recipe
+    from offbeat.train.tasks import Task
+
+_HOMES = {
+    "Config": "config",
+    "ModelConfig": "config",
+    "DataConfig": "config",
+    "TrainConfig": "config",
+    "SaveConfig": "config",
+    "Task": "tasks",
+    "read_recipe": "reading",
+    "override": "reading",
+    "train": "launch",
+}
+__all__ = [
+    "Config",
+    "DataConfig",
+    "ModelConfig",
+    "SaveConfig",
+    "Task",
+    "TrainConfig",
+    "override",
+    "read_recipe",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'offbeat.train' has no attribute '{name}'")
+    import importlib
+
+    return getattr(importlib.import_module(f"offbeat.train.{_HOMES[name]}"), name)

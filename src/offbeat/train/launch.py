@@ -96,6 +96,7 @@ def prepare(
 
     With `resume`, go on in that folder from its newest checkpoint that is whole; `tell` names those that are not.
     """
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # so that a look at the GPUs does not spoil a fork
     if not config.learners:
         config = changed(config, {"learners": learners_here(config)})
     device = check_device(config.device)
@@ -130,6 +131,11 @@ def _check_resume(config: Config, checkpoint: Checkpoint) -> None:
         raise RequestError(
             f"{checkpoint.path.parent.parent} was saved under '{before}', and '{config.sync}' is of the other family: "
             "all-reduce and parameter server keep the optimizer's state in different places"
+        )
+    if checkpoint.state["standing"]["epoch"] >= config.train.epochs:
+        raise RequestError(
+            f"{checkpoint.path.parent.parent} has gone through its {config.train.epochs} epochs: "
+            "ask for more with --train.epochs"
         )
 
 
@@ -327,6 +333,36 @@ def conclude(start: Start, result: Result) -> None:
     start.run.tidy()
 
 
+def train(
+    config: Config,
+    task: Task | None = None,
+    *,
+    run_dir: Path | str | None = None,
+    resume: Path | str | None = None,
+    hear: Report | None = None,
+) -> dict[str, Any]:
+    """Train, from a program: learners are forked from it, so model, data and loss may be anything it has made.
+
+    Gives what `offbeat train --json` prints. `hear` is called with every record (progress, evaluated, ...); without it
+    one line is printed for each evaluation. With `task` None it is the configuration's own. Under torchrun this process
+    is one of the learners, and all but the first get an empty answer.
+    """
+    hear = hear or _print_evaluation
+    where, before = (None if one is None else Path(one) for one in (run_dir, resume))
+    if under_torchrun():
+        return learn(config, run_dir=where, resume=before, report=hear, task=task).end
+    start = prepare(config, run_dir=where, resume=before, task=task, tell=print)
+    return launch(start, hear, lambda name, line: print(f"{name} | {line}", flush=True)).end
+
+
+def _print_evaluation(record: Mapping[str, Any]) -> None:
+    if record["kind"] == "evaluated":
+        right = "" if record["accuracy"] is None else f", {100 * record['accuracy']:.1f} % right"
+        print(f"epoch {record['epoch']}: loss {record['loss']}{right}", flush=True)
+    elif record["kind"] == "note":
+        print(record["text"], flush=True)
+
+
 # --- a learner that was started by torchrun --------------------------------------------------------------------------
 
 
@@ -334,7 +370,9 @@ def under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
 
 
-def learn(config: Config, *, run_dir: Path | None, resume: Path | None, report: Report) -> Result:
+def learn(
+    config: Config, *, run_dir: Path | None, resume: Path | None, report: Report, task: Task | None = None
+) -> Result:
     """Be one of the learners that torchrun has started. All find the run's folder through its store.
 
     Where torchrun starts all again after one has died, they go on from the last checkpoint.
@@ -352,18 +390,17 @@ def learn(config: Config, *, run_dir: Path | None, resume: Path | None, report: 
 
     if rank == 0:
         where = Path(through_store("run-dir", None)) if again else None
-        start = prepare(config, run_dir=run_dir, resume=resume or where, tell=note)
+        start = prepare(config, run_dir=run_dir, resume=resume or where, task=task, tell=note)
         through_store("run-dir", str(start.run.path.absolute()))
         through_store(f"ready-{again}", str(start.leg))
         os.environ["OFFBEAT_LOG"] = str(start.run.log(start.leg).absolute())
     else:
         leg = int(through_store(f"ready-{again}", None))
         run = RunDir(Path(through_store("run-dir", None)))
-        task = task_of(config)
         resumes = bool(again) or resume is not None
         start = Start(
             config=config,
-            task=task,
+            task=task_of(config) if task is None else task,
             run=run,
             checkpoint=newest(run.checkpoints, lambda line: None) if resumes else None,
             leg=leg,

@@ -62,7 +62,7 @@ class ReducedTrainer(Trainer):
         self._shares = self.at.shares if len(self.at.shares) == self.learners else self._first_shares()
         self._order: tuple[int, Tensor] | None = None  # an epoch and its permutation
         self._grads = _LastGradient(self.model, self._be_slow)
-        self._began_s = 0.0  # of the pass that is computed
+        self._update_s = self._began_s = 0.0  # when the update began, and the pass that is computed
         self._spans: list[tuple[float, float, float, float]] = []
         self._log: LogWriter | None = None
         self._start_s = self._common_start()
@@ -148,6 +148,7 @@ class ReducedTrainer(Trainer):
         )
         batches = iter(loader)
         for update in plan:
+            self._update_s = time.monotonic()
             passes = []
             for one in update.passes:
                 self.set_chance(self.at.epoch, one.start)
@@ -161,7 +162,7 @@ class ReducedTrainer(Trainer):
         return self._order[1]
 
     def _update(self, update: Update, batches: list[tuple[Pass, Any]]) -> None:
-        began_s = time.monotonic()
+        began_s = self._update_s  # reading the samples belongs to it
         mine = 0
         total = torch.zeros((), device=self.device)
         for at, (one, batch) in enumerate(batches):

@@ -420,5 +420,5 @@ def _told(options: Mapping[str, Scalar]) -> str:
 
 def _cause(error: BaseException) -> str:
     """An error that is not ours, in one line."""
-    line = f"{type(error).__name__}: {str(error)}"
+    line = f"{type(error).__name__}: {' '.join(str(error).split())}"
     return line if len(line) <= LONGEST_CAUSE else line[: LONGEST_CAUSE - 3] + "..."
