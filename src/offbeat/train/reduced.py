@@ -33,6 +33,7 @@ from offbeat.train.parts import decode, load_optimizer, optimizer_tensors
 from offbeat.train.plan import Pass, Update, speeds_to_shares, updates
 from offbeat.train.tasks import collate_of
 from offbeat.train.trainer import Trainer
+from offbeat_autoload import register
 
 FIRST_LOOK, LOOK_EVERY = 4, 20  # updates until speeds are measured, for --split auto
 WORTH = 0.03  # a share must change by that much of the whole for a new split
@@ -361,6 +362,7 @@ def _signed(number: int) -> int:
 
 
 def _join_group(line: str, rank: int, ranks: int, device: torch.device) -> None:
+    register()  # for whoever has no entry points: a tree that is on the path and not installed
     os.environ["OFFBEAT_STRATEGY"] = line
     native = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
