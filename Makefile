@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: setup demo test test-torch test-ecosystem test-faults test-world bench clean
+.PHONY: setup demo test test-torch test-ecosystem test-faults test-world test-matrix bench clean
 
 setup: $(INSTALLED)
 
@@ -17,13 +17,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 
 demo: setup
-	@$(BIN)/offbeat schedule torus:2x2 --size 100MB --svg build/torus.svg
-	@echo
-	@$(BIN)/offbeat schedule --size 100MB --topology cluster:4x8,inside=50GB/s,across=1GB/s
-	@echo
-	@$(BIN)/offbeat simulate k-sync:4 --learners 8 --compute shifted-exp:1,1
-	@echo
-	@$(BIN)/offbeat compare --learners 8 --compute gamma:1,0.1 --speeds 1,1,1,0.3333
+	@$(BIN)/offbeat train
 
 test: setup
 	@$(BIN)/ruff check --no-cache .
@@ -47,6 +41,11 @@ test-faults: setup
 # Its state machines in 10,000 random worlds, and the seed at which each planted bug is found. Minutes.
 test-world: setup
 	@cd tests && ../$(BIN)/python -m server.world --seeds 10000 --planted
+
+# Every strategy trains the digits, and the ledger of samples is checked; then all that is too long for `make test`. Minutes.
+test-matrix: setup
+	@cd tests && ../$(BIN)/python -m train.matrix
+	@OFFBEAT_MATRIX=1 $(BIN)/pytest tests/train tests/process/test_train.py
 
 bench: setup
 	@$(BIN)/python benchmarks/schedules.py

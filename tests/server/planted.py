@@ -10,9 +10,27 @@ from offbeat.server.client import Client
 from offbeat.server.coordinator import Coordinator
 from offbeat.server.desk import Desk
 from offbeat.server.lanes import Lane, Work
+from offbeat.server.leases import Answer, Lease
+from offbeat.server.rests import Rests
 from offbeat.server.session import Gradient, Row
 from offbeat.server.shard import Shard
-from offbeat.server.wire import Ask, Done, Fenced, GiveBack, Go, Hello, Job, Message, Push, Silent, Want, Welcome
+from offbeat.server.wire import (
+    Ask,
+    Done,
+    Fenced,
+    GiveBack,
+    Go,
+    Hello,
+    Job,
+    Message,
+    Push,
+    Rest,
+    Rested,
+    Rise,
+    Silent,
+    Want,
+    Welcome,
+)
 from server.world import Kit
 
 
@@ -277,6 +295,150 @@ class RejoinsWhileItWrites(Client):
         return said
 
 
+# --- rests ----------------------------------------------------------------------------------------------------------
+
+
+def with_rests(kind: type[Rests]) -> type[Coordinator]:
+    class WithRests(Coordinator):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            self.rests.__class__ = kind
+
+    return WithRests
+
+
+class LeadsWhileUpdatesRun(Desk):
+    """Who leads is told before the last update is done."""
+
+    @property
+    def still(self) -> bool:
+        return True
+
+
+class UpdatesInRests(Desk):
+    """An update that is decided in a rest, since somebody has gone, is begun."""
+
+    def start(self, *, only_behind: bool) -> list[Job]:
+        return super().start(only_behind=False)
+
+
+class LeadsAtOnce(Rests):
+    """The first who rests leads, whatever the others do."""
+
+    def next_lead(self, rows: Any, at_s: float) -> Row | None:
+        return super().next_lead([row for row in rows if row.rested == self.number], at_s)
+
+
+class LeadsWithoutResting(Rests):
+    """The lowest leads when all others rest, whatever it does itself."""
+
+    def next_lead(self, rows: Any, at_s: float) -> Row | None:
+        first = next((row for row in rows if row.here), None)
+        if first is not None and self.due:
+            first.rested = self.number
+        return super().next_lead(rows, at_s)
+
+
+class CallsOnce(Rests):
+    """A call to rest that is lost is not said again."""
+
+    def calls(self, rows: Any, *, again: bool) -> list[Rest]:
+        return super().calls(rows, again=False)
+
+
+class LeadsUnderAnotherName(Rests):
+    """One that comes again is told to go on leading."""
+
+    def leads(self, row: Row) -> bool:
+        return row.here and self.lead is not None and self.lead[0] == row.learner
+
+
+class EndsUntold(Rests):
+    """What comes while somebody leads is what it has been told."""
+
+    def next_lead(self, rows: Any, at_s: float) -> Row | None:
+        lead = super().next_lead(rows, at_s)
+        self._told = (True, True)
+        return lead
+
+
+class LosesItsLead(Rests):
+    """A lead that dies is not replaced."""
+
+    def next_lead(self, rows: Any, at_s: float) -> Row | None:
+        return None if self.lead is not None else super().next_lead(rows, at_s)
+
+
+class EndsEpochsInRests(Coordinator):
+    """That an epoch has ended is told in the rest at its end."""
+
+    def _find(self, learner: int, want: Want) -> Lease | Answer:
+        assert self.book is not None
+        return self.book.take(learner, want.epoch, want.count)
+
+
+class SavesWhatIsOut(Coordinator):
+    """What is out when the run is saved stays out."""
+
+    def standing(self) -> dict[str, Any]:
+        return super().standing() | {"book": None if self.book is None else self.book.snapshot()}
+
+
+class RisesOnce(Coordinator):
+    """Who says late that it rests is not answered."""
+
+    def _rested(self, message: Rested) -> None:
+        if self.rests.due or self.rests.over:
+            super()._rested(message)
+
+
+class SaysOnceThatItIsOver(Coordinator):
+    """That the run is over is said once."""
+
+    def _known(self, message: Any) -> Row | None:
+        before = len(self._out)
+        row = super()._known(message)
+        self._out[before:] = [one for one in self._out[before:] if not isinstance(one, Rise)]
+        return row
+
+    def _again(self, row: Row) -> None:
+        if not self.rests.over:
+            super()._again(row)
+
+
+class GoesInRests(Coordinator):
+    """Who comes in a rest is told to compute."""
+
+    def _hello(self, message: Hello) -> None:
+        super()._hello(message)
+        self._out += self.desk.give_out([self.rows[message.learner]])
+
+
+class RisesForGood(Client):
+    """A Rise from before takes back that the run is over."""
+
+    def receive(self, message: Any) -> list[Message]:
+        if isinstance(message, Rise) and message.incarnation == self.incarnation:
+            self.over = False
+        return super().receive(message)
+
+
+class RestsOnce(Client):
+    """That it rests is said once."""
+
+    def retry(self) -> list[Message]:
+        return [one for one in super().retry() if not isinstance(one, Rested)]
+
+
+class LeadsTwice(Client):
+    """A call to lead that comes again is another one."""
+
+    def receive(self, message: Any) -> list[Message]:
+        if isinstance(message, Rest) and message.lead and message.incarnation == self.incarnation:
+            self._rests = (0, False)
+        return super().receive(message)
+
+
 KITS: dict[str, Kit] = {
     "no duplicate check": Kit(coordinator=NoDuplicateCheck),
     "acknowledged before it is applied": Kit(coordinator=with_desk(AcknowledgesEarly)),
@@ -306,6 +468,22 @@ KITS: dict[str, Kit] = {
     "seeded again": Kit(client=SeedsAgain),
     "a push is said once": Kit(client=PushesOnce),
     "it comes again while it writes": Kit(client=RejoinsWhileItWrites),
+    "who leads is told while updates run": Kit(coordinator=with_desk(LeadsWhileUpdatesRun)),
+    "an update begins in a rest": Kit(coordinator=with_desk(UpdatesInRests)),
+    "the first who rests leads": Kit(coordinator=with_rests(LeadsAtOnce)),
+    "it leads without resting": Kit(coordinator=with_rests(LeadsWithoutResting)),
+    "a call to rest is said once": Kit(coordinator=with_rests(CallsOnce)),
+    "one that comes again leads on": Kit(coordinator=with_rests(LeadsUnderAnotherName)),
+    "a halt in a rest ends it untold": Kit(coordinator=with_rests(EndsUntold)),
+    "a lead that dies is not replaced": Kit(coordinator=with_rests(LosesItsLead)),
+    "an epoch is ended in its rest": Kit(coordinator=EndsEpochsInRests),
+    "what is out is saved as out": Kit(coordinator=SavesWhatIsOut),
+    "a Rise is said once": Kit(coordinator=RisesOnce),
+    "the end is said once": Kit(coordinator=SaysOnceThatItIsOver),
+    "who comes in a rest computes": Kit(coordinator=GoesInRests),
+    "an old Rise takes back the end": Kit(client=RisesForGood),
+    "that it rests is said once": Kit(client=RestsOnce),
+    "it leads twice": Kit(client=LeadsTwice),
 }
 
 # Where it was seen first, for those that are rare.

@@ -10,6 +10,7 @@ before anything is started: what is wrong with them is said here, and the forks 
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -40,7 +41,9 @@ from offbeat.train.tensorboard import check_installed
 from offbeat.train.trainer import Report, Trainer, device_of
 
 MARK = b"\x1e"  # before a record (RFC 7464)
-MOST_BY_DEFAULT = 8
+MOST_BY_DEFAULT = 4  # more take larger steps than small data sets bear
+# What learners load sooner or later, torch's first step of an optimizer the largest of it: a second of work.
+AHEAD = ("torch._dynamo", "offbeat.train.reduced", "offbeat.train.served", "offbeat.collectives.backend")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -221,6 +224,8 @@ def _free_port() -> int:
 
 def _start(supervisor: Supervisor, start: Start) -> TCPStore | None:
     """Fork first: the store has a thread. Ranks that come before it wait at its door, which is open already."""
+    for name in AHEAD:  # once, and not in each fork
+        importlib.import_module(name)
     supervisor.start()
     port = supervisor.plan.store_port
     if port is None:

@@ -68,7 +68,7 @@ _ALL = (
     ),
     _recipe(
         "fashion-resnet18",
-        "Fashion-MNIST, ResNet-18: for a GPU; with --model.options.width 16 for a CPU",
+        "Fashion-MNIST, ResNet-18: for a GPU; with --set model.options.width=16 for a CPU",
         ModelConfig(name="resnet18", options={"width": 64}),
         _FASHION,
         TrainConfig(
