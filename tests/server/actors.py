@@ -12,7 +12,8 @@ from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
 from offbeat.server.wire import Cancel, Done, Fenced, Job, Lease, Message, Push, Ready, Rest, Stop
-from server.oracle import WIDTH, Key, Truth, Vector, gradient_of, mean_gradient, squares, stepped
+from server.oracle import WIDTH, Truth, gradient_of, mean_gradient, squares, stepped
+from server.rest_oracle import Key, Vector
 
 if TYPE_CHECKING:
     from server.world import World

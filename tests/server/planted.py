@@ -28,6 +28,7 @@ from offbeat.server.wire import (
     Rested,
     Rise,
     Silent,
+    Tick,
     Want,
     Welcome,
 )
@@ -329,28 +330,11 @@ class LeadsAtOnce(Rests):
         return super().next_lead([row for row in rows if row.rested == self.number], at_s)
 
 
-class LeadsWithoutResting(Rests):
-    """The lowest leads when all others rest, whatever it does itself."""
-
-    def next_lead(self, rows: Any, at_s: float) -> Row | None:
-        first = next((row for row in rows if row.here), None)
-        if first is not None and self.due:
-            first.rested = self.number
-        return super().next_lead(rows, at_s)
-
-
 class CallsOnce(Rests):
     """A call to rest that is lost is not said again."""
 
     def calls(self, rows: Any, *, again: bool) -> list[Rest]:
         return super().calls(rows, again=False)
-
-
-class LeadsUnderAnotherName(Rests):
-    """One that comes again is told to go on leading."""
-
-    def leads(self, row: Row) -> bool:
-        return row.here and self.lead is not None and self.lead[0] == row.learner
 
 
 class EndsUntold(Rests):
@@ -367,6 +351,16 @@ class LosesItsLead(Rests):
 
     def next_lead(self, rows: Any, at_s: float) -> Row | None:
         return None if self.lead is not None else super().next_lead(rows, at_s)
+
+
+class LeadsUnderAnotherName(Coordinator):
+    """One that led, died and has come again is told to go on."""
+
+    def _tick(self, message: Tick) -> None:
+        super()._tick(message)
+        lead = None if self.rests.lead is None else self.rows[self.rests.lead[0]]
+        if lead is not None and lead.here:
+            self._out.append(self._lead(lead))
 
 
 class EndsEpochsInRests(Coordinator):
@@ -414,13 +408,14 @@ class GoesInRests(Coordinator):
         self._out += self.desk.give_out([self.rows[message.learner]])
 
 
-class RisesForGood(Client):
-    """A Rise from before takes back that the run is over."""
+class RestsAtWork(Client):
+    """It says that it rests when it is called, and computes on."""
 
     def receive(self, message: Any) -> list[Message]:
-        if isinstance(message, Rise) and message.incarnation == self.incarnation:
-            self.over = False
-        return super().receive(message)
+        said = super().receive(message)
+        if self.rest is not None and not self.rest.lead and self.working:
+            said += [Rested(self.learner, self.incarnation, self.rest.number)]
+        return said
 
 
 class RestsOnce(Client):
@@ -471,9 +466,8 @@ KITS: dict[str, Kit] = {
     "who leads is told while updates run": Kit(coordinator=with_desk(LeadsWhileUpdatesRun)),
     "an update begins in a rest": Kit(coordinator=with_desk(UpdatesInRests)),
     "the first who rests leads": Kit(coordinator=with_rests(LeadsAtOnce)),
-    "it leads without resting": Kit(coordinator=with_rests(LeadsWithoutResting)),
     "a call to rest is said once": Kit(coordinator=with_rests(CallsOnce)),
-    "one that comes again leads on": Kit(coordinator=with_rests(LeadsUnderAnotherName)),
+    "one that comes again leads on": Kit(coordinator=LeadsUnderAnotherName),
     "a halt in a rest ends it untold": Kit(coordinator=with_rests(EndsUntold)),
     "a lead that dies is not replaced": Kit(coordinator=with_rests(LosesItsLead)),
     "an epoch is ended in its rest": Kit(coordinator=EndsEpochsInRests),
@@ -481,7 +475,7 @@ KITS: dict[str, Kit] = {
     "a Rise is said once": Kit(coordinator=RisesOnce),
     "the end is said once": Kit(coordinator=SaysOnceThatItIsOver),
     "who comes in a rest computes": Kit(coordinator=GoesInRests),
-    "an old Rise takes back the end": Kit(client=RisesForGood),
+    "it rests while it computes": Kit(client=RestsAtWork),
     "that it rests is said once": Kit(client=RestsOnce),
     "it leads twice": Kit(client=LeadsTwice),
 }
@@ -492,9 +486,17 @@ FOUND_AT = {
     "the slot of a silent learner is freed": 40,
     "a kept slot is forgotten": 130,
     "reads are not kept": 23,
-    "the fence is not looked at": 92,
+    "the fence is not looked at": 279,
     "nobody is fenced": 33,
     "an old Hello is a newcomer": 323,
     "pins of one that rests are kept": 27,
     "seeded again": 135,
+    "a call to rest is said once": 2,
+    "who leads is told while updates run": 168,
+    "one that comes again leads on": 169,
+    "a halt in a rest ends it untold": 132,
+    "a Rise is said once": 512,
+    "the end is said once": 304,
+    "who comes in a rest computes": 169,
+    "that it rests is said once": 31,
 }

@@ -18,8 +18,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from offbeat.server.hooks import Hooks
 from offbeat.server.learner import ServedLearner
+from offbeat.server.link import RunOverError
 from offbeat.server.session import Setting
 from offbeat.server.supervisor import Plan, Supervisor
+from offbeat.server.wire import Rest
 
 SAMPLES, FEATURES, CLASSES = 96, 12, 3
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -94,12 +96,13 @@ def family(
     start_by_s: float | None = None,
     slow: tuple[str, ...] = (),
     within_s: float = 25,
+    **rests: Any,
 ) -> Any:
     """One learner of a run, or, for the last rank, its supervisor."""
     learners = ranks - 1
     address = Path(f"{store}.address")
     if rank == learners:
-        setting = Setting(line=line, learners=learners, shards=servers, again=again, start_by_s=start_by_s)
+        setting = Setting(line=line, learners=learners, shards=servers, again=again, start_by_s=start_by_s, **rests)
         return _supervise(store, setting, log, within_s)
     end = time.monotonic() + within_s
     while not address.exists() and time.monotonic() < end:
@@ -223,5 +226,70 @@ def serve_in_place(rank: int, ranks: int, store: str, *, items: int, pushes: int
         with torch.no_grad():
             model.weight.add_(0.0)  # its own again
         return {"changed": changed, "last": model.weight[0, 0].item()}
+
+    return family(rank, ranks, store, body, **run)
+
+
+def serve_resting(
+    rank: int,
+    ranks: int,
+    store: str,
+    *,
+    optimizer: str = "sgd",
+    in_place: bool = False,
+    stop_at: int | None = None,
+    halt_after: int | None = None,
+    kept: dict[str, list[float]] | None = None,
+    **run: Any,
+) -> Any:
+    """Train the small model for two epochs, with rests: who leads looks at the weights twice, and saves them.
+
+    The run is ended by who leads at version `stop_at`, or by the last learner after so many minibatches.
+    """
+
+    def body(learner: ServedLearner) -> Any:
+        model = model_of(seed=learner.number)
+        inner = optimizer_of(optimizer, model)
+        led: list[dict[str, Any]] = []
+        saved: dict[str, Any] = {}
+        rests = seen = 0
+
+        def at_rest(rest: Rest) -> bool:
+            nonlocal rests
+            if not rest.lead:
+                rests += 1
+                return False
+            facts, first = json.loads(rest.facts), learner.snapshot()
+            time.sleep(0.02)
+            second, other = learner.snapshot(), model_of(seed=99)
+            learner.load_current(other, optimizer_of(optimizer, other))
+            same = all(torch.equal(first[name], second[name]) for name in first)
+            found = sorted(weights_of(other)) == sorted(first["weights"].double().tolist())
+            led.append({"version": facts["version"], "epoch_end": facts["epoch_end"], "still": same and found})
+            saved.update(facts, kept={name: vector.tolist() for name, vector in first.items()})
+            return bool(facts["version"] == stop_at)
+
+        learner.at_rest = at_rest
+        vectors = {
+            name: torch.tensor(values, dtype=torch.int64 if name == "steps" else torch.float32)
+            for name, values in (kept or {}).items()
+        }
+        loader: Any = DataLoader(data(), batch_size=8, shuffle=True)
+        model, inner, loader = learner.prepare(model, inner, loader, in_place=in_place, kept=vectors or None)
+        over = False
+        try:
+            for _ in range(2):
+                for x, y in loader:
+                    with learner.minibatch():
+                        inner.zero_grad()
+                        nn.functional.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]  # as above
+                        inner.step()
+                    seen += 1
+                    if halt_after == seen and rank == ranks - 2:
+                        learner.halt()
+            learner.finish()
+        except RunOverError:
+            over = True
+        return {"weights": weights_of(model), "led": led, "rests": rests, "saved": saved, "over": over, "seen": seen}
 
     return family(rank, ranks, store, body, **run)

@@ -47,7 +47,8 @@ from offbeat.server.wire import (
     encode,
 )
 from server.actors import Learner, Memory, Server
-from server.oracle import WIDTH, LawError, Oracle, Vector
+from server.oracle import WIDTH, Oracle
+from server.rest_oracle import LawError, Led, Vector
 
 LINES = (
     "full-sync",
@@ -132,8 +133,9 @@ class World:
 
     def __init__(self, seed: int, kit: Kit | None = None, line: str | None = None, after: World | None = None) -> None:
         self.seed, self.kit, self.before = seed, kit or Kit(), after
-        self.saved = None if after is None else after.oracle.rests.saved
-        rng = self.rng = random.Random(seed)
+        self.saved: Led | None = None if after is None else after.oracle.rests.saved
+        self.rng: random.Random = random.Random(seed)
+        rng = self.rng
         rests = random.Random(f"rests of {seed}")
         self.rests = rests.random() < RESTING
         self.halt_at_s = rests.uniform(1, 40) if self.rests and rests.random() < 0.3 else None
@@ -177,7 +179,7 @@ class World:
         self.cancel_words = [(0, 0)] * learners
         self.fence_words = [0] * learners
         self.cut_until = [0.0] * learners
-        self.oracle = Oracle(self.setting, self.initial_of(0, 0))
+        self.oracle: Oracle = Oracle(self.setting, self.initial_of(0, 0))
         if after is not None:
             self.oracle.goes_on_from(after.oracle)
         self.down = False
@@ -241,6 +243,7 @@ class World:
         story = World(self.seed, self.kit, self.setting.line, after=self).run()
         self.story.events += story.events
         self.story.rests += story.rests
+        self.story.updates += story.updates
 
     def _state(self) -> str:
         rows = [

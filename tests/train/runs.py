@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from offbeat.errors import OffbeatError
 from offbeat.train import launch
 from offbeat.train.checkpoint import newest
 from offbeat.train.config import Config
@@ -76,7 +77,11 @@ def trained(folder: Path, task: Task | None = None, **changes: Any) -> Outcome:
         if record["kind"] == "note":
             notes.append(record["text"])
 
-    result = launch.launch(start, hear, lambda who, line: lines.append(f"{who}: {line}"))
+    try:
+        result = launch.launch(start, hear, lambda who, line: lines.append(f"{who}: {line}"))
+    except OffbeatError as error:
+        print(*lines[-60:], sep="\n")
+        raise
     run = start.run
     weights = safetensors.torch.load_file(run.weights)
     return Outcome(end=result.end, weights=weights, metrics=run.read_metrics(), run=run, notes=notes, lines=lines)

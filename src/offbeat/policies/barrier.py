@@ -61,7 +61,8 @@ class KSync(Barrier):
         return self._if_due()
 
     def on_leave(self, learner: int) -> tuple[Command, ...]:
-        return self._if_due() if self.seats else ()
+        """Also when it was the last: at an epoch's end all may leave before the one update that is left is decided."""
+        return self._if_due()
 
     def _if_due(self) -> tuple[Command, ...]:
         if self.held and self.open == 0:

@@ -480,7 +480,7 @@ class Coordinator(Lending):
         if committed is not None:
             self._out.append(committed)
             self.rests.reached(committed.version)
-            if not self.rests.due:
+            if not self.rests.holds_back:
                 self._out += self.desk.give_out(self.rows.values())  # before the next update can take its place
         if work is None or work.lanes_left:
             return
@@ -502,7 +502,7 @@ class Coordinator(Lending):
             for row in self.rows.values():
                 if row.want is not None and row.learner not in measured:
                     self._unseat(row)  # the others need not wait for it; what it has pushed counts
-            if not self.rests.due:
+            if not self.rests.holds_back:
                 self._out += desk.give_out(self.rows.values())
             if self.inbox and desk.idle:
                 # The drift of the oldest push that waits, while no update is under way that would change it.
@@ -567,6 +567,7 @@ class Coordinator(Lending):
             "memory": {name: getattr(self.policy, name) for name in self.policy.extra_state if name in LEARNED},
             "staleness": sum(age * many for age, many in self.staleness.items()) / applied if applied else 0.0,
             "samples": dict(self.samples),
+            "held": sum(count for gradient in self.gradients.values() for _, count in gradient.epochs),
             "seconds": self.rests.began_s - self.begun_s - sum(end - start for start, end in self.rests.times),
         }
 

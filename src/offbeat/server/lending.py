@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from offbeat.policies import Policy
 from offbeat.server.desk import Desk
 from offbeat.server.leases import Answer, Lease, LeaseBook
 from offbeat.server.rests import Rests
@@ -20,6 +21,7 @@ class Lending:
     """See the module's text; what it needs of the coordinator is named here."""
 
     setting: Setting
+    policy: Policy
     rows: dict[int, Row]
     desk: Desk
     rests: Rests
@@ -129,7 +131,8 @@ class Lending:
             return False
         waiting = [row for row in self.rows.values() if row.want is not None]
         served = [row for row in waiting if row.want is not None and self._serve(row, row.want)]
-        if waiting and not served and not self.rests.due and not self._under_way() and self.desk.idle:
+        stuck = waiting and not served and not self.rests.due and not self._under_way() and self.desk.idle
+        if stuck and not self._somebody_comes():
             # Nothing is free or being computed: what is left are gradients that wait for more to come. They are
             # applied with those of the next epoch.
             for gradient in self.gradients.values():
@@ -143,6 +146,16 @@ class Lending:
             if not row.seated and self.seeded:
                 self._seat(row)
         return bool(served)
+
+    def _somebody_comes(self) -> bool:
+        """Where all rest between epochs: whether one that may compute has yet to ask for samples.
+
+        By that the policy hears that no more is coming, and may make an update of what it holds. It is not waited for
+        where learners do as they like between epochs: who knows when it asks.
+        """
+        seats = self.policy.seats
+        computing = {learner for learner, seat in seats.items() if seat.computing}
+        return self.rests.at_epochs and any(row.want is None for row in self.rows.values() if row.learner in computing)
 
     def _under_way(self) -> bool:
         assert self.book is not None

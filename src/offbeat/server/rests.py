@@ -39,6 +39,11 @@ class Rests:
         self.began_s = 0.0
         self.times: list[tuple[float, float]] = []  # from when to when everybody stood still
 
+    @property
+    def holds_back(self) -> bool:
+        """Whether nobody is to be told to compute."""
+        return self.due or self.over
+
     def begin(self) -> None:
         """A rest is due."""
         if not self.due and not self.over:

@@ -438,6 +438,12 @@ class Supervisor:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(member.pid, signal.SIGTERM)
 
+    def kill_learners(self) -> None:
+        """At once: they are not asked."""
+        for member in self.members.values():
+            if member.role == "learner":
+                _kill_group(member.pid)
+
     @property
     def learners_left(self) -> int:
         return sum(member.role == "learner" for member in self.members.values())

@@ -30,12 +30,16 @@ from offbeat.errors import OffbeatError, PeerError, RequestError
 from offbeat.server.launch import through_store
 from offbeat.server.session import Setting
 from offbeat.server.supervisor import Plan, Supervisor
+from offbeat.spec import count_of
 from offbeat.strategy import ALL_REDUCE, family_of
 from offbeat.trace import read_log, write_chrome_trace
 from offbeat.train.checkpoint import Checkpoint, newest
 from offbeat.train.config import Config
 from offbeat.train.reading import changed
+from offbeat.train.reduced import ReducedTrainer
 from offbeat.train.rundir import RunDir, new_run_dir
+from offbeat.train.scaling import optimizer_of
+from offbeat.train.served import ServedTrainer, setting_of
 from offbeat.train.tasks import Task, check, task_of
 from offbeat.train.tensorboard import check_installed
 from offbeat.train.trainer import Report, Trainer, device_of
@@ -108,6 +112,7 @@ def prepare(
     torch.set_num_threads(config.train.threads)  # before anything is computed: threads do not survive a fork
     made = task_of(config) if task is None else task
     check(made)
+    _load_ahead(config)
     if config.save.tensorboard:
         check_installed()
     if resume is None:
@@ -120,13 +125,18 @@ def prepare(
     if checkpoint is None:
         tell(f"{resume} has no checkpoint: it begins anew")
     else:
-        _check_resume(config, checkpoint)
+        _check_resume(config, checkpoint, tell)
     run.forget_metrics_after(-1 if checkpoint is None else checkpoint.update)
     run.write_config(config)
     return Start(config=config, task=made, run=run, checkpoint=checkpoint, leg=run.next_leg())
 
 
-def _check_resume(config: Config, checkpoint: Checkpoint) -> None:
+def _load_ahead(config: Config) -> None:
+    """What torch loads when the first optimizer is made takes a second: once, and not in every learner."""
+    optimizer_of(torch.nn.Linear(1, 1), config.train)
+
+
+def _check_resume(config: Config, checkpoint: Checkpoint, tell: Callable[[str], None]) -> None:
     before = checkpoint.state["sync"]
     kind = "server" if "server" in checkpoint.files else "optimizer"
     wanted = "optimizer" if family_of(config.sync) == ALL_REDUCE else "server"
@@ -140,6 +150,9 @@ def _check_resume(config: Config, checkpoint: Checkpoint) -> None:
             f"{checkpoint.path.parent.parent} has gone through its {config.train.epochs} epochs: "
             "ask for more with --train.epochs"
         )
+    learners = checkpoint.state["learners"]
+    if learners != config.learners:
+        tell(f"it goes on with {count_of(config.learners, 'learner')} instead of {learners}: not to the same bits")
 
 
 # --- learners that are forked from here ------------------------------------------------------------------------------
@@ -152,6 +165,7 @@ def launch(start: Start, hear: Report, tell: Callable[[str, str], None]) -> Resu
     """
     result = Result()
     failures: dict[int, str] = {}
+    heeding: set[int] = set()  # learners that know what to do when they are asked to end
 
     def listen(name: str, line: str) -> None:
         if not line.startswith(MARK.decode()):
@@ -161,6 +175,9 @@ def launch(start: Start, hear: Report, tell: Callable[[str, str], None]) -> Resu
                 tell(name, line)
             return
         record = json.loads(line[1:])
+        if record["kind"] == "heeding":
+            heeding.add(record["learner"])
+            return
         if record["kind"] == "end":
             result.end = record
         if record["kind"] == "failed":
@@ -176,14 +193,18 @@ def launch(start: Start, hear: Report, tell: Callable[[str, str], None]) -> Resu
             while supervisor.learners_left:
                 supervisor.turn()
                 hear({"kind": "turn"})
-                if asked.number and not told:
+                if asked.number and not told and len(heeding | supervisor.exits.keys()) == start.config.learners:
                     told = True
                     hear({"kind": "note", "text": "asked to stop: saving (once more ends it at once)"})
                     supervisor.ask_to_end()
             said = supervisor.finish()
             del store
+        except KeyboardInterrupt:
+            supervisor.kill_learners()
+            raise
         finally:
             supervisor.close()
+            start.run.tidy()
         result.signal = asked.number
     result.restarts = supervisor.recoveries
     result.services = json.loads(said) if said else {}
@@ -193,8 +214,6 @@ def launch(start: Start, hear: Report, tell: Callable[[str, str], None]) -> Resu
 
 
 def _supervisor(start: Start, listen: Callable[[str, str], None]) -> Supervisor:
-    from offbeat.train.served import setting_of
-
     config = start.config
     extra = {} if start.reduces else setting_of(config, start.checkpoint)
     line = "full-sync" if start.reduces else config.sync
@@ -288,9 +307,10 @@ def _train(start: Start, number: int, learners: int, report: Report) -> None:
             trainer.stop_wanted = True
 
     signal.signal(signal.SIGTERM, hear)
-    from offbeat.train.reduced import ReducedTrainer
-    from offbeat.train.served import ServedTrainer
-
+    if under_torchrun():  # forked learners are in sessions of their own, where Ctrl-C does not come
+        signal.signal(signal.SIGINT, hear)
+    else:
+        report({"kind": "heeding", "learner": number})
     kind = ReducedTrainer if start.reduces else ServedTrainer
     trainer = kind(
         start.config,
@@ -303,7 +323,8 @@ def _train(start: Start, number: int, learners: int, report: Report) -> None:
         leg=start.leg,
     )
     wanted.append(trainer)
-    trainer.stop_wanted = bool(signals)
+    if signals:  # not assigned in one: another may come in between
+        trainer.stop_wanted = True
     trainer.fit()
 
 

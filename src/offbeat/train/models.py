@@ -115,7 +115,7 @@ def _cnn_bn(shape: Shape, classes: int, *, width: int, hidden: int) -> nn.Module
 
 
 def _convolutions(name: str, shape: Shape, classes: int, width: int, hidden: int, *, norm: bool) -> nn.Module:
-    """Two 3x3 convolutions, each followed by pooling that halves the sides, then one hidden layer."""
+    """Two 3x3 convolutions, each followed by pooling that halves the sides, then one hidden layer (0: none)."""
     inputs = _channels(name, shape, 4)
     parts: list[nn.Module] = []
     for outputs in (width, 2 * width):
@@ -124,7 +124,8 @@ def _convolutions(name: str, shape: Shape, classes: int, width: int, hidden: int
         parts += [nn.ReLU(), nn.MaxPool2d(2)]
         inputs = outputs
     features = inputs * (shape[1] // 4) * (shape[2] // 4)
-    model = nn.Sequential(*parts, nn.Flatten(), nn.Linear(features, hidden), nn.ReLU(), nn.Linear(hidden, classes))
+    head: list[nn.Module] = [nn.Linear(features, hidden), nn.ReLU()] if hidden else []
+    model = nn.Sequential(*parts, nn.Flatten(), *head, nn.Linear(hidden or features, classes))
     return _begun(model, mode="fan_in")
 
 
@@ -243,8 +244,8 @@ def _transformer(shape: Shape, classes: int, *, context: int, width: int, heads:
 MODELS: dict[str, Model] = {
     "softmax": Model("one linear layer: convex", _softmax, {}),
     "mlp": Model("fully connected layers", _mlp, {"hidden": 64, "layers": 1}),
-    "cnn": Model("two convolutions, for small images", _cnn, {"width": 16, "hidden": 64}),
-    "cnn-bn": Model("the same with BatchNorm", _cnn_bn, {"width": 16, "hidden": 64}),
+    "cnn": Model("two convolutions, for small images", _cnn, {"width": 16, "hidden": 0}),
+    "cnn-bn": Model("the same with BatchNorm", _cnn_bn, {"width": 16, "hidden": 0}),
     "resnet18": Model("ResNet-18 in its form for small images", _resnet18, {"width": 64}),
     "resnet50": Model("ResNet-50", _resnet50, {}),
     "alexnet": Model("AlexNet in one tower: few sums, many parameters", _alexnet, {}),

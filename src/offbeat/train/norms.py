@@ -138,10 +138,8 @@ def _gather(wide: Tensor, channels: int, here: int, group: dist.ProcessGroup | N
     mean = wide.sum(over) / max(here, 1)
     square = (wide - _across(mean, wide)).square().sum(over)
     mine = torch.cat((mean, square, mean.new_full((1,), here)))
-    ranks = dist.get_world_size(group)
-    whole = mine.new_empty(ranks * mine.numel())
-    dist.all_gather_into_tensor(whole, mine, group=group)
-    table = whole.view(ranks, -1)
+    table = mine.new_empty(dist.get_world_size(group), mine.numel())
+    dist.all_gather(list(table), mine, group=group)  # not into one tensor: torch gives that another name in 2.13
     return table[:, :channels], table[:, channels:-1], table[:, -1:]
 
 

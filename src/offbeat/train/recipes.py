@@ -55,9 +55,9 @@ _ALL = (
     _recipe(
         "fashion-cnn",
         "Fashion-MNIST, a small convolutional network: 91 % in 5 epochs",
-        ModelConfig(name="cnn"),
+        ModelConfig(name="cnn", options={"hidden": 64}),
         _FASHION,
-        TrainConfig(epochs=5, batch_size=64, rate_batch=64, rate=0.05, schedule="cosine", warmup_epochs=1.0),
+        TrainConfig(epochs=5, batch_size=64, rate_batch=64, rate=0.03, schedule="cosine", warmup_epochs=2.0),
     ),
     _recipe(
         "fashion-mlp",

@@ -58,6 +58,8 @@ class ReducedTrainer(Trainer):
         if self._together:
             self.wrapped = _in_ddp(self.model)
         if self.checkpoint is not None:
+            if self.learners > 2 and self.at.update:
+                self._arrange_buckets()
             self.load_own(self.checkpoint)  # again: DDP has made all buffers those of the first
             load_optimizer(self.optimizer, self.checkpoint.files["optimizer"])
         self._shares = self.at.shares if len(self.at.shares) == self.learners else self._first_shares()
@@ -79,6 +81,15 @@ class ReducedTrainer(Trainer):
     def _forward(self, inputs: Any) -> Any:
         return self.wrapped(inputs)
 
+    def _arrange_buckets(self) -> None:
+        """Let DDP see a backward: it arranges gradients anew after its first, and in which order three or more of them
+        are added depends on where they lie. A run that goes on has made its first update long ago."""
+        many = min(self.config.train.batch_size, self.samples)
+        loader: DataLoader[Any] = DataLoader(self.task.train, batch_size=many, collate_fn=collate_of(self.task.train))
+        inputs, targets = self.moved(next(iter(loader)))
+        self.loss_of(inputs, targets).backward()  # type: ignore[no-untyped-call] # torch's own
+        self.optimizer.zero_grad(set_to_none=True)
+
     # --- the loop ---------------------------------------------------------------------------------------------------
 
     def fit(self) -> None:
@@ -90,11 +101,11 @@ class ReducedTrainer(Trainer):
             while self.at.epoch < self.config.train.epochs:
                 if self._train_epoch(clock):
                     break
-            if self._log is not None:
-                self._log.close()
             if self._together:
                 dist.barrier()
         finally:
+            if self._log is not None:
+                self._log.close()
             self._grads.remove()
             if self._together and dist.is_initialized():
                 dist.destroy_process_group()

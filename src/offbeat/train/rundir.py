@@ -154,8 +154,17 @@ class RunDir:
         return parts
 
     def tidy(self) -> None:
-        """Nothing stays that only a running run needs."""
+        """Nothing stays that only a running run needs. A log that was cut off keeps its whole lines."""
         self.forget_stop()
+        for path in (*self.path.glob(".stop.*"), *self.path.glob(".metrics.unfinished")):
+            path.unlink(missing_ok=True)
+        for path in self.path.glob("log*.jsonl.unfinished"):
+            whole = path.read_bytes().rpartition(b"\n")[0]
+            if whole:
+                path.write_bytes(whole + b"\n")
+                path.replace(path.with_suffix(""))
+            else:
+                path.unlink()
         if self._parts.is_dir():
             for path in self._parts.iterdir():
                 path.unlink()

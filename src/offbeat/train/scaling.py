@@ -17,13 +17,15 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
 from offbeat import policies
 from offbeat.errors import RequestError, unknown
 from offbeat.policies.barrier import KBatchSync, KSync
-from offbeat.policies.stale import KAsync, KBatchAsync
+from offbeat.policies.rates import CONSTANT
+from offbeat.policies.stale import KAsync, KBatchAsync, StaleDrop
 from offbeat.server.optimizers import RULES
 from offbeat.strategy import SERVER, family_of
 from offbeat.train.config import TrainConfig
@@ -62,6 +64,39 @@ def minibatches_per_version(line: str, learners: int) -> int:
         return gradients_per_update(line, learners)
     rule = policies.create(line, expect=learners).rule
     return rule.push_every * (learners if rule.delta else gradients_per_update(line, learners))
+
+
+def expected_staleness(line: str, learners: int) -> float:
+    """How old gradients will be on average: P/K - 1, or (P-1)/K where nobody waits, whatever the compute times."""
+    if family_of(line) != SERVER:
+        return 0.0
+    policy = policies.create(line, expect=learners)
+    match policy:
+        case KSync() | KBatchSync():
+            return 0.0
+        case KAsync():
+            return learners / policy.k - 1
+        case KBatchAsync():
+            return (learners - 1) / policy.k
+        case StaleDrop():
+            return float(min(learners - 1, policy.limit))
+    return learners - 1.0
+
+
+def for_stale_gradients(train: TrainConfig, line: str, learners: int) -> TrainConfig:
+    """The same with the momentum that stale gradients bear: staleness acts as momentum does (Mitliagkas et al. 2016).
+
+    rate / (1 - momentum) is what a gradient moves the weights by in the end. It is divided by 1 + staleness, as far as
+    lowering the momentum can. Where the line has a rate of its own for stale gradients, nothing is changed.
+    """
+    if train.stale_momentum == "kept" or not train.momentum or family_of(line) != SERVER:
+        return train
+    policy = policies.create(line, expect=learners)
+    if policy.rate != CONSTANT:
+        return train
+    lowered = 1 - (1 - train.momentum) * (1 + expected_staleness(line, learners))
+    momentum = max(0.0, round(lowered, 6))
+    return msgspec.structs.replace(train, momentum=momentum, nesterov=train.nesterov and momentum > 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,15 +159,17 @@ def pace_of(train: TrainConfig, *, line: str, learners: int, samples: int) -> Pa
     """The pace of a training on so many samples an epoch.
 
     The factor is that of the samples averaged in an update to `rate_batch`, or its square root. Updates are counted in
-    versions (see `minibatches_per_version`), and the last of an epoch may be a smaller one. The warm-up takes half of
-    the epochs at most.
+    versions (see `minibatches_per_version`), and the last of an epoch may be a smaller one; with an all-reduce it is part
+    of the one before if not everybody has a sample in it (see `plan`). The warm-up takes half of the epochs at most.
     """
     minibatch = train.batch_size * train.accumulate
     if samples < 1:
         raise RequestError(f"expected 1 or more samples to train on; got {samples}")
     share = gradients_per_update(line, learners) * minibatch / train.rate_batch
     factor = {"linear": share, "sqrt": math.sqrt(share), "none": 1.0}[train.scaling]
-    per_epoch = -(-samples // (minibatches_per_version(line, learners) * minibatch))
+    whole, rest = divmod(samples, minibatches_per_version(line, learners) * minibatch)
+    least = 1 if family_of(line) == SERVER else learners * train.accumulate
+    per_epoch = max(1, whole + (rest >= least))
     warmup = min(train.warmup_epochs, train.epochs / 2) * per_epoch if factor > 1 else 0.0
     return Pace(
         base=train.rate,

@@ -50,6 +50,7 @@ class ServedTrainer(Trainer):
         self._own_steps = self._rule.delta or self._rule.fetch_every > 0
         self._base = self.at.update  # versions of the servers are counted from here
         self._before = Standing() if self.checkpoint is None else Standing(**self.checkpoint.state["standing"])
+        self._before.drop_held("its update was not full when the run was saved")
         if self.checkpoint is not None and self._own_steps:
             part = self._own_part(self.checkpoint)
             if part is not None and part.optimizer:
@@ -157,7 +158,7 @@ class ServedTrainer(Trainer):
         before, samples = self._before, facts["samples"]
         dropped = dict(before.dropped)
         for fate, many in samples.items():
-            if fate.startswith("dropped: ") or fate == "cancelled":
+            if fate != "applied" and not fate.startswith("computed again: "):
                 name = fate.removeprefix("dropped: ")
                 dropped[name] = dropped.get(name, 0) + many
         return Standing(
@@ -166,6 +167,7 @@ class ServedTrainer(Trainer):
             seconds=before.seconds + facts["seconds"],
             applied=before.applied + samples.get("applied", 0),
             dropped=dropped,
+            held=facts["held"],
             staleness=facts["staleness"],
             epoch_end=facts["epoch_end"],
             halt=facts["halt"],

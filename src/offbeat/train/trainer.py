@@ -24,13 +24,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from offbeat.server.data import seed_of
+from offbeat.strategy import SERVER, family_of
 from offbeat.train.checkpoint import Checkpoint, Saver, write_weights
 from offbeat.train.config import Config
 from offbeat.train.norms import average_buffers
 from offbeat.train.parts import Part, buffers_of, decode, load_buffers, part_of
 from offbeat.train.precision import Precision
 from offbeat.train.rundir import RunDir
-from offbeat.train.scaling import optimizer_of, pace_of, zero_last_norms
+from offbeat.train.scaling import expected_staleness, for_stale_gradients, optimizer_of, pace_of, zero_last_norms
 from offbeat.train.tasks import Task, collate_of, count_right
 from offbeat.train.tensorboard import Board
 
@@ -49,11 +50,18 @@ class Standing:
     seconds: float = 0.0  # of training
     applied: int = 0  # samples
     dropped: dict[str, int] = field(default_factory=dict)  # samples by reason
+    held: int = 0  # samples of epochs that are over, computed, whose update is not full yet
     staleness: float | None = None
     epoch_end: bool = False
     halt: bool = False
     shares: tuple[float, ...] = ()
     server: dict[str, Any] | None = None  # what the coordinator needs to go on
+
+    def drop_held(self, why: str) -> None:
+        """The update of what is held will not come."""
+        if self.held:
+            self.dropped = self.dropped | {why: self.dropped.get(why, 0) + self.held}
+            self.held = 0
 
 
 def device_of(name: str, learner: int) -> torch.device:
@@ -103,12 +111,14 @@ class Trainer:
         self.samples = len(task.train)  # type: ignore[arg-type]  # a map-style set has a length: the task was checked
         self.moved = mover(self.device)
         self.model = self._build()
-        self.optimizer = optimizer_of(self.model, train)
+        self.stepping = for_stale_gradients(train, config.sync, learners)
+        self.optimizer = optimizer_of(self.model, self.stepping)
         self.precision = Precision(train.precision, self.device)
         self.pace = pace_of(train, line=config.sync, learners=learners, samples=self.samples)
         self.checkpoint = checkpoint
         self.at = Standing() if checkpoint is None else Standing(**checkpoint.state["standing"])
         self.at.epoch_end = self.at.halt = False
+        self.shift = self._shift_of(checkpoint)
         self.notes: list[str] = []
         self.stop_wanted = False  # somebody has sent a signal
         self.compute_s = self.wait_s = 0.0
@@ -140,10 +150,14 @@ class Trainer:
     def load_own(self, checkpoint: Checkpoint) -> None:
         """What each learner has for itself."""
         part = self._own_part(checkpoint)
-        if part is not None:
+        if part is None:  # there were fewer: it has the mean of their buffers, and the scale of the first
+            load_buffers(self.model, checkpoint.files["weights"])
+            first = checkpoint.files.get("learner-0")
+            part = Part() if first is None else part_of(first)
+        else:
             load_buffers(self.model, part.buffers)
-            if self.precision.scaler is not None and part.scaler:
-                self.precision.scaler.load(part.scaler)
+        if self.precision.scaler is not None and part.scaler:
+            self.precision.scaler.load(part.scaler)
 
     def _own_part(self, checkpoint: Checkpoint) -> Part | None:
         tensors = checkpoint.files.get(f"learner-{self.number}")
@@ -162,8 +176,17 @@ class Trainer:
         with self.precision.differentiating():
             (loss if scaler is None else scaler.multiply(loss)).backward()  # type: ignore[no-untyped-call] # torch's own
 
+    def _shift_of(self, checkpoint: Checkpoint | None) -> int:
+        """From the updates that were made to those of the pace: it differs where an epoch had more or fewer before."""
+        if checkpoint is None:
+            return 0
+        before = checkpoint.state["pace"]
+        if before["per_epoch"] == self.pace.per_epoch:
+            return int(before["shift"])
+        return round((self.at.epoch + self.at.offset / self.samples) * self.pace.per_epoch) - self.at.update
+
     def set_rate(self, update: int) -> float:
-        rate = self.pace.rate(update)
+        rate = self.pace.rate(update + self.shift)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         return rate
@@ -214,13 +237,19 @@ class Trainer:
         config = self.config
         told = self.pace.words(config.train, line=config.sync, learners=self.learners)
         notes = [*([told] if told else []), *self.notes]
+        if self.stepping.momentum != config.train.momentum:
+            old = expected_staleness(config.sync, self.learners)
+            notes.append(
+                f"momentum {config.train.momentum:g} -> {self.stepping.momentum:g}: gradients will be {old:.3g} "
+                "versions old, which acts like momentum (--train.stale-momentum kept leaves it)"
+            )
         self.report(
             {
                 "kind": "begin",
                 "name": config.name,
                 "strategy": config.sync,
                 "learners": self.learners,
-                "servers": config.servers,
+                "servers": config.servers if family_of(config.sync) == SERVER else 0,
                 "epochs": config.train.epochs,
                 "epoch": self.at.epoch,
                 "samples": self.samples,
@@ -265,20 +294,23 @@ class Trainer:
         stop = at.halt
         if at.epoch_end or is_last or at.halt:
             self.last = self._evaluate(twin, at, mine)
+            accuracy = self.last["accuracy"]
+            reached = config.train.stop_at > 0 and accuracy is not None and accuracy >= config.train.stop_at
+            stop = stop or (reached and not is_last)
+            if is_last or stop:
+                at.drop_held("the run ended before its update was full")
+            self.last |= {"dropped": at.dropped, "held": at.held}
             self.run.add_metrics(self.last)
             if self._board is not None:
                 self._board.write(self.last)
             self.report(self.last)
-            accuracy = self.last["accuracy"]
-            reached = config.train.stop_at > 0 and accuracy is not None and accuracy >= config.train.stop_at
-            stop = stop or (reached and not is_last)
         every = config.save.every_epochs
         due = not at.epoch_end or is_last or stop or (every > 0 and at.epoch % every == 0)
         if due:
             self._save(twin, at, parts)
         if is_last or stop:
             self._end(twin, at, "" if is_last else "asked to stop" if at.halt else "the accuracy is there")
-        return stop
+        return stop or is_last
 
     def _evaluated_twin(self, parts: Mapping[int, Part]) -> nn.Module:
         if self._twin is None:
@@ -306,8 +338,7 @@ class Trainer:
             "samples_per_s": at.applied / at.seconds if at.seconds else 0.0,
             "wait_share": waited / (busy + waited) if busy + waited else 0.0,
             "staleness": at.staleness,
-            "dropped": at.dropped,
-            "rate": self.pace.rate(max(0, at.update - 1)),
+            "rate": self.pace.rate(max(0, at.update - 1 + self.shift)),
         }
 
     def _save(self, twin: nn.Module, at: Standing, parts: Mapping[int, bytes]) -> None:
@@ -316,6 +347,7 @@ class Trainer:
         files: dict[str, Mapping[str, Tensor] | bytes] = {"weights": dict(twin.state_dict()), **self.optimizer_files()}
         files |= {f"learner-{learner}": data for learner, data in parts.items()}
         state = {"standing": asdict(at), "learners": self.learners, "sync": self.config.sync, "last": self.last}
+        state["pace"] = {"per_epoch": self.pace.per_epoch, "shift": self.shift}
         self._saver.save(at.update, state, files)
         self.report({"kind": "saved", "update": at.update, "path": str(self.run.checkpoints)})
 
