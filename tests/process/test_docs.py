@@ -31,11 +31,14 @@ def shown(page: Path) -> list[tuple[str, list[str]]]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_commands_in_the_docs_print_what_is_shown(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_in_the_docs_print_what_is_shown(
+    page: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     for command, lines in shown(page):
         program, *words = shlex.split(command)
-        if program == "python" or words[0] == "run":  # which starts processes, from one of its own
+        if program == "python" or words[0] in ("run", "train"):  # which start processes, from one of their own
             start = [] if program == "python" else ["-m", "offbeat"]
+            words += ["--run-dir", str(tmp_path / "run")] if words[0] == "train" else []
             done = subprocess.run(
                 [sys.executable, *start, *words], cwd=HERE, capture_output=True, text=True, timeout=60, check=True
             )
@@ -50,11 +53,13 @@ def test_commands_in_the_docs_print_what_is_shown(page: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_programs_in_the_docs_run(page: Path) -> None:
+def test_programs_in_the_docs_run(page: Path, tmp_path: Path) -> None:
     for program in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
         if "import" not in program:
             continue  # a piece to read
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        )
         assert (done.returncode, done.stderr) == (0, ""), program
 
 

@@ -73,6 +73,13 @@ def test_a_dead_learner_of_ring_ends_the_run_with_one_line(learner: int, tmp_pat
     assert left_files(tmp_path) == []
 
 
+def test_a_learner_of_ring_that_dies_at_the_start_does_not_keep_the_others_waiting(tmp_path: Path) -> None:
+    ended = offbeat(tmp_path, *train_words("ring", 3), blow=Blow(point="born", learner=1, whom="self"))
+    assert (ended.code, ended.err, ended.left) == (1, "offbeat: learner 1 died (SIGKILL)\n", [])
+    assert "Traceback" not in ended.out
+    assert left_files(tmp_path) == []
+
+
 # --- what is printed ----------------------------------------------------------------------------------------------
 
 
@@ -160,7 +167,7 @@ def loss(outputs, targets):
 def test_model_data_and_loss_may_be_the_users_own(sync: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MINE, encoding="utf-8")
     own = ["--model.name", "mine:model", "--data.name", "mine:data", "--train.loss", "mine:loss"]
-    small = ["--train.epochs", "3", "--train.batch-size", "8", "--run-dir", "run", "--model.options.width", "5"]
+    small = ["--train.epochs", "3", "--train.batch-size", "8", "--run-dir", "run", "--set", "model.options.width=5"]
     words = ["train", "digits-softmax", "--sync", sync, "--learners", "2", *own, *small]
     ended = offbeat(tmp_path, *words)
     assert (ended.code, ended.err) == (0, "")
@@ -176,10 +183,11 @@ def test_a_model_that_raises_ends_the_run_with_its_traceback_and_one_line(sync: 
     ended = offbeat(tmp_path, *train_words(sync, 2), "--model.name", "train.programs:fails")
     assert (ended.code, ended.left) == (1, [])
     assert ended.err.count("\n") == 1
-    assert re.match(r"offbeat: learner [01] failed \(its traceback is above\)", ended.err)
-    raised = re.findall(r"^(learner [01]) \| ValueError: this model has had enough$", ended.out, re.MULTILINE)
-    assert raised and len(set(raised)) == len(raised)  # each one's own, once
-    assert ended.out.count("Traceback") == len(raised)
+    assert re.match(
+        r"offbeat: learner [01]: ValueError: this model has had enough \(its traceback is above\)", ended.err
+    )
+    raised = re.findall(r"^learner [01] \| ValueError: this model has had enough$", ended.out, re.MULTILINE)
+    assert len(raised) == ended.out.count("Traceback") == 1  # though it is the same in both
     assert re.search(r"^learner [01] \| 3 to go$", ended.out, re.MULTILINE)
     assert left_files(tmp_path) == []
 
@@ -199,10 +207,13 @@ WRONG = {
     ),
     "a file that is not there": (["nowhere/recipe.toml"], "nowhere/recipe.toml"),
     "data that is not there": (
-        ["text-transformer", "--data.options.folder", "nowhere"],
+        ["text-transformer", "--set", "data.options.folder=nowhere"],
         "nowhere",
     ),
-    "an output that the loss cannot take": (["--model.options.classes", "3"], "has classes=3, but data digits has 10"),
+    "an output that the loss cannot take": (
+        ["--set", "model.options.classes=3"],
+        "has classes=3, but data digits has 10",
+    ),
     "a loss that does not fit": (["--train.loss", "torch.nn.functional:mse_loss"], "the loss fails on outputs"),
     "no such device": (["--device", "cuda:7"], "device: 'cuda:7' is not here"),
     "nothing to go on from": (["--resume", "nowhere"], "nowhere is not the folder of a run"),
@@ -234,7 +245,7 @@ def listening(pid: int) -> list[str]:
     """The addresses, as the kernel writes them, on which a process listens by TCP."""
     sockets = set()
     for link in Path(f"/proc/{pid}/fd").iterdir():
-        with_number = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(link) if link.is_symlink() else "")
+        with_number = re.fullmatch(r"socket:\[(\d+)\]", str(link.readlink()) if link.is_symlink() else "")
         if with_number:
             sockets.add(with_number[1])
     found = []
@@ -309,15 +320,40 @@ def test_under_torchrun_it_trains_to_the_same_bits(sync: str, tmp_path: Path) ->
         assert weights(tmp_path) == weights(tmp_path / "forked")
 
 
+def striking_words(folder: Path) -> list[str]:
+    words = [*train_words("ring", 2), "--set", f"model.options.marker={folder / 'struck'}"]
+    words[words.index("--model.name") + 1] = "train.programs:strikes"
+    return words
+
+
+def check_same_bits(words: list[str], folder: Path) -> None:
+    """As in a run that nobody disturbs: the signal has gone out already."""
+    assert (folder / "struck").exists()
+    (folder / "forked").mkdir()
+    assert offbeat(folder / "forked", *words).code == 0
+    assert weights(folder) == weights(folder / "forked")
+
+
 def test_under_torchrun_a_dead_rank_of_ring_is_restarted_from_the_checkpoint(tmp_path: Path) -> None:
-    words = train_words("ring", 2, model__options__marker=tmp_path / "died")
-    words[words.index("--model.name") + 1] = "train.programs:dies_once"
+    words = striking_words(tmp_path)
     done = torchrun(tmp_path, *under_torchrun(words, tmp_path), restarts=1)
     assert done.code == 0, done.text
-    assert (tmp_path / "died").exists()
     assert re.search(r"resumed from update-000000\d\d", done.text), done.text
     assert len(re.findall(r"^accuracy ", done.text, re.MULTILINE)) == 1
     assert left_files(tmp_path) == []
-    (tmp_path / "forked").mkdir()
-    assert offbeat(tmp_path / "forked", *words).code == 0
-    assert weights(tmp_path) == weights(tmp_path / "forked")
+    check_same_bits(words, tmp_path)
+
+
+@pytest.mark.skipif(not MATRIX, reason="torchrun takes its time to end: make test-matrix")
+@pytest.mark.parametrize("what", [signal.SIGTERM, signal.SIGINT])
+def test_under_torchrun_a_signal_saves_and_ends(what: int, tmp_path: Path) -> None:
+    words = striking_words(tmp_path)
+    done = torchrun(tmp_path, *under_torchrun(words, tmp_path), "--set", f"model.options.signal_to_parent={int(what)}")
+    assert done.code != 0  # torchrun's own: it was asked to end
+    assert "stopped   asked to stop" in done.text, done.text
+    assert "KeyboardInterrupt" not in done.text
+    assert (tmp_path / "run" / "weights.safetensors").exists()
+    assert left_files(tmp_path) == []
+    done = torchrun(tmp_path, *resume_words(str(tmp_path / "run")))
+    assert done.code == 0, done.text
+    check_same_bits(words, tmp_path)

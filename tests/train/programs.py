@@ -75,25 +75,29 @@ def fails(at: int = 3) -> nn.Module:
     return Fails(at)
 
 
-class DiesOnce(nn.Module):
-    """The process of rank 1 is killed in its n-th forward of a training, unless the marker says that it was before."""
+class Strikes(nn.Module):
+    """Of rank 1: in its n-th forward of a training a signal goes out, unless the marker says that it did before."""
 
-    def __init__(self, marker: str, at: int) -> None:
+    def __init__(self, marker: str, at: int, signal_to_parent: int) -> None:
         super().__init__()
-        self.net, self.marker, self.left = norm_net(), Path(marker), at
+        self.net, self.marker, self.left, self.what = norm_net(), Path(marker), at, signal_to_parent
 
     def forward(self, inputs: Tensor) -> Tensor:
         if self.training and os.environ.get("RANK") == "1":
             self.left -= 1
             if self.left == 0 and not self.marker.exists():
                 self.marker.touch()
-                os.kill(os.getpid(), signal.SIGKILL)
+                if self.what:
+                    os.kill(os.getppid(), self.what)
+                else:
+                    os.kill(os.getpid(), signal.SIGKILL)
         outputs: Tensor = self.net(inputs)
         return outputs
 
 
-def dies_once(marker: str, at: int = 12) -> nn.Module:
-    return DiesOnce(marker, at)
+def strikes(marker: str, at: int = 12, signal_to_parent: int = 0) -> nn.Module:
+    """Without a signal for its parent, which is torchrun, the process kills itself."""
+    return Strikes(marker, at, signal_to_parent)
 
 
 # --- blows --------------------------------------------------------------------------------------------------------
@@ -105,7 +109,7 @@ class Blow:
 
     Points: `reduced`, `served` (a learner of an all-reduce, of a server, begins a minibatch), `build` (it makes its
     model), `evaluate`, `write` (a file of a checkpoint is about to be written), `place` (a whole checkpoint is about to
-    get its name), `forked` (learners are about to be). `learner` says whose point; None: anybody's. Whom: self,
+    get its name), `born` (a learner was just forked). `learner` says whose point; None: anybody's. Whom: self,
     supervisor, everybody, group (the supervisor's, as Ctrl-C does), group twice (again when it has heeded).
     """
 
@@ -115,6 +119,7 @@ class Blow:
     whom: str = EVERYBODY
     learner: int | None = None
     times: int = 1  # that it strikes, one after the other
+    late_s: float = 0.0  # that the process then takes before it goes on
 
 
 def strike(blow: Blow) -> Callable[[], None]:
@@ -134,6 +139,7 @@ def strike(blow: Blow) -> Callable[[], None]:
                 return
             (folder / f"struck-{struck}").touch()
             _send(blow, leader)
+            time.sleep(blow.late_s)
 
         owner, name, of = _POINTS[blow.point]
         for one in owner:
@@ -161,7 +167,7 @@ _POINTS: dict[str, tuple[tuple[Any, ...], str, Callable[[tuple[Any, ...]], int |
     "place": ((checkpoint,), "_take_place", lambda given: None),
     "reduced": ((ReducedTrainer,), "_update", _number),
     "served": ((ServedTrainer,), "_minibatch", _number),
-    "forked": ((launch,), "_start", lambda given: None),
+    "born": ((launch,), "_live", lambda given: int(given[1])),
 }
 
 

@@ -79,8 +79,8 @@ def trained(folder: Path, task: Task | None = None, **changes: Any) -> Outcome:
 
     try:
         result = launch.launch(start, hear, lambda who, line: lines.append(f"{who}: {line}"))
-    except OffbeatError as error:
-        print(*lines[-60:], sep="\n")
+    except OffbeatError:
+        print(*lines[-60:], sep="\n")  # the traceback of a learner
         raise
     run = start.run
     weights = safetensors.torch.load_file(run.weights)

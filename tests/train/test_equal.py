@@ -14,7 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import Dataset
 
+from offbeat.policies import Apply, Joined, Left, Pushed, create
 from offbeat.strategy import ALL_REDUCE, strategies
 from offbeat.train.tasks import Task, Tensors
 from train.oracle import MakeOptimizer, Recipe, adam, distance, expected, lamb, lars, sgd, warmed_up
@@ -54,14 +56,13 @@ def rich(learners: int, samples: int, *, epochs: int, least: int) -> Recipe:
 def plain(batch: int, *, epochs: int, least: int, optimizer: MakeOptimizer | None = None, **more: Any) -> Recipe:
     """What PLAIN says."""
     made = optimizer or sgd()
-    return Recipe(
-        batch=batch, epochs=epochs, seed=SEED, least=least, rate=lambda update: 0.1, optimizer=made, **more
-    )
+    return Recipe(batch=batch, epochs=epochs, seed=SEED, least=least, rate=lambda update: 0.1, optimizer=made, **more)
 
 
 def assert_equal(outcome: Outcome, task: Task, recipe: Recipe) -> None:
     weights, updates = expected(task, recipe)
     assert outcome.end["updates"] == updates >= 20
+    assert outcome.lines == []  # nobody has warned of anything
     apart = distance(outcome.weights, weights)
     assert apart < CLOSE, f"{apart:.2e} of the largest weight"
     samples = len(task.train)  # type: ignore[arg-type]  # a map-style set has a length
@@ -106,6 +107,51 @@ def test_minibatches_of_unequal_size_count_by_their_samples_on_servers(tmp_path:
     assert_equal(outcome, task, plain(8, epochs=3, least=1))
 
 
+@pytest.mark.parametrize("line", ["full-sync", "k-sync:2"])
+def test_what_is_held_is_applied_when_the_last_leaves(line: str) -> None:
+    """At an epoch's end all learners leave the policy, since there are no samples: in whatever order they ask."""
+    policy = create(line, expect=2)
+    for event in (Joined(0), Joined(1), Pushed(0, 1, 0), Left(0)):
+        assert not any(isinstance(command, Apply) for command in policy.handle(event))
+    assert policy.handle(Left(1)) == (Apply((1,), (1.0,)),)
+
+
+class Tables(Dataset[Any]):
+    """Samples whose input is a table of tensors."""
+
+    def __init__(self, of: Tensors) -> None:
+        self.of = of
+
+    def __len__(self) -> int:
+        return len(self.of)
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, target = self.of[index]
+        return {"left": inputs[:5], "right": inputs[5:]}, target
+
+
+class OfTables(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, table: dict[str, Tensor]) -> Tensor:
+        result: Tensor = self.inner(torch.cat([table["left"], table["right"]], 1))
+        return result
+
+
+def test_a_minibatch_of_tables_counts_by_its_samples(tmp_path: Path) -> None:
+    train, test = points(53)  # the last update has minibatches of 8 and of 5, in passes of 4, of 2 and of 3
+    task = Task(train=Tables(train), test=Tables(test), build=OfTables, loss=functional.cross_entropy)
+    changes = {**PLAIN, "epochs": 5, "accumulate": 2}
+    served = trained(tmp_path, task, sync="full-sync", train=changes)
+    assert served.metrics[-1]["samples"] == 5 * 53
+    same = Task(train=train, test=test, build=mlp, loss=functional.cross_entropy)
+    weights, updates = expected(same, plain(16, epochs=5, least=1))
+    assert served.end["updates"] == updates == 20
+    assert distance(served.weights, {f"inner.{name}": tensor for name, tensor in weights.items()}) < CLOSE
+
+
 @pytest.mark.parametrize(("line", "least"), [("ring", 6), ("full-sync", 1)])
 def test_gradients_that_are_accumulated_are_those_of_the_whole(line: str, least: int, tmp_path: Path) -> None:
     task = small_task(samples=100)
@@ -115,12 +161,14 @@ def test_gradients_that_are_accumulated_are_those_of_the_whole(line: str, least:
 
 
 def test_one_learner_that_accumulates_has_the_curve_of_many(tmp_path: Path) -> None:
-    task = small_task(samples=99)
-    many = trained(tmp_path, task, learners=4, train={**RICH, "epochs": 4})
+    task = small_task(samples=100)  # on servers one learner computes the last four of an epoch
     one = trained(tmp_path, task, learners=1, train={**RICH, "epochs": 4, "accumulate": 4})
-    assert distance(many.weights, one.weights) < CLOSE
-    for name in ("update", "train_loss", "loss", "accuracy", "rate", "samples"):
-        assert [line[name] for line in many.metrics] == pytest.approx([line[name] for line in one.metrics], rel=1e-6)
+    for line in ("ring", "full-sync"):
+        many = trained(tmp_path, task, sync=line, learners=4, train={**RICH, "epochs": 4})
+        assert distance(many.weights, one.weights) < CLOSE
+        for name in ("update", "train_loss", "loss", "accuracy", "rate", "samples"):
+            curves = [[metrics[name] for metrics in outcome.metrics] for outcome in (many, one)]
+            assert curves[0] == pytest.approx(curves[1], rel=1e-6), name
 
 
 @pytest.mark.parametrize("split", ["3:1", "1:1:5"])
@@ -145,6 +193,7 @@ def test_a_split_that_changes_in_the_middle_of_an_epoch_gives_the_mean_over_the_
 @pytest.mark.parametrize(
     ("name", "optimizer"),
     [("lars", lars(momentum=0.9, decay=0.01)), ("lamb", lamb(decay=0.01))],
+    ids=["lars", "lamb"],
 )
 def test_optimizers_of_whole_tensors_are_those_of_one_process(
     name: str, optimizer: MakeOptimizer, tmp_path: Path
@@ -153,6 +202,12 @@ def test_optimizers_of_whole_tensors_are_those_of_one_process(
     changes = {**PLAIN, "epochs": 2, "optimizer": name, "weight_decay": 0.01}
     outcome = trained(tmp_path, task, train=changes)
     assert_equal(outcome, task, plain(8, epochs=2, least=2, optimizer=optimizer))
+
+
+def test_adam_on_servers_is_that_of_one_process(tmp_path: Path) -> None:
+    task = small_task(samples=90)
+    outcome = trained(tmp_path, task, sync="full-sync", train={**PLAIN, "epochs": 2, "optimizer": "adam"})
+    assert_equal(outcome, task, plain(8, epochs=2, least=1, optimizer=adam))
 
 
 @pytest.mark.parametrize("line", ["ring", "full-sync"])
@@ -238,7 +293,8 @@ def test_servers_drop_a_push_that_is_not_finite_and_go_on(precision: str, number
     task = with_odd_sample(number)
     outcome = trained(tmp_path, task, sync="full-sync", train={**PLAIN, "epochs": 3, "precision": precision})
     dropped = outcome.metrics[-1]["dropped"]["not finite"]
-    assert 0 < dropped <= 3 * 4 and dropped % 4 == 0
+    # Each learner has a scale of its own: how many overflow until it is low enough depends on who computes what.
+    assert dropped == 3 * 4 if precision == "fp32" else 0 < dropped < 60 and dropped % 4 == 0
     assert outcome.metrics[-1]["samples"] == 240 - dropped
     assert all(tensor.isfinite().all() for tensor in outcome.weights.values())
 
@@ -261,5 +317,5 @@ def test_dropout_belongs_to_the_samples_whoever_computes_them(tmp_path: Path) ->
     assert distance(served.weights, served_again.weights) == 0
     assert distance(ring.weights, alone.weights) < CLOSE
     assert distance(ring.weights, served.weights) < CLOSE
-    other = trained(tmp_path, task, seed=4, train=changes)
-    assert distance(ring.weights, other.weights) > 1e-2
+    chance, _ = expected(task, plain(8, epochs=2, least=2))  # the same, but for what was drawn
+    assert distance(ring.weights, chance) > 1e-2

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from train import matrix
-from train.matrix import ROWS, Audit, Row, audited
 
 from offbeat import spec as grammar
 from offbeat.strategy import strategies
 from offbeat.trace import RunLog
+from train import matrix
+from train.matrix import ROWS, Audit, Row, audited
 
+Decision = tuple[str, list[list[int]], list[str]]  # an event, its batch and the commands
 HERE = ("ring", "k-sync:2", "k-async:2", "downpour")
 
 
@@ -37,7 +38,7 @@ def test_rows_have_two_to_four_learners_and_synchronous_ones_must_be_better() ->
 # --- the ledger -------------------------------------------------------------------------------------------------------
 
 
-def _audit(*decisions: tuple[str, list[list[int]], list[str]]) -> Audit:
+def _audit(*decisions: Decision) -> Audit:
     """Of a log with these pushes, one epoch of 8 samples."""
     records = [{"event": event, "batch": batch, "commands": commands} for event, batch, commands in decisions]
     return audited(RunLog(run={}, decisions=tuple(records)), epochs=1, samples=8)
@@ -55,7 +56,7 @@ def test_a_dropped_gradient_counts_when_its_samples_come_again() -> None:
 
 
 def test_a_sample_that_is_applied_twice_is_found() -> None:
-    held = ("pushed 0 t1 v0 n4 @1.0", [[0, 0, 4]], [])
+    held: Decision = ("pushed 0 t1 v0 n4 @1.0", [[0, 0, 4]], [])
     both = ("pushed 1 t2 v0 n5 @2.0", [[0, 3, 5]], ["apply t1 t2"])
     assert _audit(held, both).complaints() == ["epoch 0: 1 samples applied more than once, from position 3 on"]
 

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,7 @@ def blows_of(sync: str, many: int) -> list[Blow]:
     while len(found) < many:
         blow = next(blows)
         point = minibatches(sync) if blow.point == "minibatch" else blow.point
-        found.append(Blow(point=point, count=blow.count, learner=blow.learner))
+        found.append(replace(blow, point=point))
     return found
 
 
@@ -102,7 +103,7 @@ def test_killed_at_any_point_it_comes_to_the_same_bits(
 
 STOPS = {
     "in an epoch": Blow(point="minibatch", count=5, learner=1, what=signal.SIGTERM, whom="supervisor"),
-    "at the start": Blow(point="forked", what=signal.SIGINT, whom="group"),
+    "at the start": Blow(point="born", learner=1, what=signal.SIGINT, whom="group", late_s=0.5),
     "in a model's making": Blow(point="build", learner=2, what=signal.SIGTERM, whom="supervisor"),
     "in an evaluation": Blow(point="evaluate", what=signal.SIGINT, whom="group"),
     "in a save": Blow(point="write", what=signal.SIGTERM, whom="supervisor"),
@@ -125,7 +126,7 @@ def test_asked_to_stop_it_saves_and_goes_on_to_the_same_bits(
 
 def at_minibatches(blow: Blow, sync: str) -> Blow:
     point = minibatches(sync) if blow.point == "minibatch" else blow.point
-    return Blow(point=point, count=blow.count, learner=blow.learner, what=blow.what, whom=blow.whom)
+    return replace(blow, point=point)
 
 
 def check_stopped(ended: Ended, folder: Path, what: int) -> None:

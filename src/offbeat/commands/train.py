@@ -101,7 +101,7 @@ file; every field of it can be changed by an option. The run's folder gets the c
 trace for Perfetto, checkpoints, the weights and a summary. Ctrl-C saves and ends; --resume goes on. Under
 `torchrun --nproc-per-node P -m offbeat train ...` the processes of torchrun are the learners.""",
     examples=(
-        "train",
+        "train --run-dir runs/digits",
         "train digits-mlp --sync k-async:2 --learners 4 --train.epochs 5",
     ),
     arguments=_arguments,

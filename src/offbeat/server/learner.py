@@ -335,6 +335,12 @@ class ServedLearner:
         leases = self._batch.leases
         return (leases[0].epoch, leases[0].start) if leases else (0, 0)
 
+    @property
+    def is_given_up(self) -> bool:
+        """Whether the run goes on without this learner, as far as is known: what it has read may be torn."""
+        link = self._ready()[0]
+        return not link.client.incarnation or link.is_fenced(link.client.incarnation)
+
     def halt(self) -> None:
         """Ask for the end of the run: after a last rest, learners that wait for anything are told `RunOverError`."""
         self._ready()[0].say(lambda client: client.halt())

@@ -241,13 +241,14 @@ class Supervisor:
         with _undisturbed():
             pid = os.fork()
             if pid == 0:
+                os.setsid()
                 for told in _TOLD:
+                    signal.signal(told, signal.SIG_IGN)  # forgets a Ctrl-C that came before the session was its own
                     signal.signal(told, signal.SIG_DFL)
         if pid:
             return pid
         code = 1
         try:
-            os.setsid()
             _die_with(supervisor)
             nothing = os.open(os.devnull, os.O_RDONLY)
             for source, target in ((nothing, 0), (writer, 1), (writer, 2)):

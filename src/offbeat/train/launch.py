@@ -16,6 +16,8 @@ import os
 import signal
 import socket
 import sys
+import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -38,13 +40,14 @@ from offbeat.train.config import Config
 from offbeat.train.reading import changed
 from offbeat.train.reduced import ReducedTrainer
 from offbeat.train.rundir import RunDir, new_run_dir
-from offbeat.train.scaling import optimizer_of
 from offbeat.train.served import ServedTrainer, setting_of
 from offbeat.train.tasks import Task, check, task_of
 from offbeat.train.tensorboard import check_installed
 from offbeat.train.trainer import Report, Trainer, device_of
 
 MARK = b"\x1e"  # before a record (RFC 7464)
+# After one of an all-reduce is lost: for the others to come to the same group, and to see it and save what they have.
+FORMING_S, PARTING_S = 1.0, 60.0
 MOST_BY_DEFAULT = 4  # more take larger steps than small data sets bear
 # What learners load sooner or later, torch's first step of an optimizer the largest of it: a second of work.
 AHEAD = ("torch._dynamo", "offbeat.train.reduced", "offbeat.train.served", "offbeat.collectives.backend")
@@ -112,7 +115,6 @@ def prepare(
     torch.set_num_threads(config.train.threads)  # before anything is computed: threads do not survive a fork
     made = task_of(config) if task is None else task
     check(made)
-    _load_ahead(config)
     if config.save.tensorboard:
         check_installed()
     if resume is None:
@@ -129,11 +131,6 @@ def prepare(
     run.forget_metrics_after(-1 if checkpoint is None else checkpoint.update)
     run.write_config(config)
     return Start(config=config, task=made, run=run, checkpoint=checkpoint, leg=run.next_leg())
-
-
-def _load_ahead(config: Config) -> None:
-    """What torch loads when the first optimizer is made takes a second: once, and not in every learner."""
-    optimizer_of(torch.nn.Linear(1, 1), config.train)
 
 
 def _check_resume(config: Config, checkpoint: Checkpoint, tell: Callable[[str], None]) -> None:
@@ -164,8 +161,9 @@ def launch(start: Start, hear: Report, tell: Callable[[str, str], None]) -> Resu
     Ctrl-C or SIGTERM lets the learners save and end; a second one ends everything at once.
     """
     result = Result()
-    failures: dict[int, str] = {}
+    failures: dict[int, str] = {}  # as they came
     heeding: set[int] = set()  # learners that know what to do when they are asked to end
+    lost = _Lost(start)
 
     def listen(name: str, line: str) -> None:
         if not line.startswith(MARK.decode()):
@@ -174,13 +172,21 @@ def launch(start: Start, hear: Report, tell: Callable[[str, str], None]) -> Resu
             else:
                 tell(name, line)
             return
-        record = json.loads(line[1:])
+        try:
+            record = json.loads(line[1:])
+        except ValueError:  # it was killed while it wrote
+            return
         if record["kind"] == "heeding":
             heeding.add(record["learner"])
             return
+        if record["kind"] == "begin":
+            lost.patience_s = PARTING_S
         if record["kind"] == "end":
             result.end = record
         if record["kind"] == "failed":
+            if record["text"] not in failures.values():  # the same in all learners is told once
+                for one in record["traceback"].splitlines():
+                    tell(name, one)
             failures[record["learner"]] = record["text"]
             return
         hear(record)
@@ -197,6 +203,8 @@ def launch(start: Start, hear: Report, tell: Callable[[str, str], None]) -> Resu
                     told = True
                     hear({"kind": "note", "text": "asked to stop: saving (once more ends it at once)"})
                     supervisor.ask_to_end()
+                if lost.is_enough(supervisor.exits):
+                    supervisor.kill_learners()
             said = supervisor.finish()
             del store
         except KeyboardInterrupt:
@@ -208,9 +216,31 @@ def launch(start: Start, hear: Report, tell: Callable[[str, str], None]) -> Resu
         result.signal = asked.number
     result.restarts = supervisor.recoveries
     result.services = json.loads(said) if said else {}
-    _blame(start, dict(supervisor.exits), failures, result)
+    _blame(start, lost.exits or dict(supervisor.exits), failures, result)
     conclude(start, result)
     return result
+
+
+class _Lost:
+    """Of an all-reduce nobody can go on when one is lost: the others see it by themselves, but not while they wait for
+    it at the start, and not if they are stuck elsewhere."""
+
+    def __init__(self, start: Start) -> None:
+        self.patience_s = FORMING_S
+        self.exits: dict[int, int] = {}  # before the others were ended from here
+        self._reduces = start.reduces
+        self._since_s: float | None = None
+
+    def is_enough(self, exits: Mapping[int, int]) -> bool:
+        """Whether it is time to end the others."""
+        if not self._reduces or not any(exits.values()) or self.exits:
+            return False
+        now = time.monotonic()
+        self._since_s = now if self._since_s is None else self._since_s
+        if now - self._since_s < self.patience_s:
+            return False
+        self.exits = dict(exits)
+        return True
 
 
 def _supervisor(start: Start, listen: Callable[[str, str], None]) -> Supervisor:
@@ -287,14 +317,28 @@ def _live(start: Start, number: int) -> int:
 
     try:
         _train(start, number, start.config.learners, report)
-    except OffbeatError as error:
-        report({"kind": "failed", "learner": number, "text": _blamed(error)})
-        return error.exit_code
+    except Exception as error:
+        report({"kind": "failed", "learner": number} | _blamed(error))
+        return error.exit_code if isinstance(error, OffbeatError) else 1
     return 0
 
 
-def _blamed(error: OffbeatError) -> str:
-    return f"others are gone: {error}" if isinstance(error, PeerError) else str(error)
+_OTHERS = "others are gone: "
+
+
+def _blamed(error: Exception) -> dict[str, str]:
+    """What is told of an error, and its traceback where it is neither ours nor another learner's."""
+    told = next((line for line in str(error).splitlines() if line.strip()), "")
+    if isinstance(error, PeerError) or (isinstance(error, RuntimeError) and any(one in told for one in _PEERS)):
+        return {"text": _OTHERS + told, "traceback": ""}
+    if isinstance(error, OffbeatError):
+        return {"text": str(error), "traceback": ""}
+    lines = "".join(traceback.format_exception(error))
+    return {"text": f"{type(error).__name__}: {told} (its traceback is above)", "traceback": lines}
+
+
+# In what DDP makes of an error in a collective, and in what Gloo and NCCL say.
+_PEERS = ("PeerError: ", "Connection closed by peer", "Connection reset by peer", "remote process exited")
 
 
 def _train(start: Start, number: int, learners: int, report: Report) -> None:
@@ -325,7 +369,10 @@ def _train(start: Start, number: int, learners: int, report: Report) -> None:
     wanted.append(trainer)
     if signals:  # not assigned in one: another may come in between
         trainer.stop_wanted = True
-    trainer.fit()
+    try:
+        trainer.fit()
+    finally:
+        trainer.finish_saving()
 
 
 def _blame(start: Start, exits: Mapping[int, int], failures: Mapping[int, str], result: Result) -> None:
@@ -333,7 +380,7 @@ def _blame(start: Start, exits: Mapping[int, int], failures: Mapping[int, str], 
     if result.end and not (start.reduces and any(exits.values())):
         return
     died = [learner for learner, code in sorted(exits.items()) if code < 0]
-    failed = {learner: text for learner, text in sorted(failures.items()) if not text.startswith("others are gone")}
+    failed = {learner: text for learner, text in failures.items() if not text.startswith(_OTHERS)}
     saved = start.run.checkpoints.is_dir() and any(start.run.checkpoints.glob("update-*"))
     onward = f"; go on from the last checkpoint with: offbeat train --resume {start.run.path}" if saved else ""
     if died:
@@ -344,7 +391,7 @@ def _blame(start: Start, exits: Mapping[int, int], failures: Mapping[int, str], 
         raise OffbeatError(f"learner {learner}: {text}{onward}")
     broken = [learner for learner, code in sorted(exits.items()) if code]
     if broken or not result.end:
-        who = f"learner {broken[0]} failed (its traceback is above)" if broken else "the run ended without a result"
+        who = f"learner {broken[0]} failed" if broken else "the run ended without a result"
         raise OffbeatError(f"{who}{onward}")
 
 
@@ -439,7 +486,13 @@ def learn(
         if record["kind"] != "progress" or rank == 0:
             report(record)
 
-    _train(start, rank, learners, hear)
+    try:
+        _train(start, rank, learners, hear)
+    except RuntimeError as error:
+        told = _blamed(error)
+        if told["traceback"]:
+            raise
+        raise OffbeatError(f"rank {rank}: {told['text']}") from None
     if rank == 0 and result.end:
         conclude(start, result)
     return result

@@ -21,6 +21,7 @@ class Part:
     compute_s: float = 0.0
     wait_s: float = 0.0
     loss: float = 0.0  # mean over the samples since the last rest
+    samples: int = 0  # how many these are
     scaler: dict[str, float] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     optimizer: dict[str, Tensor] = field(default_factory=dict)
@@ -28,7 +29,7 @@ class Part:
 
     def encode(self) -> bytes:
         tensors = {
-            "clock": torch.tensor([self.compute_s, self.wait_s, self.loss], dtype=torch.float64),
+            "clock": torch.tensor([self.compute_s, self.wait_s, self.loss, self.samples], dtype=torch.float64),
             "spans": self.spans,
         }
         for name, number in self.scaler.items():
@@ -45,7 +46,7 @@ def decode(data: bytes) -> Part:
 
 def part_of(tensors: Mapping[str, Tensor]) -> Part:
     """From the tensors of its file."""
-    compute_s, wait_s, loss = tensors["clock"].tolist()
+    compute_s, wait_s, loss, samples = tensors["clock"].tolist()
 
     def under(kind: str) -> dict[str, Tensor]:
         return {name.removeprefix(kind): tensor for name, tensor in tensors.items() if name.startswith(kind)}
@@ -54,6 +55,7 @@ def part_of(tensors: Mapping[str, Tensor]) -> Part:
         compute_s=compute_s,
         wait_s=wait_s,
         loss=loss,
+        samples=int(samples),
         scaler={name: float(number) for name, number in under("scaler.").items()},
         buffers=under("buffer."),
         optimizer=under("optimizer."),

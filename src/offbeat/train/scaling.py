@@ -159,8 +159,8 @@ def pace_of(train: TrainConfig, *, line: str, learners: int, samples: int) -> Pa
     """The pace of a training on so many samples an epoch.
 
     The factor is that of the samples averaged in an update to `rate_batch`, or its square root. Updates are counted in
-    versions (see `minibatches_per_version`), and the last of an epoch may be a smaller one; with an all-reduce it is part
-    of the one before if not everybody has a sample in it (see `plan`). The warm-up takes half of the epochs at most.
+    versions (see `minibatches_per_version`). The last of an epoch may be a smaller one; with an all-reduce it is in the
+    one before if not everybody has a sample in it (see `plan`). The warm-up takes half of the epochs at most.
     """
     minibatch = train.batch_size * train.accumulate
     if samples < 1:

@@ -102,7 +102,7 @@ class ServedTrainer(Trainer):
         learner, scaler = self.learner, self.precision.scaler
         rested_s, began_s = learner.rested_s, time.monotonic()
         many = size_of(batch)
-        finite = True
+        counted = False
         with learner.minibatch() as minibatch:
             epoch, place = learner.place
             self.set_chance(epoch, place)
@@ -115,19 +115,21 @@ class ServedTrainer(Trainer):
                 self.backward(loss * ((end - start) / many) if passes > 1 else loss)
                 total += loss.detach() * ((end - start) / many)
             if scaler is not None:
-                finite = scaler.unscale(p.grad for p in self.model.parameters() if p.grad is not None)
+                gradients = (p.grad for p in self.model.parameters() if p.grad is not None)
+                scaler.update(scaler.unscale(gradients))  # before the step, in which the run may be saved
             minibatch.loss = total
             minibatch.samples = many
             update = self._base + learner.version
             self.set_rate(update)
+            self.count(total, many)  # before the step, in which an epoch may end
+            counted = True
             self.optimizer.step()  # pushes, waits as the policy says, fetches
         self.optimizer.zero_grad(set_to_none=True)
         if minibatch.cancelled:
+            if counted:
+                self.forget(many)
             return
-        if scaler is not None:
-            scaler.update(finite)
         self._count_time(began_s, learner.rested_s - rested_s)
-        self.count(total, many)
         self.tell_progress(update, total)
 
     def _count_time(self, began_s: float, rested_s: float) -> None:
@@ -173,6 +175,9 @@ class ServedTrainer(Trainer):
             halt=facts["halt"],
             server={"book": facts["book"], "memory": facts["memory"]},
         )
+
+    def still_leads(self) -> bool:
+        return not self.learner.is_given_up
 
     def load_weights(self, twin: nn.Module) -> None:
         if self._twins_optimizer is None:

@@ -80,7 +80,7 @@ def mover(device: torch.device) -> Callable[[Any], Any]:
         if isinstance(batch, Tensor):
             return batch.to(device, non_blocking=True)
         if isinstance(batch, (list, tuple)):
-            return type(batch)(moved(one) for one in batch)
+            return _like(batch, [moved(one) for one in batch])
         if isinstance(batch, dict):
             return {name: moved(one) for name, one in batch.items()}
         return batch
@@ -203,10 +203,16 @@ class Trainer:
 
     def count(self, loss: Tensor, samples: int) -> None:
         """A minibatch was computed; its loss is read later, so that a GPU need not be waited for."""
-        self.seen += samples
-        self._losses.append((loss.detach(), samples))
         if len(self._losses) > 64:
             self._read_losses()
+        self.seen += samples
+        self._losses.append((loss.detach(), samples))
+
+    def forget(self, samples: int) -> None:
+        """The minibatch that was counted last was cancelled."""
+        self.seen -= samples
+        if self._losses:  # else a rest was told of it meanwhile
+            self._losses.pop()
 
     def _read_losses(self) -> None:
         for loss, samples in self._losses:
@@ -269,6 +275,7 @@ class Trainer:
             compute_s=self.compute_s,
             wait_s=self.wait_s,
             loss=self._loss_sum / self._loss_of if self._loss_of else 0.0,
+            samples=self._loss_of,
             scaler={} if self.precision.scaler is None else dict(self.precision.scaler.state()),
             buffers={name: buffer.clone() for name, buffer in buffers_of(self.model).items()},
         )
@@ -285,12 +292,19 @@ class Trainer:
         """For a checkpoint: what the next update needs beside the weights."""
         raise NotImplementedError
 
+    def still_leads(self) -> bool:
+        """Whether what was read is whole: one that was given up while it read may have seen others go on."""
+        return True
+
     def look(self, at: Standing, parts: Mapping[int, bytes]) -> bool:
         """Evaluate, save, tell; whether the run is to end now."""
         config = self.config
         is_last = at.epoch >= config.train.epochs
         mine = {learner: decode(data) for learner, data in sorted(parts.items())}
         twin = self._evaluated_twin(mine)
+        kept = self.optimizer_files()
+        if not self.still_leads():
+            return False
         stop = at.halt
         if at.epoch_end or is_last or at.halt:
             self.last = self._evaluate(twin, at, mine)
@@ -307,7 +321,7 @@ class Trainer:
         every = config.save.every_epochs
         due = not at.epoch_end or is_last or stop or (every > 0 and at.epoch % every == 0)
         if due:
-            self._save(twin, at, parts)
+            self._save(twin, at, parts, kept)
         if is_last or stop:
             self._end(twin, at, "" if is_last else "asked to stop" if at.halt else "the accuracy is there")
         return stop or is_last
@@ -325,14 +339,15 @@ class Trainer:
         loss, accuracy = evaluate(twin, self.task, self.precision, self.moved)
         busy = sum(part.compute_s for part in parts.values())
         waited = sum(part.wait_s for part in parts.values())
-        losses = [part.loss for part in parts.values() if part.loss]
+        counted = sum(part.samples for part in parts.values())
+        losses = sum(part.loss * part.samples for part in parts.values())
         return {
             "kind": "evaluated",
             "epoch": at.epoch,
             "update": at.update,
             "accuracy": accuracy,
             "loss": _finite(loss),
-            "train_loss": _finite(sum(losses) / len(losses)) if losses else None,
+            "train_loss": _finite(losses / counted) if counted else None,
             "seconds": at.seconds,
             "samples": at.applied,
             "samples_per_s": at.applied / at.seconds if at.seconds else 0.0,
@@ -341,19 +356,25 @@ class Trainer:
             "rate": self.pace.rate(max(0, at.update - 1 + self.shift)),
         }
 
-    def _save(self, twin: nn.Module, at: Standing, parts: Mapping[int, bytes]) -> None:
+    def _save(
+        self, twin: nn.Module, at: Standing, parts: Mapping[int, bytes], kept: Mapping[str, Mapping[str, Tensor]]
+    ) -> None:
         if self._saver is None:
             self._saver = Saver(self.run.checkpoints, keep=self.config.save.keep, tell=self.note)
-        files: dict[str, Mapping[str, Tensor] | bytes] = {"weights": dict(twin.state_dict()), **self.optimizer_files()}
+        files: dict[str, Mapping[str, Tensor] | bytes] = {"weights": dict(twin.state_dict()), **kept}
         files |= {f"learner-{learner}": data for learner, data in parts.items()}
         state = {"standing": asdict(at), "learners": self.learners, "sync": self.config.sync, "last": self.last}
         state["pace"] = {"per_epoch": self.pace.per_epoch, "shift": self.shift}
         self._saver.save(at.update, state, files)
         self.report({"kind": "saved", "update": at.update, "path": str(self.run.checkpoints)})
 
-    def _end(self, twin: nn.Module, at: Standing, why: str) -> None:
+    def finish_saving(self) -> None:
+        """Until what is being saved is saved, however the training ends."""
         if self._saver is not None:
             self._saver.wait()
+
+    def _end(self, twin: nn.Module, at: Standing, why: str) -> None:
+        self.finish_saving()
         write_weights(self.run.weights, dict(twin.state_dict()))
         self.report(
             {
@@ -414,15 +435,23 @@ def size_of(batch: Any) -> int:
         return int(batch.shape[0]) if batch.dim() else 1
     if isinstance(batch, dict):
         return size_of(next(iter(batch.values())))
-    return size_of(batch[0]) if isinstance(batch, (list, tuple)) and isinstance(batch[0], Tensor) else len(batch)
+    return size_of(batch[0]) if _has_columns(batch) else len(batch)
 
 
 def piece_of(batch: Any, start: int, end: int) -> Any:
     """Samples `start` up to `end` of a batch."""
     if isinstance(batch, Tensor):
         return batch[start:end]
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(piece_of(one, start, end) for one in batch)
     if isinstance(batch, dict):
         return {name: piece_of(one, start, end) for name, one in batch.items()}
-    return batch
+    return _like(batch, [piece_of(one, start, end) for one in batch]) if _has_columns(batch) else batch[start:end]
+
+
+def _has_columns(batch: Any) -> bool:
+    """Whether this is a list of parts of samples, not of samples (such as texts, which torch leaves in a list)."""
+    return isinstance(batch, (list, tuple)) and isinstance(batch[0], (Tensor, dict, list, tuple))
+
+
+def _like(batch: Any, items: list[Any]) -> Any:
+    """A list or tuple of the same kind; one with names takes them one by one."""
+    return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
