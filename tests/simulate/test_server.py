@@ -7,6 +7,7 @@ tolerances are those of the definitions: 1 %, and 3 % for the Pareto law.
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache
@@ -22,6 +23,8 @@ from offbeat.simulate.cluster import Cluster, Wires
 from offbeat.simulate.compute import Failures, SlowPeriods, parse_law
 from offbeat.simulate.result import Result
 from offbeat.trace import RunLog, read_log, write_log
+
+LONG = pytest.mark.skipif(not os.environ.get("OFFBEAT_MATRIX"), reason="takes long: make test-matrix")
 
 
 @cache
@@ -76,11 +79,11 @@ def test_seconds_per_update(law: str, learners: int, k: int, policy: str, second
 @pytest.mark.parametrize(
     ("k", "policy", "seconds"),
     [
-        (10, "k-sync", 1.4054),
-        (10, "k-batch-sync", 1.405),
-        (10, "k-async", 1.28),
+        pytest.param(10, "k-sync", 1.4054, marks=LONG),
+        pytest.param(10, "k-batch-sync", 1.405, marks=LONG),
+        pytest.param(10, "k-async", 1.28, marks=LONG),
         (10, "k-batch-async", 1.0),
-        (18, "k-sync", 2.9911),
+        pytest.param(18, "k-sync", 2.9911, marks=LONG),
         (18, "k-async", 3.53),
         (18, "k-batch-async", 1.8),
     ],
@@ -93,7 +96,8 @@ def test_seconds_per_update_with_a_heavy_tail(k: int, policy: str, seconds: floa
 
 
 @pytest.mark.parametrize(
-    ("law", "ratio", "within"), [(EXP, 71.955, 0.01), (SHIFTED, 45.977, 0.01), ("pareto:2,1", 79.763, 0.03)]
+    ("law", "ratio", "within"),
+    [(EXP, 71.955, 0.01), (SHIFTED, 45.977, 0.01), pytest.param("pareto:2,1", 79.763, 0.03, marks=LONG)],
 )
 def test_full_sync_over_async_on_twenty_learners(law: str, ratio: float, within: float) -> None:
     full = run("full-sync", 20, law, 100_000 if "pareto" in law else 15_000).seconds_per_update

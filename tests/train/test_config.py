@@ -472,3 +472,13 @@ def test_none_of_it_loads_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "False\n"
+
+
+def test_the_saved_configuration_of_a_run_is_a_recipe(tmp_path: Path) -> None:
+    config = override(read_recipe("digits-mlp"), {"sync": "k-async:2", "learners": "3", "train.epochs": "2"})
+    saved = tmp_path / "config.json"
+    saved.write_text(as_json(config), encoding="utf-8")
+    assert read_recipe(str(saved)) == config
+    saved.write_text("{", encoding="utf-8")
+    with pytest.raises(RequestError, match="config.json"):
+        read_recipe(str(saved))

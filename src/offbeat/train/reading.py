@@ -115,9 +115,9 @@ def _blaming(where: str) -> Iterator[None]:
 
 
 def read_recipe(text_or_path: str) -> Config:
-    """The built-in recipe of this name, or what a TOML file says.
+    """The built-in recipe of this name, or what a TOML file says, or the config.json of a run.
 
-    A file that gives no `name` is called after itself.
+    A TOML file that gives no `name` is called after itself.
     """
     recipes = built_in()
     if text_or_path in recipes:
@@ -133,6 +133,8 @@ def read_recipe(text_or_path: str) -> Config:
         raise RequestError(f"there is no recipe and no file {shown(text_or_path)}{hint}") from None
     except OSError as error:
         raise RequestError(f"cannot read {shown(text_or_path)}: {error.strerror}") from None
+    if path.suffix == ".json":
+        return from_json(data.decode("utf-8", errors="replace"), text_or_path)
     with _blaming(text_or_path):
         return _from_toml(_parse_toml(data), path.stem)
 
