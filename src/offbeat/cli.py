@@ -87,6 +87,8 @@ def _parse(name: str, command: Command, words: list[str]) -> argparse.Namespace:
         word = left_over[0].partition("=")[0]
         kind = "option" if word.startswith("-") else "argument"
         hint = nearest(word, parser._option_string_actions) if kind == "option" else ""
+        if ".options." in word:  # of a model or a data set: their names are not known here
+            hint = f"; write --set {word.removeprefix('--')}=VALUE"
         raise RequestError(f"{name}: unknown {kind} '{word}'{hint or f'; see offbeat {name} --help'}")
     return given
 

@@ -95,9 +95,9 @@ def learner(order: dict[str, Any], folder: Path, number: int) -> Points:
         points("fetch", lambda: parts.trained[0].detach().zero_())
         original(self, parts, pieces, extra=extra)
 
-    def seed(original: Any, self: arena.Arena, parts: Any) -> None:
+    def seed(original: Any, self: arena.Arena, parts: Any, kept: Any = None) -> None:
         points("seed", lambda: self.weights[0][:7].fill_(1e9))
-        original(self, parts)
+        original(self, parts, kept)
 
     def receive(original: Any, self: client.Client, message: Any) -> Any:
         if isinstance(message, wire.Go) and message.seq > 1:

@@ -208,7 +208,7 @@ class Ended(NamedTuple):
 
 
 class Program:
-    """A program that runs. `before` is called in it first, `look` in this process as soon as it runs."""
+    """A program that runs. `before` is called in it, first."""
 
     def __init__(
         self, folder: Path, words: Sequence[str], *, before: Sequence[Callable[[], None]] = (), terminal: bool = False

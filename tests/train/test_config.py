@@ -480,5 +480,5 @@ def test_the_saved_configuration_of_a_run_is_a_recipe(tmp_path: Path) -> None:
     saved.write_text(as_json(config), encoding="utf-8")
     assert read_recipe(str(saved)) == config
     saved.write_text("{", encoding="utf-8")
-    with pytest.raises(RequestError, match="config.json"):
+    with pytest.raises(RequestError, match=r"config\.json"):
         read_recipe(str(saved))
