@@ -48,6 +48,7 @@ from offbeat.train.trainer import Report, Trainer, device_of
 MARK = b"\x1e"  # before a record (RFC 7464)
 # After one of an all-reduce is lost: for the others to come to the same group, and to see it and save what they have.
 FORMING_S, PARTING_S = 1.0, 60.0
+MOST_LEARNERS = 256  # processes that one machine is asked for
 MOST_BY_DEFAULT = 4  # more take larger steps than small data sets bear
 # What learners load sooner or later, torch's first step of an optimizer the largest of it: a second of work.
 AHEAD = ("torch._dynamo", "offbeat.train.reduced", "offbeat.train.served", "offbeat.collectives.backend")
@@ -109,6 +110,9 @@ def prepare(
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # so that a look at the GPUs does not spoil a fork
     if not config.learners:
         config = changed(config, {"learners": learners_here(config)})
+    if config.learners > MOST_LEARNERS or config.servers > MOST_LEARNERS:
+        many = max(config.learners, config.servers)
+        raise RequestError(f"learners and servers are processes on this machine, at most {MOST_LEARNERS}; got {many}")
     device = check_device(config.device)
     if config.train.precision == "tf32" and device.type != "cuda":
         raise RequestError("train.precision: tf32 is a format of GPUs, and there is none here: use fp32 or bf16")

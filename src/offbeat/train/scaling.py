@@ -87,12 +87,12 @@ def for_stale_gradients(train: TrainConfig, line: str, learners: int) -> TrainCo
     """The same with the momentum that stale gradients bear: staleness acts as momentum does (Mitliagkas et al. 2016).
 
     rate / (1 - momentum) is what a gradient moves the weights by in the end. It is divided by 1 + staleness, as far as
-    lowering the momentum can. Where the line has a rate of its own for stale gradients, nothing is changed.
+    lowering the momentum can. Where the line's own rate makes stale gradients count less, nothing is changed.
     """
     if train.stale_momentum == "kept" or not train.momentum or family_of(line) != SERVER:
         return train
     policy = policies.create(line, expect=learners)
-    if policy.rate != CONSTANT:
+    if policy.rate != CONSTANT and not policy.rate.compensation:  # compensating does not make the step shorter
         return train
     lowered = 1 - (1 - train.momentum) * (1 + expected_staleness(line, learners))
     momentum = max(0.0, round(lowered, 6))
