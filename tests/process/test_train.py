@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from offbeat.server.supervisor import Supervisor
 from process.test_ddp_script import Ended as Finished
 from process.test_ddp_script import bounded, free_port
 from train.programs import (
@@ -220,18 +221,20 @@ WRONG = {
 }
 
 
-def no_forks() -> None:
-    def refuse() -> int:
-        Path("forked").touch()
+def no_start() -> None:
+    """What is one's own is tried in a fork of its own; but nothing of a run is started."""
+
+    def refuse(supervisor: Supervisor) -> None:
+        Path("started").touch()
         raise AssertionError("something was started")
 
-    os.fork = refuse
+    Supervisor.start = refuse  # type: ignore[method-assign]  # in a process of its own
 
 
 @pytest.mark.parametrize("what", WRONG)
 def test_a_wrong_request_is_one_line_and_starts_and_leaves_nothing(what: str, tmp_path: Path) -> None:
     words, said = WRONG[what]
-    ended = offbeat(tmp_path, "train", *words, before=no_forks)
+    ended = offbeat(tmp_path, "train", *words, before=no_start)
     assert (ended.code, ended.out) == (2, "")
     assert ended.err.startswith("offbeat: ") and ended.err.count("\n") == 1
     assert said in ended.err, ended.err

@@ -35,7 +35,7 @@ def test_a_learner_with_nothing_but_bad_gradients_is_sent_away_and_the_others_go
     *learned, summary = nursery.values(
         "serve_bad_gradients", ranks=4, line="full-sync", value=float("nan"), times=99, pushes=20
     )
-    assert "its last 10 gradients were not finite" in learned[2]
+    assert "its last 20 gradients were not finite" in learned[2]
     assert learned[0] == learned[1]
     assert summary["updates"] == 20
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 from offbeat.commands.base import Command, console, facts, json_argument, print_json
@@ -50,7 +51,14 @@ def _run(given: argparse.Namespace) -> None:
     loss, accuracy = evaluate(model.to(device), task, Precision(config.train.precision, device), mover(device))
     samples = len(task.test)  # type: ignore[arg-type]  # a map-style set has a length: the task was checked
     if given.json:
-        print_json({"run_dir": str(run.path), "samples": samples, "loss": loss, "accuracy": accuracy})
+        print_json(
+            {
+                "run_dir": str(run.path),
+                "samples": samples,
+                "loss": loss if math.isfinite(loss) else None,
+                "accuracy": accuracy,
+            }
+        )
         return
     rows = [("loss", f"{loss:.4f}"), ("samples", f"{samples:,}")]
     if accuracy is not None:

@@ -148,7 +148,7 @@ class Arena:
                 return
             self.weights[0].copy_(kept["weights"])
             for name, vector in self.states[0].items():
-                vector.copy_(kept[f"state.{name}"])
+                vector.copy_(kept.get(f"state.{name}", torch.zeros(())))  # momentum that was not there is none
             for steps, _ in self.steps:
                 steps.copy_(kept["steps"])
 
@@ -167,9 +167,10 @@ class Arena:
 
     def check_kept(self, kept: Mapping[str, Tensor]) -> None:
         """`RequestError` if that is not of this model and optimizer."""
-        names = {"weights": self.table.items, "steps": len(self.table.sizes)}
-        names |= {f"state.{name}": self.table.items for name in self.table.states}
-        if {name: vector.numel() for name, vector in kept.items()} != names:
+        sizes = {name: vector.numel() for name, vector in kept.items()}
+        states = {size for name, size in sizes.items() if name.startswith("state.")}
+        right = sizes.get("weights") == self.table.items and sizes.get("steps") == len(self.table.sizes)
+        if not right or states - {self.table.items}:
             raise RequestError("what was saved is of another model or optimizer than this one")
 
     def protect(self) -> None:

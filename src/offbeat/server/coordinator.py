@@ -65,7 +65,7 @@ from offbeat.server.wire import (
     Welcome,
 )
 
-MOST_BAD = 10  # non-finite gradients in a row, after which a learner is sent away
+MOST_BAD = 20  # more than a loss scale may be halved; non-finite gradients in a row, after which a learner is sent away
 LEARNED = ("k", "losses", "before")  # what a policy keeps over a new beginning; who waits or came back, it does not
 
 
@@ -565,6 +565,7 @@ class Coordinator(Lending):
             "halt": self.rests.halting,
             "book": None if self.book is None else self.book.snapshot(all_back=True),
             "memory": {name: getattr(self.policy, name) for name in self.policy.extra_state if name in LEARNED},
+            "gradients": applied,
             "staleness": sum(age * many for age, many in self.staleness.items()) / applied if applied else 0.0,
             "samples": dict(self.samples),
             "held": sum(count for gradient in self.gradients.values() for _, count in gradient.epochs),

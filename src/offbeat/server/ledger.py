@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,8 @@ class Ledger:
 
     def decision(self, record: Mapping[str, Any]) -> None:
         if self._writer is not None:
-            self._writer.decision(record)
+            with self._as_long_as_it_can():
+                self._writer.decision(record)
 
     def hear(self, message: INPUT) -> None:
         """A minibatch that was pushed or given up, with its times."""
@@ -80,7 +83,17 @@ class Ledger:
 
     def _span(self, span: Span) -> None:
         if self._writer is not None:
-            self._writer.span(span)
+            with self._as_long_as_it_can():
+                self._writer.span(span)
+
+    @contextmanager
+    def _as_long_as_it_can(self) -> Iterator[None]:
+        """A full disk ends the log, not the run."""
+        try:
+            yield
+        except OSError as error:
+            self._writer = None
+            print(f"offbeat: the run log ends here: {error.strerror}", file=sys.stderr, flush=True)
 
     def reclaimed_s(self) -> float:
         """What cancelled minibatches would still have taken, had each been as long as its learner's others."""
@@ -93,7 +106,8 @@ class Ledger:
     def close(self, machine: Coordinator | None) -> str:
         """The end: the log gets its name, and the summary is one JSON object."""
         if self._writer is not None:
-            self._writer.close()
+            with self._as_long_as_it_can():
+                self._writer.close()
         if machine is None:
             return json.dumps({"updates": 0})
         counts = machine.counts

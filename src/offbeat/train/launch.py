@@ -39,9 +39,9 @@ from offbeat.train.checkpoint import Checkpoint, newest
 from offbeat.train.config import Config
 from offbeat.train.reading import changed
 from offbeat.train.reduced import ReducedTrainer
-from offbeat.train.rundir import RunDir, new_run_dir
+from offbeat.train.rundir import Hold, RunDir, new_run_dir
 from offbeat.train.served import ServedTrainer, setting_of
-from offbeat.train.tasks import Task, check, task_of
+from offbeat.train.tasks import Task, check_apart, task_of
 from offbeat.train.tensorboard import check_installed
 from offbeat.train.trainer import Report, Trainer, device_of
 
@@ -73,6 +73,8 @@ class Start:
     run: RunDir
     checkpoint: Checkpoint | None = None
     leg: int = 1
+    unused: bool = False  # some parameters get no gradient
+    hold: Hold | None = None  # on the run's folder
 
     @property
     def reduces(self) -> bool:
@@ -116,29 +118,41 @@ def prepare(
     device = check_device(config.device)
     if config.train.precision == "tf32" and device.type != "cuda":
         raise RequestError("train.precision: tf32 is a format of GPUs, and there is none here: use fp32 or bf16")
-    torch.set_num_threads(config.train.threads)  # before anything is computed: threads do not survive a fork
+    torch.set_num_threads(1)  # before anything is computed: threads do not survive a fork, and learners set their own
     made = task_of(config) if task is None else task
-    check(made)
+    own = task is not None or ":" in config.model.name
+    unused = check_apart(made, backward=own and family_of(config.sync) == ALL_REDUCE)
     if config.save.tensorboard:
         check_installed()
     if resume is None:
         run = RunDir(new_run_dir(config.name, run_dir))
+        hold = Hold(run.path)
         run.write_config(config)
-        return Start(config=config, task=made, run=run)
+        return Start(config=config, task=made, run=run, unused=unused, hold=hold)
     run = RunDir(resume)
+    hold = Hold(run.path)
     run.tidy()
     checkpoint = newest(run.checkpoints, tell)
     if checkpoint is None:
         tell(f"{resume} has no checkpoint: it begins anew")
     else:
-        _check_resume(config, checkpoint, tell)
+        _check_resume(config, checkpoint, len(made.train), tell)  # type: ignore[arg-type] # a map-style set has a length
     run.forget_metrics_after(-1 if checkpoint is None else checkpoint.update)
     run.write_config(config)
-    return Start(config=config, task=made, run=run, checkpoint=checkpoint, leg=run.next_leg())
+    return Start(config=config, task=made, run=run, checkpoint=checkpoint, leg=run.next_leg(), unused=unused, hold=hold)
 
 
-def _check_resume(config: Config, checkpoint: Checkpoint, tell: Callable[[str], None]) -> None:
+def _check_resume(config: Config, checkpoint: Checkpoint, samples: int, tell: Callable[[str], None]) -> None:
     before = checkpoint.state["sync"]
+    optimizer = checkpoint.state["optimizer"]
+    if optimizer != config.train.optimizer:
+        raise RequestError(f"train.optimizer: the run was saved with {optimizer}; its state is of no use to another")
+    left = samples - checkpoint.state["standing"]["offset"]
+    if family_of(config.sync) == ALL_REDUCE and left < config.learners * config.train.accumulate:
+        raise RequestError(
+            f"{count_of(left, 'sample')} of the epoch are left, too few for {config.learners} learners in "
+            f"{config.train.accumulate} passes: go on with fewer"
+        )
     kind = "server" if "server" in checkpoint.files else "optimizer"
     wanted = "optimizer" if family_of(config.sync) == ALL_REDUCE else "server"
     if kind != wanted:
@@ -170,14 +184,16 @@ def launch(start: Start, hear: Report, tell: Callable[[str, str], None]) -> Resu
     lost = _Lost(start)
 
     def listen(name: str, line: str) -> None:
-        if not line.startswith(MARK.decode()):
-            if name == "offbeat":
-                hear({"kind": "note", "text": line})
-            else:
-                tell(name, line)
+        printed, mark, told = line.partition(MARK.decode())
+        if name == "offbeat":
+            hear({"kind": "note", "text": line})
+            return
+        if printed or not mark:  # a program may have printed without an end of line
+            tell(name, printed)
+        if not mark:
             return
         try:
-            record = json.loads(line[1:])
+            record = json.loads(told)
         except ValueError:  # it was killed while it wrote
             return
         if record["kind"] == "heeding":
@@ -217,6 +233,8 @@ def launch(start: Start, hear: Report, tell: Callable[[str, str], None]) -> Resu
         finally:
             supervisor.close()
             start.run.tidy()
+            if start.hold is not None:
+                start.hold.release()
         result.signal = asked.number
     result.restarts = supervisor.recoveries
     result.services = json.loads(said) if said else {}
@@ -369,6 +387,7 @@ def _train(start: Start, number: int, learners: int, report: Report) -> None:
         report=report,
         checkpoint=start.checkpoint,
         leg=start.leg,
+        unused=start.unused,
     )
     wanted.append(trainer)
     if signals:  # not assigned in one: another may come in between
@@ -469,10 +488,10 @@ def learn(
         where = Path(through_store("run-dir", None)) if again else None
         start = prepare(config, run_dir=run_dir, resume=resume or where, task=task, tell=note)
         through_store("run-dir", str(start.run.path.absolute()))
-        through_store(f"ready-{again}", str(start.leg))
+        through_store(f"ready-{again}", json.dumps([start.leg, start.unused]))
         os.environ["OFFBEAT_LOG"] = str(start.run.log(start.leg).absolute())
     else:
-        leg = int(through_store(f"ready-{again}", None))
+        leg, unused = json.loads(through_store(f"ready-{again}", None))
         run = RunDir(Path(through_store("run-dir", None)))
         resumes = bool(again) or resume is not None
         start = Start(
@@ -481,6 +500,7 @@ def learn(
             run=run,
             checkpoint=newest(run.checkpoints, lambda line: None) if resumes else None,
             leg=leg,
+            unused=unused,
         )
     result = Result()
 

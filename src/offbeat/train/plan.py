@@ -52,8 +52,9 @@ def updates(
 ) -> Iterator[Update]:
     """The updates of an epoch of `samples`, from position `begin` on, as `learner` computes them."""
     least = len(shares) * passes
-    if samples < least:
-        raise RequestError(f"an epoch has {samples} samples, too few for {len(shares)} learners in {passes} passes")
+    if samples - begin < least and begin < samples:
+        what = "an epoch has" if begin == 0 else "what is left of this epoch has"
+        raise RequestError(f"{what} {samples - begin} samples, too few for {len(shares)} learners in {passes} passes")
     start = begin
     while start < samples:
         end = min(start + batch, samples)

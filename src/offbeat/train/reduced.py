@@ -54,15 +54,17 @@ class ReducedTrainer(Trainer):
         self._slowness = Slowness(slow, learner=self.number, learners=self.learners, seed=config.seed) if slow else None
         if config.train.batch_norm == "synchronised" and self._together:
             self.model, _ = synchronise(self.model)
+            self._norms = ()  # they know of the others' samples
         self.wrapped: nn.Module = self.model
         if self._together:
-            self.wrapped = _in_ddp(self.model)
+            self.wrapped = _in_ddp(self.model, unused=self.unused)
         if self.checkpoint is not None:
             if self.learners > 2 and self.at.update:
                 self._arrange_buckets()
             self.load_own(self.checkpoint)  # again: DDP has made all buffers those of the first
             load_optimizer(self.optimizer, self.checkpoint.files["optimizer"])
-        self._shares = self.at.shares if len(self.at.shares) == self.learners else self._first_shares()
+        found = config.train.split == "auto" and len(self.at.shares) == self.learners
+        self._shares = self.at.shares if found else self._first_shares()
         self._order: tuple[int, Tensor] | None = None  # an epoch and its permutation
         self._grads = _LastGradient(self.model, self._be_slow)
         self._update_s = self._began_s = 0.0  # when the update began, and the pass that is computed
@@ -186,6 +188,7 @@ class ReducedTrainer(Trainer):
                 self._grads.begin()
                 loss = self.loss_of(inputs, targets)
                 self.backward(loss * (many * self.learners / update.samples))
+                self._grads.end()
             total += loss.detach() * many
             mine += many
             self._count_samples(one)
@@ -274,7 +277,8 @@ class ReducedTrainer(Trainer):
             dist.all_reduce(mine)
         count, which = mine.tolist()
         whole = int((torch.arange(self.samples) * _signed(_PRIME)).sum())
-        resumed_inside = self.checkpoint is not None and self.at.epoch == self.checkpoint.state["standing"]["epoch"]
+        before = {} if self.checkpoint is None else self.checkpoint.state["standing"]
+        resumed_inside = before.get("epoch") == self.at.epoch and before.get("offset", 0) > 0
         if not resumed_inside and (count != self.samples or _signed(which) != _signed(whole)):
             raise OffbeatError(
                 f"epoch {self.at.epoch}: {count} samples were computed, of {self.samples}, or not each of them once"
@@ -299,6 +303,8 @@ class ReducedTrainer(Trainer):
             self._spans.append((3.0, began_s, time.monotonic(), float(self.at.update)))
         if self._together:
             dist.all_reduce(stop)
+        if epoch_end:
+            self.forget_losses()
         clock.go_on()
         return bool(stop)
 
@@ -354,6 +360,12 @@ class _LastGradient:
     def begin(self) -> None:
         self._left = self._all
 
+    def end(self) -> None:
+        """After a backward: parameters without a gradient were waited for in vain."""
+        if self._left > 0:
+            self._act()
+            self.last_s = time.monotonic()
+
     def _hook(self, _: Tensor) -> None:
         self._left -= 1
         if self._left == 0:
@@ -383,11 +395,11 @@ def _join_group(line: str, rank: int, ranks: int, device: torch.device) -> None:
     )
 
 
-def _in_ddp(model: nn.Module) -> DistributedDataParallel:
+def _in_ddp(model: nn.Module, *, unused: bool) -> DistributedDataParallel:
     """Without buffers that all take over from the first in every forward: statistics are each learner's own."""
     new = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters  # torch's word since 2.13
     options: dict[str, Any] = {"forward_sync_buffers" if new else "broadcast_buffers": False}
-    return DistributedDataParallel(model, **options)
+    return DistributedDataParallel(model, find_unused_parameters=unused, **options)
 
 
 def _gather(data: bytes, ranks: int) -> list[bytes]:

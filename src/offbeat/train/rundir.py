@@ -14,6 +14,7 @@ Learners of one run are on one host, and share the folder; the one who leads wri
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -35,21 +36,45 @@ def new_run_dir(name: str, where: Path | None) -> Path:
     if where is not None:
         if where.exists() and (not where.is_dir() or any(where.iterdir())):
             raise RequestError(f"{where} is there already; name a new folder, or go on with --resume {where}")
-        return _made(where)
+        return _made(where, new=False)
     stamp = time.strftime("%Y%m%d-%H%M%S")
     for attempt in range(1, 100):
         path = Path(FOLDER) / (f"{name}-{stamp}" + (f"-{attempt}" if attempt > 1 else ""))
-        if not path.exists():
-            return _made(path)
+        with suppress(FileExistsError):
+            return _made(path, new=True)
     raise OffbeatError(f"cannot find a free name for a run in {FOLDER}")
 
 
-def _made(path: Path) -> Path:
+def _made(path: Path, *, new: bool) -> Path:
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(parents=True, exist_ok=not new)
+    except FileExistsError:
+        raise
     except OSError as error:
         raise RequestError(f"cannot make the run's folder {path}: {error.strerror}") from None
     return path
+
+
+class Hold:
+    """A run's folder is one run's at a time: a lock on the folder itself, which goes with the process."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = -1
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RequestError(f"{path} is in use: another run writes there") from None
+        except OSError as error:
+            raise RequestError(f"cannot use the folder {path}: {error.strerror}") from None
+
+    def release(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __del__(self) -> None:
+        self.release()
 
 
 class RunDir:
@@ -143,14 +168,15 @@ class RunDir:
         beside.replace(final)
 
     def handed_in(self, rest: int) -> dict[int, bytes]:
-        """The parts of a rest, by learner; they and older ones are removed."""
+        """The parts of a rest, by learner. They stay until the next rest: should who leads die, another reads them."""
         parts: dict[int, bytes] = {}
         for path in sorted(self._parts.glob("*")) if self._parts.is_dir() else []:
             found = re.fullmatch(r"(\d+)-(\d+)", path.name)
             if found is not None and int(found[1]) <= rest:
                 if int(found[1]) == rest:
                     parts[int(found[2])] = path.read_bytes()
-                path.unlink()
+                else:
+                    path.unlink(missing_ok=True)
         return parts
 
     def tidy(self) -> None:

@@ -83,12 +83,15 @@ class ServedTrainer(Trainer):
             _, _, loader = learner.prepare(
                 self.model, self.optimizer, loader, clip_norm=train.clip_norm or None, kept=kept
             )
+            if self.checkpoint is not None:
+                self.load_own(self.checkpoint)  # again: joining has made all buffers those of the first
             if self.number == 0:
                 self.notes += learner.notes
                 self.tell_beginning()
             loader.epoch = self.at.epoch
             while loader.epoch < train.epochs:
                 self.at.epoch = loader.epoch
+                self.forget_losses()
                 for batch in loader:
                     if self.stop_wanted:
                         learner.halt()
@@ -149,7 +152,10 @@ class ServedTrainer(Trainer):
 
     def _at_rest(self, rest: Rest) -> bool:
         if not rest.lead:
-            self.run.hand_in(rest.number, self.number, self.own_part().encode())
+            try:
+                self.run.hand_in(rest.number, self.number, self.own_part().encode())
+            except OSError as error:  # training goes on
+                self.note(f"cannot write to {self.run.path}: {error.strerror}")
             return False
         facts = json.loads(rest.facts)
         if not facts["seeded"] or facts["book"] is None:  # nothing has happened yet
@@ -163,6 +169,7 @@ class ServedTrainer(Trainer):
             if fate != "applied" and not fate.startswith("computed again: "):
                 name = fate.removeprefix("dropped: ")
                 dropped[name] = dropped.get(name, 0) + many
+        old, gradients = before.staleness or 0.0, before.gradients + facts["gradients"]
         return Standing(
             epoch=facts["book"]["epoch"],
             update=self._base + facts["version"],
@@ -170,7 +177,9 @@ class ServedTrainer(Trainer):
             applied=before.applied + samples.get("applied", 0),
             dropped=dropped,
             held=facts["held"],
-            staleness=facts["staleness"],
+            offset=sum(end - start for start, end in facts["book"]["settled"]),
+            staleness=(old * before.gradients + facts["staleness"] * facts["gradients"]) / max(1, gradients),
+            gradients=gradients,
             epoch_end=facts["epoch_end"],
             halt=facts["halt"],
             server={"book": facts["book"], "memory": facts["memory"]},

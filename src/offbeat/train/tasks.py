@@ -13,6 +13,7 @@ This file knows nothing of learners, strategies or devices.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
@@ -338,11 +339,56 @@ def check(task: Task) -> None:
             _check_pass(which, dataset, model, task.loss)
 
 
+def check_apart(task: Task, *, backward: bool) -> bool:
+    """`check` in a fork, so that nothing it starts (threads, compilers, GPUs) stands in the way of later forks.
+
+    With `backward`, whether some parameters get no gradient: DDP has to be told.
+    """
+    reader, writer = os.pipe()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    child = os.fork()
+    if child == 0:
+        said = "the model or its data ended the process that tried them"
+        try:
+            check(task)
+            said = "unused" if backward and _has_unused(task) else ""
+        except RequestError as error:
+            said = f"wrong {error}"
+        except BaseException as error:
+            said = f"wrong {_cause(error)}"
+        finally:
+            os.write(writer, said.encode(errors="replace")[:60_000])
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        said = pipe.read().decode(errors="replace")
+    _, status = os.waitpid(child, 0)
+    if status:
+        how = os.waitstatus_to_exitcode(status)
+        raise RequestError(f"the model or its data ended the process that tried them (exit code {how})")
+    if said.startswith("wrong "):
+        raise RequestError(said.removeprefix("wrong "))
+    return said == "unused"
+
+
+def _has_unused(task: Task) -> bool:
+    """Whether a backward on two samples leaves a trained parameter without a gradient."""
+    model = task.build().eval()  # eval: batch norm minds two samples that are alike
+    inputs, targets = _first_batch(task.train)
+    task.loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call] # torch's own
+    return any(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
+
+
+def _first_batch(dataset: Any) -> Any:
+    indices = list(range(min(2, len(dataset))))
+    samples = dataset.__getitems__(indices) if hasattr(dataset, "__getitems__") else [dataset[at] for at in indices]
+    return (collate_of(dataset) or default_collate)(samples)
+
+
 def _check_pass(which: str, dataset: Any, model: nn.Module, loss: Loss) -> None:
     try:
-        indices = list(range(min(2, len(dataset))))
-        samples = dataset.__getitems__(indices) if hasattr(dataset, "__getitems__") else [dataset[at] for at in indices]
-        inputs, targets = (collate_of(dataset) or default_collate)(samples)
+        inputs, targets = _first_batch(dataset)
     except Exception as error:
         raise RequestError(
             f"the first samples of the {which} set make no minibatch (inputs, targets): {_cause(error)}"

@@ -52,6 +52,7 @@ class Standing:
     dropped: dict[str, int] = field(default_factory=dict)  # samples by reason
     held: int = 0  # samples of epochs that are over, computed, whose update is not full yet
     staleness: float | None = None
+    gradients: int = 0  # over how many that is the mean
     epoch_end: bool = False
     halt: bool = False
     shares: tuple[float, ...] = ()
@@ -102,15 +103,18 @@ class Trainer:
         report: Report,
         checkpoint: Checkpoint | None = None,
         leg: int = 1,
+        unused: bool = False,
     ) -> None:
         train = config.train
         torch.set_num_threads(train.threads)
         self.config, self.task, self.run, self.report = config, task, run, report
         self.number, self.learners, self.leg = number, learners, leg
+        self.unused = unused  # some parameters get no gradient
         self.device = device_of(config.device, number)
         self.samples = len(task.train)  # type: ignore[arg-type]  # a map-style set has a length: the task was checked
         self.moved = mover(self.device)
         self.model = self._build()
+        self._norms = tuple(one for one in self.model.modules() if isinstance(one, nn.modules.batchnorm._BatchNorm))
         self.stepping = for_stale_gradients(train, config.sync, learners)
         self.optimizer = optimizer_of(self.model, self.stepping)
         self.precision = Precision(train.precision, self.device)
@@ -146,6 +150,9 @@ class Trainer:
         """The weights, and what is this learner's own."""
         self.model.load_state_dict(checkpoint.files["weights"])
         self.load_own(checkpoint)
+        part = self._own_part(checkpoint)
+        if part is not None:
+            self.compute_s, self.wait_s = part.compute_s, part.wait_s
 
     def load_own(self, checkpoint: Checkpoint) -> None:
         """What each learner has for itself."""
@@ -165,8 +172,15 @@ class Trainer:
 
     def loss_of(self, inputs: Any, targets: Any) -> Tensor:
         """One forward: the mean loss of these samples."""
-        with self.precision.computing():
-            return self.task.loss(self._forward(inputs), targets)
+        alone = self._norms if size_of(targets) == 1 else ()
+        for norm in alone:  # one sample has no spread of its own: it is seen as in evaluation
+            norm.eval()
+        try:
+            with self.precision.computing():
+                return self.task.loss(self._forward(inputs), targets)
+        finally:
+            for norm in alone:
+                norm.train()
 
     def _forward(self, inputs: Any) -> Any:
         return self.model(inputs)
@@ -213,6 +227,11 @@ class Trainer:
         self.seen -= samples
         if self._losses:  # else a rest was told of it meanwhile
             self._losses.pop()
+
+    def forget_losses(self) -> None:
+        """An epoch begins."""
+        self._losses.clear()
+        self._loss_sum, self._loss_of = 0.0, 0
 
     def _read_losses(self) -> None:
         for loss, samples in self._losses:
@@ -271,7 +290,7 @@ class Trainer:
     def own_part(self) -> Part:
         """What is this learner's own, now."""
         self._read_losses()
-        part = Part(
+        return Part(
             compute_s=self.compute_s,
             wait_s=self.wait_s,
             loss=self._loss_sum / self._loss_of if self._loss_of else 0.0,
@@ -279,8 +298,6 @@ class Trainer:
             scaler={} if self.precision.scaler is None else dict(self.precision.scaler.state()),
             buffers={name: buffer.clone() for name, buffer in buffers_of(self.model).items()},
         )
-        self._loss_sum, self._loss_of = 0.0, 0
-        return part
 
     # --- a rest, as the one who leads --------------------------------------------------------------------------------
 
@@ -314,13 +331,15 @@ class Trainer:
             if is_last or stop:
                 at.drop_held("the run ended before its update was full")
             self.last |= {"dropped": at.dropped, "held": at.held}
-            self.run.add_metrics(self.last)
+            if not self.still_leads():
+                return False
+            self._add_metrics()
             if self._board is not None:
                 self._board.write(self.last)
             self.report(self.last)
         every = config.save.every_epochs
         due = not at.epoch_end or is_last or stop or (every > 0 and at.epoch % every == 0)
-        if due:
+        if due and self.still_leads():
             self._save(twin, at, parts, kept)
         if is_last or stop:
             self._end(twin, at, "" if is_last else "asked to stop" if at.halt else "the accuracy is there")
@@ -332,8 +351,14 @@ class Trainer:
             self._twin.eval()
         self.load_weights(self._twin)
         buffers = [part.buffers for part in parts.values() if part.buffers]
-        load_buffers(self._twin, average_buffers(buffers) if buffers else {})
+        load_buffers(self._twin, average_buffers(buffers) if buffers else buffers_of(self.model))
         return self._twin
+
+    def _add_metrics(self) -> None:
+        try:
+            self.run.add_metrics(self.last)
+        except OSError as error:  # training goes on
+            self.note(f"cannot write {self.run.metrics}: {error.strerror}")
 
     def _evaluate(self, twin: nn.Module, at: Standing, parts: Mapping[int, Part]) -> dict[str, Any]:
         loss, accuracy = evaluate(twin, self.task, self.precision, self.moved)
@@ -364,6 +389,7 @@ class Trainer:
         files: dict[str, Mapping[str, Tensor] | bytes] = {"weights": dict(twin.state_dict()), **kept}
         files |= {f"learner-{learner}": data for learner, data in parts.items()}
         state = {"standing": asdict(at), "learners": self.learners, "sync": self.config.sync, "last": self.last}
+        state["optimizer"] = self.config.train.optimizer
         state["pace"] = {"per_epoch": self.pace.per_epoch, "shift": self.shift}
         self._saver.save(at.update, state, files)
         self.report({"kind": "saved", "update": at.update, "path": str(self.run.checkpoints)})

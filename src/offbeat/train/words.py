@@ -21,7 +21,8 @@ def summary_of(config: Config, end: Mapping[str, Any], metrics: Sequence[Mapping
     lines.append(f"It went through {done} in {format_seconds(seconds)} of training (evaluation left out).")
     accuracy, loss = end.get("accuracy"), end.get("loss")
     if accuracy is not None:
-        lines.append(f"On the test set {100 * accuracy:.2f} % are right, with a loss of {loss:.4f}.")
+        told = "that is not a number" if loss is None else f"of {loss:.4f}"
+        lines.append(f"On the test set {100 * accuracy:.2f} % are right, with a loss {told}.")
         best = max(metrics, key=lambda record: record.get("accuracy") or 0.0, default=None)
         if best is not None and (best.get("accuracy") or 0.0) > accuracy:
             lines.append(f"The best was {100 * best['accuracy']:.2f} %, after epoch {best['epoch']}.")
