@@ -232,7 +232,7 @@ def test_the_loss_goes_half_way_in_a_half_life_and_a_nan_is_forgotten() -> None:
     state = Progress(clock)
     state.hear(BEGIN)
     state.hear(progress(0, 1, loss=1.0))
-    clock.now += 2
+    clock.now += 0.5
     state.hear(progress(0, 2, loss=0.0))
     assert state.loss == 0.5
     state.hear(progress(0, 3, loss=float("nan")))

@@ -71,6 +71,7 @@ def test_bench_policies_sets_real_runs_beside_the_simulator(monkeypatch: pytest.
     assert family("MARK=bench-policies-test") == []
 
 
+@pytest.mark.skipif(not os.environ.get("OFFBEAT_MATRIX"), reason="takes long: make test-matrix")
 def test_bench_server_counts_pushes_of_all_systems(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MARK", "bench-server-test")
     line = "bench server --parameters 20k --learners 2 --rounds 1 --seconds 100ms --against rpc --json"

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from offbeat import cli
+from offbeat.server.supervisor import close_all_but
 from offbeat.train import checkpoint, launch
 from offbeat.train.reduced import ReducedTrainer
 from offbeat.train.served import ServedTrainer
@@ -310,7 +311,7 @@ def _live(folder: Path, words: Sequence[str], before: Sequence[Callable[[], None
     null = os.open(os.devnull, os.O_RDONLY)
     for number, descriptor in enumerate((null, side if side >= 0 else out, side if side >= 0 else err)):
         os.dup2(descriptor, number)
-    os.closerange(3, 1024)
+    close_all_but(set())
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - as long as the process lives
     sys.stdout, sys.stderr = (open(number, "w", encoding="utf-8", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115 - likewise
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -315,7 +315,6 @@ def test_trying_leaves_the_generator_of_torch_as_it_was() -> None:
     torch.manual_seed(5)
     expected = torch.rand(1)
     torch.manual_seed(5)
-    task_of(config("digits", "cnn"))
     check(task)
     assert torch.equal(torch.rand(1), expected)
 

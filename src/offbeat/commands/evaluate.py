@@ -37,6 +37,11 @@ def _run(given: argparse.Namespace) -> None:
     device = device_of(name, 0)
     task = task_of(config)
     if given.checkpoint is not None:
+        names = sorted(path.name for path in run.checkpoints.glob("update-*"))
+        if given.checkpoint not in names:
+            raise RequestError(
+                f"{run.path} has no checkpoint '{given.checkpoint}'; it has {', '.join(names) or 'none'}"
+            )
         weights = load(run.checkpoints / given.checkpoint).files["weights"]
     elif run.weights.exists():
         weights = read_weights(run.weights)

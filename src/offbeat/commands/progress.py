@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 Record = Mapping[str, Any]
 
 WINDOW_S = 5.0  # rates and shares are those of the last seconds
-HALF_LIFE_S = 2.0  # of the smoothed loss
+HALF_LIFE_S = 0.5  # of the smoothed loss
 TRAIL = 128  # most points of the loss that are kept; then every second one goes
 
 

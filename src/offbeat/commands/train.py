@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +45,8 @@ def _run(words: argparse.Namespace) -> None:
     from offbeat.commands.view import view_for
     from offbeat.train.launch import launch, learn, prepare, under_torchrun
 
-    out = sys.stderr if words.json else sys.stdout
+    shown = sys.stderr if words.json else sys.stdout
+    out = open(os.devnull, "w") if shown is None else shown  # noqa: SIM115, PTH123 - to the end of the process
     if under_torchrun():
         view = view_for(out, live=False, quiet=words.quiet or os.environ["RANK"] != "0")
         try:
@@ -55,12 +57,13 @@ def _run(words: argparse.Namespace) -> None:
         if result.end and words.json:
             print_json(_told(config, result))
         return
-    start = prepare(
-        config,
-        run_dir=words.run_dir,
-        resume=words.resume,
-        tell=lambda line: print(f"offbeat: {line}", file=sys.stderr),
-    )
+    with redirect_stdout(out):  # what modules of one's own print when they are loaded
+        start = prepare(
+            config,
+            run_dir=words.run_dir,
+            resume=words.resume,
+            tell=lambda line: print(f"offbeat: {line}", file=sys.stderr),
+        )
     view = view_for(out, live=out.isatty(), quiet=words.quiet)
     try:
         result = launch(start, view.hear, view.print_line)

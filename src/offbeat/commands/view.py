@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
@@ -401,7 +402,8 @@ def _writer(out: Console | TextIO) -> Callable[[str], None]:
 
     def write(line: str) -> None:
         encoding = getattr(stream, "encoding", None) or "utf-8"
-        print(line.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
+        with suppress(OSError, ValueError):  # the reader has gone: the training goes on
+            print(line.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
 
     return write
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import secrets
 import selectors
@@ -161,7 +162,7 @@ class Supervisor:
             try:
                 _die_with(supervisor)
                 self.selector.close()
-                _close_all_but(keep | ({self.held[1]} if self.held else set()))
+                close_all_but(keep | ({self.held[1]} if self.held else set()))
                 body()
                 code = 0
             except SystemExit as end:
@@ -250,11 +251,12 @@ class Supervisor:
         code = 1
         try:
             _die_with(supervisor)
+            ours = fcntl.fcntl(writer, fcntl.F_DUPFD, 3)  # whoever started us may have closed its own 0 to 2
             nothing = os.open(os.devnull, os.O_RDONLY)
-            for source, target in ((nothing, 0), (writer, 1), (writer, 2)):
+            for source, target in ((nothing, 0), (ours, 1), (ours, 2)):
                 os.dup2(source, target)
             self.selector.close()
-            _close_all_but(set())
+            close_all_but(set())
             os.environ.update(environment)
             code = body(learner)
         except SystemExit as end:
@@ -262,7 +264,7 @@ class Supervisor:
         except BaseException:
             import traceback
 
-            traceback.print_exc()
+            os.write(2, traceback.format_exc().encode())
         finally:
             with contextlib.suppress(BaseException):
                 sys.stdout.flush()
@@ -530,9 +532,15 @@ def _die_with(parent: int) -> None:
         os._exit(1)
 
 
-def _close_all_but(keep: set[int]) -> None:
+def close_all_but(keep: set[int]) -> None:
+    """What a fork has inherited. The numbers stay taken, by nothing: some libraries (libuv, which torch's store is made
+    of) close theirs again in every later fork, and so may objects that are dropped; they must not be another's by then.
+    """
+    nothing = os.open(os.devnull, os.O_RDWR)
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - numbers, no paths
         number = int(name)
-        if number > 2 and number not in keep:
+        if number > 2 and number not in keep and number != nothing:
             with contextlib.suppress(OSError):
-                os.close(number)
+                os.fstat(number)  # the listing itself had one, which is closed by now
+                os.dup2(nothing, number, inheritable=False)
+    os.close(nothing)

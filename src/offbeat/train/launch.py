@@ -37,11 +37,12 @@ from offbeat.strategy import ALL_REDUCE, family_of
 from offbeat.trace import read_log, write_chrome_trace
 from offbeat.train.checkpoint import Checkpoint, newest
 from offbeat.train.config import Config
+from offbeat.train.plan import updates
 from offbeat.train.reading import changed
 from offbeat.train.reduced import ReducedTrainer
-from offbeat.train.rundir import Hold, RunDir, new_run_dir
+from offbeat.train.rundir import Hold, RunDir, check_free, new_run_dir
 from offbeat.train.served import ServedTrainer, setting_of
-from offbeat.train.tasks import Task, check_apart, task_of
+from offbeat.train.tasks import PROGRAM, Task, check_apart, task_of
 from offbeat.train.tensorboard import check_installed
 from offbeat.train.trainer import Report, Trainer, device_of
 
@@ -90,7 +91,10 @@ def learners_here(config: Config) -> int:
 
 def check_device(name: str) -> torch.device:
     """The device of that name, if it is here."""
-    device = device_of(name, 0)
+    try:
+        device = device_of(name, 0)
+    except RuntimeError:
+        raise RequestError(f"device: expected auto, cpu, cuda or cuda:1; got '{name}'") from None
     here = torch.cuda.device_count() if device.type == "cuda" else 1
     if (device.index or 0) >= here:
         raise RequestError(f"device: '{name}' is not here: torch sees {here} GPUs; say --device cpu")
@@ -109,6 +113,13 @@ def prepare(
 
     With `resume`, go on in that folder from its newest checkpoint that is whole; `tell` names those that are not.
     """
+    if resume is None and run_dir is not None:
+        check_free(run_dir)
+    if task is not None:
+        config = changed(config, {"model": {"name": PROGRAM}, "data": {"name": PROGRAM}})
+    cores = os.cpu_count() or 1
+    if config.train.threads > cores:
+        raise RequestError(f"train.threads: this machine has {cores} cores; got {config.train.threads}")
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # so that a look at the GPUs does not spoil a fork
     if not config.learners:
         config = changed(config, {"learners": learners_here(config)})
@@ -121,6 +132,9 @@ def prepare(
     torch.set_num_threads(1)  # before anything is computed: threads do not survive a fork, and learners set their own
     made = task_of(config) if task is None else task
     own = task is not None or ":" in config.model.name
+    samples = len(made.train)  # type: ignore[arg-type] # a map-style set has a length
+    if family_of(config.sync) == ALL_REDUCE:
+        next(updates(samples, 1, 0, (1.0,) * config.learners, config.train.accumulate))  # refuses what is too few
     unused = check_apart(made, backward=own and family_of(config.sync) == ALL_REDUCE)
     if config.save.tensorboard:
         check_installed()
@@ -133,10 +147,12 @@ def prepare(
     hold = Hold(run.path)
     run.tidy()
     checkpoint = newest(run.checkpoints, tell)
+    if checkpoint is None and any(run.checkpoints.glob("update-*")):
+        raise RequestError(f"no checkpoint of {resume} is whole: train anew in another folder")
     if checkpoint is None:
         tell(f"{resume} has no checkpoint: it begins anew")
     else:
-        _check_resume(config, checkpoint, len(made.train), tell)  # type: ignore[arg-type] # a map-style set has a length
+        _check_resume(config, checkpoint, samples, tell)
     run.forget_metrics_after(-1 if checkpoint is None else checkpoint.update)
     run.write_config(config)
     return Start(config=config, task=made, run=run, checkpoint=checkpoint, leg=run.next_leg(), unused=unused, hold=hold)
@@ -208,6 +224,8 @@ def launch(start: Start, hear: Report, tell: Callable[[str, str], None]) -> Resu
                 for one in record["traceback"].splitlines():
                     tell(name, one)
             failures[record["learner"]] = record["text"]
+            if not start.reduces:  # there the others go on, and this is all that is heard of it
+                hear({"kind": "note", "text": f"learner {record['learner']}: {record['text']}"})
             return
         hear(record)
 

@@ -34,8 +34,7 @@ FOLDER = "runs"
 def new_run_dir(name: str, where: Path | None) -> Path:
     """A new folder: the one that is named, or one of the run's name and the time."""
     if where is not None:
-        if where.exists() and (not where.is_dir() or any(where.iterdir())):
-            raise RequestError(f"{where} is there already; name a new folder, or go on with --resume {where}")
+        check_free(where)
         return _made(where, new=False)
     stamp = time.strftime("%Y%m%d-%H%M%S")
     for attempt in range(1, 100):
@@ -43,6 +42,12 @@ def new_run_dir(name: str, where: Path | None) -> Path:
         with suppress(FileExistsError):
             return _made(path, new=True)
     raise OffbeatError(f"cannot find a free name for a run in {FOLDER}")
+
+
+def check_free(where: Path) -> None:
+    """`RequestError` if a new run cannot have this folder."""
+    if where.exists() and (not where.is_dir() or any(where.iterdir())):
+        raise RequestError(f"{where} is there already; name a new folder, or go on with --resume {where}")
 
 
 def _made(path: Path, *, new: bool) -> Path:
@@ -60,6 +65,7 @@ class Hold:
 
     def __init__(self, path: Path) -> None:
         self._descriptor = -1
+        self._owner = os.getpid()
         try:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -69,7 +75,8 @@ class Hold:
             raise RequestError(f"cannot use the folder {path}: {error.strerror}") from None
 
     def release(self) -> None:
-        if self._descriptor >= 0:
+        """A fork has closed what it inherited, and its numbers are others': only the owner lets go."""
+        if self._descriptor >= 0 and os.getpid() == self._owner:
             os.close(self._descriptor)
             self._descriptor = -1
 

@@ -158,14 +158,15 @@ _SCHEDULES = ("constant", "steps", "cosine")
 def pace_of(train: TrainConfig, *, line: str, learners: int, samples: int) -> Pace:
     """The pace of a training on so many samples an epoch.
 
-    The factor is that of the samples averaged in an update to `rate_batch`, or its square root. Updates are counted in
-    versions (see `minibatches_per_version`). The last of an epoch may be a smaller one; with an all-reduce it is in the
-    one before if not everybody has a sample in it (see `plan`). The warm-up takes half of the epochs at most.
+    The factor is that of the samples averaged in an update, at most all there are, to `rate_batch`, or its square root.
+    Updates are counted in versions (see `minibatches_per_version`). The last of an epoch may be a smaller one; with an
+    all-reduce it is part of the one before if not everybody has a sample in it (see `plan`). The warm-up takes half of
+    the epochs at most.
     """
     minibatch = train.batch_size * train.accumulate
     if samples < 1:
         raise RequestError(f"expected 1 or more samples to train on; got {samples}")
-    share = gradients_per_update(line, learners) * minibatch / train.rate_batch
+    share = min(gradients_per_update(line, learners) * minibatch, samples) / train.rate_batch
     factor = {"linear": share, "sqrt": math.sqrt(share), "none": 1.0}[train.scaling]
     whole, rest = divmod(samples, minibatches_per_version(line, learners) * minibatch)
     least = 1 if family_of(line) == SERVER else learners * train.accumulate

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import random
 import sys
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -39,6 +41,9 @@ POOL = 16  # different images in `synthetic-images`
 
 Loss = Callable[[Any, Any], Tensor]
 Pair = tuple[Tensor, Tensor]
+
+
+PROGRAM = "program"  # stands for the model and the data in a configuration, where a program has made them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +198,9 @@ def task_of(config: Config) -> Task:
     that fail, data sets that are empty or have no length, a built-in model that does not go with the data. What a
     model function of the user's does is seen by `check`, or when the model is built.
     """
+    if PROGRAM in (config.model.name, config.data.name):
+        raise RequestError("model and data were given by a program: go on or evaluate there, with train(..., resume=)")
+    seed_all(config.seed)
     loss = _function("loss", config.train.loss) if config.train.loss else functional.cross_entropy
     model, data = config.model, config.data
     if ":" in model.name:
@@ -216,6 +224,13 @@ def task_of(config: Config) -> Task:
     with torch.device("meta"):  # nothing is allocated or drawn: only to find now what cannot be built
         build()
     return Task(train=train, test=test, build=build, loss=loss)
+
+
+def seed_all(seed: int) -> None:
+    """Data that is drawn at random (a split) is the same in every learner, in a resumed run and in an evaluation."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
 
 
 def _load(name: str, options: Mapping[str, Scalar]) -> Loaded | tuple[Dataset[Any], Dataset[Any]]:

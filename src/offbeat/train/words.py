@@ -28,7 +28,7 @@ def summary_of(config: Config, end: Mapping[str, Any], metrics: Sequence[Mapping
             lines.append(f"The best was {100 * best['accuracy']:.2f} %, after epoch {best['epoch']}.")
     elif loss is not None:
         lines.append(f"On the test set the loss is {loss:.4f}.")
-    lines.append(f"It computed {end.get('samples_per_s', 0.0):,.0f} samples a second; learners waited for")
+    lines.append(f"It applied {end.get('samples_per_s', 0.0):,.0f} samples a second; learners waited for")
     lines[-1] += f" {100 * end.get('wait_share', 0.0):.1f} % of the time."
     staleness = end.get("staleness_mean")
     if staleness is not None:
@@ -36,7 +36,8 @@ def summary_of(config: Config, end: Mapping[str, Any], metrics: Sequence[Mapping
     dropped = metrics[-1].get("dropped") if metrics else None
     if dropped:
         told = ", ".join(f"{many} ({why})" for why, many in dropped.items())
-        lines.append(f"Samples that were computed and not applied: {told}.")
+        lines.append(f"Samples that were not applied: {told}.")
     if end.get("stopped"):
-        lines.append(f"It ended before its last epoch: {end.get('why')}. Go on with: offbeat train --resume FOLDER")
+        lines.append(f"It ended before its last epoch: {end.get('why')}.")
+        lines.append(f"Go on with: offbeat train --resume {end.get('run_dir')}")
     return "\n".join(lines) + "\n"
