@@ -9,6 +9,7 @@ import signal
 import sys
 import termios
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -248,9 +249,9 @@ def listening(pid: int) -> list[str]:
     """The addresses, as the kernel writes them, on which a process listens by TCP."""
     sockets = set()
     for link in Path(f"/proc/{pid}/fd").iterdir():
-        with_number = re.fullmatch(r"socket:\[(\d+)\]", str(link.readlink()) if link.is_symlink() else "")
-        if with_number:
-            sockets.add(with_number[1])
+        with suppress(FileNotFoundError):  # closed meanwhile
+            if with_number := re.fullmatch(r"socket:\[(\d+)\]", str(link.readlink())):
+                sockets.add(with_number[1])
     found = []
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text(encoding="ascii").splitlines()[1:]:

@@ -182,7 +182,8 @@ def _connect(one: socket.socket, door: str, end: float) -> None:
 
 
 def _lost(peer: int, names: Sequence[int], cards: list[dict[str, Any]], why: str) -> PeerError:
-    """The error for a rank that cannot be met: it says so if its process has ended."""
+    """The error for a rank that cannot be met. One whose process has ended is to blame: others may have left for it."""
+    peer = next((rank for rank, card in enumerate(cards) if _is_dead(card)), peer)
     how = "died" if _is_dead(cards[peer]) else f"cannot be reached: {why}"
     return PeerError(f"rank {names[peer]} {how}, while the group was being made", ranks=(names[peer],))
 
