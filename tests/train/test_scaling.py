@@ -17,7 +17,8 @@ from offbeat.train.config import TrainConfig
 from offbeat.train.lars import LAMB, LARS
 from offbeat.train.scaling import (
     Pace,
-    check_optimizer,
+    expected_staleness,
+    for_stale_gradients,
     gradients_per_update,
     groups_of,
     minibatches_per_version,
@@ -282,18 +283,6 @@ def test_lars_and_lamb_are_made_of_their_groups() -> None:
     assert isinstance(lamb, LAMB) and [g["adapt"] for g in lamb.param_groups] == [True, False]
 
 
-def test_lars_and_lamb_need_an_all_reduce() -> None:
-    for name in ("lars", "lamb"):
-        check_optimizer(name, "ring")
-        check_optimizer(name, "native")
-        with pytest.raises(RequestError, match=f"{name} cannot run with 'k-sync:2'.*sgd, adagrad, adam and adamw can"):
-            check_optimizer(name, "k-sync:2")
-    for name in RULES:
-        check_optimizer(name, "async")
-    with pytest.raises(RequestError, match="did you mean 'lamb'"):
-        check_optimizer("lambda", "ring")
-
-
 class Block(nn.Module):
     """As the built-in residual networks have them; the norm may have any name."""
 
@@ -326,3 +315,31 @@ def test_the_last_norm_of_every_residual_block_starts_at_zero_and_no_other() -> 
     zeroed = {name for name, parameter in model.named_parameters() if not parameter.any() and name.endswith("weight")}
     assert zeroed == {"1.last_norm.weight", "2.last_norm.weight", "3.bn2.weight", "4.bn3.weight"}
     assert zero_last_norms(nn.Linear(2, 2)) == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "staleness", "momentum"),
+    [
+        ("ring", 0.0, 0.9),
+        ("full-sync", 0.0, 0.9),
+        ("k-sync:2", 0.0, 0.9),
+        ("local-sgd:4", 0.0, 0.9),
+        ("k-async:2", 1.0, 0.8),
+        ("k-batch-async:2", 1.5, 0.75),
+        ("softsync:2", 1.5, 0.75),
+        ("async", 3.0, 0.6),
+        ("stale-drop:2", 2.0, 0.7),
+        ("async:rate=inverse", 3.0, 0.9),  # its own rate makes stale gradients count less
+        ("async:rate=delay-compensated:0.04", 3.0, 0.6),
+    ],
+)
+def test_momentum_is_lowered_by_the_staleness_of_the_line(line: str, staleness: float, momentum: float) -> None:
+    train = TrainConfig(momentum=0.9, nesterov=True)
+    assert expected_staleness(line, 4) == staleness
+    assert for_stale_gradients(train, line, 4).momentum == momentum
+    assert for_stale_gradients(TrainConfig(momentum=0.9, stale_momentum="kept"), line, 4).momentum == 0.9
+
+
+def test_momentum_does_not_fall_below_0_and_then_there_is_nothing_to_look_ahead_by() -> None:
+    lowered = for_stale_gradients(TrainConfig(momentum=0.5, nesterov=True), "async", 8)
+    assert (lowered.momentum, lowered.nesterov) == (0.0, False)

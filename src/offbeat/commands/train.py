@@ -14,12 +14,12 @@ from offbeat.commands.base import Command, json_argument, print_json
 from offbeat.errors import RequestError
 from offbeat.train.arguments import add_arguments, given
 from offbeat.train.reading import override, read_recipe
+from offbeat.train.recipes import DEFAULT
 
 if TYPE_CHECKING:
     from offbeat.train.config import Config
     from offbeat.train.launch import Result
 
-DEFAULT = "digits-cnn"
 _RESULT = (
     "name", "accuracy", "loss", "strategy", "learners", "updates", "epochs", "samples_per_s", "seconds",
     "staleness_mean", "wait_share", "stopped", "run_dir",

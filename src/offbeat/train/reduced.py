@@ -74,7 +74,6 @@ class ReducedTrainer(Trainer):
         self._ledger = [0, 0]  # samples of this epoch, and a sum over which they were
         self._measured: list[tuple[float, int]] = []  # seconds and samples, since the last look at speeds
         self._looks = 0
-        self.skipped = 0
 
     def _first_shares(self) -> tuple[float, ...]:
         given = shares_of(self.config.train.split)
@@ -207,7 +206,6 @@ class ReducedTrainer(Trainer):
         if finite:
             self.at.applied += update.samples
         else:
-            self.skipped += 1
             self.at.dropped["not finite"] = self.at.dropped.get("not finite", 0) + update.samples
         self.tell_progress(self.at.update, mean)
 

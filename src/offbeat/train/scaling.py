@@ -26,7 +26,6 @@ from offbeat.errors import RequestError, unknown
 from offbeat.policies.barrier import KBatchSync, KSync
 from offbeat.policies.rates import CONSTANT
 from offbeat.policies.stale import KAsync, KBatchAsync, StaleDrop
-from offbeat.server.optimizers import RULES
 from offbeat.strategy import SERVER, family_of
 from offbeat.train.config import TrainConfig
 from offbeat.train.lars import LAMB, LARS
@@ -243,15 +242,3 @@ def optimizer_of(model: nn.Module, train: TrainConfig) -> torch.optim.Optimizer:
             return LARS(groups, rate, momentum=momentum, nesterov=nesterov)
         case "lamb":
             return LAMB(groups, rate)
-
-
-def check_optimizer(name: str, line: str) -> None:
-    """RequestError if the strategy cannot run the optimizer."""
-    if name not in (*RULES, *WHOLE):
-        raise unknown("optimizer", name, (*RULES, *WHOLE))
-    if name in WHOLE and family_of(line) == SERVER:
-        *most, last = RULES
-        raise RequestError(
-            f"{name} cannot run with '{line}', since it needs the norms of whole tensors and servers hold pieces; "
-            f"{', '.join(most)} and {last} can, or take an all-reduce strategy like ring"
-        )
