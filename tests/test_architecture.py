@@ -19,8 +19,8 @@ PACKAGE = HERE / "src" / "offbeat"
 
 # A room imports only rooms above it. The torch-free ones use the standard library and numpy alone.
 TORCH_FREE = (
-    "errors", "spec", "topology", "trace", "timeline", "schedules", "policies", "strategy", "metrics", "simulate",
-    "datasets",
+    "errors", "spec", "topology", "trace", "timeline", "schedules", "policies", "strategy", "metrics", "leases",
+    "chart", "simulate", "datasets",
 )  # fmt: skip
 ROOMS = (*TORCH_FREE, "collectives", "server", "train", "measure", "commands", "cli", "__main__")
 # What a torch-free room must not know: torch, the clock, sockets, threads, processes, unseeded randomness.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from offbeat.leases import Answer, Lease
 from offbeat.policies import Cancel as CancelCommand
 from offbeat.policies import Command
 from offbeat.server.client import Client
 from offbeat.server.coordinator import Coordinator
 from offbeat.server.desk import Desk
 from offbeat.server.lanes import Lane, Work
-from offbeat.server.leases import Answer, Lease
 from offbeat.server.rests import Rests
 from offbeat.server.session import Gradient, Row
 from offbeat.server.shard import Shard

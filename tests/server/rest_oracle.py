@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from offbeat.server.leases import LeaseBook
+from offbeat.leases import LeaseBook
 from offbeat.server.session import Setting
 from offbeat.server.wire import Committed, Fence, Granted, Message, Rise, Want, Welcome
 

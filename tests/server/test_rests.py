@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from collectives.nursery import Nursery
+from offbeat.leases import Lease, LeaseBook
 from offbeat.server.client import Client
 from offbeat.server.coordinator import Coordinator
-from offbeat.server.leases import Lease, LeaseBook
 from offbeat.server.session import Setting
 from offbeat.server.wire import (
     INPUT,

@@ -71,6 +71,7 @@ class Policy:
 
     rule = LearnerRule()
     cancels = False  # whether it ever cancels, so that late pushes of old versions are to be expected
+    needs_loss = False  # whether what it does depends on the losses that it is told
     waits = True  # whether a learner that has pushed may have to wait; if not, `on_push` says `send_again` at once
 
     def __init__(self, *, expect: int, rate: Rate = CONSTANT, start_by_s: float | None = None) -> None:

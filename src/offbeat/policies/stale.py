@@ -176,6 +176,7 @@ class AdaptiveK(KAsync):
     window of updates is not below that of the window before by the given share, K doubles, up to all learners.
     """
 
+    needs_loss = True
     extra_state = ("k", "losses", "before", "update_loss")
 
     def __init__(self, *, k: int, window: int, improvement: float, **common: Any) -> None:

@@ -10,7 +10,7 @@ This is the data plane for one host. Learner and shard reach it only through the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,13 +18,11 @@ from torch import Tensor
 from offbeat.collectives import memory
 from offbeat.collectives.sync import Word
 from offbeat.errors import RequestError
-from offbeat.server import optimizers
 from offbeat.server.session import Setting
 from offbeat.server.table import DTYPES, Parts, Table
-from offbeat.server.wire import Job
+from offbeat.server.updates import CHUNK, Updates
 
 _PAGE = 4096
-_CHUNK = 256 * 1024  # items worked on at a time: what is computed stays in the cache
 _COPIED = 256 * 1024  # items copied at a time: few enough to be looked at again in the cache
 _LEARNER_WORDS = 8  # a cache line each
 _CANCEL, _FENCE, _BEAT = 0, 1, 2
@@ -137,7 +135,7 @@ class Arena:
     def is_finite(self, slot: int) -> bool:
         """Whether the squared norm of what is in the slot is a number: not with nan, inf or 1e30 in it."""
         vector = self.slots[slot]
-        return all(math.isfinite(_square(vector[at : at + _CHUNK])) for at in range(0, vector.numel(), _CHUNK))
+        return all(math.isfinite(_square(vector[at : at + CHUNK])) for at in range(0, vector.numel(), CHUNK))
 
     def seed(self, parts: Parts, kept: Mapping[str, Tensor] | None = None) -> None:
         """The initial weights, into buffer 0. `kept` is what `current` gave in a run that this one goes on from."""
@@ -230,16 +228,12 @@ def stamp(incarnation: int, seq: int) -> int:
     return incarnation << 40 | seq
 
 
-class ShardMemory:
+class ShardMemory(Updates):
     """One shard of an arena, as `shard.Shard` works on it."""
 
     def __init__(self, arena: Arena, shard: int) -> None:
-        self.arena, self.shard = arena, shard
-        self.table = arena.table
-        self.start, self.end = self.table.shard(shard, arena.setting.shards)
+        super().__init__(arena, *arena.table.shard(shard, arena.setting.shards), arena.steps[shard])
         self._word = arena.shard_word(shard)
-        dtype = DTYPES[self.table.dtype]
-        self._mean, self._scratch, self._wide = (torch.empty(_CHUNK, dtype=dtype) for _ in range(3))
 
     @property
     def finished(self) -> int:
@@ -251,100 +245,3 @@ class ShardMemory:
 
     def finish(self, number: int, version: int) -> None:
         self._word.set(number << 32 | version)
-
-    def apply(self, job: Job) -> None:
-        """See `shard.Memory`. The state goes from one copy to the other, by odd and even versions."""
-        arena, old, new = self.arena, (job.version + 1) % 2, job.version % 2
-        steps, new_steps = arena.steps[self.shard][old], arena.steps[self.shard][new]
-        new_steps.copy_(steps).add_(1)
-        for index in job.skip:
-            new_steps[index] = steps[index]
-        source, target = arena.weights[job.source], arena.weights[job.target]
-        before, after = arena.states[old], arena.states[new]
-        for start, end, group, step in self._runs(new_steps, job.skip):
-            for first in range(start, end, _CHUNK):
-                part = slice(first, min(end, first + _CHUNK))
-                states = {name: vector[part] for name, vector in before.items()}
-                new_states = {name: vector[part] for name, vector in after.items()}
-                if step == 0:  # without a gradient: as it was
-                    target[part] = source[part]
-                    for name, vector in states.items():
-                        new_states[name].copy_(vector)
-                    continue
-                optimizers.update(
-                    self.table.rule,
-                    job.hyper[group],
-                    step,
-                    source[part],
-                    self._gradient(job, part, source),
-                    target[part],
-                    states,
-                    new_states,
-                    self._scratch,
-                )
-
-    def _runs(self, steps: Tensor, skip: Sequence[int]) -> list[tuple[int, int, int, int]]:
-        """Stretches of this shard that are updated alike: (start, end, group, step), step 0 for what is skipped."""
-        runs: list[tuple[int, int, int, int]] = []
-        absent = set(skip)
-        table = self.table
-        for index, (offset, size, step) in enumerate(zip(self.arena.offsets, table.sizes, steps.tolist(), strict=True)):
-            start, end = max(offset, self.start), min(offset + size, self.end)
-            if start >= end:
-                continue
-            kind = (table.groups[index], 0 if index in absent else step)
-            if runs and runs[-1][2:] == kind and runs[-1][1] == start:
-                runs[-1] = (runs[-1][0], end, *kind)
-            else:
-                runs.append((start, end, *kind))
-        return runs
-
-    def _gradient(self, job: Job, part: slice, source: Tensor) -> Tensor:
-        """(1/n) * sum(scale * gradient) of a part, compensated and clipped as the job says."""
-        count = part.stop - part.start
-        mean, wide = self._mean[:count], self._wide[:count]
-        slots, scales = job.slots, job.scales
-        plain = job.compensation == 0 and job.clip == 1.0
-        first = self.arena.slots[slots[0]][part]
-        if plain and len(slots) == 1 and scales[0] == 1.0 and first.dtype == mean.dtype:
-            return first
-        for number, (slot, scale) in enumerate(zip(slots, scales, strict=True)):
-            one = self.arena.slots[slot][part]
-            if one.dtype != mean.dtype:
-                one = wide.copy_(one)
-            if job.compensation:
-                one = self._compensated(one, source[part], self.arena.weights[job.reads[number]][part], job)
-            if number == 0:
-                torch.mul(one, scale, out=mean)
-            else:
-                mean.add_(one, alpha=scale)
-        if len(slots) > 1:
-            mean.div_(len(slots))
-        return mean if job.clip == 1.0 else mean.mul_(job.clip)
-
-    def _compensated(self, gradient: Tensor, now: Tensor, read: Tensor, job: Job) -> Tensor:
-        """g + L g g (w_now - w_read)."""
-        moved = torch.sub(now, read, out=self._scratch[: now.numel()])
-        moved.mul_(gradient).mul_(gradient).mul_(job.compensation).add_(gradient)
-        return self._wide[: now.numel()].copy_(moved)
-
-    def norm(self, job: Job) -> tuple[float, ...]:
-        """See `shard.Memory`: a sum for each block, the same however the blocks are cut into shards."""
-        source = self.arena.weights[job.source]
-        return self._by_block(lambda part: self._gradient(job, part, source))
-
-    def drift(self, job: Job) -> tuple[float, ...]:
-        source, read = self.arena.weights[job.source], self.arena.weights[job.reads[0]]
-        return self._by_block(
-            lambda part: torch.sub(source[part], read[part], out=self._mean[: part.stop - part.start])
-        )
-
-    def _by_block(self, vector: Callable[[slice], Tensor]) -> tuple[float, ...]:
-        sums = []
-        for start in range(self.start, self.end, self.table.block):
-            end, total = min(self.end, start + self.table.block), 0.0
-            for first in range(start, end, _CHUNK):
-                piece = vector(slice(first, min(end, first + _CHUNK))).double()
-                total += float(torch.dot(piece, piece))
-            sums.append(total)
-        return tuple(sums)

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 from offbeat.errors import EventError
+from offbeat.leases import LeaseBook
 from offbeat.policies import Apply as ApplyCommand
 from offbeat.policies import Asked, Command, Drop, Event, Joined, Left, Pushed, Resume, Send, Stopped
 from offbeat.policies import Cancel as CancelCommand
@@ -31,7 +32,6 @@ from offbeat.policies.replay import decision
 from offbeat.server.desk import Desk
 from offbeat.server.lanes import Work
 from offbeat.server.laws import check
-from offbeat.server.leases import LeaseBook
 from offbeat.server.lending import Lending
 from offbeat.server.rests import Rests
 from offbeat.server.session import NONCES_KEPT, Gradient, Row, Setting

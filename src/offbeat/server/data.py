@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from offbeat.errors import RequestError
-from offbeat.server.leases import Answer, Lease
+from offbeat.leases import Answer, Lease
 
 
 class Source(Protocol):
@@ -54,6 +54,34 @@ class Source(Protocol):
 def seed_of(seed: int, epoch: int) -> int:
     """The seed of an epoch's permutation: the same for every learner, unrelated for another epoch or run."""
     return int.from_bytes(blake2b(f"{seed} {epoch}".encode(), digest_size=7).digest(), "big")
+
+
+class Orders:
+    """Which samples the positions of epochs are. The last few permutations are kept."""
+
+    KEPT = 4
+
+    def __init__(self, seed: int, samples: int, *, shuffled: bool = True) -> None:
+        self.seed, self.samples, self.shuffled = seed, samples, shuffled
+        self._orders: dict[int, torch.Tensor] = {}
+
+    def indices(self, batch: Iterable[tuple[int, int, int]]) -> list[int]:
+        """Of stretches (epoch, start, count)."""
+        found: list[int] = []
+        for epoch, start, count in batch:
+            if self.shuffled:
+                found += self._order(epoch)[start : start + count].tolist()
+            else:
+                found += range(start, start + count)
+        return found
+
+    def _order(self, epoch: int) -> torch.Tensor:
+        if epoch not in self._orders:
+            chance = torch.Generator(device="cpu").manual_seed(seed_of(self.seed, epoch))
+            while len(self._orders) >= self.KEPT:
+                del self._orders[next(iter(self._orders))]
+            self._orders[epoch] = torch.randperm(self.samples, generator=chance, device="cpu")
+        return self._orders[epoch]
 
 
 class LeasedLoader:

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.errors import OffbeatError, RequestError
+from offbeat.leases import Answer, Lease
 from offbeat.policies import LearnerRule, create
 from offbeat.server import data, optimizers
 from offbeat.server.client import Client
 from offbeat.server.hooks import Cancelled, Hooks
-from offbeat.server.leases import Answer, Lease
 from offbeat.server.link import Link
 from offbeat.server.modes import Delta, Free, Mode, Report, Whole
 from offbeat.server.slowness import Slowness
@@ -40,6 +40,12 @@ OUTER = {  # what the server does with the mean of what local-sgd's learners hav
     "average": {"lr": 1.0, "momentum": 0.0, "nesterov": 0.0},
     "nesterov": {"lr": 0.7, "momentum": 0.9, "nesterov": 1.0},
 }
+
+
+def outer_of(outer: str, groups: int) -> list[dict[str, float]]:
+    """The hyperparameters of that, for each group of parameters."""
+    sgd = optimizers.describe(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0))[1][0]
+    return [sgd | OUTER[outer]] * groups
 
 
 class Minibatch:
@@ -135,8 +141,7 @@ class ServedLearner:
         parts, groups = parts_of(model, optimizer)
         rule, hypers = optimizers.describe(optimizer)
         if self._rule.delta:
-            sgd = optimizers.describe(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0))[1][0]
-            hypers = [sgd | OUTER[self._outer]] * len(optimizer.param_groups)
+            hypers = outer_of(self._outer, len(optimizer.param_groups))
             rule = "sgd"
         table = table_of(
             model,

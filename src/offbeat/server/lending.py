@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from offbeat.leases import Answer, Lease, LeaseBook
 from offbeat.policies import Policy
 from offbeat.server.desk import Desk
-from offbeat.server.leases import Answer, Lease, LeaseBook
 from offbeat.server.rests import Rests
 from offbeat.server.session import Gradient, Row, Setting
 from offbeat.server.wire import FROM_STAY, OUTPUT, GiveBack, Granted, Push, Refused, Want

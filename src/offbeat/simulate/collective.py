@@ -73,6 +73,73 @@ def iteration_s(
     return free
 
 
+class Rounds:
+    """A run of it, an iteration at a time. `bucket_bytes` None: no overlap, one bucket after backward."""
+
+    def __init__(
+        self,
+        strategy: str,
+        cluster: Cluster,
+        topology: Topology,
+        model: Model,
+        *,
+        bucket_bytes: int | None = None,
+        keep_spans: int = 0,
+    ) -> None:
+        if cluster.failures is not None:
+            raise RequestError(
+                f"'{strategy}' is an all-reduce: it cannot go on when a learner fails; use a server policy"
+            )
+        self.strategy, self.cluster, self.keep_spans = strategy, cluster, keep_spans
+        self.now = 0.0
+        self.version = 0
+        self._schedule = build(strategy, ranks=cluster.learners)
+        self._topology, self._model = topology, model
+        self._buckets = model.buckets(bucket_bytes)
+        self._costs: dict[int, float] = {}
+        self._draws = cluster.draws()
+        self.tally = Tally()
+        self._spans: list[Span] = []
+
+    def _reduce_s(self, size: int) -> float:
+        if size not in self._costs:
+            self._costs[size] = price(self._schedule, self._topology, size).seconds
+        return self._costs[size]
+
+    def go(self) -> None:
+        """One iteration: `now` is its end, `version` one more."""
+        cluster, tally, start = self.cluster, self.tally, self.now
+        learners = range(cluster.learners)
+        compute_s = [self._draws.take(learner) for learner in learners]
+        end = start + iteration_s(compute_s, self._model, self._buckets, self._reduce_s)
+        last = start + max(compute_s)
+        for learner in learners:
+            done = start + compute_s[learner]
+            tally.seconds["compute"] += compute_s[learner]
+            tally.seconds["wait"] += last - done
+            tally.seconds["send"] += end - last
+            if self.version < self.keep_spans:
+                for what, began, stop in (("compute", start, done), ("wait", done, last), ("send", last, end)):
+                    if stop > began:
+                        self._spans.append(Span(learner, what, began, stop, self.version))
+        tally.staleness[0] += cluster.learners
+        tally.applied += cluster.learners
+        tally.samples += sum(cluster.samples) + cluster.learners - len(cluster.samples)
+        self.now = end
+        self.version += 1
+
+    def result(self) -> Result:
+        return Result.of(
+            strategy=self.strategy,
+            learners=self.cluster.learners,
+            updates=self.version,
+            seconds=self.now,
+            events=self.version * (self.cluster.learners + len(self._buckets)),
+            tally=self.tally,
+            spans=tuple(self._spans),
+        )
+
+
 def run(
     strategy: str,
     cluster: Cluster,
@@ -83,51 +150,13 @@ def run(
     bucket_bytes: int | None = None,
     keep_spans: int = 0,
 ) -> Result:
-    """Simulate so many iterations. `bucket_bytes` None: no overlap, one bucket after backward."""
+    """Simulate so many iterations."""
     if updates < 1:
         raise RequestError(f"simulate 1 update or more; got {updates}")
-    if cluster.failures is not None:
-        raise RequestError(f"'{strategy}' is an all-reduce: it cannot go on when a learner fails; use a server policy")
-    schedule = build(strategy, ranks=cluster.learners)
-    costs: dict[int, float] = {}
-
-    def reduce_s(size: int) -> float:
-        if size not in costs:
-            costs[size] = price(schedule, topology, size).seconds
-        return costs[size]
-
-    buckets = model.buckets(bucket_bytes)
-    draws = cluster.draws()
-    learners = range(cluster.learners)
-    tally = Tally()
-    spans: list[Span] = []
-    now = 0.0
-    for version in range(updates):
-        compute_s = [draws.take(learner) for learner in learners]
-        end = now + iteration_s(compute_s, model, buckets, reduce_s)
-        last = now + max(compute_s)
-        for learner in learners:
-            done = now + compute_s[learner]
-            tally.seconds["compute"] += compute_s[learner]
-            tally.seconds["wait"] += last - done
-            tally.seconds["send"] += end - last
-            if version < keep_spans:
-                for what, start, stop in (("compute", now, done), ("wait", done, last), ("send", last, end)):
-                    if stop > start:
-                        spans.append(Span(learner, what, start, stop, version))
-        tally.staleness[0] += cluster.learners
-        tally.applied += cluster.learners
-        tally.samples += sum(cluster.samples) + cluster.learners - len(cluster.samples)
-        now = end
-    return Result.of(
-        strategy=strategy,
-        learners=cluster.learners,
-        updates=updates,
-        seconds=now,
-        events=updates * (cluster.learners + len(buckets)),
-        tally=tally,
-        spans=tuple(spans),
-    )
+    rounds = Rounds(strategy, cluster, topology, model, bucket_bytes=bucket_bytes, keep_spans=keep_spans)
+    for _ in range(updates):
+        rounds.go()
+    return rounds.result()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,12 +11,12 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from offbeat import spec as grammar
-from offbeat.errors import LogError, RequestError, unknown
+from offbeat.errors import RequestError, unknown
 from offbeat.simulate.engine import (
     COMPUTE,
     FAILURE,
@@ -29,8 +29,8 @@ from offbeat.simulate.engine import (
     learner_keys,
     uniforms,
 )
+from offbeat.simulate.recorded import read_recording
 from offbeat.spec import Param, parse_seconds
-from offbeat.trace import read_log
 
 # Gives the uniform numbers of a purpose, all in the same shape.
 Chance = Callable[[int], Floats]
@@ -38,53 +38,66 @@ Chance = Callable[[int], Floats]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Law:
-    """A law of compute times; `mean_s` may be infinite."""
+    """A law of compute times; `mean_s` may be infinite.
+
+    `sample` is for learners that are all alike. Where each has times of its own there is `by_learner`, which is told
+    whose each row is, and `sample` is of all of them together.
+    """
 
     text: str
     mean_s: float
     sample: Callable[[Chance], Floats]
+    by_learner: Callable[[Ints, Chance], Floats] | None = None
 
 
-def _constant(value: float) -> tuple[float, Callable[[Chance], Floats]]:
-    return value, lambda u: np.full_like(u(COMPUTE), value)
+class _Made(NamedTuple):
+    """A law less its text."""
+
+    mean_s: float
+    sample: Callable[[Chance], Floats]
+    by_learner: Callable[[Ints, Chance], Floats] | None = None
 
 
-def _uniform(low: float, high: float) -> tuple[float, Callable[[Chance], Floats]]:
+def _constant(value: float) -> _Made:
+    return _Made(value, lambda u: np.full_like(u(COMPUTE), value))
+
+
+def _uniform(low: float, high: float) -> _Made:
     if low > high:
         raise RequestError(f"LOW is {low}, above HIGH, {high}")
-    return (low + high) / 2, lambda u: low + (high - low) * u(COMPUTE)
+    return _Made((low + high) / 2, lambda u: low + (high - low) * u(COMPUTE))
 
 
-def _exponential(mean: float) -> tuple[float, Callable[[Chance], Floats]]:
-    return mean, lambda u: -mean * np.log(u(COMPUTE))
+def _exponential(mean: float) -> _Made:
+    return _Made(mean, lambda u: -mean * np.log(u(COMPUTE)))
 
 
-def _shifted(shift: float, mean: float) -> tuple[float, Callable[[Chance], Floats]]:
-    return shift + mean, lambda u: shift - mean * np.log(u(COMPUTE))
+def _shifted(shift: float, mean: float) -> _Made:
+    return _Made(shift + mean, lambda u: shift - mean * np.log(u(COMPUTE)))
 
 
-def _pareto(shape: float, scale: float) -> tuple[float, Callable[[Chance], Floats]]:
+def _pareto(shape: float, scale: float) -> _Made:
     mean = shape * scale / (shape - 1) if shape > 1 else math.inf
-    return mean, lambda u: scale * u(COMPUTE) ** (-1 / shape)
+    return _Made(mean, lambda u: scale * u(COMPUTE) ** (-1 / shape))
 
 
-def _lognormal(mean: float, cv: float) -> tuple[float, Callable[[Chance], Floats]]:
+def _lognormal(mean: float, cv: float) -> _Made:
     sigma = math.sqrt(math.log1p(cv * cv))
     mu = math.log(mean) - sigma * sigma / 2
-    return mean, lambda u: np.exp(mu + sigma * _normal(u, COMPUTE))
+    return _Made(mean, lambda u: np.exp(mu + sigma * _normal(u, COMPUTE)))
 
 
-def _weibull(shape: float, scale: float) -> tuple[float, Callable[[Chance], Floats]]:
-    return scale * math.gamma(1 + 1 / shape), lambda u: scale * (-np.log(u(COMPUTE))) ** (1 / shape)
+def _weibull(shape: float, scale: float) -> _Made:
+    return _Made(scale * math.gamma(1 + 1 / shape), lambda u: scale * (-np.log(u(COMPUTE))) ** (1 / shape))
 
 
-def _bimodal(fast: float, slow: float, share: float) -> tuple[float, Callable[[Chance], Floats]]:
-    return fast + (slow - fast) * share, lambda u: np.where(u(COMPUTE) < share, slow, fast)
+def _bimodal(fast: float, slow: float, share: float) -> _Made:
+    return _Made(fast + (slow - fast) * share, lambda u: np.where(u(COMPUTE) < share, slow, fast))
 
 
-def _gamma(mean: float, cv: float) -> tuple[float, Callable[[Chance], Floats]]:
+def _gamma(mean: float, cv: float) -> _Made:
     shape = 1 / (cv * cv)
-    return mean, lambda u: mean / shape * _gamma_unit(shape, u)
+    return _Made(mean, lambda u: mean / shape * _gamma_unit(shape, u))
 
 
 def _normal(u: Chance, purpose: int) -> Floats:
@@ -114,32 +127,13 @@ def _gamma_unit(shape: float, u: Chance) -> Floats:
     return result if boost is None else result * boost
 
 
-def _trace(file: str) -> tuple[float, Callable[[Chance], Floats]]:
-    samples = np.array(read_samples(Path(file)))
-    return float(samples.mean()), lambda u: samples[(u(COMPUTE) * len(samples)).astype(np.int64)]
-
-
-def read_samples(path: Path) -> list[float]:
-    """Compute times from a file: the compute spans of a run log, or a number of seconds a line."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not text"
-        raise RequestError(f"cannot read the samples {path}: {reason}") from None
-    if text.startswith("{"):
-        try:
-            spans = read_log(path).spans
-        except LogError as error:
-            raise RequestError(str(error)) from None
-        samples = [s.end_s - s.start_s for s in spans if s.what == "compute" and not s.cancelled]
-    else:
-        samples = [parse_seconds(line) for line in text.split()]
-    samples = [sample for sample in samples if sample > 0]
-    if not samples:
-        raise RequestError(
-            f"{path} holds no compute times: a number of seconds a line, or a run log with compute spans"
-        )
-    return samples
+def _trace(run: str) -> _Made:
+    recording = read_recording(Path(run))
+    return _Made(
+        recording.mean_s,
+        lambda u: recording.pooled.at(u(COMPUTE)),
+        lambda learners, u: recording.at(learners, u(COMPUTE)),
+    )
 
 
 def _time(name: str, help: str) -> Param:
@@ -180,7 +174,7 @@ def _float(text: str) -> float:
 
 
 _CV = _number("cv", "standard deviation / mean", 1e-3, 10)
-_Build = Callable[..., tuple[float, Callable[[Chance], Floats]]]
+_Build = Callable[..., _Made]
 LAWS: dict[str, tuple[str, tuple[Param, ...], _Build]] = {
     "constant": ("always the same", (_time("value", "seconds"),), _constant),
     "uniform": (
@@ -220,25 +214,25 @@ LAWS: dict[str, tuple[str, tuple[Param, ...], _Build]] = {
         lambda fast, slow, share_slow: _bimodal(fast, slow, share_slow),
     ),
     "trace": (
-        "drawn from a file: a run log, or a number of seconds a line",
-        (Param(name="file", read=str, positional=True, required=True, help="a path"),),
+        "drawn from a run (its folder or log), each learner its own, or from a file with a number of seconds a line",
+        (Param(name="run", read=str, positional=True, required=True, help="a path"),),
         _trace,
     ),
 }
 
 
 def parse_law(text: str) -> Law:
-    """`exp:1`, `gamma:20ms,0.25`, `trace:run.jsonl`, ..."""
+    """`exp:1`, `gamma:20ms,0.25`, `trace:runs/digits`, ..."""
     spec = grammar.parse(text)
     if spec.name not in LAWS:
         raise unknown("law", spec.name, LAWS)
     _, params, create = LAWS[spec.name]
     options: dict[str, Any] = grammar.bind(spec, params)
     try:
-        mean, sample = create(**options)
+        made = create(**options)
     except RequestError as error:
         raise RequestError(f"'{spec}': {error}") from None
-    return Law(text=str(spec), mean_s=mean, sample=sample)
+    return Law(text=str(spec), mean_s=made.mean_s, sample=made.sample, by_learner=made.by_learner)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,7 +303,9 @@ class Draws:
                 self.keys[purpose] = learner_keys(self.seed, self.ids, purpose)
             return from_keys(self.keys[purpose][learners, None], minibatches)
 
-        seconds = np.maximum(self.law.sample(chance), 1e-30) / self.speeds[learners, None]  # never nothing at all
+        by_learner = self.law.by_learner
+        drawn = self.law.sample(chance) if by_learner is None else by_learner(self.ids[learners], chance)
+        seconds = np.maximum(drawn, 1e-30) / self.speeds[learners, None]  # never nothing at all
         if self.slow is not None:
             chances = chance(SLOW)
             for row, learner in enumerate(learners.tolist()):

@@ -27,6 +27,7 @@ REJOIN: Final = 7
 LINK: Final = 8
 END: Final = 9
 RESUME: Final = 10
+ASIDE: Final = 11  # a learner without samples leaves, if nothing else at this time has brought it some
 
 # Purposes of random numbers.
 COMPUTE: Final = 0  # and up to COMPUTE + 199 for laws that need more than one number

@@ -57,7 +57,7 @@ def run(
     """
     if updates < 1:
         raise RequestError(f"simulate 1 update or more; got {updates}")
-    simulation = _Simulation(strategy, cluster, updates, keep_spans, write)
+    simulation = Simulation(strategy, cluster, updates, keep_spans, write)
     if simulation.policy.needs_drift:
         raise RequestError(
             f"'{strategy}': a rate by drift needs weights, and a simulation has none; leave the rate out"
@@ -68,7 +68,9 @@ def run(
     return simulation.result(strategy)
 
 
-class _Simulation:
+class Simulation:
+    """One run; `training` has learners that really train in it, and overrides what is said to be theirs."""
+
     def __init__(
         self,
         strategy: str,
@@ -285,6 +287,7 @@ class _Simulation:
             self.sent += 1
             spent, self.unpushed_s[learner] = self.unpushed_s[learner], 0.0
             self.flying[self.sent] = (learner, self.oldest[learner], spent, self.rule.push_every)
+            self._packed(learner, self.sent)
             self.doing[learner] = "send"
             if self.pushing[learner] in self.flying:
                 self.queued[learner] = self.sent
@@ -323,8 +326,7 @@ class _Simulation:
         if not self.free:
             self._close(learner)
             self.doing[learner] = "wait"
-        _, version, _, minibatches = gradient
-        self._tell(Pushed(learner, self.ticket, version, self.samples[learner] * minibatches, None, None, self.now))
+        self._tell(self._pushed(learner, number))
         if self.doing[learner] == "wait" and self.next_version[learner] is not None:
             self._begin(learner)  # weights had come while it was still sending
         elif self.queued[learner] in self.flying:
@@ -332,6 +334,14 @@ class _Simulation:
             self._transmit(learner, waiting)
             self._go_on(learner, computes=True)
         return 1
+
+    def _packed(self, learner: int, number: int) -> None:
+        """A gradient is ready to set out under this number."""
+
+    def _pushed(self, learner: int, number: int) -> Pushed:
+        """What the policy is told of the gradient that has just got a ticket."""
+        _, version, _, minibatches = self.gradients[self.ticket]
+        return Pushed(learner, self.ticket, version, self.samples[learner] * minibatches, None, None, self.now)
 
     def _link(self, which: int, number: int) -> int:
         """Something on a link has ended: a gradient on the way to the server, weights on the way from it."""

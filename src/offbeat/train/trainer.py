@@ -402,25 +402,27 @@ class Trainer:
     def _end(self, twin: nn.Module, at: Standing, why: str) -> None:
         self.finish_saving()
         write_weights(self.run.weights, dict(twin.state_dict()))
-        self.report(
-            {
-                "kind": "end",
-                "accuracy": self.last.get("accuracy"),
-                "loss": self.last.get("loss"),
-                "strategy": self.config.sync,
-                "learners": self.learners,
-                "updates": at.update,
-                "samples_per_s": self.last.get("samples_per_s", 0.0),
-                "seconds": at.seconds,
-                "staleness_mean": at.staleness,
-                "wait_share": self.last.get("wait_share", 0.0),
-                "epochs": at.epoch,
-                "run_dir": str(self.run.path),
-                "stopped": bool(why),
-                "why": why,
-                "process": os.getpid(),
-            }
-        )
+        self.report(self._end_record(at, why))
+
+    def _end_record(self, at: Standing, why: str) -> dict[str, Any]:
+        """`why` it ended before its last epoch, if it did."""
+        return {
+            "kind": "end",
+            "accuracy": self.last.get("accuracy"),
+            "loss": self.last.get("loss"),
+            "strategy": self.config.sync,
+            "learners": self.learners,
+            "updates": at.update,
+            "samples_per_s": self.last.get("samples_per_s", 0.0),
+            "seconds": at.seconds,
+            "staleness_mean": at.staleness,
+            "wait_share": self.last.get("wait_share", 0.0),
+            "epochs": at.epoch,
+            "run_dir": str(self.run.path),
+            "stopped": bool(why),
+            "why": why,
+            "process": os.getpid(),
+        }
 
     def fit(self) -> None:
         """Train, from where the checkpoint stands to the end."""

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offbeat import leases
 from offbeat.errors import EventError, RequestError
-from offbeat.server import leases
-from offbeat.server.leases import Answer, Lease, LeaseBook
+from offbeat.leases import Answer, Lease, LeaseBook
 
 
 def taken(book: LeaseBook, learner: int, count: int, epoch: int = 0) -> Lease:

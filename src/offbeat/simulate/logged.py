@@ -1,0 +1,87 @@
+"""The timeline of a real run, from its log: the same updates from the same minibatches, in the same order.
+
+The log of a run with a parameter server says of each push which samples it came from and at which version it was
+computed, and what the policy answered. The policy is asked again: if it says anything else, the log is not whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from offbeat.errors import LogError, ReplayError, RequestError
+from offbeat.policies import Apply, Drop, Pushed, create
+from offbeat.policies.events import EVENTS, as_text, from_text
+from offbeat.simulate.result import Result, Tally
+from offbeat.simulate.training import KEEP_EVERY, Step, Update, Work, spent_of
+from offbeat.trace import RunLog
+
+
+class LoggedTimeline:
+    """See the module's text. `RequestError` where what happened between pushes is not in the log."""
+
+    lock_step = False
+
+    def __init__(self, log: RunLog) -> None:
+        run = log.run
+        line, expect = run.get("strategy"), run.get("expect")
+        if not isinstance(line, str) or not isinstance(expect, int) or not log.decisions:
+            raise LogError("the log is not that of a run with a parameter server: it has no decisions")
+        self.log, self.line, self.expect = log, line, expect
+        start_by_s = 0.0 if run.get("simulated") is False else None
+        self.policy = create(line, expect=expect, start_by_s=start_by_s)
+        if self.policy.rule.delta or self.policy.rule.fetch_every:
+            raise RequestError(f"'{line}': what its learners did between pushes is not in the log")
+        self.now = 0.0
+        self._tally = Tally()
+
+    def stream(self) -> Iterator[Update]:
+        policy = self.policy
+        works: dict[int, Work] = {}  # by ticket
+        told: dict[int, int] = {}  # by learner
+        for number, record in enumerate(self.log.decisions, start=1):
+            event = from_text(str(record["event"]))
+            if not isinstance(event, EVENTS):
+                raise ReplayError(f"decision {number}: '{record['event']}' is not an event")
+            commands = policy.handle(event)
+            if [as_text(command) for command in commands] != record["commands"]:
+                raise ReplayError(f"decision {number}, '{record['event']}': the policy does not say what the log has")
+            if isinstance(event, Pushed):
+                batch = tuple((epoch, start, count) for epoch, start, count in record.get("batch", ()))
+                if not batch:
+                    raise ReplayError(f"decision {number}, '{record['event']}': its samples are not in the log")
+                works[event.ticket] = Work(event.ticket, event.learner, event.version, (Step(event.version, batch),))
+                told[event.learner] = event.version
+            for command in commands:
+                if isinstance(command, Drop):
+                    del works[command.ticket]
+                elif isinstance(command, Apply):
+                    self.now = event.at_s
+                    yield self._update(command, works, told)
+
+    def _update(self, command: Apply, works: dict[int, Work], told: dict[int, int]) -> Update:
+        policy, scales = self.policy, command.scales
+        taken = tuple(works.pop(ticket) for ticket in command.tickets)
+        rate_of = told[taken[-1].learner]
+        if policy.cancels:  # as the server does
+            pairs = sorted(zip(taken, scales, strict=True), key=lambda pair: pair[0].batch)
+            taken, scales = tuple(work for work, _ in pairs), tuple(scale for _, scale in pairs)
+        tally, before = self._tally, policy.version - 1
+        tally.staleness.update([before - work.version for work in taken])
+        tally.applied += len(taken)
+        tally.samples += sum(work.samples for work in taken)
+        needed = None
+        if policy.version % KEEP_EVERY == 0:
+            held = [gradient.version for gradient in policy.held.values()]
+            needed = frozenset([*held, *(seat.version for seat in policy.seats.values())])
+        return Update(policy.version, self.now, taken, scales, rate_of, spent_of(tally), needed)
+
+    def result(self) -> Result:
+        return Result.of(
+            strategy=self.line,
+            learners=self.expect,
+            updates=self.policy.version,
+            seconds=self.now,
+            events=len(self.log.decisions),
+            tally=self._tally,
+            spans=self.log.spans,
+        )

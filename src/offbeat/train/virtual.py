@@ -1,0 +1,325 @@
+"""A recipe trained in virtual time: the real model, data, optimizer, rates and policies, on a simulated clock.
+
+    outcome = train_virtually(config, Clock(cluster=Cluster(learners=30, law=parse_law("gamma:1,0.25"))), task=task)
+
+Records and the run's folder are those of a real run (`trainer`, `rundir`), with simulated seconds. Nothing here starts
+a process. Laws: the same arguments give the same bits; how many minibatches are computed at a time (`width`) changes
+the weights by rounding only, and no time at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from offbeat import topology
+from offbeat.errors import RequestError
+from offbeat.simulate.books import Book, Epochs, Stream
+from offbeat.simulate.cluster import Cluster
+from offbeat.simulate.collective import Model, Rounds
+from offbeat.simulate.compare import look_at
+from offbeat.simulate.result import Result
+from offbeat.simulate.training import ReducedTimeline, ServedTimeline, Spent, Timeline, Update, Work, train
+from offbeat.strategy import SERVER, family_of
+from offbeat.topology import Topology
+from offbeat.trace import RunLog, write_chrome_trace, write_log
+from offbeat.train.arithmetic import Arithmetic
+from offbeat.train.checkpoint import write_weights
+from offbeat.train.config import Config, shares_of
+from offbeat.train.parts import load_buffers
+from offbeat.train.plan import cut, speeds_to_shares
+from offbeat.train.reading import changed
+from offbeat.train.rundir import RunDir
+from offbeat.train.scaling import optimizer_of
+from offbeat.train.tasks import Task, task_of
+from offbeat.train.trainer import Report, Trainer, evaluate
+from offbeat.train.words import summary_of
+
+WIDTH = 128  # minibatches that are computed at a time, at most
+MOST_BYTES = 1_000_000_000  # of gradients and weights that are computed at a time: the width is lowered to it
+ALL = 10**12  # spans of all versions
+NOTHING = Model.even(layers=1, size_bytes=0, forward_share=1 / 3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clock:
+    """When things happen."""
+
+    cluster: Cluster
+    topology: Topology | None = None  # of an all-reduce; None: without latency
+    layers: Model = NOTHING  # what an all-reduce has to send
+    bucket_bytes: int | None = 25_000_000  # None: no overlap
+    ends_of_epochs: bool = False  # learners wait for each other there, as they do in a real run
+
+
+class Point(NamedTuple):
+    """One look at the test set."""
+
+    seconds: float
+    update: int
+    samples: int  # applied
+    loss: float | None
+    accuracy: float | None
+    train_loss: float | None  # since the look before
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What came of it."""
+
+    config: Config
+    points: tuple[Point, ...]
+    spent: Spent
+    staleness: float
+    result: Result
+    end: Mapping[str, Any]  # as a real run tells it
+    weights: Mapping[str, Tensor]
+    notes: tuple[str, ...]
+
+    def reached(self, target: float) -> Point | None:
+        """The first look at which the accuracy was there."""
+        return next((point for point in self.points if point.accuracy is not None and point.accuracy >= target), None)
+
+
+def train_virtually(
+    config: Config,
+    clock: Clock,
+    *,
+    task: Task | None = None,
+    run: RunDir | None = None,
+    hear: Report = lambda record: None,
+    width: int = 0,
+    every: float = 0.25,
+) -> Outcome:
+    """Train in virtual time. `every`: epochs from look to look. `width` 1: one minibatch after the other; 0: `WIDTH`.
+
+    With `run` its folder gets what a real run leaves, but for checkpoints.
+    """
+    if config.learners != clock.cluster.learners:
+        config = changed(config, {"learners": clock.cluster.learners})
+    trainer = VirtualTrainer(config, task or task_of(config), clock, run=run, report=hear, width=width, every=every)
+    trainer.fit()
+    return trainer.outcome()
+
+
+class VirtualTrainer(Trainer):
+    """All learners of a run, in one process; see the module's text."""
+
+    def __init__(
+        self,
+        config: Config,
+        task: Task,
+        clock: Clock,
+        *,
+        run: RunDir | None,
+        report: Report,
+        width: int = 0,
+        every: float = 0.25,
+    ) -> None:
+        if not 0 < every < math.inf:
+            raise RequestError(f"epochs from look to look are above 0; got {every}")
+        super().__init__(config, task, run or RunDir(Path()), number=0, learners=config.learners, report=report)
+        self.clock = clock
+        self._writes = run is not None
+        self._decisions: list[dict[str, Any]] = []
+        self.arithmetic = Arithmetic(self, alone=width == 1)
+        self._width = width or self._fitting_width()
+        self._every = max(1, round(every * self.samples))
+        self._next_look = self._every
+        self.timeline: Timeline = self._timeline(clock)
+        self.points: list[Point] = []
+        self._staleness = 0  # summed over gradients
+        self._spent = Spent(0.0, 0.0, 0.0, 0.0)
+        self._twins: tuple[nn.Module, tuple[Tensor, ...]] | None = None
+        self._stops = False
+        self._ended: dict[str, Any] = {}
+
+    def _fitting_width(self) -> int:
+        of_each = 4 * 6 * self.arithmetic.replica.table.items  # weights, gradients, and what lies between them
+        return max(1, min(WIDTH, MOST_BYTES // of_each))
+
+    # --- the clock ----------------------------------------------------------------------------------------------------
+
+    def _timeline(self, clock: Clock) -> Timeline:
+        config, train = self.config, self.config.train
+        cluster, learners = clock.cluster, self.learners
+        size = train.batch_size * train.accumulate
+        sizes = (size,) * learners
+        if family_of(config.sync) == SERVER:
+            spans = ALL if self._writes else 0
+            return ServedTimeline(
+                config.sync,
+                cluster,
+                self._book(clock, sizes),
+                keep_spans=spans,
+                write=self._add_decision if self._writes else None,
+            )
+        shares = self._shares(cluster)
+        if shares:  # the time of a minibatch is in proportion to its samples
+            sizes = tuple(cut(size * learners, shares, least=1))
+            speeds = [*cluster.speeds, *[1.0] * (learners - len(cluster.speeds))]
+            faster = tuple(speed * size / piece for speed, piece in zip(speeds, sizes, strict=True))
+            cluster = replace(cluster, speeds=faster)
+        rounds = Rounds(
+            config.sync,
+            cluster,
+            clock.topology or topology.build("uniform:latency=0s", ranks=learners),
+            clock.layers,
+            bucket_bytes=clock.bucket_bytes,
+            keep_spans=ALL if self._writes else 0,
+        )
+        return ReducedTimeline(rounds, self._book(clock, sizes))
+
+    def _book(self, clock: Clock, sizes: tuple[int, ...]) -> Book:
+        kind = Epochs if clock.ends_of_epochs else Stream
+        again = self.config.cancelled == "again"
+        return kind(samples=self.samples, sizes=sizes, epochs=self.config.train.epochs, again=again)
+
+    def _shares(self, cluster: Cluster) -> tuple[float, ...]:
+        """Of an update's samples, where they are not equal; `auto` knows how fast the learners are on average."""
+        split = self.config.train.split
+        if split == "auto":
+            return speeds_to_shares(look_at(cluster).mean_s, [1] * cluster.learners)
+        return tuple(float(share) for share in shares_of(split))
+
+    # --- the loop -----------------------------------------------------------------------------------------------------
+
+    def fit(self) -> None:
+        self.tell_beginning()
+        self._look()
+        train(self.timeline, self.arithmetic, width=self._width, after=self._after)
+        if self.points[-1].update != self.at.update:
+            self._look()
+        self._end_here()
+
+    def _after(self, update: Update) -> bool:
+        at = self.at
+        at.update, at.seconds = update.version, update.at_s
+        at.applied += update.samples
+        self._spent = update.spent
+        self._staleness += sum(update.version - 1 - work.version for work in update.works)
+        at.gradients += len(update.works)
+        at.staleness = self._staleness / at.gradients if at.gradients else None
+        at.epoch = at.applied // self.samples
+        if at.applied < self._next_look:
+            self._tell(update)
+            return False
+        self._next_look = (at.applied // self._every + 1) * self._every
+        point = self._look()
+        wanted = self.config.train.stop_at
+        self._stops = bool(wanted and point.accuracy is not None and point.accuracy >= wanted)
+        return self._stops
+
+    def _tell(self, update: Update) -> None:
+        """Progress, now and then."""
+        if update.version % 16 == 0:
+            arithmetic = self.arithmetic
+            loss = arithmetic.loss_sum / arithmetic.loss_of if arithmetic.loss_of else math.nan
+            self.seen = self.at.applied
+            self.compute_s, self.wait_s = update.spent.compute_s, update.spent.wait_s + update.spent.send_s
+            self.tell_progress(update.version, torch.tensor(loss))
+
+    def _look(self) -> Point:
+        """Evaluate, and tell."""
+        at, arithmetic = self.at, self.arithmetic
+        if self._twin is None:
+            self._twin = self._build().eval()
+            optimizer = optimizer_of(self._twin, self.stepping)
+            self._twins = self._twin, tuple(one for group in optimizer.param_groups for one in group["params"])
+        assert self._twins is not None
+        trained = tuple(one for one in self._twins[1] if one.requires_grad)
+        arithmetic.replica.write_model(arithmetic.replica.current, trained)
+        load_buffers(self._twin, arithmetic.mean_buffers())
+        loss, accuracy = evaluate(self._twin, self.task, self.precision, self.moved)
+        told = arithmetic.loss_sum / arithmetic.loss_of if arithmetic.loss_of else None
+        arithmetic.loss_sum, arithmetic.loss_of = 0.0, 0
+        point = Point(at.seconds, at.update, at.applied, _finite(loss), accuracy, _finite(told))
+        self.points.append(point)
+        if at.update:
+            self._tell_look(point)
+        return point
+
+    def _tell_look(self, point: Point) -> None:
+        at, spent = self.at, self._spent
+        whole = spent.compute_s + spent.send_s + spent.wait_s
+        self.last = {
+            "kind": "evaluated",
+            "epoch": round(at.applied / self.samples, 4),
+            "update": at.update,
+            "accuracy": point.accuracy,
+            "loss": point.loss,
+            "train_loss": point.train_loss,
+            "seconds": at.seconds,
+            "samples": at.applied,
+            "samples_per_s": at.applied / at.seconds if at.seconds else 0.0,
+            "wait_share": (spent.wait_s + spent.send_s) / whole if whole else 0.0,
+            "staleness": at.staleness,
+            "rate": self.pace.rate(max(0, at.update - 1)),
+            "dropped": self._dropped(),
+            "simulated": True,
+        }
+        if self._writes:
+            self._add_metrics()
+        self.report(self.last)
+
+    def _dropped(self) -> dict[str, int]:
+        bad = self.arithmetic.not_finite
+        return {"not finite": bad} if bad else {}
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def _add_decision(self, record: dict[str, Any], work: Work | None) -> None:
+        if work is not None:
+            record["hyper"] = self.arithmetic.hyper_at(work.version)
+        self._decisions.append(record)
+
+    def _end_here(self) -> None:
+        assert self._twin is not None
+        self._ended = self._end_record(self.at, "the accuracy is there" if self._stops else "")
+        if self._writes:
+            self._write_log()
+            write_weights(self.run.weights, dict(self._twin.state_dict()))
+            self.run.summary.write_text(summary_of(self.config, self._ended, self.run.read_metrics()), encoding="utf-8")
+        self.report(self._ended)
+
+    def _write_log(self) -> None:
+        """What the timeline has simulated beyond the last update is no part of the run."""
+        end_s, result = self.at.seconds, self.timeline.result()
+        spans = tuple(span for span in result.spans if span.end_s <= end_s)
+        decisions = tuple(one for one in self._decisions if float(one["event"].rpartition("@")[2]) <= end_s)
+        cluster = self.clock.cluster
+        facts = {
+            "strategy": self.config.sync,
+            "expect": self.learners,
+            "learners": self.learners,
+            "simulated": True,
+            "seed": self.config.seed,
+            "name": self.config.name,
+            "compute": cluster.law.text,
+            "clip_norm": self.config.train.clip_norm,
+        }
+        write_log(self.run.log(1), RunLog(run=facts, spans=spans, decisions=decisions))
+        write_chrome_trace(self.run.trace, spans, name=self.config.name)
+
+    def outcome(self) -> Outcome:
+        assert self._twin is not None
+        return Outcome(
+            config=self.config,
+            points=tuple(self.points),
+            spent=self._spent,
+            staleness=self.at.staleness or 0.0,
+            result=self.timeline.result(),
+            end=self._ended,
+            weights={name: one.clone() for name, one in self._twin.state_dict().items()},
+            notes=tuple(self.notes),
+        )
+
+
+def _finite(number: float | None) -> float | None:
+    return number if number is not None and math.isfinite(number) else None
