@@ -37,6 +37,12 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     add("--learner-bandwidth", type=reader(parse_rate), default=math.inf, metavar="RATE", help="of a learner's link")
     add("--server-bandwidth", type=reader(parse_rate), default=math.inf, metavar="RATE", help="of a server's link")
     add("--shards", type=reader(parse_count), default=1, metavar="S", help="servers, a part of the weights each")
+    add(
+        "--network",
+        type=reader(_network),
+        metavar="RATE[,LATENCY]",
+        help="one port for every machine, like 10Gbit/s,4us: bandwidths, latency and topology at once",
+    )
     add("--topology", default="uniform", help="of an all-reduce (default uniform)")
     add("--layers", type=reader(_layers), default=50, metavar="N", help="of the model, for overlap (default 50)")
     add(
@@ -51,6 +57,12 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def cluster_of(given: argparse.Namespace) -> Cluster:
+    if given.network is not None:
+        rate, latency = given.network
+        given.learner_bandwidth = given.server_bandwidth = rate
+        given.latency = latency
+        given.topology = f"uniform:bandwidth={rate:.15g}B/s,latency={latency:.15g}s"
+        given.network = None
     compute = parse_law(given.compute) if isinstance(given.compute, str) else given.compute
     wires = None
     if given.size or given.latency:
@@ -101,6 +113,11 @@ def simulate(
     return collective.run(
         strategy, cluster, machine, model_of(given), updates=updates, bucket_bytes=bucket, keep_spans=keep_spans
     )
+
+
+def _network(text: str) -> tuple[float, float]:
+    rate, comma, latency = text.partition(",")
+    return parse_rate(rate), parse_seconds(latency) if comma else 0.0
 
 
 def _layers(text: str) -> int:

@@ -7,6 +7,8 @@ import argparse
 from offbeat import spec as grammar
 from offbeat.commands.base import Command, busy, console, heading, json_argument, print_json, reader, say
 from offbeat.commands.cluster import add_cluster_arguments, cluster_of, simulate
+from offbeat.commands.race import race
+from offbeat.commands.virtual import add_recipe_arguments, refuse_without_recipe
 from offbeat.simulate.compare import WhatIf, advise, describe, horizon_s, look_at, what_if, why
 from offbeat.simulate.result import Result
 from offbeat.spec import count_of, parse_count
@@ -22,6 +24,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_cluster_arguments(parser)
     json_argument(parser)
+    add_recipe_arguments(parser)
+    parser.add_argument("--seeds", type=reader(parse_count), default=1, metavar="N", help="runs of each (default 1)")
 
 
 def _default(learners: int) -> list[str]:
@@ -38,6 +42,10 @@ def _default(learners: int) -> list[str]:
 
 
 def _run(given: argparse.Namespace) -> None:
+    if given.recipe is not None:
+        race(given)
+        return
+    refuse_without_recipe(given)
     cluster = cluster_of(given)
     names = given.strategies or _default(cluster.learners)
     families = [simulated_family_of(name) for name in names]
@@ -71,7 +79,7 @@ def _run(given: argparse.Namespace) -> None:
         for result in results:
             say(out, f"{result.strategy}: {why(result)}")
         out.print()
-    say(out, "Which is best needs accuracy: more gradients a second may be worth less each.", style="dim")
+    say(out, "Which is best needs accuracy: more gradients a second may be worth less each (--recipe).", style="dim")
 
 
 def _subject(names: list[str], families: list[str]) -> str | None:
@@ -129,11 +137,14 @@ def _as_json(results: list[Result], machines: str, found: WhatIf | None) -> dict
 
 COMMAND = Command(
     summary="put strategies side by side on one simulated cluster, and say why they differ",
-    about="Put strategies side by side on the same simulated cluster with the same draws, and say why they differ.",
+    about="""Put strategies side by side on the same simulated cluster with the same draws, and say why they differ.
+With --recipe and --target they are really trained on that clock: which is first at the accuracy, how sure that is, why,
+and what to use. The picture of error against time is in the folder that it names.""",
     examples=(
         "compare --learners 8 --compute pareto:2,1",
         "compare --learners 8 --compute gamma:1,0.1 --speeds 1,1,1,0.3333",
         "compare full-sync k-async:2 async --learners 4 --compute constant:1",
+        "compare ring k-sync:6 k-async:4 --recipe digits-mlp --learners 8 --rate 0.03 --target 0.9 --seeds 3",
     ),
     arguments=_arguments,
     run=_run,

@@ -21,6 +21,7 @@ from offbeat.commands.base import (
     say,
 )
 from offbeat.commands.cluster import add_cluster_arguments, cluster_of, model_of, simulate
+from offbeat.commands.virtual import add_recipe_arguments, refuse_without_recipe, simulate_recipe
 from offbeat.errors import RequestError
 from offbeat.simulate.collective import bucket_curve
 from offbeat.simulate.compare import why
@@ -37,7 +38,7 @@ _VERSION_STYLES = ("blue", "green", "magenta", "cyan", "yellow", "red")
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("strategy", help="k-async:4, softsync:2,rate=inverse, ring, ...; see offbeat strategies")
-    parser.add_argument("--updates", type=reader(parse_count), default=1000, metavar="N", help="(default 1000)")
+    parser.add_argument("--updates", type=reader(parse_count), metavar="N", help="(default 1000; a recipe has epochs)")
     add_cluster_arguments(parser)
     parser.add_argument(
         "--show", type=reader(_whole), default=3, metavar="N", help="updates in the timeline (default 3)"
@@ -48,6 +49,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--curve", action="store_true", help="of an all-reduce: the time as buckets get smaller")
     json_argument(parser)
+    add_recipe_arguments(parser)
 
 
 def _whole(text: str) -> int:
@@ -55,6 +57,15 @@ def _whole(text: str) -> int:
 
 
 def _run(given: argparse.Namespace) -> None:
+    if given.recipe is not None:
+        for word in ("updates", "trace", "log", "curve"):
+            if getattr(given, word):
+                instead = "--epochs" if word == "updates" else "the files in its folder (--run-dir)"
+                raise RequestError(f"--{word} is not for a recipe: it has {instead}")
+        simulate_recipe(given)
+        return
+    refuse_without_recipe(given)
+    given.updates = given.updates or 1000
     cluster = cluster_of(given)
     reduces = simulated_family_of(given.strategy) == ALL_REDUCE
     if given.curve:
@@ -176,13 +187,17 @@ def _curve(given: argparse.Namespace) -> None:
 
 COMMAND = Command(
     summary="run one strategy in simulated time, with the real policies and schedules",
-    about="Run one strategy in simulated time: the same policy objects and schedules that run for real.",
+    about="""Run one strategy in simulated time: the same policy objects and schedules that run for real. With
+--recipe the model is really trained on that clock: loss and accuracy against simulated seconds, and the time to a
+target. Its folder has what a real run's has.""",
     examples=(
         "simulate k-sync:4 --learners 8 --compute shifted-exp:1,1",
         "simulate softsync:2,rate=inverse --learners 30 --compute gamma:1,0.25 --updates 5000",
         "simulate async --size 100MB --learner-bandwidth 1GB/s --server-bandwidth 1GB/s --speeds 1,1,0.3",
         "simulate ring --learners 40 --compute constant:370ms --forward-share 0.338 --size 1.2GB "
         "--topology uniform:bandwidth=5.85GB/s,latency=20us --curve",
+        "simulate k-async:4 --recipe digits-mlp --learners 30 --compute gamma:1,0.25 --target 0.95 "
+        "--run-dir runs/k-async-4",
     ),
     arguments=_arguments,
     run=_run,

@@ -233,6 +233,7 @@ class ShardMemory(Updates):
 
     def __init__(self, arena: Arena, shard: int) -> None:
         super().__init__(arena, *arena.table.shard(shard, arena.setting.shards), arena.steps[shard])
+        self.shard = shard
         self._word = arena.shard_word(shard)
 
     @property

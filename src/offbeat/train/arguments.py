@@ -8,6 +8,7 @@ that, so that a wrong word is told in the same way wherever it was written. Noth
 from __future__ import annotations
 
 import argparse
+from collections.abc import Collection
 from typing import get_origin
 
 from offbeat.errors import RequestError
@@ -29,13 +30,14 @@ _METAVARS = {int: "N", float: "X", bool: "true|false", "sync": "STRATEGY", "slow
 _DEST = "config:"  # before the names in the namespace, so that a command's own never meet them
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add them all, in groups; those that are not given leave no trace."""
-    groups = {section: parser.add_argument_group(title) for section, title in _TITLES.items()}
+def add_arguments(parser: argparse.ArgumentParser, *, sections: Collection[str] = tuple(_TITLES)) -> None:
+    """Add them all, or those of some sections, in groups; those that are not given leave no trace."""
+    groups = {section: parser.add_argument_group(_TITLES[section]) for section in sections}
     for field in all_fields():
-        if get_origin(field.kind) is dict:
-            continue  # by --set
-        group = groups[field.key.rpartition(".")[0]]
+        section = field.key.rpartition(".")[0]
+        if get_origin(field.kind) is dict or section not in groups:
+            continue  # a dict: by --set
+        group = groups[section]
         names = [SHORT[field.key]] if field.key in SHORT else []
         several = field.key == "slow"
         group.add_argument(
@@ -47,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar=_metavar(field),
             help=_help(field) + ("; may be given several times" if several else ""),
         )
-    groups[""].add_argument(
+    groups[next(iter(sections))].add_argument(
         "--set",
         dest=f"{_DEST}set",
         action="append",

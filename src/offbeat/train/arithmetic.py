@@ -79,32 +79,36 @@ class Arithmetic:
         self._many = vmap(grad_and_value(self._loss_at), in_dims=(0, 0, 0), randomness="error")
         self.buffers: dict[int, dict[str, Tensor]] | None = None  # of each learner, where computing changes them
         self._first_buffers = {name: one.clone() for name, one in buffers_of(trainer.model).items()}
-        self.together = self.as_one = False
-        self.why_alone = "asked for" if alone else self._try()
-        if alone:
-            self._see_buffers()
         self._synchronised = config.train.batch_norm == "synchronised"
+        self.together = self.as_one = False
+        scale = None if trainer.precision.scaler is None else trainer.precision.scaler.state()
+        self._see_buffers()
+        self.why_alone = "asked for" if alone else self._try()
+        if trainer.precision.scaler is not None and scale is not None:
+            trainer.precision.scaler.load(scale)  # trials are no minibatches
 
     # --- which ways are right -----------------------------------------------------------------------------------------
 
     def _see_buffers(self) -> None:
-        size = min(2, self.trainer.samples)
-        self._backward(((0, 0, size),))
-        self._restore()
-
-    def _restore(self) -> None:
-        model, first = self.trainer.model, self._first_buffers
-        if any(not torch.equal(one, first[name]) for name, one in buffers_of(model).items()):
+        """Whether a minibatch writes to the model's buffers, be it what they had."""
+        model = self.trainer.model
+        before = {name: (one, one._version) for name, one in buffers_of(model).items()}
+        self._backward(((0, 0, min(2, self.trainer.samples)),))
+        now = buffers_of(model)
+        if any(now[name] is not one or now[name]._version != version for name, (one, version) in before.items()):
             self.buffers = {}
-        load_buffers(model, first)
+        load_buffers(model, self._first_buffers)
 
     def _try(self) -> str:
         """Compute two minibatches in all three ways; why only the first will do, if so."""
         trainer, replica = self.trainer, self.replica
         size = min(trainer.config.train.batch_size * trainer.config.train.accumulate, trainer.samples // 2)
         if size < 1 or (self.rule is not None and (self.rule.delta or self.rule.fetch_every)):
-            self._see_buffers()
             return "learners step by themselves" if size else "there are too few samples"
+        if self.buffers is not None:
+            return "minibatches change the model's buffers, which are each learner's own"
+        if trainer.precision.name != "fp32":
+            return f"they are computed in {trainer.precision.name}"
         batches: list[Batch] = [((0, 0, size),), ((0, size, size),)]
         found = []
         for batch in batches:
@@ -113,25 +117,20 @@ class Arithmetic:
             found.append(replica.slots[_TRIED])
         absent = replica.absent(_TRIED)
         replica.drop([_TRIED])
-        self._restore()
-        if trainer.precision.name != "fp32":
-            return f"they are computed in {trainer.precision.name}"
         try:
             inputs, targets = self._fetch(batches)
             if not isinstance(inputs, Tensor) or not isinstance(targets, Tensor):
                 return "minibatches are not two tensors"
             many, _ = self._gradients([replica.current] * 2, inputs, targets)
         except Exception as error:  # whatever torch cannot do with this model, it can do alone
-            load_buffers(trainer.model, self._first_buffers)
             return " ".join(str(error).split())[:120]
         self._backward((*batches[0], *batches[1]))
         replica.take_gradient(_TRIED)
         union = replica.slots[_TRIED]
         replica.drop([_TRIED])
-        self._restore()
         mean = (found[0] + found[1]) / 2
-        self.together = not absent and all(_near(many[at], found[at]) for at in range(2)) and self.buffers is None
-        self.as_one = _near(union, mean) and self.buffers is None
+        self.together = not absent and all(_near(many[at], found[at]) for at in range(2))
+        self.as_one = _near(union, mean)
         return "" if self.together and self.as_one else "minibatches together do not give what they give alone"
 
     # --- gradients ----------------------------------------------------------------------------------------------------

@@ -124,6 +124,7 @@ class Trainer:
         self.at.epoch_end = self.at.halt = False
         self.shift = self._shift_of(checkpoint)
         self.notes: list[str] = []
+        self.begun_with: list[str] = []  # what was told at the beginning
         self.stop_wanted = False  # somebody has sent a signal
         self.compute_s = self.wait_s = 0.0
         self.seen = 0  # samples that this learner has computed
@@ -261,7 +262,7 @@ class Trainer:
         """By the first learner, when all is ready."""
         config = self.config
         told = self.pace.words(config.train, line=config.sync, learners=self.learners)
-        notes = [*([told] if told else []), *self.notes]
+        notes = self.begun_with = [*([told] if told else []), *self.notes]
         if self.stepping.momentum != config.train.momentum:
             old = expected_staleness(config.sync, self.learners)
             notes.append(

@@ -81,6 +81,7 @@ class Outcome:
     end: Mapping[str, Any]  # as a real run tells it
     weights: Mapping[str, Tensor]
     notes: tuple[str, ...]
+    how: str  # the gradients were computed
 
     def reached(self, target: float) -> Point | None:
         """The first look at which the accuracy was there."""
@@ -317,8 +318,16 @@ class VirtualTrainer(Trainer):
             result=self.timeline.result(),
             end=self._ended,
             weights={name: one.clone() for name, one in self._twin.state_dict().items()},
-            notes=tuple(self.notes),
+            notes=tuple(self.begun_with),
+            how=self._how(),
         )
+
+    def _how(self) -> str:
+        many, arithmetic = self.at.gradients, self.arithmetic
+        if arithmetic.together and arithmetic.as_one and self._width > 1:
+            return f"{many:,} minibatches, up to {self._width} at a time"
+        why = f" ({arithmetic.why_alone})" if arithmetic.why_alone and self._width > 1 else ""
+        return f"{many:,} minibatches, one by one{why}"
 
 
 def _finite(number: float | None) -> float | None:

@@ -1,0 +1,207 @@
+"""offbeat compare --recipe: strategies on a race to an accuracy, in virtual time.
+
+Each strategy is trained once for every seed, on the same draws of compute times. Where a learner is persistently slow,
+an all-reduce that gives it less to do, and everybody without it, are in the race too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from offbeat.commands.base import console, heading, print_json, say, write_file
+from offbeat.commands.cluster import cluster_of
+from offbeat.commands.virtual import Live, clock_of, config_of, curve_of, task_for
+from offbeat.errors import RequestError
+from offbeat.policies import create
+from offbeat.simulate.cluster import Cluster
+from offbeat.simulate.compare import describe, look_at
+from offbeat.simulate.race import Curve, Racer, advice, advised, chart_of, percent, ranked, words_of
+from offbeat.spec import count_of, format_seconds
+from offbeat.strategy import ALL_REDUCE, simulated_family_of
+
+
+class Entry(NamedTuple):
+    """A strategy that runs, and on which machines."""
+
+    strategy: str
+    cluster: Cluster
+    variant: str = ""
+    option: str = ""
+    changes: tuple[tuple[str, Any], ...] = ()  # of the training
+
+
+def default_strategies(learners: int) -> list[str]:
+    """Some of each kind, with small and large K, and with a rate by staleness."""
+    half, quarter = max(1, learners // 2), max(1, learners // 4)
+    most = max(1, learners * 3 // 4)
+    lines = ["ring", f"k-sync:{most}", f"k-batch-sync:{half}", f"k-async:{half}", f"k-async:{quarter}",
+             f"k-batch-async:{half}", f"k-batch-async:{quarter}", f"k-batch-async:{quarter},rate=inverse",
+             "async", "async:rate=inverse"]  # fmt: skip
+    return list(dict.fromkeys(lines))
+
+
+def race(given: argparse.Namespace) -> None:
+    """`offbeat compare ... --recipe ... --target ...`."""
+    if given.target is None:
+        raise RequestError("a race needs an end: say the accuracy to reach, like --target 0.95")
+    from offbeat.train.rundir import check_free, new_run_dir
+
+    if given.run_dir is not None:
+        check_free(given.run_dir)
+    cluster = cluster_of(given)
+    names = given.strategies or default_strategies(cluster.learners)
+    machines = look_at(cluster)
+    entries = [Entry(name, cluster) for name in dict.fromkeys(names)]
+    entries += _variants(entries, machines.slow)
+    for entry in entries:  # what is wrong is told before anything is trained
+        config = config_of(given, entry.strategy, seed=given.seed, learners=entry.cluster.learners)
+    task_for(config)
+    folder = new_run_dir(f"compare-{config.name}", given.run_dir)
+    started = time.perf_counter()
+    with Live("training in virtual time") as live:
+        racers = [_run(given, entry, live, f"{at} of {len(entries)}") for at, entry in enumerate(entries, start=1)]
+    took = time.perf_counter() - started
+    order = ranked(racers)
+    lines = advice(racers, given.target, describe(machines))
+    title = f"{config.name}, {count_of(cluster.learners, 'learner')}, {cluster.law.text}"
+    subtitle = f"{count_of(given.seeds, 'seed')}; thin: each, bold: their median; dots: the target is reached"
+    drawn = [(racer.label, list(racer.curves)) for racer in order]
+    write_file(folder / "error.svg", chart_of(drawn, title=title, target=given.target, subtitle=subtitle))
+    told = _as_json(given, order, lines, advised(racers), folder)
+    import json
+
+    write_file(folder / "race.json", json.dumps(told, indent=1, allow_nan=False))
+    if given.json:
+        print_json(told)
+        return
+    out = console()
+    heading(out, f"{title}, to {percent(given.target)}, {count_of(given.seeds, 'seed')} from {given.seed}")
+    for line in lines:
+        say(out, line)
+    out.print()
+    _table(order)
+    for racer in order:
+        say(out, f"{racer.label}: {words_of(racer)}")
+    out.print()
+    say(out, f"error against time: {folder / 'error.svg'}; every point: {folder / 'race.json'}")
+    say(out, f"computed in {format_seconds(took)}", style="dim")
+
+
+def _variants(entries: Sequence[Entry], slow: Sequence[int]) -> list[Entry]:
+    """What could be done about learners that are always slow: give them less, or do without them."""
+    if not slow or not entries:
+        return []
+    cluster = entries[0].cluster
+    names = [entry.strategy for entry in entries]
+    reduces = next((name for name in names if simulated_family_of(name) == ALL_REDUCE), "ring")
+    less = Entry(reduces, cluster, "split by speed", "--train.split auto", (("split", "auto"),))
+    rest = cluster
+    for learner in sorted(slow, reverse=True):
+        rest = rest.without(learner) if rest.learners > 1 else rest
+    if rest.learners == cluster.learners or rest.learners < 1:
+        return [less]
+    shown = ", ".join(map(str, sorted(slow)[:4])) + (", ..." if len(slow) > 4 else "")
+    who = f"without learner{'' if len(slow) == 1 else 's'} {shown}"
+    others = [name for name in dict.fromkeys([reduces, *names]) if _fits(name, rest.learners)]
+    return [less, *(Entry(name, rest, who, f"leave it out: --learners {rest.learners}") for name in others)]
+
+
+def _fits(strategy: str, learners: int) -> bool:
+    """Whether a strategy can run on so few."""
+    try:
+        if simulated_family_of(strategy) == ALL_REDUCE:
+            from offbeat.schedules import build
+
+            build(strategy, ranks=learners)
+        else:
+            create(strategy, expect=learners)
+    except RequestError:
+        return False
+    return True
+
+
+def _run(given: argparse.Namespace, entry: Entry, live: Live, which: str) -> Racer:
+    """The strategy with every seed."""
+    from offbeat.train.reading import changed
+    from offbeat.train.virtual import train_virtually
+
+    curves: list[Curve] = []
+    for seed in range(given.seed, given.seed + given.seeds):
+        cluster = replace(entry.cluster, seed=seed)
+        config = config_of(given, entry.strategy, seed=seed, learners=cluster.learners)
+        if entry.changes:
+            config = changed(config, {"train": dict(entry.changes)})
+        task = task_for(config)
+        label = f"{entry.strategy}, {entry.variant}" if entry.variant else entry.strategy
+        live.begin(f"{which}: {label}, seed {seed}")
+        outcome = train_virtually(
+            config,
+            clock_of(given, cluster, task),
+            task=task,
+            hear=live.hear,
+            width=given.width or 0,
+            every=given.look_every,
+        )
+        curves.append(curve_of(outcome, seed, given.target))
+    return Racer(entry.strategy, tuple(curves), entry.variant, entry.option)
+
+
+def _table(order: Sequence[Racer]) -> None:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("strategy", no_wrap=True)
+    for column in ("to target", "fastest", "slowest", "updates", "at the end", "staleness"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for racer in order:
+        times = racer.times
+        updates = sorted(math.inf if one.reached_updates is None else one.reached_updates for one in racer.curves)
+        middle = updates[(len(updates) - 1) // 2]
+        table.add_row(
+            racer.label,
+            _seconds(racer.median_s),
+            _seconds(times[0]),
+            _seconds(times[-1]),
+            "-" if middle == math.inf else f"{middle:,.0f}",
+            percent(racer.accuracy),
+            f"{racer.staleness:.1f}",
+        )
+    console().print(table)
+
+
+def _seconds(value: float) -> str:
+    return "not reached" if value == math.inf else format_seconds(value)
+
+
+def _as_json(
+    given: argparse.Namespace, order: Sequence[Racer], lines: list[str], chosen: Racer | None, folder: Path
+) -> dict[str, Any]:
+    return {
+        "recipe": given.recipe,
+        "target": given.target,
+        "seeds": given.seeds,
+        "advice": lines,
+        "advised": None if chosen is None else {"strategy": chosen.strategy, "variant": chosen.variant},
+        "strategies": [
+            {
+                "strategy": racer.strategy,
+                "variant": racer.variant,
+                "seconds_to_target": None if racer.median_s == math.inf else racer.median_s,
+                "samples_per_s": racer.samples_per_s,
+                "accuracy": racer.accuracy,
+                "staleness_mean": racer.staleness,
+                "wait_share": racer.wait_share,
+                "waste_share": racer.waste_share,
+                "runs": [curve._asdict() for curve in racer.curves],
+            }
+            for racer in order
+        ],
+        "run_dir": str(folder),
+    }

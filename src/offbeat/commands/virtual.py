@@ -1,0 +1,306 @@
+"""What `simulate` and `compare` share where a recipe is trained in virtual time: options, clocks, runs, words."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from offbeat import topology
+from offbeat.commands.base import busy, console, facts, heading, print_json, reader, write_file
+from offbeat.commands.cluster import cluster_of, model_of
+from offbeat.errors import RequestError
+from offbeat.simulate.cluster import Cluster
+from offbeat.simulate.race import Curve, chart_of, percent
+from offbeat.spec import count_of, format_seconds, parse_count
+from offbeat.strategy import simulated_family_of
+
+if TYPE_CHECKING:
+    from offbeat.train.config import Config
+    from offbeat.train.tasks import Task
+    from offbeat.train.virtual import Clock, Outcome
+
+ROWS = 12  # of the table of a run
+PLAIN_EVERY_S = 10.0  # between two plain lines
+
+
+def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
+    from offbeat.train.arguments import add_arguments
+
+    group = parser.add_argument_group("training in virtual time")
+    add = group.add_argument
+    add(
+        "--recipe", metavar="RECIPE", help="train it for real, on the simulated clock (offbeat recipes, or a TOML file)"
+    )
+    add("--target", type=reader(_share), metavar="X", help="the accuracy to reach, like 0.95")
+    add("--look-every", type=reader(_epochs), default=0.25, metavar="X", help="epochs from look to look (default 0.25)")
+    add(
+        "--epoch-ends",
+        action="store_true",
+        help="learners wait for each other at the end of an epoch, as in a real run",
+    )
+    add(
+        "--width",
+        type=reader(parse_count),
+        metavar="N",
+        help="minibatches computed at a time (default: as fits); 1: alone",
+    )
+    add("--run-dir", type=Path, metavar="FOLDER", help="of what is written (default runs/NAME-TIME)")
+    add_arguments(parser, sections=("model", "data", "train"))
+
+
+def refuse_without_recipe(given: argparse.Namespace) -> None:
+    """Options of a training say nothing where none is."""
+    from offbeat.train.arguments import given as changes_of
+    from offbeat.train.reading import flag
+
+    changes = changes_of(given)
+    words = [flag(key) for key in changes] + [name for name in ("target", "run_dir", "width") if getattr(given, name)]
+    if words:
+        word = words[0] if words[0].startswith("--") else f"--{words[0].replace('_', '-')}"
+        raise RequestError(f"{word} is for training in virtual time: name a recipe with --recipe, like digits-mlp")
+
+
+def config_of(given: argparse.Namespace, strategy: str, *, seed: int, learners: int) -> Config:
+    from offbeat.train.arguments import given as changes_of
+    from offbeat.train.reading import changed, override, read_recipe
+
+    simulated_family_of(strategy)  # refuses what cannot be simulated, by its name
+    config = override(read_recipe(given.recipe), changes_of(given))
+    try:
+        return changed(config, {"sync": strategy, "learners": learners, "seed": seed, "slow": (), "device": "cpu"})
+    except RequestError as error:
+        raise RequestError(str(error).removeprefix("sync: ")) from None
+
+
+def task_for(config: Config) -> Task:
+    """Data and model, tried once: what is wrong with them is told before anything runs."""
+    import torch
+
+    from offbeat.train.tasks import check, task_of
+
+    torch.set_num_threads(config.train.threads)
+    with redirect_stdout(sys.stderr):  # what modules of one's own print when they are loaded
+        task = task_of(config)
+        check(task)
+    return task
+
+
+def clock_of(given: argparse.Namespace, cluster: Cluster, task: Task) -> Clock:
+    """The size of what is sent is the model's own, where there is a network and no other size was given."""
+    from offbeat.train.virtual import Clock
+
+    has_network = given.topology != "uniform" or given.latency > 0
+    has_network = has_network or min(given.learner_bandwidth, given.server_bandwidth) < math.inf
+    if has_network and not given.size:
+        import torch
+
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+            given.size = 4 * sum(one.numel() for one in task.build().parameters() if one.requires_grad)
+    if given.size and cluster.wires is None:
+        cluster = replace(cluster, wires=cluster_of(given).wires)
+    if not has_network and not given.size:
+        return Clock(cluster=cluster, ends_of_epochs=given.epoch_ends)
+    return Clock(
+        cluster=cluster,
+        topology=topology.build(given.topology, ranks=cluster.learners),
+        layers=model_of(given),
+        bucket_bytes=None if given.no_overlap else given.bucket,
+        ends_of_epochs=given.epoch_ends,
+    )
+
+
+class Live:
+    """Signs of life while it works: a line that changes on a terminal, and one now and then elsewhere."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._status: Any = None
+        self._told_s = time.monotonic()
+        self._accuracy = ""
+
+    def __enter__(self) -> Self:
+        self._status = busy(self._what)
+        self._status.__enter__()
+        return self
+
+    def __exit__(self, *given: object) -> None:
+        self._status.__exit__(*given)
+
+    def begin(self, what: str) -> None:
+        self._what, self._accuracy = what, ""
+        self._show(what)
+
+    def hear(self, record: Mapping[str, Any]) -> None:
+        if record["kind"] == "evaluated":
+            if record["accuracy"] is not None:
+                self._accuracy = f", {percent(record['accuracy'])} right"
+            at = f"{format_seconds(record['seconds'])} simulated, epoch {record['epoch']:.2f}"
+            self._show(f"{self._what}: {at}{self._accuracy}")
+
+    def _show(self, text: str) -> None:
+        update = getattr(self._status, "update", None)
+        if update is not None:
+            update(text)
+        elif time.monotonic() - self._told_s > PLAIN_EVERY_S:
+            self._told_s = time.monotonic()
+            print(text, file=sys.stderr, flush=True)
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= 1:
+        raise RequestError(f"an accuracy is above 0 and at most 1, like 0.95; got '{text}'")
+    return value
+
+
+def _epochs(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise RequestError(f"expected a number of epochs above 0, like 0.25; got '{text}'")
+    return value
+
+
+# --- one strategy -------------------------------------------------------------------------------------------------
+
+
+def simulate_recipe(given: argparse.Namespace) -> None:
+    """`offbeat simulate STRATEGY --recipe ...`."""
+    from offbeat.train.rundir import RunDir, check_free, new_run_dir
+    from offbeat.train.virtual import train_virtually
+
+    cluster = cluster_of(given)
+    config = config_of(given, given.strategy, seed=given.seed, learners=cluster.learners)
+    if given.run_dir is not None:
+        check_free(given.run_dir)
+    task = task_for(config)
+    clock = clock_of(given, cluster, task)
+    run = RunDir(new_run_dir(config.name, given.run_dir))
+    run.write_config(config)
+    started = time.perf_counter()
+    with Live(f"training {config.name} in virtual time") as live:
+        outcome = train_virtually(
+            config, clock, task=task, run=run, hear=live.hear, width=given.width or 0, every=given.look_every
+        )
+    took = time.perf_counter() - started
+    curve = curve_of(outcome, given.seed, given.target)
+    target = given.target
+    title = f"{config.name}: {given.strategy}, {count_of(cluster.learners, 'learner')}, {cluster.law.text}"
+    if any(point.accuracy is not None for point in outcome.points):
+        write_file(run.path / "error.svg", chart_of([(given.strategy, [curve])], title=title, target=target))
+    if given.json:
+        print_json(_as_json(given, outcome, curve, str(run.path)))
+        return
+    out = console()
+    heading(out, f"{given.strategy}, {count_of(cluster.learners, 'learner')}, {cluster.law.text}, seed {given.seed}: "
+                 f"{config.name} in virtual time")  # fmt: skip
+    _table(outcome, config)
+    out.print()
+    facts(out, _facts(given, outcome, curve, took, run.path))
+
+
+def curve_of(outcome: Outcome, seed: int, target: float | None) -> Curve:
+    """What a race is told of a run."""
+    reached = None if target is None else outcome.reached(target)
+    spent, last = outcome.spent, outcome.points[-1]
+    whole = spent.compute_s + spent.send_s + spent.wait_s or 1.0
+    return Curve(
+        seed=seed,
+        points=tuple((one.seconds, one.accuracy) for one in outcome.points if one.accuracy is not None),
+        reached_s=None if reached is None else reached.seconds,
+        reached_updates=None if reached is None else reached.update,
+        reached_samples=None if reached is None else reached.samples,
+        accuracy=last.accuracy,
+        best=max((one.accuracy for one in outcome.points if one.accuracy is not None), default=None),
+        seconds=last.seconds,
+        updates=last.update,
+        samples=last.samples,
+        staleness=outcome.staleness,
+        waste_share=spent.waste_s / whole,
+        wait_share=(spent.wait_s + spent.send_s) / whole,
+    )
+
+
+def _table(outcome: Outcome, config: Config) -> None:
+    from rich import box
+    from rich.table import Table
+
+    points = outcome.points
+    step = max(1, -(-(len(points) - 1) // (ROWS - 1)))
+    shown = [*points[:-1:step], points[-1]]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("seconds", "updates", "samples", "test loss", "right"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for point in shown:
+        table.add_row(
+            f"{point.seconds:,.4g}",
+            f"{point.update:,}",
+            f"{point.samples:,}",
+            "not finite" if point.loss is None else f"{point.loss:.4f}",
+            "" if point.accuracy is None else percent(point.accuracy),
+        )
+    console().print(table)
+
+
+def _facts(
+    given: argparse.Namespace, outcome: Outcome, curve: Curve, took: float, folder: Path
+) -> list[tuple[str, str]]:
+    rows: list[tuple[str, str]] = []
+    if given.target is not None:
+        if curve.reached_s is None:
+            best = "" if curve.best is None else f"; the best was {percent(curve.best)}"
+            rows.append(("target", f"{percent(given.target)} was not reached{best}"))
+        else:
+            at = f"{format_seconds(curve.reached_s)}, {curve.reached_updates:,} updates"
+            rows.append(("target", f"{percent(given.target)} after {at} and {curve.reached_samples:,} samples"))
+    each = curve.seconds / curve.updates if curve.updates else 0.0
+    rows.append(("updates", f"{curve.updates:,} in {format_seconds(curve.seconds)}: {format_seconds(each)} each"))
+    rows.append(("staleness", f"{curve.staleness:.2f} on average"))
+    busy_share = 1 - curve.wait_share - curve.waste_share
+    rows.append(
+        (
+            "learners",
+            f"{percent(busy_share)} computing what counts, {percent(curve.waste_share)} for nothing, "
+            f"{percent(curve.wait_share)} waiting or sending",
+        )
+    )
+    rows += [("note", note) for note in outcome.notes]
+    rows.append(("computed", f"{outcome.how} in {format_seconds(took)}"))
+    rows.append(("run", f"{folder}{os.sep}"))
+    return rows
+
+
+def _as_json(given: argparse.Namespace, outcome: Outcome, curve: Curve, folder: str) -> dict[str, Any]:
+    return {
+        "name": outcome.config.name,
+        "strategy": given.strategy,
+        "learners": outcome.config.learners,
+        "seed": given.seed,
+        "target": given.target,
+        "target_seconds": curve.reached_s,
+        "target_updates": curve.reached_updates,
+        "target_samples": curve.reached_samples,
+        "accuracy": curve.accuracy,
+        "seconds": curve.seconds,
+        "updates": curve.updates,
+        "samples": curve.samples,
+        "staleness_mean": curve.staleness,
+        "waste_share": curve.waste_share,
+        "wait_share": curve.wait_share,
+        "notes": list(outcome.notes),
+        "points": [point._asdict() for point in outcome.points],
+        "run_dir": folder,
+    }

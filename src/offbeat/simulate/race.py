@@ -1,0 +1,216 @@
+"""Strategies on a race to an accuracy: who is first, by how much, why, and what to do.
+
+Time to the target is what it takes to get there in samples, divided by the samples applied a second: a strategy may be
+faster and need more of them. Both are told. A race is run several times (seeds): its time is the median, and two whose
+times overlap are not told apart; then the simpler one is advised, an all-reduce before everything else.
+
+This file knows nothing of how the curves were computed.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from offbeat.chart import Line, line_chart
+from offbeat.spec import format_seconds
+from offbeat.strategy import ALL_REDUCE, family_of
+
+ALIKE = 1.05  # medians this close, with times that overlap, are not told apart
+
+
+class Curve(NamedTuple):
+    """One run: accuracy against seconds, and what it took."""
+
+    seed: int
+    points: tuple[tuple[float, float], ...]  # (seconds, accuracy)
+    reached_s: float | None
+    reached_updates: int | None
+    reached_samples: int | None
+    accuracy: float | None  # at the end
+    best: float | None
+    seconds: float
+    updates: int
+    samples: int
+    staleness: float
+    waste_share: float
+    wait_share: float
+
+
+class Racer(NamedTuple):
+    """A strategy, on the cluster as it is or on another (`variant`), with a curve for each seed."""
+
+    strategy: str
+    curves: tuple[Curve, ...]
+    variant: str = ""  # "without learner 3", "split by speed"
+    option: str = ""  # what to write for it beside --sync, like --train.split auto
+
+    @property
+    def label(self) -> str:
+        return f"{self.strategy}, {self.variant}" if self.variant else self.strategy
+
+    @property
+    def times(self) -> tuple[float, ...]:
+        """To the target, sorted; those that did not get there are infinite."""
+        return tuple(sorted(math.inf if one.reached_s is None else one.reached_s for one in self.curves))
+
+    @property
+    def middle(self) -> Curve:
+        """The run that has the median time."""
+        order = sorted(self.curves, key=lambda one: (one.reached_s is None, one.reached_s or 0.0, one.seed))
+        return order[(len(order) - 1) // 2]
+
+    @property
+    def median_s(self) -> float:
+        return math.inf if self.middle.reached_s is None else self.middle.reached_s
+
+    @property
+    def samples_needed(self) -> float:
+        return math.inf if self.middle.reached_samples is None else self.middle.reached_samples
+
+    @property
+    def samples_per_s(self) -> float:
+        """Up to the target, in the run of the median time; to the end if it did not get there."""
+        one = self.middle
+        samples, seconds = one.reached_samples, one.reached_s
+        if not samples or not seconds:
+            samples, seconds = one.samples, one.seconds
+        return samples / seconds if seconds else 0.0
+
+    @property
+    def accuracy(self) -> float:
+        """At the end; the median."""
+        return statistics.median(one.accuracy or 0.0 for one in self.curves)
+
+    @property
+    def staleness(self) -> float:
+        return statistics.median(one.staleness for one in self.curves)
+
+    @property
+    def wait_share(self) -> float:
+        return statistics.median(one.wait_share for one in self.curves)
+
+    @property
+    def waste_share(self) -> float:
+        return statistics.median(one.waste_share for one in self.curves)
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def ranked(racers: Sequence[Racer]) -> list[Racer]:
+    """The fastest first; those that did not get there by where they ended."""
+    return sorted(racers, key=lambda one: (one.median_s, -one.accuracy))
+
+
+def advised(racers: Sequence[Racer]) -> Racer | None:
+    """Whom to take: the simplest of those that cannot be told from the fastest. None: nobody got there."""
+    order = ranked(racers)
+    first = order[0]
+    if first.median_s == math.inf:
+        return None
+    alike = [one for one in order if one.median_s <= ALIKE * first.median_s and one.times[0] <= first.times[-1]]
+    return min(alike, key=lambda one: (_complexity(one), order.index(one)))
+
+
+def _complexity(racer: Racer) -> int:
+    if family_of(racer.strategy) == ALL_REDUCE:
+        return 0 if not racer.variant else 1
+    return 2 if racer.strategy == "full-sync" else 3
+
+
+def words_of(racer: Racer) -> str:
+    """How its time came about, in one line."""
+    parts = [f"{racer.samples_per_s:,.4g} samples/s"]
+    if racer.median_s < math.inf:
+        parts.append(f"{racer.samples_needed:,.0f} samples to the target")
+    if racer.staleness > 0.005:
+        parts.append(f"gradients {racer.staleness:.1f} versions old")
+    if racer.wait_share > 0.005:
+        parts.append(f"{100 * racer.wait_share:.0f} % of the time waiting")
+    if racer.waste_share > 0.005:
+        parts.append(f"{100 * racer.waste_share:.0f} % thrown away")
+    return ", ".join(parts)
+
+
+def advice(racers: Sequence[Racer], target: float, machines: str) -> list[str]:
+    """What to do, and why, in a few lines. `machines` says what the learners are like."""
+    chosen = advised(racers)
+    order = ranked(racers)
+    if chosen is None:
+        best = max(racers, key=lambda one: one.accuracy)
+        return [
+            f"nobody reached {percent(target)}; the best end was {percent(best.accuracy)}, with {best.label}",
+            "more epochs (--epochs), another learning rate (--train.rate) or a lower --target would tell them apart",
+        ]
+    plain = family_of(chosen.strategy) == ALL_REDUCE and not chosen.variant
+    line = f"use {'plain ' if plain else ''}{chosen.strategy}" + (f", {chosen.variant}" if chosen.variant else "")
+    line += f": {percent(target)} after {format_seconds(chosen.median_s)} ({words_of(chosen)})"
+    lines = [line]
+    if chosen.option:
+        lines.append(f"write {chosen.option}" if chosen.option.startswith("--") else chosen.option)
+    others = [one for one in order if one is not chosen]
+    if others:
+        lines.append(_against(chosen, others[0]))
+        plain_one = next((one for one in others[1:] if family_of(one.strategy) == ALL_REDUCE and not one.variant), None)
+        if plain_one is not None and not plain:
+            lines.append(_against(chosen, plain_one))
+    lines.append(f"the machines: {machines}")
+    return lines
+
+
+def _against(one: Racer, other: Racer) -> str:
+    """Why one is faster than another, or as fast and simpler."""
+    if other.median_s == math.inf:
+        return f"{other.label} did not get there: it ended at {percent(other.accuracy)}"
+    ratio = other.median_s / one.median_s
+    if ratio < ALIKE:
+        how = (
+            "as fast, as far as these seeds can tell"
+            if ratio >= 1
+            else f"{1 / ratio:.2f}x as fast, within the seeds' spread"
+        )
+        return f"{other.label} is {how}: the simpler one is advised"
+    more = one.samples_per_s / other.samples_per_s
+    fewer = other.samples_needed / one.samples_needed
+    return (
+        f"{ratio:.2f}x as fast as {other.label} ({format_seconds(other.median_s)}): "
+        f"{more:.2f}x the samples a second, and {_times(fewer)} samples"
+    )
+
+
+def _times(fewer: float) -> str:
+    if 0.995 < fewer < 1.005:
+        return "as many"
+    return f"{1 / fewer:.2f}x as many" if fewer < 1 else f"1/{fewer:.2f} of the"
+
+
+def chart_of(
+    lines: Sequence[tuple[str, Sequence[Curve]]], *, title: str, target: float | None, subtitle: str = ""
+) -> str:
+    """Error against simulated time, as an SVG."""
+    drawn = []
+    for label, curves in lines:
+        runs = tuple(tuple((at, 1 - right) for at, right in curve.points) for curve in curves if curve.points)
+        times = sorted(curve.reached_s for curve in curves if curve.reached_s is not None)
+        mark = None
+        if target is not None and 2 * len(times) > len(curves):
+            everyone = sorted(math.inf if curve.reached_s is None else curve.reached_s for curve in curves)
+            mark = (statistics.median_low(everyone), 1 - target)
+        drawn.append(Line(label, runs, mark))
+    marks = [line.mark[0] for line in drawn if line.mark is not None]
+    longest = max(run[-1][0] for line in drawn for run in line.runs)
+    x_max = min(longest, 1.3 * max(marks)) if marks else None
+    return line_chart(
+        drawn,
+        title=title,
+        subtitle=subtitle,
+        x_label="simulated time, seconds",
+        y_label="test error",
+        target=None if target is None else 1 - target,
+        target_label="" if target is None else f"target: {percent(target)} right",
+        x_max=x_max,
+    )
