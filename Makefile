@@ -51,6 +51,8 @@ bench: setup
 	@$(BIN)/python benchmarks/schedules.py
 	@echo
 	@$(BIN)/python benchmarks/simulator.py
+	@echo
+	@$(BIN)/python benchmarks/virtual.py
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

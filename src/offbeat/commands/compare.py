@@ -18,6 +18,9 @@ _WIDE = 100
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = (
+        "%(prog)s [STRATEGY ...] [--learners P] [--compute LAW] [--recipe RECIPE --target X --seeds N] [options]"
+    )
     parser.add_argument("strategies", nargs="*", metavar="STRATEGY", help="left out: a choice of policies with K = P/2")
     parser.add_argument(
         "--minibatches", type=reader(parse_count), default=500, metavar="N", help="of a typical learner (default 500)"

@@ -37,6 +37,7 @@ _VERSION_STYLES = ("blue", "green", "magenta", "cyan", "yellow", "red")
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s STRATEGY [--learners P] [--compute LAW] [--recipe RECIPE --target X] [options]"
     parser.add_argument("strategy", help="k-async:4, softsync:2,rate=inverse, ring, ...; see offbeat strategies")
     parser.add_argument("--updates", type=reader(parse_count), metavar="N", help="(default 1000; a recipe has epochs)")
     add_cluster_arguments(parser)

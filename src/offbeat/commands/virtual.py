@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -52,6 +52,7 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="minibatches computed at a time (default: as fits); 1: alone",
     )
+    add("--device", default="cpu", help="that computes: cpu (default), cuda or cuda:1")
     add("--run-dir", type=Path, metavar="FOLDER", help="of what is written (default runs/NAME-TIME)")
     add_arguments(parser, sections=("model", "data", "train"))
 
@@ -75,7 +76,9 @@ def config_of(given: argparse.Namespace, strategy: str, *, seed: int, learners: 
     simulated_family_of(strategy)  # refuses what cannot be simulated, by its name
     config = override(read_recipe(given.recipe), changes_of(given))
     try:
-        return changed(config, {"sync": strategy, "learners": learners, "seed": seed, "slow": (), "device": "cpu"})
+        return changed(
+            config, {"sync": strategy, "learners": learners, "seed": seed, "slow": (), "device": given.device}
+        )
     except RequestError as error:
         raise RequestError(str(error).removeprefix("sync: ")) from None
 
@@ -84,8 +87,10 @@ def task_for(config: Config) -> Task:
     """Data and model, tried once: what is wrong with them is told before anything runs."""
     import torch
 
+    from offbeat.train.launch import check_device
     from offbeat.train.tasks import check, task_of
 
+    check_device(config.device)
     torch.set_num_threads(config.train.threads)
     with redirect_stdout(sys.stderr):  # what modules of one's own print when they are loaded
         task = task_of(config)
@@ -191,10 +196,16 @@ def simulate_recipe(given: argparse.Namespace) -> None:
     run = RunDir(new_run_dir(config.name, given.run_dir))
     run.write_config(config)
     started = time.perf_counter()
-    with Live(f"training {config.name} in virtual time") as live:
-        outcome = train_virtually(
-            config, clock, task=task, run=run, hear=live.hear, width=given.width or 0, every=given.look_every
-        )
+    try:
+        with Live(f"training {config.name} in virtual time") as live:
+            outcome = train_virtually(
+                config, clock, task=task, run=run, hear=live.hear, width=given.width or 0, every=given.look_every
+            )
+    except RequestError:  # the clock cannot be made of what was asked for: nothing has begun
+        run.config.unlink(missing_ok=True)
+        with suppress(OSError):  # something else is in it
+            run.path.rmdir()
+        raise
     took = time.perf_counter() - started
     curve = curve_of(outcome, given.seed, given.target)
     target = given.target

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from offbeat.errors import LogError, ReplayError, RequestError
-from offbeat.policies import Apply, Drop, Pushed, create
+from offbeat.errors import EventError, LogError, ReplayError, RequestError
+from offbeat.policies import Apply, Drop, Pushed, Stopped, create
 from offbeat.policies.events import EVENTS, as_text, from_text
 from offbeat.simulate.result import Result, Tally
 from offbeat.simulate.training import KEEP_EVERY, Step, Update, Work, spent_of
@@ -37,31 +37,34 @@ class LoggedTimeline:
     def stream(self) -> Iterator[Update]:
         policy = self.policy
         works: dict[int, Work] = {}  # by ticket
-        told: dict[int, int] = {}  # by learner
         for number, record in enumerate(self.log.decisions, start=1):
-            event = from_text(str(record["event"]))
-            if not isinstance(event, EVENTS):
-                raise ReplayError(f"decision {number}: '{record['event']}' is not an event")
-            commands = policy.handle(event)
-            if [as_text(command) for command in commands] != record["commands"]:
-                raise ReplayError(f"decision {number}, '{record['event']}': the policy does not say what the log has")
-            if isinstance(event, Pushed):
+            line = record.get("event")
+            try:
+                event = from_text(str(line))
+                if not isinstance(event, EVENTS):
+                    raise RequestError(f"'{line}' is not an event")
+                commands = policy.handle(event)
+            except (RequestError, EventError) as error:
+                raise ReplayError(f"decision {number}: {error}") from None
+            if [as_text(command) for command in commands] != record.get("commands"):
+                raise ReplayError(f"decision {number}, '{line}': the policy does not say what the log has")
+            dropped = {command.ticket for command in commands if isinstance(command, Drop)}
+            self._tally.dropped += len(dropped)
+            self._tally.cancelled += isinstance(event, Stopped)
+            if isinstance(event, Pushed) and event.ticket not in dropped:  # of a late one they may be gone
                 batch = tuple((epoch, start, count) for epoch, start, count in record.get("batch", ()))
                 if not batch:
-                    raise ReplayError(f"decision {number}, '{record['event']}': its samples are not in the log")
+                    raise ReplayError(f"decision {number}, '{line}': its samples are not in the log")
                 works[event.ticket] = Work(event.ticket, event.learner, event.version, (Step(event.version, batch),))
-                told[event.learner] = event.version
             for command in commands:
-                if isinstance(command, Drop):
-                    del works[command.ticket]
-                elif isinstance(command, Apply):
+                if isinstance(command, Apply):
                     self.now = event.at_s
-                    yield self._update(command, works, told)
+                    yield self._update(command, works)
 
-    def _update(self, command: Apply, works: dict[int, Work], told: dict[int, int]) -> Update:
+    def _update(self, command: Apply, works: dict[int, Work]) -> Update:
         policy, scales = self.policy, command.scales
         taken = tuple(works.pop(ticket) for ticket in command.tickets)
-        rate_of = told[taken[-1].learner]
+        told = taken[-1].version
         if policy.cancels:  # as the server does
             pairs = sorted(zip(taken, scales, strict=True), key=lambda pair: pair[0].batch)
             taken, scales = tuple(work for work, _ in pairs), tuple(scale for _, scale in pairs)
@@ -73,7 +76,7 @@ class LoggedTimeline:
         if policy.version % KEEP_EVERY == 0:
             held = [gradient.version for gradient in policy.held.values()]
             needed = frozenset([*held, *(seat.version for seat in policy.seats.values())])
-        return Update(policy.version, self.now, taken, scales, rate_of, spent_of(tally), needed)
+        return Update(policy.version, self.now, taken, scales, told, spent_of(tally), needed)
 
     def result(self) -> Result:
         return Result.of(

@@ -60,7 +60,7 @@ class Work(NamedTuple):
     @property
     def latest(self) -> int:
         """The version of the newest weights in it: it can be computed when these exist."""
-        return max(self.version, self.steps[-1].fetched)
+        return max(self.version, *(step.fetched for step in self.steps))
 
 
 class Spent(NamedTuple):
@@ -166,7 +166,6 @@ class ServedTimeline(Simulation):
         self._numbers = [0] * cluster.learners
         self._works: dict[int, Work] = {}  # on their way, by the number under which they were sent
         self._arrived: dict[int, Work] = {}  # by ticket
-        self._told = [0] * cluster.learners  # the version of each learner's last push
         self._next = 0
         self._made: list[Update] = []
         self._away: list[int] = []  # learners without samples, in the order of stepping aside
@@ -198,9 +197,11 @@ class ServedTimeline(Simulation):
         return super().result(strategy or self.strategy)
 
     def under_way(self) -> Iterator[Work]:
-        """What is being computed or on its way, as far as it will be pushed whole: minibatches that are alone."""
+        """What is being computed or on its way; nothing where learners step by themselves, for that has an order."""
+        if self.free or self.rule.push_every > 1:
+            return
         for learner, steps in enumerate(self._steps):
-            if len(steps) == 1 and self.doing[learner] == "compute":
+            if steps:
                 yield Work(self._numbers[learner], learner, self.version[learner], (steps[0],))
         yield from self._works.values()
 
@@ -230,7 +231,6 @@ class ServedTimeline(Simulation):
 
     def _pushed(self, learner: int, number: int) -> Pushed:
         work = self._arrived[self.ticket] = self._works.pop(number)
-        self._told[learner] = work.version if self.rule.push_every == 1 else self.version[learner]
         answer = Answer(None, None)
         if self.lock_step:
             assert self.ask is not None
@@ -240,8 +240,7 @@ class ServedTimeline(Simulation):
     def _obey(self, command: Command) -> None:
         if isinstance(command, Apply):
             works = tuple(self._arrived.pop(ticket) for ticket in command.tickets)
-            told = self._told[works[-1].learner]
-            scales = command.scales
+            told, scales = works[-1].latest, command.scales
             if self.policy.cancels:  # added in the order of their samples, as the server does: the same bits each time
                 pairs = sorted(zip(works, scales, strict=True), key=lambda pair: pair[0].batch)
                 works, scales = tuple(work for work, _ in pairs), tuple(scale for _, scale in pairs)
@@ -305,7 +304,10 @@ class ServedTimeline(Simulation):
         if self.rule.fetch_every:  # what is pushed next may hold work at all versions since the oldest
             oldest = min([seat.floor for seat in policy.seats.values()], default=policy.version)
             return frozenset([*held, *range(oldest, policy.version + 1)])
-        return frozenset([*held, *(seat.version for seat in policy.seats.values())])
+        needed = {*held, *(seat.version for seat in policy.seats.values())}
+        if self.lock_step:  # the policy asks about what comes late too, though it has cancelled it
+            needed.update(self.version, self.oldest, (version for _, version, _, _ in self.flying.values()))
+        return frozenset(needed)
 
     def _add_batch(self, record: dict[str, Any]) -> None:
         """To what is logged of a push: its samples."""

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from offbeat.train.launch import train
     from offbeat.train.reading import override, read_recipe
     from offbeat.train.tasks import Task
+    from offbeat.train.virtual import Clock, train_virtually
 
 _HOMES = {
     "Config": "config",
@@ -27,8 +28,11 @@ _HOMES = {
     "read_recipe": "reading",
     "override": "reading",
     "train": "launch",
+    "Clock": "virtual",
+    "train_virtually": "virtual",
 }
 __all__ = [
+    "Clock",
     "Config",
     "DataConfig",
     "ModelConfig",
@@ -38,6 +42,7 @@ __all__ = [
     "override",
     "read_recipe",
     "train",
+    "train_virtually",
 ]
 
 

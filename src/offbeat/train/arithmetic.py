@@ -93,7 +93,8 @@ class Arithmetic:
         """Whether a minibatch writes to the model's buffers, be it what they had."""
         model = self.trainer.model
         before = {name: (one, one._version) for name, one in buffers_of(model).items()}
-        self._backward(((0, 0, min(2, self.trainer.samples)),))
+        few = 2 * self.trainer.config.train.accumulate  # batch norm is still for a single sample in a pass
+        self._backward(((0, 0, min(few, self.trainer.samples)),))
         now = buffers_of(model)
         if any(now[name] is not one or now[name]._version != version for name, (one, version) in before.items()):
             self.buffers = {}
@@ -154,6 +155,7 @@ class Arithmetic:
         self._show(work.version)
         self._with_buffers(work)
         loss = self._backward(work.batch)
+        self._keep_buffers(work)
         self.replica.take_gradient(work.number)
         self._note(work, float(loss), bool(torch.isfinite(_square(self.replica.slots[work.number]))))
 
@@ -220,12 +222,23 @@ class Arithmetic:
     def _with_buffers(self, work: Work) -> None:
         """Statistics are each learner's own: those that the model has belong to whoever computed last."""
         if self.buffers is not None:
-            learner = 0 if self._synchronised else work.learner
+            learner = self._owner(work)
             if learner not in self.buffers:
                 self.buffers[learner] = {name: one.clone() for name, one in self._first_buffers.items()}
             mine = dict(self.trainer.model.named_buffers())
             for name, one in self.buffers[learner].items():
                 mine[name].set_(one)  # type: ignore[call-overload] # torch's own; what is computed changes it in place
+
+    def _keep_buffers(self, work: Work) -> None:
+        """What was computed may have put other tensors in their place."""
+        if self.buffers is not None:
+            kept = self.buffers[self._owner(work)]
+            for name, one in self.trainer.model.named_buffers():
+                if name in kept and one.data_ptr() != kept[name].data_ptr():
+                    kept[name] = one.detach()
+
+    def _owner(self, work: Work) -> int:
+        return 0 if self._synchronised else work.learner
 
     def _note(self, work: Work, loss: float, finite: bool) -> None:
         self._losses[work.number] = loss
@@ -252,6 +265,7 @@ class Arithmetic:
             self._shown = None
             self._with_buffers(work)
             loss = self._backward(step.batch)
+            self._keep_buffers(work)
             own.take_gradient(_TRIED)
             if not rule.delta:
                 accrued = accrued + own.slots[_TRIED]
@@ -268,8 +282,8 @@ class Arithmetic:
 
     def apply(self, update: Update) -> None:
         missing = [work for work in update.works if work.number not in self._losses]
-        if len(missing) == len(update.works) > 1 and update.is_fresh and (self.as_one or self._synchronised):
-            self._apply_as_one(update)
+        whole = len(missing) == len(update.works) > 1 and update.is_fresh
+        if whole and (self.as_one or self._synchronised) and self._apply_as_one(update):
             return
         if missing:
             self.compute(missing)
@@ -279,14 +293,19 @@ class Arithmetic:
         pairs = list(zip(update.works, update.scales, strict=True))
         if self._bad:
             lost = [work for work in update.works if work.number in self._bad]
-            pairs = [pair for pair in pairs if pair[0].number not in self._bad]
+            if lost and self.rule is None:  # it is in everybody's sum
+                lost = list(update.works)
+            pairs = [pair for pair in pairs if pair[0] not in lost]
             self._bad.difference_update(work.number for work in lost)
             self.not_finite += sum(work.samples for work in lost)
             self.replica.drop([work.number for work in lost])
         self._make([work.number for work, _ in pairs], [scale for _, scale in pairs], update, [w for w, _ in pairs])
 
-    def _apply_as_one(self, update: Update) -> None:
-        """The gradient of all samples of the update at once, in passes that fit into memory."""
+    def _apply_as_one(self, update: Update) -> bool:
+        """The gradient of all samples of the update at once, in passes that fit into memory.
+
+        False, and nothing done, where it is not finite and a server would find out whose fault that is.
+        """
         works, number = update.works, update.works[0].number
         self._show(update.version - 1)
         self._with_buffers(works[0])
@@ -296,27 +315,34 @@ class Arithmetic:
             if passes[-1] and sum(one.samples for one in passes[-1]) + work.samples > most:
                 passes.append([])
             passes[-1].append(work)
-        total = update.samples
+        total, loss_sum = update.samples, 0.0
         gradient: Tensor | None = None
-        absent: frozenset[int] = frozenset()
+        absent = frozenset(range(len(self.replica.parts.trained)))
         for some in passes:
             share = sum(work.samples for work in some) / total
             loss = self._backward(tuple(stretch for work in some for stretch in work.batch))
-            self.loss_sum += float(loss) * share * total
+            self._keep_buffers(works[0])
+            loss_sum += float(loss) * share * total
             self.replica.take_gradient(number)
-            absent = self.replica.absent(number)
+            absent &= self.replica.absent(number)
             part = self.replica.slots[number]
             gradient = part.mul_(share) if gradient is None else gradient.add_(part, alpha=share)
         assert gradient is not None
+        finite = bool(torch.isfinite(_square(gradient)))
+        if not finite and self.rule is not None:
+            self.replica.drop([number])
+            return False
+        self.loss_sum += loss_sum
         self.loss_of += total
         self.replica.put_gradient(number, gradient, absent)
-        if not bool(torch.isfinite(_square(gradient))):
+        if not finite:
             self.not_finite += total
             self.replica.drop([number])
             self._make([], [], update, [])
-            return
+            return True
         # (1/n) * sum(scale * gradient), where the scales are in proportion to the samples.
         self._make([number], [update.scales[0] / works[0].samples * total / len(works)], update, [works[0]])
+        return True
 
     def _make(self, numbers: list[int], scales: list[float], update: Update, works: Sequence[Work]) -> None:
         if not numbers:
@@ -343,9 +369,11 @@ class Arithmetic:
         mean = torch.zeros_like(replica.current)
         for number, scale in zip(numbers, scales, strict=True):
             mean.add_(replica.slots[number], alpha=scale / len(numbers))
+        absent = frozenset.intersection(*(replica.absent(number) for number in numbers))
         self._show(replica.version)
-        for start, parameter in zip(replica.offsets, replica.parts.trained, strict=True):
-            parameter.grad = mean[start : start + parameter.numel()].view(parameter.shape)
+        for index, (start, parameter) in enumerate(zip(replica.offsets, replica.parts.trained, strict=True)):
+            part = mean[start : start + parameter.numel()].view(parameter.shape)
+            parameter.grad = None if index in absent else part
         if trainer.config.train.clip_norm:
             torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), trainer.config.train.clip_norm)
         trainer.optimizer.step()

@@ -115,6 +115,8 @@ def prepare(
     """
     if resume is None and run_dir is not None:
         check_free(run_dir)
+    if resume is not None and RunDir(resume).is_simulated():
+        raise RequestError(f"{resume} was trained in virtual time: it has no checkpoint to go on from")
     if task is not None:
         config = changed(config, {"model": {"name": PROGRAM}, "data": {"name": PROGRAM}})
     cores = os.cpu_count() or 1

@@ -108,6 +108,14 @@ class RunDir:
             leg += 1
         return leg
 
+    def is_simulated(self) -> bool:
+        """Whether it was trained in virtual time."""
+        try:
+            with self.log(1).open(encoding="utf-8") as file:
+                return json.loads(file.readline()).get("simulated") is True
+        except (OSError, ValueError, AttributeError):
+            return False
+
     # --- config -----------------------------------------------------------------------------------------------------
 
     def write_config(self, config: Config) -> None:

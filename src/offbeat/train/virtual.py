@@ -3,8 +3,10 @@
     outcome = train_virtually(config, Clock(cluster=Cluster(learners=30, law=parse_law("gamma:1,0.25"))), task=task)
 
 Records and the run's folder are those of a real run (`trainer`, `rundir`), with simulated seconds. Nothing here starts
-a process. Laws: the same arguments give the same bits; how many minibatches are computed at a time (`width`) changes
-the weights by rounding only, and no time at all.
+a process. `train_again` has the clock of a run that was: it computes what that run computed, from its log.
+
+Laws: the same arguments give the same bits; how many minibatches are computed at a time (`width`) changes the weights
+by rounding only, and no time at all.
 """
 
 from __future__ import annotations
@@ -24,11 +26,12 @@ from offbeat.simulate.books import Book, Epochs, Stream
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.collective import Model, Rounds
 from offbeat.simulate.compare import look_at
+from offbeat.simulate.logged import LoggedTimeline
 from offbeat.simulate.result import Result
 from offbeat.simulate.training import ReducedTimeline, ServedTimeline, Spent, Timeline, Update, Work, train
 from offbeat.strategy import SERVER, family_of
 from offbeat.topology import Topology
-from offbeat.trace import RunLog, write_chrome_trace, write_log
+from offbeat.trace import RunLog, read_log, write_chrome_trace, write_log
 from offbeat.train.arithmetic import Arithmetic
 from offbeat.train.checkpoint import write_weights
 from offbeat.train.config import Config, shares_of
@@ -109,6 +112,30 @@ def train_virtually(
     return trainer.outcome()
 
 
+def train_again(run: Path, *, task: Task | None = None, hear: Report = lambda record: None, width: int = 1) -> Outcome:
+    """Train as a run with a parameter server did, by its log: with `width` 1, on such a machine, to the same bits.
+
+    `run` is its folder, in which nothing is changed; `task` is its task, where the config does not say it.
+    `RequestError` where the log does not tell all that was computed, or where there are several.
+    """
+    folder = RunDir(run)
+    config = folder.read_config()
+    if family_of(config.sync) != SERVER:
+        raise RequestError(
+            f"'{config.sync}' is an all-reduce: only runs with a parameter server are made again by logs"
+        )
+    if config.train.precision == "fp16":
+        raise RequestError(f"{run} was computed in fp16: the scale of each learner's loss is not in the log")
+    if folder.next_leg() > 2:
+        raise RequestError(f"{run} was resumed, and has a log for each part; only runs of one part are made again")
+    timeline = LoggedTimeline(read_log(folder.log(1)))
+    if config.learners != timeline.expect:
+        config = changed(config, {"learners": timeline.expect})
+    trainer = VirtualTrainer(config, task or task_of(config), timeline, run=None, report=hear, width=width)
+    trainer.fit()
+    return trainer.outcome()
+
+
 class VirtualTrainer(Trainer):
     """All learners of a run, in one process; see the module's text."""
 
@@ -116,7 +143,7 @@ class VirtualTrainer(Trainer):
         self,
         config: Config,
         task: Task,
-        clock: Clock,
+        clock: Clock | LoggedTimeline,
         *,
         run: RunDir | None,
         report: Report,
@@ -126,15 +153,18 @@ class VirtualTrainer(Trainer):
         if not 0 < every < math.inf:
             raise RequestError(f"epochs from look to look are above 0; got {every}")
         super().__init__(config, task, run or RunDir(Path()), number=0, learners=config.learners, report=report)
-        self.clock = clock
+        self._law = clock.cluster.law.text if isinstance(clock, Clock) else ""
         self._writes = run is not None
-        self._decisions: list[dict[str, Any]] = []
+        self._decisions: list[tuple[dict[str, Any], int]] = []  # each with how many spans there were before it
         self.arithmetic = Arithmetic(self, alone=width == 1)
         self._width = width or self._fitting_width()
+        if not self.arithmetic.together:  # nothing is gained ahead of time, and buffers would be ahead of the looks
+            self._width = min(self._width, 1)
         self._every = max(1, round(every * self.samples))
         self._next_look = self._every
-        self.timeline: Timeline = self._timeline(clock)
+        self.timeline: Timeline = self._timeline(clock) if isinstance(clock, Clock) else clock
         self.points: list[Point] = []
+        self._through = 0  # samples: applied, or not finite
         self._staleness = 0  # summed over gradients
         self._spent = Spent(0.0, 0.0, 0.0, 0.0)
         self._twins: tuple[nn.Module, tuple[Tensor, ...]] | None = None
@@ -202,16 +232,17 @@ class VirtualTrainer(Trainer):
     def _after(self, update: Update) -> bool:
         at = self.at
         at.update, at.seconds = update.version, update.at_s
-        at.applied += update.samples
+        self._through += update.samples
+        at.applied = self._through - self.arithmetic.not_finite
         self._spent = update.spent
         self._staleness += sum(update.version - 1 - work.version for work in update.works)
         at.gradients += len(update.works)
         at.staleness = self._staleness / at.gradients if at.gradients else None
-        at.epoch = at.applied // self.samples
-        if at.applied < self._next_look:
+        at.epoch = self._through // self.samples
+        if self._through < self._next_look:
             self._tell(update)
             return False
-        self._next_look = (at.applied // self._every + 1) * self._every
+        self._next_look = (self._through // self._every + 1) * self._every
         point = self._look()
         wanted = self.config.train.stop_at
         self._stops = bool(wanted and point.accuracy is not None and point.accuracy >= wanted)
@@ -251,7 +282,7 @@ class VirtualTrainer(Trainer):
         whole = spent.compute_s + spent.send_s + spent.wait_s
         self.last = {
             "kind": "evaluated",
-            "epoch": round(at.applied / self.samples, 4),
+            "epoch": round(self._through / self.samples, 4),
             "update": at.update,
             "accuracy": point.accuracy,
             "loss": point.loss,
@@ -278,11 +309,13 @@ class VirtualTrainer(Trainer):
     def _add_decision(self, record: dict[str, Any], work: Work | None) -> None:
         if work is not None:
             record["hyper"] = self.arithmetic.hyper_at(work.version)
-        self._decisions.append(record)
+        assert isinstance(self.timeline, ServedTimeline)
+        self._decisions.append((record, len(self.timeline.spans)))
 
     def _end_here(self) -> None:
         assert self._twin is not None
         self._ended = self._end_record(self.at, "the accuracy is there" if self._stops else "")
+        self._ended["simulated"] = True
         if self._writes:
             self._write_log()
             write_weights(self.run.weights, dict(self._twin.state_dict()))
@@ -292,9 +325,8 @@ class VirtualTrainer(Trainer):
     def _write_log(self) -> None:
         """What the timeline has simulated beyond the last update is no part of the run."""
         end_s, result = self.at.seconds, self.timeline.result()
-        spans = tuple(span for span in result.spans if span.end_s <= end_s)
-        decisions = tuple(one for one in self._decisions if float(one["event"].rpartition("@")[2]) <= end_s)
-        cluster = self.clock.cluster
+        decisions, spans_before = self._own_decisions()
+        spans = tuple(span for span in result.spans[:spans_before] if span.end_s <= end_s)
         facts = {
             "strategy": self.config.sync,
             "expect": self.learners,
@@ -302,11 +334,25 @@ class VirtualTrainer(Trainer):
             "simulated": True,
             "seed": self.config.seed,
             "name": self.config.name,
-            "compute": cluster.law.text,
+            "compute": self._law,
             "clip_norm": self.config.train.clip_norm,
         }
-        write_log(self.run.log(1), RunLog(run=facts, spans=spans, decisions=decisions))
+        write_log(self.run.log(1), RunLog(run=facts, spans=spans, decisions=tuple(decisions)))
         write_chrome_trace(self.run.trace, spans, name=self.config.name)
+
+    def _own_decisions(self) -> tuple[list[dict[str, Any]], int | None]:
+        """Up to the one that made the last update, and how many spans there were before the next, if there is one.
+
+        By their seconds they cannot be told: at one moment much may happen.
+        """
+        kept: list[dict[str, Any]] = []
+        made = 0
+        for record, spans in self._decisions:
+            if made >= self.at.update:
+                return kept, spans
+            kept.append(record)
+            made += sum(command.startswith("apply ") for command in record["commands"])
+        return kept, None
 
     def outcome(self) -> Outcome:
         assert self._twin is not None
@@ -326,7 +372,7 @@ class VirtualTrainer(Trainer):
         many, arithmetic = self.at.gradients, self.arithmetic
         if arithmetic.together and arithmetic.as_one and self._width > 1:
             return f"{many:,} minibatches, up to {self._width} at a time"
-        why = f" ({arithmetic.why_alone})" if arithmetic.why_alone and self._width > 1 else ""
+        why = f" ({arithmetic.why_alone})" if arithmetic.why_alone else ""
         return f"{many:,} minibatches, one by one{why}"
 
 

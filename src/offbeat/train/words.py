@@ -18,7 +18,8 @@ def summary_of(config: Config, end: Mapping[str, Any], metrics: Sequence[Mapping
     lines = [f"{config.name}: {config.model.name} on {config.data.name}, {strategy}, {config.train.precision}."]
     seconds = end.get("seconds", 0.0)
     done = f"{count_of(end.get('epochs', 0), 'epoch')} and {count_of(end.get('updates', 0), 'update')}"
-    lines.append(f"It went through {done} in {format_seconds(seconds)} of training (evaluation left out).")
+    kind = "simulated training" if end.get("simulated") else "training (evaluation left out)"
+    lines.append(f"It went through {done} in {format_seconds(seconds)} of {kind}.")
     accuracy, loss = end.get("accuracy"), end.get("loss")
     if accuracy is not None:
         told = "that is not a number" if loss is None else f"of {loss:.4f}"
@@ -39,5 +40,6 @@ def summary_of(config: Config, end: Mapping[str, Any], metrics: Sequence[Mapping
         lines.append(f"Samples that were not applied: {told}.")
     if end.get("stopped"):
         lines.append(f"It ended before its last epoch: {end.get('why')}.")
-        lines.append(f"Go on with: offbeat train --resume {end.get('run_dir')}")
+        if not end.get("simulated"):
+            lines.append(f"Go on with: offbeat train --resume {end.get('run_dir')}")
     return "\n".join(lines) + "\n"
