@@ -6,12 +6,13 @@ which minibatches it has and at which weights they were computed, and on nothing
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from offbeat.policies import create
 from offbeat.policies.base import LearnerRule
 from offbeat.simulate.books import Batch, Book, Stream
 from offbeat.simulate.cluster import Cluster
+from offbeat.simulate.result import Result
 from offbeat.simulate.training import Answer, ServedTimeline, Step, Timeline, Update, Work, train
 
 Made = tuple[int, float, tuple[Work, ...], tuple[float, ...], int]
@@ -32,8 +33,9 @@ class FakeLearner:
         self, rule: LearnerRule | None = None, *, slope: float = 0.1, noise: float = 0.3, silent: bool = False
     ) -> None:
         self.rule = rule or LearnerRule()
+        self.steps_itself = self.rule.delta or self.rule.push_every > 1 or self.rule.fetch_every > 0
         self.slope, self.noise = slope, noise  # rate * curvature, and of the gradients
-        self.silent = silent  # it does not tell losses
+        self.silent = silent  # it answers nothing
         self.version = 0
         self.weights = {0: 1.0}
         self.path = [1.0]  # of the weights, for those who compare
@@ -42,20 +44,22 @@ class FakeLearner:
         self.computed: set[int] = set()
         self.forgotten: set[int] = set()
         self.made: list[Made] = []
-        self.most_kept = 1  # versions, after a look at which are needed
+        self.most_kept = 1  # versions, at any time
+        self.most_left = 0  # gradients, after what is lost was forgotten
         self.most_at_once = 0  # works
+        self.calls = 0
         self._own: dict[int, tuple[float, int]] = {}  # of learners that step by themselves, and the version fetched
         self._last: dict[int, int] = {}  # number of each one's last work
 
     def compute(self, works: Sequence[Work]) -> None:
         assert works, "it is asked for something"
+        self.calls += 1
         self.most_at_once = max(self.most_at_once, len(works))
         for work in works:
             assert work.number not in self.computed, f"a work is computed once: {work}"
             assert work.version <= work.latest <= self.version, f"{work} is computed at {self.version}"
             self.computed.add(work.number)
-            push = self._stepped if self.rule.delta or self.rule.push_every > 1 or self.rule.fetch_every else self._plain
-            self.gradients[work.number] = push(work)
+            self.gradients[work.number] = self._stepped(work) if self.steps_itself else self._plain(work)
             self.losses[work.number] = 0.5 * self.weights[work.version] ** 2 + self.noise * noise_of(work.batch)
 
     def _plain(self, work: Work) -> float:
@@ -81,6 +85,7 @@ class FakeLearner:
             gradient = self._gradient(own, step)
             total += gradient
             self._own[work.learner] = own - self.slope * gradient, fetched
+        assert self._own[work.learner][1] == work.latest, "the newest weights in it are its latest"
         return (before - self._own[work.learner][0]) / self.slope if self.rule.delta else total
 
     def _gradient(self, weights: float, step: Step) -> float:
@@ -99,22 +104,24 @@ class FakeLearner:
         weights = self.weights[self.version] - self.slope * total / len(update.works)
         self.version = update.version
         self.weights[self.version] = weights
+        self.most_kept = max(self.most_kept, len(self.weights))
         self.path.append(weights)
         self.made.append((update.version, update.at_s, update.works, update.scales, update.told))
 
     def answer(self, work: Work) -> Answer:
-        drift = (self.weights[self.version] - self.weights[work.version]) ** 2
-        return Answer(None if self.silent else self.losses[work.number], 40 * drift)
+        if self.silent:
+            return Answer(None, None)
+        return Answer(self.losses[work.number], 40 * (self.weights[self.version] - self.weights[work.version]) ** 2)
 
     def keep(self, versions: Collection[int]) -> None:
         kept = {*versions, self.version}
         self.weights = {version: one for version, one in self.weights.items() if version in kept}
-        self.most_kept = max(self.most_kept, len(self.weights))
 
     def forget(self, numbers: Collection[int]) -> None:
         for number in numbers:
             del self.gradients[number], self.losses[number]
             self.forgotten.add(number)
+        self.most_left = max(self.most_left, len(self.gradients))
 
     @property
     def applied(self) -> set[int]:
@@ -140,6 +147,23 @@ def trained(
     learner, timeline = fake_for(strategy, cluster, silent=silent), ServedTimeline(strategy, cluster, book)
     train(timeline, learner, width=width, after=lambda update: False)
     return learner, timeline
+
+
+class Simulated:
+    """A timeline that was simulated to its end before, so that many can train on it."""
+
+    lock_step = False
+
+    def __init__(self, timeline: Timeline) -> None:
+        assert not timeline.lock_step
+        self._updates = tuple(timeline.stream())
+        self._result = timeline.result()
+
+    def stream(self) -> Iterator[Update]:
+        return iter(self._updates)
+
+    def result(self) -> Result:
+        return self._result
 
 
 def one_by_one(timeline: Timeline, learner: FakeLearner) -> FakeLearner:

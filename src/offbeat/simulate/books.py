@@ -40,6 +40,10 @@ class Book(Protocol):
     def settle(self, taken: Batch, fate: str = "applied") -> None: ...
     def give_back(self, taken: Batch, fate: str) -> None: ...
 
+    def put_back(self, taken: Batch) -> None:
+        """It went with its learner: taken again, whatever is done with what is given back."""
+        ...
+
     def settle_held(self) -> None:
         """Only gradients that wait for more to come keep an epoch open: let it end."""
         ...
@@ -99,6 +103,9 @@ class Stream:
         else:
             self.settle(taken, fate)
 
+    def put_back(self, taken: Batch) -> None:
+        self._returned.append(taken)
+
     def settle_held(self) -> None:
         raise EventError("a stream of samples never waits for gradients")
 
@@ -146,6 +153,9 @@ class Epochs:
         self._book.give_back(self._out.pop(taken), fate)
         if not self._book.again:
             self._counts[fate] = self._counts.get(fate, 0) + samples_of(taken)
+
+    def put_back(self, taken: Batch) -> None:
+        self._book.put_back(self._out.pop(taken))
 
     def settle_held(self) -> None:
         for batch, number in self._out.items():

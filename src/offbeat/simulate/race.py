@@ -2,7 +2,8 @@
 
 Time to the target is what it takes to get there in samples, divided by the samples applied a second: a strategy may be
 faster and need more of them. Both are told. A race is run several times (seeds): its time is the median, and two whose
-times overlap are not told apart; then the simpler one is advised, an all-reduce before everything else.
+times overlap are not told apart unless their medians are far from each other; then the simpler one is advised, an
+all-reduce before everything else.
 
 This file knows nothing of how the curves were computed.
 """
@@ -18,7 +19,9 @@ from offbeat.chart import Line, line_chart
 from offbeat.spec import format_seconds
 from offbeat.strategy import ALL_REDUCE, family_of
 
-ALIKE = 1.05  # medians this close, with times that overlap, are not told apart
+ALIKE = 1.05  # medians this close are not told apart
+FAR = 1.25  # medians beyond this are, even if the times of some seeds overlap
+SEEN = 5  # times the fastest one's time: what comes later is not in the picture, or the fast ones would not be
 
 
 class Curve(NamedTuple):
@@ -109,17 +112,35 @@ def ranked(racers: Sequence[Racer]) -> list[Racer]:
 def advised(racers: Sequence[Racer]) -> Racer | None:
     """Whom to take: the simplest of those that cannot be told from the fastest. None: nobody got there."""
     order = ranked(racers)
-    first = order[0]
-    if first.median_s == math.inf:
+    if order[0].median_s == math.inf:
         return None
-    alike = [one for one in order if one.median_s <= ALIKE * first.median_s and one.times[0] <= first.times[-1]]
+    alike = [one for one in order if _are_alike(order[0], one)]
     return min(alike, key=lambda one: (_complexity(one), order.index(one)))
+
+
+def _are_alike(fast: Racer, slow: Racer) -> bool:
+    """Whether these seeds cannot tell which of the two is faster."""
+    if slow.median_s == math.inf:
+        return False
+    ratio = slow.median_s / fast.median_s
+    return ratio <= ALIKE or (ratio <= FAR and _overlap(fast, slow))
+
+
+def _overlap(fast: Racer, slow: Racer) -> bool:
+    return slow.times[0] <= fast.times[-1]
 
 
 def _complexity(racer: Racer) -> int:
     if family_of(racer.strategy) == ALL_REDUCE:
         return 0 if not racer.variant else 1
     return 2 if racer.strategy == "full-sync" else 3
+
+
+def _kind(racer: Racer) -> str:
+    """All-reduce, a server that keeps everybody in step, or one that takes old gradients."""
+    if family_of(racer.strategy) == ALL_REDUCE:
+        return ALL_REDUCE
+    return "stale" if racer.staleness > 0.005 else "in step"
 
 
 def words_of(racer: Racer) -> str:
@@ -144,48 +165,64 @@ def advice(racers: Sequence[Racer], target: float, machines: str) -> list[str]:
         best = max(racers, key=lambda one: one.accuracy)
         return [
             f"nobody reached {percent(target)}; the best end was {percent(best.accuracy)}, with {best.label}",
-            "more epochs (--epochs), another learning rate (--train.rate) or a lower --target would tell them apart",
+            "more epochs (--epochs), another learning rate (--rate) or a lower --target would tell them apart",
         ]
     plain = family_of(chosen.strategy) == ALL_REDUCE and not chosen.variant
     line = f"use {'plain ' if plain else ''}{chosen.strategy}" + (f", {chosen.variant}" if chosen.variant else "")
-    line += f": {percent(target)} after {format_seconds(chosen.median_s)} ({words_of(chosen)})"
+    line += f": {percent(target)} after {format_seconds(chosen.median_s)}{_spread(chosen)} ({words_of(chosen)})"
     lines = [line]
     if chosen.option:
         lines.append(f"write {chosen.option}" if chosen.option.startswith("--") else chosen.option)
-    others = [one for one in order if one is not chosen]
-    if others:
-        lines.append(_against(chosen, others[0]))
-        plain_one = next((one for one in others[1:] if family_of(one.strategy) == ALL_REDUCE and not one.variant), None)
-        if plain_one is not None and not plain:
-            lines.append(_against(chosen, plain_one))
+    lines += [_against(chosen, other) for other in _worth_telling(chosen, order)]
     lines.append(f"the machines: {machines}")
     return lines
+
+
+def _worth_telling(chosen: Racer, order: Sequence[Racer]) -> list[Racer]:
+    """Whom to compare it with: the best of the others, the best of another kind, and an all-reduce as it is."""
+    others = [one for one in order if one is not chosen]
+    firsts = [
+        others[:1],
+        [one for one in others if _kind(one) != _kind(chosen)][:1],
+        [one for one in others if _kind(one) == ALL_REDUCE and not one.variant][:1],
+    ]
+    told = [some[0] for some in firsts if some]
+    return [one for at, one in enumerate(told) if not any(one is earlier for earlier in told[:at])]
+
+
+def _spread(racer: Racer) -> str:
+    """From the fastest run to the slowest."""
+    if len(racer.times) == 1:
+        return ""
+    if racer.times[-1] == math.inf:
+        missing = sum(one == math.inf for one in racer.times)
+        return f", {missing} of {len(racer.times)} seeds not at all"
+    return f", seeds from {format_seconds(racer.times[0])} to {format_seconds(racer.times[-1])}"
 
 
 def _against(one: Racer, other: Racer) -> str:
     """Why one is faster than another, or as fast and simpler."""
     if other.median_s == math.inf:
         return f"{other.label} did not get there: it ended at {percent(other.accuracy)}"
+    time = format_seconds(other.median_s)
+    if other.median_s < one.median_s:
+        ratio = one.median_s / other.median_s
+        return f"{other.label} was {ratio:.2f}x as fast ({time}), {_doubt(other, one)}: the simpler one is advised"
     ratio = other.median_s / one.median_s
-    if ratio < ALIKE:
-        how = (
-            "as fast, as far as these seeds can tell"
-            if ratio >= 1
-            else f"{1 / ratio:.2f}x as fast, within the seeds' spread"
-        )
-        return f"{other.label} is {how}: the simpler one is advised"
+    if ratio < 1.005:
+        return f"{other.label} was as fast ({time})"
     more = one.samples_per_s / other.samples_per_s
-    fewer = other.samples_needed / one.samples_needed
+    needs = one.samples_needed / other.samples_needed
+    doubt = f"; {_doubt(one, other)}" if _are_alike(one, other) else ""
     return (
-        f"{ratio:.2f}x as fast as {other.label} ({format_seconds(other.median_s)}): "
-        f"{more:.2f}x the samples a second, and {_times(fewer)} samples"
+        f"{ratio:.2f}x as fast as {other.label} ({time}): "
+        f"{more:.2f}x the samples a second, {needs:.2f}x the samples to get there{doubt}"
     )
 
 
-def _times(fewer: float) -> str:
-    if 0.995 < fewer < 1.005:
-        return "as many"
-    return f"{1 / fewer:.2f}x as many" if fewer < 1 else f"1/{fewer:.2f} of the"
+def _doubt(fast: Racer, slow: Racer) -> str:
+    """Why two are not told apart."""
+    return "within the spread of the seeds" if _overlap(fast, slow) else "too little to tell"
 
 
 def chart_of(
@@ -203,7 +240,7 @@ def chart_of(
         drawn.append(Line(label, runs, mark))
     marks = [line.mark[0] for line in drawn if line.mark is not None]
     longest = max(run[-1][0] for line in drawn for run in line.runs)
-    x_max = min(longest, 1.3 * max(marks)) if marks else None
+    x_max = min(longest, 1.3 * max(marks), SEEN * min(marks)) if marks else None
     return line_chart(
         drawn,
         title=title,

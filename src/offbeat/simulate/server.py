@@ -270,7 +270,7 @@ class Simulation:
         return 0
 
     def _stands_still(self) -> RequestError:
-        at = f"at update {self.policy.version} of {self.updates}"
+        at = f"at update {self.policy.version}"
         return RequestError(
             f"the run stands still {at}, {self.now:.4g} s: no update in the last {self.patience} events, or nothing "
             "left to happen; are learners up long enough to finish, and links fast enough?"

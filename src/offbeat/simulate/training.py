@@ -263,9 +263,10 @@ class ServedTimeline(Simulation):
         super()._close(learner, cancelled=cancelled)
 
     def _fail(self, learner: int, number: int) -> int:
-        for sent in [sent for sent, gradient in self.flying.items() if gradient[0] == learner]:
-            for step in self._works.pop(sent).steps:
-                self.book.give_back(step.batch, "lost with its learner")
+        lost = [sent for sent, gradient in self.flying.items() if gradient[0] == learner]
+        for step in [*self._steps[learner], *(step for sent in lost for step in self._works.pop(sent).steps)]:
+            self.book.put_back(step.batch)
+        self._steps[learner] = []
         return super()._fail(learner, number)
 
     # --- the end of an epoch ------------------------------------------------------------------------------------------
