@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from offbeat.commands.base import console, heading, print_json, say, write_file
 from offbeat.commands.cluster import cluster_of
@@ -24,6 +24,9 @@ from offbeat.simulate.compare import describe, look_at
 from offbeat.simulate.race import Curve, Racer, advice, advised, chart_of, percent, ranked, words_of
 from offbeat.spec import count_of, format_seconds
 from offbeat.strategy import ALL_REDUCE, simulated_family_of
+
+if TYPE_CHECKING:
+    from offbeat.train.config import TrainConfig
 
 
 class Entry(NamedTuple):
@@ -84,6 +87,7 @@ def race(given: argparse.Namespace) -> None:
     heading(out, f"{title}, to {percent(given.target)}, {count_of(given.seeds, 'seed')} from {given.seed}")
     for line in lines:
         say(out, line)
+    say(out, f"the rate: {_rate_of(config.train)}; who is first may depend on it: try half and twice")
     out.print()
     _table(order)
     for racer in order:
@@ -91,6 +95,14 @@ def race(given: argparse.Namespace) -> None:
     out.print()
     say(out, f"error against time: {folder / 'error.svg'}; every point: {folder / 'race.json'}")
     say(out, f"computed in {format_seconds(took)}", style="dim")
+
+
+def _rate_of(train: TrainConfig) -> str:
+    """The same for all of them: what they have been raced at."""
+    scaled = "for all updates" if train.scaling == "none" else f"for {count_of(train.rate_batch, 'sample')}"
+    how = "" if train.scaling == "none" else f", {train.scaling} scaling"
+    momentum = f", momentum {train.momentum:g}" if train.optimizer in ("sgd", "lars") else ""
+    return f"{train.rate:g} {scaled}{how}{momentum}"
 
 
 def _variants(entries: Sequence[Entry], slow: Sequence[int]) -> list[Entry]:

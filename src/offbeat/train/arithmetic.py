@@ -15,7 +15,9 @@ mean over samples; then all are computed alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+import warnings
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -122,7 +124,8 @@ class Arithmetic:
             inputs, targets = self._fetch(batches)
             if not isinstance(inputs, Tensor) or not isinstance(targets, Tensor):
                 return "minibatches are not two tensors"
-            many, _ = self._gradients([replica.current] * 2, inputs, targets)
+            with _strictly():
+                many, _ = self._gradients([replica.current] * 2, inputs, targets)
         except Exception as error:  # whatever torch cannot do with this model, it can do alone
             return " ".join(str(error).split())[:120]
         self._backward((*batches[0], *batches[1]))
@@ -400,6 +403,19 @@ class Arithmetic:
     def mean_buffers(self) -> dict[str, Tensor]:
         """For an evaluation: the mean over the learners."""
         return average_buffers(list(self.buffers.values())) if self.buffers else self._first_buffers
+
+
+@contextmanager
+def _strictly() -> Iterator[None]:
+    """Torch warns where it can do something together only by doing it alone: that is no gain, and an error here."""
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)  # not only the first time in a process, or later runs would be computed otherwise
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            yield
+    finally:
+        torch.set_warn_always(before)
 
 
 def _square(vector: Tensor) -> Tensor:

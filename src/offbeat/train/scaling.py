@@ -88,7 +88,7 @@ def for_stale_gradients(train: TrainConfig, line: str, learners: int) -> TrainCo
     rate / (1 - momentum) is what a gradient moves the weights by in the end. It is divided by 1 + staleness, as far as
     lowering the momentum can. Where the line's own rate makes stale gradients count less, nothing is changed.
     """
-    if train.stale_momentum == "kept" or not train.momentum or family_of(line) != SERVER:
+    if train.stale_momentum == "kept" or not train.momentum or family_of(line) != SERVER or train.optimizer != "sgd":
         return train
     policy = policies.create(line, expect=learners)
     if policy.rate != CONSTANT and not policy.rate.compensation:  # compensating does not make the step shorter

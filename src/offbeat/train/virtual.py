@@ -12,7 +12,7 @@ by rounding only, and no time at all.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -136,6 +136,24 @@ def train_again(run: Path, *, task: Task | None = None, hear: Report = lambda re
     return trainer.outcome()
 
 
+class _Marked(ServedTimeline):
+    """Knows how much there was when an update was made: it is asked for updates ahead of time."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.decisions = 0
+        self.marks: dict[int, tuple[int, int]] = {}  # by version: spans and decisions
+
+    def stream(self) -> Iterator[Update]:
+        for update in super().stream():
+            self.marks[update.version] = len(self.spans), self.decisions
+            yield update
+
+    def _add_batch(self, record: dict[str, Any]) -> None:
+        self.decisions += 1
+        super()._add_batch(record)
+
+
 class VirtualTrainer(Trainer):
     """All learners of a run, in one process; see the module's text."""
 
@@ -155,7 +173,7 @@ class VirtualTrainer(Trainer):
         super().__init__(config, task, run or RunDir(Path()), number=0, learners=config.learners, report=report)
         self._law = clock.cluster.law.text if isinstance(clock, Clock) else ""
         self._writes = run is not None
-        self._decisions: list[tuple[dict[str, Any], int]] = []  # each with how many spans there were before it
+        self._decisions: list[dict[str, Any]] = []
         self.arithmetic = Arithmetic(self, alone=width == 1)
         self._width = width or self._fitting_width()
         if not self.arithmetic.together:  # nothing is gained ahead of time, and buffers would be ahead of the looks
@@ -184,7 +202,7 @@ class VirtualTrainer(Trainer):
         sizes = (size,) * learners
         if family_of(config.sync) == SERVER:
             spans = ALL if self._writes else 0
-            return ServedTimeline(
+            return _Marked(
                 config.sync,
                 cluster,
                 self._book(clock, sizes),
@@ -309,8 +327,7 @@ class VirtualTrainer(Trainer):
     def _add_decision(self, record: dict[str, Any], work: Work | None) -> None:
         if work is not None:
             record["hyper"] = self.arithmetic.hyper_at(work.version)
-        assert isinstance(self.timeline, ServedTimeline)
-        self._decisions.append((record, len(self.timeline.spans)))
+        self._decisions.append(record)
 
     def _end_here(self) -> None:
         assert self._twin is not None
@@ -324,9 +341,12 @@ class VirtualTrainer(Trainer):
 
     def _write_log(self) -> None:
         """What the timeline has simulated beyond the last update is no part of the run."""
-        end_s, result = self.at.seconds, self.timeline.result()
-        decisions, spans_before = self._own_decisions()
-        spans = tuple(span for span in result.spans[:spans_before] if span.end_s <= end_s)
+        end_s, timeline = self.at.seconds, self.timeline
+        spans = tuple(span for span in timeline.result().spans if span.end_s <= end_s)
+        decisions = self._decisions
+        if isinstance(timeline, _Marked):  # at one moment much may happen: seconds do not tell
+            of_spans, of_decisions = timeline.marks[self.at.update]
+            spans, decisions = spans[:of_spans], decisions[:of_decisions]
         facts = {
             "strategy": self.config.sync,
             "expect": self.learners,
@@ -339,20 +359,6 @@ class VirtualTrainer(Trainer):
         }
         write_log(self.run.log(1), RunLog(run=facts, spans=spans, decisions=tuple(decisions)))
         write_chrome_trace(self.run.trace, spans, name=self.config.name)
-
-    def _own_decisions(self) -> tuple[list[dict[str, Any]], int | None]:
-        """Up to the one that made the last update, and how many spans there were before the next, if there is one.
-
-        By their seconds they cannot be told: at one moment much may happen.
-        """
-        kept: list[dict[str, Any]] = []
-        made = 0
-        for record, spans in self._decisions:
-            if made >= self.at.update:
-                return kept, spans
-            kept.append(record)
-            made += sum(command.startswith("apply ") for command in record["commands"])
-        return kept, None
 
     def outcome(self) -> Outcome:
         assert self._twin is not None
