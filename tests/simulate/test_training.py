@@ -14,7 +14,7 @@ from offbeat.errors import RequestError
 from offbeat.policies import POLICIES, Apply, Pushed
 from offbeat.policies.events import from_text
 from offbeat.simulate import collective, server
-from offbeat.simulate.books import Epochs, Stream
+from offbeat.simulate.books import Epochs, Stream, pieces_of
 from offbeat.simulate.cluster import Cluster, Wires
 from offbeat.simulate.collective import Model, Rounds
 from offbeat.simulate.compute import Failures, parse_law
@@ -241,7 +241,7 @@ def test_an_all_reduce_has_the_times_of_its_simulation() -> None:
 
     def timeline() -> ReducedTimeline:
         rounds = Rounds("ring", cluster, machine, model, bucket_bytes=20)
-        return ReducedTimeline(rounds, Stream(samples=50, sizes=(3,) * 4, epochs=3))
+        return ReducedTimeline(rounds, pieces_of(Stream(samples=50, sizes=(3,) * 4, epochs=3)))
 
     runs = []
     for width in WIDTHS:
@@ -265,11 +265,10 @@ def test_an_all_reduce_weighs_by_samples_at_the_end_of_an_epoch() -> None:
     rounds = Rounds(
         "ring", cluster, topology("uniform:latency=0s", ranks=4), Model.even(layers=1, size_bytes=0, forward_share=0.5)
     )
-    book = Epochs(samples=22, sizes=(4,) * 4, epochs=2)
-    learner = one_by_one(ReducedTimeline(rounds, book), FakeLearner())
-    assert [[work.samples for work in works] for _, _, works, _, _ in learner.made] == [[4] * 4, [4, 2]] * 2
+    pieces = [(((0, 0, 4),), ((0, 4, 4),), ((0, 8, 4),), ((0, 12, 4),)), (((0, 16, 4),), ((0, 20, 2),))]
+    learner = one_by_one(ReducedTimeline(rounds, pieces), FakeLearner())
+    assert [[work.samples for work in works] for _, _, works, _, _ in learner.made] == [[4] * 4, [4, 2]]
     assert learner.made[1][3] == (4 / 3, 2 / 3)
-    assert book.counts == {"applied": 44}
 
 
 # --- looking ahead ---------------------------------------------------------------------------------------------------

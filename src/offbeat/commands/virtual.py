@@ -239,7 +239,7 @@ def curve_of(outcome: Outcome, seed: int, target: float | None) -> Curve:
         seconds=last.seconds,
         updates=last.update,
         samples=last.samples,
-        staleness=outcome.staleness,
+        staleness=outcome.staleness_mean,
         waste_share=spent.waste_s / whole,
         wait_share=(spent.wait_s + spent.send_s) / whole,
     )
@@ -288,6 +288,9 @@ def _facts(
             f"{percent(curve.wait_share)} waiting or sending",
         )
     )
+    if outcome.dropped:
+        told = ", ".join(f"{many:,} ({why})" for why, many in outcome.dropped.items())
+        rows.append(("not applied", f"samples: {told}"))
     rows += [("note", note) for note in outcome.notes]
     rows.append(("computed", f"{outcome.how} in {format_seconds(took)}"))
     rows.append(("run", f"{folder}{os.sep}"))
@@ -311,6 +314,8 @@ def _as_json(given: argparse.Namespace, outcome: Outcome, curve: Curve, folder: 
         "staleness_mean": curve.staleness,
         "waste_share": curve.waste_share,
         "wait_share": curve.wait_share,
+        "staleness_histogram": {str(age): many for age, many in outcome.staleness.items()},
+        "dropped": dict(outcome.dropped),
         "notes": list(outcome.notes),
         "points": [point._asdict() for point in outcome.points],
         "run_dir": folder,

@@ -12,6 +12,7 @@ dropped. No clock, no chance: which samples the positions are is said by whoever
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from typing import Protocol
 
 from offbeat.errors import EventError, RequestError
@@ -51,6 +52,11 @@ class Book(Protocol):
     @property
     def counts(self) -> dict[str, int]:
         """Samples by fate, of all epochs."""
+        ...
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Those that were not applied, by reason."""
         ...
 
 
@@ -113,6 +119,10 @@ class Stream:
     def counts(self) -> dict[str, int]:
         return dict(self._counts)
 
+    @property
+    def dropped(self) -> dict[str, int]:
+        return {fate: many for fate, many in self._counts.items() if fate != "applied"}
+
 
 class Epochs:
     """See the module's text."""
@@ -166,3 +176,16 @@ class Epochs:
     @property
     def counts(self) -> dict[str, int]:
         return dict(self._counts)
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        return {fate: many for fate, many in self._counts.items() if fate != "applied"}
+
+
+def pieces_of(stream: Stream) -> Iterator[tuple[Batch, ...]]:
+    """For an all-reduce: update by update, what each learner computes."""
+    while not stream.over:
+        pieces = tuple(stream.take(learner) for learner in range(len(stream.sizes)))
+        for piece in pieces:
+            stream.settle(piece)
+        yield pieces

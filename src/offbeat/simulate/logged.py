@@ -76,7 +76,7 @@ class LoggedTimeline:
         if policy.version % KEEP_EVERY == 0:
             held = [gradient.version for gradient in policy.held.values()]
             needed = frozenset([*held, *(seat.version for seat in policy.seats.values())])
-        return Update(policy.version, self.now, taken, scales, told, spent_of(tally), needed)
+        return Update(policy.version, self.now, taken, scales, told, spent_of(tally), needed=needed)
 
     def result(self) -> Result:
         return Result.of(

@@ -120,9 +120,7 @@ def advised(racers: Sequence[Racer]) -> Racer | None:
 
 def _are_alike(fast: Racer, slow: Racer) -> bool:
     """Whether these seeds cannot tell which of the two is faster."""
-    if slow.median_s == math.inf:
-        return False
-    ratio = slow.median_s / fast.median_s
+    ratio = slow.median_s / fast.median_s  # infinite where the slow one did not get there
     return ratio <= ALIKE or (ratio <= FAR and _overlap(fast, slow))
 
 
@@ -241,6 +239,8 @@ def chart_of(
     marks = [line.mark[0] for line in drawn if line.mark is not None]
     longest = max(run[-1][0] for line in drawn for run in line.runs)
     x_max = min(longest, 1.3 * max(marks), SEEN * min(marks)) if marks else None
+    if x_max is not None and x_max < max(marks):
+        subtitle += f"{'; ' if subtitle else ''}cut at {SEEN} times the fastest"
     return line_chart(
         drawn,
         title=title,

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
@@ -81,6 +81,7 @@ class Update(NamedTuple):
     scales: tuple[float, ...]
     told: int  # the version whose learning rate is taken: that of who pushed last
     spent: Spent
+    dropped: Mapping[str, int] = {}  # samples by reason, up to now
     needed: frozenset[int] | None = None  # versions that works of later updates may be at; None: not looked at
 
     @property
@@ -249,7 +250,9 @@ class ServedTimeline(Simulation):
                     self.book.settle(step.batch)
             version = self.policy.version
             needed = self._needed() if version % KEEP_EVERY == 0 else None
-            self._made.append(Update(version, self.now, works, scales, told, spent_of(self.tally), needed))
+            self._made.append(
+                Update(version, self.now, works, scales, told, spent_of(self.tally), self.book.dropped, needed)
+            )
         elif isinstance(command, Drop):
             for step in self._arrived.pop(command.ticket).steps:
                 self.book.give_back(step.batch, command.why.split(":")[0])
@@ -323,29 +326,26 @@ class ServedTimeline(Simulation):
 
 
 class ReducedTimeline:
-    """An all-reduce with samples: everybody has a piece of every update."""
+    """An all-reduce with samples: everybody has a piece of every update. `pieces`: of each, update by update."""
 
     lock_step = False
 
-    def __init__(self, rounds: Rounds, book: Book) -> None:
-        self.rounds, self.book = rounds, book
+    def __init__(self, rounds: Rounds, pieces: Iterable[Sequence[Batch]]) -> None:
+        self.rounds, self.pieces = rounds, pieces
 
     def stream(self) -> Iterator[Update]:
         rounds, number = self.rounds, 0
-        while not self.book.over:
+        for pieces in self.pieces:
             version = rounds.version
-            works: list[Work] = []
-            for learner in range(rounds.cluster.learners):
-                batch = self.book.take(learner)
-                if batch is not None:
-                    number += 1
-                    works.append(Work(number, learner, version, (Step(version, batch),)))
+            works = tuple(
+                Work(number + learner, learner, version, (Step(version, piece),))
+                for learner, piece in enumerate(pieces)
+            )
+            number += len(pieces)
             rounds.go()
             mean = sum(work.samples for work in works) / len(works)
             scales = tuple(work.samples / mean for work in works)
-            for work in works:
-                self.book.settle(work.batch)
-            yield Update(version + 1, rounds.now, tuple(works), scales, version, spent_of(rounds.tally), frozenset())
+            yield Update(version + 1, rounds.now, works, scales, version, spent_of(rounds.tally), needed=frozenset())
 
     def result(self) -> Result:
         return self.rounds.result()

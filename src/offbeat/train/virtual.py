@@ -12,31 +12,30 @@ by rounding only, and no time at all.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from offbeat import topology
 from offbeat.errors import RequestError
-from offbeat.simulate.books import Book, Epochs, Stream
+from offbeat.simulate.books import Batch, Book, Epochs, Stream, pieces_of
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.collective import Model, Rounds
 from offbeat.simulate.compare import look_at
 from offbeat.simulate.logged import LoggedTimeline
-from offbeat.simulate.result import Result
 from offbeat.simulate.training import ReducedTimeline, ServedTimeline, Spent, Timeline, Update, Work, train
-from offbeat.strategy import SERVER, family_of
+from offbeat.strategy import SERVER, family_of, simulated_family_of
 from offbeat.topology import Topology
 from offbeat.trace import RunLog, read_log, write_chrome_trace, write_log
 from offbeat.train.arithmetic import Arithmetic
 from offbeat.train.checkpoint import write_weights
 from offbeat.train.config import Config, shares_of
 from offbeat.train.parts import load_buffers
-from offbeat.train.plan import cut, speeds_to_shares
+from offbeat.train.plan import cut, speeds_to_shares, updates
 from offbeat.train.reading import changed
 from offbeat.train.rundir import RunDir
 from offbeat.train.scaling import optimizer_of
@@ -79,12 +78,20 @@ class Outcome:
     config: Config
     points: tuple[Point, ...]
     spent: Spent
-    staleness: float
-    result: Result
+    staleness: Mapping[int, int]  # how many gradients were so old
+    dropped: Mapping[str, int]  # samples, by reason
     end: Mapping[str, Any]  # as a real run tells it
     weights: Mapping[str, Tensor]
     notes: tuple[str, ...]
     how: str  # the gradients were computed
+
+    @property
+    def gradients(self) -> int:
+        return sum(self.staleness.values())
+
+    @property
+    def staleness_mean(self) -> float:
+        return sum(age * many for age, many in self.staleness.items()) / max(1, self.gradients)
 
     def reached(self, target: float) -> Point | None:
         """The first look at which the accuracy was there."""
@@ -183,7 +190,8 @@ class VirtualTrainer(Trainer):
         self.timeline: Timeline = self._timeline(clock) if isinstance(clock, Clock) else clock
         self.points: list[Point] = []
         self._through = 0  # samples: applied, or not finite
-        self._staleness = 0  # summed over gradients
+        self._staleness: Counter[int] = Counter()  # of gradients
+        self._late: Mapping[str, int] = {}  # samples that were not applied, by reason
         self._spent = Spent(0.0, 0.0, 0.0, 0.0)
         self._twins: tuple[nn.Module, tuple[Tensor, ...]] | None = None
         self._stops = False
@@ -209,6 +217,7 @@ class VirtualTrainer(Trainer):
                 keep_spans=spans,
                 write=self._add_decision if self._writes else None,
             )
+        simulated_family_of(config.sync)  # refuses what only a running group decides
         shares = self._shares(cluster)
         if shares:  # the time of a minibatch is in proportion to its samples
             sizes = tuple(cut(size * learners, shares, least=1))
@@ -223,7 +232,19 @@ class VirtualTrainer(Trainer):
             bucket_bytes=clock.bucket_bytes,
             keep_spans=ALL if self._writes else 0,
         )
-        return ReducedTimeline(rounds, self._book(clock, sizes))
+        if clock.ends_of_epochs:
+            return ReducedTimeline(rounds, self._planned(shares or (1.0,) * learners))
+        return ReducedTimeline(rounds, pieces_of(Stream(samples=self.samples, sizes=sizes, epochs=train.epochs)))
+
+    def _planned(self, shares: tuple[float, ...]) -> Iterator[tuple[Batch, ...]]:
+        """As in a real run: the last update of an epoch is a smaller one, or part of the one before."""
+        train = self.config.train
+        batch = train.batch_size * train.accumulate * self.learners
+        for epoch in range(train.epochs):
+            plans = [updates(self.samples, batch, one, shares, train.accumulate) for one in range(self.learners)]
+            for parts in zip(*plans, strict=True):
+                stretches = [(one.passes[0].start, one.passes[-1].end) for one in parts]
+                yield tuple(((epoch, start, end - start),) for start, end in stretches)
 
     def _book(self, clock: Clock, sizes: tuple[int, ...]) -> Book:
         kind = Epochs if clock.ends_of_epochs else Stream
@@ -253,27 +274,20 @@ class VirtualTrainer(Trainer):
         self._through += update.samples
         at.applied = self._through - self.arithmetic.not_finite
         self._spent = update.spent
-        self._staleness += sum(update.version - 1 - work.version for work in update.works)
-        at.gradients += len(update.works)
-        at.staleness = self._staleness / at.gradients if at.gradients else None
+        ages = [update.version - 1 - work.version for work in update.works]
+        self._staleness.update(ages)
+        old = (at.staleness or 0.0) * at.gradients + sum(ages)
+        at.gradients += len(ages)
+        at.staleness = old / at.gradients
         at.epoch = self._through // self.samples
+        self._late = update.dropped
         if self._through < self._next_look:
-            self._tell(update)
             return False
         self._next_look = (self._through // self._every + 1) * self._every
         point = self._look()
         wanted = self.config.train.stop_at
         self._stops = bool(wanted and point.accuracy is not None and point.accuracy >= wanted)
         return self._stops
-
-    def _tell(self, update: Update) -> None:
-        """Progress, now and then."""
-        if update.version % 16 == 0:
-            arithmetic = self.arithmetic
-            loss = arithmetic.loss_sum / arithmetic.loss_of if arithmetic.loss_of else math.nan
-            self.seen = self.at.applied
-            self.compute_s, self.wait_s = update.spent.compute_s, update.spent.wait_s + update.spent.send_s
-            self.tell_progress(update.version, torch.tensor(loss))
 
     def _look(self) -> Point:
         """Evaluate, and tell."""
@@ -320,13 +334,13 @@ class VirtualTrainer(Trainer):
 
     def _dropped(self) -> dict[str, int]:
         bad = self.arithmetic.not_finite
-        return {"not finite": bad} if bad else {}
+        return {**self._late, **({"not finite": bad} if bad else {})}
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def _add_decision(self, record: dict[str, Any], work: Work | None) -> None:
         if work is not None:
-            record["hyper"] = self.arithmetic.hyper_at(work.version)
+            record["hyper"] = self.arithmetic.hyper_at(work.latest)
         self._decisions.append(record)
 
     def _end_here(self) -> None:
@@ -366,8 +380,8 @@ class VirtualTrainer(Trainer):
             config=self.config,
             points=tuple(self.points),
             spent=self._spent,
-            staleness=self.at.staleness or 0.0,
-            result=self.timeline.result(),
+            staleness=dict(sorted(self._staleness.items())),
+            dropped=self._dropped(),
             end=self._ended,
             weights={name: one.clone() for name, one in self._twin.state_dict().items()},
             notes=tuple(self.begun_with),
