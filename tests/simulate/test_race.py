@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from offbeat.simulate.race import Curve, Racer, advice, advised, chart_of, ranked, words_of
+from offbeat.simulate.race import Curve, Racer, advice, advised, chart_of, ranked, words_of, worth_drawing
 
 MACHINES = "equal learners"
 
@@ -277,8 +277,19 @@ def test_who_is_many_times_slower_does_not_squeeze_the_others() -> None:
         ticks = re.findall(r'text-anchor="middle"[^>]*>([\d.]+)</text>', drawn(racers))
         return max(map(float, ticks))
 
-    far, near = [racer("async", 2.0), racer("ring", 60.0)], [racer("async", 20.0), racer("ring", 60.0)]
-    assert last_tick(far) <= 10.0  # 5 times the fastest
+    far, near = [racer("async", 2.0), racer("ring", 60.0)], [racer("async", 30.0), racer("ring", 60.0)]
+    assert last_tick(far) <= 6.0  # 3 times the fastest
     assert last_tick(near) > 60.0  # all of it: 1.3 times the slowest
-    assert "cut at 5 times the fastest" in drawn(far)
+    assert "cut at 3 times the fastest" in drawn(far)
     assert "cut at" not in drawn(near)
+
+
+def test_of_many_the_first_are_drawn_and_the_plain_all_reduce_whatever_its_rank() -> None:
+    ring = racer("ring", 50.0)
+    some = [racer(f"k-async:{k}", float(k)) for k in range(1, 12)]
+    assert names(worth_drawing([*some, ring])) == [*names(some[:7]), "ring"]
+    assert names(worth_drawing([*some[:3], ring, *some[3:]])) == names([*some[:3], ring, *some[3:7]])
+    assert names(worth_drawing(some)) == names(some[:8])
+    assert names(worth_drawing([*some[:7], ring])) == [*names(some[:7]), "ring"]
+    other = racer("ring", 40.0, variant="split by speed")
+    assert names(worth_drawing([*some, other, ring])) == [*names(some[:7]), "ring"]
