@@ -21,7 +21,7 @@ from offbeat.errors import RequestError
 from offbeat.policies import create
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.compare import describe, look_at
-from offbeat.simulate.race import Curve, Racer, advice, advised, chart_of, percent, ranked, words_of
+from offbeat.simulate.race import Curve, Racer, advice, advised, chart_of, percent, ranked, words_of, worth_drawing
 from offbeat.spec import count_of, format_seconds
 from offbeat.strategy import ALL_REDUCE, simulated_family_of
 
@@ -74,7 +74,10 @@ def race(given: argparse.Namespace) -> None:
     lines = advice(racers, given.target, describe(machines))
     title = f"{config.name}, {count_of(cluster.learners, 'learner')}, {cluster.law.text}"
     subtitle = f"{count_of(given.seeds, 'seed')}; thin: each, bold: their median; dots: the target is reached"
-    drawn = [(racer.label, list(racer.curves)) for racer in order]
+    shown = worth_drawing(order)
+    if len(shown) < len(order):
+        subtitle = f"{len(shown)} of {len(order)}; {subtitle}"
+    drawn = [(racer.label, list(racer.curves)) for racer in shown]
     write_file(folder / "error.svg", chart_of(drawn, title=title, target=given.target, subtitle=subtitle))
     told = _as_json(given, order, lines, advised(racers), folder)
     import json

@@ -21,7 +21,8 @@ from offbeat.strategy import ALL_REDUCE, family_of
 
 ALIKE = 1.05  # medians this close are not told apart
 FAR = 1.25  # medians beyond this are, even if the times of some seeds overlap
-SEEN = 5  # times the fastest one's time: what comes later is not in the picture, or the fast ones would not be
+SEEN = 3  # times the fastest one's time: what comes later is not in the picture, or the fast ones would not be
+DRAWN = 8  # lines in the picture, at most: more cannot be told from each other
 
 
 class Curve(NamedTuple):
@@ -221,6 +222,14 @@ def _against(one: Racer, other: Racer) -> str:
 def _doubt(fast: Racer, slow: Racer) -> str:
     """Why two are not told apart."""
     return "within the spread of the seeds" if _overlap(fast, slow) else "too little to tell"
+
+
+def worth_drawing(order: Sequence[Racer]) -> list[Racer]:
+    """The first ones, as many as can be told from each other; the first plain all-reduce is among them."""
+    plain = [one for one in order if _kind(one) == ALL_REDUCE and not one.variant][:1]
+    if len(order) <= DRAWN or not plain or order.index(plain[0]) < DRAWN:
+        return list(order[:DRAWN])
+    return [*order[: DRAWN - 1], *plain]
 
 
 def chart_of(
