@@ -59,10 +59,10 @@ def virtual(run: RunDir, seed: int) -> list[tuple[float, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--slow", default="exp:0.04", help="the injected delay of a minibatch (default exp:0.04)")
+    parser.add_argument("--slow", default="exp:0.06", help="the injected delay of a minibatch (default exp:0.06)")
     parser.add_argument("--target", type=float, default=0.9)
-    parser.add_argument("--epochs", type=int, default=14)
-    parser.add_argument("--rate", type=float, default=0.02)
+    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--rate", type=float, default=0.007)
     given = parser.parse_args()
     torch.set_num_threads(1)
     load = os.getloadavg()[0]

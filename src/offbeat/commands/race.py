@@ -7,6 +7,7 @@ an all-reduce that gives it less to do, and everybody without it, are in the rac
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import time
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from offbeat.policies import create
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.compare import describe, look_at
 from offbeat.simulate.race import Curve, Racer, advice, advised, chart_of, percent, ranked, words_of, worth_drawing
-from offbeat.spec import count_of, format_seconds
+from offbeat.spec import count_of, format_rate, format_seconds
 from offbeat.strategy import ALL_REDUCE, simulated_family_of
 
 if TYPE_CHECKING:
@@ -72,16 +73,14 @@ def race(given: argparse.Namespace) -> None:
     took = time.perf_counter() - started
     order = ranked(racers)
     lines = advice(racers, given.target, describe(machines))
-    title = f"{config.name}, {count_of(cluster.learners, 'learner')}, {cluster.law.text}"
-    subtitle = f"{count_of(given.seeds, 'seed')}; thin: each, bold: their median; dots: the target is reached"
+    title = _title(given, config.name, cluster)
+    subtitle = f"{count_of(given.seeds, 'seed')} thin, median bold, dots: target reached"
     shown = worth_drawing(order)
     if len(shown) < len(order):
-        subtitle = f"{len(shown)} of {len(order)}; {subtitle}"
+        subtitle = f"{len(shown)} of {len(order)}, {subtitle}"
     drawn = [(racer.label, list(racer.curves)) for racer in shown]
     write_file(folder / "error.svg", chart_of(drawn, title=title, target=given.target, subtitle=subtitle))
     told = _as_json(given, order, lines, advised(racers), folder)
-    import json
-
     write_file(folder / "race.json", json.dumps(told, indent=1, allow_nan=False))
     if given.json:
         print_json(told)
@@ -106,6 +105,20 @@ def _rate_of(train: TrainConfig) -> str:
     how = "" if train.scaling == "none" else f", {train.scaling} scaling"
     momentum = f", momentum {train.momentum:g}" if train.optimizer in ("sgd", "lars") else ""
     return f"{train.rate:g} {scaled}{how}{momentum}"
+
+
+def _title(given: argparse.Namespace, name: str, cluster: Cluster) -> str:
+    """What is trained, and on which machines."""
+    words = [name, count_of(cluster.learners, "learner"), cluster.law.text]
+    if cluster.speeds:
+        words.append(f"speeds {','.join(f'{speed:g}' for speed in cluster.speeds[:8])}")
+    if cluster.slow is not None:
+        words.append("slow periods")
+    if cluster.failures is not None:
+        words.append("failures")
+    if cluster.wires is not None:
+        words.append(f"network {format_rate(min(given.learner_bandwidth, given.server_bandwidth))}")
+    return ", ".join(words)
 
 
 def _variants(entries: Sequence[Entry], slow: Sequence[int]) -> list[Entry]:
@@ -178,7 +191,7 @@ def _table(order: Sequence[Racer]) -> None:
     for racer in order:
         times = racer.times
         updates = sorted(math.inf if one.reached_updates is None else one.reached_updates for one in racer.curves)
-        middle = updates[(len(updates) - 1) // 2]
+        middle = updates[len(updates) // 2]
         table.add_row(
             racer.label,
             _seconds(racer.median_s),

@@ -20,9 +20,10 @@ from offbeat.spec import format_seconds
 from offbeat.strategy import ALL_REDUCE, family_of
 
 ALIKE = 1.05  # medians this close are not told apart
-FAR = 1.25  # medians beyond this are, even if the times of some seeds overlap
+FAR = 1.15  # medians beyond this are, even if the times of some seeds overlap
+PARTS = 40  # of the time, in a picture
 SEEN = 3  # times the fastest one's time: what comes later is not in the picture, or the fast ones would not be
-DRAWN = 8  # lines in the picture, at most: more cannot be told from each other
+DRAWN = 6  # lines in the picture, at most: more cannot be told from each other
 
 
 class Curve(NamedTuple):
@@ -62,9 +63,9 @@ class Racer(NamedTuple):
 
     @property
     def middle(self) -> Curve:
-        """The run that has the median time."""
+        """The run that has the median time; of two in the middle, the slower one."""
         order = sorted(self.curves, key=lambda one: (one.reached_s is None, one.reached_s or 0.0, one.seed))
-        return order[(len(order) - 1) // 2]
+        return order[len(order) // 2]
 
     @property
     def median_s(self) -> float:
@@ -235,28 +236,44 @@ def worth_drawing(order: Sequence[Racer]) -> list[Racer]:
 def chart_of(
     lines: Sequence[tuple[str, Sequence[Curve]]], *, title: str, target: float | None, subtitle: str = ""
 ) -> str:
-    """Error against simulated time, as an SVG."""
-    drawn = []
-    for label, curves in lines:
-        runs = tuple(tuple((at, 1 - right) for at, right in curve.points) for curve in curves if curve.points)
-        times = sorted(curve.reached_s for curve in curves if curve.reached_s is not None)
-        mark = None
-        if target is not None and 2 * len(times) > len(curves):
-            everyone = sorted(math.inf if curve.reached_s is None else curve.reached_s for curve in curves)
-            mark = (statistics.median_low(everyone), 1 - target)
-        drawn.append(Line(label, runs, mark))
-    marks = [line.mark[0] for line in drawn if line.mark is not None]
-    longest = max(run[-1][0] for line in drawn for run in line.runs)
-    x_max = min(longest, 1.3 * max(marks), SEEN * min(marks)) if marks else None
-    if x_max is not None and x_max < max(marks):
-        subtitle += f"{'; ' if subtitle else ''}cut at {SEEN} times the fastest"
+    """Error against simulated time, as an SVG. Where looks are close together, each point is the mean of some."""
+    notes = [subtitle] if subtitle else []
+    marks = {label: _mark(curves, target) for label, curves in lines}
+    reached = [mark[0] for mark in marks.values() if mark is not None]
+    longest = max(curve.points[-1][0] for _, curves in lines for curve in curves if curve.points)
+    x_max = min(longest, 1.3 * max(reached), SEEN * min(reached)) if reached else longest
+    if reached and x_max < max(reached):
+        notes.append(f"cut at {SEEN}x the fastest")
+    part = x_max / PARTS
+    runs = {
+        label: tuple(tuple((at, 1 - right) for at, right in curve.points) for curve in curves if curve.points)
+        for label, curves in lines
+    }
+    if any(sum(0 < at <= x_max for at, _ in run) > PARTS // 2 for some in runs.values() for run in some):
+        runs = {label: tuple(_evened(run, part) for run in some) for label, some in runs.items()}
+        notes.append(f"means of {part:.2g} s")
     return line_chart(
-        drawn,
+        [Line(label, runs[label], marks[label]) for label, _ in lines],
         title=title,
-        subtitle=subtitle,
+        subtitle="; ".join(notes),
         x_label="simulated time, seconds",
         y_label="test error",
         target=None if target is None else 1 - target,
         target_label="" if target is None else f"target: {percent(target)} right",
-        x_max=x_max,
+        x_max=x_max or None,
     )
+
+
+def _mark(curves: Sequence[Curve], target: float | None) -> tuple[float, float] | None:
+    """Where the median run was when it reached the target."""
+    times = sorted(math.inf if curve.reached_s is None else curve.reached_s for curve in curves)
+    middle = statistics.median_high(times)
+    return None if target is None or middle == math.inf else (middle, 1 - target)
+
+
+def _evened(run: Sequence[tuple[float, float]], part: float) -> tuple[tuple[float, float], ...]:
+    """The mean of every part of the time in which there are points; the beginning stays."""
+    parts: dict[int, list[float]] = {}
+    for at, error in run:
+        parts.setdefault(math.ceil(at / part), []).append(error)
+    return tuple((number * part, statistics.fmean(errors)) for number, errors in sorted(parts.items()))
