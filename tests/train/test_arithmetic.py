@@ -144,10 +144,22 @@ def test_quicker_ways_are_taken_where_they_are_right(build: Build, together: boo
     assert (why in found.why_alone) if why else not found.why_alone
 
 
-def test_a_loss_that_is_a_sum_is_not_computed_as_one() -> None:
+def test_a_loss_that_is_a_sum_is_computed_as_one_too_since_each_minibatch_has_its_own() -> None:
     found = arithmetic_of(small_task(64, loss=summed))
-    assert (found.together, found.as_one) == (True, False)
-    assert "do not give what they give alone" in found.why_alone
+    assert (found.together, found.as_one, found.why_alone) == (True, True, "")
+
+
+def leaves_some_out(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A mean over some of the samples, which are none of the first eight: minibatches do not weigh alike."""
+    return functional.cross_entropy(outputs, targets, ignore_index=3)
+
+
+@pytest.mark.parametrize("sync", ["full-sync", "k-batch-async:6", "ring"])
+def test_a_loss_over_some_of_the_samples_is_the_same_in_all_ways(sync: str) -> None:
+    task = small_task(96, loss=leaves_some_out)
+    alone, quick = (virtually(task, sync=sync, learners=8, width=width) for width in (1, 0))
+    assert "one by one" in alone.how and "at a time" in quick.how
+    assert distance(state(quick), state(alone)) < 1e-5
 
 
 def test_what_is_asked_to_be_alone_is() -> None:

@@ -21,14 +21,14 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
         "%(prog)s [STRATEGY ...] [--learners P] [--compute LAW] [--recipe RECIPE --target X --seeds N] [options]"
     )
-    parser.add_argument("strategies", nargs="*", metavar="STRATEGY", help="left out: a choice of policies with K = P/2")
+    parser.add_argument("strategies", nargs="*", metavar="STRATEGY", help="left out: some of each kind")
     parser.add_argument(
-        "--minibatches", type=reader(parse_count), default=500, metavar="N", help="of a typical learner (default 500)"
+        "--minibatches", type=reader(parse_count), metavar="N", help="of a typical learner (default 500)"
     )
     add_cluster_arguments(parser)
     json_argument(parser)
     add_recipe_arguments(parser)
-    parser.add_argument("--seeds", type=reader(parse_count), default=1, metavar="N", help="runs of each (default 1)")
+    parser.add_argument("--seeds", type=reader(parse_count), metavar="N", help="runs of each (default 1)")
 
 
 def _default(learners: int) -> list[str]:
@@ -49,6 +49,7 @@ def _run(given: argparse.Namespace) -> None:
         race(given)
         return
     refuse_without_recipe(given)
+    given.minibatches = given.minibatches or 500
     cluster = cluster_of(given)
     names = given.strategies or _default(cluster.learners)
     families = [simulated_family_of(name) for name in names]

@@ -17,17 +17,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from offbeat.commands.base import console, heading, print_json, say, write_file
 from offbeat.commands.cluster import cluster_of
-from offbeat.commands.virtual import Live, clock_of, config_of, curve_of, task_for
+from offbeat.commands.virtual import Live, clock_of, config_of, curve_of, machines_of, task_for, title_of, trained
 from offbeat.errors import RequestError
-from offbeat.policies import create
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.compare import describe, look_at
 from offbeat.simulate.race import Curve, Racer, advice, advised, chart_of, percent, ranked, words_of, worth_drawing
-from offbeat.spec import count_of, format_rate, format_seconds
+from offbeat.spec import count_of, format_seconds
 from offbeat.strategy import ALL_REDUCE, simulated_family_of
 
 if TYPE_CHECKING:
-    from offbeat.train.config import TrainConfig
+    from offbeat.train.config import Config, TrainConfig
+    from offbeat.train.tasks import Task
+
+
+WIDE = 100  # columns, from which on the whole table is shown
 
 
 class Entry(NamedTuple):
@@ -54,18 +57,26 @@ def race(given: argparse.Namespace) -> None:
     """`offbeat compare ... --recipe ... --target ...`."""
     if given.target is None:
         raise RequestError("a race needs an end: say the accuracy to reach, like --target 0.95")
+    from offbeat.train.reading import as_json
     from offbeat.train.rundir import check_free, new_run_dir
 
+    if given.minibatches is not None:
+        raise RequestError("--minibatches is not for a recipe: it has --epochs")
+    given.seeds = given.seeds or 1
     if given.run_dir is not None:
-        check_free(given.run_dir)
+        check_free(given.run_dir, resumes=False)
     cluster = cluster_of(given)
     names = given.strategies or default_strategies(cluster.learners)
+    if not given.strategies and cluster.failures is not None:
+        names = [name for name in names if simulated_family_of(name) != ALL_REDUCE]  # they bear none
     machines = look_at(cluster)
     entries = [Entry(name, cluster) for name in dict.fromkeys(names)]
-    entries += _variants(entries, machines.slow)
+    _check_ports(given, names)
+    config = config_of(given, names[0], seed=given.seed, learners=cluster.learners)
+    task = task_for(config)
     for entry in entries:  # what is wrong is told before anything is trained
-        config = config_of(given, entry.strategy, seed=given.seed, learners=entry.cluster.learners)
-    task_for(config)
+        _check(given, entry, task)
+    entries += [entry for entry in _variants(entries, machines.slow) if _fits(given, entry, task)]
     folder = new_run_dir(f"compare-{config.name}", given.run_dir)
     started = time.perf_counter()
     with Live("training in virtual time") as live:
@@ -73,14 +84,16 @@ def race(given: argparse.Namespace) -> None:
     took = time.perf_counter() - started
     order = ranked(racers)
     lines = advice(racers, given.target, describe(machines))
-    title = _title(given, config.name, cluster)
-    subtitle = f"{count_of(given.seeds, 'seed')} thin, median bold, dots: target reached"
+    title = title_of(given, config.name, cluster)
+    subtitle = "dots: target reached"
+    if given.seeds > 1:
+        subtitle = f"{given.seeds} seeds thin, median bold, {subtitle}"
     shown = worth_drawing(order)
     if len(shown) < len(order):
         subtitle = f"{len(shown)} of {len(order)}, {subtitle}"
     drawn = [(racer.label, list(racer.curves)) for racer in shown]
     write_file(folder / "error.svg", chart_of(drawn, title=title, target=given.target, subtitle=subtitle))
-    told = _as_json(given, order, lines, advised(racers), folder)
+    told = _as_json(given, cluster, json.loads(as_json(config)), order, lines, advised(racers), folder)
     write_file(folder / "race.json", json.dumps(told, indent=1, allow_nan=False))
     if given.json:
         print_json(told)
@@ -104,21 +117,9 @@ def _rate_of(train: TrainConfig) -> str:
     scaled = "for all updates" if train.scaling == "none" else f"for {count_of(train.rate_batch, 'sample')}"
     how = "" if train.scaling == "none" else f", {train.scaling} scaling"
     momentum = f", momentum {train.momentum:g}" if train.optimizer in ("sgd", "lars") else ""
+    if train.momentum and train.optimizer == "sgd" and train.stale_momentum == "lowered":
+        momentum += " (lowered where gradients are stale)"
     return f"{train.rate:g} {scaled}{how}{momentum}"
-
-
-def _title(given: argparse.Namespace, name: str, cluster: Cluster) -> str:
-    """What is trained, and on which machines."""
-    words = [name, count_of(cluster.learners, "learner"), cluster.law.text]
-    if cluster.speeds:
-        words.append(f"speeds {','.join(f'{speed:g}' for speed in cluster.speeds[:8])}")
-    if cluster.slow is not None:
-        words.append("slow periods")
-    if cluster.failures is not None:
-        words.append("failures")
-    if cluster.wires is not None:
-        words.append(f"network {format_rate(min(given.learner_bandwidth, given.server_bandwidth))}")
-    return ", ".join(words)
 
 
 def _variants(entries: Sequence[Entry], slow: Sequence[int]) -> list[Entry]:
@@ -136,47 +137,59 @@ def _variants(entries: Sequence[Entry], slow: Sequence[int]) -> list[Entry]:
         return [less]
     shown = ", ".join(map(str, sorted(slow)[:4])) + (", ..." if len(slow) > 4 else "")
     who = f"without learner{'' if len(slow) == 1 else 's'} {shown}"
-    others = [name for name in dict.fromkeys([reduces, *names]) if _fits(name, rest.learners)]
+    others = dict.fromkeys([reduces, *names])
     return [less, *(Entry(name, rest, who, f"leave it out: --learners {rest.learners}") for name in others)]
 
 
-def _fits(strategy: str, learners: int) -> bool:
-    """Whether a strategy can run on so few."""
-    try:
-        if simulated_family_of(strategy) == ALL_REDUCE:
-            from offbeat.schedules import build
+def _check_ports(given: argparse.Namespace, names: Sequence[str]) -> None:
+    """`RequestError` where it is said how some of them communicate, and not how the others do."""
+    families = {simulated_family_of(name) for name in names}
+    ports = min(given.learner_bandwidth, given.server_bandwidth) < math.inf or given.latency > 0
+    if len(families) > 1 and given.topology != "uniform" and not ports:
+        raise RequestError(
+            "--topology says how an all-reduce communicates, and nothing says it for servers: give "
+            "--learner-bandwidth, --server-bandwidth and --latency too, or one port for all with --network"
+        )
 
-            build(strategy, ranks=learners)
-        else:
-            create(strategy, expect=learners)
+
+def _check(given: argparse.Namespace, entry: Entry, task: Task) -> None:
+    from offbeat.train.virtual import check_clock
+
+    config = _config(given, entry, given.seed)
+    check_clock(config, clock_of(given, entry.cluster, task), task)
+
+
+def _fits(given: argparse.Namespace, entry: Entry, task: Task) -> bool:
+    """Whether it can run, on so few learners or with work for some of them."""
+    try:
+        _check(given, entry, task)
     except RequestError:
         return False
     return True
 
 
+def _config(given: argparse.Namespace, entry: Entry, seed: int) -> Config:
+    from offbeat.train.reading import changed
+
+    config = config_of(given, entry.strategy, seed=seed, learners=entry.cluster.learners)
+    return changed(config, {"train": dict(entry.changes)}) if entry.changes else config
+
+
 def _run(given: argparse.Namespace, entry: Entry, live: Live, which: str) -> Racer:
     """The strategy with every seed."""
-    from offbeat.train.reading import changed
-    from offbeat.train.virtual import train_virtually
-
     curves: list[Curve] = []
     for seed in range(given.seed, given.seed + given.seeds):
         cluster = replace(entry.cluster, seed=seed)
-        config = config_of(given, entry.strategy, seed=seed, learners=cluster.learners)
-        if entry.changes:
-            config = changed(config, {"train": dict(entry.changes)})
+        config = _config(given, entry, seed)
         task = task_for(config)
         label = f"{entry.strategy}, {entry.variant}" if entry.variant else entry.strategy
         live.begin(f"{which}: {label}, seed {seed}")
-        outcome = train_virtually(
-            config,
-            clock_of(given, cluster, task),
-            task=task,
-            hear=live.hear,
-            width=given.width or 0,
-            every=given.look_every,
-        )
+        outcome = trained(given, config, clock_of(given, cluster, task), task, live)
         curves.append(curve_of(outcome, seed, given.target))
+        if not curves[-1].points:
+            raise RequestError(f"{config.name} has no accuracy, only a loss: there is no target to race to")
+        if curves[-1].reached_s == 0:
+            raise RequestError(f"--target {given.target:g}: a model that has learned nothing is there already")
     return Racer(entry.strategy, tuple(curves), entry.variant, entry.option)
 
 
@@ -185,8 +198,10 @@ def _table(order: Sequence[Racer]) -> None:
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("strategy", no_wrap=True)
-    for column in ("to target", "fastest", "slowest", "updates", "at the end", "staleness"):
+    table.add_column("strategy", overflow="fold")
+    wide = console().width >= WIDE
+    columns = ["to target", "fastest", "slowest", "updates", "at the end", "staleness"]
+    for column in columns if wide else [columns[0], *columns[4:]]:
         table.add_column(column, justify="right", no_wrap=True)
     for racer in order:
         times = racer.times
@@ -195,9 +210,8 @@ def _table(order: Sequence[Racer]) -> None:
         table.add_row(
             racer.label,
             _seconds(racer.median_s),
-            _seconds(times[0]),
-            _seconds(times[-1]),
-            "-" if middle == math.inf else f"{middle:,.0f}",
+            *([_seconds(times[0]), _seconds(times[-1])] if wide else []),
+            *(["-" if middle == math.inf else f"{middle:,.0f}"] if wide else []),
             percent(racer.accuracy),
             f"{racer.staleness:.1f}",
         )
@@ -209,10 +223,19 @@ def _seconds(value: float) -> str:
 
 
 def _as_json(
-    given: argparse.Namespace, order: Sequence[Racer], lines: list[str], chosen: Racer | None, folder: Path
+    given: argparse.Namespace,
+    cluster: Cluster,
+    training: dict[str, Any],
+    order: Sequence[Racer],
+    lines: list[str],
+    chosen: Racer | None,
+    folder: Path,
 ) -> dict[str, Any]:
     return {
         "recipe": given.recipe,
+        "training": training,
+        "machines": machines_of(given, cluster),
+        "first_seed": given.seed,
         "target": given.target,
         "seeds": given.seeds,
         "advice": lines,

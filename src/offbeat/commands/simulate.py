@@ -41,9 +41,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("strategy", help="k-async:4, softsync:2,rate=inverse, ring, ...; see offbeat strategies")
     parser.add_argument("--updates", type=reader(parse_count), metavar="N", help="(default 1000; a recipe has epochs)")
     add_cluster_arguments(parser)
-    parser.add_argument(
-        "--show", type=reader(_whole), default=3, metavar="N", help="updates in the timeline (default 3)"
-    )
+    parser.add_argument("--show", type=reader(_whole), metavar="N", help="updates in the timeline (default 3)")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="all spans, for Perfetto or chrome://tracing")
     parser.add_argument(
         "--log", type=Path, metavar="FILE", help="the run log: every decision of the policy, and all spans"
@@ -59,7 +57,7 @@ def _whole(text: str) -> int:
 
 def _run(given: argparse.Namespace) -> None:
     if given.recipe is not None:
-        for word in ("updates", "trace", "log", "curve"):
+        for word in ("updates", "trace", "log", "curve", "show"):
             if getattr(given, word):
                 instead = "--epochs" if word == "updates" else "the files in its folder (--run-dir)"
                 raise RequestError(f"--{word} is not for a recipe: it has {instead}")
@@ -67,6 +65,7 @@ def _run(given: argparse.Namespace) -> None:
         return
     refuse_without_recipe(given)
     given.updates = given.updates or 1000
+    given.show = 3 if given.show is None else given.show
     cluster = cluster_of(given)
     reduces = simulated_family_of(given.strategy) == ALL_REDUCE
     if given.curve:
@@ -197,7 +196,7 @@ target. Its folder has what a real run's has.""",
         "simulate async --size 100MB --learner-bandwidth 1GB/s --server-bandwidth 1GB/s --speeds 1,1,0.3",
         "simulate ring --learners 40 --compute constant:370ms --forward-share 0.338 --size 1.2GB "
         "--topology uniform:bandwidth=5.85GB/s,latency=20us --curve",
-        "simulate k-async:4 --recipe digits-mlp --learners 30 --compute gamma:1,0.25 --target 0.95 "
+        "simulate k-async:4 --recipe digits-mlp --learners 30 --compute gamma:1,0.25 --batch-size 8 --target 0.9 "
         "--run-dir runs/k-async-4",
     ),
     arguments=_arguments,

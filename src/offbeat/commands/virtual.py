@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -16,18 +17,21 @@ from typing import TYPE_CHECKING, Any, Self
 from offbeat import topology
 from offbeat.commands.base import busy, console, facts, heading, print_json, reader, write_file
 from offbeat.commands.cluster import cluster_of, model_of
-from offbeat.errors import RequestError
+from offbeat.errors import OffbeatError, RequestError
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.race import Curve, chart_of, percent
-from offbeat.spec import count_of, format_seconds, parse_count
+from offbeat.spec import count_of, format_rate, format_seconds, parse_count
 from offbeat.strategy import simulated_family_of
 
 if TYPE_CHECKING:
     from offbeat.train.config import Config
+    from offbeat.train.rundir import RunDir
     from offbeat.train.tasks import Task
     from offbeat.train.virtual import Clock, Outcome
 
 ROWS = 12  # of the table of a run
+SECTIONS = ("model", "data", "train")  # of a recipe: the rest of it is about real machines
+LOOK_EVERY = 0.25  # epochs
 PLAIN_EVERY_S = 10.0  # between two plain lines
 
 
@@ -40,7 +44,7 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
         "--recipe", metavar="RECIPE", help="train it for real, on the simulated clock (offbeat recipes, or a TOML file)"
     )
     add("--target", type=reader(_share), metavar="X", help="the accuracy to reach, like 0.95")
-    add("--look-every", type=reader(_epochs), default=0.25, metavar="X", help="epochs from look to look (default 0.25)")
+    add("--look-every", type=reader(_epochs), metavar="X", help="epochs from look to look (default 0.25)")
     add(
         "--epoch-ends",
         action="store_true",
@@ -52,9 +56,9 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="minibatches computed at a time (default: as fits); 1: alone",
     )
-    add("--device", default="cpu", help="that computes: cpu (default), cuda or cuda:1")
+    add("--device", help="that computes: cpu (default), cuda or cuda:1")
     add("--run-dir", type=Path, metavar="FOLDER", help="of what is written (default runs/NAME-TIME)")
-    add_arguments(parser, sections=("model", "data", "train"))
+    add_arguments(parser, sections=SECTIONS)
 
 
 def refuse_without_recipe(given: argparse.Namespace) -> None:
@@ -62,11 +66,11 @@ def refuse_without_recipe(given: argparse.Namespace) -> None:
     from offbeat.train.arguments import given as changes_of
     from offbeat.train.reading import flag
 
-    changes = changes_of(given)
-    words = [flag(key) for key in changes] + [name for name in ("target", "run_dir", "width") if getattr(given, name)]
+    own = ("target", "run_dir", "width", "look_every", "device", "epoch_ends", "seeds")
+    words = [flag(key) for key in changes_of(given)]
+    words += [f"--{name.replace('_', '-')}" for name in own if getattr(given, name, None)]
     if words:
-        word = words[0] if words[0].startswith("--") else f"--{words[0].replace('_', '-')}"
-        raise RequestError(f"{word} is for training in virtual time: name a recipe with --recipe, like digits-mlp")
+        raise RequestError(f"{words[0]} is for training in virtual time: name a recipe with --recipe, like digits-mlp")
 
 
 def config_of(given: argparse.Namespace, strategy: str, *, seed: int, learners: int) -> Config:
@@ -74,10 +78,16 @@ def config_of(given: argparse.Namespace, strategy: str, *, seed: int, learners: 
     from offbeat.train.reading import changed, override, read_recipe
 
     simulated_family_of(strategy)  # refuses what cannot be simulated, by its name
-    config = override(read_recipe(given.recipe), changes_of(given))
+    changes = changes_of(given)
+    for key in changes:
+        if key.partition(".")[0] not in SECTIONS:
+            raise RequestError(
+                f"--set {key}: here only fields of {', '.join(SECTIONS)} are set so, like train.epochs=5"
+            )
+    config = override(read_recipe(given.recipe), changes)
     try:
         return changed(
-            config, {"sync": strategy, "learners": learners, "seed": seed, "slow": (), "device": given.device}
+            config, {"sync": strategy, "learners": learners, "seed": seed, "slow": (), "device": given.device or "cpu"}
         )
     except RequestError as error:
         raise RequestError(str(error).removeprefix("sync: ")) from None
@@ -102,20 +112,22 @@ def clock_of(given: argparse.Namespace, cluster: Cluster, task: Task) -> Clock:
     """The size of what is sent is the model's own, where there is a network and no other size was given."""
     from offbeat.train.virtual import Clock
 
-    has_network = given.topology != "uniform" or given.latency > 0
-    has_network = has_network or min(given.learner_bandwidth, given.server_bandwidth) < math.inf
-    if has_network and not given.size:
+    port = min(given.learner_bandwidth, given.server_bandwidth)
+    if given.topology == "uniform" and port == math.inf and not given.latency:
+        return Clock(cluster=replace(cluster, wires=None), ends_of_epochs=given.epoch_ends)  # nothing takes time
+    if not given.size:
         import torch
 
-        with torch.device("meta"), torch.random.fork_rng(devices=[]):
-            given.size = 4 * sum(one.numel() for one in task.build().parameters() if one.requires_grad)
-    if given.size and cluster.wires is None:
-        cluster = replace(cluster, wires=cluster_of(given).wires)
-    if not has_network and not given.size:
-        return Clock(cluster=cluster, ends_of_epochs=given.epoch_ends)
+        with torch.random.fork_rng(devices=[]), redirect_stdout(sys.stderr):
+            trained = [one for one in task.build().parameters() if one.requires_grad]
+        given.size = sum(one.numel() * one.element_size() for one in trained)
+    line = given.topology
+    if line == "uniform":  # an all-reduce goes over the same ports as what is sent to the servers
+        fast = 1e15 if port == math.inf else port
+        line = f"uniform:bandwidth={fast:.15g}B/s,latency={given.latency:.15g}s"
     return Clock(
-        cluster=cluster,
-        topology=topology.build(given.topology, ranks=cluster.learners),
+        cluster=replace(cluster, wires=cluster_of(given).wires),
+        topology=topology.build(line, ranks=cluster.learners),
         layers=model_of(given),
         bucket_bytes=None if given.no_overlap else given.bucket,
         ends_of_epochs=given.epoch_ends,
@@ -185,35 +197,30 @@ def _epochs(text: str) -> float:
 def simulate_recipe(given: argparse.Namespace) -> None:
     """`offbeat simulate STRATEGY --recipe ...`."""
     from offbeat.train.rundir import RunDir, check_free, new_run_dir
-    from offbeat.train.virtual import train_virtually
+    from offbeat.train.virtual import check_clock
 
     cluster = cluster_of(given)
     config = config_of(given, given.strategy, seed=given.seed, learners=cluster.learners)
     if given.run_dir is not None:
-        check_free(given.run_dir)
+        check_free(given.run_dir, resumes=False)
     task = task_for(config)
     clock = clock_of(given, cluster, task)
+    check_clock(config, clock, task)
     run = RunDir(new_run_dir(config.name, given.run_dir))
     run.write_config(config)
     started = time.perf_counter()
-    try:
-        with Live(f"training {config.name} in virtual time") as live:
-            outcome = train_virtually(
-                config, clock, task=task, run=run, hear=live.hear, width=given.width or 0, every=given.look_every
-            )
-    except RequestError:  # the clock cannot be made of what was asked for: nothing has begun
-        run.config.unlink(missing_ok=True)
-        with suppress(OSError):  # something else is in it
-            run.path.rmdir()
-        raise
+    with Live(f"training {config.name} in virtual time") as live:
+        outcome = trained(given, config, clock, task, live, run=run)
     took = time.perf_counter() - started
     curve = curve_of(outcome, given.seed, given.target)
     target = given.target
-    title = f"{config.name}: {given.strategy}, {count_of(cluster.learners, 'learner')}, {cluster.law.text}"
+    machines = machines_of(given, cluster)
+    write_file(run.path / "machines.json", json.dumps(machines, indent=1))
+    title = f"{given.strategy}: {title_of(given, config.name, cluster)}"
     if any(point.accuracy is not None for point in outcome.points):
         write_file(run.path / "error.svg", chart_of([(given.strategy, [curve])], title=title, target=target))
     if given.json:
-        print_json(_as_json(given, outcome, curve, str(run.path)))
+        print_json(_as_json(given, outcome, curve, machines, str(run.path)))
         return
     out = console()
     heading(out, f"{given.strategy}, {count_of(cluster.learners, 'learner')}, {cluster.law.text}, seed {given.seed}: "
@@ -221,6 +228,70 @@ def simulate_recipe(given: argparse.Namespace) -> None:
     _table(outcome, config)
     out.print()
     facts(out, _facts(given, outcome, curve, took, run.path))
+
+
+def trained(
+    given: argparse.Namespace, config: Config, clock: Clock, task: Task, live: Live, *, run: RunDir | None = None
+) -> Outcome:
+    """Train it. What a model or data set of one's own prints goes elsewhere; what it raises is told in a line."""
+    from offbeat.train.virtual import train_virtually
+
+    try:
+        with redirect_stdout(sys.stderr):
+            return train_virtually(
+                config,
+                clock,
+                task=task,
+                run=run,
+                hear=live.hear,
+                width=given.width or 0,
+                every=given.look_every or LOOK_EVERY,
+            )
+    except (OffbeatError, OSError, MemoryError):
+        raise
+    except Exception as error:  # of the user's own code
+        raise OffbeatError(f"{config.name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
+
+
+def title_of(given: argparse.Namespace, name: str, cluster: Cluster) -> str:
+    """What is trained, and on which machines."""
+    words = [name, count_of(cluster.learners, "learner"), cluster.law.text]
+    if cluster.speeds:
+        words.append(f"speeds {','.join(f'{speed:g}' for speed in cluster.speeds[:8])}")
+    if cluster.slow is not None:
+        words.append("slow periods")
+    if cluster.failures is not None:
+        words.append("failures")
+    port = min(given.learner_bandwidth, given.server_bandwidth)
+    ports = [format_rate(port)] if port < math.inf else []
+    ports += [format_seconds(given.latency)] if given.latency else []
+    if ports:
+        words.append(f"network {' and '.join(ports)}")
+    return ", ".join(words)
+
+
+def machines_of(given: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
+    """The same, whole, for what is written."""
+    slow, failures = cluster.slow, cluster.failures
+    return {
+        "learners": cluster.learners,
+        "compute": cluster.law.text,
+        "speeds": list(cluster.speeds),
+        "slow": None if slow is None else [slow.factor, slow.enter, slow.leave],
+        "failures": None if failures is None else [failures.mean_up_s, failures.mean_down_s],
+        "size_bytes": given.size,
+        "latency_s": given.latency,
+        "learner_bytes_per_s": _told(given.learner_bandwidth),
+        "server_bytes_per_s": _told(given.server_bandwidth),
+        "shards": given.shards,
+        "topology": given.topology,
+        "epoch_ends": given.epoch_ends,
+        "look_every": given.look_every or LOOK_EVERY,
+    }
+
+
+def _told(rate: float) -> float | None:
+    return None if rate == math.inf else rate
 
 
 def curve_of(outcome: Outcome, seed: int, target: float | None) -> Curve:
@@ -251,7 +322,8 @@ def _table(outcome: Outcome, config: Config) -> None:
 
     points = outcome.points
     step = max(1, -(-(len(points) - 1) // (ROWS - 1)))
-    shown = [*points[:-1:step], points[-1]]
+    chosen = {*points[::step], points[-1], max(points, key=lambda point: point.accuracy or 0.0)}
+    shown = sorted(chosen, key=lambda point: point.update)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("seconds", "updates", "samples", "test loss", "right"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -272,8 +344,12 @@ def _facts(
     rows: list[tuple[str, str]] = []
     if given.target is not None:
         if curve.reached_s is None:
-            best = "" if curve.best is None else f"; the best was {percent(curve.best)}"
-            rows.append(("target", f"{percent(given.target)} was not reached{best}"))
+            best = "there is no accuracy, only a loss" if curve.best is None else f"the best was {percent(curve.best)}"
+            rows.append(("target", f"{percent(given.target)} was not reached: {best}"))
+            if curve.best is not None:
+                rows.append(
+                    ("", "try another rate (--rate), more epochs (--epochs) or smaller minibatches (--batch-size)")
+                )
         else:
             at = f"{format_seconds(curve.reached_s)}, {curve.reached_updates:,} updates"
             rows.append(("target", f"{percent(given.target)} after {at} and {curve.reached_samples:,} samples"))
@@ -297,10 +373,13 @@ def _facts(
     return rows
 
 
-def _as_json(given: argparse.Namespace, outcome: Outcome, curve: Curve, folder: str) -> dict[str, Any]:
+def _as_json(
+    given: argparse.Namespace, outcome: Outcome, curve: Curve, machines: Mapping[str, Any], folder: str
+) -> dict[str, Any]:
     return {
         "name": outcome.config.name,
         "strategy": given.strategy,
+        "machines": machines,
         "learners": outcome.config.learners,
         "seed": given.seed,
         "target": given.target,

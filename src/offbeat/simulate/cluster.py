@@ -62,9 +62,13 @@ class Cluster:
                 (self.samples, [1] * self.learners),
             )
         )
+        wires = self.wires
+        if wires is not None and isinstance(wires.learner_bytes_per_s, tuple):
+            wires = replace(wires, learner_bytes_per_s=tuple(wires.learner_bytes_per_s[other] for other in kept))
         return replace(
             self,
             learners=self.learners - 1,
+            wires=wires,
             ids=tuple(ids[other] for other in kept),
             speeds=tuple(speeds[other] for other in kept),
             samples=tuple(samples[other] for other in kept),

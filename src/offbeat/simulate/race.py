@@ -122,18 +122,22 @@ def advised(racers: Sequence[Racer]) -> Racer | None:
 
 def _are_alike(fast: Racer, slow: Racer) -> bool:
     """Whether these seeds cannot tell which of the two is faster."""
-    ratio = slow.median_s / fast.median_s  # infinite where the slow one did not get there
+    if slow.median_s == fast.median_s:
+        return True
+    ratio = (
+        slow.median_s / fast.median_s if fast.median_s else math.inf
+    )  # infinite where the slow one did not get there
     return ratio <= ALIKE or (ratio <= FAR and _overlap(fast, slow))
 
 
 def _overlap(fast: Racer, slow: Racer) -> bool:
-    return slow.times[0] <= fast.times[-1]
+    """Whether some seeds say otherwise than the medians; one seed has no spread, and may."""
+    return slow.times[0] <= fast.times[-1] or len(fast.times) == len(slow.times) == 1
 
 
 def _complexity(racer: Racer) -> int:
-    if family_of(racer.strategy) == ALL_REDUCE:
-        return 0 if not racer.variant else 1
-    return 2 if racer.strategy == "full-sync" else 3
+    kind = 0 if family_of(racer.strategy) == ALL_REDUCE else 1 if racer.strategy == "full-sync" else 2
+    return 2 * kind + bool(racer.variant)
 
 
 def _kind(racer: Racer) -> str:
@@ -222,6 +226,8 @@ def _against(one: Racer, other: Racer) -> str:
 
 def _doubt(fast: Racer, slow: Racer) -> str:
     """Why two are not told apart."""
+    if len(fast.times) == 1:
+        return "which one seed cannot tell (--seeds 3)"
     return "within the spread of the seeds" if _overlap(fast, slow) else "too little to tell"
 
 
@@ -241,9 +247,9 @@ def chart_of(
     marks = {label: _mark(curves, target) for label, curves in lines}
     reached = [mark[0] for mark in marks.values() if mark is not None]
     longest = max(curve.points[-1][0] for _, curves in lines for curve in curves if curve.points)
-    x_max = min(longest, 1.3 * max(reached), SEEN * min(reached)) if reached else longest
-    if reached and x_max < max(reached):
-        notes.append(f"cut at {SEEN}x the fastest")
+    x_max = min(longest, 1.3 * max(reached), SEEN * min(reached)) if reached and len(lines) > 1 else longest
+    if x_max < longest:
+        notes.append(f"cut at {SEEN}x the fastest" if x_max < max(reached) else "cut when all are there")
     part = x_max / PARTS
     runs = {
         label: tuple(tuple((at, 1 - right) for at, right in curve.points) for curve in curves if curve.points)
@@ -276,4 +282,4 @@ def _evened(run: Sequence[tuple[float, float]], part: float) -> tuple[tuple[floa
     parts: dict[int, list[float]] = {}
     for at, error in run:
         parts.setdefault(math.ceil(at / part), []).append(error)
-    return tuple((number * part, statistics.fmean(errors)) for number, errors in sorted(parts.items()))
+    return tuple((max(0.0, (number - 0.5) * part), statistics.fmean(some)) for number, some in sorted(parts.items()))

@@ -123,7 +123,7 @@ def _spans(log: Path) -> tuple[Span, ...]:
 
 
 def _of_spans(path: Path, spans: Iterable[Span]) -> Recording:
-    """One curve for each learner that computed; one that never finished a minibatch gets that of all together.
+    """One curve for each learner up to the last; one that never finished a minibatch gets that of all together.
 
     What it takes is not known, only that it is longer than what was seen of it: the pool is the best there is, and
     probably too fast. A span without length is left out: what was cancelled before it began says nothing.
@@ -139,7 +139,7 @@ def _of_spans(path: Path, spans: Iterable[Span]) -> Recording:
     return Recording(
         tuple(
             product_limit(finished[learner], cancelled.get(learner, ())) if learner in finished else pooled
-            for learner in sorted({*finished, *cancelled})
+            for learner in range(max([*finished, *cancelled]) + 1)
         ),
         pooled,
     )

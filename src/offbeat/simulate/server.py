@@ -473,7 +473,7 @@ class Simulation:
 
     def _fail(self, learner: int, number: int) -> int:
         assert self.cluster.failures is not None
-        _, down = failure_times(self.cluster.failures, self.cluster.seed, learner, number)
+        _, down = failure_times(self.cluster.failures, self.cluster.seed, int(self.draws.ids[learner]), number)
         self._close(learner, cancelled=True)
         self.tally.waste_s += self.unpushed_s[learner]
         self.unpushed_s[learner] = 0.0
@@ -501,7 +501,7 @@ class Simulation:
         self.done[learner] = 0
         if self.cluster.failures is not None:
             life = self.life[learner]
-            up, _ = failure_times(self.cluster.failures, self.cluster.seed, learner, life)
+            up, _ = failure_times(self.cluster.failures, self.cluster.seed, int(self.draws.ids[learner]), life)
             self._plan(self.now + up, FAIL, learner, life)
         self._tell(Joined(learner, self.now))
         return 0

@@ -31,7 +31,7 @@ from offbeat.simulate.engine import ASIDE, REJOIN
 from offbeat.simulate.result import Result, Tally
 from offbeat.simulate.server import Simulation
 
-KEEP_EVERY = 16  # updates from one look at which versions are needed to the next
+KEEP_EVERY = 16  # updates from one look at which versions are needed to the next, at most
 
 
 class Step(NamedTuple):
@@ -169,6 +169,7 @@ class ServedTimeline(Simulation):
         self._arrived: dict[int, Work] = {}  # by ticket
         self._next = 0
         self._made: list[Update] = []
+        self._keep_every = max(1, min(KEEP_EVERY, cluster.learners // 8))  # a look takes as long as there are learners
         self._away: list[int] = []  # learners without samples, in the order of stepping aside
         self.handlers[ASIDE] = self._aside
         if isinstance(book, Epochs):
@@ -249,7 +250,7 @@ class ServedTimeline(Simulation):
                 for step in work.steps:
                     self.book.settle(step.batch)
             version = self.policy.version
-            needed = self._needed() if version % KEEP_EVERY == 0 else None
+            needed = self._needed() if version % self._keep_every == 0 else None
             self._made.append(
                 Update(version, self.now, works, scales, told, spent_of(self.tally), self.book.dropped, needed)
             )
@@ -402,7 +403,7 @@ def _ahead(timeline: Timeline, learner: Learner, width: int) -> Iterator[Update]
         learner.apply(update)
         version = update.version
         ready += later.pop(version, 0)
-        if version % KEEP_EVERY == 0:
+        if update.needed is not None:
             works = [work for one in ahead for work in one.works]
             read = {one for work in works for one in (work.version, *(step.fetched for step in work.steps))}
             learner.keep({*needed, *read, *range(looked_at, version + 1)})

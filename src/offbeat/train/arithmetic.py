@@ -8,16 +8,17 @@ gradient is computed in one of three ways, which give the same numbers to float 
     as one     the minibatches of an update that are all at the current weights: the gradient of their union
 
 Whether the last two are right for this model and loss is tried at the beginning, on two minibatches. It is not where
-minibatches draw numbers (dropout), where statistics are taken over a minibatch (batch norm), or where the loss is no
-mean over samples; then all are computed alone.
+minibatches draw numbers (dropout), or where statistics are taken over a minibatch (batch norm); then all are computed
+alone. Each minibatch's loss is its own in all ways, whatever it is over its samples.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -31,13 +32,13 @@ from offbeat.server.data import Orders
 from offbeat.server.learner import outer_of
 from offbeat.server.replica import Replica
 from offbeat.server.wire import Hyper
-from offbeat.simulate.books import Batch
+from offbeat.simulate.books import Batch, samples_of
 from offbeat.simulate.training import Answer, Update, Work
 from offbeat.strategy import SERVER, family_of
 from offbeat.train.norms import average_buffers
 from offbeat.train.parts import buffers_of, load_buffers
 from offbeat.train.scaling import WHOLE
-from offbeat.train.tasks import collate_of
+from offbeat.train.tasks import Repeated, Tensors, collate_of
 from offbeat.train.trainer import Trainer, piece_of, size_of
 
 FEW = 8  # minibatches below which computing them together is slower than alone: measured, see docs/log.md
@@ -72,7 +73,7 @@ class Arithmetic:
         self._owns: dict[int, tuple[Replica, int]] = {}  # learners that step by themselves; the version they fetched
         self._losses: dict[int, float] = {}
         self._bad: set[int] = set()  # gradients that are not finite
-        self._shown: tuple[int, int] | None = None  # whose weights the model has
+        self._shown: int | None = None  # the version whose weights the model has
         self.loss_sum = 0.0
         self.loss_of = 0  # over how many samples that is
         self.not_finite = 0  # samples that were not applied for it
@@ -128,7 +129,10 @@ class Arithmetic:
                 many, _ = self._gradients([replica.current] * 2, inputs, targets)
         except Exception as error:  # whatever torch cannot do with this model, it can do alone
             return " ".join(str(error).split())[:120]
-        self._backward((*batches[0], *batches[1]))
+        try:
+            self._backward_as_one(batches, [0.5, 0.5])
+        except Exception as error:  # the same
+            return " ".join(str(error).split())[:120]
         replica.take_gradient(_TRIED)
         union = replica.slots[_TRIED]
         replica.drop([_TRIED])
@@ -178,9 +182,10 @@ class Arithmetic:
             name: stacked[:, start : start + one.numel()].view(many, *one.shape).to(one.dtype)
             for name, start, one in zip(self._names, self.replica.offsets, self.replica.parts.trained, strict=True)
         }
-        found, losses = self._many(
-            parameters, inputs.view(many, -1, *inputs.shape[1:]), targets.view(many, -1, *targets.shape[1:])
-        )
+        with self.trainer.precision.computing():
+            found, losses = self._many(
+                parameters, inputs.reshape(many, -1, *inputs.shape[1:]), targets.reshape(many, -1, *targets.shape[1:])
+            )
         rows = torch.cat([found[name].reshape(many, -1) for name in self._names], dim=1)
         return rows.to(stacked.dtype), losses.detach()
 
@@ -210,17 +215,29 @@ class Arithmetic:
         return total
 
     def _fetch(self, batches: Sequence[Batch]) -> Any:
-        """Samples of minibatches, one behind the other."""
-        indices = [index for batch in batches for index in self.orders.indices(batch)]
+        """Samples of minibatches, one behind the other. What a data set draws at random is each minibatch's own."""
+        if len(batches) == 1 or type(self.dataset) in (Tensors, Repeated):
+            return self._read([stretch for batch in batches for stretch in batch])
+        read = []
+        for batch in batches:
+            epoch, place, _ = batch[0]
+            self.trainer.set_chance(epoch, place)
+            read.append(self._read(batch))
+        if not all(isinstance(inputs, Tensor) and isinstance(targets, Tensor) for inputs, targets in read):
+            raise TypeError("minibatches are not two tensors")
+        return torch.cat([inputs for inputs, _ in read]), torch.cat([targets for _, targets in read])
+
+    def _read(self, batch: Iterable[tuple[int, int, int]]) -> Any:
+        indices = self.orders.indices(batch)
         whole = getattr(self.dataset, "__getitems__", None)
         samples = whole(indices) if whole is not None else [self.dataset[index] for index in indices]
         return self.trainer.moved((collate_of(self.dataset) or default_collate)(samples))
 
     def _show(self, version: int) -> None:
         """The weights of a version into the model, unless it has them."""
-        if self._shown != (-1, version):
+        if self._shown != version:
             self.replica.write_model(self.replica.weights[version])
-            self._shown = (-1, version)
+            self._shown = version
 
     def _with_buffers(self, work: Work) -> None:
         """Statistics are each learner's own: those that the model has belong to whoever computed last."""
@@ -321,15 +338,15 @@ class Arithmetic:
         total, loss_sum = update.samples, 0.0
         gradient: Tensor | None = None
         absent = frozenset(range(len(self.replica.parts.trained)))
+        weights = {work.number: scale / len(works) for work, scale in zip(works, update.scales, strict=True)}
         for some in passes:
-            share = sum(work.samples for work in some) / total
-            loss = self._backward(tuple(stretch for work in some for stretch in work.batch))
+            losses = self._backward_as_one([work.batch for work in some], [weights[work.number] for work in some])
             self._keep_buffers(works[0])
-            loss_sum += float(loss) * share * total
+            loss_sum += sum(loss * work.samples for loss, work in zip(losses, some, strict=True))
             self.replica.take_gradient(number)
             absent &= self.replica.absent(number)
             part = self.replica.slots[number]
-            gradient = part.mul_(share) if gradient is None else gradient.add_(part, alpha=share)
+            gradient = part if gradient is None else gradient.add_(part)
         assert gradient is not None
         finite = bool(torch.isfinite(_square(gradient)))
         if not finite and self.rule is not None:
@@ -343,9 +360,33 @@ class Arithmetic:
             self.replica.drop([number])
             self._make([], [], update, [])
             return True
-        # (1/n) * sum(scale * gradient), where the scales are in proportion to the samples.
-        self._make([number], [update.scales[0] / works[0].samples * total / len(works)], update, [works[0]])
+        self._make([number], [1.0], update, [works[0]])
         return True
+
+    def _backward_as_one(self, batches: Sequence[Batch], weights: Sequence[float]) -> list[float]:
+        """One forward of all samples; then the loss of each minibatch by itself, weighted. Gives these losses."""
+        trainer, scaler = self.trainer, self.trainer.precision.scaler
+        inputs, targets = self._fetch(batches)
+        for parameter in self.replica.parts.trained:
+            parameter.grad = None
+        sizes = [samples_of(batch) for batch in batches]
+        with trainer.precision.computing():
+            outputs = trainer.model(inputs)
+            if isinstance(outputs, Tensor) and isinstance(targets, Tensor) and len(set(sizes)) == 1:
+                shape = len(sizes), sizes[0]
+                losses = vmap(trainer.task.loss)(
+                    outputs.reshape(*shape, *outputs.shape[1:]), targets.reshape(*shape, *targets.shape[1:])
+                )
+            else:
+                ends = list(accumulate(sizes))
+                pieces = [piece_of((outputs, targets), end - size, end) for end, size in zip(ends, sizes, strict=True)]
+                losses = torch.stack([trainer.task.loss(*piece) for piece in pieces])
+        trainer.backward((losses * torch.tensor(weights, dtype=losses.dtype, device=losses.device)).sum())
+        if scaler is not None:
+            gradients = (one.grad for one in self.replica.parts.trained if one.grad is not None)
+            scaler.update(scaler.unscale(gradients))
+        found: list[float] = losses.detach().tolist()
+        return found
 
     def _make(self, numbers: list[int], scales: list[float], update: Update, works: Sequence[Work]) -> None:
         if not numbers:
@@ -383,7 +424,7 @@ class Arithmetic:
         replica.drop(numbers)
         replica.skip()
         replica.read_model(replica.version)
-        self._shown = (-1, replica.version)
+        self._shown = replica.version
 
     # --- what is asked ------------------------------------------------------------------------------------------------
 

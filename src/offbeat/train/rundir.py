@@ -44,10 +44,11 @@ def new_run_dir(name: str, where: Path | None) -> Path:
     raise OffbeatError(f"cannot find a free name for a run in {FOLDER}")
 
 
-def check_free(where: Path) -> None:
+def check_free(where: Path, *, resumes: bool = True) -> None:
     """`RequestError` if a new run cannot have this folder."""
     if where.exists() and (not where.is_dir() or any(where.iterdir())):
-        raise RequestError(f"{where} is there already; name a new folder, or go on with --resume {where}")
+        onward = f", or go on with --resume {where}" if resumes else ""
+        raise RequestError(f"{where} is there already; name a new folder{onward}")
 
 
 def _made(path: Path, *, new: bool) -> Path:

@@ -108,7 +108,7 @@ class Pace:
     base: float
     factor: float
     warmup_updates: int
-    per_epoch: int  # updates in an epoch
+    per_epoch: float  # updates in an epoch; not whole where updates do not mind its end
     epochs: int
     schedule: str
     steps: tuple[float, ...] = ()
@@ -116,15 +116,15 @@ class Pace:
     def __post_init__(self) -> None:
         if not self.factor > 0:
             raise RequestError(f"the factor of the rate is above 0; got {self.factor:g}")
-        if self.warmup_updates < 0 or self.per_epoch < 1 or self.epochs < 0:
+        if self.warmup_updates < 0 or self.per_epoch <= 0 or self.epochs < 0:
             raise RequestError(
-                f"expected 0 or more updates of warm-up, 1 or more updates in an epoch, 0 or more epochs; "
+                f"expected 0 or more updates of warm-up, more than 0 updates in an epoch, 0 or more epochs; "
                 f"got {self.warmup_updates}, {self.per_epoch} and {self.epochs}"
             )
         if self.schedule not in _SCHEDULES:
             raise unknown("schedule", self.schedule, _SCHEDULES)
 
-    def rate(self, update: int) -> float:
+    def rate(self, update: float) -> float:
         """Of the update-th update, from 0."""
         if update < self.warmup_updates and self.factor > 1:
             return self.base * (1 + (self.factor - 1) * update / self.warmup_updates)
@@ -154,13 +154,13 @@ class Pace:
 _SCHEDULES = ("constant", "steps", "cosine")
 
 
-def pace_of(train: TrainConfig, *, line: str, learners: int, samples: int) -> Pace:
+def pace_of(train: TrainConfig, *, line: str, learners: int, samples: int, ends: bool = True) -> Pace:
     """The pace of a training on so many samples an epoch.
 
     The factor is that of the samples averaged in an update, at most all there are, to `rate_batch`, or its square root.
     Updates are counted in versions (see `minibatches_per_version`). The last of an epoch may be a smaller one; with an
     all-reduce it is part of the one before if not everybody has a sample in it (see `plan`). The warm-up takes half of
-    the epochs at most.
+    the epochs at most. Without `ends` of epochs an update may have samples of two, and none is smaller.
     """
     minibatch = train.batch_size * train.accumulate
     if samples < 1:
@@ -169,7 +169,9 @@ def pace_of(train: TrainConfig, *, line: str, learners: int, samples: int) -> Pa
     factor = {"linear": share, "sqrt": math.sqrt(share), "none": 1.0}[train.scaling]
     whole, rest = divmod(samples, minibatches_per_version(line, learners) * minibatch)
     least = 1 if family_of(line) == SERVER else learners * train.accumulate
-    per_epoch = max(1, whole + (rest >= least))
+    per_epoch: float = max(1, whole + (rest >= least))
+    if not ends:
+        per_epoch = samples / (minibatches_per_version(line, learners) * minibatch)
     warmup = min(train.warmup_epochs, train.epochs / 2) * per_epoch if factor > 1 else 0.0
     return Pace(
         base=train.rate,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from offbeat import topology
 from offbeat.errors import RequestError
-from offbeat.simulate.books import Batch, Book, Epochs, Stream, pieces_of
+from offbeat.simulate.books import Batch, Epochs, Stream, pieces_of
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.collective import Model, Rounds
 from offbeat.simulate.compare import look_at
@@ -38,7 +38,7 @@ from offbeat.train.parts import load_buffers
 from offbeat.train.plan import cut, speeds_to_shares, updates
 from offbeat.train.reading import changed
 from offbeat.train.rundir import RunDir
-from offbeat.train.scaling import optimizer_of
+from offbeat.train.scaling import optimizer_of, pace_of
 from offbeat.train.tasks import Task, task_of
 from offbeat.train.trainer import Report, Trainer, evaluate
 from offbeat.train.words import summary_of
@@ -46,6 +46,8 @@ from offbeat.train.words import summary_of
 WIDTH = 128  # minibatches that are computed at a time, at most
 MOST_BYTES = 1_000_000_000  # of gradients and weights that are computed at a time: the width is lowered to it
 ALL = 10**12  # spans of all versions
+Write = Callable[[dict[str, Any], Work | None], object]
+STREAM = "a stream"  # what the log says of epochs that have no ends
 NOTHING = Model.even(layers=1, size_bytes=0, forward_share=1 / 3)
 
 
@@ -161,6 +163,60 @@ class _Marked(ServedTimeline):
         super()._add_batch(record)
 
 
+def check_clock(config: Config, clock: Clock, task: Task) -> None:
+    """`RequestError` where this cannot be trained on this clock."""
+    timeline_of(config, clock, len(task.train))  # type: ignore[arg-type]  # a map-style set has a length
+
+
+def timeline_of(config: Config, clock: Clock, samples: int, *, write: Write | None = None) -> Timeline:
+    """When a training happens. With `write` it is told every decision, and all spans are kept."""
+    train, cluster, learners = config.train, clock.cluster, config.learners
+    size = train.batch_size * train.accumulate
+    spans = 0 if write is None else ALL
+    if family_of(config.sync) == SERVER:
+        kind = Epochs if clock.ends_of_epochs else Stream
+        again = config.cancelled == "again"
+        book = kind(samples=samples, sizes=(size,) * learners, epochs=train.epochs, again=again)
+        return _Marked(config.sync, cluster, book, keep_spans=spans, write=write)
+    simulated_family_of(config.sync)  # refuses what only a running group decides
+    shares = _shares(train.split, cluster)
+    sizes = (size,) * learners
+    if shares:  # the time of a minibatch is in proportion to its samples
+        sizes = tuple(cut(size * learners, shares, least=1))
+        speeds = [*cluster.speeds, *[1.0] * (learners - len(cluster.speeds))]
+        faster = tuple(speed * size / piece for speed, piece in zip(speeds, sizes, strict=True))
+        cluster = replace(cluster, speeds=faster)
+    rounds = Rounds(
+        config.sync,
+        cluster,
+        clock.topology or topology.build("uniform:latency=0s", ranks=learners),
+        clock.layers,
+        bucket_bytes=clock.bucket_bytes,
+        keep_spans=spans,
+    )
+    if clock.ends_of_epochs:
+        return ReducedTimeline(rounds, _planned(config, samples, shares or (1.0,) * learners))
+    return ReducedTimeline(rounds, pieces_of(Stream(samples=samples, sizes=sizes, epochs=train.epochs)))
+
+
+def _planned(config: Config, samples: int, shares: tuple[float, ...]) -> Iterator[tuple[Batch, ...]]:
+    """As in a real run: the last update of an epoch is a smaller one, or part of the one before."""
+    train, learners = config.train, config.learners
+    batch = train.batch_size * train.accumulate * learners
+    for epoch in range(train.epochs):
+        plans = [updates(samples, batch, one, shares, train.accumulate) for one in range(learners)]
+        for parts in zip(*plans, strict=True):
+            stretches = [(one.passes[0].start, one.passes[-1].end) for one in parts]
+            yield tuple(((epoch, start, end - start),) for start, end in stretches)
+
+
+def _shares(split: str, cluster: Cluster) -> tuple[float, ...]:
+    """Of an update's samples, where they are not equal; `auto` knows how fast the learners are on average."""
+    if split == "auto":
+        return speeds_to_shares(look_at(cluster).mean_s, [1] * cluster.learners)
+    return tuple(float(share) for share in shares_of(split))
+
+
 class VirtualTrainer(Trainer):
     """All learners of a run, in one process; see the module's text."""
 
@@ -178,6 +234,11 @@ class VirtualTrainer(Trainer):
         if not 0 < every < math.inf:
             raise RequestError(f"epochs from look to look are above 0; got {every}")
         super().__init__(config, task, run or RunDir(Path()), number=0, learners=config.learners, report=report)
+        self._streams = _streams(clock)
+        if self._streams:
+            self.pace = pace_of(
+                config.train, line=config.sync, learners=self.learners, samples=self.samples, ends=False
+            )
         self._law = clock.cluster.law.text if isinstance(clock, Clock) else ""
         self._writes = run is not None
         self._decisions: list[dict[str, Any]] = []
@@ -187,9 +248,10 @@ class VirtualTrainer(Trainer):
             self._width = min(self._width, 1)
         self._every = max(1, round(every * self.samples))
         self._next_look = self._every
-        self.timeline: Timeline = self._timeline(clock) if isinstance(clock, Clock) else clock
+        self.timeline: Timeline = clock if isinstance(clock, LoggedTimeline) else self._timeline(clock)
         self.points: list[Point] = []
-        self._through = 0  # samples: applied, or not finite
+        self._taken = 0  # samples of updates: applied, or not finite
+        self._through = 0  # and those that were dropped
         self._staleness: Counter[int] = Counter()  # of gradients
         self._late: Mapping[str, int] = {}  # samples that were not applied, by reason
         self._spent = Spent(0.0, 0.0, 0.0, 0.0)
@@ -201,62 +263,8 @@ class VirtualTrainer(Trainer):
         of_each = 4 * 6 * self.arithmetic.replica.table.items  # weights, gradients, and what lies between them
         return max(1, min(WIDTH, MOST_BYTES // of_each))
 
-    # --- the clock ----------------------------------------------------------------------------------------------------
-
     def _timeline(self, clock: Clock) -> Timeline:
-        config, train = self.config, self.config.train
-        cluster, learners = clock.cluster, self.learners
-        size = train.batch_size * train.accumulate
-        sizes = (size,) * learners
-        if family_of(config.sync) == SERVER:
-            spans = ALL if self._writes else 0
-            return _Marked(
-                config.sync,
-                cluster,
-                self._book(clock, sizes),
-                keep_spans=spans,
-                write=self._add_decision if self._writes else None,
-            )
-        simulated_family_of(config.sync)  # refuses what only a running group decides
-        shares = self._shares(cluster)
-        if shares:  # the time of a minibatch is in proportion to its samples
-            sizes = tuple(cut(size * learners, shares, least=1))
-            speeds = [*cluster.speeds, *[1.0] * (learners - len(cluster.speeds))]
-            faster = tuple(speed * size / piece for speed, piece in zip(speeds, sizes, strict=True))
-            cluster = replace(cluster, speeds=faster)
-        rounds = Rounds(
-            config.sync,
-            cluster,
-            clock.topology or topology.build("uniform:latency=0s", ranks=learners),
-            clock.layers,
-            bucket_bytes=clock.bucket_bytes,
-            keep_spans=ALL if self._writes else 0,
-        )
-        if clock.ends_of_epochs:
-            return ReducedTimeline(rounds, self._planned(shares or (1.0,) * learners))
-        return ReducedTimeline(rounds, pieces_of(Stream(samples=self.samples, sizes=sizes, epochs=train.epochs)))
-
-    def _planned(self, shares: tuple[float, ...]) -> Iterator[tuple[Batch, ...]]:
-        """As in a real run: the last update of an epoch is a smaller one, or part of the one before."""
-        train = self.config.train
-        batch = train.batch_size * train.accumulate * self.learners
-        for epoch in range(train.epochs):
-            plans = [updates(self.samples, batch, one, shares, train.accumulate) for one in range(self.learners)]
-            for parts in zip(*plans, strict=True):
-                stretches = [(one.passes[0].start, one.passes[-1].end) for one in parts]
-                yield tuple(((epoch, start, end - start),) for start, end in stretches)
-
-    def _book(self, clock: Clock, sizes: tuple[int, ...]) -> Book:
-        kind = Epochs if clock.ends_of_epochs else Stream
-        again = self.config.cancelled == "again"
-        return kind(samples=self.samples, sizes=sizes, epochs=self.config.train.epochs, again=again)
-
-    def _shares(self, cluster: Cluster) -> tuple[float, ...]:
-        """Of an update's samples, where they are not equal; `auto` knows how fast the learners are on average."""
-        split = self.config.train.split
-        if split == "auto":
-            return speeds_to_shares(look_at(cluster).mean_s, [1] * cluster.learners)
-        return tuple(float(share) for share in shares_of(split))
+        return timeline_of(self.config, clock, self.samples, write=self._add_decision if self._writes else None)
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
@@ -271,8 +279,9 @@ class VirtualTrainer(Trainer):
     def _after(self, update: Update) -> bool:
         at = self.at
         at.update, at.seconds = update.version, update.at_s
-        self._through += update.samples
-        at.applied = self._through - self.arithmetic.not_finite
+        self._taken += update.samples
+        self._through = self._taken + sum(update.dropped.values())
+        at.applied = self._taken - self.arithmetic.not_finite
         self._spent = update.spent
         ages = [update.version - 1 - work.version for work in update.works]
         self._staleness.update(ages)
@@ -345,6 +354,8 @@ class VirtualTrainer(Trainer):
 
     def _end_here(self) -> None:
         assert self._twin is not None
+        if not self._stops:
+            self.at.epoch = self.config.train.epochs
         self._ended = self._end_record(self.at, "the accuracy is there" if self._stops else "")
         self._ended["simulated"] = True
         if self._writes:
@@ -370,6 +381,7 @@ class VirtualTrainer(Trainer):
             "name": self.config.name,
             "compute": self._law,
             "clip_norm": self.config.train.clip_norm,
+            "epochs": STREAM if self._streams else "one after the other",
         }
         write_log(self.run.log(1), RunLog(run=facts, spans=spans, decisions=tuple(decisions)))
         write_chrome_trace(self.run.trace, spans, name=self.config.name)
@@ -394,6 +406,11 @@ class VirtualTrainer(Trainer):
             return f"{many:,} minibatches, up to {self._width} at a time"
         why = f" ({arithmetic.why_alone})" if arithmetic.why_alone else ""
         return f"{many:,} minibatches, one by one{why}"
+
+
+def _streams(clock: Clock | LoggedTimeline) -> bool:
+    """Whether updates do not mind the ends of epochs."""
+    return not clock.ends_of_epochs if isinstance(clock, Clock) else clock.log.run.get("epochs") == STREAM
 
 
 def _finite(number: float | None) -> float | None:
