@@ -53,7 +53,7 @@ clusters = st.builds(
 
 
 @given(lines, clusters)
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_whatever_happens_the_laws_hold(strategy: str, cluster: Cluster) -> None:
     decisions: list[dict[str, object]] = []
     try:

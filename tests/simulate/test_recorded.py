@@ -124,10 +124,12 @@ def test_a_slow_learner_stays_slow_whoever_else_is_there(tmp_path: Path) -> None
     assert [drawn(fewer, learner) for learner in range(4)] == rows[1:]
 
 
-def test_recorded_learners_are_taken_in_the_order_of_their_numbers(tmp_path: Path) -> None:
-    log = write(tmp_path / "log.jsonl", computed(9, 9.0), computed(2, 2.0), Span(0, "wait", 0, 5, 0), computed(4, 4.0))
-    draws = Draws(parse_law(f"trace:{log}"), 4, 0)
-    assert [draws.take(learner) for learner in range(4)] == [2.0, 4.0, 9.0, 2.0]
+def test_each_learner_takes_its_own_times_and_one_that_was_not_there_those_of_all(tmp_path: Path) -> None:
+    log = write(tmp_path / "log.jsonl", computed(3, 9.0), computed(2, 2.0), Span(0, "wait", 0, 5, 0), computed(1, 4.0))
+    draws = Draws(parse_law(f"trace:{log}"), 8, 0)
+    assert [set(drawn(draws, learner)) for learner in (1, 2, 3)] == [{4.0}, {2.0}, {9.0}]
+    assert set(drawn(draws, 0)) == {2.0, 4.0, 9.0}
+    assert [set(drawn(draws, learner)) for learner in (5, 6, 7)] == [{4.0}, {2.0}, {9.0}]
 
 
 def test_a_learner_that_never_finished_takes_the_times_of_all(tmp_path: Path) -> None:

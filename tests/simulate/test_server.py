@@ -82,9 +82,9 @@ def test_seconds_per_update(law: str, learners: int, k: int, policy: str, second
         pytest.param(10, "k-sync", 1.4054, marks=LONG),
         pytest.param(10, "k-batch-sync", 1.405, marks=LONG),
         pytest.param(10, "k-async", 1.28, marks=LONG),
-        (10, "k-batch-async", 1.0),
+        pytest.param(10, "k-batch-async", 1.0, marks=LONG),
         pytest.param(18, "k-sync", 2.9911, marks=LONG),
-        (18, "k-async", 3.53),
+        pytest.param(18, "k-async", 3.53, marks=LONG),
         (18, "k-batch-async", 1.8),
     ],
 )
@@ -336,7 +336,8 @@ def test_a_cancel_voids_weights_that_are_still_on_their_way() -> None:
     assert [span for span in result.spans if span.learner == 3 and span.what == "compute"] == []
 
 
-def test_a_run_that_cannot_go_on_says_so() -> None:
+def test_a_run_that_cannot_go_on_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "PATIENCE", 1000)
     cluster = Cluster(learners=8, law=parse_law("constant:1"), failures=Failures(mean_up_s=0.01, mean_down_s=1))
     with pytest.raises(RequestError, match="stands still at update 0"):
         server.run("full-sync", cluster, updates=10)

@@ -40,6 +40,7 @@ from offbeat.simulate.result import Result, Tally
 from offbeat.trace import Span
 
 Entry = tuple[float, int, int, int]
+PATIENCE = 200_000  # entries of the heap without an update, beside those that learners may need
 
 
 def run(
@@ -128,7 +129,7 @@ class Simulation:
         self.spans: list[Span] = []
         self.events = 0
         # So many entries of the heap without an update mean that there will be none.
-        self.patience = 200_000 + 1_000 * count * self.rule.push_every + 20 * (getattr(self.policy, "k", None) or 0)
+        self.patience = PATIENCE + 1_000 * count * self.rule.push_every + 20 * (getattr(self.policy, "k", None) or 0)
         self.handlers: dict[int, Callable[[int, int], int]] = {
             FAIL: self._fail,
             STOPPED: self._stopped,
