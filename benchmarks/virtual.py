@@ -102,7 +102,9 @@ def main() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     took = seconds(lambda: virtual(config, task))
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-    print(f"async, 1,000 learners: {100 * 1438 // SIZE:,} minibatches in {took:.1f} s, {grown:.0f} MiB more at the peak")
+    print(
+        f"async, 1,000 learners: {100 * 1438 // SIZE:,} minibatches in {took:.1f} s, {grown:.0f} MiB more at the peak"
+    )
 
 
 if __name__ == "__main__":
