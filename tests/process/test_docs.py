@@ -44,7 +44,7 @@ def test_commands_in_the_docs_print_what_is_shown(
             start = [] if program == "python" else ["-m", "offbeat"]
             words += ["--run-dir", str(tmp_path / f"run-{number}")] if trains else []
             done = subprocess.run(
-                [sys.executable, *start, *words], cwd=HERE, capture_output=True, text=True, timeout=60, check=True
+                [sys.executable, *start, *words], cwd=HERE, capture_output=True, text=True, timeout=300, check=True
             )
             out = done.stdout
         else:
