@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
 import pytest
 
 from collectives.nursery import Nursery
+
+LONG = pytest.mark.skipif(not os.environ.get("OFFBEAT_MATRIX"), reason="takes long: make test-matrix")
 
 
 def test_a_storage_is_not_moved_while_a_call_on_it_is_under_way(nursery: Nursery) -> None:
@@ -56,7 +59,7 @@ def test_a_factor_is_applied_by_reduce_too(nursery: Nursery) -> None:
     assert nursery.values("premultiplied", ranks=2) == [[6.0, 6.0], [6.0, 2.0]]
 
 
-@pytest.mark.parametrize(("how", "most_s"), [("abort", 1.5), ("destroy", 7.0)])
+@pytest.mark.parametrize(("how", "most_s"), [("abort", 1.5), pytest.param("destroy", 7.0, marks=LONG)])
 def test_whoever_waits_when_the_group_is_left_is_told(nursery: Nursery, how: str, most_s: float) -> None:
     value = nursery.values("leaves_with_a_call_pending", ranks=2, how=how)[0]
     assert "this group was destroyed" in value["said"]
@@ -67,7 +70,7 @@ def test_one_store_serves_one_group_after_another(nursery: Nursery) -> None:
     assert nursery.values("one_store_twice", ranks=2) == [[2.0, 2.0]] * 2
 
 
-@pytest.mark.parametrize("what", ["type", "native", "line"])
+@pytest.mark.parametrize("what", ["type", pytest.param("native", marks=LONG), "line"])
 def test_what_is_wrong_on_one_rank_is_said_on_the_others_at_once(nursery: Nursery, what: str) -> None:
     outcomes = nursery.run("wrong_on_one_rank", ranks=3, what=what, within_s=12)
     for outcome in (outcomes[0], outcomes[2]):

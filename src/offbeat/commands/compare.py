@@ -148,7 +148,7 @@ and what to use. The picture of error against time is in the folder that it name
         "compare --learners 8 --compute pareto:2,1",
         "compare --learners 8 --compute gamma:1,0.1 --speeds 1,1,1,0.3333",
         "compare full-sync k-async:2 async --learners 4 --compute constant:1",
-        "compare ring k-sync:6 k-async:4 --recipe digits-mlp --learners 8 --rate 0.03 --target 0.9 --seeds 3",
+        "compare ring k-sync:6 k-async:4 --recipe digits-mlp --learners 8 --epochs 5 --target 0.8 --seeds 3",
     ),
     arguments=_arguments,
     run=_run,
