@@ -48,6 +48,7 @@ def ended() -> dict[str, Outcome]:
 
 
 @pytest.mark.parametrize("name", PART)
+@pytest.mark.skipif(not os.environ.get("OFFBEAT_MATRIX"), reason="takes long: make test-matrix")
 def test_a_test_of_pytorch_is_executed_and_passes(name: str, ended: dict[str, Outcome]) -> None:
     outcome = ended[name]
     if BACKEND == "gloo" and outcome.reason.startswith(LEFT_TO_MPI):
