@@ -89,7 +89,18 @@ def _tickets(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "line", ["async", "k-async:2", "full-sync", "k-sync:2", "k-batch-async:2", "async:rate=inverse", "ssp:1"]
+    "line",
+    [
+        "async",
+        "k-async:2",
+        "full-sync",
+        "k-sync:2",
+        "k-batch-async:2",
+        "async:rate=inverse",
+        "ssp:1",
+        "async:rate=drift:0.1",
+        "async:rate=delay-compensated:0.1",
+    ],
 )
 def test_training_again_from_the_log_gives_the_same_bits(nursery: Nursery, tmp_path: Path, line: str) -> None:
     log = tmp_path / "run.jsonl"

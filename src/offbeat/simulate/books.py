@@ -64,7 +64,25 @@ def samples_of(batch: Batch) -> int:
     return sum(count for _, _, count in batch)
 
 
-class Stream:
+class _Counts:
+    """Samples by fate."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+
+    def _count(self, taken: Batch, fate: str) -> None:
+        self._counts[fate] = self._counts.get(fate, 0) + samples_of(taken)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return dict(self._counts)
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        return {fate: many for fate, many in self._counts.items() if fate != "applied"}
+
+
+class Stream(_Counts):
     """See the module's text. `sizes`: samples in a minibatch of each learner."""
 
     def __init__(self, *, samples: int, sizes: tuple[int, ...], epochs: int, again: bool = True) -> None:
@@ -74,7 +92,7 @@ class Stream:
         self._total = samples * epochs
         self._next = 0
         self._returned: deque[Batch] = deque()
-        self._counts: dict[str, int] = {}
+        super().__init__()
         self._settled = 0
 
     @property
@@ -99,9 +117,8 @@ class Stream:
         return tuple(batch)
 
     def settle(self, taken: Batch, fate: str = "applied") -> None:
-        many = samples_of(taken)
-        self._settled += many
-        self._counts[fate] = self._counts.get(fate, 0) + many
+        self._settled += samples_of(taken)
+        self._count(taken, fate)
 
     def give_back(self, taken: Batch, fate: str) -> None:
         if self.again:
@@ -115,16 +132,8 @@ class Stream:
     def settle_held(self) -> None:
         raise EventError("a stream of samples never waits for gradients")
 
-    @property
-    def counts(self) -> dict[str, int]:
-        return dict(self._counts)
 
-    @property
-    def dropped(self) -> dict[str, int]:
-        return {fate: many for fate, many in self._counts.items() if fate != "applied"}
-
-
-class Epochs:
+class Epochs(_Counts):
     """See the module's text."""
 
     def __init__(self, *, samples: int, sizes: tuple[int, ...], epochs: int, again: bool = True) -> None:
@@ -132,7 +141,7 @@ class Epochs:
         self._book = LeaseBook(samples=samples, again=again)
         self._out: dict[Batch, int] = {}  # the number of its lease
         self._early: set[Batch] = set()  # settled before their update was made
-        self._counts: dict[str, int] = {}
+        super().__init__()
 
     @property
     def over(self) -> bool:
@@ -157,12 +166,12 @@ class Epochs:
             self._early.remove(taken)
         else:
             self._book.settle(self._out.pop(taken), fate)
-        self._counts[fate] = self._counts.get(fate, 0) + samples_of(taken)
+        self._count(taken, fate)
 
     def give_back(self, taken: Batch, fate: str) -> None:
         self._book.give_back(self._out.pop(taken), fate)
         if not self._book.again:
-            self._counts[fate] = self._counts.get(fate, 0) + samples_of(taken)
+            self._count(taken, fate)
 
     def put_back(self, taken: Batch) -> None:
         self._book.put_back(self._out.pop(taken))
@@ -172,14 +181,6 @@ class Epochs:
             self._book.settle(number, "held")
             self._early.add(batch)
         self._out.clear()
-
-    @property
-    def counts(self) -> dict[str, int]:
-        return dict(self._counts)
-
-    @property
-    def dropped(self) -> dict[str, int]:
-        return {fate: many for fate, many in self._counts.items() if fate != "applied"}
 
 
 def pieces_of(stream: Stream) -> Iterator[tuple[Batch, ...]]:

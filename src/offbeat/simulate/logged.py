@@ -7,12 +7,13 @@ computed, and what the policy answered. The policy is asked again: if it says an
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from offbeat.errors import EventError, LogError, ReplayError, RequestError
 from offbeat.policies import Apply, Drop, Pushed, Stopped, create
 from offbeat.policies.events import EVENTS, as_text, from_text
 from offbeat.simulate.result import Result, Tally
-from offbeat.simulate.training import KEEP_EVERY, Step, Update, Work, spent_of
+from offbeat.simulate.training import KEEP_EVERY, Step, Update, Work, in_order, needed_by, spent_of
 from offbeat.trace import RunLog
 
 
@@ -32,11 +33,14 @@ class LoggedTimeline:
         if self.policy.rule.delta or self.policy.rule.fetch_every:
             raise RequestError(f"'{line}': what its learners did between pushes is not in the log")
         self.now = 0.0
+        self.hyper: Any = None  # what the optimizer was told for the latest update, if the log has it
+        self._hypers: dict[int, Any] = {}  # the same of each gradient, by ticket
         self._tally = Tally()
 
     def stream(self) -> Iterator[Update]:
         policy = self.policy
         works: dict[int, Work] = {}  # by ticket
+        said: dict[int, Any] = {}  # by learner, as it said last: the log has what has changed
         for number, record in enumerate(self.log.decisions, start=1):
             line = record.get("event")
             try:
@@ -51,7 +55,10 @@ class LoggedTimeline:
             dropped = {command.ticket for command in commands if isinstance(command, Drop)}
             self._tally.dropped += len(dropped)
             self._tally.cancelled += isinstance(event, Stopped)
+            if isinstance(event, Pushed):
+                said[event.learner] = record.get("hyper", said.get(event.learner))
             if isinstance(event, Pushed) and event.ticket not in dropped:  # of a late one they may be gone
+                self._hypers[event.ticket] = said[event.learner]
                 batch = tuple((epoch, start, count) for epoch, start, count in record.get("batch", ()))
                 if not batch:
                     raise ReplayError(f"decision {number}, '{line}': its samples are not in the log")
@@ -62,20 +69,17 @@ class LoggedTimeline:
                     yield self._update(command, works)
 
     def _update(self, command: Apply, works: dict[int, Work]) -> Update:
-        policy, scales = self.policy, command.scales
+        policy = self.policy
         taken = tuple(works.pop(ticket) for ticket in command.tickets)
         told = taken[-1].version
-        if policy.cancels:  # as the server does
-            pairs = sorted(zip(taken, scales, strict=True), key=lambda pair: pair[0].batch)
-            taken, scales = tuple(work for work, _ in pairs), tuple(scale for _, scale in pairs)
+        said = [self._hypers.pop(ticket) for ticket in command.tickets]
+        self.hyper = said[-1]
+        taken, scales = in_order(policy, taken, command.scales)
         tally, before = self._tally, policy.version - 1
         tally.staleness.update([before - work.version for work in taken])
         tally.applied += len(taken)
         tally.samples += sum(work.samples for work in taken)
-        needed = None
-        if policy.version % KEEP_EVERY == 0:
-            held = [gradient.version for gradient in policy.held.values()]
-            needed = frozenset([*held, *(seat.version for seat in policy.seats.values())])
+        needed = frozenset(needed_by(policy)) if policy.version % KEEP_EVERY == 0 else None
         return Update(policy.version, self.now, taken, scales, told, spent_of(tally), needed=needed)
 
     def result(self) -> Result:

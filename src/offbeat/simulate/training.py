@@ -23,7 +23,7 @@ from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 from offbeat.errors import RequestError
-from offbeat.policies import Apply, Command, Drop, Left, Pushed
+from offbeat.policies import Apply, Command, Drop, Left, Policy, Pushed
 from offbeat.simulate.books import Batch, Book, Epochs, samples_of
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.collective import Rounds
@@ -96,6 +96,22 @@ class Update(NamedTuple):
             all(work.version == self.version - 1 and len(work.steps) == 1 for work in self.works)
             and max(per_sample) - min(per_sample) <= 1e-12 * max(per_sample)
         )  # fmt: skip
+
+
+def in_order(
+    policy: Policy, works: tuple[Work, ...], scales: tuple[float, ...]
+) -> tuple[tuple[Work, ...], tuple[float, ...]]:
+    """As the server adds them: where policies cancel, by their samples, so that the same set gives the same bits."""
+    if not policy.cancels:
+        return works, scales
+    pairs = sorted(zip(works, scales, strict=True), key=lambda pair: pair[0].batch)
+    return tuple(work for work, _ in pairs), tuple(scale for _, scale in pairs)
+
+
+def needed_by(policy: Policy) -> set[int]:
+    """The versions of what a policy holds, and of what its learners compute."""
+    held = (gradient.version for gradient in policy.held.values())
+    return {*held, *(seat.version for seat in policy.seats.values())}
 
 
 def spent_of(tally: Tally) -> Spent:
@@ -242,10 +258,8 @@ class ServedTimeline(Simulation):
     def _obey(self, command: Command) -> None:
         if isinstance(command, Apply):
             works = tuple(self._arrived.pop(ticket) for ticket in command.tickets)
-            told, scales = works[-1].latest, command.scales
-            if self.policy.cancels:  # added in the order of their samples, as the server does: the same bits each time
-                pairs = sorted(zip(works, scales, strict=True), key=lambda pair: pair[0].batch)
-                works, scales = tuple(work for work, _ in pairs), tuple(scale for _, scale in pairs)
+            told = works[-1].latest
+            works, scales = in_order(self.policy, works, command.scales)
             for work in works:
                 for step in work.steps:
                     self.book.settle(step.batch)
@@ -305,11 +319,10 @@ class ServedTimeline(Simulation):
     def _needed(self) -> frozenset[int]:
         """The versions that what is not applied yet is or may be computed at."""
         policy = self.policy
-        held = [gradient.version for gradient in policy.held.values()]
+        needed = needed_by(policy)
         if self.rule.fetch_every:  # what is pushed next may hold work at all versions since the oldest
             oldest = min([seat.floor for seat in policy.seats.values()], default=policy.version)
-            return frozenset([*held, *range(oldest, policy.version + 1)])
-        needed = {*held, *(seat.version for seat in policy.seats.values())}
+            needed.update(range(oldest, policy.version + 1))
         if self.lock_step:  # the policy asks about what comes late too, though it has cancelled it
             needed.update(self.version, self.oldest, (version for _, version, _, _ in self.flying.values()))
         return frozenset(needed)

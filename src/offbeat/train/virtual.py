@@ -18,10 +18,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from offbeat import topology
 from offbeat.errors import RequestError
+from offbeat.server.table import parts_of
 from offbeat.simulate.books import Batch, Epochs, Stream, pieces_of
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.collective import Model, Rounds
@@ -255,7 +256,6 @@ class VirtualTrainer(Trainer):
         self._staleness: Counter[int] = Counter()  # of gradients
         self._late: Mapping[str, int] = {}  # samples that were not applied, by reason
         self._spent = Spent(0.0, 0.0, 0.0, 0.0)
-        self._twins: tuple[nn.Module, tuple[Tensor, ...]] | None = None
         self._stops = False
         self._ended: dict[str, Any] = {}
 
@@ -303,10 +303,7 @@ class VirtualTrainer(Trainer):
         at, arithmetic = self.at, self.arithmetic
         if self._twin is None:
             self._twin = self._build().eval()
-            optimizer = optimizer_of(self._twin, self.stepping)
-            self._twins = self._twin, tuple(one for group in optimizer.param_groups for one in group["params"])
-        assert self._twins is not None
-        trained = tuple(one for one in self._twins[1] if one.requires_grad)
+        trained = parts_of(self._twin, optimizer_of(self._twin, self.stepping))[0].trained
         arithmetic.replica.write_model(arithmetic.replica.current, trained)
         load_buffers(self._twin, arithmetic.mean_buffers())
         loss, accuracy = evaluate(self._twin, self.task, self.precision, self.moved)
