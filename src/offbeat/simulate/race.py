@@ -249,7 +249,7 @@ def chart_of(
     longest = max(curve.points[-1][0] for _, curves in lines for curve in curves if curve.points)
     x_max = min(longest, 1.3 * max(reached), SEEN * min(reached)) if reached and len(lines) > 1 else longest
     if x_max < longest:
-        notes.append(f"cut at {SEEN}x the fastest" if x_max < max(reached) else "cut when all are there")
+        notes.append(f"cut at {SEEN}x the fastest" if x_max < max(reached) else "cut after the last dot")
     part = x_max / PARTS
     runs = {
         label: tuple(tuple((at, 1 - right) for at, right in curve.points) for curve in curves if curve.points)
