@@ -49,15 +49,17 @@ def test_the_examples_of_every_command_work(
             words = [sys.executable, "-m", "offbeat", *line.split()]
             assert subprocess.run(words, cwd=HERE, capture_output=True, check=True, timeout=90).stdout
         return
-    if command in ("train", "evaluate"):  # the same; the one needs what the other leaves
-        for line in [*load("train").examples, *load("evaluate").examples] if command == "train" else []:
+    needs_a_run = ("evaluate", "watch", "report")
+    if command == "train" or command in needs_a_run:  # the same; the ones need what the other leaves
+        after = [line for name in needs_a_run for line in load(name).examples]
+        for line in [*load("train").examples, *after] if command == "train" else []:
             words = [sys.executable, "-m", "offbeat", *line.split()]
             assert subprocess.run(words, cwd=tmp_path, capture_output=True, check=True, timeout=90).stdout
         return
     monkeypatch.chdir(tmp_path)
     for line in load(command).examples:
-        if command == "bench":
-            continue  # test_bench.py and test_bench_server.py have all of them, smaller
+        if command in ("bench", "calibrate"):
+            continue  # tests/process has all of them, smaller
         code, out, err = offbeat(line)
         assert code == 0 and out and not err, line
 

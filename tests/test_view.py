@@ -470,3 +470,27 @@ def test_the_picture_loads_nothing_and_is_the_same_each_time() -> None:
     assert "url(http" not in svg
     assert "k-async:2" in svg
     assert svg == draw(state_after(story()), "a title")
+
+
+def test_joules_are_in_the_summary_when_they_were_measured() -> None:
+    def last_lines(joules: float | None, *missing: str) -> list[str]:
+        told = Told()
+        sources = [{"name": "package-0", "kind": "rapl", "joules": joules}] if joules is not None else []
+        told.hear(BEGIN, END, {"kind": "energy", "joules": joules, "sources": sources, "not_measured": missing})
+        told.view.close()
+        return [line for line in told.lines() if line.startswith("energy")]
+
+    assert last_lines(None, "RAPL") == []
+    assert last_lines(0.0) == ["energy     0.0 J by package-0"]
+    assert last_lines(812.4) == ["energy     812 J by package-0"]
+    assert last_lines(1234.0, "GPUs") == ["energy     1.2 kJ by package-0, not measured: GPUs"]
+    assert last_lines(25.26e6) == ["energy     25.3 MJ by package-0"]
+
+
+def test_who_leaves_a_view_sees_no_summary() -> None:
+    told = Told()
+    told.hear(BEGIN, END)
+    before = told.lines()
+    told.view.close(leaving=True)
+    told.view.close()
+    assert told.lines() == before

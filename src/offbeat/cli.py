@@ -19,7 +19,10 @@ from offbeat import __version__
 from offbeat.commands.base import Command
 from offbeat.errors import OffbeatError, RequestError, nearest, unknown
 
-COMMANDS = ("train", "evaluate", "recipes", "strategies", "schedule", "topology", "simulate", "compare", "run", "bench")
+COMMANDS = (
+    "train", "watch", "evaluate", "recipes", "strategies", "schedule",
+    "topology", "simulate", "compare", "run", "bench", "calibrate", "report",
+)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -131,9 +131,12 @@ def read_log(path: Path) -> RunLog:
     return RunLog(run=head, spans=tuple(spans), decisions=tuple(decisions))
 
 
-def chrome_trace(spans: Iterable[Span], *, name: str = "offbeat") -> dict[str, Any]:
-    """The spans as a trace-event object: one thread a learner, times in microseconds."""
-    events: list[dict[str, Any]] = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": name}}]
+def chrome_trace(spans: Iterable[Span], *, name: str = "offbeat", process: int = 0) -> dict[str, Any]:
+    """The spans as a trace-event object: one thread a learner, times in microseconds.
+
+    The events of several runs can stand in one trace, if each has a `process` of its own.
+    """
+    events: list[dict[str, Any]] = [{"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}}]
     bars: list[dict[str, Any]] = []
     learners: set[int] = set()
     for span in spans:
@@ -142,7 +145,7 @@ def chrome_trace(spans: Iterable[Span], *, name: str = "offbeat") -> dict[str, A
         bars.append(
             {
                 "ph": "X",
-                "pid": 0,
+                "pid": process,
                 "tid": span.learner,
                 "name": f"{span.what} v{span.version}" + (" (cancelled)" if span.cancelled else ""),
                 "cat": span.what,
@@ -156,7 +159,7 @@ def chrome_trace(spans: Iterable[Span], *, name: str = "offbeat") -> dict[str, A
             ("thread_name", {"name": f"learner {learner}"}),
             ("thread_sort_index", {"sort_index": learner}),
         ):
-            events.append({"ph": "M", "pid": 0, "tid": learner, "name": key, "args": value})
+            events.append({"ph": "M", "pid": process, "tid": learner, "name": key, "args": value})
     return {"traceEvents": events + bars, "displayTimeUnit": "ms"}
 
 

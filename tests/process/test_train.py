@@ -104,7 +104,7 @@ def test_json_is_one_object_and_nothing_else(trained: tuple[Path, str, str]) -> 
     there = {path.name for path in (folder / "run").iterdir()}
     assert there == {
         *("config.json", "metrics.jsonl", "log.jsonl", "trace.json", "checkpoints", "weights.safetensors"),
-        "summary.txt",
+        *("summary.txt", "machine.json", "energy.json", "live.json"),
     }
 
 
@@ -317,6 +317,8 @@ def test_under_torchrun_it_trains_to_the_same_bits(sync: str, tmp_path: Path) ->
     assert len(re.findall(r"^accuracy ", done.text, re.MULTILINE)) == 1
     there = {path.name for path in (tmp_path / "run").iterdir()}
     assert {"config.json", "metrics.jsonl", "log.jsonl", "trace.json", "weights.safetensors", "summary.txt"} <= there
+    assert {"machine.json", "energy.json", "live.json"} <= there
+    assert offbeat(tmp_path, "watch", "run", "--json").result["state"] == "ended"
     assert left_files(tmp_path) == []
     if sync != "k-async:2":
         (tmp_path / "forked").mkdir()

@@ -382,6 +382,7 @@ def weights(folder: Path, run: str = "run") -> bytes:
 def left_files(folder: Path, run: str = "run") -> list[str]:
     """Files that only a running run needs, or that are unfinished."""
     whole = {"config.json", "metrics.jsonl", "trace.json", "checkpoints", "weights.safetensors", "summary.txt"}
+    whole |= {"machine.json", "live.json"}
     names = {str(path.relative_to(folder / run)) for path in (folder / run).rglob("*")}
-    top = {name for name in names if "/" not in name and name not in whole and not name.startswith("log.")}
+    top = {name for name in names if "/" not in name and name not in whole and not name.startswith(("log.", "energy."))}
     return sorted(top | {name for name in names if name.startswith("checkpoints/.") or "unfinished" in name})

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from offbeat.commands.base import Command, console, facts, heading, json_argument, print_json, reader, say
+from offbeat.commands import bench_training
+from offbeat.commands.base import (
+    Command,
+    console,
+    facts,
+    heading,
+    json_argument,
+    print_json,
+    progress_line,
+    reader,
+    say,
+)
 from offbeat.errors import RequestError
 from offbeat.spec import choice, count_of, format_rate, format_size, parse_count, parse_seconds, parse_size
 
@@ -21,6 +30,7 @@ if TYPE_CHECKING:
 
 _BUSY = 2.0  # rounds that differ by more are worth a word
 ALLREDUCE, DDP, POLICIES, SERVER = "allreduce", "ddp", "policies", "server"
+_TIMEOUT_S = 120.0
 # What an option of a measurement is when left out; those that it does not have are refused.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     ALLREDUCE: {
@@ -30,9 +40,26 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "sizes": (64 * 2**10, 4 * 2**20, 100_000_000),
         "threads": 1,
         "strategy": None,
+        "timeout": _TIMEOUT_S,
     },
-    DDP: {"ranks": 2, "rounds": 10, "against": ("gloo",), "batch": 64, "threads": 1, "strategy": None},
-    POLICIES: {"lines": (), "learners": [4], "servers": 1, "slow": None, "updates": None, "seed": 0},
+    DDP: {
+        "ranks": 2,
+        "rounds": 10,
+        "against": ("gloo",),
+        "batch": 64,
+        "threads": 1,
+        "strategy": None,
+        "timeout": _TIMEOUT_S,
+    },
+    POLICIES: {
+        "lines": (),
+        "learners": [4],
+        "servers": 1,
+        "slow": None,
+        "updates": None,
+        "seed": 0,
+        "timeout": _TIMEOUT_S,
+    },
     SERVER: {
         "learners": [1, 2],
         "servers": 2,
@@ -41,27 +68,41 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "against": None,
         "rounds": 3,
         "seconds": 3.0,
+        "timeout": _TIMEOUT_S,
     },
+    **bench_training.DEFAULTS,
 }
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     kinds = tuple(_DEFAULTS)
+    parser.usage = f"%(prog)s {'|'.join(kinds)} [LINES ...] [options]"
     add("what", type=reader(choice(*kinds)), metavar="|".join(kinds), help="what is measured; see above")
-    add("lines", nargs="*", default=(), metavar="LINES", help="policies: strategies (default: six of them)")
+    add(
+        "lines",
+        nargs="*",
+        default=(),
+        metavar="LINES",
+        help="policies: strategies (default: six of them); of trainings: a recipe (default digits-cnn)",
+    )
     add("--ranks", type=reader(parse_count), metavar="P", help="processes (default 4, of ddp 2)")
     add(
         "--learners",
         type=reader(parse_count),
         nargs="+",
         metavar="P",
-        help="policies: how many (default 4); server: with how many, in turn (default 1 2)",
+        help="policies, accuracy: how many (default 4, 2); server, scaling: with how many, in turn (1 2; 1 2 4)",
     )
     add("--servers", type=reader(parse_count), metavar="S", help="shards (default 1, of server 2)")
-    add("--slow", nargs="+", metavar="LAW", help="policies: slowness (default exp:0.1 shifted-exp:0.05,0.05)")
+    add(
+        "--slow",
+        nargs="+",
+        metavar="LAW",
+        help="policies: slowness (default exp:0.1 shifted-exp:0.05,0.05); of trainings: also learner=1,factor=3",
+    )
     add("--updates", type=reader(parse_count), metavar="N", help="policies: of each run (default: about 10 s of them)")
-    add("--seed", type=int, metavar="N", help="policies: of --slow (default 0)")
+    add("--seed", type=int, metavar="N", help="policies: of --slow; scaling, accuracy: the first (default 0)")
     add("--parameters", type=reader(_number), metavar="N", help="server: of the model (default 25.6M)")
     add("--tensors", type=reader(parse_count), metavar="N", help="server: 161 as ResNet-50's (default), or 1")
     add("--seconds", type=reader(parse_seconds), metavar="TIME", help="server: of a round of one system (default 3s)")
@@ -73,11 +114,17 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--sizes", type=reader(_sizes), metavar="SIZES", help="of the tensor (default 64KiB,4MiB,100MB)")
     add("--batch", type=reader(parse_count), metavar="N", help="ddp: samples of a minibatch (default 64)")
-    add("--rounds", type=reader(parse_count), metavar="N", help="all take turns in each (default 5, ddp 10, server 3)")
+    add(
+        "--rounds",
+        type=reader(parse_count),
+        metavar="N",
+        help="all take turns in each (default 5, ddp 10, server and scaling 3)",
+    )
     add("--threads", type=reader(parse_count), metavar="N", help="torch's, of a rank (default 1)")
     add("--strategy", metavar="LINE", help="how offbeat reduces: ring, ... (default: its own choice)")
-    add("--timeout", type=reader(parse_seconds), default=120.0, metavar="TIME", help="for an answer (default 120s)")
+    add("--timeout", type=reader(parse_seconds), metavar="TIME", help="for an answer (default 120s)")
     json_argument(parser)
+    bench_training.add_arguments(parser)
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -102,6 +149,10 @@ def _number(text: str) -> int:
 
 def _run(given: argparse.Namespace) -> None:
     _fill(given)
+    if given.what in bench_training.DEFAULTS:
+        bench_training.run(given, progress_line())
+        return
+    bench_training.refuse_changes(given)
     {ALLREDUCE: _run_ranks, DDP: _run_ranks, POLICIES: _run_policies, SERVER: _run_server}[given.what](given)
 
 
@@ -118,11 +169,11 @@ def _run_ranks(given: argparse.Namespace) -> None:
         timeout_s=given.timeout,
     )
     if given.what == ALLREDUCE:
-        with _progress() as progress:
+        with progress_line() as progress:
             reduced = bench.measure_allreduce(request, given.sizes, progress)
         print_json(reduced.as_json()) if given.json else print_allreduce(reduced)
     else:
-        with _progress() as progress:
+        with progress_line() as progress:
             trained = bench.measure_ddp(request, given.batch, progress)
         print_json(trained.as_json()) if given.json else print_ddp(trained)
 
@@ -141,7 +192,7 @@ def _run_policies(given: argparse.Namespace) -> None:
         seed=given.seed,
         timeout_s=given.timeout,
     )
-    with _progress() as progress:
+    with progress_line() as progress:
         result = policies.measure(request, progress)
     print_json(result.as_json()) if given.json else print_policies(result)
 
@@ -159,7 +210,7 @@ def _run_server(given: argparse.Namespace) -> None:
         seconds=given.seconds,
         timeout_s=given.timeout,
     )
-    with _progress() as progress:
+    with progress_line() as progress:
         result = pushes.measure(request, progress)
     print_json(result.as_json()) if given.json else print_server(result)
 
@@ -169,28 +220,11 @@ def _fill(given: argparse.Namespace) -> None:
     own = _DEFAULTS[given.what]
     for name in {name for options in _DEFAULTS.values() for name in options}:
         if name not in own and getattr(given, name) not in (None, ()):
-            word = f"'{given.lines[0]}'" if name == "lines" else f"--{name}"
+            word = f"'{given.lines[0]}'" if name == "lines" else f"--{name.replace('_', '-')}"
             raise RequestError(f"bench: {word} is not an option of bench {given.what}")
     for name, value in own.items():
         if getattr(given, name) is None:
             setattr(given, name, value)
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """One line on a terminal that says what is measured. Nothing moves by itself: a spinner would take from a core."""
-    if not sys.stderr.isatty():
-        yield lambda text: None
-        return
-
-    def show(text: str) -> None:
-        sys.stderr.write(f"\r\x1b[2K{text}")
-        sys.stderr.flush()
-
-    try:
-        yield show
-    finally:
-        show("")
 
 
 def print_allreduce(result: AllReduceResult) -> None:
@@ -401,22 +435,26 @@ def _setting(setting: Setting) -> list[tuple[str, str]]:
 
 
 def _machine(machine: Mapping[str, Any]) -> tuple[str, str]:
-    return (
-        "machine",
-        f"{count_of(machine['cores'], 'core')} ({machine['processor']}), load {machine['load']:.2f} before",
-    )
+    load = "load not known" if machine["load"] is None else f"load {machine['load']:.2f} before"
+    return "machine", f"{count_of(machine['cores'], 'core')} ({machine['processor']}), {load}"
 
 
 COMMAND = Command(
-    summary="measure what really runs here: collectives, DDP, the parameter server and its policies",
+    summary="measure what really runs here: collectives, DDP, the parameter server, scaling and time to accuracy",
     about="""Measure on this machine. allreduce, ddp: all-reduces and training iterations, beside Gloo's and Open MPI's.
 server: pushes and fetches a second of the parameter server, beside torch's rpc and Ray. In these all systems take turns
-in one run. policies: learners that are slow on purpose, beside what the simulator predicts for the same slowness.""",
+in one run. policies: learners that are slow on purpose, beside what the simulator predicts for the same slowness.
+scaling: a recipe with several numbers of learners and strategies, beside one learner alone: speed-up, efficiency,
+overhead, and whether they learn as well. accuracy: strategies trained for real until all epochs are through: seconds
+and updates to an accuracy, with several seeds. predictions: strategies, numbers of learners and delays, each predicted
+from a calibration (offbeat calibrate) and then run. These take turns too, and have every option of a recipe.""",
     examples=(
         "bench allreduce --ranks 4 --sizes 64KiB,4MiB --against gloo",
         "bench ddp --ranks 2 --against gloo --rounds 2",
         "bench policies k-sync:1 async --learners 2 --slow exp:0.02 --updates 20",
         "bench server --learners 1 --parameters 100k --seconds 100ms --rounds 1 --against rpc",
+        "bench scaling digits-cnn --learners 1 2 --sync ring k-async:2 --epochs 3 --rounds 1",
+        "bench accuracy digits-mlp --target 0.8 --learners 2 --sync ring async --seeds 1 --epochs 4",
     ),
     arguments=_arguments,
     run=_run,

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import math
+from dataclasses import replace
+from pathlib import Path
 
 from offbeat import topology
 from offbeat.commands.base import reader
 from offbeat.errors import RequestError
 from offbeat.simulate import collective, server
+from offbeat.simulate.calibration import Delays, Machine, machine_of, read_calibration
 from offbeat.simulate.cluster import Cluster, Wires
 from offbeat.simulate.collective import Model
 from offbeat.simulate.compute import LAWS, Failures, SlowPeriods, parse_law
@@ -21,7 +24,13 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--learners", type=reader(parse_count), default=8, metavar="P", help="how many (default 8)")
     laws = ", ".join(LAWS)
-    add("--compute", type=reader(parse_law), default="exp:1", metavar="LAW", help=f"{laws} (default exp:1)")
+    add("--compute", type=reader(parse_law), metavar="LAW", help=f"{laws} (default exp:1)")
+    add(
+        "--calibration",
+        type=reader(lambda text: read_calibration(Path(text))),
+        metavar="FILE",
+        help="this machine, as offbeat calibrate has measured it; --compute and --speeds are then delays beside it",
+    )
     add("--seed", type=_seed, default=0, metavar="S", help="same seed, same run (default 0)")
     add(
         "--speeds",
@@ -57,13 +66,16 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def cluster_of(given: argparse.Namespace) -> Cluster:
+    """The machines. With a calibration those of a server's strategies; `machine_for` has them for any."""
+    if given.calibration is not None:
+        return machine_for(given, "async").cluster
     if given.network is not None:
         rate, latency = given.network
         given.learner_bandwidth = given.server_bandwidth = rate
         given.latency = latency
         given.topology = f"uniform:bandwidth={rate:.15g}B/s,latency={latency:.15g}s"
         given.network = None
-    compute = parse_law(given.compute) if isinstance(given.compute, str) else given.compute
+    given.compute = given.compute or parse_law("exp:1")
     wires = None
     if given.size or given.latency:
         wires = Wires(
@@ -75,13 +87,31 @@ def cluster_of(given: argparse.Namespace) -> Cluster:
         )
     return Cluster(
         learners=given.learners,
-        law=compute,
+        law=given.compute,
         seed=given.seed,
         speeds=given.speeds,
         slow=given.slow,
         failures=given.failures,
         wires=wires,
     )
+
+
+_MEASURED = {
+    "slow": None, "failures": None, "size": 0, "latency": 0.0, "learner_bandwidth": math.inf,
+    "server_bandwidth": math.inf, "shards": 1, "network": None, "topology": "uniform",
+}  # fmt: skip
+
+
+def machine_for(given: argparse.Namespace, strategy: str) -> Machine:
+    """What the calibration says of a strategy's machine; what it has measured cannot be given beside it."""
+    for name, default in _MEASURED.items():
+        if getattr(given, name) != default:
+            raise RequestError(f"--{name.replace('_', '-')}: the calibration has measured that; leave one of them out")
+    speeds = [*given.speeds, *[1.0] * (given.learners - len(given.speeds))]
+    if len(speeds) > given.learners or any(not 0 < speed <= 1 for speed in speeds):
+        raise RequestError("--speeds: with a calibration, up to 1 each and for at most all learners: 0.5 is half")
+    delays = Delays(given.compute, tuple(1 / speed for speed in speeds))
+    return machine_of(given.calibration, strategy, given.learners, delays=delays, seed=given.seed)
 
 
 def model_of(given: argparse.Namespace) -> Model:
@@ -107,6 +137,17 @@ def simulate(
             until_s=until_s,
             keep_spans=keep_spans,
             write=None if decisions is None else decisions.append,
+        )
+    if given.calibration is not None:
+        own = machine_for(given, strategy)
+        return collective.run(
+            strategy,
+            replace(own.cluster, seed=cluster.seed, speeds=cluster.speeds),
+            topology.build("uniform", ranks=cluster.learners),
+            model_of(given),
+            updates=updates,
+            keep_spans=keep_spans,
+            reduce_s=lambda size: own.reduce_s,
         )
     machine = topology.build(given.topology, ranks=cluster.learners)
     bucket = None if given.no_overlap else given.bucket

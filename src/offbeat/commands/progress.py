@@ -1,8 +1,8 @@
 """How far a training run is, by what its learners told: the state behind what `offbeat train` shows.
 
-Records are plain mappings, told apart by `kind`: begin, progress, evaluated, saved, note, died, end. Laws: what a
-record leaves out, or gives as None, is not guessed; how much is done never falls; a learner that was started again
-counts on from where it was. Nothing here draws, sleeps or knows a terminal; the clock is given.
+Records are plain mappings, told apart by `kind`: begin, progress, evaluated, saved, note, died, end, energy. Laws:
+what a record leaves out, or gives as None, is not guessed; how much is done never falls; a learner that was started
+again counts on from where it was. Nothing here draws, sleeps or knows a terminal; the clock is given.
 """
 
 from __future__ import annotations
@@ -101,6 +101,7 @@ class Progress:
         self.evaluations: list[Record] = []
         self.saved: Record | None = None
         self.end: Record | None = None
+        self.energy: Record = {}
         self.trail: list[float] = []  # of the loss
         self._trail_every_s, self._trail_next = 0.5, now
         self.reached = self._first = record.get("epoch") or 0  # epochs that are over
@@ -121,6 +122,8 @@ class Progress:
                 self._reach(record.get("epoch") or 0)
             case "saved":
                 self.saved = record
+            case "energy":
+                self.energy = record
             case "died" if record.get("learner") is not None:
                 self._row(record["learner"]).died = True
             case "end":

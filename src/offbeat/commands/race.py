@@ -156,7 +156,7 @@ def _check(given: argparse.Namespace, entry: Entry, task: Task) -> None:
     from offbeat.train.virtual import check_clock
 
     config = _config(given, entry, given.seed)
-    check_clock(config, clock_of(given, entry.cluster, task), task)
+    check_clock(config, clock_of(given, entry.cluster, task, config), task)
 
 
 def _fits(given: argparse.Namespace, entry: Entry, task: Task) -> bool:
@@ -184,7 +184,7 @@ def _run(given: argparse.Namespace, entry: Entry, live: Live, which: str) -> Rac
         task = task_for(config)
         label = f"{entry.strategy}, {entry.variant}" if entry.variant else entry.strategy
         live.begin(f"{which}: {label}, seed {seed}")
-        outcome = trained(given, config, clock_of(given, cluster, task), task, live)
+        outcome = trained(given, config, clock_of(given, cluster, task, config), task, live)
         curves.append(curve_of(outcome, seed, given.target))
         if not curves[-1].points:
             raise RequestError(f"{config.name} has no accuracy, only a loss: there is no target to race to")

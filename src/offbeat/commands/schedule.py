@@ -26,6 +26,7 @@ from offbeat.errors import RequestError
 from offbeat.metrics import BUS_FACTORS, bus_bandwidth
 from offbeat.schedules import Price, Schedule
 from offbeat.schedules.ranking import Ranked, explain, rank
+from offbeat.simulate.calibration import read_calibration
 from offbeat.spec import count_of, format_rate, format_seconds, format_size, parse_count, parse_size
 from offbeat.topology import Topology
 
@@ -43,6 +44,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add("--size", type=reader(parse_size), default=100_000_000, help="of the vector (default 100MB)")
     add("--item-size", type=reader(parse_count), default=1, metavar="BYTES", help="not cut apart (default 1)")
     add("--topology", default="uniform", help="see offbeat topology (default uniform)")
+    add(
+        "--calibration", type=Path, metavar="FILE", help="the links of this machine, as offbeat calibrate measured them"
+    )
     add("--collective", default="all-reduce", help="all-reduce (default), all-gather, broadcast, ...")
     add("--root", type=int, default=0, metavar="RANK", help="of a broadcast or reduce (default 0)")
     add("--all", action="store_true", help="in the ranking, every shape that was tried and not only the best")
@@ -58,7 +62,12 @@ def _run(given: argparse.Namespace) -> None:
         raise RequestError(
             f"schedule: --size {given.size} is not a whole number of items of {given.item_size} bytes (--item-size)"
         )
-    machine = topology.build(given.topology, ranks=ranks)
+    if given.calibration is None:
+        machine = topology.build(given.topology, ranks=ranks)
+    elif given.topology != "uniform":
+        raise RequestError("schedule: --topology and --calibration both say what the links are: leave one out")
+    else:
+        machine = read_calibration(given.calibration).topology(ranks)
     if given.algorithm is None:
         _rank_all(given, machine)
     else:

@@ -69,6 +69,8 @@ def _run(given: argparse.Namespace) -> None:
     cluster = cluster_of(given)
     reduces = simulated_family_of(given.strategy) == ALL_REDUCE
     if given.curve:
+        if given.calibration is not None:
+            raise RequestError("--curve needs the layers' times and a topology of one's own: leave --calibration out")
         if not reduces:
             raise RequestError(f"--curve is for an all-reduce like ring; '{given.strategy}' is a server policy")
         _curve(given)

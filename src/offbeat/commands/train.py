@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from offbeat.commands.base import Command, json_argument, print_json
 from offbeat.errors import RequestError
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _RESULT = (
     "name", "accuracy", "loss", "strategy", "learners", "updates", "epochs", "samples_per_s", "seconds",
-    "staleness_mean", "wait_share", "stopped", "run_dir",
+    "staleness_mean", "wait_share", "joules", "stopped", "run_dir",
 )  # fmt: skip
 
 
@@ -36,6 +36,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "--resume", type=Path, metavar="RUN", help="go on in the folder of a run, from its newest checkpoint"
     )
     parser.add_argument("--quiet", action="store_true", help="only the summary, and what goes wrong")
+    parser.add_argument("--report", action="store_true", help="write report.html into the run's folder at the end")
     json_argument(parser)
     add_arguments(parser)
 
@@ -54,6 +55,8 @@ def _run(words: argparse.Namespace) -> None:
         finally:
             if os.environ["RANK"] == "0":
                 view.close()
+        if result.end and words.report:
+            _report(result, out)
         if result.end and words.json:
             print_json(_told(config, result))
         return
@@ -69,10 +72,18 @@ def _run(words: argparse.Namespace) -> None:
         result = launch(start, view.hear, view.print_line)
     finally:
         view.close()
+    if words.report:
+        _report(result, out)
     if words.json:
         print_json(_told(start.config, result))
     if result.signal:
         raise SystemExit(128 + result.signal)
+
+
+def _report(result: Result, out: TextIO) -> None:
+    from offbeat.commands.report import write_report
+
+    print(f"report    {write_report(Path(result.end['run_dir']))}", file=out)
 
 
 def _config(words: argparse.Namespace) -> Config:
@@ -101,7 +112,8 @@ COMMAND = Command(
     about="""Train a model with learners on this machine, under the strategy that --sync names. Without a recipe, a
 small convolutional network learns the digits that come with offbeat. A recipe is one of `offbeat recipes` or a TOML
 file; every field of it can be changed by an option. The run's folder gets the configuration, metrics, the run log, a
-trace for Perfetto, checkpoints, the weights and a summary. Ctrl-C saves and ends; --resume goes on. Under
+trace for Perfetto, checkpoints, the weights, what the machine is and what energy it took, and a summary; --report adds
+a page to look at. `offbeat watch` shows it from another terminal. Ctrl-C saves and ends; --resume goes on. Under
 `torchrun --nproc-per-node P -m offbeat train ...` the processes of torchrun are the learners.""",
     examples=(
         "train --run-dir runs/digits",

@@ -63,6 +63,11 @@ def _seconds(value: float) -> str:
     return f"{value:.1f} s" if value < 600 else _clock(value)
 
 
+def _joules(value: float) -> str:
+    unit, scale = next((one for one in (("MJ", 1e6), ("kJ", 1e3)) if value >= one[1]), ("J", 1.0))
+    return f"{value / scale:.{1 if value < 100 * scale else 0}f} {unit}"
+
+
 def _clock(seconds: float) -> str:
     minutes, rest = divmod(max(int(seconds), 0), 60)
     hours, minutes = divmod(minutes, 60)
@@ -145,10 +150,20 @@ def summary(state: Progress) -> list[tuple[str, str]]:
         add("speed", *_said("{} samples/s", _number, end.get("samples_per_s")))
         add("waiting", *_said("{} of the learners' time", _whole_percent, end.get("wait_share")))
         add("staleness", *_said("{} on average", "{:.2f}".format, end.get("staleness_mean")))
+    add("energy", *_burnt(state.energy))
     if state.saved is not None:
         add("saved", f"update {state.saved['update']}", *_said("{}", _clean, state.saved.get("path")))
     add("run", *_said("{}", _clean, (end or {}).get("run_dir") or state.begin.get("run_dir")))
     return rows
+
+
+def _burnt(energy: Record) -> list[str]:
+    """What was measured, by what; and then also what is missing in it. Of nothing measured, nothing is said."""
+    if energy.get("joules") is None:
+        return []
+    by = " and ".join(_clean(source["name"]) for source in energy.get("sources") or ())
+    missing = [_clean(reason) for reason in energy.get("not_measured") or ()]
+    return [f"{_joules(energy['joules'])} by {by}", *(f"not measured: {reason}" for reason in missing)]
 
 
 def fact_lines(facts: Sequence[tuple[str, str]]) -> list[Line]:
@@ -371,21 +386,29 @@ def to_text(line: Line, width: int | None = None, *, ascii_only: bool = False) -
 
 
 class View(Protocol):
-    """Where the launcher sends what it hears. After `close` the end is shown; closing twice does no harm."""
+    """Where the launcher sends what it hears. After `close` the end is shown; closing twice does no harm.
+
+    Who only looks on may leave before the end: then nothing is said of it.
+    """
 
     def hear(self, record: Record) -> None: ...
 
     def print_line(self, who: str, line: str) -> None:
         """What a learner printed by itself."""
 
-    def close(self) -> None: ...
+    def close(self, *, leaving: bool = False) -> None: ...
 
 
 def view_for(
-    out: Console | TextIO, *, live: bool, quiet: bool = False, clock: Callable[[], float] = time.monotonic
+    out: Console | TextIO,
+    *,
+    live: bool,
+    quiet: bool = False,
+    clock: Callable[[], float] = time.monotonic,
+    state: Progress | None = None,
 ) -> View:
-    """`quiet` leaves what learners print, deaths, and the summary; it draws nothing live."""
-    state = Progress(clock)
+    """`quiet` leaves what learners print, deaths, and the summary; it draws nothing live. `state` brings its clock."""
+    state = state or Progress(clock)
     if live and not quiet:
         return LiveView(_console_on(out), state)
     return PlainView(_writer(out), state, quiet=quiet)
@@ -448,10 +471,12 @@ class PlainView:
     def print_line(self, who: str, line: str) -> None:
         self._write(_printed(self._state, who, line))
 
-    def close(self) -> None:
+    def close(self, *, leaving: bool = False) -> None:
         if self._closed:
             return
         self._closed = True
+        if leaving:
+            return
         for line in fact_lines(summary(self._state)):
             self._write("".join(text for text, _ in line))
 
@@ -514,11 +539,13 @@ class LiveView:
         self._out.print(text, soft_wrap=True)
         self._apart = bool(self._state.begin)
 
-    def close(self) -> None:
+    def close(self, *, leaving: bool = False) -> None:
         if self._closed:
             return
         self._closed = True
         self._live.stop()
+        if leaving:
+            return
         state = self._state
         if self._apart:
             self._show([[], *heading_lines({**state.begin, "notes": ()}, self._out.width)])

@@ -18,10 +18,11 @@ from offbeat import topology
 from offbeat.commands.base import busy, console, facts, heading, print_json, reader, write_file
 from offbeat.commands.cluster import cluster_of, model_of
 from offbeat.errors import OffbeatError, RequestError
+from offbeat.simulate.calibration import machine_of
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.race import Curve, chart_of, percent
 from offbeat.spec import count_of, format_rate, format_seconds, parse_count
-from offbeat.strategy import simulated_family_of
+from offbeat.strategy import ALL_REDUCE, simulated_family_of
 
 if TYPE_CHECKING:
     from offbeat.train.config import Config
@@ -108,10 +109,12 @@ def task_for(config: Config) -> Task:
     return task
 
 
-def clock_of(given: argparse.Namespace, cluster: Cluster, task: Task) -> Clock:
+def clock_of(given: argparse.Namespace, cluster: Cluster, task: Task, config: Config) -> Clock:
     """The size of what is sent is the model's own, where there is a network and no other size was given."""
     from offbeat.train.virtual import Clock
 
+    if given.calibration is not None:
+        return _calibrated(given, cluster, config)
     port = min(given.learner_bandwidth, given.server_bandwidth)
     if given.topology == "uniform" and port == math.inf and not given.latency:
         return Clock(cluster=replace(cluster, wires=None), ends_of_epochs=given.epoch_ends)  # nothing takes time
@@ -130,6 +133,23 @@ def clock_of(given: argparse.Namespace, cluster: Cluster, task: Task) -> Clock:
         topology=topology.build(line, ranks=cluster.learners),
         layers=model_of(given),
         bucket_bytes=None if given.no_overlap else given.bucket,
+        ends_of_epochs=given.epoch_ends,
+    )
+
+
+def _calibrated(given: argparse.Namespace, cluster: Cluster, config: Config) -> Clock:
+    """The machine as it was measured, if that was with this model."""
+    from offbeat.measure.predict import check
+    from offbeat.train.virtual import Clock
+
+    check(given.calibration, config)
+    batch = config.train.batch_size * config.train.accumulate
+    own = machine_of(given.calibration, config.sync, cluster.learners, batch=batch)
+    reduces = simulated_family_of(config.sync) == ALL_REDUCE
+    return Clock(
+        cluster=replace(own.cluster, seed=cluster.seed, speeds=cluster.speeds, law=cluster.law, ids=cluster.ids),
+        bucket_bytes=None,
+        reduce_s=(lambda size: own.reduce_s) if reduces else None,
         ends_of_epochs=given.epoch_ends,
     )
 
@@ -204,7 +224,7 @@ def simulate_recipe(given: argparse.Namespace) -> None:
     if given.run_dir is not None:
         check_free(given.run_dir, resumes=False)
     task = task_for(config)
-    clock = clock_of(given, cluster, task)
+    clock = clock_of(given, cluster, task, config)
     check_clock(config, clock, task)
     run = RunDir(new_run_dir(config.name, given.run_dir))
     run.write_config(config)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-import platform
 import shutil
 import signal
 import socket
@@ -21,13 +20,13 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 from offbeat import schedules
 from offbeat import spec as grammar
 from offbeat.errors import OffbeatError, RequestError, unknown
+from offbeat.machine import available_bytes, machine_facts
 from offbeat.measure.crew import Crew
 from offbeat.measure.results import (
     BASELINES,
@@ -355,21 +354,6 @@ def _setting(request: Request, machine: Mapping[str, Any], not_measured: Mapping
     )
 
 
-def machine_facts() -> dict[str, Any]:
-    """Facts that explain a number, before anything is started."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {"cores": cores, "load": os.getloadavg()[0], "processor": _processor(), "python": platform.python_version()}
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.machine()
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.machine())
-
-
 def _check_sizes(request: Request, sizes: Sequence[int]) -> None:
     for size in sizes:
         if size < ITEM_BYTES or size % ITEM_BYTES:
@@ -384,11 +368,3 @@ def _check_sizes(request: Request, sizes: Sequence[int]) -> None:
             f"bench: {size_label(max(sizes))} on {count_of(request.ranks, 'rank')} needs about {format_size(needed)} "
             f"of memory, and {format_size(available)} is available: ask for smaller --sizes or fewer --ranks"
         )
-
-
-def available_bytes() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.errors import OffbeatError, RequestError
-from offbeat.measure.bench import MOST_RANKS, Progress, machine_facts, terminable
+from offbeat.machine import machine_facts
+from offbeat.measure.bench import MOST_RANKS, Progress, terminable
 from offbeat.measure.served import environment, program, supervise
 from offbeat.policies import Apply, Pushed, create
 from offbeat.policies.events import EVENTS, from_text

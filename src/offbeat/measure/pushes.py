@@ -14,14 +14,15 @@ import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import offbeat
 from offbeat.errors import OffbeatError, RequestError, unknown
-from offbeat.measure.bench import MOST_RANKS, Progress, available_bytes, machine_facts, terminable
+from offbeat.machine import available_bytes, machine_facts
+from offbeat.measure.bench import MOST_RANKS, Progress, terminable
 from offbeat.measure.results import OURS, format_ratio
 from offbeat.measure.served import environment, program, supervise
 from offbeat.server.session import Setting
@@ -250,6 +251,16 @@ def measure(request: Request, progress: Progress) -> ServerResult:
     with terminable():
         cases = tuple(_case(request, learners, systems, progress) for learners in request.learners)
     return ServerResult(request=request, machine=machine, not_measured=not_measured, cases=cases)
+
+
+def measure_ours(request: Request, progress: Progress) -> Iterator[tuple[int, float]]:
+    """Ours alone, a round for every number of learners: how long one of them takes to push and to fetch."""
+    with terminable():
+        for learners in request.learners:
+            doing = count_of(learners, "learner")
+            progress(doing)
+            per_s, _ = _ours(request, learners, doing, in_place=False)
+            yield learners, learners / per_s
 
 
 def _case(request: Request, learners: int, systems: Sequence[str], progress: Progress) -> Case:

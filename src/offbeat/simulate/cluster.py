@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from offbeat.errors import RequestError
 from offbeat.simulate.compute import Draws, Failures, Law, SlowPeriods
+from offbeat.simulate.cores import Cores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,7 @@ class Cluster:
     slow: SlowPeriods | None = None
     failures: Failures | None = None
     wires: Wires | None = None
+    cores: Cores | None = None  # that all share: the law is then of delays beside the computing
     samples: tuple[int, ...] = ()  # of each learner's minibatch, where they are not all 1
     ids: tuple[int, ...] = ()  # whose draws each learner takes, where it is not its own number
 
@@ -76,3 +78,12 @@ class Cluster:
 
     def draws(self) -> Draws:
         return Draws(self.law, self.learners, self.seed, speeds=self.speeds, slow=self.slow, ids=self.ids)
+
+    def works(self) -> Draws | None:
+        """What is to be computed, where learners share cores; a slow learner has no more of it, and sleeps instead."""
+        return None if self.cores is None else Draws(self.cores.law, self.learners, self.seed, ids=self.ids)
+
+    def rest_s(self, learner: int, computed_s: float) -> float:
+        """How long a slow learner sleeps after it has computed for so long, beside its delays."""
+        speed = self.speeds[learner] if learner < len(self.speeds) else 1.0
+        return max(0.0, computed_s * (1 / speed - 1))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from offbeat.errors import RequestError
 from offbeat.schedules import build, price
 from offbeat.simulate.cluster import Cluster
+from offbeat.simulate.cores import shared_s
 from offbeat.simulate.result import Result, Tally
 from offbeat.topology import Topology
 from offbeat.trace import Span
@@ -74,7 +75,10 @@ def iteration_s(
 
 
 class Rounds:
-    """A run of it, an iteration at a time. `bucket_bytes` None: no overlap, one bucket after backward."""
+    """A run of it, an iteration at a time. `bucket_bytes` None: no overlap, one bucket after backward.
+
+    `reduce_s` says how long the reduction of so many bytes takes, where that was measured and is not to be priced.
+    """
 
     def __init__(
         self,
@@ -85,6 +89,7 @@ class Rounds:
         *,
         bucket_bytes: int | None = None,
         keep_spans: int = 0,
+        reduce_s: Callable[[int], float] | None = None,
     ) -> None:
         if cluster.failures is not None:
             raise RequestError(
@@ -97,20 +102,30 @@ class Rounds:
         self._topology, self._model = topology, model
         self._buckets = model.buckets(bucket_bytes)
         self._costs: dict[int, float] = {}
-        self._draws = cluster.draws()
+        self._reduce_s = reduce_s or self._price_s
+        self._draws, self._works = cluster.draws(), cluster.works()
         self.tally = Tally()
         self._spans: list[Span] = []
 
-    def _reduce_s(self, size: int) -> float:
+    def _price_s(self, size: int) -> float:
         if size not in self._costs:
             self._costs[size] = price(self._schedule, self._topology, size).seconds
         return self._costs[size]
+
+    def _compute_s(self) -> list[float]:
+        cluster = self.cluster
+        delays = [self._draws.take(learner) for learner in range(cluster.learners)]
+        if self._works is None or cluster.cores is None:
+            return delays
+        works = [self._works.take(learner) for learner in range(cluster.learners)]
+        ends = shared_s(works, cluster.cores.count)
+        return [end + cluster.rest_s(learner, end) + delays[learner] for learner, end in enumerate(ends)]
 
     def go(self) -> None:
         """One iteration: `now` is its end, `version` one more."""
         cluster, tally, start = self.cluster, self.tally, self.now
         learners = range(cluster.learners)
-        compute_s = [self._draws.take(learner) for learner in learners]
+        compute_s = self._compute_s()
         end = start + iteration_s(compute_s, self._model, self._buckets, self._reduce_s)
         last = start + max(compute_s)
         for learner in learners:
@@ -149,11 +164,14 @@ def run(
     updates: int,
     bucket_bytes: int | None = None,
     keep_spans: int = 0,
+    reduce_s: Callable[[int], float] | None = None,
 ) -> Result:
     """Simulate so many iterations."""
     if updates < 1:
         raise RequestError(f"simulate 1 update or more; got {updates}")
-    rounds = Rounds(strategy, cluster, topology, model, bucket_bytes=bucket_bytes, keep_spans=keep_spans)
+    rounds = Rounds(
+        strategy, cluster, topology, model, bucket_bytes=bucket_bytes, keep_spans=keep_spans, reduce_s=reduce_s
+    )
     for _ in range(updates):
         rounds.go()
     return rounds.result()

@@ -35,7 +35,16 @@ def look_at(cluster: Cluster) -> Machines:
     """Draw from every learner, and tell persistent slowness from chance."""
     draws = cluster.draws()
     samples = max(200, min(_MOST_SAMPLES, _ALL_SAMPLES // cluster.learners))
-    drawn = [[draws.take(learner) for _ in range(samples)] for learner in range(cluster.learners)]
+    works = cluster.works()
+
+    def time_of(learner: int) -> float:
+        """Of a minibatch; where learners share cores, with a core of its own."""
+        if works is None:
+            return draws.take(learner)
+        computed = works.take(learner)
+        return computed + cluster.rest_s(learner, computed) + draws.take(learner)
+
+    drawn = [[time_of(learner) for _ in range(samples)] for learner in range(cluster.learners)]
     means = [statistics.fmean(times) for times in drawn]
     middle = statistics.median_low(statistics.median(times) for times in drawn)
     typical = _typical_s(means)

@@ -41,13 +41,15 @@ class Law:
     """A law of compute times; `mean_s` may be infinite.
 
     `sample` is for learners that are all alike. Where each has times of its own there is `by_learner`, which is told
-    whose each row is, and `sample` is of all of them together.
+    whose each row is, and `sample` is of all of them together. Where nothing is left to chance there is `at`, which
+    comes before both: the seconds of these learners' minibatches of these numbers; the two are broadcast together.
     """
 
     text: str
     mean_s: float
     sample: Callable[[Chance], Floats]
     by_learner: Callable[[Ints, Chance], Floats] | None = None
+    at: Callable[[Ints, Ints], Floats] | None = None
 
 
 class _Made(NamedTuple):
@@ -303,8 +305,12 @@ class Draws:
                 self.keys[purpose] = learner_keys(self.seed, self.ids, purpose)
             return from_keys(self.keys[purpose][learners, None], minibatches)
 
-        by_learner = self.law.by_learner
-        drawn = self.law.sample(chance) if by_learner is None else by_learner(self.ids[learners], chance)
+        if self.law.at is not None:
+            drawn = self.law.at(self.ids[learners, None], minibatches)
+        elif self.law.by_learner is not None:
+            drawn = self.law.by_learner(self.ids[learners], chance)
+        else:
+            drawn = self.law.sample(chance)
         seconds = np.maximum(drawn, 1e-30) / self.speeds[learners, None]  # never nothing at all
         if self.slow is not None:
             chances = chance(SLOW)

@@ -27,13 +27,15 @@ REJOIN: Final = 7
 LINK: Final = 8
 END: Final = 9
 RESUME: Final = 10
-ASIDE: Final = 11  # a learner without samples leaves, if nothing else at this time has brought it some
+CROWD: Final = 11  # work on shared cores has ended
+ASIDE: Final = 12  # a learner without samples leaves, if nothing else at this time has brought it some
 
 # Purposes of random numbers.
 COMPUTE: Final = 0  # and up to COMPUTE + 199 for laws that need more than one number
 SLOW: Final = 200
 FAILURE: Final = 201
 REPAIR: Final = 202
+MEASURED: Final = 203  # compute times of a calibration, beside delays that are drawn for COMPUTE
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _ONE, _TWO = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)

@@ -2,7 +2,8 @@
 
 A learner computes, sends its gradient to the server (whose link all share), and waits for what the policy says. A
 learner that is cancelled stops where it is; one that had already begun to send goes on, and its gradient comes late.
-With no size and no latency the communication takes no time and costs no events.
+With no size and no latency the communication takes no time and costs no events. Where the cluster has cores, all that
+is computed shares them: minibatches, and what a gradient costs on its way to the server and back.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import heapq
 import math
 from array import array
-from bisect import insort
 from collections.abc import Callable
 from typing import Any
 
@@ -31,11 +31,25 @@ from offbeat.policies import (
     create,
     recorded,
 )
-from offbeat.simulate.calendar import Calendar
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.compute import failure_times
-from offbeat.simulate.engine import ARRIVE, ASK, CANCEL, END, FAIL, FINISH, LINK, REJOIN, RESUME, STOPPED, WEIGHTS
+from offbeat.simulate.cores import Crowd, Job
+from offbeat.simulate.engine import (
+    ARRIVE,
+    ASK,
+    CANCEL,
+    CROWD,
+    END,
+    FAIL,
+    FINISH,
+    LINK,
+    REJOIN,
+    RESUME,
+    STOPPED,
+    WEIGHTS,
+)
 from offbeat.simulate.links import FairLink
+from offbeat.simulate.quick import go_quickly
 from offbeat.simulate.result import Result, Tally
 from offbeat.trace import Span
 
@@ -120,7 +134,11 @@ class Simulation:
         wires = cluster.wires
         self.latency_s = 0.0 if wires is None else wires.latency_s
         self.size_bytes = 0 if wires is None else wires.size_bytes
-        self.instant = not self.size_bytes and not self.latency_s
+        self.works = cluster.works()
+        self.crowd = None if cluster.cores is None else Crowd(cluster.cores.count)
+        self.crowd_turn = 0
+        self.jobs = [-1] * count  # computing on shared cores
+        self.instant = not self.size_bytes and not self.latency_s and self.crowd is None
         self.free = self.rule.fetch_every > 0  # learners push and fetch beside computing, and never wait
         shared = math.inf if wires is None else wires.server_bytes_per_s * wires.shards
         self.links = (FairLink(shared), FairLink(shared))  # to the server, from the server
@@ -140,6 +158,7 @@ class Simulation:
             REJOIN: self._rejoin,
             CANCEL: self._cancel_arrives,
             LINK: self._link,
+            CROWD: self._worked,
             END: self._end,
             RESUME: self._resumed,
         }
@@ -151,126 +170,23 @@ class Simulation:
             self._rejoin(learner, 0)
         plain = self.rule.push_every == 1 and not self.free and self.cluster.failures is None
         if plain and self.instant and not self.keep_spans:
-            self._go_quickly()
+            go_quickly(self)
         taken, version = 0, 0
         while self.policy.version < self.updates:
             if not self.heap:
-                raise self._stands_still()
+                raise self.stands_still()
             self.now, kind, learner, number = heapq.heappop(self.heap)
             self.events += self.handlers[kind](learner, number)
             taken = 0 if self.policy.version > version else taken + 1
             version = self.policy.version
             if taken > self.patience:
-                raise self._stands_still()
-
-    def _go_quickly(self) -> None:
-        """The loop of `go` with all that can happen written out, for large simulations; a test compares the two.
-
-        Good where communication takes no time, nobody fails, every minibatch is pushed and no spans are kept. Nearly
-        all entries are then minibatches that finish and are answered by one `Send` to their learner: the inner loop.
-        There an entry itself holds when and at which version its minibatch began, since arrays of 10,000 learners would
-        cost more, and entries lie in a calendar, which is quicker than a heap of that size and has the same order. The
-        arrays are right for whoever was sent weights outside the inner loop, which is whoever can be cancelled, and for
-        all when the loop ends.
-        """
-        policy, handle, turn, doing = self.policy, self.handle, self.turn, self.doing
-        version, since, samples = self.version, self.since, self.samples
-        blocks, refill, updates = self.draws.blocks, self.draws.refill, self.updates
-        new = tuple.__new__
-        entries = [(at, kind, one, number, since[one], version[one]) for at, kind, one, number in self.heap]
-        calendar = Calendar(entries, slots_per_s=self.cluster.learners / 64 / self._typical_wait())
-        slots, today, begin_slot, begin_day = calendar.slots, calendar.today, calendar.begin_slot, calendar.begin_day
-        ticket = at_entry = day = 0
-        per_s = calendar.slots_per_s
-        # Where nobody cancels, no entry is void; where nobody waits, a single command is a `Send` to who has pushed.
-        cancels, waits = policy.cancels, policy.waits
-        computed = waited = wasted = 0.0
-        stopped: list[tuple[int, int]] = []
-        while policy.version < updates:
-            while True:
-                while at_entry == len(today):
-                    at_entry = 0
-                    day = begin_day()
-                    if day < 0:
-                        raise self._stands_still()
-                now, kind, learner, number, began, at_version = today[at_entry]
-                at_entry += 1
-                if kind != FINISH or (cancels and number != turn[learner]):
-                    commands: tuple[Command, ...] = ()
-                    break
-                ticket += 1
-                computed += now - began
-                commands = handle(new(Pushed, (learner, ticket, at_version, samples[learner], None, None, now)))
-                if waits or len(commands) != 1:
-                    doing[learner] = "wait"
-                    since[learner] = now
-                    break
-                at = now + (blocks[learner] or refill(learner)).pop()
-                slot = int(at * per_s)
-                if slot > day:
-                    (slots.get(slot) or begin_slot(slot)).append((at, FINISH, learner, number, now, policy.version))
-                else:
-                    if at_entry > 4096:  # a long day: forget what is over
-                        del today[:at_entry]
-                        at_entry = 0
-                    insort(today, (at, FINISH, learner, number, now, policy.version), at_entry)
-            if kind == END:
-                break
-            for command in commands:
-                if isinstance(command, Apply):
-                    self._count_update()
-                elif isinstance(command, Drop):  # what was pushed just now
-                    self.tally.dropped += 1
-                    wasted += now - began
-                elif isinstance(command, Cancel):
-                    other = command.learner
-                    cut_short = now - since[other]
-                    computed += cut_short
-                    wasted += cut_short
-                    doing[other] = "wait"
-                    since[other] = now
-                    turn[other] += 1
-                    stopped.append((other, version[other]))
-                else:
-                    other = command.learner
-                    waited += now - since[other]
-                    doing[other] = "compute"
-                    since[other] = now
-                    if type(command) is Send:
-                        version[other] = policy.version
-                    at = now + (blocks[other] or refill(other)).pop()
-                    slot = int(at * per_s)
-                    entry = (at, FINISH, other, turn[other], now, version[other])
-                    if slot > day:
-                        (slots.get(slot) or begin_slot(slot)).append(entry)
-                    else:
-                        if at_entry > 4096:
-                            del today[:at_entry]
-                            at_entry = 0
-                        insort(today, entry, at_entry)
-            if stopped:
-                self.tally.cancelled += len(stopped)
-                for other, old in sorted(stopped) if policy.version < updates else ():
-                    handle(new(Stopped, (other, old, now)))
-                stopped.clear()
-        for _, kind, learner, number, began, at_version in calendar.left(at_entry):
-            if kind == FINISH and number == turn[learner]:
-                since[learner], version[learner] = began, at_version
-        self.now, self.ticket, self.events, self.updates = now, ticket, ticket, policy.version
-        self.tally.seconds["compute"] += computed
-        self.tally.seconds["wait"] += waited
-        self.tally.waste_s += wasted
-
-    def _typical_wait(self) -> float:
-        """How far ahead entries lie, about: the calendar is right with any number, and quick with a good one."""
-        ahead = sorted(at - self.now for at, kind, _, _ in self.heap if kind == FINISH)
-        return max(ahead[len(ahead) // 2], 1e-9) if ahead else 1.0
+                raise self.stands_still()
 
     def _end(self, learner: int, number: int) -> int:
         self.updates = self.policy.version
         return 0
 
-    def _stands_still(self) -> RequestError:
+    def stands_still(self) -> RequestError:
         at = f"at update {self.policy.version}"
         return RequestError(
             f"the run stands still {at}, {self.now:.4g} s: no update in the last {self.patience} events, or nothing "
@@ -314,6 +230,11 @@ class Simulation:
             assert self.cluster.wires is not None
             self.links[0].start(self.now, number, self.size_bytes, self.cluster.wires.cap(learner))
             self._watch(0)
+        elif self.crowd is not None:
+            assert self.cluster.cores is not None
+            self._work(self.cluster.cores.push_s, Job(ARRIVE, learner, number, urgent=True))
+            if self.cluster.cores.behind_s:
+                self._work(self.cluster.cores.behind_s, Job(None, learner, 0, urgent=True))
         else:
             self._plan(self.now + self.latency_s, ARRIVE, learner, number)
 
@@ -378,7 +299,7 @@ class Simulation:
             case Cancel():
                 self._post(CANCEL, command.learner, self.policy.version)
             case Apply():
-                self._count_update()
+                self.count_update()
                 for ticket in command.tickets:
                     del self.gradients[ticket]
             case Drop():
@@ -386,7 +307,7 @@ class Simulation:
                 self.tally.dropped += minibatches
                 self.tally.waste_s += spent
 
-    def _count_update(self) -> None:
+    def count_update(self) -> None:
         taken = self.policy.last_update
         before = self.policy.version - 1
         self.tally.staleness.update([before - gradient.version for gradient in taken])
@@ -395,6 +316,15 @@ class Simulation:
 
     def _send(self, learner: int) -> None:
         """Weights set out."""
+        if self.crowd is not None and self.cluster.cores is not None and not self.size_bytes:
+            given_up = self.crowd.give_up(self.now, self.weights_for[learner])  # newer ones replace those on their way
+            if given_up is not None:
+                del self.letters[given_up.number]
+            letter = self._letter(learner, self.policy.version)
+            self.weights_for[learner] = self._work(
+                self.cluster.cores.fetch_s, Job(WEIGHTS, learner, letter, urgent=True)
+            )
+            return
         if not self.size_bytes:
             self._post(WEIGHTS, learner, self.policy.version)
             return
@@ -433,7 +363,47 @@ class Simulation:
         if not self.unpushed_s[learner]:
             self.oldest[learner] = self.version[learner]
         self.doing[learner] = "compute"
-        self._plan(self.now + self.draws.take(learner), FINISH, learner, self.turn[learner])
+        if self.works is None:
+            self._plan(self.now + self.draws.take(learner), FINISH, learner, self.turn[learner])
+        else:
+            self.jobs[learner] = self._work(self.works.take(learner), Job(FINISH, learner, self.turn[learner]))
+
+    # --- shared cores ------------------------------------------------------------------------------------------------
+
+    def _work(self, seconds: float, job: Job) -> int:
+        assert self.crowd is not None
+        number = self.crowd.start(self.now, seconds, job)
+        self._watch_crowd()
+        return number
+
+    def _give_up_work(self, learner: int) -> None:
+        if self.crowd is not None and self.crowd.give_up(self.now, self.jobs[learner]) is not None:
+            self._watch_crowd()
+
+    def _watch_crowd(self) -> None:
+        assert self.crowd is not None
+        self.crowd_turn += 1
+        end = self.crowd.next_end_s()
+        if end < math.inf:
+            self._plan(end, CROWD, 0, self.crowd_turn)
+
+    def _worked(self, _: int, number: int) -> int:
+        """Some work is done: a minibatch, after which a slow learner sleeps, or a part of the way of a gradient."""
+        assert self.crowd is not None
+        if number != self.crowd_turn:
+            return 0  # something else began since, and moved the end
+        for kind, learner, what, _urgent in self.crowd.finish(self.now):
+            if kind is None:
+                continue
+            wait_s = self.latency_s
+            if kind == FINISH:
+                computed_s = self.now - self.since[learner]
+                wait_s = self.cluster.rest_s(learner, computed_s) + self.draws.take(learner)
+            self._plan(self.now + wait_s, kind, learner, what)
+        self._watch_crowd()
+        return 0
+
+    # --- being cancelled ---------------------------------------------------------------------------------------------
 
     def _cancel_arrives(self, learner: int, letter: int) -> int:
         """All work at versions before the one in the letter is void; a learner that does such work stops."""
@@ -447,6 +417,7 @@ class Simulation:
         version = self.version[learner]
         if self.doing[learner] != "compute" or version >= newer:
             return 0  # it was faster, and its gradient will come late
+        self._give_up_work(learner)
         self._close(learner, cancelled=True)
         self.tally.waste_s += self.unpushed_s[learner]
         self.unpushed_s[learner] = 0.0
@@ -475,6 +446,7 @@ class Simulation:
     def _fail(self, learner: int, number: int) -> int:
         assert self.cluster.failures is not None
         _, down = failure_times(self.cluster.failures, self.cluster.seed, int(self.draws.ids[learner]), number)
+        self._give_up_work(learner)
         self._close(learner, cancelled=True)
         self.tally.waste_s += self.unpushed_s[learner]
         self.unpushed_s[learner] = 0.0

@@ -200,14 +200,14 @@ class ServedTimeline(Simulation):
         taken = 0
         while not self.book.over:
             if not self.heap:
-                raise self._stands_still()
+                raise self.stands_still()
             self.now, kind, learner, number = heapq.heappop(self.heap)
             self.events += self.handlers[kind](learner, number)
             if self._away:
                 self._call_back()
             taken = 0 if self._made else taken + 1
             if taken > self.patience:
-                raise self._stands_still()
+                raise self.stands_still()
             yield from self._made
             self._made.clear()
 

@@ -19,7 +19,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -35,6 +35,7 @@ from offbeat.server.supervisor import Plan, Supervisor
 from offbeat.spec import count_of
 from offbeat.strategy import ALL_REDUCE, family_of
 from offbeat.trace import read_log, write_chrome_trace
+from offbeat.train.accounts import Accounts
 from offbeat.train.checkpoint import Checkpoint, newest
 from offbeat.train.config import Config
 from offbeat.train.plan import updates
@@ -157,6 +158,7 @@ def prepare(
         _check_resume(config, checkpoint, samples, tell)
     run.forget_metrics_after(-1 if checkpoint is None else checkpoint.update)
     run.write_config(config)
+    run.live.unlink(missing_ok=True)  # what it says is of the stretch before
     return Start(config=config, task=made, run=run, checkpoint=checkpoint, leg=run.next_leg(), unused=unused, hold=hold)
 
 
@@ -196,7 +198,17 @@ def launch(start: Start, hear: Report, tell: Callable[[str, str], None]) -> Resu
 
     Ctrl-C or SIGTERM lets the learners save and end; a second one ends everything at once.
     """
+    try:
+        with Accounts(start.config, start.run, start.leg, hear) as accounts:
+            return _launch(start, accounts, tell)
+    finally:
+        if start.hold is not None:
+            start.hold.release()
+
+
+def _launch(start: Start, accounts: Accounts, tell: Callable[[str, str], None]) -> Result:
     result = Result()
+    hear = accounts.hear
     failures: dict[int, str] = {}  # as they came
     heeding: set[int] = set()  # learners that know what to do when they are asked to end
     lost = _Lost(start)
@@ -253,9 +265,10 @@ def launch(start: Start, hear: Report, tell: Callable[[str, str], None]) -> Resu
         finally:
             supervisor.close()
             start.run.tidy()
-            if start.hold is not None:
-                start.hold.release()
+            energy = accounts.measure()
         result.signal = asked.number
+    if result.end:
+        result.end["joules"] = energy.joules
     result.restarts = supervisor.recoveries
     result.services = json.loads(said) if said else {}
     _blame(start, lost.exits or dict(supervisor.exits), failures, result)
@@ -523,20 +536,25 @@ def learn(
             unused=unused,
         )
     result = Result()
+    with ExitStack() as stack:
+        accounts = stack.enter_context(Accounts(config, start.run, start.leg, report)) if rank == 0 else None
 
-    def hear(record: Mapping[str, Any]) -> None:
-        if record["kind"] == "end":
-            result.end = dict(record)
-        if record["kind"] != "progress" or rank == 0:
-            report(record)
+        def hear(record: Mapping[str, Any]) -> None:
+            if record["kind"] == "end":
+                result.end = dict(record)
+            if accounts is not None:
+                accounts.hear(record)
+            elif record["kind"] != "progress":
+                report(record)
 
-    try:
-        _train(start, rank, learners, hear)
-    except RuntimeError as error:
-        told = _blamed(error)
-        if told["traceback"]:
-            raise
-        raise OffbeatError(f"rank {rank}: {told['text']}") from None
-    if rank == 0 and result.end:
-        conclude(start, result)
+        try:
+            _train(start, rank, learners, hear)
+        except RuntimeError as error:
+            told = _blamed(error)
+            if told["traceback"]:
+                raise
+            raise OffbeatError(f"rank {rank}: {told['text']}") from None
+        if accounts is not None and result.end:
+            result.end["joules"] = accounts.measure().joules
+            conclude(start, result)
     return result

@@ -2,12 +2,15 @@
 
     runs/digits-cnn-20261116-101500/
         config.json            the whole configuration: enough to run again
+        machine.json           what it was trained on
         metrics.jsonl          a line for each evaluation
         log.jsonl              the run log: spans, and each decision of the policy; log.2.jsonl after a resume
         trace.json             the spans for Perfetto or chrome://tracing
         checkpoints/           the last ones
         weights.safetensors    the weights at the end
         summary.txt            what came of it, in words
+        energy.json            joules, as far as they could be measured; energy.2.json after a resume
+        live.json              how far it is, for `offbeat watch`; at the end, how it ended
 
 Learners of one run are on one host, and share the folder; the one who leads writes, the others hand it their parts.
 """
@@ -61,6 +64,9 @@ def _made(path: Path, *, new: bool) -> Path:
     return path
 
 
+LOOKS, LOOK_S = 3, 0.02  # somebody who only asks whether a folder is held has it for a moment
+
+
 class Hold:
     """A run's folder is one run's at a time: a lock on the folder itself, which goes with the process."""
 
@@ -69,11 +75,20 @@ class Hold:
         self._owner = os.getpid()
         try:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock(LOOKS)
         except BlockingIOError:
             raise RequestError(f"{path} is in use: another run writes there") from None
         except OSError as error:
             raise RequestError(f"cannot use the folder {path}: {error.strerror}") from None
+
+    def _lock(self, looks: int) -> None:
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if looks <= 1:
+                raise
+            time.sleep(LOOK_S)
+            self._lock(looks - 1)
 
     def release(self) -> None:
         """A fork has closed what it inherited, and its numbers are others': only the owner lets go."""
@@ -83,6 +98,23 @@ class Hold:
 
     def __del__(self) -> None:
         self.release()
+
+
+def is_held(path: Path) -> bool:
+    """Whether a run has this folder now. Who asks does not keep a run from taking it."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: of several who ask, none sees another
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False
 
 
 class RunDir:
@@ -96,12 +128,18 @@ class RunDir:
         self.checkpoints = path / "checkpoints"
         self.weights = path / "weights.safetensors"
         self.summary = path / "summary.txt"
+        self.machine = path / "machine.json"
+        self.live = path / "live.json"
         self._stop = path / ".stop"
         self._parts = path / ".parts"
 
     def log(self, leg: int) -> Path:
         """Of the first stretch of the run, or of one after a resume (leg 2, 3, ...)."""
         return self.path / ("log.jsonl" if leg == 1 else f"log.{leg}.jsonl")
+
+    def energy(self, leg: int) -> Path:
+        """As for the log."""
+        return self.path / ("energy.json" if leg == 1 else f"energy.{leg}.json")
 
     def next_leg(self) -> int:
         leg = 1
@@ -154,6 +192,22 @@ class RunDir:
         beside.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
         beside.replace(self.metrics)
 
+    # --- how far it is ------------------------------------------------------------------------------------------------
+
+    def write_live(self, text: str) -> None:
+        """Whole, or not at all: who reads it meanwhile has the one before. `OSError` if it cannot be written."""
+        beside = self.path / ".live.unfinished"
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(self.live)
+
+    def read_live(self) -> dict[str, Any] | None:
+        """None where there is none, or no whole one."""
+        try:
+            found = json.loads(self.live.read_text(encoding="utf-8"), parse_constant=lambda word: None)
+        except (OSError, ValueError):
+            return None
+        return found if isinstance(found, dict) else None
+
     # --- the wish to stop, of ranks that keep step with each other ----------------------------------------------------
 
     def ask_to_stop(self, update: int) -> None:
@@ -198,7 +252,11 @@ class RunDir:
     def tidy(self) -> None:
         """Nothing stays that only a running run needs. A log that was cut off keeps its whole lines."""
         self.forget_stop()
-        for path in (*self.path.glob(".stop.*"), *self.path.glob(".metrics.unfinished")):
+        for path in (
+            *self.path.glob(".stop.*"),
+            *self.path.glob(".metrics.unfinished"),
+            self.path / ".live.unfinished",
+        ):
             path.unlink(missing_ok=True)
         for path in self.path.glob("log*.jsonl.unfinished"):
             whole = path.read_bytes().rpartition(b"\n")[0]

@@ -60,6 +60,7 @@ class Clock:
     topology: Topology | None = None  # of an all-reduce; None: without latency
     layers: Model = NOTHING  # what an all-reduce has to send
     bucket_bytes: int | None = 25_000_000  # None: no overlap
+    reduce_s: Callable[[int], float] | None = None  # of so many bytes, where it was measured
     ends_of_epochs: bool = False  # learners wait for each other there, as they do in a real run
 
 
@@ -194,6 +195,7 @@ def timeline_of(config: Config, clock: Clock, samples: int, *, write: Write | No
         clock.layers,
         bucket_bytes=clock.bucket_bytes,
         keep_spans=spans,
+        reduce_s=clock.reduce_s,
     )
     if clock.ends_of_epochs:
         return ReducedTimeline(rounds, _planned(config, samples, shares or (1.0,) * learners))

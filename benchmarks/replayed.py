@@ -1,0 +1,85 @@
+"""Real runs, each replayed under its own strategy: how far is the replay off?
+
+    python benchmarks/replayed.py
+
+Every run has four learners, one of them twice as slow, and delays on purpose. `offbeat replay` takes a run's compute
+times, in their order, and what lay between minibatches, and simulates the same strategy again. Asked for are its seconds
+of training within 5 %, and within 10 % where minibatches were cancelled, since what these would have taken is not known.
+It ends with code 1 where one is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from offbeat.train.replayed import Played, RealRun, Replay, read_run
+from offbeat.train.tasks import task_of
+
+STRATEGIES = {  # and the epochs that take some seconds
+    "ring": 9,
+    "full-sync": 9,
+    "async": 20,
+    "k-async:2": 20,
+    "k-batch-async:2": 20,
+    "k-sync:2": 16,
+    "k-batch-sync:2": 16,
+}
+LEARNERS = 4
+WHOLE, CUT = 0.05, 0.10  # the errors that are allowed: with all minibatches whole, with some cancelled
+
+
+def real(line: str, folder: Path, given: argparse.Namespace) -> RealRun:
+    words = ["digits-mlp", "--sync", line, "--learners", str(LEARNERS), "--run-dir", str(folder), "--quiet"]
+    words += ["--slow", given.slow, "--slow", "learner=0,factor=2", "--save.every-epochs", "0"]
+    words += ["--epochs", str(max(1, round(STRATEGIES[line] * given.length)))]
+    subprocess.run([sys.executable, "-m", "offbeat", "train", *words], check=True, stdout=subprocess.DEVNULL)
+    return read_run(folder)
+
+
+def told(line: str, run: RealRun, own: Played, error: float, allowed: float) -> str:
+    recorded = run.recorded
+    shares = f"{100 * recorded.shares.wait:6.0f} %{100 * own.wait_share:5.0f} %"
+    return (
+        f"{line:<18}{run.seconds:8.2f} s{own.seconds:8.2f} s{100 * error:+8.1f} %{100 * allowed:7.0f} %"
+        f"{run.updates:8}{own.updates:6}{run.staleness:8.2f}{own.staleness:6.2f}{shares}"
+        f"{1e3 * recorded.way.whole_s:8.1f} ms{100 * recorded.cancelled / recorded.minibatches:8.0f} %"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("strategies", nargs="*", default=list(STRATEGIES), help="some of them (default: all)")
+    parser.add_argument("--slow", default="exp:0.02", help="the injected delay of a minibatch (default exp:0.02)")
+    parser.add_argument("--length", type=float, default=1.0, help="times the usual epochs (default 1)")
+    given = parser.parse_args()
+    if unknown := [line for line in given.strategies if line not in STRATEGIES]:
+        parser.error(f"'{unknown[0]}' is not one of {', '.join(STRATEGIES)}")
+    torch.set_num_threads(1)
+    print(f"digits-mlp, {LEARNERS} learners, delays {given.slow}, learner 0 twice as slow; "
+          f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}")  # fmt: skip
+    print(f"{'strategy':<18}{'real':>10}{'replay':>10}{'error':>10}{'allowed':>9}"
+          f"{'updates':>14}{'staleness':>14}{'waiting':>15}{'way':>11}{'cancelled':>10}")  # fmt: skip
+    missed, task = [], None
+    with tempfile.TemporaryDirectory() as folder:
+        for line in given.strategies:
+            run = real(line, Path(folder) / line.replace(":", "-"), given)
+            task = task or task_of(run.config)
+            samples = len(task.train)  # type: ignore[arg-type]  # a map-style set has a length
+            own = Replay(run=run, samples=samples)(line)
+            error = own.seconds / run.seconds - 1
+            allowed = CUT if run.recorded.cancelled else WHOLE
+            missed += [line] if abs(error) > allowed else []
+            print(told(line, run, own, error, allowed), flush=True)
+    print(f"missed: {', '.join(missed)}" if missed else f"all {len(given.strategies)} within what is allowed")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

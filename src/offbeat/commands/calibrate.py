@@ -1,0 +1,181 @@
+"""offbeat calibrate: measure this machine for a recipe, so that trainings on it can be predicted."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from offbeat.commands.base import (
+    Command,
+    console,
+    facts,
+    heading,
+    json_argument,
+    print_json,
+    progress_line,
+    reader,
+    say,
+    write_file,
+)
+from offbeat.errors import RequestError
+from offbeat.spec import count_of, format_rate, format_seconds, format_size, parse_count
+from offbeat.train.arguments import add_arguments
+from offbeat.train.arguments import given as changes_of
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from offbeat.simulate.calibration import Calibration, Timed
+    from offbeat.train.config import Config
+
+_BUSY = 0.5  # load of each core, above which the machine was not quiet
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s [RECIPE] [--learners 1 2 4] [-o FILE] [options]"
+    add = parser.add_argument
+    add("recipe", nargs="?", metavar="RECIPE", help="a built-in one (offbeat recipes) or a TOML file; digits-cnn")
+    add("--learners", type=reader(parse_count), nargs="+", default=[1, 2], metavar="P", help="of probes (default 1 2)")
+    add("-o", "--out", type=Path, default=Path("calibration.json"), metavar="FILE", help="default calibration.json")
+    add("--rounds", type=reader(parse_count), default=3, metavar="N", help="of probes, in turn (default 3)")
+    add("--servers", type=reader(parse_count), metavar="S", help="shards (default: as the recipe says)")
+    add("--device", metavar="NAME", help="auto (a GPU if there is one), cpu or cuda")
+    add("--quick", action="store_true", help="leave out reductions and pushes over sizes, and the self-check")
+    json_argument(parser)
+    add_arguments(parser, sections=("model", "data", "train"))
+
+
+def _run(given: argparse.Namespace) -> None:
+    config = _config(given)
+    if given.out.is_dir() or not given.out.absolute().parent.is_dir():
+        raise RequestError(
+            f"calibrate: cannot write {given.out}: expected the name of a file, in a folder that is there"
+        )
+    from offbeat.measure.calibrate import Request, measure
+    from offbeat.simulate.calibration import as_json
+
+    request = Request(
+        config=config,
+        learners=tuple(given.learners),
+        rounds=given.rounds,
+        sizes=not given.quick,
+        check=not given.quick,
+    )
+    with redirect_stdout(sys.stderr), progress_line() as progress:  # what modules of one's own print when loaded
+        found = measure(request, progress)
+    write_file(given.out, json.dumps(as_json(found), indent=1, allow_nan=False) + "\n")
+    if given.json:
+        print_json(as_json(found))
+    else:
+        _print(found, given.out)
+
+
+def _config(given: argparse.Namespace) -> Config:
+    from offbeat.train.reading import changed, override, read_recipe
+    from offbeat.train.recipes import DEFAULT
+
+    config = override(read_recipe(given.recipe or DEFAULT), changes_of(given))
+    wanted = {"learners": 0, "sync": "ring", "slow": (), "servers": given.servers or config.servers}
+    return changed(config, wanted | ({"device": given.device} if given.device else {}))
+
+
+def _print(found: Calibration, path: Path) -> None:
+    import numpy as np
+
+    out = console()
+    machine = found.machine
+    heading(out, f"{found.recipe}: minibatches of {found.batch}, {format_size(found.size_bytes)} of gradient")
+    rows = []
+    for probe in found.probes:
+        times = np.array(probe.compute_s)
+        rows.append(
+            (
+                probe.family,
+                str(probe.learners),
+                format_seconds(float(times.mean())),
+                f"{times.std() / times.mean():.2f}",
+                format_seconds(probe.there_s + probe.back_s),
+                format_seconds(probe.update_s),
+            )
+        )
+    columns = ("probes", "learners", "computing", "deviation/mean", "communication", "an update")
+    _table(out, columns, rows)
+    layers = [
+        (layer.name, format_seconds(layer.forward_s), format_seconds(layer.backward_s), format_size(layer.size_bytes))
+        for layer in found.layers
+    ]
+    _table(out, ("layer", "forward", "backward", "size"), layers)
+    sizes = _over_sizes("all-reduce", found.reductions) + _over_sizes("push and fetch", found.pushes)
+    if sizes:
+        _table(out, ("over sizes", "learners", "size", "time"), sizes)
+    batches = ", ".join(f"{batch}: {format_seconds(seconds)}" for batch, seconds in found.batches)
+    alone, together = (format_rate(rate) for rate in (found.copy_alone_bytes_per_s, found.copy_together_bytes_per_s))
+    told = [
+        ("batches", f"{batches} (one learner alone, forward and backward)"),
+        ("copies", f"{alone} alone, {together} all at once"),
+        ("overlap", f"computing is {found.overlap_slowdown:.2f}x as long while gradients are reduced beside it"),
+        ("server", f"{found.server_work:.1f} of a gradient's way to the server and back is work that shares the cores"),
+        ("machine", f"{machine['cores']} cores, load {machine['load']:.1f} before; {machine['processor']}"),
+    ]
+    facts(out, told)
+    if machine["load"] > _BUSY * machine["cores"]:
+        say(out, "The machine was busy before this began: what ran beside it is part of these numbers.")
+    _print_check(out, found)
+    say(out, f"\nwritten to {path}: simulate, compare, schedule and bench take it with --calibration")
+
+
+def _over_sizes(what: str, timed: tuple[Timed, ...]) -> list[tuple[str, ...]]:
+    return [(what, str(one.learners), format_size(one.size_bytes), format_seconds(one.seconds)) for one in timed]
+
+
+def _print_check(out: Console, found: Calibration) -> None:
+    if not found.self_check:
+        say(out, "Not checked: that takes trainings with two learners or more, and no --quick.")
+        return
+    from offbeat.measure.calibrate import mean_error
+
+    out.print()
+    rows = [
+        (
+            str(row["strategy"]),
+            str(row["learners"]),
+            format_seconds(row["measured_s"]),
+            format_seconds(row["predicted_s"]),
+            f"{100 * row['error']:+.1f} %",
+        )
+        for row in found.self_check
+    ]
+    _table(out, ("self-check", "learners", "measured", "predicted", "error"), rows)
+    error = f"{100 * mean_error(found.self_check):.1f} %"
+    many = count_of(len(rows), "training")
+    say(out, f"self-check: seconds an update of {many} that were not probes are {error} off on average")
+
+
+def _table(out: Console, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    out.print(table)
+
+
+COMMAND = Command(
+    summary="measure this machine for a recipe, so that trainings can be predicted",
+    about="""Measure this machine for a recipe: computing, by layer and by size of the minibatch; copying; all-reduces,
+pushes and fetches over sizes; and short real trainings (probes) with several numbers of learners, by an all-reduce and
+with a server. The JSON file that it writes is what simulate, compare, schedule and bench take with --calibration. At
+the end some trainings that were not probes are predicted and measured: the self-check. It takes a minute or two, on a
+machine that should be quiet.""",
+    examples=("calibrate digits-mlp --learners 1 2 --rounds 1 --quick -o calibration.json",),
+    arguments=_arguments,
+    run=_run,
+)

@@ -1,0 +1,195 @@
+"""offbeat report: one HTML page from the folders of runs and the JSON files of benchmarks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from offbeat.commands.base import Command, busy, console, facts, heading, json_argument, print_json, reader, say
+from offbeat.errors import RequestError
+from offbeat.spec import count_of, format_size
+
+if TYPE_CHECKING:
+    from offbeat.report.model import Page
+    from offbeat.report.reading import Inputs, RunRecord
+    from offbeat.report.results import Result
+
+SENTENCES = 6  # of the summary that are printed
+PROBLEMS = 10
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN",
+                        help="the folder of a run, or the .json file of a benchmark")  # fmt: skip
+    parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), metavar="FILE",
+                        help="where the page is written (default report.html)")  # fmt: skip
+    parser.add_argument("--target", type=reader(_share), metavar="ACCURACY",
+                        help="time to this accuracy, like 0.95 (default: the highest all have reached)")  # fmt: skip
+    parser.add_argument("--price", type=reader(_price), metavar="PRICE", help="of a device hour: adds what runs cost")
+    parser.add_argument("--csv", type=Path, metavar="FOLDER", help="write every table there as a CSV file")
+    parser.add_argument("--perfetto", type=Path, metavar="FILE",
+                        help="write all timelines as one trace for Perfetto or chrome://tracing")  # fmt: skip
+    json_argument(parser)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def _share(text: str) -> float:
+    value = _number(text)
+    if not 0 < value <= 1:
+        raise RequestError(f"an accuracy is above 0 and at most 1, like 0.95; got '{text}'")
+    return value
+
+
+def _price(text: str) -> float:
+    value = _number(text)
+    if not 0 <= value < 1e9:
+        raise RequestError(f"a price is a number, 0 or more, like 2.5; got '{text}'")
+    return value
+
+
+def write_report(run: Path) -> Path:
+    """The page of one run, in its folder."""
+    from offbeat.report.build import build
+    from offbeat.report.page import render
+    from offbeat.report.reading import read_inputs
+
+    inputs = read_inputs([run])
+    path = run / "report.html"
+    _replace(path, [render(build(inputs.runs, inputs.results, problems=inputs.problems))])
+    return path
+
+
+def _run(given: argparse.Namespace) -> None:
+    from offbeat.report.build import build
+    from offbeat.report.page import render
+    from offbeat.report.reading import read_inputs
+    from offbeat.report.tables import write_csv
+
+    with busy("reading the runs"):
+        inputs = read_inputs(given.runs)
+        page = build(inputs.runs, inputs.results, problems=inputs.problems, target=given.target, price=given.price)
+        size = _replace(given.output, [render(page)])
+        tables = write_csv(page, given.csv) if given.csv is not None else ()
+        if given.perfetto is not None:
+            _replace(given.perfetto, _trace(inputs.runs))
+    if given.json:
+        print_json(_as_json(given, inputs, page, size))
+        return
+    out = console()
+    heading(out, f"{page.title}: {page.subtitle}")
+    for sentence in page.summary[:SENTENCES]:
+        say(out, sentence)
+    if len(page.summary) > SENTENCES:
+        say(out, f"... and {count_of(len(page.summary) - SENTENCES, 'sentence')} more on the page.")
+    if page.summary:
+        out.print()
+    rows = [("page", f"{given.output} ({format_size(size)})")]
+    if given.csv is not None:
+        rows.append(("tables", f"{given.csv} ({count_of(len(tables), 'CSV file')})"))
+    if given.perfetto is not None:
+        rows.append(("trace", f"{given.perfetto}"))
+    rows += [("problem", problem) for problem in page.problems[:PROBLEMS]]
+    if len(page.problems) > PROBLEMS:
+        rows.append(("problem", f"{len(page.problems) - PROBLEMS} more are on the page"))
+    facts(out, rows)
+
+
+def _replace(path: Path, parts: Iterable[str]) -> int:
+    """Write a file whole or not at all; its size in bytes."""
+    if path.is_dir():
+        raise RequestError(f"cannot write {path}: it is a folder; name a file")
+    beside = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with beside.open("w", encoding="utf-8") as file:
+            for part in parts:
+                file.write(part)
+        size = beside.stat().st_size
+        beside.replace(path)
+    except OSError as error:
+        raise RequestError(f"cannot write {path}: {error.strerror}") from None
+    finally:
+        with suppress(OSError):
+            beside.unlink()
+    return size
+
+
+def _trace(runs: Sequence[RunRecord]) -> Iterable[str]:
+    """A process for each run, a thread for each learner."""
+    from offbeat.report.course import one_clock
+    from offbeat.trace import chrome_trace
+
+    mark = '{"displayTimeUnit": "ms", "traceEvents": ['
+    for process, run in enumerate(runs):
+        for event in chrome_trace(one_clock(run), name=run.label, process=process)["traceEvents"]:
+            yield f"{mark}{json.dumps(event, allow_nan=False)}"
+            mark = ",\n"
+    yield f"{mark}]}}" if mark.startswith("{") else "]}\n"
+
+
+def _as_json(given: argparse.Namespace, inputs: Inputs, page: Page, size: int) -> dict[str, Any]:
+    from offbeat.report.facts import facts_of, straggler
+    from offbeat.report.words import groups_of
+
+    known = [facts_of(run) for run in inputs.runs]
+    groups = groups_of(inputs.runs, known, given.target)
+    targets = {at: group.target for group in groups for at in group.members}
+    runs = []
+    for at, one in enumerate(known):
+        slow = straggler(one)
+        runs.append(
+            asdict(one)
+            | {
+                "curve": [point._asdict() for point in one.curve],
+                "throughput": one.throughput,
+                "seconds_per_update": one.seconds_per_update,
+                "accuracy": one.accuracy,
+                "best_accuracy": one.best_accuracy,
+                "target": targets[at],
+                "seconds_to_target": one.seconds_to(targets[at]),
+                "updates_to_target": one.updates_to(targets[at]),
+                "staleness_mean": one.staleness_mean,
+                "staleness_std": one.staleness_std,
+                "communication_share": one.communication_share,
+                "thrown_away_share": one.thrown_away_share,
+                "joules_per_sample": one.joules_per_sample,
+                "cost": one.cost(given.price),
+                "straggler": None if slow is None else slow._asdict(),
+            }
+        )
+    return {
+        "page": str(given.output),
+        "size_bytes": size,
+        "summary": list(page.summary),
+        "problems": list(page.problems),
+        "runs": runs,
+        "results": [_result_json(result) for result in inputs.results],
+    }
+
+
+def _result_json(result: Result) -> Mapping[str, Any]:
+    return {"name": result.name, "measured": result.kind, "rows": [dict(row) for row in result.rows]}
+
+
+COMMAND = Command(
+    summary="one HTML page from runs and benchmarks: timeline, error, staleness, scaling, energy",
+    about="""Read the folders of runs, real or simulated, and the JSON files of benchmarks, and write one page that
+needs nothing else: timelines, error against time, staleness beside theory, where the time went, scaling, communication,
+energy and cost, predictions beside what was measured. Files that are missing or broken are named on the page.""",
+    examples=("report runs/digits",),
+    arguments=_arguments,
+    run=_run,
+)

@@ -1,0 +1,48 @@
+"""What is known of the machine that a number was measured on: flat facts for a JSON file.
+
+Laws: nothing here raises for what a system does not tell, waits, or looks at a clock. It must not know torch: what only
+torch knows, the caller gives.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+
+def machine_facts(*, torch: str | None = None, device: str | None = None, threads: int | None = None) -> dict[str, Any]:
+    """Facts that explain a number; to be asked for before anything is started, because of the load.
+
+    `torch` is its version, `threads` are those of one learner. What is not given is left out.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    facts = {"cores": cores, "load": _load(), "processor": _processor(), "python": platform.python_version()}
+    given = {"torch": torch, "device": device, "threads": threads}
+    return facts | {name: value for name, value in given.items() if value is not None}
+
+
+def _load() -> float | None:
+    try:
+        return os.getloadavg()[0]
+    except OSError:
+        return None
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.machine()
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.machine())
+
+
+def available_bytes() -> int | None:
+    """Memory that a new program can have; None where the system does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)

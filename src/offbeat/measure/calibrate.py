@@ -1,0 +1,219 @@
+"""`offbeat calibrate`: the machine measured for a recipe, so that trainings on it can be predicted.
+
+    layers, batches, copies    one learner alone, and all at once: processes that compute and send nothing
+    reductions, pushes         the benchmarks of the all-reduce and of the server, over sizes
+    probes                     short real trainings with 1, 2, ... learners, in turn, several rounds of them
+    self-check                 trainings that were not probes, predicted and then measured
+
+Of a probe's rounds the one with the middle time of an update counts. The machine should be quiet: what runs beside is
+measured too, and is then predicted for a machine on which it runs beside again.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from offbeat.errors import RequestError
+from offbeat.machine import machine_facts
+from offbeat.measure import bench, pushes
+from offbeat.measure.bench import MOST_RANKS, Progress, terminable
+from offbeat.measure.crew import Crew
+from offbeat.measure.predict import predict, settings_of
+from offbeat.measure.probes import LINES, probe
+from offbeat.measure.served import environment, program
+from offbeat.measure.trainings import Trained, train_once
+from offbeat.simulate.calibration import Calibration, Layer, Probe, Timed, fit_server_work
+from offbeat.spec import count_of
+from offbeat.strategy import ALL_REDUCE, SERVER
+from offbeat.train.config import Config
+from offbeat.train.reading import as_json, changed
+
+REDUCED_BYTES = (4096, 262_144, 16 * 2**20)
+PUSHED_ITEMS = (10_000, 4_000_000)
+TIMES_S = 0.4  # of minibatches of one size
+PUSH_S = 0.7  # of pushes of one size
+CHECKED = ("k-sync:{half}", "k-async:{half}", "full-sync")  # trainings that are no probes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What is asked for; wrong requests are refused at birth."""
+
+    config: Config
+    learners: tuple[int, ...] = (1, 2)
+    rounds: int = 3
+    sizes: bool = True  # reductions and pushes over sizes too
+    check: bool = True
+    timeout_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        if 1 not in self.learners or len(set(self.learners)) < len(self.learners):
+            raise RequestError("calibrate: --learners are different numbers, and 1 is among them, like 1 2 4")
+        if max(self.learners) > MOST_RANKS:
+            raise RequestError(f"calibrate: --learners are at most {MOST_RANKS}; got {max(self.learners)}")
+
+
+def measure(request: Request, progress: Progress) -> Calibration:
+    """All of it, one after the other."""
+    with terminable(), tempfile.TemporaryDirectory(prefix="offbeat-calibrate-") as folder:
+        found, samples = _alone(request, machine_facts(), progress)
+        if request.sizes:
+            found = _over_sizes(request, found, progress)
+        found = replace(found, probes=_probes(request, samples, Path(folder), progress))
+        found = fit_server_work(found, lambda tried, crowded: _foreseen(request, tried, crowded, samples))
+        found = replace(found, overlap_slowdown=_overlap(found))
+        if request.check:
+            found = replace(found, self_check=tuple(check(request, found, samples, Path(folder), progress)))
+    return found
+
+
+# --- one learner, and all at once, without communication -------------------------------------------------------------
+
+
+def _alone(request: Request, machine: Mapping[str, Any], progress: Progress) -> tuple[Calibration, int]:
+    config = request.config
+    batch = config.train.batch_size * config.train.accumulate
+    words = program("calibrate_learner")
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(config.train.threads))
+    with Crew(request.timeout_s) as crew:
+        progress("starting")
+        many = max(request.learners)
+        for learner in range(many):
+            crew.start(f"learner {learner}", words, environment({}) | threads)
+        begin = {"do": "begin", "config": as_json(config)}
+        facts = crew.ask([begin | {"learner": learner} for learner in range(many)], "starting the learners")[0]
+        progress("layers")
+        layers = crew.ask({"do": "layers", "batch": batch}, "timing the layers", first=1)[0]["layers"]
+        batches = []
+        for size in sorted({max(1, batch // 4), max(1, batch // 2), batch, 2 * batch}):
+            progress(f"minibatches of {count_of(size, 'sample')}")
+            question = {"do": "times", "batch": size, "seconds": TIMES_S}
+            (answer,) = crew.ask(question, f"computing minibatches of {size}", first=1)
+            batches.append((size, statistics.median(answer["times_s"])))
+        progress("copies")
+        copies = [crew.ask({"do": "copy"}, "copying", first=1)[0] for _ in range(3)]
+        together = [crew.ask({"do": "copy"}, "copying together") for _ in range(3)]
+    alone_s = statistics.median(one["seconds"] for one in copies)
+    together_s = statistics.median(max(one["seconds"] for one in answers) for answers in together)
+    size_bytes = copies[0]["bytes"]
+    gpus = {"gpus": facts["gpus"]} if facts["gpus"] else {}
+    calibration = Calibration(
+        recipe=config.name,
+        batch=batch,
+        size_bytes=facts["size_bytes"],
+        machine={
+            **machine,
+            "torch": facts["torch"],
+            "device": facts["device"],
+            "threads": config.train.threads,
+            **gpus,
+        },
+        settings=settings_of(config),
+        probes=(),
+        layers=tuple(Layer(**one) for one in layers),
+        batches=tuple(batches),
+        copy_alone_bytes_per_s=size_bytes / alone_s,
+        copy_together_bytes_per_s=many * size_bytes / together_s,
+    )
+    return calibration, facts["samples"]
+
+
+def _over_sizes(request: Request, found: Calibration, progress: Progress) -> Calibration:
+    """What is sent, over sizes and numbers of learners."""
+    reductions: list[Timed] = []
+    pushed: list[Timed] = []
+    several = [many for many in request.learners if many > 1]
+    for many in several:
+        asked = bench.Request(ranks=many, rounds=2, against=(), others=(), timeout_s=request.timeout_s)
+        result = bench.measure_allreduce(asked, REDUCED_BYTES, lambda doing: progress(f"all-reduce: {doing}"))
+        reductions += [Timed(many, size.size_bytes, size.systems[0].ms / 1e3) for size in result.sizes]
+    for items in PUSHED_ITEMS:
+        wanted = pushes.Request(
+            learners=tuple(sorted({1, max(request.learners)})),
+            servers=request.config.servers,
+            parameters=items,
+            against=None,
+            tensors=1,
+            rounds=1,
+            seconds=PUSH_S,
+            timeout_s=request.timeout_s,
+        )
+        for many, seconds in pushes.measure_ours(wanted, lambda doing: progress(f"push and fetch: {doing}")):
+            pushed.append(Timed(many, 4 * items, seconds))
+    return replace(found, reductions=tuple(reductions), pushes=tuple(pushed))
+
+
+# --- probes ----------------------------------------------------------------------------------------------------------
+
+
+def _probes(request: Request, samples: int, folder: Path, progress: Progress) -> tuple[Probe, ...]:
+    """In turn, so that a machine that slows down slows all of them."""
+    wanted = [(family, many) for many in sorted(request.learners) for family in LINES]
+    found: dict[tuple[str, int], list[Probe]] = {one: [] for one in wanted}
+    for number in range(request.rounds):
+        for family, many in wanted:
+            progress(f"{LINES[family]} with {count_of(many, 'learner')}, round {number + 1} of {request.rounds}")
+            found[family, many].append(probe(request.config, family, many, samples, folder / "probe"))
+    return tuple(sorted(probes, key=lambda one: one.update_s)[len(probes) // 2] for probes in found.values())
+
+
+def _foreseen(request: Request, tried: Calibration, crowded: Probe, samples: int) -> float:
+    config = changed(request.config, {"sync": LINES[SERVER], "learners": crowded.learners, "slow": ()})
+    return predict(tried, changed(config, {"train": {"epochs": 3}}), samples).seconds_per_update
+
+
+def _overlap(found: Calibration) -> float:
+    """How much slower a learner computes while its gradients are reduced beside: the ring's probe against one alone."""
+    probes = {one.learners: statistics.fmean(one.compute_s) for one in found.probes if one.family == ALL_REDUCE}
+    within = [many for many in probes if 1 < many <= found.cores]
+    return probes[max(within)] / probes[1] if within else 1.0
+
+
+# --- the check -------------------------------------------------------------------------------------------------------
+
+
+def check(
+    request: Request, calibration: Calibration, samples: int, folder: Path, progress: Progress
+) -> list[dict[str, Any]]:
+    """Trainings that were not probed, with the most learners: measured, and predicted from the calibration alone."""
+    many = max(request.learners)
+    if many == 1:
+        return []
+    lines = [one.format(half=max(1, many // 2)) for one in CHECKED]
+    rows = []
+    for line in lines:
+        progress(f"self-check: {line}")
+        config = changed(request.config, {"sync": line, "learners": many})
+        rows.append(compared(calibration, train_for(config, samples, folder / "check"), samples))
+    return rows
+
+
+def train_for(config: Config, samples: int, folder: Path, updates: int = 150) -> Trained:
+    """So many epochs that there are enough updates, and at least three."""
+    batch = config.train.batch_size * config.train.accumulate
+    epochs = max(3, -(-updates * batch * config.learners // samples) + 1)
+    return train_once(changed(config, {"train": {"epochs": epochs}, "save": {"every_epochs": 0}}), folder)
+
+
+def compared(calibration: Calibration, trained: Trained, samples: int) -> dict[str, Any]:
+    """A training beside its prediction: seconds an update."""
+    predicted = predict(calibration, trained.config, samples)
+    measured_s = trained.seconds_per_update
+    return {
+        "strategy": trained.config.sync,
+        "learners": trained.config.learners,
+        "slow": " ".join(trained.config.slow) or "none",
+        "updates": trained.updates,
+        "measured_s": measured_s,
+        "predicted_s": predicted.seconds_per_update,
+        "error": predicted.seconds_per_update / measured_s - 1,
+    }
+
+
+def mean_error(rows: Sequence[Mapping[str, Any]]) -> float:
+    return statistics.fmean(abs(row["error"]) for row in rows)

@@ -1,0 +1,298 @@
+"""What `bench scaling` and `bench accuracy` share: which trainings are compared, and what is kept and said of each.
+
+Laws. Every configuration is made, and refused, before anything runs; within a comparison they differ in strategy,
+learners and seed alone. Of a training its numbers are kept and its log is not, since many are run. A middle is a
+median, and never comes without its interval. What could not be measured is not 0 but unknown, with the reason in words.
+
+What it must not know: how a training is run, and how anything is printed. Torch is loaded only to ask for devices.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from offbeat import spec as grammar
+from offbeat.errors import RequestError
+from offbeat.machine import machine_facts
+from offbeat.measure.bench import MOST_RANKS
+from offbeat.metrics import DEFINITIONS
+from offbeat.server.slowness import parse as parse_slowness
+from offbeat.spec import count_of
+from offbeat.strategy import SERVER, family_of
+from offbeat.train.config import Config
+from offbeat.train.reading import built_in, changed
+
+T = TypeVar("T")
+
+ALIKE = 1.05  # medians this close are not told apart, whatever their rounds say
+FEW = 6  # values from which on an interval of 95 % is narrower than all of them
+SURE = 0.95
+
+
+class Run(Protocol):
+    """What a training must tell; `offbeat.measure.trainings.Trained` does."""
+
+    @property
+    def metrics(self) -> tuple[Mapping[str, Any], ...]: ...
+
+    @property
+    def energy(self) -> Mapping[str, Any] | None: ...
+
+    @property
+    def seconds(self) -> float: ...
+
+    @property
+    def accuracy(self) -> float | None: ...
+
+    @property
+    def samples_per_s(self) -> float: ...
+
+
+Train = Callable[[Config, Path], Run]
+
+
+# --- configurations --------------------------------------------------------------------------------------------------
+
+
+def check_lines(lines: Sequence[str]) -> None:
+    """Strategies that are known, and each once; whether they fit the learners is for `configured` to find."""
+    for line in lines:
+        if line in built_in():
+            raise RequestError(f"bench: '{line}' is a recipe: write it before the options")
+        try:
+            family_of(line)
+        except RequestError as error:
+            raise RequestError(f"bench: --sync: {error}") from None
+    if not lines:
+        raise RequestError("bench: --sync names no strategy")
+    if len({str(grammar.parse(line)) for line in lines}) < len(lines):
+        raise RequestError(f"bench: --sync names a strategy twice: {', '.join(lines)}")
+
+
+def check_processes(learners: Sequence[int], servers: int) -> None:
+    wrong = [number for number in (*learners, servers) if not 1 <= number <= MOST_RANKS]
+    if wrong:
+        raise RequestError(f"bench: --learners and --servers are from 1 to {MOST_RANKS}; got {wrong[0]}")
+
+
+def check_price(price: float | None) -> None:
+    if price is not None and not 0 <= price < math.inf:
+        raise RequestError(f"bench: --price is of a device hour, 0 or more; got {price:g}")
+
+
+def check_slow(rules: Sequence[str], learners: int) -> None:
+    """Rules that say something, for the largest number of learners."""
+    try:
+        parse_slowness(rules, learners)
+    except RequestError as error:
+        raise RequestError(f"bench: --slow: {error}") from None
+
+
+def configured(config: Config, *, line: str, learners: int, seed: int = 0, batch_size: int | None = None) -> Config:
+    """The recipe with this strategy: all epochs, no checkpoint before the end, and slowness of those who are there."""
+    train: dict[str, Any] = {"stop_at": 0.0, "batch_size": batch_size or config.train.batch_size}
+    if learners == 1:
+        train["split"] = "equal"  # shares are for several
+    changes = {
+        "sync": line,
+        "learners": learners,
+        "seed": seed,
+        "slow": tuple(rule for rule in config.slow if _is_here(rule, learners)),
+        "train": train,
+        "save": {"every_epochs": 0, "every_updates": 0, "keep": 1, "tensorboard": False},
+    }
+    try:
+        return changed(config, changes)
+    except RequestError as error:
+        raise RequestError(f"bench: {str(error).removeprefix('sync: ')}") from None
+
+
+def _is_here(rule: str, learners: int) -> bool:
+    """Whether a rule of slowness speaks of all learners, or of one that is there."""
+    if not rule.startswith("learner="):
+        return True
+    return int(rule.removeprefix("learner=").partition(",")[0]) < learners
+
+
+def minibatch(config: Config) -> int:
+    """Samples in a minibatch of one learner."""
+    return config.train.batch_size * config.train.accumulate
+
+
+def label(line: str, learners: int) -> str:
+    return f"{line} with {count_of(learners, 'learner')}"
+
+
+# --- what is kept of a training --------------------------------------------------------------------------------------
+
+
+class Kept(NamedTuple):
+    """One training."""
+
+    samples_per_s: float  # applied ones
+    seconds: float  # of training
+    accuracy: float | None  # at the end
+    points: tuple[tuple[float, int, float], ...]  # (seconds, updates, accuracy) of each evaluation
+    joules: float | None
+    not_measured: tuple[str, ...]  # why energy, or a part of it, is not known
+
+
+def keep(run: Run) -> Kept:
+    energy = run.energy or {}
+    joules = energy.get("joules")
+    reasons = tuple(map(str, energy.get("not_measured", ())))
+    if joules is None and not reasons:
+        reasons = ("the run left no energy.json",) if run.energy is None else ("no reason was given",)
+    return Kept(
+        samples_per_s=run.samples_per_s,
+        seconds=run.seconds,
+        accuracy=run.accuracy,
+        points=tuple(
+            (float(one["seconds"]), int(one["update"]), float(one["accuracy"]))
+            for one in run.metrics
+            if one["accuracy"] is not None
+        ),
+        joules=None if joules is None else float(joules),
+        not_measured=reasons,
+    )
+
+
+# --- middles and intervals -------------------------------------------------------------------------------------------
+
+
+class Middle(NamedTuple):
+    """A median, and between which values it is."""
+
+    median: float
+    low: float
+    high: float
+
+
+def middle(values: Sequence[float]) -> Middle:
+    """The median, with the least and the greatest of a few; of `FEW` or more, with an interval of 95 %.
+
+    That interval is between two of the sorted values: the median of whatever they were drawn from is outside of it no
+    more often than a fair coin falls so unevenly. Nothing is assumed of how they are distributed.
+    """
+    order, many = sorted(values), len(values)
+    if many >= FEW:
+        outside, left_out = 2 / 2**many, 0  # the chance of being outside, with so many left out at each end
+        while outside + 2 * math.comb(many, left_out + 1) / 2**many <= 1 - SURE:
+            left_out += 1
+            outside += 2 * math.comb(many, left_out) / 2**many
+        return Middle(statistics.median(order), order[left_out], order[-1 - left_out])
+    return Middle(statistics.median(order), order[0], order[-1])
+
+
+def median_of(values: Iterable[float | None]) -> float | None:
+    """The median of those that are known."""
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+def relative(predicted: float | None, measured: float | None) -> float | None:
+    """predicted / measured - 1, where both are known."""
+    return None if predicted is None or not measured else predicted / measured - 1
+
+
+INTERVAL = f"low and high: the least and the greatest; of {FEW} or more, the 95 % interval of the median"
+
+
+# --- words -----------------------------------------------------------------------------------------------------------
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def machine_for(config: Config) -> dict[str, Any]:
+    """Facts that explain a number, before anything is started; a device that is not here is refused."""
+    facts = machine_facts()
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # so that a look at the GPUs does not spoil a fork
+    import torch
+
+    from offbeat.train.launch import check_device
+
+    device = check_device(config.device)
+    facts |= {"torch": torch.__version__, "device": device.type, "threads": config.train.threads}
+    if device.type == "cuda":
+        facts["gpus"] = torch.cuda.device_count()
+    return facts
+
+
+def shared_notes(configs: Sequence[Config], machine: Mapping[str, Any], kept: Sequence[Kept], number: str) -> list[str]:
+    """What a reader of the numbers must know: who shared cores, who else was at work, what is not known.
+
+    `number` is what the sharing of cores spoils, in one word.
+    """
+    cores, load = machine["cores"], machine["load"]
+    notes = []
+    if load is not None and load > cores / 2:
+        notes.append(
+            f"the load was {load:.2f} before the start, more than half of {count_of(cores, 'core')}: "
+            "others were at work, measure again when they are not"
+        )
+    notes += _crowded(configs, machine, number)
+    if configs[0].train.epochs == 1:
+        notes.append("one epoch: the start of torch is in the times; 2 or more (--epochs 2) leave it out of the rates")
+    reasons = list(dict.fromkeys(reason for one in kept for reason in one.not_measured))
+    if all(one.joules is None for one in kept):
+        notes.append(f"energy: not measured: {'; '.join(reasons)}")
+    elif reasons:
+        notes.append(f"energy: without a part that is not measured: {'; '.join(reasons)}")
+    return notes
+
+
+def _crowded(configs: Sequence[Config], machine: Mapping[str, Any], number: str) -> list[str]:
+    """Where there are more learners than something to run on."""
+    notes = []
+    cores, gpus = machine["cores"], machine.get("gpus")
+    there = cores if gpus is None else gpus
+    threads = configs[0].train.threads if gpus is None else 1
+    many = sorted({config.learners for config in configs if config.learners * threads > there})
+    if many:
+        learners = " and ".join(map(str, many)) + (" learners" if many != [1] else " learner")
+        each = "" if threads == 1 else f" of {threads} threads"
+        what = count_of(there, "core" if gpus is None else "GPU")
+        shared = "cores" if gpus is None else "GPUs"
+        notes.append(f"{learners}{each} on {what}: {number} there measures the sharing of {shared}")
+    served = [
+        config
+        for config in configs
+        if family_of(config.sync) == SERVER and config.learners not in many and config.learners + config.servers > cores
+    ]
+    for config in served:
+        notes.append(
+            f"{label(config.sync, config.learners)}: with its {count_of(config.servers, 'server')} "
+            f"{config.learners + config.servers} processes share {count_of(cores, 'core')}"
+        )
+    return notes
+
+
+def joined(words: Sequence[str]) -> str:
+    """`a`, `a and b`, `a, b and c`."""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def definition(name: str) -> str:
+    """As `offbeat.metrics` has it."""
+    return DEFINITIONS[name].formula
+
+
+def ladder(
+    order: Sequence[T], alike: Callable[[T, T], bool], words: Callable[[T], str], first: str, why: str
+) -> list[str]:
+    """Who comes first, and who then: a sentence for each group of those that are alike, with `why` they are."""
+    left = list(order)
+    lines: list[str] = []
+    while left:
+        group = [one for one in left if one is left[0] or alike(left[0], one)]
+        left = [one for one in left if one not in group]
+        line = f"{f'{first}:' if not lines else 'then'} {joined([words(one) for one in group])}"
+        lines.append(f"{line}: {why}" if len(group) > 1 else line)
+    return lines

@@ -1,0 +1,144 @@
+"""What a calibration says of a training before it is run: the same configuration, on the simulated machine.
+
+Prediction and training have one description: the epochs, with their ends at which learners wait for each other, the
+sizes of minibatches, the delays that were asked for, drawn from the same numbers. Nothing is computed; only
+`foresee_accuracy` trains, in virtual time. Start-up and evaluation are no part of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from offbeat.errors import RequestError
+from offbeat.policies import create
+from offbeat.server.slowness import parse as parse_slowness
+from offbeat.simulate.calibration import Calibration, Delays, Machine, machine_of
+from offbeat.simulate.result import Result
+from offbeat.simulate.training import Answer, ServedTimeline, Timeline, Work
+from offbeat.strategy import ALL_REDUCE, simulated_family_of
+from offbeat.train.config import Config
+from offbeat.train.tasks import task_of
+from offbeat.train.trainer import device_of
+from offbeat.train.virtual import Clock, timeline_of, train_virtually
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predicted:
+    """Of a whole training. As in what was measured (`Trained`), rates are over what comes after the first epoch."""
+
+    first: tuple[float, int, int]  # seconds, updates and samples applied, after the first epoch
+    last: tuple[float, int, int]
+    machine: Machine
+    result: Result
+
+    @property
+    def seconds(self) -> float:
+        return self.last[0]
+
+    @property
+    def updates(self) -> int:
+        return self.last[1]
+
+    @property
+    def seconds_per_update(self) -> float:
+        return (self.last[0] - self.first[0]) / max(1, self.last[1] - self.first[1])
+
+    @property
+    def samples_per_s(self) -> float:
+        return (self.last[2] - self.first[2]) / (self.last[0] - self.first[0])
+
+
+def delays_of(config: Config) -> Delays:
+    law, factors = parse_slowness(config.slow, config.learners)
+    return Delays(law, tuple(factors.get(learner, 1.0) for learner in range(config.learners)))
+
+
+def predict(calibration: Calibration, config: Config, samples: int) -> Predicted:
+    """`samples`: of the training set. `RequestError` where the calibration is of something else."""
+    check(calibration, config)
+    machine = machine_of(
+        calibration,
+        config.sync,
+        config.learners,
+        delays=delays_of(config),
+        batch=config.train.batch_size * config.train.accumulate,
+        seed=config.seed,
+    )
+    timeline = _timeline(config, clock_of(config, machine), samples)
+    marks = [(0.0, 0, 0)]  # seconds, updates and samples, after each
+    for update in timeline.stream():
+        _, updates, applied = marks[-1]
+        marks.append((update.at_s, updates + 1, applied + update.samples))
+    return Predicted(first=_first(marks, samples), last=marks[-1], machine=machine, result=timeline.result())
+
+
+def _first(marks: list[tuple[float, int, int]], samples: int) -> tuple[float, int, int]:
+    """The first update at which an epoch was applied; the beginning, where that is the end too."""
+    found = next((mark for mark in marks if mark[2] >= samples), marks[-1])
+    return marks[0] if found is marks[-1] else found
+
+
+def foresee_accuracy(calibration: Calibration, config: Config, target: float) -> float | None:
+    """Seconds until the accuracy is there at the end of an epoch, in virtual time on the predicted machine; or None."""
+    task = task_of(config)
+    predicted = predict(calibration, config, len(task.train))  # type: ignore[arg-type] # a map-style set has a length
+    outcome = train_virtually(config, clock_of(config, predicted.machine), task=task, every=1.0)
+    point = next((one for one in outcome.points[1:] if one.accuracy is not None and one.accuracy >= target), None)
+    return None if point is None else point.seconds
+
+
+def check(calibration: Calibration, config: Config) -> None:
+    """The times of one model say nothing of another."""
+    measured = calibration.settings or {}
+    now = settings_of(config)
+    differ = [key for key in now if key in measured and measured[key] != now[key]]
+    if differ:
+        key = differ[0]
+        raise RequestError(
+            f"the calibration is of {key} {measured[key]!r}, and this has {now[key]!r}: "
+            f"measure again with offbeat calibrate, for this recipe"
+        )
+
+
+def settings_of(config: Config) -> dict[str, object]:
+    """What of a configuration decides how long a minibatch takes, beside its size."""
+    train = config.train
+    return {
+        "model": config.model.name,
+        "model options": dict(config.model.options),
+        "data": config.data.name,
+        "precision": train.precision,
+        "optimizer": train.optimizer,
+        "threads": train.threads,
+        "device": device_of(config.device, 0).type,
+        "servers": config.servers,
+    }
+
+
+def clock_of(config: Config, machine: Machine) -> Clock:
+    reduces = simulated_family_of(config.sync) == ALL_REDUCE
+    return Clock(
+        cluster=machine.cluster,
+        bucket_bytes=None,
+        reduce_s=(lambda size: machine.reduce_s) if reduces else None,
+        ends_of_epochs=not _steps_alone(config),
+    )
+
+
+def _steps_alone(config: Config) -> bool:
+    """Learners that take steps of their own have no ends of epochs in a simulation."""
+    if simulated_family_of(config.sync) == ALL_REDUCE:
+        return False
+    rule = create(config.sync, expect=config.learners).rule
+    return rule.fetch_every > 0 or rule.push_every > 1
+
+
+def _timeline(config: Config, clock: Clock, samples: int) -> Timeline:
+    timeline: Timeline = timeline_of(config, clock, samples)
+    if isinstance(timeline, ServedTimeline) and timeline.lock_step:
+        timeline.ask = _same  # a loss that does not fall, and weights that do not move
+    return timeline
+
+
+def _same(work: Work) -> Answer:
+    return Answer(1.0, 1.0)

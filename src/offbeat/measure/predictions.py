@@ -1,0 +1,173 @@
+"""`offbeat bench predictions`: strategies, numbers of learners and delays, each predicted from a calibration and run.
+
+The prediction of a configuration is made before its run. All configurations take turns in every round, and the median
+over rounds counts.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+from offbeat.errors import RequestError
+from offbeat.machine import machine_facts
+from offbeat.measure.bench import Progress, terminable
+from offbeat.measure.calibrate import train_for
+from offbeat.measure.predict import predict
+from offbeat.simulate.calibration import Calibration
+from offbeat.train.config import Config
+from offbeat.train.reading import changed
+from offbeat.train.tasks import task_of
+
+LINES = ("ring", "k-sync:2", "k-batch-async:2")
+LEARNERS = (2, 4)
+SLOW = ("none", "exp:0.02")
+APART = 1.15  # two whose times differ by more have an order
+
+DEFINITIONS: Mapping[str, str] = {
+    "measured_s": "seconds an update of a real training after its first epoch, evaluation left out; median over rounds",
+    "predicted_s": "seconds an update, simulated from the calibration before the run",
+    "error": "predicted / measured - 1",
+    "mean_error": "mean of the errors without their signs",
+    "order": f"pairs whose measured times differ by more than {100 * (APART - 1):.0f} %, and how many are predicted in "
+    "that order",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What is asked for; wrong requests are refused at birth."""
+
+    config: Config
+    calibration: Calibration
+    lines: tuple[str, ...] = LINES
+    learners: tuple[int, ...] = LEARNERS
+    slow: tuple[str, ...] = SLOW
+    rounds: int = 3
+
+    def __post_init__(self) -> None:
+        for name, values in (("--sync", self.lines), ("--learners", self.learners), ("--slow", self.slow)):
+            if len(set(values)) < len(values):
+                raise RequestError(f"bench: {name} names something twice: {', '.join(map(str, values))}")
+        list(self.configurations())
+
+    def configurations(self) -> Iterator[Config]:
+        for slow, learners, line in product(self.slow, self.learners, self.lines):
+            rules = () if slow == "none" else (slow,)
+            yield changed(self.config, {"sync": line, "learners": learners, "slow": rules})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One configuration."""
+
+    config: Config
+    rounds_s: tuple[float, ...]
+    predicted_s: float
+
+    @property
+    def measured_s(self) -> float:
+        return statistics.median(self.rounds_s)
+
+    @property
+    def error(self) -> float:
+        return self.predicted_s / self.measured_s - 1
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "strategy": self.config.sync,
+            "learners": self.config.learners,
+            "slow": " ".join(self.config.slow) or "none",
+            "measured_s": self.measured_s,
+            "rounds_s": list(self.rounds_s),
+            "predicted_s": self.predicted_s,
+            "error": self.error,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predictions:
+    """What `offbeat bench predictions` found."""
+
+    request: Request
+    machine: Mapping[str, Any]
+    rows: tuple[Row, ...]
+
+    @property
+    def mean_error(self) -> float:
+        return statistics.fmean(abs(row.error) for row in self.rows)
+
+    @property
+    def worst_error(self) -> float:
+        return max((row.error for row in self.rows), key=abs)
+
+    def worst_first(self) -> list[Row]:
+        return sorted(self.rows, key=lambda row: -abs(row.error))
+
+    def order(self) -> tuple[int, list[tuple[Row, Row]]]:
+        """How many pairs have an order, and which are predicted in the wrong one."""
+        return order_of(self.rows)
+
+    def summary(self) -> str:
+        pairs, wrong = self.order()
+        text = f"{100 * self.mean_error:.1f} % off on average, {100 * self.worst_error:+.1f} % at worst"
+        return f"{text}; {pairs - len(wrong)} of {pairs} pairs that differ by more than 15 % are in the right order"
+
+    def as_json(self) -> dict[str, Any]:
+        pairs, wrong = self.order()
+        return {
+            "measured": "predictions",
+            "recipe": self.request.config.name,
+            "machine": dict(self.machine),
+            "rounds": self.request.rounds,
+            "rows": [row.as_json() for row in self.worst_first()],
+            "mean_error": self.mean_error,
+            "worst_error": self.worst_error,
+            "pairs": pairs,
+            "pairs_in_order": pairs - len(wrong),
+            "summary": self.summary(),
+            "definitions": dict(DEFINITIONS),
+        }
+
+
+def order_of(rows: Sequence[Row]) -> tuple[int, list[tuple[Row, Row]]]:
+    pairs, wrong = 0, []
+    for one, other in combinations(rows, 2):
+        fast, slow = sorted((one, other), key=lambda row: row.measured_s)
+        if slow.measured_s > APART * fast.measured_s:
+            pairs += 1
+            if not slow.predicted_s > fast.predicted_s:
+                wrong.append((fast, slow))
+    return pairs, wrong
+
+
+def measure(request: Request, progress: Progress) -> Predictions:
+    """Predict all, then run all, in turn."""
+    machine = machine_facts()
+    samples = len(task_of(request.config).train)  # type: ignore[arg-type] # a map-style set has a length
+    configs = list(request.configurations())
+    predicted = [predict(request.calibration, config, samples).seconds_per_update for config in configs]
+    rounds: list[list[float]] = [[] for _ in configs]
+    with terminable(), tempfile.TemporaryDirectory(prefix="offbeat-bench-") as folder:
+        for number in range(request.rounds):
+            for place, config in enumerate(configs):
+                slow = " ".join(config.slow) or "no delays"
+                progress(f"{config.sync}, {config.learners} learners, {slow}, round {number + 1} of {request.rounds}")
+                updates = _updates(predicted[place])
+                rounds[place].append(train_for(config, samples, Path(folder) / "run", updates).seconds_per_update)
+    rows = tuple(
+        Row(config=config, rounds_s=tuple(some), predicted_s=seconds)
+        for config, some, seconds in zip(configs, rounds, predicted, strict=True)
+    )
+    return Predictions(request=request, machine=machine, rows=rows)
+
+
+def _updates(seconds: float) -> int:
+    """So many that a run takes some seconds: delays need many to be told from chance."""
+    return min(400, max(100, math.ceil(2.0 / seconds)))

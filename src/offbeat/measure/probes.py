@@ -1,0 +1,116 @@
+"""Short real trainings, and what their logs say of the machine: the probes of a calibration.
+
+An asynchronous one with a server (`async`: all learners compute all the time) and a ring, each with 1, 2, ... learners.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from offbeat.errors import OffbeatError
+from offbeat.measure.trainings import Trained, train_once
+from offbeat.simulate.calibration import PROBED, Probe
+from offbeat.strategy import ALL_REDUCE, SERVER
+from offbeat.trace import Span
+from offbeat.train.config import Config
+from offbeat.train.reading import changed
+
+LINES = {ALL_REDUCE: PROBED, SERVER: "async"}
+KEPT = 400  # compute times of a probe that are written down
+MINIBATCHES = 150  # of each learner, at least
+_OUTLIERS = 0.02  # of the waits, the longest: something else ran
+
+
+def probe(config: Config, family: str, learners: int, samples: int, folder: Path) -> Probe:
+    """Train so long that each learner has computed enough."""
+    batch = config.train.batch_size * config.train.accumulate
+    epochs = max(3, math.ceil(MINIBATCHES * learners * batch / samples) + 1)
+    asked = changed(
+        config,
+        {
+            "sync": LINES[family],
+            "learners": learners,
+            "slow": (),
+            "train": {"epochs": epochs, "stop_at": 0.0},
+            "save": {"every_epochs": 0},
+        },
+    )
+    return probe_of(train_once(asked, folder), family, learners)
+
+
+def probe_of(trained: Trained, family: str, learners: int) -> Probe:
+    """What a run's log says, less its first stretch, in which all is slower."""
+    spans = _settled(trained.log.spans)
+    computed = [span for span in spans if span.what == "compute" and not span.cancelled]
+    if not computed:
+        raise OffbeatError("bench: a probe has computed nothing")
+    there_s, back_s = (_reduced if family == ALL_REDUCE else _served)(spans)
+    return Probe(
+        family=family,
+        learners=learners,
+        update_s=trained.seconds_per_update,
+        compute_s=_thinned([span.end_s - span.start_s for span in computed]),
+        there_s=there_s,
+        back_s=back_s,
+    )
+
+
+def _settled(spans: Iterable[Span]) -> list[Span]:
+    """What came after the first evaluation."""
+    ordered = sorted(spans, key=lambda span: span.start_s)
+    first = next((span.end_s for span in ordered if span.what == "evaluate"), 0.0)
+    after = [span for span in ordered if span.start_s >= first]
+    return after if any(span.what == "compute" for span in after) else ordered
+
+
+def _served(spans: Sequence[Span]) -> tuple[float, float]:
+    """From the end of computing to the next minibatch, half and half; waits at a rest are another thing."""
+    waits = [
+        middle.end_s - middle.start_s
+        for own in _by_learner(spans).values()
+        for before, middle, after in zip(own, own[1:], own[2:], strict=False)
+        if (before.what, middle.what, after.what) == ("compute", "wait", "compute")
+    ]
+    if not waits:
+        raise OffbeatError("bench: a probe with a server has waited for nothing")
+    whole = _mean(waits)
+    return whole / 2, whole / 2
+
+
+def _reduced(spans: Sequence[Span]) -> tuple[float, float]:
+    """What the last learner to finish waits for is the reduction; the update comes after it."""
+    waits: defaultdict[int, list[float]] = defaultdict(list)
+    updates = []
+    for span in spans:
+        if span.what == "wait":
+            waits[span.version].append(span.end_s - span.start_s)
+        elif span.what == "apply":
+            updates.append(span.end_s - span.start_s)
+    least = [min(some) for some in waits.values()]
+    return _mean(least) if least else 0.0, _mean(updates) if updates else 0.0
+
+
+def _by_learner(spans: Sequence[Span]) -> dict[int, list[Span]]:
+    found: defaultdict[int, list[Span]] = defaultdict(list)
+    for span in spans:
+        found[span.learner].append(span)
+    return found
+
+
+def _mean(values: Sequence[float]) -> float:
+    ordered = sorted(values)
+    return statistics.fmean(ordered[: max(1, math.ceil(len(ordered) * (1 - _OUTLIERS)))])
+
+
+def _thinned(values: Sequence[float]) -> tuple[float, ...]:
+    """At most so many, evenly taken from the sorted ones: the same law."""
+    ordered = sorted(values)
+    if len(ordered) <= KEPT:
+        return tuple(ordered)
+    cuts = [number * len(ordered) // KEPT for number in range(KEPT + 1)]
+    return tuple(statistics.fmean(ordered[start:end]) for start, end in pairwise(cuts))

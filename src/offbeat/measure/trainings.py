@@ -1,0 +1,94 @@
+"""One real training, started from here, and what it left: the piece that all benchmarks of training are made of.
+
+The times are those of the run itself: seconds of training, evaluation left out. The first stretch (up to the first
+evaluation) has the start of the processes and of torch's caches in it, so rates are over what came after it; a run of
+one epoch has nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from offbeat.errors import OffbeatError
+from offbeat.trace import RunLog, read_log
+from offbeat.train.config import Config
+from offbeat.train.launch import launch, prepare
+from offbeat.train.rundir import RunDir
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """What one run left."""
+
+    config: Config  # with everything filled in
+    log: RunLog
+    metrics: tuple[Mapping[str, Any], ...]  # an evaluation each
+    energy: Mapping[str, Any] | None  # energy.json
+
+    @property
+    def seconds(self) -> float:
+        return float(self.metrics[-1]["seconds"])
+
+    @property
+    def updates(self) -> int:
+        return int(self.metrics[-1]["update"])
+
+    @property
+    def samples(self) -> int:
+        """Applied ones."""
+        return int(self.metrics[-1]["samples"])
+
+    @property
+    def accuracy(self) -> float | None:
+        found = self.metrics[-1]["accuracy"]
+        return None if found is None else float(found)
+
+    @property
+    def _steady(self) -> tuple[float, int, int]:
+        """Seconds, updates and samples after the first evaluation."""
+        first, last = self.metrics[0], self.metrics[-1]
+        if first is last:
+            return self.seconds, self.updates, self.samples
+        seconds, updates, samples = (last[name] - first[name] for name in ("seconds", "update", "samples"))
+        return seconds, updates, samples
+
+    @property
+    def seconds_per_update(self) -> float:
+        seconds, updates, _ = self._steady
+        return seconds / max(1, updates)
+
+    @property
+    def samples_per_s(self) -> float:
+        seconds, _, samples = self._steady
+        return samples / seconds
+
+
+def train_once(config: Config, folder: Path) -> Trained:
+    """Train in a new folder, which is removed again; `OffbeatError` where the run failed or was ended by a signal."""
+    said: list[str] = []
+    start = prepare(config, run_dir=folder)
+    try:
+        result = launch(start, lambda record: None, lambda name, line: said.append(f"{name}: {line}"))
+        if result.signal:
+            raise SystemExit(128 + result.signal)
+        run = RunDir(folder)
+        metrics = tuple(run.read_metrics())
+        if not metrics:
+            last = f": {said[-1]}" if said else ""
+            raise OffbeatError(f"bench: '{config.sync}' ended without an evaluation{last}")
+        return Trained(config=start.config, log=read_log(run.log(1)), metrics=metrics, energy=_energy(folder))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _energy(folder: Path) -> Mapping[str, Any] | None:
+    try:
+        found = json.loads((folder / "energy.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None

@@ -1,0 +1,330 @@
+"""What a page shows of the JSON files of benchmarks: charts and tables for the sections that build.py puts together.
+
+Laws. Numbers are shown as the file has them; only what follows from them alone (the error of a prediction) is computed
+where it is missing. Rows that a benchmark did not rank are in its table, with the reason, and in no chart.
+
+What it must not know: runs, files and HTML.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from offbeat.metrics import DEFINITIONS
+from offbeat.report.files import share, shorten
+from offbeat.report.model import BarChart, Bars, Cell, Column, Item, LineChart, Section, Series, Table
+from offbeat.report.results import Result
+from offbeat.report.words import percent
+from offbeat.spec import count_of
+
+Row = Mapping[str, Any]
+
+
+def _of(results: Sequence[Result], kind: str) -> Iterator[tuple[int, Result]]:
+    """Results of a kind, numbered over all of that kind."""
+    yield from enumerate((one for one in results if one.kind == kind and one.rows), start=1)
+
+
+def _heading(result: Result, *more: str) -> str:
+    said = [result.said("recipe"), result.said("precision"), *more]
+    return ", ".join([result.label, *filter(None, said)])
+
+
+def _notes(result: Result) -> str:
+    facts = [f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+             for key, value in result.machine.items() if isinstance(value, str | int | float)]  # fmt: skip
+    said = [*result.notes[:12], *([f"Machine: {', '.join(facts[:12])}"] if facts else [])]
+    return " ".join(one if one.endswith((".", "!", "?")) else f"{one}." for one in said if one)
+
+
+def _drawn(result: Result) -> list[Row]:
+    return [row for row in result.rows if row.get("ranked") is not False]
+
+
+def _lines(rows: Sequence[Row], key: str) -> tuple[Series, ...]:
+    """A line for each strategy: this number against learners."""
+    points: dict[str, dict[float, float]] = {}
+    for row in rows:
+        if row[key] is not None:
+            points.setdefault(row["strategy"], {})[float(row["learners"])] = float(row[key])
+    return tuple(Series(name=shorten(name), points=tuple(sorted(line.items()))) for name, line in points.items())
+
+
+def _both(name: str) -> str:
+    """A definition of weak scaling, and that of strong scaling beside it."""
+    return f"{DEFINITIONS[name].formula}; strong: {DEFINITIONS[f'strong {name}'].formula}"
+
+
+# --- scaling ------------------------------------------------------------------------------------------------------
+
+
+def scaling(results: Sequence[Result]) -> Section | None:
+    """Speed-up against learners, with the ideal line."""
+    items: list[Item] = []
+    rows: list[tuple[Cell, ...]] = []
+    notes = []
+    for number, result in _of(results, "scaling"):
+        kind = result.said("kind") or "weak"
+        base = result.said("base")
+        series = _lines(_drawn(result), "speedup")
+        if series:
+            most = max(x for one in series for x, _ in one.points)
+            ideal = Series(name="ideal", points=((1.0, 1.0), (most, most)) if most > 1 else ((1.0, 1.0),),
+                           style="dashed")  # fmt: skip
+            items.append(
+                LineChart(
+                    key=f"speedup-{number}",
+                    title=f"Speed-up: {_heading(result, f'{kind} scaling')}",
+                    x_label="learners",
+                    y_label="speed-up",
+                    series=(*series, ideal),
+                    y_form="times",
+                    note=f"Base: {base}." if base else "",
+                )
+            )
+        for row in result.rows:
+            why = "" if row["ranked"] is not False else row["why_not"] or "not ranked"
+            rows.append(
+                (result.label, kind, row["strategy"], row["learners"], row["batch"], row["seconds"],
+                 row["seconds_low"], row["seconds_high"], row["throughput"], row["speedup"], row["speedup_low"],
+                 row["speedup_high"], row["efficiency"], row["overhead_s"], row["accuracy"], why)
+            )  # fmt: skip
+        notes.append(_notes(result))
+    if not rows:
+        return None
+    columns = (
+        Column("benchmark"),
+        Column("scaling", "text", "weak: the same batch per learner; strong: the same total batch"),
+        Column("strategy"),
+        Column("learners", "number"),
+        Column("batch of a learner", "number"),
+        Column("T(n) (s)", "seconds", "seconds in which n minibatches are applied; synchronous: an iteration"),
+        Column("T(n) low (s)", "seconds"),
+        Column("T(n) high (s)", "seconds"),
+        Column("throughput (samples/s)", "number", DEFINITIONS["throughput"].formula),
+        Column("speed-up", "times", _both("speedup")),
+        Column("speed-up low", "times"),
+        Column("speed-up high", "times"),
+        Column("efficiency", "percent", _both("efficiency")),
+        Column("overhead (s)", "seconds", DEFINITIONS["overhead"].formula),
+        Column("accuracy", "percent"),
+        Column("not ranked because"),
+    )
+    table = Table(key="scaling", title="Scaling", columns=columns, rows=tuple(rows), note=" ".join(filter(None, notes)))
+    text = "How much faster several learners are than one. The dashed line is what n learners could be at best."
+    return Section(key="scaling", title="Scaling", items=(*items, table), words=(text,))
+
+
+def overheads(results: Sequence[Result]) -> list[Item]:
+    """T(n) - T(1) of each strategy; the numbers are in the table of the scaling."""
+    items: list[Item] = []
+    for number, result in _of(results, "scaling"):
+        rows = [row for row in _drawn(result) if row["overhead_s"] is not None and row["learners"] > 1]
+        counts = sorted({row["learners"] for row in rows})
+        if not counts:
+            continue
+        values = {(row["strategy"], row["learners"]): float(row["overhead_s"]) for row in rows}
+        names = list(dict.fromkeys(row["strategy"] for row in rows))
+        items.append(
+            BarChart(
+                key=f"overhead-{number}",
+                title=f"Overhead T(n) - T(1): {_heading(result)}",
+                x_label="learners",
+                y_label="overhead (s)",
+                categories=tuple(str(many) for many in counts),
+                series=tuple(
+                    Bars(name=shorten(name), values=tuple(values.get((name, many)) for many in counts))
+                    for name in names
+                ),
+                y_form="seconds",
+                note="The numbers are in the table of the scaling.",
+            )
+        )
+    return items
+
+
+# --- accuracy -----------------------------------------------------------------------------------------------------
+
+
+def races(results: Sequence[Result]) -> list[Item]:
+    """Curves of each race to an accuracy, and who got there when."""
+    items: list[Item] = []
+    rows: list[tuple[Cell, ...]] = []
+    points: list[tuple[Cell, ...]] = []
+    for number, result in _of(results, "accuracy"):
+        target = share(result.about.get("target"))
+        series = []
+        for curve in result.curves:
+            group = curve.strategy if curve.learners is None else f"{curve.strategy}, {curve.learners}"
+            name = group if curve.seed is None else f"{group}, seed {curve.seed}"
+            line = tuple((seconds, 1 - accuracy) for seconds, _, accuracy in curve.points)
+            series.append(Series(name=shorten(name), points=line, group=shorten(group)))
+            points += [(result.label, curve.strategy, curve.learners, curve.seed, seconds, updates, accuracy,
+                        1 - accuracy) for seconds, updates, accuracy in curve.points]  # fmt: skip
+        if series:
+            level = () if target is None else ((1 - target, f"target {percent(target)}"),)
+            items.append(
+                LineChart(
+                    key=f"race-{number}",
+                    title=f"Test error against time: {_heading(result)}",
+                    x_label="training time (s)",
+                    y_label="test error",
+                    series=tuple(series),
+                    x_form="seconds",
+                    y_form="percent",
+                    levels=level,
+                    note=_notes(result),
+                )
+            )
+        rows += [
+            (result.label, row["strategy"], row["learners"], target, row["seeds"],
+             row["reached"], row["seconds_to_target"], row["seconds_to_target_low"], row["seconds_to_target_high"],
+             row["updates_to_target"], row["accuracy_mean"], row["accuracy_std"], row["seconds"])
+            for row in result.rows
+        ]  # fmt: skip
+    if rows:
+        columns = (
+            Column("benchmark"),
+            Column("strategy"),
+            Column("learners", "number"),
+            Column("target", "percent"),
+            Column("seeds", "number"),
+            Column("reached it", "number", "of the seeds"),
+            Column("time to target (s)", "seconds", DEFINITIONS["time to accuracy"].formula),
+            Column("time to target: low (s)", "seconds"),
+            Column("time to target: high (s)", "seconds"),
+            Column("updates to target", "number"),
+            Column("mean accuracy", "percent"),
+            Column("its standard deviation", "percent"),
+            Column("training time (s)", "seconds"),
+        )
+        items.append(Table(key="races", title="Races to an accuracy", columns=columns, rows=tuple(rows)))
+    if points:
+        curve_columns = (
+            Column("benchmark"),
+            Column("strategy"),
+            Column("learners", "number"),
+            Column("seed", "number"),
+            Column("training time (s)", "seconds"),
+            Column("updates", "number"),
+            Column("accuracy", "percent"),
+            Column("test error", "percent"),
+        )
+        items.append(
+            Table(key="race-curves", title="Every evaluation of the races", columns=curve_columns, rows=tuple(points))
+        )
+    return items
+
+
+# --- machines and energy ------------------------------------------------------------------------------------------
+
+
+def machines(results: Sequence[Result]) -> tuple[list[Item], list[tuple[Cell, ...]]]:
+    """Time against learners: charts, and the rows of their table."""
+    items: list[Item] = []
+    rows: list[tuple[Cell, ...]] = []
+    for kind, key, what in (("scaling", "seconds", "T(n)"), ("accuracy", "seconds_to_target", "time to target")):
+        for number, result in _of(results, kind):
+            drawn = [row for row in _drawn(result) if row[key] is not None]
+            series = _lines(drawn, key)
+            if len({row["learners"] for row in drawn}) < 2:
+                continue
+            items.append(
+                LineChart(
+                    key=f"machines-{kind}-{number}",
+                    title=f"{what[0].upper()}{what[1:]} against learners: {_heading(result)}",
+                    x_label="learners",
+                    y_label=f"{what} (s)",
+                    series=series,
+                    y_form="seconds",
+                )
+            )
+            rows += [(result.label, row["strategy"], row["learners"], what, row[key]) for row in drawn]
+    return items, rows
+
+
+def energies(results: Sequence[Result]) -> list[Item]:
+    """Energy and cost in benchmarks, where they were measured."""
+    keys = ("joules", "joules_to_target", "cost", "cost_to_target")
+    rows: list[tuple[Cell, ...]] = []
+    for kind in ("scaling", "accuracy"):
+        for _, result in _of(results, kind):
+            rows += [(result.label, row["strategy"], row["learners"], *(row.get(key) for key in keys))
+                     for row in result.rows if any(row.get(key) is not None for key in keys)]  # fmt: skip
+    if not rows:
+        return []
+    columns = (
+        Column("benchmark"),
+        Column("strategy"),
+        Column("learners", "number"),
+        Column("energy (J)", "joules", DEFINITIONS["energy"].formula),
+        Column("energy to target (J)", "joules"),
+        Column("cost", "money", DEFINITIONS["cost"].formula),
+        Column("cost to target", "money"),
+    )
+    return [Table(key="energy-benchmarks", title="Energy and cost in benchmarks", columns=columns, rows=tuple(rows))]
+
+
+# --- predictions --------------------------------------------------------------------------------------------------
+
+# Of which measured number `predicted_s` is the prediction.
+_MEASURED = {"scaling": ("seconds", "T(n)"), "accuracy": ("seconds_to_target", "time to target"),
+             "predictions": ("measured_s", "time per update")}  # fmt: skip
+
+
+def predictions(results: Sequence[Result]) -> Section | None:
+    """What the simulator said beside what was measured, the worst first."""
+    found: list[tuple[float, tuple[Cell, ...]]] = []
+    points: dict[str, list[tuple[float, float]]] = {}
+    for kind, (key, what) in _MEASURED.items():
+        for _, result in _of(results, kind):
+            for row in result.rows:
+                measured, predicted, error = row[key], row["predicted_s"], row["error"]
+                if predicted is None:
+                    continue
+                if error is None and measured:
+                    error = predicted / measured - 1
+                cells = (result.label, row["strategy"], row["learners"], row.get("slow") or "", what,
+                         measured, predicted, error)  # fmt: skip
+                found.append((-1.0 if error is None else abs(error), cells))
+                if measured:
+                    points.setdefault(result.label, []).append((float(measured), float(predicted)))
+    if not found:
+        return None
+    rows = tuple(cells for _, cells in sorted(found, key=lambda one: -one[0]))
+    items: list[Item] = []
+    ends = [x for line in points.values() for point in line for x in point]
+    if ends:
+        series = [Series(name=name, points=tuple(sorted(line)), style="dots") for name, line in points.items()]
+        low, high = min(ends), max(ends)
+        diagonal = Series(name="as predicted", points=((low, low), (high, high)), style="dashed")
+        items.append(
+            LineChart(
+                key="predicted",
+                title="Predicted beside measured",
+                x_label="measured (s)",
+                y_label="predicted (s)",
+                series=(*series, diagonal),
+                x_form="seconds",
+                y_form="seconds",
+                from_zero=False,
+                note="A dot above the dashed line was predicted too slow, one below it too fast.",
+            )
+        )
+    columns = (
+        Column("benchmark"),
+        Column("strategy"),
+        Column("learners", "number"),
+        Column("slowed"),
+        Column("what"),
+        Column("measured (s)", "seconds"),
+        Column("predicted (s)", "seconds"),
+        Column("error", "signed-percent", "predicted / measured - 1"),
+    )
+    items.append(Table(key="predictions", title="Predictions, the worst first", columns=columns, rows=rows))
+    known = [off for off, _ in found if off >= 0]
+    text = f"{count_of(len(found), 'prediction')} of the simulator beside what was measured."
+    if known:
+        text += f" They are off by {percent(sum(known) / len(known))} on average, {percent(max(known))} at worst."
+    return Section(key="predictions", title="Predicted beside measured", items=tuple(items), words=(text,))

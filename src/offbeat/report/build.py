@@ -1,0 +1,327 @@
+"""A page from runs and results: which sections there are, in which order, and what is in each.
+
+    build(runs, results, problems=..., target=..., price=..., limit=...) -> Page
+
+Laws. A section is there only when it has something to show. Every number of a chart is in a table too, but for the bars
+of a timeline, which are too many (`--perfetto` has them all). What is left out, because it is too much to draw, is said
+in a note. The sections of what happened in runs are in course.py, those of benchmarks in benchmarks.py.
+
+What it must not know: files and HTML.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from offbeat.metrics import DEFINITIONS
+from offbeat.report import benchmarks, course, facts, words
+from offbeat.report.facts import Facts, facts_of
+from offbeat.report.files import LABEL, clean, shorten
+from offbeat.report.model import (
+    BarChart,
+    Bars,
+    Cell,
+    Column,
+    Item,
+    LineChart,
+    Page,
+    Section,
+    Series,
+    Table,
+)
+from offbeat.report.reading import RunRecord
+from offbeat.report.results import Result
+from offbeat.report.words import Group, groups_of, percent
+from offbeat.spec import count_of
+
+MOST_BARS = 400_000
+
+
+def build(
+    runs: Sequence[RunRecord],
+    results: Sequence[Result] = (),
+    *,
+    problems: Sequence[str] | None = None,
+    target: float | None = None,
+    price: float | None = None,
+    limit: int = MOST_BARS,
+) -> Page:
+    """`problems` are those of reading, as `read_inputs` has named them; without them they are taken from the records.
+
+    `target` is an accuracy, `price` that of a device hour, `limit` how many bars all timelines have together.
+    """
+    known = [facts_of(run) for run in runs]
+    if problems is None:
+        problems = [f"{run.label}: {problem}" for run in runs for problem in run.problems]
+        problems += [problem for result in results for problem in result.problems]
+    groups = groups_of(runs, known, target)
+    targets = {at: group.target for group in groups for at in group.members}
+    sections = (
+        course.timelines(runs, known, limit),
+        course.errors(known, groups, targets, results),
+        course.staleness(known),
+        course.shares(known),
+        benchmarks.scaling(results),
+        _communication(known, results),
+        _machines(known, groups, results),
+        _energy(known, price, results),
+        benchmarks.predictions(results),
+        _comparison(known, targets, price),
+        _configuration(runs),
+        _definitions(results),
+    )
+    told = [count_of(len(runs), "run")] if runs else []
+    told += [count_of(len(results), "benchmark")] if results else []
+    return Page(
+        title="offbeat report",
+        subtitle=" and ".join(told),
+        summary=words.summary(runs, known, results, groups, price),
+        problems=(*problems, *(f"{one.label}: {problem}" for one in known for problem in one.problems)),
+        sections=tuple(section for section in sections if section is not None),
+    )
+
+
+# --- communication, machines, energy ------------------------------------------------------------------------------
+
+
+def _communication(known: Sequence[Facts], results: Sequence[Result]) -> Section | None:
+    items: list[Item] = list(benchmarks.overheads(results))
+    rows: list[tuple[Cell, ...]] = []
+    parts = ("send_s", "wait_s", "apply_s")
+    for one in known:
+        whole = one.communication_share
+        if whole is not None:
+            rows.append((one.label, *(one.share_of(part) for part in parts), whole))
+    if rows:
+        values = [[row[1 + at] for row in rows] for at in range(len(parts))]
+        items.append(
+            BarChart(
+                key="communication-runs",
+                title="Share of the learners' time",
+                x_label="run",
+                y_label="share of time",
+                categories=tuple(str(row[0]) for row in rows),
+                series=tuple(
+                    Bars(name=name, values=tuple(_as_float(one) for one in column))
+                    for name, column in zip(course.SHARES[2:], values, strict=True)
+                ),
+                y_form="percent",
+            )
+        )
+        items.append(
+            Table(
+                key="communication",
+                title="Communication in the runs",
+                columns=(
+                    Column("run"),
+                    Column("sending", "percent"),
+                    Column("waiting", "percent"),
+                    Column("updating", "percent"),
+                    Column("together", "percent", facts.DEFINITIONS["communication share"].formula),
+                ),
+                rows=tuple(rows),
+            )
+        )
+    if not items:
+        return None
+    text = "What it costs to keep time with others: what one learner alone would not need."
+    return Section(key="communication", title="Communication overhead", items=tuple(items), words=(text,))
+
+
+def _as_float(value: Cell) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _machines(known: Sequence[Facts], groups: Sequence[Group], results: Sequence[Result]) -> Section | None:
+    """Comparable runs of one strategy with different numbers of learners, and what benchmarks say of the same."""
+    items: list[Item] = []
+    rows: list[tuple[Cell, ...]] = []
+    for number, group in enumerate(groups, start=1):
+        lines: dict[str, list[tuple[int, float, str]]] = {}
+        for at in group.members:
+            one = known[at]
+            time = one.seconds if group.target is None else one.seconds_to(group.target)
+            if one.learners is not None and time is not None:
+                lines.setdefault(one.strategy or one.label, []).append((one.learners, time, one.label))
+        if not any(len({learners for learners, _, _ in points}) > 1 for points in lines.values()):
+            continue
+        what = "training time" if group.target is None else f"time to {percent(group.target)}"
+        items.append(
+            LineChart(
+                key=f"machines-{number}",
+                title=f"{what.capitalize()} against learners",
+                x_label="learners",
+                y_label=f"{what} (s)",
+                series=tuple(
+                    Series(name=shorten(name), points=tuple((float(x), y) for x, y, _ in sorted(points)))
+                    for name, points in lines.items()
+                ),
+                y_form="seconds",
+            )
+        )
+        rows += [(label, name, learners, what, time) for name, points in lines.items()
+                 for learners, time, label in sorted(points)]  # fmt: skip
+    more, further = benchmarks.machines(results)
+    items += more
+    rows += further
+    if not items:
+        return None
+    columns = (
+        Column("run or benchmark"),
+        Column("strategy"),
+        Column("learners", "number"),
+        Column("what"),
+        Column("time (s)", "seconds"),
+    )
+    items.append(Table(key="machines", title="Time with so many learners", columns=columns, rows=tuple(rows)))
+    text = "What more learners buy. Only runs of the same strategy that are alike in all else are joined."
+    return Section(key="machines", title="Time against machines", items=tuple(items), words=(text,))
+
+
+def _energy(known: Sequence[Facts], price: float | None, results: Sequence[Result]) -> Section | None:
+    items: list[Item] = []
+    measured = any(one.energy.joules is not None or one.energy.seconds is not None for one in known)
+    if known and (measured or price is not None):
+        rows: list[tuple[Cell, ...]] = [
+            (
+                one.label,
+                one.energy.joules,
+                one.energy.seconds,
+                one.joules_per_sample,
+                "" if one.energy.joules is not None else f"not measured: {one.energy.why_not}",
+                one.learners,
+                one.seconds,
+                one.cost(price),
+            )
+            for one in known
+        ]
+        with_joules = [one for one in known if one.energy.joules is not None]
+        if with_joules:
+            items.append(
+                BarChart(
+                    key="energy-runs",
+                    title="Energy",
+                    x_label="run",
+                    y_label="energy (J)",
+                    categories=tuple(one.label for one in with_joules),
+                    series=(Bars(name="energy", values=tuple(one.energy.joules for one in with_joules)),),
+                    y_form="joules",
+                )
+            )
+        items.append(
+            Table(
+                key="energy",
+                title="Energy and cost of the runs",
+                columns=(
+                    Column("run"),
+                    Column("energy (J)", "joules", DEFINITIONS["energy"].formula),
+                    Column("energy measured over (s)", "seconds"),
+                    Column("energy per sample (J)", "joules", facts.DEFINITIONS["energy per sample"].formula),
+                    Column("why not"),
+                    Column("devices", "number", facts.DEFINITIONS["devices"].formula),
+                    Column("training time (s)", "seconds"),
+                    Column("cost", "money", DEFINITIONS["cost"].formula),
+                ),
+                rows=tuple(rows),
+                note="" if price is None else f"At a price of {price:g} for a device hour.",
+            )
+        )
+    items += benchmarks.energies(results)
+    if not items:
+        return None
+    text = "Energy is what the machine's counters say, or not measured. Cost is devices x hours x the price given."
+    return Section(key="energy", title="Energy and cost", items=tuple(items), words=(text,))
+
+
+# --- tables at the end --------------------------------------------------------------------------------------------
+
+
+def _comparison(known: Sequence[Facts], targets: Mapping[int, float | None], price: float | None) -> Section | None:
+    if not known:
+        return None
+    rows: list[tuple[Cell, ...]] = []
+    for at, one in enumerate(known):
+        kind = "simulated" if one.simulated else "real"
+        rows.append(
+            (one.label, one.strategy, one.learners, one.servers, kind if one.finished else f"{kind}, unfinished",
+             one.updates, one.seconds, one.seconds_per_update, one.samples, one.samples_dropped, one.throughput,
+             one.accuracy, one.best_accuracy, one.loss, one.seconds_to(targets[at]), one.staleness_mean,
+             one.applied, one.dropped, one.cancelled, one.unused, one.thrown_away_share, one.communication_share,
+             one.energy.joules, one.cost(price))
+        )  # fmt: skip
+    own = facts.DEFINITIONS
+    columns = (
+        Column("run"),
+        Column("strategy"),
+        Column("learners", "number"),
+        Column("servers", "number"),
+        Column("kind"),
+        Column("updates", "number"),
+        Column("training time (s)", "seconds", own["seconds"].formula),
+        Column("time per update (s)", "seconds", own["seconds per update"].formula),
+        Column("samples applied", "number"),
+        Column("samples never applied", "number"),
+        Column("throughput (samples/s)", "number", DEFINITIONS["throughput"].formula),
+        Column("accuracy at the end", "percent"),
+        Column("best accuracy", "percent"),
+        Column("loss at the end", "number"),
+        Column("time to target (s)", "seconds", DEFINITIONS["time to accuracy"].formula),
+        Column("mean staleness (versions)", "number", DEFINITIONS["staleness"].formula),
+        Column("gradients applied", "number"),
+        Column("gradients dropped", "number"),
+        Column("minibatches cancelled", "number", "begun and given up"),
+        Column("gradients left over", "number", "pushed, and neither applied nor dropped when the run ended"),
+        Column("thrown away", "percent", own["thrown away"].formula),
+        Column("communication", "percent", own["communication share"].formula),
+        Column("energy (J)", "joules", DEFINITIONS["energy"].formula),
+        Column("cost", "money", DEFINITIONS["cost"].formula),
+    )
+    table = Table(key="runs", title="All runs", columns=columns, rows=tuple(rows))
+    return Section(key="runs", title="Comparison", items=(table,), words=("Each run in one row.",))
+
+
+def _configuration(runs: Sequence[RunRecord]) -> Section | None:
+    """Fields that differ first, then the rest."""
+    if not runs:
+        return None
+    flat = [_flat({**run.config, **({"machine": run.machine} if run.machine else {})}) for run in runs]
+    fields = list(dict.fromkeys(field for one in flat for field in one))
+    rows: list[tuple[Cell, ...]] = [("run", "", *(run.name for run in runs))]
+    told = [(field, [one.get(field) for one in flat]) for field in fields]
+    differ = [(field, values) for field, values in told if any(value != values[0] for value in values)]
+    rows += [(field, "yes", *values) for field, values in differ]
+    rows += [(field, "", *values) for field, values in told if all(value == values[0] for value in values)]
+    columns = (Column("field"), Column("differs"), *(Column(run.label) for run in runs))
+    table = Table(key="configuration", title="All fields", columns=columns, rows=tuple(rows))
+    if len(runs) == 1:
+        text = "With these the run can be made again."
+    else:
+        text = f"{count_of(len(differ), 'field')} {'differs' if len(differ) == 1 else 'differ'} between the runs."
+    return Section(key="configuration", title="Configuration", items=(table,), words=(text,))
+
+
+def _flat(value: Mapping[str, Any], above: str = "") -> dict[str, Cell]:
+    found: dict[str, Cell] = {}
+    for key, inside in value.items():
+        name = clean(f"{above}{key}")
+        if isinstance(inside, Mapping) and inside:
+            found |= _flat(inside, f"{name}.")
+        elif isinstance(inside, bool):
+            found[name] = "true" if inside else "false"
+        elif isinstance(inside, list | Mapping):
+            found[name] = clean(", ".join(str(one) for one in inside) or "none")
+        else:
+            found[name] = inside
+    return found
+
+
+def _definitions(results: Sequence[Result]) -> Section:
+    rows: list[tuple[Cell, ...]] = [
+        (name, one.unit, one.formula) for name, one in sorted({**DEFINITIONS, **facts.DEFINITIONS}.items())
+    ]
+    for result in results:
+        rows += [(shorten(f"{result.label}: {name}", 2 * LABEL), "", said) for name, said in result.definitions.items()]
+    columns = (Column("name"), Column("unit"), Column("definition"))
+    table = Table(key="definitions", title="Definitions", columns=columns, rows=tuple(rows))
+    return Section(key="definitions", title="Definitions", items=(table,), words=("What each number means.",))

@@ -1,0 +1,148 @@
+"""What a page holds, as plain values: words, tables and charts. Who fills them and who draws them meet here.
+
+    build.py    runs and results -> a Page
+    page.py     a Page -> one HTML file        tables.py    a Page -> a CSV file for every table
+
+Laws. All text is text: nothing in it is ever taken for markup. A number that is not known is None and is shown as a
+dash; a number that is not finite does not occur in a chart. The order of what is given is the order on the page.
+
+What it must not know: files, HTML, and what a run is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Cell = str | int | float | None
+# How a number of a column is written: as it is, seconds with a fitting unit, a share as percent, times, money, joules.
+Form = Literal["text", "number", "seconds", "percent", "signed-percent", "times", "money", "joules"]
+Style = Literal["line", "dots", "dashed"]
+
+
+class Column(NamedTuple):
+    """A column of a table; `help` says what it means."""
+
+    name: str
+    form: Form = "text"
+    help: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """`key` names its CSV file."""
+
+    key: str
+    title: str
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    note: str = ""
+
+
+class Series(NamedTuple):
+    """Points of a line chart with x rising. Those with the same `group` have one colour and one entry of the legend."""
+
+    name: str
+    points: tuple[tuple[float, float], ...]
+    style: Style = "line"
+    group: str = ""  # empty: its own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineChart:
+    """Lines or dots over numbers. `levels` are horizontal lines with words, like a target."""
+
+    key: str
+    title: str
+    x_label: str
+    y_label: str
+    series: tuple[Series, ...]
+    x_form: Form = "number"
+    y_form: Form = "number"
+    y_log: bool = False
+    from_zero: bool = True  # whether the y axis begins at 0
+    levels: tuple[tuple[float, str], ...] = ()
+    note: str = ""
+
+
+class Bars(NamedTuple):
+    """A value for each category, None where there is none; drawn as columns, or as dots over the others' columns."""
+
+    name: str
+    values: tuple[float | None, ...]
+    style: Literal["columns", "dots"] = "columns"
+    group: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BarChart:
+    """Columns side by side for each category: a histogram, or numbers of strategies."""
+
+    key: str
+    title: str
+    x_label: str
+    y_label: str
+    categories: tuple[str, ...]
+    series: tuple[Bars, ...]
+    y_form: Form = "number"
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareChart:
+    """Horizontal bars, each made of the same parts; the values of a row add up to at most 1.
+
+    A part's name decides its colour: computing, thrown away, sending, waiting, updating, evaluating, other.
+    """
+
+    key: str
+    title: str
+    rows: tuple[str, ...]
+    parts: tuple[str, ...]
+    values: tuple[tuple[float, ...], ...]  # of each row, in the order of the parts
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """The bars of each learner: who, what (an index into `whats`), from, to, at which version, cancelled or not.
+
+    Columns, since there are many: all have the same length. Bars of one learner do not overlap, and come in order of
+    their start. Zoomable; coloured by version.
+    """
+
+    key: str
+    title: str
+    learners: tuple[str, ...]
+    whats: tuple[str, ...]
+    learner: tuple[int, ...]
+    what: tuple[int, ...]
+    start_s: tuple[float, ...]
+    end_s: tuple[float, ...]
+    version: tuple[int, ...]
+    cancelled: tuple[bool, ...]
+    note: str = ""
+
+
+Item = Table | LineChart | BarChart | ShareChart | Timeline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """A part of a page: a heading, some words, then what is shown."""
+
+    key: str
+    title: str
+    items: tuple[Item, ...]
+    words: tuple[str, ...] = ()  # a paragraph each
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """All of it. The summary comes first, a sentence or two each; then what could not be read; then the sections."""
+
+    title: str
+    subtitle: str
+    summary: tuple[str, ...]
+    problems: tuple[str, ...]
+    sections: tuple[Section, ...]

@@ -1,0 +1,385 @@
+"""A Page as one HTML file that loads nothing: words and tables are HTML, page.js and timeline.js draw the charts.
+
+    text = render(page)
+
+Laws. The same page gives the same bytes. Nothing given is ever markup: words are escaped, data is JSON without
+`<`, `>` and `&`, and the policy at the top lets the browser run this file's own script, by its hash, and nothing else.
+Every cell of every table is in the HTML, so that the page can be read, searched and printed without JavaScript.
+Whatever the numbers are, the data holds only finite ones.
+
+A timeline's bars travel as five columns, bar by bar, each in the smallest type that holds it (see `_bars`): a run of
+320,000 bars takes 3 to 4 MB.
+
+What it must not know: what a run is, what the numbers mean, files but its own script and style.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from offbeat.report.forms import column_unit, write
+from offbeat.report.model import (
+    BarChart,
+    Cell,
+    Column,
+    Item,
+    LineChart,
+    Page,
+    Section,
+    ShareChart,
+    Table,
+    Timeline,
+)
+
+Chart = LineChart | BarChart | ShareChart | Timeline
+Data = dict[str, Any]  # what page.js reads; JSON has no better type
+
+DARK = "/* dark */"  # what follows it in page.css is a style of its own, which the reader's choice turns on and off
+LARGE = 1e100  # numbers beyond this are drawn as this, so that differences of them stay finite
+DIGITS = 9  # of a point of a line, more than any screen shows
+WORDS = 300  # letters of a title attribute at most
+SHOWN_PROBLEMS = 8  # the others are folded away
+TALL = 24  # a table with more rows scrolls by itself
+TYPES = ("u1", "i1", "u2", "i2", "u4", "i4", "f8")  # of a column of bars, the smallest first; all little-endian
+
+_NO_SCRIPT = "The charts of this page need JavaScript, which is off here. The words and the tables are all there."
+# Characters that end a line in JavaScript, or could end the element that the data stands in.
+_JSON_ESCAPES = {ord(letter): f"\\u{ord(letter):04x}" for letter in "<>&\u2028\u2029"}
+
+
+def render(page: Page) -> str:
+    """The whole document."""
+    style, _, dark = _own("page.css").partition(DARK)
+    script = _own("page.js") + _own("timeline.js")
+    names = _Names()
+    charts: list[Data] = []
+    anchors = [names.take("section", section.key) for section in page.sections]
+    sections = [
+        _section(section, anchor, names, charts) for section, anchor in zip(page.sections, anchors, strict=True)
+    ]
+    policy = (
+        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)} {_hash(dark)}; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="referrer" content="no-referrer">
+<title>{_text(page.title)}</title>
+<link rel="icon" href="data:,">
+<style>{style}</style>
+<style id="dark" media="screen and (prefers-color-scheme: dark)">{dark}</style>
+</head>
+<body>
+<header class="top" id="top">
+<div class="heading">
+<h1><bdi>{_text(page.title)}</bdi></h1>
+{_paragraph(page.subtitle, "subtitle")}</div>
+<div class="buttons" id="buttons"></div>
+</header>
+<noscript><p class="notice">{_NO_SCRIPT}</p></noscript>
+<div class="columns">
+{_contents(page, anchors)}<main>
+{_summary(page)}{_problems(page.problems)}{"".join(sections)}</main>
+</div>
+<script type="application/json" id="data">{_json(charts)}</script>
+<script>{script}</script>
+</body>
+</html>
+"""
+
+
+# --- words --------------------------------------------------------------------------------------------------------
+
+
+class _Names:
+    """Names of places in the page: no two alike, and nothing in them but letters, digits and dashes."""
+
+    def __init__(self) -> None:
+        self._taken: set[str] = set()
+
+    def take(self, kind: str, key: str) -> str:
+        base = f"{kind}-{re.sub('[^a-z0-9]+', '-', key.lower())[:60].strip('-')}".strip("-")
+        name, number = base, 1
+        while name in self._taken:
+            number += 1
+            name = f"{base}-{number}"
+        self._taken.add(name)
+        return name
+
+
+def _text(words: str) -> str:
+    """Escaped, with line ends as spaces. Half characters and zeros, which HTML cannot hold, become a sign for that."""
+    words = re.sub("[\ud800-\udfff\x00]", "\ufffd", words)
+    return html.escape(re.sub(r"[\r\n\t]+", " ", words))
+
+
+def _title(words: str) -> str:
+    """An attribute that shows words at the pointer, cut; nothing where there are none."""
+    return f' title="{_text(_cut(words))}"' if words else ""
+
+
+def _cut(words: str) -> str:
+    return words if len(words) <= WORDS else words[:WORDS] + "…"
+
+
+def _paragraph(words: str, kind: str = "") -> str:
+    named = f' class="{kind}"' if kind else ""
+    return f"<p{named}><bdi>{_text(words)}</bdi></p>\n" if words else ""
+
+
+def _contents(page: Page, anchors: Sequence[str]) -> str:
+    if not page.sections:
+        return ""
+    places = [("summary", "Summary")] if page.summary else []
+    places += [(anchor, section.title) for anchor, section in zip(anchors, page.sections, strict=True)]
+    links = "".join(f'<li><a href="#{name}"{_title(t)}><bdi>{_text(t)}</bdi></a></li>\n' for name, t in places)
+    return (
+        '<nav class="contents" aria-label="Contents"><details open>\n'
+        f"<summary>Contents</summary>\n<ol>\n{links}</ol>\n</details></nav>\n"
+    )
+
+
+def _summary(page: Page) -> str:
+    if not page.summary:
+        return ""
+    words = "".join(map(_paragraph, page.summary))
+    return f'<section class="summary" id="summary" aria-label="Summary">\n{words}</section>\n'
+
+
+def _problems(problems: Sequence[str]) -> str:
+    if not problems:
+        return ""
+    rows = [f"<li><bdi>{_text(words)}</bdi></li>\n" for words in problems]
+    shown, folded = rows[:SHOWN_PROBLEMS], rows[SHOWN_PROBLEMS:]
+    rest = f"<details><summary>{len(folded)} more</summary><ul>\n{''.join(folded)}</ul></details>\n" if folded else ""
+    return (
+        '<aside class="notice problems" aria-labelledby="problems">\n<h2 id="problems">What could not be read</h2>\n'
+        f"<ul>\n{''.join(shown)}</ul>\n{rest}</aside>\n"
+    )
+
+
+def _section(section: Section, anchor: str, names: _Names, charts: list[Data]) -> str:
+    items = "".join(_item(item, names, charts) for item in section.items)
+    return (
+        f'<section id="{anchor}" aria-labelledby="{anchor}-title">\n'
+        f'<h2 id="{anchor}-title"><bdi>{_text(section.title)}</bdi></h2>\n'
+        f"{''.join(map(_paragraph, section.words))}{items}</section>\n"
+    )
+
+
+def _item(item: Item, names: _Names, charts: list[Data]) -> str:
+    if isinstance(item, Table):
+        return _table(item, names)
+    kind, pack = _KINDS[type(item)]
+    charts.append({"kind": kind, "key": item.key, "title": item.title, **pack(item)})
+    about = ". ".join(words.rstrip(". ") for words in (item.title, item.note) if words)
+    return (
+        f'<figure class="chart {kind}" id="{names.take("chart", item.key)}" data-chart="{len(charts) - 1}">\n'
+        f'<figcaption><h3><bdi>{_text(item.title)}</bdi></h3></figcaption>\n<div class="legend"></div>\n'
+        f'<div class="plot" role="img" tabindex="0" aria-label="{_text(_cut(about))}"></div>\n'
+        f"{_paragraph(item.note, 'note')}</figure>\n"
+    )
+
+
+# --- tables -------------------------------------------------------------------------------------------------------
+
+
+def _table(table: Table, names: _Names) -> str:
+    """As many cells in each row as there are columns: what is missing is a dash."""
+    columns = table.columns
+    rows = [tuple(row[: len(columns)]) + (None,) * (len(columns) - len(row)) for row in table.rows]
+    written = [_column(column, [row[at] for row in rows]) for at, column in enumerate(columns)]
+    body = "".join(
+        "<tr>"
+        + "".join(_cell(columns[at], written[at][number], first=at == 0) for at in range(len(columns)))
+        + "</tr>\n"
+        for number in range(len(rows))
+    )
+    if not rows:
+        body = f'<tr><td class="none" colspan="{max(len(columns), 1)}">nothing to show</td></tr>\n'
+    heads = "".join(_head(column) for column in columns)
+    tall = " tall" if len(rows) > TALL else ""
+    return (
+        f'<div class="table" id="{names.take("table", table.key)}">\n'
+        f'<div class="scroll{tall}" tabindex="0" role="region"{_label(table.title)}>\n<table>\n'
+        f"<caption><bdi>{_text(table.title)}</bdi></caption>\n"
+        f"<thead><tr>{heads}</tr></thead>\n<tbody>\n{body}</tbody>\n</table>\n</div>\n"
+        f"{_paragraph(table.note, 'note')}{_help(columns)}</div>\n"
+    )
+
+
+def _column(column: Column, cells: Sequence[Cell]) -> list[str]:
+    unit = column_unit(cells, column.form)
+    return [write(cell, column.form, unit) for cell in cells]
+
+
+def _label(words: str) -> str:
+    return f' aria-label="{_text(_cut(words))}"' if words else ""
+
+
+def _side(column: Column) -> str:
+    return "" if column.form == "text" else ' class="number"'
+
+
+def _head(column: Column) -> str:
+    words = f"<bdi>{_text(column.name)}</bdi>"
+    inner = f"<abbr{_title(column.help)}>{words}</abbr>" if column.help else words
+    return f'<th scope="col"{_side(column)}>{inner}</th>'
+
+
+def _cell(column: Column, words: str, *, first: bool) -> str:
+    tag, scope = ("th", ' scope="row"') if first else ("td", "")
+    full = _title(words) if len(words) > 40 and column.form == "text" else ""  # what may be cut by the layout
+    return f"<{tag}{scope}{_side(column)}{full}><bdi>{_text(words)}</bdi></{tag}>"
+
+
+def _help(columns: Sequence[Column]) -> str:
+    helped = [column for column in columns if column.help]
+    if not helped:
+        return ""
+    words = "".join(f"<dt><bdi>{_text(c.name)}</bdi></dt><dd><bdi>{_text(c.help)}</bdi></dd>\n" for c in helped)
+    return f'<details class="help"><summary>What the columns mean</summary>\n<dl>\n{words}</dl></details>\n'
+
+
+# --- data of charts -----------------------------------------------------------------------------------------------
+
+
+def _line(chart: LineChart) -> Data:
+    """Points that are not finite are left out; see the model's law."""
+    return {
+        "xLabel": chart.x_label,
+        "yLabel": chart.y_label,
+        "xForm": chart.x_form,
+        "yForm": chart.y_form,
+        "log": chart.y_log,
+        "fromZero": chart.from_zero,
+        "levels": [{"value": _drawn(value), "words": words} for value, words in chart.levels if math.isfinite(value)],
+        "series": [
+            {
+                "name": series.name,
+                "style": series.style,
+                "group": series.group or series.name,
+                "x": [_drawn(x) for x, y in series.points if math.isfinite(x) and math.isfinite(y)],
+                "y": [_drawn(y) for x, y in series.points if math.isfinite(x) and math.isfinite(y)],
+            }
+            for series in chart.series
+        ],
+    }
+
+
+def _bar(chart: BarChart) -> Data:
+    return {
+        "xLabel": chart.x_label,
+        "yLabel": chart.y_label,
+        "yForm": chart.y_form,
+        "categories": list(chart.categories),
+        "series": [
+            {
+                "name": bars.name,
+                "style": bars.style,
+                "group": bars.group or bars.name,
+                "values": [
+                    None if value is None or not math.isfinite(value) else _drawn(value) for value in bars.values
+                ],
+            }
+            for bars in chart.series
+        ],
+    }
+
+
+def _share(chart: ShareChart) -> Data:
+    return {
+        "rows": list(chart.rows),
+        "parts": list(chart.parts),
+        "values": [[_drawn(value) if math.isfinite(value) else 0 for value in row] for row in chart.values],
+    }
+
+
+def _drawn(value: float) -> float:
+    return float(f"{min(max(float(value), -LARGE), LARGE):.{DIGITS}g}")
+
+
+def _timeline(chart: Timeline) -> Data:
+    return {"learners": list(chart.learners), "whats": list(chart.whats), **_bars(chart)}
+
+
+def _bars(chart: Timeline) -> Data:
+    """The bars learner by learner, in whole ticks, so that neither sums nor differences lose anything:
+
+    counts    how many bars each learner has
+    gaps      from the end of the bar before (or 0) to this one's start: mostly 0
+    lengths   from its start to its end
+    versions  minus the bar before's (or 0)
+    marks     twice the index of what it is, plus one if cancelled
+    """
+    learner = np.asarray(chart.learner, dtype=np.int64)
+    order = np.argsort(learner, kind="stable")
+    learner = learner[order]
+    start_s = np.clip(np.asarray(chart.start_s, dtype=np.float64)[order], -LARGE, LARGE)
+    end_s = np.clip(np.asarray(chart.end_s, dtype=np.float64)[order], -LARGE, LARGE)
+    last_s = max(np.abs(start_s).max(initial=0.0), np.abs(end_s).max(initial=0.0))
+    tick_s = 1e-9 if last_s < 1 else 1e-6 if last_s < 1e9 else last_s / 1e15
+    start, end = np.rint(start_s / tick_s), np.rint(end_s / tick_s)
+    version = np.asarray(chart.version, dtype=np.float64)[order]
+    marks = 2 * np.asarray(chart.what, dtype=np.int64)[order] + np.asarray(chart.cancelled, dtype=np.int64)[order]
+    return {
+        "tick": tick_s,
+        "counts": np.bincount(learner, minlength=len(chart.learners)).tolist(),
+        "gaps": _packed(start - _before(end, learner)),
+        "lengths": _packed(end - start),
+        "versions": _packed(version - _before(version, learner)),
+        "marks": _packed(marks.astype(np.float64)),
+    }
+
+
+def _before(values: npt.NDArray[np.float64], learner: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Of each bar the value of the one before it of the same learner, 0 for its first."""
+    before = np.zeros_like(values)
+    before[1:] = np.where(learner[1:] == learner[:-1], values[:-1], 0.0)
+    return before
+
+
+def _packed(values: npt.NDArray[np.float64]) -> Data:
+    """Whole numbers in the smallest type that holds them all, as base64."""
+    low, high = values.min(initial=0.0), values.max(initial=0.0)
+    kind = next(kind for kind in TYPES if kind == "f8" or (np.iinfo(kind).min <= low and high <= np.iinfo(kind).max))
+    return {"type": kind, "bytes": base64.b64encode(values.astype(f"<{kind}").tobytes()).decode("ascii")}
+
+
+_KINDS: dict[type[Any], tuple[str, Callable[[Any], Data]]] = {
+    LineChart: ("line", _line),
+    BarChart: ("bar", _bar),
+    ShareChart: ("share", _share),
+    Timeline: ("timeline", _timeline),
+}
+
+
+# --- the file's own parts -----------------------------------------------------------------------------------------
+
+
+def _own(name: str) -> str:
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode('ascii')}'"
+
+
+def _json(value: Iterable[Data]) -> str:
+    text = json.dumps(list(value), ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    return text.translate(_JSON_ESCAPES)

@@ -1,0 +1,183 @@
+"""The JSON files that benchmarks write, read as far as they can be.
+
+    {"measured": "scaling" | "accuracy" | "predictions", "rows": [...], "notes": [...], "definitions": {...}, ...}
+
+Laws. A file of another kind has the kind "" and one sentence in `problems`. A field of a row that is missing or wrong
+is None; wrong ones are counted and the first is named. Text is clean, numbers are finite.
+
+What it must not know: where the numbers are shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from offbeat.report import files
+from offbeat.report.files import LABEL, Broken, clean, shorten
+
+_MOST_ROWS = 10_000
+_MOST_CURVES, _MOST_POINTS = 500, 5_000
+
+Reader = Callable[[Any], Any]
+
+
+def _positive(value: Any) -> float | None:
+    found = files.number(value)
+    return found if found is not None and found > 0 else None
+
+
+def _flag(value: Any) -> bool | None:
+    return value if isinstance(value, bool) else None
+
+
+def _text(value: Any) -> str | None:
+    return clean(value) if isinstance(value, str) else None
+
+
+# How each field of a row is read; what is not there is None.
+FIELDS: Mapping[str, Mapping[str, Reader]] = {
+    "scaling": {
+        "strategy": _text, "learners": files.count, "batch": files.count, "seconds": _positive,
+        "seconds_low": _positive, "seconds_high": _positive, "throughput": files.from_zero,
+        "speedup": files.from_zero, "speedup_low": files.from_zero, "speedup_high": files.from_zero,
+        "efficiency": files.from_zero, "overhead_s": files.number,
+        "accuracy": files.share, "predicted_s": _positive, "error": files.number, "joules": files.from_zero,
+        "cost": files.from_zero, "ranked": _flag, "why_not": _text,
+    },
+    "accuracy": {
+        "strategy": _text, "learners": files.count, "seeds": files.count, "reached": files.count,
+        "seconds_to_target": files.from_zero, "seconds_to_target_low": files.from_zero,
+        "seconds_to_target_high": files.from_zero, "updates_to_target": files.from_zero,
+        "accuracy_mean": files.share, "accuracy_std": files.from_zero, "seconds": files.from_zero,
+        "joules": files.from_zero, "joules_to_target": files.from_zero, "cost": files.from_zero,
+        "cost_to_target": files.from_zero, "predicted_s": _positive, "error": files.number,
+    },
+    "predictions": {
+        "strategy": _text, "learners": files.count, "slow": _text, "measured_s": _positive, "predicted_s": _positive,
+        "error": files.number,
+    },
+}  # fmt: skip
+
+
+class Curve(NamedTuple):
+    """Of one training: seconds, updates and accuracy, in order of time."""
+
+    strategy: str
+    learners: int | None
+    seed: int | None
+    points: tuple[tuple[float, float, float], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What a benchmark found. `rows` have exactly the fields of their kind."""
+
+    name: str
+    label: str
+    kind: str = ""
+    about: Mapping[str, Any] = field(default_factory=dict)  # recipe, precision, base, target, ...: text and numbers
+    machine: Mapping[str, Any] = field(default_factory=dict)
+    rows: tuple[Mapping[str, Any], ...] = ()
+    curves: tuple[Curve, ...] = ()
+    notes: tuple[str, ...] = ()
+    definitions: Mapping[str, str] = field(default_factory=dict)
+    problems: tuple[str, ...] = ()
+
+    def said(self, key: str) -> str:
+        """A text that the file says of itself, or nothing."""
+        return files.text(self.about.get(key))
+
+    def column(self, key: str) -> list[Any]:
+        return [row.get(key) for row in self.rows]
+
+
+def read_result(path: Path) -> Result:
+    """All of a file that can be used."""
+    name = clean(path.name)
+    label = shorten(clean(path.name.removesuffix(".json")), LABEL)
+    try:
+        data = files.read_json(path)
+    except Broken as broken:
+        return Result(name=name, label=label, problems=(clean(str(broken)),))
+    kind = data.get("measured")
+    if not isinstance(kind, str) or kind not in FIELDS:
+        is_one = f"'{shorten(kind)}'" if isinstance(kind, str) else "no benchmark"
+        words = f"{name}: holds {is_one}, and a report shows {', '.join(FIELDS)}"
+        return Result(name=name, label=label, problems=(clean(words),))
+    problems: list[str] = []
+    about = {
+        key: value
+        for key, value in data.items()
+        if isinstance(value, str | int | float) and not isinstance(value, bool)
+    }
+    return Result(
+        name=name,
+        label=label,
+        kind=kind,
+        about=about,
+        machine=_object(data.get("machine")),
+        rows=_rows(name, kind, data.get("rows"), problems),
+        curves=_curves(name, data.get("curves"), problems),
+        notes=tuple(one for one in _list(data.get("notes")) if isinstance(one, str)),
+        definitions={
+            key: value for key, value in _object(data.get("definitions")).items() if isinstance(value, str)
+        },
+        problems=tuple(problems),
+    )  # fmt: skip
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _rows(name: str, kind: str, given: Any, problems: list[str]) -> tuple[Mapping[str, Any], ...]:
+    if not isinstance(given, list) or not given:
+        problems.append(f"{name}: has no rows")
+        return ()
+    wrong: list[str] = []
+    rows = []
+    for at, row in enumerate(given[:_MOST_ROWS], start=1):
+        if not isinstance(row, dict):
+            wrong.append(f"row {at} is no object")
+            continue
+        read = {key: reader(row.get(key)) for key, reader in FIELDS[kind].items()}
+        bad = [key for key in read if read[key] is None and row.get(key) is not None]
+        wrong += [f"'{key}' of row {at}" for key in bad]
+        if read["strategy"] and read["learners"]:
+            rows.append(read)
+        elif not bad:
+            wrong.append(f"row {at} does not say strategy and learners")
+    if wrong:
+        problems.append(f"{name}: {len(wrong):,} value{'' if len(wrong) == 1 else 's'} could not be read: {wrong[0]}"
+                        + (", ..." if len(wrong) > 1 else ""))  # fmt: skip
+    return tuple(rows)
+
+
+def _curves(name: str, given: Any, problems: list[str]) -> tuple[Curve, ...]:
+    found = []
+    bad = 0
+    for curve in _list(given)[:_MOST_CURVES]:
+        points: list[tuple[float, float, float]] = []
+        for point in _list(curve.get("points"))[:_MOST_POINTS] if isinstance(curve, dict) else []:
+            numbers = [files.from_zero(one) for one in point] if isinstance(point, list) and len(point) == 3 else []
+            whole = [one for one in numbers if one is not None]
+            if len(whole) == 3 and whole[2] <= 1 and (not points or whole[0] >= points[-1][0]):
+                points.append((whole[0], whole[1], whole[2]))
+            else:
+                bad += 1
+        if points:
+            strategy = files.text(curve.get("strategy")) or "?"
+            found.append(Curve(strategy, files.count(curve.get("learners")), files.count(curve.get("seed")),
+                               tuple(points)))  # fmt: skip
+        elif not isinstance(curve, dict):
+            bad += 1
+    if bad:
+        problems.append(f"{name}: {bad:,} point{'' if bad == 1 else 's'} of its curves could not be read")
+    return tuple(found)

@@ -1,0 +1,399 @@
+"""What was measured of a machine, and the machine that a simulation makes of it.
+
+A calibration is a JSON file that `offbeat calibrate` writes. It has the compute times of a recipe's minibatches, the
+time of each layer, what copying, reducing, pushing and fetching take over sizes, and probes: short trainings with 1, 2,
+... learners, by an all-reduce and with a server.
+
+The machine that is made of it has cores, which all that is computed shares. A learner's work is that of the probe with
+one learner; as many learners as have a core each may still slow each other down, by memory or by reducing beside, which
+the probes show (`crowding`). The way of a gradient to the server and back is the wait of the probe with one learner:
+work on the cores or waiting, and how much of it is work is what fits the probe with most learners best
+(`fit_server_work`). An all-reduce takes what it took in the probe with as many learners.
+
+What it must not know: torch, the clock, and how any of it was measured.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from offbeat.errors import RequestError
+from offbeat.schedules import build, price
+from offbeat.simulate.cluster import Cluster, Wires
+from offbeat.simulate.collective import Model
+from offbeat.simulate.compute import Law
+from offbeat.simulate.cores import Cores
+from offbeat.simulate.engine import COMPUTE, MEASURED, Floats
+from offbeat.simulate.recorded import product_limit
+from offbeat.strategy import ALL_REDUCE, SERVER, simulated_family_of
+from offbeat.topology import Topology
+from offbeat.topology import build as build_topology
+
+FORMAT = 1
+PROBED = "ring"  # the all-reduce of the probes
+
+
+class Probe(NamedTuple):
+    """A short training with so many learners and no delays.
+
+    `there_s` and `back_s`: from a gradient to the new weights, beside computing. With a server, from the end of
+    computing until the next minibatch, half and half; with an all-reduce, the reduction after the last learner has
+    computed, and the update.
+    """
+
+    family: str
+    learners: int
+    update_s: float  # seconds an update
+    compute_s: tuple[float, ...]  # of minibatches
+    there_s: float
+    back_s: float
+
+
+class Layer(NamedTuple):
+    name: str
+    forward_s: float
+    backward_s: float
+    size_bytes: int
+
+
+class Timed(NamedTuple):
+    """What took how long with so many learners: a reduction, or a push and a fetch, of so many bytes."""
+
+    learners: int
+    size_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """See the module's text."""
+
+    recipe: str
+    batch: int  # samples of a minibatch in the probes
+    size_bytes: int  # of a gradient
+    machine: Mapping[str, Any]
+    probes: tuple[Probe, ...]
+    layers: tuple[Layer, ...] = ()
+    batches: tuple[tuple[int, float], ...] = ()  # samples of a minibatch, seconds of one learner alone
+    reductions: tuple[Timed, ...] = ()
+    pushes: tuple[Timed, ...] = ()
+    copy_alone_bytes_per_s: float = math.inf
+    copy_together_bytes_per_s: float = math.inf
+    overlap_slowdown: float = 1.0
+    server_work: float = 1.0  # on the cores, as a part of a gradient's way to the server and back; above 1, behind it
+    settings: Mapping[str, Any] | None = None  # of the recipe, as measured
+    self_check: tuple[Mapping[str, Any], ...] = ()
+
+    def of(self, family: str) -> list[Probe]:
+        found = sorted((probe for probe in self.probes if probe.family == family), key=lambda probe: probe.learners)
+        if not found:
+            raise RequestError(f"the calibration of '{self.recipe}' has no probe of the family '{family}'")
+        return found
+
+    @property
+    def cores(self) -> float:
+        """That learners share: of a CPU, or GPUs."""
+        found = self.machine.get("gpus") or self.machine.get("cores") or 1
+        return float(found) if isinstance(found, int | float) and found >= 1 else 1.0
+
+    def crowding(self, family: str, learners: int) -> float:
+        """How much slower so many learners compute than one, though each has a core; a server needs one of its own."""
+        probes = {probe.learners: float(np.mean(probe.compute_s)) for probe in self.of(family)}
+        free = self.cores - (family == SERVER)
+        known = [many for many in probes if many <= min(learners, free)]
+        return max(1.0, probes[max(known)] / probes[min(probes)]) if known else 1.0
+
+    def more_s(self, batch: int) -> float:
+        """How much longer a minibatch of so many samples takes than one of the probes; below 0 for a smaller one.
+
+        From computing alone: what a training does beside (loading, handing over) is the same for any size.
+        """
+        if batch == self.batch or len(self.batches) < 2:
+            return 0.0
+        return _line(self.batches, batch) - _line(self.batches, self.batch)
+
+    def model(self) -> Model:
+        """The layers, for a simulation with overlap of backward and reduction."""
+        layers = [layer for layer in self.layers if layer.size_bytes]
+        if not layers or not sum(layer.backward_s for layer in layers) > 0:
+            return Model.even(layers=1, size_bytes=self.size_bytes, forward_share=1 / 3)
+        forward = sum(layer.forward_s for layer in self.layers)
+        backward = sum(layer.backward_s for layer in self.layers)
+        return Model(
+            forward_share=forward / (forward + backward),
+            backward=tuple(layer.backward_s for layer in layers),
+            size_bytes=tuple(layer.size_bytes for layer in layers),
+        )
+
+    def network(self) -> tuple[float, float]:
+        """Bytes a second and latency of one port of every rank, from the reductions: the line that fits them best.
+
+        A ring over P ranks takes 2(P-1) latencies, and 2(P-1)/P of the bytes at the bandwidth. Fitted are relative
+        differences, so that small sizes count as much as large ones.
+        """
+        if not self.reductions:
+            raise RequestError(f"the calibration of '{self.recipe}' has no reductions: measure it with 2 learners")
+        rows, ones = [], []
+        for ranks, size, seconds in self.reductions:
+            steps = 2 * (ranks - 1)
+            rows.append([steps / seconds, steps / ranks * size / seconds])
+            ones.append(1.0)
+        latency_s, per_byte_s = _at_least_0(np.array(rows), np.array(ones))
+        return 1 / max(per_byte_s, 1e-15), latency_s
+
+    def topology(self, ranks: int) -> Topology:
+        rate, latency_s = self.network()
+        return build_topology(f"uniform:bandwidth={rate:.15g}B/s,latency={latency_s:.15g}s", ranks=ranks)
+
+    def reduction_factor(self, line: str, learners: int) -> float:
+        """What an all-reduce takes as a part of the probed one, by the prices of both."""
+        if line == PROBED or learners == 1 or not self.reductions:
+            return 1.0
+        topology = self.topology(learners)
+        ours, probed = (price(build(one, ranks=learners), topology, self.size_bytes).seconds for one in (line, PROBED))
+        return ours / probed if probed else 1.0
+
+
+def _line(points: Sequence[tuple[int, float]], at: float) -> float:
+    """Between the two points around it, or on by the nearest two; never below a tenth of the least."""
+    known = sorted(points)
+    if len(known) == 1:
+        return known[0][1]
+    upper = next((number for number, (x, _) in enumerate(known) if x >= at), len(known) - 1)
+    (x0, y0), (x1, y1) = known[max(1, upper) - 1], known[max(1, upper)]
+    return max(y0 + (y1 - y0) * (at - x0) / (x1 - x0), min(y for _, y in known) / 10)
+
+
+def _at_least_0(rows: Floats, wanted: Floats) -> tuple[float, float]:
+    """Least squares in two unknowns that are 0 or more."""
+    found = np.linalg.lstsq(rows, wanted, rcond=None)[0]
+    if found.min() >= 0:
+        return float(found[0]), float(found[1])
+    alone = [max(0.0, float(column @ wanted) / max(float(column @ column), 1e-300)) for column in rows.T]
+    choices = ((alone[0], 0.0), (0.0, alone[1]))
+    return min(choices, key=lambda pair: float(np.square(rows @ np.array(pair) - wanted).sum()))
+
+
+# --- the machine of a simulation ------------------------------------------------------------------------------------
+
+
+class Delays(NamedTuple):
+    """Slowness on purpose: a law of seconds added to each minibatch, and how many times slower each learner is."""
+
+    law: Law | None = None
+    factors: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What a simulation needs."""
+
+    cluster: Cluster
+    reduce_s: float  # of an all-reduce: the reduction that computing does not hide, and the update
+
+
+def machine_of(
+    calibration: Calibration, line: str, learners: int, *, delays: Delays | None = None, batch: int = 0, seed: int = 0
+) -> Machine:
+    """The machine with so many learners under a strategy; `batch`: samples of a minibatch, if not the calibrated."""
+    family = simulated_family_of(line)
+    alone = calibration.of(family)[0]
+    delays = delays or Delays()
+    more_s, factor = calibration.more_s(batch or calibration.batch), calibration.crowding(family, learners)
+    reduces = family == ALL_REDUCE
+    way_s = 0.0 if reduces else alone.there_s + alone.back_s
+    work = calibration.server_work
+    return Machine(
+        cluster=Cluster(
+            learners=learners,
+            law=delays.law or NOTHING,
+            seed=seed,
+            speeds=tuple(1 / one for one in delays.factors),
+            wires=None if reduces else Wires(size_bytes=0, latency_s=max(0.0, 1 - work) * way_s / 2),
+            cores=Cores(
+                count=calibration.cores,
+                law=law_of([factor * max(time + more_s, time / 10) for time in alone.compute_s]),
+                push_s=min(1.0, work) * way_s / 2,
+                fetch_s=min(1.0, work) * way_s / 2,
+                behind_s=max(0.0, work - 1) * way_s,
+            ),
+        ),
+        reduce_s=_reduce_s(calibration, line, learners) if reduces else 0.0,
+    )
+
+
+def _reduce_s(calibration: Calibration, line: str, learners: int) -> float:
+    probes = calibration.of(ALL_REDUCE)
+    there_s, back_s = (
+        _line([(probe.learners, value) for probe, value in zip(probes, values, strict=True)], learners)
+        for values in ([probe.there_s for probe in probes], [probe.back_s for probe in probes])
+    )
+    return there_s * calibration.reduction_factor(line, learners) + back_s
+
+
+def law_of(times_s: Sequence[float]) -> Law:
+    """Each of these times is as likely as any other."""
+    curve = product_limit(times_s)
+    return Law(text="computing", mean_s=curve.mean_s, sample=lambda chance: curve.at(chance(MEASURED)))
+
+
+NOTHING = Law(text="as calibrated", mean_s=0.0, sample=lambda chance: np.zeros_like(chance(COMPUTE)))
+
+
+def fit_server_work(calibration: Calibration, simulate: Callable[[Calibration, Probe], float]) -> Calibration:
+    """Find how much of a gradient's way to the server and back is work on the cores, from the probe with most learners.
+
+    `simulate` says how long an update takes there by a calibration. What is not work is waiting, which disturbs nobody;
+    more work than the way is long goes on behind it, where only others feel it.
+    """
+    crowded = max(calibration.of(SERVER), key=lambda probe: probe.learners)
+    if crowded.learners == 1:
+        return calibration
+    tried = [replace(calibration, server_work=number / 10) for number in range(31)]
+    return min(tried, key=lambda one: abs(math.log(simulate(one, crowded) / crowded.update_s)))
+
+
+# --- the file -------------------------------------------------------------------------------------------------------
+
+
+def as_json(calibration: Calibration) -> dict[str, Any]:
+    one = calibration
+    return {
+        "calibration": FORMAT,
+        "recipe": one.recipe,
+        "batch": one.batch,
+        "size_bytes": one.size_bytes,
+        "machine": dict(one.machine),
+        "settings": dict(one.settings or {}),
+        "copy": {
+            "alone_bytes_per_s": _finite(one.copy_alone_bytes_per_s),
+            "together_bytes_per_s": _finite(one.copy_together_bytes_per_s),
+        },
+        "overlap_slowdown": one.overlap_slowdown,
+        "server_work": one.server_work,
+        "batches": [{"batch": batch, "seconds": seconds} for batch, seconds in one.batches],
+        "layers": [layer._asdict() for layer in one.layers],
+        "reductions": [timed._asdict() for timed in one.reductions],
+        "pushes": [timed._asdict() for timed in one.pushes],
+        "probes": [probe._asdict() | {"compute_s": list(probe.compute_s)} for probe in one.probes],
+        "self_check": [dict(row) for row in one.self_check],
+    }
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None
+
+
+def read_calibration(path: Path) -> Calibration:
+    """A `RequestError` names the file and what is wrong in it."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not JSON"
+        raise RequestError(f"cannot read the calibration {path}: {reason}; offbeat calibrate makes one") from None
+    try:
+        return from_json(data)
+    except RequestError as error:
+        raise RequestError(f"{path}: {error}") from None
+
+
+def from_json(data: Any) -> Calibration:
+    if not isinstance(data, dict) or "calibration" not in data:
+        raise RequestError("not a calibration: offbeat calibrate makes one")
+    if data["calibration"] != FORMAT:
+        raise RequestError(f"a calibration of format {data['calibration']!r}; this version reads format {FORMAT}")
+    try:
+        copy = data["copy"]
+        found = Calibration(
+            recipe=_text(data["recipe"]),
+            batch=_whole(data["batch"]),
+            size_bytes=_whole(data["size_bytes"]),
+            machine=dict(data["machine"]),
+            settings=dict(data["settings"]),
+            copy_alone_bytes_per_s=_or_infinite(copy["alone_bytes_per_s"]),
+            copy_together_bytes_per_s=_or_infinite(copy["together_bytes_per_s"]),
+            overlap_slowdown=_number(data["overlap_slowdown"]),
+            server_work=_number(data["server_work"]),
+            batches=tuple((_whole(one["batch"]), _number(one["seconds"])) for one in data["batches"]),
+            layers=tuple(
+                Layer(
+                    _text(one["name"]),
+                    _number(one["forward_s"]),
+                    _number(one["backward_s"]),
+                    _whole(one["size_bytes"], least=0),
+                )
+                for one in data["layers"]
+            ),
+            reductions=tuple(_timed(one) for one in data["reductions"]),
+            pushes=tuple(_timed(one) for one in data["pushes"]),
+            probes=tuple(_probe(one) for one in data["probes"]),
+            self_check=tuple(dict(one) for one in data["self_check"]),
+        )
+    except RequestError:
+        raise
+    except KeyError as error:
+        raise RequestError(f"a calibration without {error}: measure again with offbeat calibrate") from None
+    except (TypeError, ValueError, AttributeError):
+        raise RequestError("a calibration with something of the wrong kind: measure again") from None
+    if not found.probes:
+        raise RequestError("a calibration without probes: measure again with offbeat calibrate")
+    return found
+
+
+def _probe(one: Mapping[str, Any]) -> Probe:
+    if one["family"] not in (ALL_REDUCE, SERVER):
+        raise RequestError(f"a probe is of the family {ALL_REDUCE} or {SERVER}; got {one['family']!r}")
+    times = tuple(_number(time) for time in one["compute_s"])
+    if not times or not sum(times) > 0:
+        raise RequestError("a probe without compute times")
+    return Probe(
+        one["family"],
+        _whole(one["learners"]),
+        _positive(one["update_s"]),
+        times,
+        _number(one["there_s"]),
+        _number(one["back_s"]),
+    )
+
+
+def _timed(one: Mapping[str, Any]) -> Timed:
+    return Timed(_whole(one["learners"]), _whole(one["size_bytes"]), _number(one["seconds"]))
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    return value
+
+
+def _whole(value: Any, least: int = 1) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise RequestError(f"expected a whole number of {least} or more; got {str(value)[:40]}")
+    return value
+
+
+def _number(value: Any) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+        raise RequestError(f"expected a number of 0 or more; got {str(value)[:40]}")
+    return float(value)
+
+
+def _positive(value: Any) -> float:
+    if not _number(value) > 0:
+        raise RequestError("expected a number above 0; got 0")
+    return float(value)
+
+
+def _or_infinite(value: Any) -> float:
+    return math.inf if value is None else _number(value)
+
+
+def with_self_check(calibration: Calibration, rows: Sequence[Mapping[str, Any]]) -> Calibration:
+    return replace(calibration, self_check=tuple(rows))

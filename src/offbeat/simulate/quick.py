@@ -1,0 +1,118 @@
+"""The loop of a simulated server with all that can happen written out, for large simulations."""
+
+from __future__ import annotations
+
+from bisect import insort
+from typing import TYPE_CHECKING
+
+from offbeat.policies import Apply, Cancel, Command, Drop, Pushed, Send, Stopped
+from offbeat.simulate.calendar import Calendar
+from offbeat.simulate.engine import END, FINISH
+
+if TYPE_CHECKING:
+    from offbeat.simulate.server import Simulation
+
+
+def go_quickly(simulation: Simulation) -> None:
+    """The loop of `go` with all that can happen written out, for large simulations; a test compares the two.
+
+    Good where communication takes no time, nobody fails, every minibatch is pushed and no spans are kept. Nearly
+    all entries are then minibatches that finish and are answered by one `Send` to their learner: the inner loop.
+    There an entry itself holds when and at which version its minibatch began, since arrays of 10,000 learners would
+    cost more, and entries lie in a calendar, which is quicker than a heap of that size and has the same order. The
+    arrays are right for whoever was sent weights outside the inner loop, which is whoever can be cancelled, and for
+    all when the loop ends.
+    """
+    policy, handle, turn, doing = simulation.policy, simulation.handle, simulation.turn, simulation.doing
+    version, since, samples = simulation.version, simulation.since, simulation.samples
+    blocks, refill, updates = simulation.draws.blocks, simulation.draws.refill, simulation.updates
+    new = tuple.__new__
+    entries = [(at, kind, one, number, since[one], version[one]) for at, kind, one, number in simulation.heap]
+    calendar = Calendar(entries, slots_per_s=simulation.cluster.learners / 64 / _typical_wait(simulation))
+    slots, today, begin_slot, begin_day = calendar.slots, calendar.today, calendar.begin_slot, calendar.begin_day
+    ticket = at_entry = day = 0
+    per_s = calendar.slots_per_s
+    # Where nobody cancels, no entry is void; where nobody waits, a single command is a `Send` to who has pushed.
+    cancels, waits = policy.cancels, policy.waits
+    computed = waited = wasted = 0.0
+    stopped: list[tuple[int, int]] = []
+    while policy.version < updates:
+        while True:
+            while at_entry == len(today):
+                at_entry = 0
+                day = begin_day()
+                if day < 0:
+                    raise simulation.stands_still()
+            now, kind, learner, number, began, at_version = today[at_entry]
+            at_entry += 1
+            if kind != FINISH or (cancels and number != turn[learner]):
+                commands: tuple[Command, ...] = ()
+                break
+            ticket += 1
+            computed += now - began
+            commands = handle(new(Pushed, (learner, ticket, at_version, samples[learner], None, None, now)))
+            if waits or len(commands) != 1:
+                doing[learner] = "wait"
+                since[learner] = now
+                break
+            at = now + (blocks[learner] or refill(learner)).pop()
+            slot = int(at * per_s)
+            if slot > day:
+                (slots.get(slot) or begin_slot(slot)).append((at, FINISH, learner, number, now, policy.version))
+            else:
+                if at_entry > 4096:  # a long day: forget what is over
+                    del today[:at_entry]
+                    at_entry = 0
+                insort(today, (at, FINISH, learner, number, now, policy.version), at_entry)
+        if kind == END:
+            break
+        for command in commands:
+            if isinstance(command, Apply):
+                simulation.count_update()
+            elif isinstance(command, Drop):  # what was pushed just now
+                simulation.tally.dropped += 1
+                wasted += now - began
+            elif isinstance(command, Cancel):
+                other = command.learner
+                cut_short = now - since[other]
+                computed += cut_short
+                wasted += cut_short
+                doing[other] = "wait"
+                since[other] = now
+                turn[other] += 1
+                stopped.append((other, version[other]))
+            else:
+                other = command.learner
+                waited += now - since[other]
+                doing[other] = "compute"
+                since[other] = now
+                if type(command) is Send:
+                    version[other] = policy.version
+                at = now + (blocks[other] or refill(other)).pop()
+                slot = int(at * per_s)
+                entry = (at, FINISH, other, turn[other], now, version[other])
+                if slot > day:
+                    (slots.get(slot) or begin_slot(slot)).append(entry)
+                else:
+                    if at_entry > 4096:
+                        del today[:at_entry]
+                        at_entry = 0
+                    insort(today, entry, at_entry)
+        if stopped:
+            simulation.tally.cancelled += len(stopped)
+            for other, old in sorted(stopped) if policy.version < updates else ():
+                handle(new(Stopped, (other, old, now)))
+            stopped.clear()
+    for _, kind, learner, number, began, at_version in calendar.left(at_entry):
+        if kind == FINISH and number == turn[learner]:
+            since[learner], version[learner] = began, at_version
+    simulation.now, simulation.ticket, simulation.events, simulation.updates = now, ticket, ticket, policy.version
+    simulation.tally.seconds["compute"] += computed
+    simulation.tally.seconds["wait"] += waited
+    simulation.tally.waste_s += wasted
+
+
+def _typical_wait(simulation: Simulation) -> float:
+    """How far ahead entries lie, about: the calendar is right with any number, and quick with a good one."""
+    ahead = sorted(at - simulation.now for at, kind, _, _ in simulation.heap if kind == FINISH)
+    return max(ahead[len(ahead) // 2], 1e-9) if ahead else 1.0

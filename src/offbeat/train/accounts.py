@@ -1,0 +1,187 @@
+"""The accounts of a run: what it ran on, what it burnt, and how far it is, for who looks from outside.
+
+    machine.json   when it begins
+    live.json      while it runs, at most twice a second: the latest of what was heard, for `offbeat watch`
+    energy.json    when its processes have ended: from before they were started to after the last has gone, so that
+                   loading, evaluating and saving are in it; by torchrun's first rank, from its task to its last word
+
+Laws: a file that cannot be written is told once, in a note, and training goes on; keeping accounts takes less than a
+thousandth of one core's time, since what takes much is written less often, and so is what waits for a slow disk. One
+process of a run does it. Evaluations are in metrics.jsonl and not here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from offbeat.energy import Energy, Meter
+from offbeat.machine import machine_facts
+from offbeat.train.config import Config
+from offbeat.train.rundir import RunDir
+from offbeat.train.trainer import Report, device_of
+
+EVERY_S = 0.5  # from one writing of live.json to the next, at the least
+MOST_SHARE = (
+    0.0005  # of a core, that writing it takes; half of what is promised: the first and the last are not put off
+)
+MOST_WAIT = 0.005  # of the time, that a slow disk is waited for
+NOTES = 20  # that are kept
+
+Record = Mapping[str, Any]
+
+
+def gpus_of(config: Config) -> list[int]:
+    """The GPUs that the learners have, as CUDA counts them."""
+    devices = [device_of(config.device, learner) for learner in range(config.learners)]
+    return sorted({device.index or 0 for device in devices if device.type == "cuda"})
+
+
+class Live:
+    """What a watcher needs to show what the run itself shows."""
+
+    def __init__(self) -> None:
+        self._begin: Record | None = None
+        self._begun_s: float | None = None
+        self._latest: dict[int, Record] = {}  # by learner, each with when it was heard
+        self._first: dict[int, Record] = {}  # from which the pace is known
+        self._before: dict[int, Record] = {}  # when the epoch under way began: what is done of it is counted from here
+        self._epoch = 0
+        self._update: int | None = None  # at the latest evaluation
+        self._notes: deque[Record] = deque(maxlen=NOTES)
+        self._noted = 0  # all of them
+        self._one: dict[str, Record] = {}  # the latest of its kind: saved, end, energy
+        self._died: dict[int, Record] = {}
+        self.failed: str | None = None
+        self.over = False
+
+    def hear(self, record: Record, now_s: float) -> None:
+        match record["kind"]:
+            case "begin":
+                self._begin, self._begun_s, self._epoch = record, now_s, record.get("epoch") or 0
+            case "progress":
+                learner = record["learner"]
+                self._reach(record.get("epoch") or 0)
+                self._latest[learner] = {**record, "heard_s": now_s}
+                self._first.setdefault(learner, self._latest[learner])
+                self._died.pop(learner, None)
+            case "evaluated":
+                self._reach(record.get("epoch") or 0)
+                self._update = record.get("update")
+            case "note":
+                self._notes.append(record)
+                self._noted += 1
+            case "died" if record.get("learner") is not None:
+                self._died[record["learner"]] = record
+            case "saved" | "end" | "energy" as kind:
+                self._one[kind] = record
+
+    def _reach(self, epoch: int) -> None:
+        if epoch > self._epoch:
+            self._epoch, self._before = epoch, dict(self._latest)
+
+    def as_json(self, now_s: float) -> str:
+        told = {
+            "begin": self._begin,
+            "begun_s": self._begun_s,
+            "progress": self._latest,
+            "first": self._first,
+            "before": self._before,
+            "update": self._update,
+            "notes": list(self._notes),
+            "noted": self._noted,
+            "died": self._died,
+            "saved": self._one.get("saved"),
+            "energy": self._one.get("energy"),
+            "end": self._one.get("end"),
+            "failed": self.failed,
+            "over": self.over,
+            "pid": os.getpid(),
+            "at_s": now_s,
+        }
+        return json.dumps(told, allow_nan=False)
+
+
+class Accounts:
+    """Keeps them from `with` to its end. Records come by `hear`, which hands them on."""
+
+    def __init__(
+        self,
+        config: Config,
+        run: RunDir,
+        leg: int,
+        hear: Report,
+        *,
+        meter: Meter | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        worked: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self._config, self._run, self._leg, self._hear = config, run, leg, hear
+        self._clock, self._worked = clock, worked
+        self._meter = Meter(gpus_of(config)) if meter is None else meter
+        self._live = Live()
+        self._due_s = 0.0
+        self._complained: set[str] = set()
+        self.energy: Energy | None = None
+
+    def __enter__(self) -> Self:
+        config = self._config
+        device = device_of(config.device, 0).type
+        facts = machine_facts(torch=torch.__version__, device=device, threads=config.train.threads)
+        self._write(self._run.machine, lambda: _write_json(self._run.machine, facts))
+        self._meter.start()
+        self._show()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.measure()
+        self._live.over = True
+        if error is not None:
+            self._live.failed = str(error) if isinstance(error, Exception) else "it was ended at once"
+        self._show()
+
+    def hear(self, record: Record) -> None:
+        """Also `turn`, which says only that time goes on."""
+        self._meter.tick()
+        self._live.hear(record, time.time())
+        self._hear(record)
+        if self._clock() >= self._due_s:
+            self._show()
+
+    def measure(self) -> Energy:
+        """What was burnt up to now, when it is asked for first: all that train have ended."""
+        if self.energy is None:
+            self.energy = energy = self._meter.stop()
+            path = self._run.energy(self._leg)
+            self._write(path, lambda: _write_json(path, energy.as_json()))
+            self.hear({"kind": "energy", **energy.as_json()})
+        return self.energy
+
+    def _show(self) -> None:
+        began_s, before_s = self._clock(), self._worked()
+        self._write(self._run.live, lambda: self._run.write_live(self._live.as_json(time.time())))
+        took_s, worked_s = self._clock() - began_s, self._worked() - before_s
+        self._due_s = began_s + max(EVERY_S, worked_s / MOST_SHARE, took_s / MOST_WAIT)
+
+    def _write(self, path: Path, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except (OSError, ValueError, TypeError) as error:  # a disk that is full, a record that JSON cannot say
+            if path.name not in self._complained:
+                self._complained.add(path.name)
+                why = error.strerror if isinstance(error, OSError) else error
+                self._hear({"kind": "note", "text": f"cannot write {path}: {why}"})
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")

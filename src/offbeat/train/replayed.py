@@ -1,0 +1,263 @@
+"""A real run, replayed in virtual time: under its own strategy, and under others.
+
+    run = read_run(Path("runs/digits"))
+    play = Replay(run=run, samples=len(task.train))
+    own, other = play(run.config.sync), play("k-async:2")
+
+The machine is the run's own: each learner's minibatches take what they took, in their order, and ways between them what
+they took on average (`simulate.rerun`). A replay computes nothing; `Replay.train` does, to say when an accuracy would
+have been reached. What a replay of the run's own strategy is off by says how far the others are to be trusted.
+
+Laws: the folder of the run is only read. The same arguments give the same numbers. Evaluation is no part of any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from offbeat import spec as grammar
+from offbeat.errors import LogError, RequestError
+from offbeat.policies import create
+from offbeat.simulate.calibration import Calibration, machine_of
+from offbeat.simulate.cluster import Cluster, Wires
+from offbeat.simulate.compute import Law
+from offbeat.simulate.rerun import MOSTLY, Recorded, law_of, read_recorded
+from offbeat.simulate.training import Answer, ServedTimeline, Update, Work
+from offbeat.spec import count_of, format_seconds
+from offbeat.strategy import ALL_REDUCE, AUTO, NATIVE, SERVER, family_of
+from offbeat.trace import read_log
+from offbeat.train.config import Config
+from offbeat.train.reading import changed
+from offbeat.train.rundir import RunDir
+from offbeat.train.tasks import Task
+from offbeat.train.trainer import Report
+from offbeat.train.virtual import Clock, timeline_of, train_virtually
+
+PLENTY = 8  # times the run's epochs: what drops much needs more of them for as many applied samples
+STANDS_FOR = "ring"  # an all-reduce that only a running group chooses
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RealRun:
+    """What a run left. Times are of training, evaluation left out."""
+
+    config: Config
+    recorded: Recorded
+    metrics: tuple[Mapping[str, Any], ...]  # an evaluation each
+
+    @property
+    def seconds(self) -> float:
+        return float(self.metrics[-1]["seconds"])
+
+    @property
+    def updates(self) -> int:
+        return int(self.metrics[-1]["update"])
+
+    @property
+    def samples(self) -> int:
+        """Applied ones."""
+        return int(self.metrics[-1]["samples"])
+
+    @property
+    def staleness(self) -> float:
+        return float(self.metrics[-1].get("staleness") or 0.0)
+
+    @property
+    def accuracy(self) -> float | None:
+        found = self.metrics[-1].get("accuracy")
+        return None if found is None else float(found)
+
+    def reached_s(self, target: float) -> float | None:
+        """When an evaluation first had this accuracy."""
+        found = (
+            one["seconds"] for one in self.metrics if one.get("accuracy") is not None and one["accuracy"] >= target
+        )
+        return next(map(float, found), None)
+
+    @property
+    def ends_s(self) -> float:
+        """What the ends of epochs took, for each applied sample: all replays have as many of both."""
+        return self.recorded.ends_s(self.seconds) / self.samples
+
+
+def read_run(path: Path) -> RealRun:
+    """`RequestError`, in a line, where the folder is not that of one real run from its beginning to its end."""
+    folder = RunDir(path)
+    config = folder.read_config()
+    if folder.next_leg() > 2:
+        raise RequestError(f"{path} was resumed, and has a log for each part; only runs of one part are replayed")
+    if config.train.split != "equal":
+        raise RequestError(f"{path} split updates by '{config.train.split}'; replayed are runs with equal minibatches")
+    if not folder.log(1).exists():
+        raise RequestError(f"{path} has no log.jsonl: the run has not ended, or was killed")
+    metrics = folder.read_metrics()
+    if not metrics or not metrics[-1].get("samples") or not metrics[-1].get("seconds"):
+        raise RequestError(f"{path} has no evaluation in metrics.jsonl after which samples were applied")
+    try:
+        recorded = read_recorded(read_log(folder.log(1)))
+    except LogError as error:
+        raise RequestError(str(error)) from None
+    except RequestError as error:
+        raise RequestError(f"{path}: {error}") from None
+    config = changed(config, {"learners": config.learners or len(recorded.learners)})
+    return RealRun(config=config, recorded=recorded, metrics=tuple(metrics))
+
+
+class Reached(NamedTuple):
+    """Of a training in virtual time: when the accuracy was there, if it ever was, and the best that there was."""
+
+    seconds: float | None
+    best: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """What a strategy would have given, for as many applied samples as the run had."""
+
+    strategy: str
+    learners: int
+    seconds: float
+    updates: int
+    samples: int
+    staleness: float
+    wait_share: float
+    waste_share: float
+    notes: tuple[str, ...] = ()
+    reached: Reached | None = None  # None: not trained
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """See the module's text. `samples`: of the training set; `learners` 0: as many as the run had."""
+
+    run: RealRun
+    samples: int
+    learners: int = 0
+    seed: int = 0
+    calibration: Calibration | None = None
+    _laws: dict[int, Law] = field(default_factory=dict)  # by seed: filling in cancelled times takes a while
+
+    def __call__(self, line: str) -> Played:
+        """Replay it without computing. `RequestError` where the line cannot be replayed with so many learners."""
+        config, clock, notes = self._set_up(line)
+        timeline = timeline_of(_longer(config, PLENTY), clock, self.samples)
+        if isinstance(timeline, ServedTimeline) and timeline.lock_step:
+            timeline.ask = _same
+            notes = (*notes, f"{line} asks for losses or weights: replayed as if neither changed")
+        applied = gradients = ages = 0
+        last: Update | None = None
+        for update in timeline.stream():
+            last = update
+            applied += update.samples
+            gradients += len(update.works)
+            ages += sum(update.version - 1 - work.version for work in update.works)
+            if applied >= self.run.samples:
+                break
+        if last is None or applied < self.run.samples:
+            raise RequestError(
+                f"'{line}' drops so much that {self.run.samples:,} samples are not applied in {PLENTY} times the epochs"
+            )
+        spent = last.spent
+        whole = spent.compute_s + spent.send_s + spent.wait_s or 1.0
+        return Played(
+            strategy=line,
+            learners=config.learners,
+            seconds=last.at_s + self.run.ends_s * applied,
+            updates=last.version,
+            samples=applied,
+            staleness=ages / max(1, gradients),
+            wait_share=(spent.send_s + spent.wait_s) / whole,
+            waste_share=spent.waste_s / whole,
+            notes=notes,
+        )
+
+    def train(self, played: Played, task: Task, target: float, hear: Report = lambda record: None) -> Played:
+        """The same, trained in virtual time until an epoch ends with the target."""
+        config, clock, _ = self._set_up(played.strategy)
+        config = changed(config, {"train": {"stop_at": target}})
+        outcome = train_virtually(config, clock, task=task, hear=hear, every=1.0)
+        looks = [point for point in outcome.points[1:] if point.accuracy is not None]
+        there = next((point for point in looks if (point.accuracy or 0.0) >= target), None)
+        seconds = None if there is None else there.seconds + self.run.ends_s * there.samples
+        return replace(played, reached=Reached(seconds, max((point.accuracy or 0.0 for point in looks), default=0.0)))
+
+    def _set_up(self, line: str) -> tuple[Config, Clock, tuple[str, ...]]:
+        family = family_of(line)
+        simulated = STANDS_FOR if grammar.parse(line).name in (AUTO, NATIVE) else line
+        learners = self.learners or self.run.config.learners
+        changes = {"sync": simulated, "learners": learners, "slow": (), "train": {"stop_at": 0.0}}
+        try:
+            config = changed(self.run.config, changes)
+        except RequestError as error:
+            raise RequestError(str(error).removeprefix("sync: ")) from None
+        way_s, notes = self._way_s(line, family, learners)
+        rule = create(line, expect=learners).rule if family == SERVER else None
+        steps_alone = rule is not None and (rule.fetch_every > 0 or rule.push_every > 1)
+        if steps_alone:
+            notes = (*notes, f"{line}: learners step by themselves, and their ends of epochs are not simulated")
+        clock = Clock(
+            cluster=Cluster(
+                learners=learners,
+                law=self._law(),
+                seed=self.seed,
+                wires=Wires(size_bytes=0, latency_s=way_s / 2) if family == SERVER and way_s else None,
+            ),
+            bucket_bytes=None,
+            reduce_s=(lambda size: way_s) if family == ALL_REDUCE else None,
+            ends_of_epochs=not steps_alone,
+        )
+        return config, clock, notes
+
+    def _law(self) -> Law:
+        if self.seed not in self._laws:
+            self._laws[self.seed] = law_of(self.run.recorded, seed=self.seed)
+        return self._laws[self.seed]
+
+    def _way_s(self, line: str, family: str, learners: int) -> tuple[float, tuple[str, ...]]:
+        """From a gradient to the next minibatch, and what is to be said of it."""
+        recorded_s = self.run.recorded.way.whole_s
+        if self.run.recorded.reduces == (family == ALL_REDUCE):
+            return recorded_s, ()
+        if self.calibration is None:
+            told = (
+                f"taken as long as what it took in the run, {format_seconds(recorded_s)}; --calibration says it better"
+            )
+            return recorded_s, (f"communication under {line} was not in the recording: {told}",)
+        if family == ALL_REDUCE:
+            way_s = machine_of(self.calibration, line, learners).reduce_s
+        else:
+            probe = min(self.calibration.of(SERVER), key=lambda one: abs(one.learners - learners))
+            way_s = probe.there_s + probe.back_s
+        return way_s, (f"communication under {line}: {format_seconds(way_s)}, by the calibration",)
+
+
+def _longer(config: Config, times: int) -> Config:
+    return changed(config, {"train": {"epochs": config.train.epochs * times}})
+
+
+def _same(work: Work) -> Answer:
+    return Answer(1.0, 1.0)  # a loss that does not fall, and weights that do not move
+
+
+def notes_of(run: RealRun, learners: int = 0) -> list[str]:
+    """What is to be known of the recording before its replays are believed."""
+    recorded, notes = run.recorded, []
+    if recorded.cancelled:
+        notes.append(
+            f"{recorded.cancelled:,} of {recorded.minibatches:,} minibatches were cancelled: each is given a time drawn "
+            "from its learner's longer ones (Kaplan-Meier), or what it had taken, where none was longer"
+        )
+        mostly = [number for number, one in enumerate(recorded.learners) if one.share_cancelled > MOSTLY]
+        if mostly:
+            who = f"learner{'' if len(mostly) == 1 else 's'} {', '.join(map(str, mostly))}"
+            notes.append(f"most minibatches of {who} were cancelled: what they would have taken is uncertain")
+    many = len(recorded.learners)
+    if (learners or run.config.learners) > many:
+        notes.append(
+            f"{count_of(many, 'learner')} were recorded: the others take their times in turn, each copy from another "
+            "minibatch on, and ways between minibatches as they were"
+        )
+    return notes

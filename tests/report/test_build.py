@@ -1,0 +1,214 @@
+"""Which sections a page has, what it leaves out and says so, and who is ranked against whom."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offbeat.report import course
+from offbeat.report.build import build
+from offbeat.report.model import BarChart, Item, LineChart, Page, Table, Timeline
+from offbeat.report.reading import read_inputs, read_run
+from report.handmade import any_run, config, decision, evaluation, span, write_result, write_run
+
+
+def page_of(*paths: Path, **more: Any) -> Page:
+    inputs = read_inputs(paths)
+    return build(inputs.runs, inputs.results, problems=inputs.problems, **more)
+
+
+def items_of(page: Page) -> dict[str, Item]:
+    """By kind and key: a chart and its table may have the same key."""
+    found = [item for section in page.sections for item in section.items]
+    assert len({(type(item), item.key) for item in found}) == len(found)
+    return {item.key: item for item in found}
+
+
+def table(page: Page, key: str) -> Table:
+    found = next(
+        item for section in page.sections for item in section.items if isinstance(item, Table) and item.key == key
+    )
+    assert all(len(row) == len(found.columns) for row in found.rows)
+    return found
+
+
+def test_a_section_is_there_only_when_it_has_something_to_show(tmp_path: Path) -> None:
+    page = page_of(any_run(tmp_path / "a"))
+    assert [section.key for section in page.sections] == [
+        "timeline", "error", "staleness", "time", "communication", "runs", "configuration", "definitions",
+    ]  # fmt: skip
+    bare = page_of(write_run(tmp_path / "b", config=config("ring", 2)))
+    assert [section.key for section in bare.sections] == ["runs", "configuration", "definitions"]
+    rows = [{"strategy": "ring", "learners": 1}]
+    result = page_of(write_result(tmp_path / "s.json", "scaling", rows))
+    assert [section.key for section in result.sections] == ["scaling", "definitions"]
+    assert result.subtitle == "1 benchmark" and page.subtitle == "1 run"
+
+
+def test_a_price_or_an_energy_file_makes_the_section_of_energy(tmp_path: Path) -> None:
+    run = any_run(tmp_path / "a")
+    assert "energy" in [section.key for section in page_of(run, price=0.0).sections]
+    write_run(run, energy={"seconds": 1.0, "joules": None, "not_measured": ["no counter"]})
+    energy = table(page_of(run), "energy")
+    assert energy.rows[0][4] == "not measured: no counter" and energy.rows[0][1] is None
+
+
+# --- what is too much ---------------------------------------------------------------------------------------------
+
+
+def test_of_too_many_bars_the_earliest_are_shown_and_the_note_says_so(tmp_path: Path) -> None:
+    many = [span(at % 2, "compute", float(at // 2), at // 2 + 1.0, at) for at in range(100)]
+    page = page_of(any_run(tmp_path / "a", log=many), any_run(tmp_path / "b"), limit=25)
+    first, second = (item for item in items_of(page).values() if isinstance(item, Timeline))
+    assert len(second.start_s) == 5 and "Shown" not in second.note  # what the small one leaves is for the large one
+    assert len(first.start_s) == 20 and max(first.start_s) == 9.0
+    assert "Shown are the first 20 of 100 bars." in first.note
+
+
+def test_bars_of_a_learner_never_overlap_and_come_in_order(tmp_path: Path) -> None:
+    log = [
+        span(1, "compute", 5.0, 6.0), span(0, "compute", 4.0, 7.0), span(0, "wait", 1.0, 4.5),
+        span(0, "wait", 5.0, 6.0), span(0, "apply", 6.5, 8.0), span(0, "apply", 1.0, 1.0),
+    ]  # fmt: skip
+    line = next(item for item in items_of(page_of(any_run(tmp_path / "a", log=log))).values()
+                if isinstance(item, Timeline))  # fmt: skip
+    mine = [(start, end) for who, start, end in zip(line.learner, line.start_s, line.end_s, strict=True) if who == 0]
+    assert mine == [(0.0, 3.5), (3.5, 6.0), (6.0, 7.0)]
+    assert "Left out: 2 bars" in line.note and min(line.start_s) == 0.0
+
+
+def test_the_legs_of_a_run_stand_one_after_the_other(tmp_path: Path) -> None:
+    folder = any_run(tmp_path / "a", log=[span(0, "compute", 2.0, 3.0)])
+    write_run(folder, log=[span(0, "compute", 1.0, 3.0)], leg=".2")
+    assert [(one.start_s, one.end_s) for one in course.one_clock(read_run(folder))] == [(0.0, 1.0), (1.0, 3.0)]
+
+
+def test_a_long_tail_of_staleness_is_one_column(tmp_path: Path) -> None:
+    """98 gradients of staleness 0 to 1, and two that are 50 and 60 versions old."""
+    ages = [0, 1] * 49 + [50, 60]
+    log = []
+    for at, age in enumerate(ages):
+        version = at - min(age, at)
+        log.append(decision(f"pushed 0 t{at + 1} v{version} n8 @{at}.0", f"apply t{at + 1}"))
+    page = page_of(any_run(tmp_path / "a", learners=16, log=log))
+    chart = items_of(page)["staleness-1"]
+    assert isinstance(chart, BarChart) and chart.categories[-1].startswith(">=")
+    assert len(chart.categories) <= course.MOST_AGES
+    measured = [value or 0.0 for value in chart.series[0].values]
+    assert sum(measured) == pytest.approx(1) and measured[-1] == 0.02
+    assert sum(value or 0.0 for value in chart.series[1].values) == pytest.approx(1)  # the law's tail is there, too
+    assert sum(int(row[2] or 0) for row in table(page, "staleness-shares").rows) == 100
+
+
+def test_a_very_long_curve_is_thinned_out_and_keeps_its_best_and_last_point(tmp_path: Path) -> None:
+    curve = [evaluation(at, float(at), 0.9 if at == 1001 else 0.5, loss=1.0) for at in range(5000)]
+    page = page_of(any_run(tmp_path / "a", metrics=curve))
+    rows = table(page, "evaluations").rows
+    assert len(rows) <= course.MOST_POINTS + 2 and rows[-1][2] == 4999 and 1001 in [row[2] for row in rows]
+    assert table(page, "evaluations").note == "Thinned out: a."
+
+
+def test_without_an_accuracy_the_loss_is_drawn(tmp_path: Path) -> None:
+    page = page_of(any_run(tmp_path / "a", metrics=[evaluation(1, 1.0, None, loss=2.0), evaluation(2, 2.0, None)]))
+    chart = items_of(page)["error-seconds"]
+    assert isinstance(chart, LineChart) and chart.y_label == "test loss" and chart.series[0].points == ((1.0, 2.0),)
+    assert any("reached" not in sentence for sentence in page.summary)
+
+
+# --- who is ranked ------------------------------------------------------------------------------------------------
+
+
+def ranking(page: Page) -> list[str]:
+    return [sentence for sentence in page.summary if "first at" in sentence or "Not ranked" in sentence]
+
+
+def test_the_target_is_the_highest_accuracy_that_all_have_reached_or_the_one_given(tmp_path: Path) -> None:
+    fast = any_run(tmp_path / "a", metrics=[evaluation(1, 1.0, 0.6), evaluation(2, 2.0, 0.9)])
+    slow = any_run(tmp_path / "b", strategy="ring", metrics=[evaluation(1, 4.0, 0.5), evaluation(2, 8.0, 0.6)])
+    assert ranking(page_of(fast, slow)) == [
+        "async with 2 learners was first at 60.0 %, after 1 s; ring with 2 learners took 8 s, 8.00x as long."
+    ]
+    given = page_of(fast, slow, target=0.8)
+    assert ranking(given) == ["async with 2 learners was first at 80.0 %, after 2 s."]
+    assert "ring with 2 learners did not reach 80.0 %." in given.summary
+    assert "No run reached 99.0 %." in page_of(fast, slow, target=0.99).summary
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"config": config("ring", 2, precision="bf16")}, "train.precision (fp32, bf16)"),
+        ({"config": config("ring", 2, batch_size=64)}, "train.batch_size (8, 64)"),
+        ({"config": config("ring", 2) | {"model": {"name": "cnn"}}}, "model (mlp, cnn)"),
+        ({"config": config("ring", 2) | {"data": {"name": "text"}}}, "data.name (digits, text)"),
+        ({"head": {"simulated": True}}, "simulated (no, yes)"),
+    ],
+)
+def test_runs_that_are_not_alike_are_not_ranked(tmp_path: Path, change: dict[str, Any], says: str) -> None:
+    page = page_of(any_run(tmp_path / "a"), any_run(tmp_path / "b", strategy="ring", **change))
+    (said,) = ranking(page)
+    assert said.startswith("Not ranked against each other: async with 2 ") and says in said
+    assert all(row[5] is None for row in table(page, "accuracy").rows)  # no target in common
+
+
+def test_other_learners_and_machines_are_named_and_do_not_hinder_a_ranking(tmp_path: Path) -> None:
+    page = page_of(
+        any_run(tmp_path / "a", machine={"processor": "x"}),
+        any_run(tmp_path / "b", strategy="ring", learners=4, machine={"processor": "y"}),
+    )
+    said = "They differ in learners (2, 4), machine.processor (x, y): this is part of the difference."
+    assert len(ranking(page)) == 1 and said in page.summary
+
+
+def test_runs_of_the_same_strategy_are_called_by_their_folders(tmp_path: Path) -> None:
+    page = page_of(any_run(tmp_path / "a"), any_run(tmp_path / "b", accuracy=0.75))
+    assert ranking(page)[0].startswith(
+        "async with 2 learners (a) was first at 50.0 %, after 3 s; async with 2 learners (b)"
+    )
+
+
+def test_hostile_text_is_text_in_every_place_of_a_page(tmp_path: Path) -> None:
+    bad = "<script>alert(1)</script>\u202e\x00"
+    run = any_run(tmp_path / "<img src=x>", config=config(bad, 2) | {bad: {bad: [bad, {"a": bad}]}}, machine={bad: bad})
+    page = page_of(run)
+    texts = [cell for row in table(page, "configuration").rows for cell in row if isinstance(cell, str)]
+    assert "<script>alert(1)</script>��" in texts and "<img src=x>" in texts
+    assert not any("\x00" in text or "\u202e" in text for text in [*texts, *page.summary])
+
+
+def test_fields_that_differ_come_first(tmp_path: Path) -> None:
+    page = page_of(any_run(tmp_path / "a"), any_run(tmp_path / "b", config=config("ring", 2, rate=0.5)))
+    rows = [(row[0], row[1]) for row in table(page, "configuration").rows]
+    assert rows[:4] == [("run", ""), ("sync", "yes"), ("train.rate", "yes"), ("name", "")]
+
+
+# --- benchmarks ---------------------------------------------------------------------------------------------------
+
+
+def test_what_a_benchmark_did_not_rank_is_in_its_table_and_in_no_chart(tmp_path: Path) -> None:
+    row = {"strategy": "ring", "learners": 2, "seconds": 1.0, "speedup": 1.5, "overhead_s": 0.5}
+    path = write_result(tmp_path / "s.json", "scaling", [row | {"ranked": False, "why_not": "too much load"}])
+    page = page_of(path)
+    assert not [item for item in items_of(page).values() if not isinstance(item, Table)]
+    assert table(page, "scaling").rows[0][-1] == "too much load"
+
+
+def test_notes_of_a_benchmark_and_its_machine_are_sentences_below_its_table(tmp_path: Path) -> None:
+    rows = [{"strategy": "ring", "learners": 2}]
+    notes = ["the load was high", "Measure again."]
+    path = write_result(tmp_path / "s.json", "scaling", rows, notes=notes, machine={"cores": 2, "load": 1.23456})
+    said = "the load was high. Measure again. Machine: cores 2, load 1.235."
+    assert table(page_of(path), "scaling").note == said
+
+
+def test_predictions_come_worst_first_and_an_error_that_is_missing_is_computed(tmp_path: Path) -> None:
+    rows = [
+        {"strategy": "ring", "learners": 2, "measured_s": 1.0, "predicted_s": 1.5},
+        {"strategy": "ring", "learners": 4, "measured_s": None, "predicted_s": 1.0},
+        {"strategy": "async", "learners": 2, "measured_s": 1.0, "predicted_s": 0.25, "error": -0.75},
+        {"strategy": "async", "learners": 2, "measured_s": 1.0, "predicted_s": None},
+    ]
+    page = page_of(write_result(tmp_path / "p.json", "predictions", rows))
+    assert [row[-1] for row in table(page, "predictions").rows] == [-0.75, 0.5, None]

@@ -1,0 +1,108 @@
+"""`offbeat report`, as a user meets it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from offbeat.cli import main
+from report.handmade import any_run, write_result
+
+Offbeat = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def offbeat(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Offbeat:
+    """Runs one command in an empty folder; exit code, standard output and standard error."""
+    pytest.importorskip("offbeat.report.page")
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: object) -> tuple[int, str, str]:
+        code = main(["report", *map(str, words)])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def test_a_page_is_written_and_what_matters_is_printed(offbeat: Offbeat, tmp_path: Path) -> None:
+    code, out, err = offbeat(any_run(tmp_path / "a"), any_run(tmp_path / "b", strategy="ring", accuracy=0.75))
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert (code, err) == (0, "") and page.lstrip().lower().startswith("<!doctype html")
+    assert "offbeat report: 2 runs\n" in out and "was first at 50.0 %" in out and "page  report.html (" in out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "report.html"]
+
+
+def test_problems_are_printed_and_on_the_page(offbeat: Offbeat, tmp_path: Path) -> None:
+    run = any_run(tmp_path / "a")
+    (run / "metrics.jsonl").write_text("{\n")
+    code, out, _ = offbeat(run, "-o", "new/page.html")
+    assert code == 0 and "a: metrics.jsonl: 1 of 1 line could not be read; first: line 1" in out
+    assert "1 of 1 line could not be read" in (tmp_path / "new" / "page.html").read_text(encoding="utf-8")
+
+
+def test_a_run_and_a_benchmark_go_on_one_page(offbeat: Offbeat, tmp_path: Path) -> None:
+    result = write_result(tmp_path / "s.json", "scaling", [{"strategy": "ring", "learners": 2, "speedup": 1.5}])
+    assert "1 run and 1 benchmark" in offbeat(any_run(tmp_path / "a"), result)[1]
+
+
+def test_tables_and_a_trace_are_written_where_asked(offbeat: Offbeat, tmp_path: Path) -> None:
+    runs = [any_run(tmp_path / "a"), any_run(tmp_path / "b")]
+    code, out, _ = offbeat(*runs, "--csv", "tables", "--perfetto", "trace.json", "--price", "2")
+    assert code == 0 and "tables  tables (" in out and (tmp_path / "tables" / "runs.csv").exists()
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names == {0: "a", 1: "b"} and sum(event["ph"] == "X" for event in events) == 10
+
+
+def test_json_is_one_object_with_the_facts_of_all_runs(offbeat: Offbeat, tmp_path: Path) -> None:
+    code, out, err = offbeat(any_run(tmp_path / "a"), "--json", "--target", "0.5", "--price", "3600")
+    found = json.loads(out)
+    assert (code, err) == (0, "") and found["page"] == "report.html" and found["size_bytes"] > 0
+    run = found["runs"][0]
+    assert (run["strategy"], run["seconds_to_target"], run["cost"], run["throughput"]) == ("async", 3.0, 6.0, 32 / 3)
+    assert run["by_learner"][1]["wait_s"] == 0.5 and run["curve"][0]["accuracy"] == 0.5
+    assert found["summary"] and found["problems"] == [] and found["results"] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["nowhere"], "nowhere is not there"),
+        ([], "required"),
+        (["a", "--target", "95"], "an accuracy is above 0 and at most 1"),
+        (["a", "--target", "nan"], "an accuracy is above 0 and at most 1"),
+        (["a", "--price", "-1"], "a price is a number, 0 or more"),
+        (["a", "--price", "inf"], "a price is a number, 0 or more"),
+        (["a", "-o", "."], "it is a folder"),
+        (["a", "-o", "a/config.json/x.html"], "cannot write"),
+        (["a", "--csv", "a/config.json"], "cannot write"),
+        (["empty"], "nothing could be read: empty: config.json: is missing"),
+    ],
+)
+def test_a_wrong_request_is_one_line_and_exit_code_2(
+    offbeat: Offbeat, tmp_path: Path, words: list[str], says: str
+) -> None:
+    any_run(tmp_path / "a")
+    (tmp_path / "empty").mkdir()
+    code, out, err = offbeat(*words)
+    assert (code, out) == (2, "") and says in err and err.count("\n") == 1
+
+
+def test_a_page_that_cannot_be_written_leaves_the_old_one_and_nothing_else(
+    offbeat: Offbeat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = any_run(tmp_path / "a")
+    (tmp_path / "report.html").write_text("old")
+
+    def full(*_: object) -> Path:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    code, _, err = offbeat(run)
+    assert code == 2 and "cannot write report.html: No space left on device" in err
+    assert (tmp_path / "report.html").read_text() == "old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "report.html"]

@@ -1,0 +1,176 @@
+"""A calibration that was made up: what the machine that is made of it must be like."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offbeat.errors import RequestError
+from offbeat.simulate import server
+from offbeat.simulate.calibration import (
+    Calibration,
+    Delays,
+    Layer,
+    Probe,
+    Timed,
+    as_json,
+    fit_server_work,
+    from_json,
+    machine_of,
+    read_calibration,
+)
+from offbeat.simulate.compute import parse_law
+from offbeat.strategy import ALL_REDUCE, SERVER
+
+TIMES = tuple(0.009 + 0.0001 * number for number in range(21))  # 10 ms on average
+MADE_UP = Calibration(
+    recipe="made-up",
+    batch=32,
+    size_bytes=4_000_000,
+    machine={"cores": 2, "load": 0.0, "processor": "of paper"},
+    settings={"model": "mlp"},
+    probes=(
+        Probe(ALL_REDUCE, 1, 0.011, TIMES, 0.0, 0.001),
+        Probe(ALL_REDUCE, 2, 0.014, tuple(1.1 * time for time in TIMES), 0.002, 0.001),
+        Probe(ALL_REDUCE, 4, 0.026, TIMES, 0.004, 0.001),
+        Probe(SERVER, 1, 0.013, TIMES, 0.0015, 0.0015),
+        Probe(SERVER, 4, 0.0065, TIMES, 0.006, 0.006),
+    ),
+    layers=(Layer("0", 0.001, 0.002, 1_000_000), Layer("2", 0.001, 0.004, 3_000_000)),
+    batches=((16, 0.006), (32, 0.010), (64, 0.018)),
+    reductions=(Timed(2, 1000, 2e-4 + 1e-6), Timed(2, 1_000_000, 2e-4 + 1e-3), Timed(4, 1_000_000, 6e-4 + 1.5e-3)),
+    pushes=(Timed(1, 40_000, 0.001),),
+    copy_alone_bytes_per_s=1e10,
+)
+
+
+def mean_s(calibration: Calibration, line: str, learners: int, batch: int = 32) -> float:
+    cluster = machine_of(calibration, line, learners, batch=batch).cluster
+    assert cluster.cores is not None
+    return cluster.cores.law.mean_s
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    path.write_text(json.dumps(as_json(MADE_UP)), encoding="utf-8")
+    assert read_calibration(path) == replace(MADE_UP)
+
+
+def test_a_learner_computes_as_long_as_the_probe_with_one() -> None:
+    assert mean_s(MADE_UP, "async", 4) == pytest.approx(0.010)
+    assert mean_s(MADE_UP, "ring", 1) == pytest.approx(0.010)
+
+
+def test_learners_with_a_core_each_slow_each_other_down_as_the_probe_says() -> None:
+    assert mean_s(MADE_UP, "ring", 2) == pytest.approx(0.011)
+    assert mean_s(MADE_UP, "ring", 8) == pytest.approx(0.011)  # beyond the cores they wait for them, and are no slower
+
+
+def test_a_minibatch_of_another_size_takes_what_computing_takes_more_or_less() -> None:
+    assert mean_s(MADE_UP, "async", 2, batch=64) == pytest.approx(0.018)
+    assert mean_s(MADE_UP, "async", 2, batch=16) == pytest.approx(0.006)
+    assert mean_s(MADE_UP, "async", 2, batch=128) == pytest.approx(0.034)
+    assert 0 < mean_s(MADE_UP, "async", 2, batch=1) < 0.006
+
+
+def test_an_all_reduce_takes_what_its_probe_took_and_between_probes_what_lies_between() -> None:
+    assert machine_of(MADE_UP, "ring", 2).reduce_s == pytest.approx(0.003)
+    assert machine_of(MADE_UP, "ring", 3).reduce_s == pytest.approx(0.004)
+    assert machine_of(MADE_UP, "ring", 8).reduce_s == pytest.approx(0.009)
+    assert machine_of(MADE_UP, "ring", 1).reduce_s == pytest.approx(0.001)
+
+
+def test_links_are_fitted_to_the_reductions() -> None:
+    rate, latency_s = MADE_UP.network()
+    assert rate == pytest.approx(1e9, rel=1e-6)
+    assert latency_s == pytest.approx(1e-4, rel=1e-6)
+    assert MADE_UP.topology(4).ranks == 4
+
+
+def test_another_all_reduce_is_priced_against_the_ring() -> None:
+    assert MADE_UP.reduction_factor("ring", 4) == 1.0
+    assert MADE_UP.reduction_factor("central", 4) > 1.5  # sends 2(P-1) times the gradient through one port
+
+
+def test_a_gradients_way_with_a_server_is_that_of_the_probe_with_one_learner() -> None:
+    cluster = machine_of(replace(MADE_UP, server_work=0.0), "async", 1).cluster
+    assert server.run("async", cluster, updates=400).seconds_per_update == pytest.approx(0.013, rel=0.01)
+
+
+def test_how_much_of_the_way_is_work_is_what_fits_the_crowded_probe() -> None:
+    def simulate(tried: Calibration, crowded: Probe) -> float:
+        cluster = machine_of(tried, "async", crowded.learners).cluster
+        return server.run("async", cluster, updates=300).seconds_per_update
+
+    fitted = fit_server_work(MADE_UP, simulate)
+    assert fitted.server_work == pytest.approx(1.0, abs=0.11)  # 10 + 3 ms of work on two cores: 6.5 ms an update
+    crowded = Probe(SERVER, 4, 0.0095, TIMES, 0.006, 0.006)
+    busier = fit_server_work(replace(MADE_UP, probes=(*MADE_UP.probes[:4], crowded)), simulate)
+    assert busier.server_work == pytest.approx(3.0, abs=0.11)  # 10 + 9 ms: the rest goes on behind it
+
+
+def test_delays_are_beside_the_computing() -> None:
+    delays = Delays(parse_law("constant:0.1"), (1.0, 3.0))
+    cluster = machine_of(MADE_UP, "full-sync", 2, delays=delays).cluster
+    slow = server.run("full-sync", cluster, updates=50).seconds_per_update
+    assert slow == pytest.approx(0.3 + 0.03 + 0.003, rel=0.02)
+
+
+def test_the_layers_make_a_model_for_overlap() -> None:
+    model = MADE_UP.model()
+    assert model.size_bytes == (1_000_000, 3_000_000)
+    assert model.forward_share == pytest.approx(0.25)
+
+
+def test_learners_share_gpus_where_there_are_some() -> None:
+    assert MADE_UP.cores == 2
+    assert replace(MADE_UP, machine={"cores": 16, "gpus": 1}).cores == 1
+
+
+def changed(**changes: Any) -> dict[str, Any]:
+    return json.loads(json.dumps(as_json(MADE_UP))) | changes  # type: ignore[no-any-return] # JSON has no types
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ([], "not a calibration"),
+        ({"measured": "scaling"}, "not a calibration"),
+        (changed(calibration=2), "format 2"),
+        (changed(probes=[]), "without probes"),
+        (changed(batch="32"), "whole number of 1 or more"),
+        (changed(batch=True), "whole number of 1 or more"),
+        (changed(layers=7), "wrong kind"),
+        (changed(copy=None), "wrong kind"),
+        (changed(overlap_slowdown=-1), "0 or more"),
+        (changed(probes=[{"family": "rumour"}]), "rumour"),
+        ({key: value for key, value in changed().items() if key != "pushes"}, "'pushes'"),
+    ],
+)
+def test_what_is_no_calibration_is_refused_with_the_reason(data: Any, words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        from_json(data)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"nowhere\.json.*offbeat calibrate"):
+        read_calibration(tmp_path / "nowhere.json")
+
+
+def test_a_family_that_was_not_probed_cannot_be_predicted() -> None:
+    with pytest.raises(RequestError, match="no probe"):
+        machine_of(replace(MADE_UP, probes=MADE_UP.probes[:3]), "async", 2)
+
+
+def test_times_scatter_as_they_were_measured() -> None:
+    cluster = machine_of(MADE_UP, "async", 1).cluster
+    works = cluster.works()
+    assert works is not None
+    drawn = [works.take(0) for _ in range(2000)]
+    assert set(drawn) <= set(TIMES)
+    assert statistics.fmean(drawn) == pytest.approx(0.010, rel=0.01)
