@@ -15,9 +15,7 @@ from offbeat.simulate import server
 from offbeat.simulate.calibration import (
     Calibration,
     Delays,
-    Layer,
     Probe,
-    Timed,
     as_json,
     fit_server_work,
     from_json,
@@ -25,28 +23,8 @@ from offbeat.simulate.calibration import (
     read_calibration,
 )
 from offbeat.simulate.compute import parse_law
-from offbeat.strategy import ALL_REDUCE, SERVER
-
-TIMES = tuple(0.009 + 0.0001 * number for number in range(21))  # 10 ms on average
-MADE_UP = Calibration(
-    recipe="made-up",
-    batch=32,
-    size_bytes=4_000_000,
-    machine={"cores": 2, "load": 0.0, "processor": "of paper"},
-    settings={"model": "mlp"},
-    probes=(
-        Probe(ALL_REDUCE, 1, 0.011, TIMES, 0.0, 0.001),
-        Probe(ALL_REDUCE, 2, 0.014, tuple(1.1 * time for time in TIMES), 0.002, 0.001),
-        Probe(ALL_REDUCE, 4, 0.026, TIMES, 0.004, 0.001),
-        Probe(SERVER, 1, 0.013, TIMES, 0.0015, 0.0015),
-        Probe(SERVER, 4, 0.0065, TIMES, 0.006, 0.006),
-    ),
-    layers=(Layer("0", 0.001, 0.002, 1_000_000), Layer("2", 0.001, 0.004, 3_000_000)),
-    batches=((16, 0.006), (32, 0.010), (64, 0.018)),
-    reductions=(Timed(2, 1000, 2e-4 + 1e-6), Timed(2, 1_000_000, 2e-4 + 1e-3), Timed(4, 1_000_000, 6e-4 + 1.5e-3)),
-    pushes=(Timed(1, 40_000, 0.001),),
-    copy_alone_bytes_per_s=1e10,
-)
+from offbeat.strategy import SERVER
+from simulate.made_up import MADE_UP, TIMES
 
 
 def mean_s(calibration: Calibration, line: str, learners: int, batch: int = 32) -> float:

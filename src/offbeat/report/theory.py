@@ -10,8 +10,8 @@ push is as likely to be anybody's who computes:
 
     async           Pr(k or more) = (1 - 1/P)^k
     k-async         Pr(k or more) = (1 - K/P)^k: an update takes any K of the P
-    k-batch-async   Pr(k or more) = the mean over r = 0 ... K-1 of (1 - 1/P)^max(0, kK - r): a learner pushes again after
-                    a geometric number of pushes, and r of the K of an update were there when it pushed before
+    k-batch-async   Pr(k or more) = the mean over r = 0 ... K-1 of (1 - 1/P)^max(0, kK - r): a learner pushes again
+                    after a geometric number of pushes, and r of an update's K were there when it pushed before
 
 K comes from the policy itself, never from the text of the line.
 """

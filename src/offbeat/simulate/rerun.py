@@ -1,8 +1,9 @@
 """What a real run's log says of its machine: what each minibatch took, in their order, and what lay between them.
 
-    computed    learner i's n-th minibatch took so long; `law` gives the same again, in the same order
-    way         from a gradient that is computed to the next minibatch: to the server and back, or a reduction and the
-                update
+    computed    learner i's n-th minibatch took so long; `law_of` gives the same again, in the same order
+    back        what came before it: from the word of the policy to begin (or, in an all-reduce, from when the last learner
+                had computed) until it began. It goes with its minibatch, since who is told first begins first
+    there       from a gradient that is computed until the server knows of it, on average
     ends        what the ends of epochs take beside it: all come to rest, and begin again
 
 A minibatch that was cancelled after c seconds would have taken longer. It is given a time that is drawn from the times
@@ -10,7 +11,8 @@ of its learner that are longer than c (Kaplan and Meier 1958, see `recorded`), a
 longer was seen, c itself.
 
 Laws. Evaluations are no part of a training's time, and what straddles one is left out. Who waits for others (at a
-barrier) is not on a way: a way begins when the policy or the last learner lets go. The same log gives the same numbers.
+barrier) is not on a way: the way back begins when the policy, or the last learner, lets go. The same log gives the same
+numbers.
 
 What it must not know: torch, configurations, and which strategies a replay asks for.
 """
@@ -24,8 +26,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from offbeat.errors import RequestError
 from offbeat.policies import Drop, Pushed, Resume, Send, create
@@ -42,26 +46,15 @@ Stretch = tuple[float, float]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Computed:
-    """The minibatches of one learner, in their order: seconds, and which were cancelled after so long."""
+    """The minibatches of one learner, in their order: what came before each, its seconds, and whether it was cancelled."""
 
+    back_s: Floats
     seconds: Floats
     cancelled: tuple[bool, ...]
 
     @property
     def share_cancelled(self) -> float:
         return sum(self.cancelled) / len(self.cancelled)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
-    """Seconds, on average: `there_s` from a gradient to where it counts, `back_s` from there to the next minibatch."""
-
-    there_s: float
-    back_s: float
-
-    @property
-    def whole_s(self) -> float:
-        return self.there_s + self.back_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +70,7 @@ class Recorded:
     """A run's log, read. `learners` has one entry for each that computed anything, in the order of their numbers."""
 
     learners: tuple[Computed, ...]
-    way: Way
+    there_s: float  # 0 of an all-reduce: all of its way is a way back
     active_s: float  # in which gradients were computed, from the first minibatch of an epoch to its last gradient
     stretches: int  # of it, between rests
     shares: Shares
@@ -91,10 +84,14 @@ class Recorded:
     def cancelled(self) -> int:
         return sum(sum(one.cancelled) for one in self.learners)
 
+    @property
+    def back_s(self) -> float:
+        """On average."""
+        return sum(float(one.back_s.sum()) for one in self.learners) / self.minibatches
+
     def ends_s(self, seconds: float) -> float:
-        """What ends of epochs took of a training of so many seconds; a simulation has their ways, and nothing else."""
-        begins_s = self.way.whole_s * (1.0 if self.reduces else 0.5)
-        return max(0.0, seconds - self.active_s - self.stretches * begins_s)
+        """What ends of epochs took of a training of so many seconds; a simulation has the ways there, and no more."""
+        return max(0.0, seconds - self.active_s - self.stretches * (self.there_s / 2 + self.back_s))
 
 
 def read_recorded(log: RunLog) -> Recorded:
@@ -113,17 +110,18 @@ def read_recorded(log: RunLog) -> Recorded:
         own[span.learner].append(span)
     reduces = not log.decisions
     said = _decisions(log)
-    gaps: dict[int, list[float]] = {}
     if reduces:
-        way = _reduced_way(own, rests)
+        there_s, before = 0.0, _before_reduced(own, rests)
         counts = sorted(span.end_s for span in computed)
     else:
-        way, gaps = _served_way(own, said, rests)
+        there = [event.at_s - span.end_s for event in said.pushes if (span := _pushed_span(own, event)) is not None]
+        there_s, before = _mean(there), _before_served(own, said, rests)
         counts = sorted(event.at_s for event in said.pushes)
+    typical_s = _mean([one.back_s for some in before.values() for one in some if one.back_s is not None])
     active = _active(computed, counts, rests)
     return Recorded(
-        learners=tuple(_computed(some, gaps.get(learner)) for learner, some in sorted(own.items())),
-        way=way,
+        learners=tuple(_computed(own[learner], before[learner], typical_s) for learner in sorted(own)),
+        there_s=there_s,
         active_s=sum(end - start for start, end in active),
         stretches=len(active),
         shares=_shares(spans, own, [event for event in said.pushes if event.ticket in said.dropped], rests),
@@ -131,10 +129,19 @@ def read_recorded(log: RunLog) -> Recorded:
     )
 
 
-def _computed(spans: Sequence[Span], gaps: Sequence[float] | None) -> Computed:
-    before = gaps or [0.0] * len(spans)
-    seconds = [gap + span.end_s - span.start_s for gap, span in zip(before, spans, strict=True)]
-    return Computed(np.array(seconds, np.float64), tuple(span.cancelled for span in spans))
+class _Before(NamedTuple):
+    """What came before a minibatch: a way back (None: an evaluation lay in it), and what is its own."""
+
+    back_s: float | None
+    gap_s: float = 0.0
+
+
+def _computed(spans: Sequence[Span], before: Sequence[_Before], typical_s: float) -> Computed:
+    return Computed(
+        np.array([typical_s if one.back_s is None else one.back_s for one in before], np.float64),
+        np.array([one.gap_s + span.end_s - span.start_s for one, span in zip(before, spans, strict=True)], np.float64),
+        tuple(span.cancelled for span in spans),
+    )
 
 
 # --- communication --------------------------------------------------------------------------------------------------
@@ -177,34 +184,30 @@ def _never_waits(log: RunLog) -> bool:
     return create(line, expect=expect).rule.fetch_every > 0
 
 
-def _served_way(
-    own: Mapping[int, list[Span]], said: _Said, rests: Sequence[Stretch]
-) -> tuple[Way, dict[int, list[float]]]:
-    """There: from the end of a minibatch until its push is known. Back: from the word to begin until a minibatch does.
+def _before_served(own: Mapping[int, list[Span]], said: _Said, rests: Sequence[Stretch]) -> dict[int, list[_Before]]:
+    """From the word to begin until a minibatch does.
 
     Whoever is cancelled is told so with the word to begin anew, so that what stopping takes is in the way back. A
-    minibatch that is begun without a word (learners may take steps of their own) is on no way: what lies between it and
-    the one before is its own. These gaps are given too, for each minibatch.
+    minibatch that is begun without a word (learners may take steps of their own) has no way: what lies between it and
+    the one before is its own.
     """
-    there = [event.at_s - span.end_s for event in said.pushes if (span := _pushed_span(own, event)) is not None]
-    back: list[float] = []
-    gaps: dict[int, list[float]] = {}
+    found: dict[int, list[_Before]] = {}
     for learner, some in own.items():
         words = said.words.get(learner, [])
-        gaps[learner] = []
+        found[learner] = []
         used_s, ended_s = -math.inf, math.inf  # the latest word that was followed, and the end of the minibatch before
         for span in some:
             place = bisect.bisect_right(words, span.start_s) - 1
             word_s = words[place] if place >= 0 else -math.inf
             new = word_s > used_s
             since_s = word_s if new else ended_s
-            between_s = 0.0 if _straddles(since_s, span.start_s, rests) else max(0.0, span.start_s - since_s)
-            if new and between_s:
-                back.append(between_s)
-            gaps[learner].append(0.0 if new else between_s)
+            lies_between = _straddles(since_s, span.start_s, rests)
+            if new:
+                found[learner].append(_Before(None if lies_between else span.start_s - since_s))
+            else:
+                found[learner].append(_Before(0.0, 0.0 if lies_between else max(0.0, span.start_s - since_s)))
             used_s, ended_s = word_s, span.end_s
-    there_s = _mean(there)
-    return Way(there_s=there_s, back_s=_mean(back) if back else there_s), gaps
+    return found
 
 
 def _pushed_span(own: Mapping[int, list[Span]], event: Pushed) -> Span | None:
@@ -214,19 +217,20 @@ def _pushed_span(own: Mapping[int, list[Span]], event: Pushed) -> Span | None:
     return some[place] if place >= 0 and not some[place].cancelled else None
 
 
-def _reduced_way(own: Mapping[int, list[Span]], rests: Sequence[Stretch]) -> Way:
-    """From when the last learner of an update has computed until learners begin the next minibatch, on average."""
-    updates: defaultdict[int, list[Span]] = defaultdict(list)
+def _before_reduced(own: Mapping[int, list[Span]], rests: Sequence[Stretch]) -> dict[int, list[_Before]]:
+    """From when the last learner of the update before had computed: the reduction, the update, and the start."""
+    last_s: dict[int, float] = {}  # by version
     for some in own.values():
         for span in some:
-            updates[span.version].append(span)
-    ways = []
-    for version, some in sorted(updates.items()):
-        last_s = max(span.end_s for span in some)
-        starts = [span.start_s for span in updates.get(version + 1, ())]
-        if starts and not _straddles(last_s, max(starts), rests):
-            ways.append(statistics.fmean(starts) - last_s)
-    return Way(there_s=max(0.0, _mean(ways)), back_s=0.0)
+            last_s[span.version] = max(last_s.get(span.version, 0.0), span.end_s)
+    return {learner: [_after_last(span, last_s.get(span.version - 1), rests) for span in some]
+            for learner, some in own.items()}  # fmt: skip
+
+
+def _after_last(span: Span, last_s: float | None, rests: Sequence[Stretch]) -> _Before:
+    if last_s is None or _straddles(last_s, span.start_s, rests):
+        return _Before(None)
+    return _Before(max(0.0, span.start_s - last_s))
 
 
 def _straddles(start_s: float, end_s: float, rests: Sequence[Stretch]) -> bool:
@@ -276,50 +280,57 @@ def _shares(
 # --- the law --------------------------------------------------------------------------------------------------------
 
 
-def law_of(recorded: Recorded, *, seed: int = 0) -> Law:
-    """Each learner's minibatches as they were, in their order; after the last comes the first again.
+def law_of(recorded: Recorded, *, seed: int = 0, ways: bool = True) -> Law:
+    """Each learner's minibatches as they were, in their order, with their ways back or without.
 
-    Learners beyond those that were recorded take them in turn, and each copy begins somewhere else.
+    After the last comes the first again. Learners beyond those that were recorded take them in turn, and each copy
+    begins somewhere else.
     """
-    rows = filled(recorded.learners, seed)
-    pool = np.concatenate(rows)
+    rows = filled(recorded.learners, seed=seed, ways=ways)
 
     def at(learners: Ints, minibatches: Ints) -> Floats:
         whose, numbers = np.broadcast_arrays(learners, minibatches)
         found = np.empty(whose.shape)
         for one in np.unique(whose).tolist():
-            row = rows[one % len(rows)]
+            row, its = rows[one % len(rows)], whose == one
             begin = int(one // len(rows) * _GOLDEN % 1.0 * len(row))
-            found[whose == one] = row[(numbers[whose == one] + begin) % len(row)]
+            found[its] = row[(numbers[its] + begin) % len(row)]
         return found
 
-    curve = product_limit(pool.tolist())
+    pool = product_limit(np.concatenate(rows).tolist())
     return Law(
         text="as recorded",
         mean_s=float(np.mean([row.mean() for row in rows])),
-        sample=lambda chance: curve.at(chance(COMPUTE)),
+        sample=lambda chance: pool.at(chance(COMPUTE)),
         at=at,
     )
 
 
-def filled(learners: Sequence[Computed], seed: int) -> list[Floats]:
+def filled(learners: Sequence[Computed], *, seed: int, ways: bool) -> list[Floats]:
     """The seconds of each learner, with whole times for those that were cancelled."""
-    pooled = _curve([time for one in learners for time in zip(one.seconds.tolist(), one.cancelled, strict=True)])
+    known = [_Known(one.seconds + one.back_s if ways else one.seconds, np.array(one.cancelled)) for one in learners]
+    pooled = _curve(known)
     rows = []
-    for number, one in enumerate(learners):
-        times = list(zip(one.seconds.tolist(), one.cancelled, strict=True))
-        curve = pooled if all(one.cancelled) else _curve(times)
-        chance = uniforms(seed, np.array([number]), np.arange(len(times)), MEASURED)
-        rows.append(
-            np.array(
-                [_longer(curve, time, float(u)) if cut else time for (time, cut), u in zip(times, chance, strict=True)]
-            )
-        )
+    for number, one in enumerate(known):
+        curve = pooled if one.cancelled.all() else _curve([one])
+        row = one.seconds.copy()
+        for place in np.flatnonzero(one.cancelled).tolist():
+            chance = float(uniforms(seed, np.array([number]), np.array([place]), MEASURED)[0])
+            row[place] = _longer(curve, float(row[place]), chance)
+        rows.append(row)
     return rows
 
 
-def _curve(times: Sequence[tuple[float, bool]]) -> Curve:
-    return product_limit([time for time, cut in times if not cut], [time for time, cut in times if cut])
+class _Known(NamedTuple):
+    seconds: Floats
+    cancelled: npt.NDArray[np.bool_]
+
+
+def _curve(known: Sequence[_Known]) -> Curve:
+    finished, cut = (
+        np.concatenate([one.seconds[one.cancelled == which] for one in known]).tolist() for which in (False, True)
+    )
+    return product_limit(finished, cut)
 
 
 def _longer(curve: Curve, time_s: float, chance: float) -> float:

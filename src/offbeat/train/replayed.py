@@ -4,9 +4,9 @@
     play = Replay(run=run, samples=len(task.train))
     own, other = play(run.config.sync), play("k-async:2")
 
-The machine is the run's own: each learner's minibatches take what they took, in their order, and ways between them what
-they took on average (`simulate.rerun`). A replay computes nothing; `Replay.train` does, to say when an accuracy would
-have been reached. What a replay of the run's own strategy is off by says how far the others are to be trusted.
+The machine is the run's own: each learner's minibatches take what they took, in their order, and so do the ways between
+them (`simulate.rerun`). A replay computes nothing; `Replay.train` does, to say when an accuracy would have been reached.
+What a replay of the run's own strategy is off by says how far the others are to be trusted.
 
 Laws: the folder of the run is only read. The same arguments give the same numbers. Evaluation is no part of any time.
 """
@@ -138,11 +138,11 @@ class Replay:
     learners: int = 0
     seed: int = 0
     calibration: Calibration | None = None
-    _laws: dict[int, Law] = field(default_factory=dict)  # by seed: filling in cancelled times takes a while
+    _laws: dict[bool, Law] = field(default_factory=dict)  # with ways back or without, since filling in takes a while
 
     def __call__(self, line: str) -> Played:
         """Replay it without computing. `RequestError` where the line cannot be replayed with so many learners."""
-        config, clock, notes = self._set_up(line)
+        config, clock, back_s, notes = self._set_up(line)
         timeline = timeline_of(_longer(config, PLENTY), clock, self.samples)
         if isinstance(timeline, ServedTimeline) and timeline.lock_step:
             timeline.ask = _same
@@ -160,6 +160,9 @@ class Replay:
             raise RequestError(
                 f"'{line}' drops so much that {self.run.samples:,} samples are not applied in {PLENTY} times the epochs"
             )
+        counted = timeline.result()
+        lost = counted.cancelled + counted.dropped
+        backs_s = back_s * (counted.applied + lost)  # that the law has in its minibatches, and that are waits
         spent = last.spent
         whole = spent.compute_s + spent.send_s + spent.wait_s or 1.0
         return Played(
@@ -169,14 +172,14 @@ class Replay:
             updates=last.version,
             samples=applied,
             staleness=ages / max(1, gradients),
-            wait_share=(spent.send_s + spent.wait_s) / whole,
-            waste_share=spent.waste_s / whole,
+            wait_share=min(1.0, (spent.send_s + spent.wait_s + backs_s) / whole),
+            waste_share=max(0.0, spent.waste_s - back_s * lost) / whole,
             notes=notes,
         )
 
     def train(self, played: Played, task: Task, target: float, hear: Report = lambda record: None) -> Played:
         """The same, trained in virtual time until an epoch ends with the target."""
-        config, clock, _ = self._set_up(played.strategy)
+        config, clock, _, _ = self._set_up(played.strategy)
         config = changed(config, {"train": {"stop_at": target}})
         outcome = train_virtually(config, clock, task=task, hear=hear, every=1.0)
         looks = [point for point in outcome.points[1:] if point.accuracy is not None]
@@ -184,7 +187,8 @@ class Replay:
         seconds = None if there is None else there.seconds + self.run.ends_s * there.samples
         return replace(played, reached=Reached(seconds, max((point.accuracy or 0.0 for point in looks), default=0.0)))
 
-    def _set_up(self, line: str) -> tuple[Config, Clock, tuple[str, ...]]:
+    def _set_up(self, line: str) -> tuple[Config, Clock, float, tuple[str, ...]]:
+        """Also the mean way back that is in the times of minibatches, and what is to be said of all this."""
         family = family_of(line)
         simulated = STANDS_FOR if grammar.parse(line).name in (AUTO, NATIVE) else line
         learners = self.learners or self.run.config.learners
@@ -193,7 +197,8 @@ class Replay:
             config = changed(self.run.config, changes)
         except RequestError as error:
             raise RequestError(str(error).removeprefix("sync: ")) from None
-        way_s, notes = self._way_s(line, family, learners)
+        ways = self._ways(simulated, family, learners)
+        notes = (ways.note.format(line),) if ways.note else ()
         rule = create(line, expect=learners).rule if family == SERVER else None
         steps_alone = rule is not None and (rule.fetch_every > 0 or rule.push_every > 1)
         if steps_alone:
@@ -201,37 +206,47 @@ class Replay:
         clock = Clock(
             cluster=Cluster(
                 learners=learners,
-                law=self._law(),
+                law=self._law(ways=ways.recorded),
                 seed=self.seed,
-                wires=Wires(size_bytes=0, latency_s=way_s / 2) if family == SERVER and way_s else None,
+                wires=Wires(size_bytes=0, latency_s=ways.beside_s / 2) if family == SERVER else None,
             ),
             bucket_bytes=None,
-            reduce_s=(lambda size: way_s) if family == ALL_REDUCE else None,
+            reduce_s=(lambda size: ways.beside_s) if family == ALL_REDUCE else None,
             ends_of_epochs=not steps_alone,
         )
-        return config, clock, notes
+        return config, clock, self.run.recorded.back_s if ways.recorded else 0.0, notes
 
-    def _law(self) -> Law:
-        if self.seed not in self._laws:
-            self._laws[self.seed] = law_of(self.run.recorded, seed=self.seed)
-        return self._laws[self.seed]
+    def _law(self, *, ways: bool) -> Law:
+        if ways not in self._laws:
+            self._laws[ways] = law_of(self.run.recorded, seed=self.seed, ways=ways)
+        return self._laws[ways]
 
-    def _way_s(self, line: str, family: str, learners: int) -> tuple[float, tuple[str, ...]]:
-        """From a gradient to the next minibatch, and what is to be said of it."""
-        recorded_s = self.run.recorded.way.whole_s
-        if self.run.recorded.reduces == (family == ALL_REDUCE):
-            return recorded_s, ()
+    def _ways(self, line: str, family: str, learners: int) -> _Ways:
+        recorded = self.run.recorded
+        if recorded.reduces == (family == ALL_REDUCE):
+            return _Ways(True, recorded.there_s, "")
         if self.calibration is None:
-            told = (
-                f"taken as long as what it took in the run, {format_seconds(recorded_s)}; --calibration says it better"
+            took = format_seconds(recorded.there_s + recorded.back_s)
+            return _Ways(
+                True,
+                recorded.there_s,
+                f"communication under {{}} was not in the recording: taken as long as what it took in the run, {took} on "
+                "average; a --calibration says it better",
             )
-            return recorded_s, (f"communication under {line} was not in the recording: {told}",)
         if family == ALL_REDUCE:
             way_s = machine_of(self.calibration, line, learners).reduce_s
         else:
             probe = min(self.calibration.of(SERVER), key=lambda one: abs(one.learners - learners))
             way_s = probe.there_s + probe.back_s
-        return way_s, (f"communication under {line}: {format_seconds(way_s)}, by the calibration",)
+        return _Ways(False, way_s, f"communication under {{}}: {format_seconds(way_s)}, by the calibration")
+
+
+class _Ways(NamedTuple):
+    """Between minibatches: whether with the ways back as recorded, seconds beside these, and a note on the line."""
+
+    recorded: bool
+    beside_s: float
+    note: str
 
 
 def _longer(config: Config, times: int) -> Config:
@@ -247,8 +262,8 @@ def notes_of(run: RealRun, learners: int = 0) -> list[str]:
     recorded, notes = run.recorded, []
     if recorded.cancelled:
         notes.append(
-            f"{recorded.cancelled:,} of {recorded.minibatches:,} minibatches were cancelled: each is given a time drawn "
-            "from its learner's longer ones (Kaplan-Meier), or what it had taken, where none was longer"
+            f"{recorded.cancelled:,} of {recorded.minibatches:,} minibatches were cancelled: each is given a time "
+            "drawn from its learner's longer ones (Kaplan-Meier), or what it had taken, where none was longer"
         )
         mostly = [number for number, one in enumerate(recorded.learners) if one.share_cancelled > MOSTLY]
         if mostly:

@@ -1,0 +1,169 @@
+"""Predictions from a made-up calibration, and what probes read out of a run's log: round numbers by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from offbeat.errors import OffbeatError, RequestError
+from offbeat.measure.predict import check, foresee_accuracy, predict, settings_of
+from offbeat.measure.predictions import Request, Row, order_of
+from offbeat.measure.probes import KEPT, probe_of
+from offbeat.measure.trainings import Trained
+from offbeat.simulate.calibration import Calibration
+from offbeat.strategy import ALL_REDUCE, SERVER
+from offbeat.trace import RunLog, Span
+from offbeat.train.config import Config
+from offbeat.train.reading import changed, override, read_recipe
+from simulate.made_up import MADE_UP
+
+DIGITS = 1438
+EVEN = replace(
+    MADE_UP,
+    machine={"cores": 8},
+    settings=None,
+    probes=tuple(probe._replace(compute_s=(0.010,)) for probe in MADE_UP.probes),
+)
+
+
+def config(line: str, learners: int, slow: tuple[str, ...] = (), **train: Any) -> Config:
+    base = override(read_recipe("digits-mlp"), {"device": "cpu"})
+    return changed(base, {"sync": line, "learners": learners, "slow": slow, "train": {"epochs": 3, **train}})
+
+
+def test_an_all_reduce_is_predicted_with_its_samples() -> None:
+    found = predict(EVEN, config("ring", 2), DIGITS)
+    assert found.updates == 3 * 23
+    assert found.seconds_per_update == pytest.approx(0.013)
+    assert found.samples_per_s == pytest.approx(DIGITS / (23 * 0.013), rel=1e-6)
+
+
+def test_one_learner_alone_is_predicted_without_a_reduction() -> None:
+    found = predict(EVEN, config("ring", 1), DIGITS)
+    assert found.seconds_per_update == pytest.approx(0.011)
+    assert found.last[2] == 3 * DIGITS
+
+
+@pytest.mark.parametrize("line", ["async", "k-batch-async:2", "softsync:2"])
+def test_where_nobody_waits_learners_work_all_the_time(line: str) -> None:
+    found = predict(EVEN, config(line, 4), DIGITS)
+    assert found.samples_per_s == pytest.approx(4 * 32 / 0.013, rel=0.12)  # at the ends of epochs they do wait
+    assert 0 <= 3 * DIGITS - found.last[2] < 2 * 32  # what is held at the very end is not applied
+
+
+@pytest.mark.parametrize("line", ["full-sync", "k-sync:2", "k-batch-sync:2", "k-async:2", "adaptive-k:2", "local-sgd:4",
+                                  "downpour:push=2,fetch=2", "async:rate=drift:1", "halving-doubling"])  # fmt: skip
+def test_every_kind_of_strategy_is_predicted(line: str) -> None:
+    found = predict(EVEN, config(line, 4), DIGITS)
+    assert found.updates > 8 and 0.001 < found.seconds_per_update < 0.1
+
+
+def test_the_same_delays_are_drawn_as_in_the_run() -> None:
+    first = predict(EVEN, config("ring", 2, ("exp:0.02",)), DIGITS)
+    assert first.seconds == predict(EVEN, config("ring", 2, ("exp:0.02",)), DIGITS).seconds
+    assert first.seconds_per_update == pytest.approx(0.013 + 0.03, rel=0.2)
+    slow = predict(EVEN, config("ring", 2, ("learner=1,factor=3",)), DIGITS)
+    assert slow.seconds_per_update == pytest.approx(0.033)
+
+
+def test_the_first_epoch_is_left_out_as_in_what_is_measured() -> None:
+    found = predict(EVEN, config("ring", 2), DIGITS)
+    assert found.first[0] == pytest.approx(23 * 0.013) and found.first[1:] == (23, DIGITS)
+    alone = predict(EVEN, config("ring", 2, epochs=1), DIGITS)
+    assert alone.first == (0.0, 0, 0)
+
+
+def test_times_of_one_model_say_nothing_of_another() -> None:
+    measured = replace(EVEN, settings=settings_of(config("ring", 2)))
+    check(measured, config("async", 4))
+    with pytest.raises(RequestError, match="the calibration is of precision 'fp32', and this has 'bf16'"):
+        check(measured, config("async", 4, precision="bf16"))
+
+
+def test_the_time_to_an_accuracy_is_foreseen_in_virtual_time() -> None:
+    asked = config("ring", 2, epochs=4)
+    seconds = foresee_accuracy(EVEN, asked, 0.5)
+    assert seconds is not None and seconds == pytest.approx(round(seconds / (23 * 0.013)) * 23 * 0.013)
+    assert foresee_accuracy(EVEN, asked, 1.0) is None
+
+
+# --- probes ---------------------------------------------------------------------------------------------------------
+
+
+def trained(spans: list[Span]) -> Trained:
+    metrics = ({"seconds": 1.0, "update": 10, "samples": 320, "accuracy": 0.5},
+               {"seconds": 3.0, "update": 30, "samples": 960, "accuracy": 0.6})  # fmt: skip
+    return Trained(config=config("ring", 2), log=RunLog(run={}, spans=tuple(spans)), metrics=metrics, energy=None)
+
+
+def test_a_probe_of_an_all_reduce_reads_the_reduction_off_who_came_last() -> None:
+    spans = []
+    for version in range(10):
+        start = 0.1 * version
+        for learner, computed in ((0, 0.05), (1, 0.06)):
+            spans += [
+                Span(learner, "compute", start, start + computed, version),
+                Span(learner, "wait", start + computed, start + 0.07, version),
+                Span(learner, "apply", start + 0.07, start + 0.1, version),
+            ]
+    found = probe_of(trained(spans), ALL_REDUCE, 2)
+    assert found.there_s == pytest.approx(0.01) and found.back_s == pytest.approx(0.03)
+    assert sorted(set(found.compute_s))[0] == pytest.approx(0.05) and len(found.compute_s) == 20
+    assert found.update_s == pytest.approx(0.1)
+
+
+def test_a_probe_with_a_server_leaves_out_waits_at_a_rest() -> None:
+    spans = [
+        Span(0, "compute", 0.0, 1.0, 0),  # before the first evaluation: all is slower there
+        Span(0, "wait", 1.0, 2.0, 0),
+        Span(0, "evaluate", 2.0, 2.5, 0),
+        Span(0, "compute", 2.5, 2.6, 1),
+        Span(0, "wait", 2.6, 2.62, 1),
+        Span(0, "compute", 2.62, 2.72, 2),
+        Span(0, "wait", 2.72, 3.5, 2),
+        Span(0, "evaluate", 3.5, 4.0, 2),
+        Span(0, "compute", 4.0, 4.1, 3),
+    ]
+    found = probe_of(trained(spans), SERVER, 1)
+    assert found.there_s + found.back_s == pytest.approx(0.02)
+    assert found.compute_s == pytest.approx((0.1, 0.1, 0.1))
+
+
+def test_many_times_are_thinned_to_the_same_law() -> None:
+    spans = [Span(0, "compute", 0.1 * at, 0.1 * at + 0.00001 * (at + 1), at) for at in range(2000)]
+    spans += [Span(0, "wait", span.end_s, 0.1 * span.version + 0.1, span.version) for span in spans]
+    found = probe_of(trained(spans), ALL_REDUCE, 1)
+    assert len(found.compute_s) == KEPT
+    assert sum(found.compute_s) / KEPT == pytest.approx(0.00001 * 1000.5)
+
+
+def test_a_probe_that_computed_nothing_says_so() -> None:
+    with pytest.raises(OffbeatError, match="computed nothing"):
+        probe_of(trained([Span(0, "wait", 0.0, 1.0, 0)]), SERVER, 1)
+
+
+# --- predictions ---------------------------------------------------------------------------------------------------------
+
+
+def row(measured_s: float, predicted_s: float) -> Row:
+    return Row(config=config("ring", 2), rounds_s=(measured_s,), predicted_s=predicted_s)
+
+
+def test_only_pairs_that_differ_enough_have_an_order() -> None:
+    rows = [row(1.0, 1.1), row(1.1, 0.9), row(2.0, 1.05)]
+    pairs, wrong = order_of(rows)
+    assert pairs == 2
+    assert wrong == [(rows[0], rows[2])]
+
+
+def test_a_configuration_for_each_strategy_number_and_delay() -> None:
+    base = override(read_recipe("digits-mlp"), {"device": "cpu"})
+    request = Request(config=base, calibration=Calibration(
+        recipe="x", batch=32, size_bytes=4, machine={}, probes=EVEN.probes))  # fmt: skip
+    assert len(list(request.configurations())) == 12
+    with pytest.raises(RequestError, match="twice"):
+        replace(request, lines=("ring", "ring"))
+    with pytest.raises(RequestError, match="k-sync:4"):
+        replace(request, lines=("k-sync:4",))

@@ -1,0 +1,55 @@
+"""offbeat calibrate, and predictions from what it wrote: small, and nothing is asserted of how good they are."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from offbeat.simulate.calibration import read_calibration
+from offbeat.strategy import ALL_REDUCE, SERVER
+
+MLP = ["digits-mlp", "--device", "cpu"]
+
+
+def offbeat(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "offbeat", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_machine_is_measured_and_trainings_are_predicted(tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    done = offbeat("calibrate", *MLP, "--learners", "1", "2", "--rounds", "1", "--quick", "-o", str(path))
+    assert done.returncode == 0, done.stderr
+    assert "written to" in done.stdout and "Not checked" in done.stdout
+    found = read_calibration(path)
+    assert {(probe.family, probe.learners) for probe in found.probes} == {
+        (family, many) for family in (ALL_REDUCE, SERVER) for many in (1, 2)
+    }
+    assert [layer.size_bytes for layer in found.layers] == [4 * 65 * 64, 4 * 65 * 10]
+    assert [batch for batch, _ in found.batches] == [8, 16, 32, 64]
+    assert found.size_bytes == 4 * (65 * 64 + 65 * 10)
+
+    words = [*MLP, "--calibration", str(path), "--sync", "async", "--learners", "2", "--slow", "none", "--rounds", "1"]
+    done = offbeat("bench", "predictions", *words, "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["measured"] == "predictions" and result["pairs"] == 0
+    (row,) = result["rows"]
+    assert row["error"] == row["predicted_s"] / row["measured_s"] - 1
+    assert row["measured_s"] > 0 and row["predicted_s"] > 0
+
+    simulated = offbeat("simulate", "k-async:2", "--learners", "4", "--calibration", str(path), "--json")
+    assert json.loads(simulated.stdout)["seconds_per_update"] > 0
+
+
+def test_wrong_requests_are_refused_before_anything_runs(tmp_path: Path) -> None:
+    for words, reason in (
+        (["calibrate", *MLP, "--learners", "2"], "1 is among them"),
+        (["calibrate", *MLP, "-o", str(tmp_path)], "expected the name of a file"),
+        (["bench", "predictions"], "--calibration FILE"),
+        (["simulate", "ring", "--calibration", str(tmp_path / "none.json")], "offbeat calibrate makes one"),
+    ):
+        done = offbeat(*words)
+        assert done.returncode == 2 and reason in done.stderr and not done.stdout, words
