@@ -49,7 +49,7 @@ def test_the_examples_of_every_command_work(
             words = [sys.executable, "-m", "offbeat", *line.split()]
             assert subprocess.run(words, cwd=HERE, capture_output=True, check=True, timeout=90).stdout
         return
-    needs_a_run = ("evaluate", "watch", "report")
+    needs_a_run = ("evaluate", "watch", "replay", "report")
     if command == "train" or command in needs_a_run:  # the same; the ones need what the other leaves
         after = [line for name in needs_a_run for line in load(name).examples]
         for line in [*load("train").examples, *after] if command == "train" else []:

@@ -21,7 +21,7 @@ from offbeat.errors import OffbeatError, RequestError, nearest, unknown
 
 COMMANDS = (
     "train", "watch", "evaluate", "recipes", "strategies", "schedule",
-    "topology", "simulate", "compare", "run", "bench", "calibrate", "report",
+    "topology", "simulate", "compare", "replay", "run", "bench", "calibrate", "report",
 )  # fmt: skip
 
 

@@ -39,14 +39,13 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     assert read_calibration(path) == replace(MADE_UP)
 
 
-def test_a_learner_computes_as_long_as_the_probe_with_one() -> None:
-    assert mean_s(MADE_UP, "async", 4) == pytest.approx(0.010)
+def test_a_learner_computes_as_in_the_probe_with_most_that_had_a_core_each() -> None:
     assert mean_s(MADE_UP, "ring", 1) == pytest.approx(0.010)
-
-
-def test_learners_with_a_core_each_slow_each_other_down_as_the_probe_says() -> None:
     assert mean_s(MADE_UP, "ring", 2) == pytest.approx(0.011)
     assert mean_s(MADE_UP, "ring", 8) == pytest.approx(0.011)  # beyond the cores they wait for them, and are no slower
+    assert MADE_UP.nearest(SERVER, 4).learners == 1  # the server needs the other core
+    assert replace(MADE_UP, machine={"cores": 5}).nearest(SERVER, 4).learners == 4
+    assert replace(MADE_UP, machine={"cores": 1}).nearest(SERVER, 4).learners == 1
 
 
 def test_a_minibatch_of_another_size_takes_what_computing_takes_more_or_less() -> None:

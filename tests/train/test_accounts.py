@@ -163,6 +163,8 @@ def test_energy_is_measured_once_and_each_stretch_has_its_own_file(tmp_path: Pat
     for leg, name in ((1, "energy.json"), (2, "energy.2.json"), (3, "energy.3.json")):
         kept = Kept(tmp_path, leg)
         with kept.accounts as book:
+            kept.hear({"kind": "note", "text": "nothing is measured before learners are forked"})
+            book.begin()
             kept.hear(*[{"kind": "turn"}] * leg)
             assert book.measure() is book.measure()
         assert kept.meter.stops == 1

@@ -49,7 +49,7 @@ def probe_of(trained: Trained, family: str, learners: int) -> Probe:
     computed = [span for span in spans if span.what == "compute" and not span.cancelled]
     if not computed:
         raise OffbeatError("bench: a probe has computed nothing")
-    there_s, back_s = (_reduced if family == ALL_REDUCE else _served)(spans)
+    there_s, back_s = (_reduced if family == ALL_REDUCE else _served)(spans, trained.seconds_per_update)
     return Probe(
         family=family,
         learners=learners,
@@ -68,7 +68,7 @@ def _settled(spans: Iterable[Span]) -> list[Span]:
     return after if any(span.what == "compute" for span in after) else ordered
 
 
-def _served(spans: Sequence[Span]) -> tuple[float, float]:
+def _served(spans: Sequence[Span], update_s: float) -> tuple[float, float]:
     """From the end of computing to the next minibatch, half and half; waits at a rest are another thing."""
     waits = [
         middle.end_s - middle.start_s
@@ -82,17 +82,21 @@ def _served(spans: Sequence[Span]) -> tuple[float, float]:
     return whole / 2, whole / 2
 
 
-def _reduced(spans: Sequence[Span]) -> tuple[float, float]:
-    """What the last learner to finish waits for is the reduction; the update comes after it."""
+def _reduced(spans: Sequence[Span], update_s: float) -> tuple[float, float]:
+    """What the last learner to finish waits for is the reduction; the update is what an iteration takes beside that and
+    the computing, from the first who begins to the last who ends."""
     waits: defaultdict[int, list[float]] = defaultdict(list)
-    updates = []
+    computed: defaultdict[int, list[Span]] = defaultdict(list)
     for span in spans:
         if span.what == "wait":
             waits[span.version].append(span.end_s - span.start_s)
-        elif span.what == "apply":
-            updates.append(span.end_s - span.start_s)
-    least = [min(some) for some in waits.values()]
-    return _mean(least) if least else 0.0, _mean(updates) if updates else 0.0
+        elif span.what == "compute":
+            computed[span.version].append(span)
+    there_s = _mean([min(some) for some in waits.values()]) if waits else 0.0
+    computing_s = statistics.fmean(
+        max(span.end_s for span in some) - min(span.start_s for span in some) for some in computed.values()
+    )
+    return there_s, max(0.0, update_s - computing_s - there_s)
 
 
 def _by_learner(spans: Sequence[Span]) -> dict[int, list[Span]]:

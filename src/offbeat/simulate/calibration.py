@@ -4,10 +4,9 @@ A calibration is a JSON file that `offbeat calibrate` writes. It has the compute
 time of each layer, what copying, reducing, pushing and fetching take over sizes, and probes: short trainings with 1, 2,
 ... learners, by an all-reduce and with a server.
 
-The machine that is made of it has cores, which all that is computed shares. A learner's work is that of the probe with
-one learner; as many learners as have a core each may still slow each other down, by memory or by reducing beside, which
-the probes show (`crowding`). The way of a gradient to the server and back is the wait of the probe with one learner:
-work on the cores or waiting, and how much of it is work is what fits the probe with most learners best
+The machine that is made of it has cores, which all that is computed shares. A learner's work, and the way of its
+gradient to the server and back, are those of the probe with most learners of which each still had a core (`nearest`).
+That way is work on the cores or waiting, and how much of it is work is what fits the probe with most learners of all
 (`fit_server_work`). An all-reduce takes what it took in the probe with as many learners.
 
 What it must not know: torch, the clock, and how any of it was measured.
@@ -103,12 +102,16 @@ class Calibration:
         found = self.machine.get("gpus") or self.machine.get("cores") or 1
         return float(found) if isinstance(found, int | float) and found >= 1 else 1.0
 
-    def crowding(self, family: str, learners: int) -> float:
-        """How much slower so many learners compute than one, though each has a core; a server needs one of its own."""
-        probes = {probe.learners: float(np.mean(probe.compute_s)) for probe in self.of(family)}
-        free = self.cores - (family == SERVER)
-        known = [many for many in probes if many <= min(learners, free)]
-        return max(1.0, probes[max(known)] / probes[min(probes)]) if known else 1.0
+    def nearest(self, family: str, learners: int) -> Probe:
+        """The probe with most learners of which each had a core of its own, up to so many; a server needs one too.
+
+        As many slow each other down even so, by memory or by reducing beside; it is in the times of that probe.
+        """
+        probes = self.of(family)
+        free = min(learners, self.cores - (family == SERVER))
+        return max(
+            (probe for probe in probes if probe.learners <= free), default=probes[0], key=lambda one: one.learners
+        )
 
     def more_s(self, batch: int) -> float:
         """How much longer a minibatch of so many samples takes than one of the probes; below 0 for a smaller one.
@@ -204,11 +207,11 @@ def machine_of(
 ) -> Machine:
     """The machine with so many learners under a strategy; `batch`: samples of a minibatch, if not the calibrated."""
     family = simulated_family_of(line)
-    alone = calibration.of(family)[0]
+    probe = calibration.nearest(family, learners)
     delays = delays or Delays()
-    more_s, factor = calibration.more_s(batch or calibration.batch), calibration.crowding(family, learners)
+    more_s = calibration.more_s(batch or calibration.batch)
     reduces = family == ALL_REDUCE
-    way_s = 0.0 if reduces else alone.there_s + alone.back_s
+    way_s = 0.0 if reduces else probe.there_s + probe.back_s
     work = calibration.server_work
     return Machine(
         cluster=Cluster(
@@ -219,7 +222,7 @@ def machine_of(
             wires=None if reduces else Wires(size_bytes=0, latency_s=max(0.0, 1 - work) * way_s / 2),
             cores=Cores(
                 count=calibration.cores,
-                law=law_of([factor * max(time + more_s, time / 10) for time in alone.compute_s]),
+                law=law_of([max(time + more_s, time / 10) for time in probe.compute_s]),
                 push_s=min(1.0, work) * way_s / 2,
                 fetch_s=min(1.0, work) * way_s / 2,
                 behind_s=max(0.0, work - 1) * way_s,

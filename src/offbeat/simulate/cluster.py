@@ -41,12 +41,15 @@ class Cluster:
     failures: Failures | None = None
     wires: Wires | None = None
     cores: Cores | None = None  # that all share: the law is then of delays beside the computing
+    starts: Law | None = None  # from when a server's word is there until the minibatch begins, each its own
     samples: tuple[int, ...] = ()  # of each learner's minibatch, where they are not all 1
     ids: tuple[int, ...] = ()  # whose draws each learner takes, where it is not its own number
 
     def __post_init__(self) -> None:
         if self.learners < 1:
             raise RequestError(f"a cluster has 1 learner or more; got {self.learners}")
+        if self.starts is not None and (self.cores is not None or (self.wires is not None and self.wires.size_bytes)):
+            raise RequestError("starts that were measured have in them what sending and shared cores take; name one")
         for name, values in (("speeds", self.speeds), ("samples", self.samples)):
             if len(values) > self.learners:
                 raise RequestError(f"{len(values)} {name} for {self.learners} learners")
@@ -78,6 +81,10 @@ class Cluster:
 
     def draws(self) -> Draws:
         return Draws(self.law, self.learners, self.seed, speeds=self.speeds, slow=self.slow, ids=self.ids)
+
+    def begins(self) -> Draws | None:
+        """What starting takes, where that was measured; a slow learner starts no slower."""
+        return None if self.starts is None else Draws(self.starts, self.learners, self.seed, ids=self.ids)
 
     def works(self) -> Draws | None:
         """What is to be computed, where learners share cores; a slow learner has no more of it, and sleeps instead."""

@@ -1,8 +1,8 @@
 """What a real run's log says of its machine: what each minibatch took, in their order, and what lay between them.
 
     computed    learner i's n-th minibatch took so long; `law_of` gives the same again, in the same order
-    back        what came before it: from the word of the policy to begin (or, in an all-reduce, from when the last learner
-                had computed) until it began. It goes with its minibatch, since who is told first begins first
+    back        what came before it: from the word of the policy to begin (or, in an all-reduce, from when the last
+                learner had computed) until it began. Each has its own: who begins first takes the samples first
     there       from a gradient that is computed until the server knows of it, on average
     ends        what the ends of epochs take beside it: all come to rest, and begin again
 
@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from offbeat.errors import RequestError
-from offbeat.policies import Drop, Pushed, Resume, Send, create
+from offbeat.policies import Drop, Left, Pushed, Resume, Send, create
 from offbeat.policies.events import EVENTS, from_text
 from offbeat.simulate.compute import Law
 from offbeat.simulate.engine import COMPUTE, MEASURED, Floats, Ints, uniforms
@@ -46,11 +46,12 @@ Stretch = tuple[float, float]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Computed:
-    """The minibatches of one learner, in their order: what came before each, its seconds, and whether it was cancelled."""
+    """The minibatches of one learner, in their order: what came before, its seconds, and whether it was cancelled."""
 
     back_s: Floats
     seconds: Floats
     cancelled: tuple[bool, ...]
+    starts_s: Floats  # what followed each word to begin: more than minibatches, where a word came when samples were out
 
     @property
     def share_cancelled(self) -> float:
@@ -114,13 +115,16 @@ def read_recorded(log: RunLog) -> Recorded:
         there_s, before = 0.0, _before_reduced(own, rests)
         counts = sorted(span.end_s for span in computed)
     else:
-        there = [event.at_s - span.end_s for event in said.pushes if (span := _pushed_span(own, event)) is not None]
+        there = [event.at_s - of.end_s for event in said.pushes if (of := _pushed_span(own, event)) is not None]
         there_s, before = _mean(there), _before_served(own, said, rests)
         counts = sorted(event.at_s for event in said.pushes)
     typical_s = _mean([one.back_s for some in before.values() for one in some if one.back_s is not None])
+    starts = {} if reduces else _starts(own, said, rests, typical_s)
     active = _active(computed, counts, rests)
     return Recorded(
-        learners=tuple(_computed(own[learner], before[learner], typical_s) for learner in sorted(own)),
+        learners=tuple(
+            _computed(own[learner], before[learner], starts.get(learner), typical_s) for learner in sorted(own)
+        ),
         there_s=there_s,
         active_s=sum(end - start for start, end in active),
         stretches=len(active),
@@ -136,11 +140,15 @@ class _Before(NamedTuple):
     gap_s: float = 0.0
 
 
-def _computed(spans: Sequence[Span], before: Sequence[_Before], typical_s: float) -> Computed:
+def _computed(
+    spans: Sequence[Span], before: Sequence[_Before], starts: Sequence[float] | None, typical_s: float
+) -> Computed:
+    back_s = np.array([typical_s if one.back_s is None else one.back_s for one in before], np.float64)
     return Computed(
-        np.array([typical_s if one.back_s is None else one.back_s for one in before], np.float64),
+        back_s,
         np.array([one.gap_s + span.end_s - span.start_s for one, span in zip(before, spans, strict=True)], np.float64),
         tuple(span.cancelled for span in spans),
+        np.array(starts, np.float64) if starts else back_s,
     )
 
 
@@ -153,11 +161,12 @@ class _Said:
 
     pushes: list[Pushed]
     words: dict[int, list[float]]  # when each learner was told to begin, ascending
+    leaves: dict[int, list[float]]  # when each said that it has no samples, or left otherwise
     dropped: set[int]  # tickets
 
 
 def _decisions(log: RunLog) -> _Said:
-    said = _Said([], defaultdict(list), set())
+    said = _Said([], defaultdict(list), defaultdict(list), set())
     for number, record in enumerate(log.decisions, start=1):
         try:
             event = from_text(str(record.get("event")))
@@ -166,6 +175,8 @@ def _decisions(log: RunLog) -> _Said:
             raise RequestError(f"decision {number} of its log: {error}") from None
         if isinstance(event, Pushed):
             said.pushes.append(event)
+        elif isinstance(event, Left):
+            said.leaves[event.learner].append(event.at_s)
         for command in commands:
             if isinstance(command, Drop):
                 said.dropped.add(command.ticket)
@@ -210,6 +221,31 @@ def _before_served(own: Mapping[int, list[Span]], said: _Said, rests: Sequence[S
     return found
 
 
+def _starts(
+    own: Mapping[int, list[Span]], said: _Said, rests: Sequence[Stretch], typical_s: float
+) -> dict[int, list[float]]:
+    """Of each word to begin, what it took until a minibatch began, or until its learner found that there is none to do.
+
+    Where an evaluation lay between it is not known; where another word came first, it would have taken so long or more.
+    """
+    found: dict[int, list[float]] = {}
+    for learner, some in own.items():
+        words, leaves = said.words.get(learner, []), said.leaves.get(learner, [])
+        begins = [span.start_s for span in some]
+        found[learner] = []
+        for word_s, next_s in pairwise([*words, math.inf]):
+            begun = bisect.bisect_left(begins, word_s)
+            left = bisect.bisect_right(leaves, word_s)  # who has just left may be called back at the same moment
+            end_s = min([*begins[begun : begun + 1], *leaves[left : left + 1]], default=math.inf)
+            if end_s <= next_s and not _straddles(word_s, end_s, rests) and end_s < math.inf:
+                found[learner].append(end_s - word_s)
+            elif next_s < math.inf and not _straddles(word_s, next_s, rests):
+                found[learner].append(max(typical_s, next_s - word_s))
+            else:
+                found[learner].append(typical_s)
+    return found
+
+
 def _pushed_span(own: Mapping[int, list[Span]], event: Pushed) -> Span | None:
     """The minibatch that a push is of, the last one of several."""
     some = own.get(event.learner, [])
@@ -248,7 +284,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _active(computed: Sequence[Span], counts: Sequence[float], rests: Sequence[Stretch]) -> list[Stretch]:
-    """Between rests: from when learners begin, on average, until the last gradient counts. All are in order."""
+    """Between rests: from when half of the learners have begun until the last gradient counts. All are in order."""
     bounds = [-math.inf, *(end_s for _, end_s in rests), math.inf]
     found = []
     for start_s, end_s in pairwise(bounds):
@@ -258,7 +294,7 @@ def _active(computed: Sequence[Span], counts: Sequence[float], rests: Sequence[S
             first.setdefault(span.learner, span.start_s)
         last = bisect.bisect_left(counts, end_s) - 1
         if first and last >= 0 and counts[last] >= start_s:
-            found.append((min(statistics.fmean(first.values()), counts[last]), counts[last]))
+            found.append((min(statistics.median(first.values()), counts[last]), counts[last]))
     return found
 
 
@@ -280,14 +316,22 @@ def _shares(
 # --- the law --------------------------------------------------------------------------------------------------------
 
 
-def law_of(recorded: Recorded, *, seed: int = 0, ways: bool = True) -> Law:
-    """Each learner's minibatches as they were, in their order, with their ways back or without.
+def law_of(recorded: Recorded, *, seed: int = 0, ways: bool = False) -> Law:
+    """Each learner's minibatches as they were, in their order; with `ways`, each with its way back.
 
     After the last comes the first again. Learners beyond those that were recorded take them in turn, and each copy
     begins somewhere else.
     """
-    rows = filled(recorded.learners, seed=seed, ways=ways)
+    rows = filled(recorded.learners, seed=seed)
+    return _in_order([row + one.back_s for row, one in zip(rows, recorded.learners, strict=True)] if ways else rows)
 
+
+def starts_of(recorded: Recorded) -> Law:
+    """What came between a word to begin and the beginning, word by word."""
+    return _in_order([one.starts_s for one in recorded.learners])
+
+
+def _in_order(rows: Sequence[Floats]) -> Law:
     def at(learners: Ints, minibatches: Ints) -> Floats:
         whose, numbers = np.broadcast_arrays(learners, minibatches)
         found = np.empty(whose.shape)
@@ -306,9 +350,9 @@ def law_of(recorded: Recorded, *, seed: int = 0, ways: bool = True) -> Law:
     )
 
 
-def filled(learners: Sequence[Computed], *, seed: int, ways: bool) -> list[Floats]:
+def filled(learners: Sequence[Computed], *, seed: int) -> list[Floats]:
     """The seconds of each learner, with whole times for those that were cancelled."""
-    known = [_Known(one.seconds + one.back_s if ways else one.seconds, np.array(one.cancelled)) for one in learners]
+    known = [_Known(one.seconds, np.array(one.cancelled)) for one in learners]
     pooled = _curve(known)
     rows = []
     for number, one in enumerate(known):

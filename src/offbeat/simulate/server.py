@@ -134,11 +134,12 @@ class Simulation:
         wires = cluster.wires
         self.latency_s = 0.0 if wires is None else wires.latency_s
         self.size_bytes = 0 if wires is None else wires.size_bytes
+        self.starts = cluster.begins()
         self.works = cluster.works()
         self.crowd = None if cluster.cores is None else Crowd(cluster.cores.count)
         self.crowd_turn = 0
         self.jobs = [-1] * count  # computing on shared cores
-        self.instant = not self.size_bytes and not self.latency_s and self.crowd is None
+        self.instant = not self.size_bytes and not self.latency_s and self.crowd is None and self.starts is None
         self.free = self.rule.fetch_every > 0  # learners push and fetch beside computing, and never wait
         shared = math.inf if wires is None else wires.server_bytes_per_s * wires.shards
         self.links = (FairLink(shared), FairLink(shared))  # to the server, from the server
@@ -490,7 +491,9 @@ class Simulation:
         if self.instant and kind != STOPPED:
             self.handlers[kind](learner, letter)
         else:
-            self._plan(self.now + self.latency_s, kind, learner, letter)
+            begins = self.starts if kind in (WEIGHTS, RESUME) else None
+            start_s = 0.0 if begins is None else begins.take(learner)
+            self._plan(self.now + self.latency_s + start_s, kind, learner, letter)
 
     def _letter(self, learner: int, version: int) -> int:
         self.letter += 1

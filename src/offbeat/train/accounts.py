@@ -130,6 +130,7 @@ class Accounts:
         self._live = Live()
         self._due_s = 0.0
         self._complained: set[str] = set()
+        self._begun = False
         self.energy: Energy | None = None
 
     def __enter__(self) -> Self:
@@ -137,9 +138,15 @@ class Accounts:
         device = device_of(config.device, 0).type
         facts = machine_facts(torch=torch.__version__, device=device, threads=config.train.threads)
         self._write(self._run.machine, lambda: _write_json(self._run.machine, facts))
-        self._meter.start()
         self._show()
         return self
+
+    def begin(self) -> None:
+        """From now on energy is measured. Not before learners are forked: what reads a GPU's counters (NVML) does not
+        survive a fork, and torch in the child would complain of it."""
+        if not self._begun:
+            self._begun = True
+            self._meter.start()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -152,7 +159,8 @@ class Accounts:
 
     def hear(self, record: Record) -> None:
         """Also `turn`, which says only that time goes on."""
-        self._meter.tick()
+        if self._begun:
+            self._meter.tick()
         self._live.hear(record, time.time())
         self._hear(record)
         if self._clock() >= self._due_s:
@@ -161,6 +169,7 @@ class Accounts:
     def measure(self) -> Energy:
         """What was burnt up to now, when it is asked for first: all that train have ended."""
         if self.energy is None:
+            self.begin()
             self.energy = energy = self._meter.stop()
             path = self._run.energy(self._leg)
             self._write(path, lambda: _write_json(path, energy.as_json()))

@@ -247,6 +247,7 @@ def _launch(start: Start, accounts: Accounts, tell: Callable[[str, str], None]) 
         supervisor = _supervisor(start, listen)
         try:
             store = _start(supervisor, start)
+            accounts.begin()
             told = False
             while supervisor.learners_left:
                 supervisor.turn()
@@ -538,6 +539,8 @@ def learn(
     result = Result()
     with ExitStack() as stack:
         accounts = stack.enter_context(Accounts(config, start.run, start.leg, report)) if rank == 0 else None
+        if accounts is not None:
+            accounts.begin()
 
         def hear(record: Mapping[str, Any]) -> None:
             if record["kind"] == "end":

@@ -5,7 +5,7 @@
     own, other = play(run.config.sync), play("k-async:2")
 
 The machine is the run's own: each learner's minibatches take what they took, in their order, and so do the ways between
-them (`simulate.rerun`). A replay computes nothing; `Replay.train` does, to say when an accuracy would have been reached.
+them (`simulate.rerun`). A replay computes nothing; `Replay.train` does, to say when an accuracy would have been there.
 What a replay of the run's own strategy is off by says how far the others are to be trusted.
 
 Laws: the folder of the run is only read. The same arguments give the same numbers. Evaluation is no part of any time.
@@ -24,7 +24,7 @@ from offbeat.policies import create
 from offbeat.simulate.calibration import Calibration, machine_of
 from offbeat.simulate.cluster import Cluster, Wires
 from offbeat.simulate.compute import Law
-from offbeat.simulate.rerun import MOSTLY, Recorded, law_of, read_recorded
+from offbeat.simulate.rerun import MOSTLY, Recorded, law_of, read_recorded, starts_of
 from offbeat.simulate.training import Answer, ServedTimeline, Update, Work
 from offbeat.spec import count_of, format_seconds
 from offbeat.strategy import ALL_REDUCE, AUTO, NATIVE, SERVER, family_of
@@ -138,11 +138,11 @@ class Replay:
     learners: int = 0
     seed: int = 0
     calibration: Calibration | None = None
-    _laws: dict[bool, Law] = field(default_factory=dict)  # with ways back or without, since filling in takes a while
+    _laws: dict[str, Law] = field(default_factory=dict)  # since filling in what was cancelled takes a while
 
     def __call__(self, line: str) -> Played:
         """Replay it without computing. `RequestError` where the line cannot be replayed with so many learners."""
-        config, clock, back_s, notes = self._set_up(line)
+        config, clock, notes = self._set_up(line)
         timeline = timeline_of(_longer(config, PLENTY), clock, self.samples)
         if isinstance(timeline, ServedTimeline) and timeline.lock_step:
             timeline.ask = _same
@@ -160,11 +160,11 @@ class Replay:
             raise RequestError(
                 f"'{line}' drops so much that {self.run.samples:,} samples are not applied in {PLENTY} times the epochs"
             )
-        counted = timeline.result()
-        lost = counted.cancelled + counted.dropped
-        backs_s = back_s * (counted.applied + lost)  # that the law has in its minibatches, and that are waits
         spent = last.spent
         whole = spent.compute_s + spent.send_s + spent.wait_s or 1.0
+        wait_s = spent.send_s + spent.wait_s
+        if clock.cluster.starts is None and self._has_ways(line):  # its minibatches have them
+            wait_s += self.run.recorded.back_s * gradients
         return Played(
             strategy=line,
             learners=config.learners,
@@ -172,14 +172,14 @@ class Replay:
             updates=last.version,
             samples=applied,
             staleness=ages / max(1, gradients),
-            wait_share=min(1.0, (spent.send_s + spent.wait_s + backs_s) / whole),
-            waste_share=max(0.0, spent.waste_s - back_s * lost) / whole,
+            wait_share=min(1.0, wait_s / whole),
+            waste_share=spent.waste_s / whole,
             notes=notes,
         )
 
     def train(self, played: Played, task: Task, target: float, hear: Report = lambda record: None) -> Played:
         """The same, trained in virtual time until an epoch ends with the target."""
-        config, clock, _, _ = self._set_up(played.strategy)
+        config, clock, _ = self._set_up(played.strategy)
         config = changed(config, {"train": {"stop_at": target}})
         outcome = train_virtually(config, clock, task=task, hear=hear, every=1.0)
         looks = [point for point in outcome.points[1:] if point.accuracy is not None]
@@ -187,8 +187,8 @@ class Replay:
         seconds = None if there is None else there.seconds + self.run.ends_s * there.samples
         return replace(played, reached=Reached(seconds, max((point.accuracy or 0.0 for point in looks), default=0.0)))
 
-    def _set_up(self, line: str) -> tuple[Config, Clock, float, tuple[str, ...]]:
-        """Also the mean way back that is in the times of minibatches, and what is to be said of all this."""
+    def _set_up(self, line: str) -> tuple[Config, Clock, tuple[str, ...]]:
+        """The training, its clock, and what is to be said of it."""
         family = family_of(line)
         simulated = STANDS_FOR if grammar.parse(line).name in (AUTO, NATIVE) else line
         learners = self.learners or self.run.config.learners
@@ -197,56 +197,68 @@ class Replay:
             config = changed(self.run.config, changes)
         except RequestError as error:
             raise RequestError(str(error).removeprefix("sync: ")) from None
-        ways = self._ways(simulated, family, learners)
-        notes = (ways.note.format(line),) if ways.note else ()
-        rule = create(line, expect=learners).rule if family == SERVER else None
-        steps_alone = rule is not None and (rule.fetch_every > 0 or rule.push_every > 1)
+        beside_s = self._beside_s(simulated)
+        notes = self._way_notes(line, beside_s)
+        cluster = Cluster(learners=learners, law=self._law("computed"), seed=self.seed)
+        if family == ALL_REDUCE:
+            if self._has_ways(line):
+                cluster = replace(cluster, law=self._law("with ways"))
+            return (
+                config,
+                Clock(cluster=cluster, bucket_bytes=None, reduce_s=lambda size: beside_s, ends_of_epochs=True),
+                notes,
+            )
+        starts = self._law("ways") if self._has_ways(line) else None
+        cluster = replace(cluster, wires=Wires(size_bytes=0, latency_s=beside_s / 2), starts=starts)
+        rule = create(line, expect=learners).rule
+        steps_alone = rule.fetch_every > 0 or rule.push_every > 1
         if steps_alone:
             notes = (*notes, f"{line}: learners step by themselves, and their ends of epochs are not simulated")
-        clock = Clock(
-            cluster=Cluster(
-                learners=learners,
-                law=self._law(ways=ways.recorded),
-                seed=self.seed,
-                wires=Wires(size_bytes=0, latency_s=ways.beside_s / 2) if family == SERVER else None,
-            ),
-            bucket_bytes=None,
-            reduce_s=(lambda size: ways.beside_s) if family == ALL_REDUCE else None,
-            ends_of_epochs=not steps_alone,
-        )
-        return config, clock, self.run.recorded.back_s if ways.recorded else 0.0, notes
+        return config, Clock(cluster=cluster, ends_of_epochs=not steps_alone), notes
 
-    def _law(self, *, ways: bool) -> Law:
-        if ways not in self._laws:
-            self._laws[ways] = law_of(self.run.recorded, seed=self.seed, ways=ways)
-        return self._laws[ways]
-
-    def _ways(self, line: str, family: str, learners: int) -> _Ways:
-        recorded = self.run.recorded
-        if recorded.reduces == (family == ALL_REDUCE):
-            return _Ways(True, recorded.there_s, "")
-        if self.calibration is None:
-            took = format_seconds(recorded.there_s + recorded.back_s)
-            return _Ways(
-                True,
-                recorded.there_s,
-                f"communication under {{}} was not in the recording: taken as long as what it took in the run, {took} on "
-                "average; a --calibration says it better",
+    def _law(self, what: str) -> Law:
+        if what not in self._laws:
+            recorded = self.run.recorded
+            self._laws[what] = (
+                starts_of(recorded) if what == "ways" else law_of(recorded, seed=self.seed, ways=what == "with ways")
             )
-        if family == ALL_REDUCE:
-            way_s = machine_of(self.calibration, line, learners).reduce_s
-        else:
-            probe = min(self.calibration.of(SERVER), key=lambda one: abs(one.learners - learners))
-            way_s = probe.there_s + probe.back_s
-        return _Ways(False, way_s, f"communication under {{}}: {format_seconds(way_s)}, by the calibration")
+        return self._laws[what]
 
+    # --- what lies between minibatches --------------------------------------------------------------------------------
 
-class _Ways(NamedTuple):
-    """Between minibatches: whether with the ways back as recorded, seconds beside these, and a note on the line."""
+    def _is_like_the_run(self, line: str) -> bool:
+        return self.run.recorded.reduces == (family_of(line) == ALL_REDUCE)
 
-    recorded: bool
-    beside_s: float
-    note: str
+    def _has_ways(self, line: str) -> bool:
+        """Whether ways back are as in the run: where it was of another family, if there is nothing better."""
+        return self.calibration is None or self._is_like_the_run(line)
+
+    def _beside_s(self, line: str) -> float:
+        """What the way of a gradient takes beside the way back."""
+        if self.calibration is None or self._is_like_the_run(line):
+            return self.run.recorded.there_s
+        learners = self.learners or self.run.config.learners
+        if family_of(line) == ALL_REDUCE:
+            return machine_of(self.calibration, line, learners).reduce_s
+        probe = min(self.calibration.of(SERVER), key=lambda one: abs(one.learners - learners))
+        return probe.there_s + probe.back_s
+
+    def _way_notes(self, line: str, beside_s: float) -> tuple[str, ...]:
+        """The same for all lines of a family, so that it is told once."""
+        if self._is_like_the_run(line):
+            return ()
+        reduces = family_of(line) == ALL_REDUCE
+        if not self._has_ways(line):
+            took = format_seconds(beside_s)
+            told = (
+                f"{line} takes {took} an update" if reduces else f"a gradient's way to the server and back takes {took}"
+            )
+            return (f"communication was not in the recording, and is by the calibration: {told}",)
+        took = format_seconds(self.run.recorded.there_s + self.run.recorded.back_s)
+        return (
+            f"communication {'by an all-reduce' if reduces else 'with a server'} was not in the recording: taken as "
+            f"long as what it took in the run, {took} on average; a --calibration says it better",
+        )
 
 
 def _longer(config: Config, times: int) -> Config:

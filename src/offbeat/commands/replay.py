@@ -1,0 +1,286 @@
+"""offbeat replay: what other strategies would have given on the machine of a run, by its own times."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from sys import stderr
+from typing import TYPE_CHECKING, Any
+
+from offbeat.commands.base import Command, console, heading, json_argument, print_json, reader, say
+from offbeat.commands.virtual import Live, task_for
+from offbeat.errors import OffbeatError, RequestError
+from offbeat.simulate.calibration import read_calibration
+from offbeat.simulate.race import percent
+from offbeat.spec import count_of, format_seconds, parse_count
+
+if TYPE_CHECKING:
+    from offbeat.train.replayed import Played, RealRun, Replay
+    from offbeat.train.tasks import Task
+
+TRUSTED = 0.10  # an error of the run's own replay beyond which the others are not to be believed
+OTHERS = ("ring", "full-sync", "async")  # and with K of half the learners, where no line is named
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("run", type=Path, metavar="RUN", help="the folder of a real run that has ended")
+    add(
+        "--sync",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="LINE",
+        help="strategies to replay it under, like k-sync:3 (default: some of each kind)",
+    )
+    add("--learners", type=reader(parse_count), metavar="P", help="as if there had been so many (default: the run's)")
+    add(
+        "--target", type=reader(_accuracy), metavar="X", help="the accuracy to reach (default: what the run ended with)"
+    )
+    add("--no-accuracy", action="store_true", help="only the times: nothing is trained")
+    add(
+        "--calibration",
+        type=Path,
+        metavar="FILE",
+        help="of offbeat calibrate: what communication takes under the family that the run was not of",
+    )
+    add("--seed", type=int, default=0, metavar="N", help="of the times of minibatches that were cancelled (default 0)")
+    json_argument(parser)
+
+
+def _run(given: argparse.Namespace) -> None:
+    from offbeat.train.reading import changed
+    from offbeat.train.replayed import Replay, notes_of, read_run
+
+    if given.seed < 0:
+        raise RequestError(f"--seed is 0 or more; got {given.seed}")
+    if given.no_accuracy and given.target is not None:
+        raise RequestError("--target is an accuracy, and --no-accuracy asks for none: leave one of them out")
+    calibration = None if given.calibration is None else read_calibration(given.calibration)
+    run = read_run(given.run)
+    run = replace(run, config=changed(run.config, {"device": "auto"}))  # the run's own may be another machine's
+    task = task_for(run.config)
+    replay = Replay(
+        run=run,
+        samples=len(task.train),  # type: ignore[arg-type]  # a map-style set has a length: the task was checked
+        learners=given.learners or 0,
+        seed=given.seed,
+        calibration=calibration,
+    )
+    learners = given.learners or run.config.learners
+    own_line = run.config.sync
+    lines = given.sync or _others(own_line, learners)
+    own = replay(own_line)
+    others = sorted((replay(line) for line in dict.fromkeys(lines) if line != own_line), key=lambda one: one.seconds)
+    target = None if given.no_accuracy else given.target or run.accuracy
+    if target is not None:
+        with Live(f"training {run.config.name} in virtual time") as live:
+            own, *others = [_trained(replay, one, task, target, live) for one in (own, *others)]
+    notes = notes_of(run, learners)
+    notes += dict.fromkeys(note for one in (own, *others) for note in one.notes)
+    if target is None and not given.no_accuracy:
+        notes.append(f"{run.config.name} has no accuracy, only a loss: there are only times for as many samples")
+    measured = learners == run.config.learners  # else its own strategy was never run so
+    error = own.seconds / run.seconds - 1 if measured else None
+    advice = _advice(run, own, others, error, target)
+    if given.json:
+        print_json(_as_json(given, run, own, others, error, target, advice, notes))
+        return
+    out = console()
+    heading(out, f"{given.run}: {run.config.name}, {own_line}, {count_of(run.config.learners, 'learner')}, "
+                 f"{run.samples:,} samples applied"
+                 + ("" if measured else f"; replayed with {count_of(learners, 'learner')}"))  # fmt: skip
+    _table(run, own, others, target)
+    for line in advice:
+        say(out, line)
+    for note in notes:
+        say(out, f"note: {note}", style="dim")
+
+
+def _accuracy(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= 1:
+        raise RequestError(f"an accuracy is above 0 and at most 1, like 0.95; got '{text}'")
+    return value
+
+
+def _others(own: str, learners: int) -> list[str]:
+    """Some of each kind."""
+    half = max(1, learners // 2)
+    with_k = [f"{name}:{half}" for name in ("k-sync", "k-batch-sync", "k-async", "k-batch-async")]
+    return [line for line in (*OTHERS, *(with_k if learners > 1 else ())) if line != own]
+
+
+def _trained(replay: Replay, played: Played, task: Task, target: float, live: Live) -> Played:
+    live.begin(played.strategy)
+    try:
+        with redirect_stdout(stderr):  # what a model or data set of one's own prints
+            return replay.train(played, task, target, live.hear)
+    except (OffbeatError, OSError, MemoryError):
+        raise
+    except Exception as error:  # of the user's own code
+        raise OffbeatError(
+            f"{played.strategy}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        ) from error
+
+
+# --- words ----------------------------------------------------------------------------------------------------------
+
+
+def _table(run: RealRun, own: Played, others: Sequence[Played], target: float | None) -> None:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("strategy", overflow="fold")
+    columns = [f"{run.samples:,} samples", "against the run", "updates", "staleness", "waiting", "thrown away"]
+    if target is not None:
+        columns.insert(2, f"to {percent(target)}")
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    shares = run.recorded.shares
+    rest = (f"{run.updates:,}", f"{run.staleness:.2f}", f"{100 * shares.wait:.0f} %", f"{100 * shares.waste:.0f} %")
+    reached = [] if target is None else [_seconds(run.reached_s(target))]
+    table.add_row(f"{run.config.sync}, as it was", format_seconds(run.seconds), "measured", *reached, *rest)
+    for one in (own, *others):
+        reached = [] if one.reached is None else [_seconds(one.reached.seconds, one.reached.best)]
+        table.add_row(
+            f"{one.strategy}, replayed" if one is own else one.strategy,
+            format_seconds(one.seconds),
+            _difference(one.seconds / run.seconds - 1),
+            *reached,
+            f"{one.updates:,}",
+            f"{one.staleness:.2f}",
+            f"{100 * one.wait_share:.0f} %",
+            f"{100 * one.waste_share:.0f} %",
+        )
+    console().print(table)
+
+
+def _seconds(value: float | None, best: float | None = None) -> str:
+    if value is not None:
+        return format_seconds(value)
+    return "not reached" if best is None else f"not (best {percent(best)})"
+
+
+def _difference(share: float) -> str:
+    return f"{'−' if share < 0 else '+'}{abs(100 * share):.1f} %"
+
+
+def _advice(
+    run: RealRun, own: Played, others: Sequence[Played], error: float | None, target: float | None
+) -> list[str]:
+    """What would have been best, and how sure that is: by the accuracy, where that was asked for."""
+    if error is None:
+        lines = [
+            f"with {count_of(own.learners, 'learner')} nothing was measured: how far the replay is off is not known"
+        ]
+        off = 0.0
+    else:
+        lines = [f"replayed {format_seconds(own.seconds)} against {format_seconds(run.seconds)} measured: "
+                 f"{_difference(error)}"]  # fmt: skip
+        off = abs(error)
+    real_s = (run.seconds if target is None else run.reached_s(target)) if error is not None else _time(own, target)
+    timed = [(seconds, one) for one in others if (seconds := _time(one, target)) is not None]
+    what = f"for {run.samples:,} samples" if target is None else f"to {percent(target)}"
+    if timed:
+        seconds, best = min(timed, key=lambda pair: pair[0])
+        if real_s is None:
+            lines.append(
+                f"{best.strategy} would have needed {format_seconds(seconds)} {what}, where {own.strategy} never got"
+            )
+        elif seconds < real_s * (1 - off):
+            sure = "" if error is None else f"; the replay of what really ran is {100 * off:.1f} % off"
+            lines.append(f"{best.strategy} would have needed {format_seconds(seconds)} {what} instead of "
+                         f"{format_seconds(real_s)}{sure}")  # fmt: skip
+        else:
+            lines.append(
+                f"none of the others would have been faster than {own.strategy} {what} by more than the replay is off"
+            )
+    elif others:
+        lines.append(f"none of the others would have got {what} in as many epochs")
+    if off > TRUSTED:
+        lines.append(f"the run's own replay is {100 * off:.0f} % off: do not trust the other numbers further than that")
+    return lines
+
+
+def _time(one: Played, target: float | None) -> float | None:
+    return one.seconds if target is None else None if one.reached is None else one.reached.seconds
+
+
+def _as_json(
+    given: argparse.Namespace,
+    run: RealRun,
+    own: Played,
+    others: Sequence[Played],
+    error: float | None,
+    target: float | None,
+    advice: Sequence[str],
+    notes: Sequence[str],
+) -> dict[str, Any]:
+    recorded = run.recorded
+    return {
+        "run_dir": str(given.run),
+        "name": run.config.name,
+        "seed": given.seed,
+        "samples": run.samples,
+        "target": target,
+        "run": {
+            "strategy": run.config.sync,
+            "learners": run.config.learners,
+            "seconds": run.seconds,
+            "target_seconds": None if target is None else run.reached_s(target),
+            "accuracy": run.accuracy,
+            "updates": run.updates,
+            "staleness_mean": run.staleness,
+            "wait_share": recorded.shares.wait,
+            "waste_share": recorded.shares.waste,
+            "minibatches": recorded.minibatches,
+            "cancelled": recorded.cancelled,
+            "there_s": recorded.there_s,
+            "back_s": recorded.back_s,
+            "epoch_ends_s": run.ends_s * run.samples,
+        },
+        "error": error,
+        "trusted": error is not None and math.fabs(error) <= TRUSTED,
+        "replayed": [_played_json(one, run) for one in (own, *others)],
+        "advice": list(advice),
+        "notes": list(notes),
+    }
+
+
+def _played_json(one: Played, run: RealRun) -> dict[str, Any]:
+    return {
+        "strategy": one.strategy,
+        "learners": one.learners,
+        "seconds": one.seconds,
+        "against_run": one.seconds / run.seconds - 1,
+        "target_seconds": None if one.reached is None else one.reached.seconds,
+        "best_accuracy": None if one.reached is None else one.reached.best,
+        "updates": one.updates,
+        "samples": one.samples,
+        "staleness_mean": one.staleness,
+        "wait_share": one.wait_share,
+        "waste_share": one.waste_share,
+    }
+
+
+COMMAND = Command(
+    summary="what other strategies would have given, by a run's own times",
+    about="""Take the compute times of a real run, in the order in which they were, and what lay between minibatches,
+and replay it in virtual time: under its own strategy, which says how far the replay is off, and under others. Told are
+the times for as many applied samples and, trained in virtual time, to the same accuracy, without evaluations.""",
+    examples=(
+        "replay runs/digits --no-accuracy",
+        "replay runs/digits --sync k-sync:2 k-async:2 async",
+    ),
+    arguments=_arguments,
+    run=_run,
+)
