@@ -12,7 +12,7 @@ from offbeat.measure.predict import check, foresee_accuracy, predict, settings_o
 from offbeat.measure.predictions import Request, Row, order_of
 from offbeat.measure.probes import KEPT, probe_of
 from offbeat.measure.trainings import Trained
-from offbeat.simulate.calibration import Calibration
+from offbeat.simulate.calibration import Calibration, Probe
 from offbeat.strategy import ALL_REDUCE, SERVER
 from offbeat.trace import RunLog, Span
 from offbeat.train.config import Config
@@ -24,7 +24,11 @@ EVEN = replace(
     MADE_UP,
     machine={"cores": 8},
     settings=None,
-    probes=tuple(probe._replace(compute_s=(0.010,)) for probe in MADE_UP.probes[:4]),
+    probes=(
+        Probe(ALL_REDUCE, 1, 0.011, (0.010,), 0.0, 0.001),
+        Probe(ALL_REDUCE, 2, 0.013, (0.010,), 0.002, 0.001),
+        Probe(SERVER, 1, 0.013, (0.010,), 0.0015, 0.0015),
+    ),
 )
 
 

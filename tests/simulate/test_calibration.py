@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from offbeat.errors import RequestError
-from offbeat.simulate import server
+from offbeat.simulate import collective, server
 from offbeat.simulate.calibration import (
     Calibration,
     Delays,
@@ -24,6 +24,7 @@ from offbeat.simulate.calibration import (
 )
 from offbeat.simulate.compute import parse_law
 from offbeat.strategy import SERVER
+from offbeat.topology import build as topology
 from simulate.made_up import MADE_UP, TIMES
 
 
@@ -55,11 +56,24 @@ def test_a_minibatch_of_another_size_takes_what_computing_takes_more_or_less() -
     assert 0 < mean_s(MADE_UP, "async", 2, batch=1) < 0.006
 
 
-def test_an_all_reduce_takes_what_its_probe_took_and_between_probes_what_lies_between() -> None:
-    assert machine_of(MADE_UP, "ring", 2).reduce_s == pytest.approx(0.003)
-    assert machine_of(MADE_UP, "ring", 3).reduce_s == pytest.approx(0.004)
-    assert machine_of(MADE_UP, "ring", 8).reduce_s == pytest.approx(0.009)
-    assert machine_of(MADE_UP, "ring", 1).reduce_s == pytest.approx(0.001)
+@pytest.mark.parametrize(("learners", "update_s"), [(1, 0.011), (2, 0.014), (4, 0.026)])
+def test_a_simulated_probe_takes_as_long_as_it_took(learners: int, update_s: float) -> None:
+    machine = machine_of(MADE_UP, "ring", learners)
+    found = collective.run(
+        "ring",
+        machine.cluster,
+        topology("uniform", ranks=learners),
+        MADE_UP.model(),
+        updates=300,
+        reduce_s=lambda size: machine.reduce_s,
+    )
+    assert found.seconds_per_update == pytest.approx(update_s, rel=0.01)
+
+
+def test_between_probes_an_all_reduce_takes_what_lies_between() -> None:
+    two, three, four, five = (machine_of(MADE_UP, "ring", learners).reduce_s for learners in (2, 3, 4, 5))
+    assert three == pytest.approx((two + four) / 2)
+    assert five == pytest.approx(four + (four - two) / 2)
 
 
 def test_links_are_fitted_to_the_reductions() -> None:

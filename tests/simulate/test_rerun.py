@@ -136,6 +136,13 @@ def test_the_longer_times_are_drawn_as_kaplan_and_meier_have_them() -> None:
     assert [round(float(np.mean(row[3:] == time)), 1) for time in (1.0, 2.0, 4.0)] == [0.3, 0.3, 0.3]
 
 
+def test_what_was_cancelled_takes_longer_than_one_that_finished_after_as_long() -> None:
+    times = np.array([2.0, 5.0, 2.0])
+    for seed in range(20):
+        (row,) = filled([Computed(times * 0, times, (False, False, True), times * 0)], seed=seed)
+        assert row.tolist() == [2.0, 5.0, 5.0]
+
+
 def test_a_learner_that_never_finished_gets_the_times_of_all() -> None:
     never = Computed(np.zeros(1), np.array([0.5]), (True,), np.zeros(1))
     other = Computed(np.zeros(1), np.array([2.0]), (False,), np.zeros(1))
@@ -179,6 +186,23 @@ def test_learners_that_never_wait_have_what_lies_between_minibatches_as_their_ow
     )
     (one,) = read_recorded(log).learners
     assert one.seconds.tolist() == [1.0, 1.0] and one.back_s.tolist() == [0.0, 0.0]
+
+
+def test_minibatches_that_were_pushed_together_have_equal_parts_of_their_time() -> None:
+    log = log_of(
+        "local-sgd:3",
+        "joined 0 @0.0: send 0",
+        "pushed 0 t1 v0 n12 @4.0: apply t1, send 0",
+        "pushed 0 t2 v1 n8 @6.5: apply t2, send 0",
+        spans=(computed(0, 1.0, 4.0, 0), computed(0, 4.5, 6.5, 1)),
+        learners=1,
+    )
+    log.decisions[1]["batch"] = [[0, 0, 4], [0, 4, 4], [0, 8, 4]]  # type: ignore[index]  # a dict, as it was made
+    log.decisions[2]["batch"] = [[0, 12, 4], [0, 16, 4]]  # type: ignore[index]  # the same
+    (one,) = read_recorded(log).learners
+    assert one.seconds.tolist() == [1.0] * 5 and one.back_s.tolist() == [1.0, 0.0, 0.0, 0.5, 0.0]
+    assert one.starts_s.tolist() == [1.0, 0.5, 0.75]  # the last led to nothing: the mean of the others
+    assert not any(one.cancelled) and len(one.cancelled) == 5
 
 
 def test_times_come_in_their_order_and_begin_again_and_copies_begin_elsewhere() -> None:

@@ -198,6 +198,7 @@ def _advice(
             )
         elif seconds < real_s * (1 - off):
             sure = "" if error is None else f"; the replay of what really ran is {100 * off:.1f} % off"
+            sure += ", but had other communication" if best.foreign and error is not None else ""
             lines.append(f"{best.strategy} would have needed {format_seconds(seconds)} {what} instead of "
                          f"{format_seconds(real_s)}{sure}")  # fmt: skip
         else:
@@ -279,7 +280,7 @@ and replay it in virtual time: under its own strategy, which says how far the re
 the times for as many applied samples and, trained in virtual time, to the same accuracy, without evaluations.""",
     examples=(
         "replay runs/digits --no-accuracy",
-        "replay runs/digits --sync k-sync:2 k-async:2 async",
+        "replay runs/digits --sync async full-sync",
     ),
     arguments=_arguments,
     run=_run,

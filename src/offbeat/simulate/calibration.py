@@ -7,7 +7,7 @@ time of each layer, what copying, reducing, pushing and fetching take over sizes
 The machine that is made of it has cores, which all that is computed shares. A learner's work, and the way of its
 gradient to the server and back, are those of the probe with most learners of which each still had a core (`nearest`).
 That way is work on the cores or waiting, and how much of it is work is what fits the probe with most learners of all
-(`fit_server_work`). An all-reduce takes what it took in the probe with as many learners.
+(`fit_server_work`). An all-reduce takes what the probe with as many learners took beside its computing, simulated.
 
 What it must not know: torch, the clock, and how any of it was measured.
 """
@@ -27,8 +27,8 @@ from offbeat.errors import RequestError
 from offbeat.schedules import build, price
 from offbeat.simulate.cluster import Cluster, Wires
 from offbeat.simulate.collective import Model
-from offbeat.simulate.compute import Law
-from offbeat.simulate.cores import Cores
+from offbeat.simulate.compute import Draws, Law
+from offbeat.simulate.cores import Cores, shared_s
 from offbeat.simulate.engine import COMPUTE, MEASURED, Floats
 from offbeat.simulate.recorded import product_limit
 from offbeat.strategy import ALL_REDUCE, SERVER, simulated_family_of
@@ -36,6 +36,7 @@ from offbeat.topology import Topology
 from offbeat.topology import build as build_topology
 
 FORMAT = 1
+DRAWN = 200  # iterations from which a mean is taken
 PROBED = "ring"  # the all-reduce of the probes
 
 
@@ -233,12 +234,20 @@ def machine_of(
 
 
 def _reduce_s(calibration: Calibration, line: str, learners: int) -> float:
+    """What an iteration takes beside its computing: so much that simulated probes take as long as they took."""
     probes = calibration.of(ALL_REDUCE)
-    there_s, back_s = (
-        _line([(probe.learners, value) for probe, value in zip(probes, values, strict=True)], learners)
-        for values in ([probe.there_s for probe in probes], [probe.back_s for probe in probes])
-    )
-    return there_s * calibration.reduction_factor(line, learners) + back_s
+    rest = [(probe.learners, max(0.0, probe.update_s - _computing_s(calibration, probe.learners))) for probe in probes]
+    there = [(probe.learners, probe.there_s) for probe in probes]
+    other = calibration.reduction_factor(line, learners) - 1
+    return max(0.0, _line(rest, learners) + _line(there, learners) * other)
+
+
+def _computing_s(calibration: Calibration, learners: int) -> float:
+    """From the first who begins to the last who ends, on average, if all begin together and share the cores."""
+    law = law_of(calibration.nearest(ALL_REDUCE, learners).compute_s)
+    works = Draws(law, learners, seed=0)
+    ends = [shared_s([works.take(one) for one in range(learners)], calibration.cores) for _ in range(DRAWN)]
+    return sum(max(some) for some in ends) / DRAWN
 
 
 def law_of(times_s: Sequence[float]) -> Law:

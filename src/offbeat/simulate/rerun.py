@@ -6,6 +6,8 @@
     there       from a gradient that is computed until the server knows of it, on average
     ends        what the ends of epochs take beside it: all come to rest, and begin again
 
+Where learners push after several minibatches the log has one time for all of them, and each is given an equal part.
+
 A minibatch that was cancelled after c seconds would have taken longer. It is given a time that is drawn from the times
 of its learner that are longer than c (Kaplan and Meier 1958, see `recorded`), always the same for a seed; where nothing
 longer was seen, c itself.
@@ -23,7 +25,7 @@ import bisect
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -32,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from offbeat.errors import RequestError
-from offbeat.policies import Drop, Left, Pushed, Resume, Send, create
+from offbeat.policies import Drop, LearnerRule, Left, Pushed, Resume, Send, create
 from offbeat.policies.events import EVENTS, from_text
 from offbeat.simulate.compute import Law
 from offbeat.simulate.engine import COMPUTE, MEASURED, Floats, Ints, uniforms
@@ -120,10 +122,12 @@ def read_recorded(log: RunLog) -> Recorded:
         counts = sorted(event.at_s for event in said.pushes)
     typical_s = _mean([one.back_s for some in before.values() for one in some if one.back_s is not None])
     starts = {} if reduces else _starts(own, said, rests, typical_s)
+    parts = _parts(own, said, _rule(log).push_every) if said.pushes else {}
     active = _active(computed, counts, rests)
     return Recorded(
         learners=tuple(
-            _computed(own[learner], before[learner], starts.get(learner), typical_s) for learner in sorted(own)
+            _computed(zip(own[learner], before[learner], strict=True), parts, starts.get(learner), typical_s)
+            for learner in sorted(own)
         ),
         there_s=there_s,
         active_s=sum(end - start for start, end in active),
@@ -141,15 +145,19 @@ class _Before(NamedTuple):
 
 
 def _computed(
-    spans: Sequence[Span], before: Sequence[_Before], starts: Sequence[float] | None, typical_s: float
+    spans: Iterable[tuple[Span, _Before]], parts: Mapping[Span, int], starts: Sequence[float] | None, typical_s: float
 ) -> Computed:
-    back_s = np.array([typical_s if one.back_s is None else one.back_s for one in before], np.float64)
-    return Computed(
-        back_s,
-        np.array([one.gap_s + span.end_s - span.start_s for one, span in zip(before, spans, strict=True)], np.float64),
-        tuple(span.cancelled for span in spans),
-        np.array(starts, np.float64) if starts else back_s,
-    )
+    back: list[float] = []
+    seconds: list[float] = []
+    cancelled: list[bool] = []
+    for span, before in spans:
+        many = parts.get(span, 1)
+        back += [typical_s if before.back_s is None else before.back_s, *[0.0] * (many - 1)]
+        seconds += [(before.gap_s + span.end_s - span.start_s) / many] * many
+        cancelled += [span.cancelled] * many
+    back_s = np.array(back, np.float64)
+    starts_s = np.array(starts, np.float64) if starts else back_s
+    return Computed(back_s, np.array(seconds, np.float64), tuple(cancelled), starts_s)
 
 
 # --- communication --------------------------------------------------------------------------------------------------
@@ -163,10 +171,11 @@ class _Said:
     words: dict[int, list[float]]  # when each learner was told to begin, ascending
     leaves: dict[int, list[float]]  # when each said that it has no samples, or left otherwise
     dropped: set[int]  # tickets
+    stretches: dict[int, int]  # of samples in a push, by ticket
 
 
 def _decisions(log: RunLog) -> _Said:
-    said = _Said([], defaultdict(list), defaultdict(list), set())
+    said = _Said([], defaultdict(list), defaultdict(list), set(), {})
     for number, record in enumerate(log.decisions, start=1):
         try:
             event = from_text(str(record.get("event")))
@@ -175,6 +184,7 @@ def _decisions(log: RunLog) -> _Said:
             raise RequestError(f"decision {number} of its log: {error}") from None
         if isinstance(event, Pushed):
             said.pushes.append(event)
+            said.stretches[event.ticket] = len(record.get("batch") or ())
         elif isinstance(event, Left):
             said.leaves[event.learner].append(event.at_s)
         for command in commands:
@@ -182,17 +192,26 @@ def _decisions(log: RunLog) -> _Said:
                 said.dropped.add(command.ticket)
             elif isinstance(command, Send | Resume) and isinstance(event, EVENTS):
                 said.words[command.learner].append(event.at_s)
-    if _never_waits(log):
-        said.words.clear()  # they go on without one
+    if said.pushes and _rule(log).fetch_every > 0:
+        said.words.clear()  # they push and fetch beside computing, and go on without one
     return said
 
 
-def _never_waits(log: RunLog) -> bool:
-    """Whether learners push and fetch beside computing."""
+def _rule(log: RunLog) -> LearnerRule:
     line, expect = log.run.get("strategy"), log.run.get("expect")
-    if not isinstance(line, str) or not isinstance(expect, int) or not log.decisions:
-        return False
-    return create(line, expect=expect).rule.fetch_every > 0
+    if not isinstance(line, str) or not isinstance(expect, int):
+        raise RequestError("its log does not say under which strategy, and for how many learners, it was")
+    return create(line, expect=expect).rule
+
+
+def _parts(own: Mapping[int, list[Span]], said: _Said, push_every: int) -> dict[Span, int]:
+    """How many minibatches a span holds, where learners push after several: as many as its push has stretches."""
+    if push_every == 1:
+        return {}
+    spans = [(event, _pushed_span(own, event)) for event in said.pushes]
+    return {
+        span: min(push_every, said.stretches[event.ticket]) or push_every for event, span in spans if span is not None
+    }
 
 
 def _before_served(own: Mapping[int, list[Span]], said: _Said, rests: Sequence[Stretch]) -> dict[int, list[_Before]]:

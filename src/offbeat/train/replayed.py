@@ -126,6 +126,7 @@ class Played:
     wait_share: float
     waste_share: float
     notes: tuple[str, ...] = ()
+    foreign: bool = False  # its communication was not in the recording
     reached: Reached | None = None  # None: not trained
 
 
@@ -175,6 +176,7 @@ class Replay:
             wait_share=min(1.0, wait_s / whole),
             waste_share=spent.waste_s / whole,
             notes=notes,
+            foreign=not self._is_like_the_run(line),
         )
 
     def train(self, played: Played, task: Task, target: float, hear: Report = lambda record: None) -> Played:
@@ -281,6 +283,8 @@ def notes_of(run: RealRun, learners: int = 0) -> list[str]:
         if mostly:
             who = f"learner{'' if len(mostly) == 1 else 's'} {', '.join(map(str, mostly))}"
             notes.append(f"most minibatches of {who} were cancelled: what they would have taken is uncertain")
+    if not recorded.reduces and create(run.config.sync, expect=run.config.learners).rule.push_every > 1:
+        notes.append("of several minibatches that were pushed together each is given an equal part of their time")
     many = len(recorded.learners)
     if (learners or run.config.learners) > many:
         notes.append(
