@@ -53,11 +53,21 @@ def told(line: str, run: RealRun, own: Played, error: float, allowed: float) -> 
     )
 
 
+def across(runs: dict[str, RealRun], samples: int) -> None:
+    """Seconds a sample of each run, by the recordings of all; what else the machine did meanwhile is in these errors."""
+    print(f"{'error, from the run':<20}" + "".join(f"{line:>17}" for line in runs))
+    for line, run in runs.items():
+        replay = Replay(run=run, samples=samples)
+        errors = [replay(other).seconds / run.samples * of.samples / of.seconds - 1 for other, of in runs.items()]
+        print(f"{line:<20}" + "".join(f"{100 * error:+15.1f} %" for error in errors), flush=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("strategies", nargs="*", default=list(STRATEGIES), help="some of them (default: all)")
     parser.add_argument("--slow", default="exp:0.02", help="the injected delay of a minibatch (default exp:0.02)")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the runs there")
+    parser.add_argument("--across", action="store_true", help="replay each under all the others too, against these")
     parser.add_argument("--length", type=float, default=1.0, help="times the usual epochs (default 1)")
     given = parser.parse_args()
     if unknown := [line for line in given.strategies if line not in STRATEGIES]:
@@ -67,10 +77,11 @@ def main() -> int:
           f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}")  # fmt: skip
     print(f"{'strategy':<18}{'real':>10}{'replay':>10}{'error':>10}{'allowed':>9}"
           f"{'updates':>14}{'staleness':>14}{'waiting':>15}{'way':>11}{'cancelled':>10}")  # fmt: skip
-    missed, task = [], None
+    missed, task, runs = [], None, {}
     with tempfile.TemporaryDirectory() as folder:
         for line in given.strategies:
             run = real(line, (given.keep or Path(folder)) / line.replace(":", "-"), given)
+            runs[line] = run
             task = task or task_of(run.config)
             samples = len(task.train)  # type: ignore[arg-type]  # a map-style set has a length
             own = Replay(run=run, samples=samples)(line)
@@ -78,6 +89,8 @@ def main() -> int:
             allowed = CUT if run.recorded.cancelled else WHOLE
             missed += [line] if abs(error) > allowed else []
             print(told(line, run, own, error, allowed), flush=True)
+    if given.across:
+        across(runs, samples)
     print(f"missed: {', '.join(missed)}" if missed else f"all {len(given.strategies)} within what is allowed")
     return 1 if missed else 0
 

@@ -128,11 +128,11 @@ def test_the_target_is_the_highest_accuracy_that_all_have_reached_or_the_one_giv
     fast = any_run(tmp_path / "a", metrics=[evaluation(1, 1.0, 0.6), evaluation(2, 2.0, 0.9)])
     slow = any_run(tmp_path / "b", strategy="ring", metrics=[evaluation(1, 4.0, 0.5), evaluation(2, 8.0, 0.6)])
     assert ranking(page_of(fast, slow)) == [
-        "async with 2 learners was first at 60.0 %, after 1 s; ring with 2 learners took 8 s, 8.00x as long."
+        "async was first at 60.0 %, after 1 s; ring took 8 s, 8.00x as long."
     ]
     given = page_of(fast, slow, target=0.8)
-    assert ranking(given) == ["async with 2 learners was first at 80.0 %, after 2 s."]
-    assert "ring with 2 learners did not reach 80.0 %." in given.summary
+    assert ranking(given) == ["async was first at 80.0 %, after 2 s."]
+    assert "ring did not reach 80.0 %." in given.summary
     assert "No run reached 99.0 %." in page_of(fast, slow, target=0.99).summary
 
 
@@ -149,7 +149,7 @@ def test_the_target_is_the_highest_accuracy_that_all_have_reached_or_the_one_giv
 def test_runs_that_are_not_alike_are_not_ranked(tmp_path: Path, change: dict[str, Any], says: str) -> None:
     page = page_of(any_run(tmp_path / "a"), any_run(tmp_path / "b", strategy="ring", **change))
     (said,) = ranking(page)
-    assert said.startswith("Not ranked against each other: async with 2 ") and says in said
+    assert said.startswith("Not ranked against each other: async ") and says in said
     assert all(row[5] is None for row in table(page, "accuracy").rows)  # no target in common
 
 
@@ -165,7 +165,7 @@ def test_other_learners_and_machines_are_named_and_do_not_hinder_a_ranking(tmp_p
 def test_runs_of_the_same_strategy_are_called_by_their_folders(tmp_path: Path) -> None:
     page = page_of(any_run(tmp_path / "a"), any_run(tmp_path / "b", accuracy=0.75))
     assert ranking(page)[0].startswith(
-        "async with 2 learners (a) was first at 50.0 %, after 3 s; async with 2 learners (b)"
+        "async (a) was first at 50.0 %, after 3 s; async (b)"
     )
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from offbeat.cli import main
+from offbeat.commands.replay import advice_on
 from offbeat.errors import RequestError
 from offbeat.simulate.calibration import Calibration, Probe
 from offbeat.strategy import ALL_REDUCE, SERVER
-from offbeat.train.replayed import RealRun, Replay, notes_of, read_run
+from offbeat.train.replayed import Reached, RealRun, Replay, notes_of, read_run
 from offbeat.train.virtual import train_virtually
 from train.runs import small_task, trained
 
@@ -148,6 +150,24 @@ def test_the_command_tells_it_in_a_table_and_in_json(tmp_path: Path, capsys: pyt
     assert main(["replay", folder, "--no-accuracy", "--target", "0.5"]) == 2
     assert main(["replay", str(tmp_path)]) == 2
     assert capsys.readouterr().err.count("\n") == 2
+
+
+def test_the_advice_is_as_sure_as_the_runs_own_replay(runs: dict[str, Path]) -> None:
+    run, replay = replay_of(runs["async"])
+    own, ring = replay("async"), replay("ring")
+    half, same = replace(ring, seconds=run.seconds / 2), replace(ring, seconds=run.seconds * 0.97)
+    near = advice_on(run, own, [half, same], 0.02, None)
+    assert "+2.0 %" in near[0] and len(near) == 2
+    assert near[1].startswith("ring would have needed")
+    assert near[1].endswith("the replay of what really ran is 2.0 % off, but had other communication")
+    assert "none of the others would have been clearly faster than async" in advice_on(run, own, [same], 0.02, None)[1]
+    off = advice_on(run, own, [half], -0.3, None)
+    assert off[-1] == "the run's own replay is 30 % off: do not trust the other numbers further than that"
+    assert "clearly faster" in advice_on(run, own, [half], -0.6, None)[1]
+    unknown = advice_on(run, own, [half], None, None)
+    assert "not known" in unknown[0] and not any("really ran" in line for line in unknown)
+    never = replace(ring, reached=Reached(None, 0.5))
+    assert advice_on(run, own, [never], 0.02, 0.9)[1] == "none of the others would have got to 90.0 % in as many epochs"
 
 
 def test_a_virtual_run_is_sent_to_the_simulator(runs: dict[str, Path], tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from offbeat.train.replayed import Played, RealRun, Replay
     from offbeat.train.tasks import Task
 
+SURE = 0.05  # a gain is told of if it is larger than this, and than what the run's own replay is off by
 TRUSTED = 0.10  # an error of the run's own replay beyond which the others are not to be believed
 OTHERS = ("ring", "full-sync", "async")  # and with K of half the learners, where no line is named
 
@@ -84,9 +85,13 @@ def _run(given: argparse.Namespace) -> None:
     notes += dict.fromkeys(note for one in (own, *others) for note in one.notes)
     if target is None and not given.no_accuracy:
         notes.append(f"{run.config.name} has no accuracy, only a loss: there are only times for as many samples")
+    if others:
+        notes.append(
+            "another strategy loads the machine otherwise, which a replay does not know: it is less sure of others"
+        )
     measured = learners == run.config.learners  # else its own strategy was never run so
     error = own.seconds / run.seconds - 1 if measured else None
-    advice = _advice(run, own, others, error, target)
+    advice = advice_on(run, own, others, error, target)
     if given.json:
         print_json(_as_json(given, run, own, others, error, target, advice, notes))
         return
@@ -174,7 +179,7 @@ def _difference(share: float) -> str:
     return f"{'−' if share < 0 else '+'}{abs(100 * share):.1f} %"
 
 
-def _advice(
+def advice_on(
     run: RealRun, own: Played, others: Sequence[Played], error: float | None, target: float | None
 ) -> list[str]:
     """What would have been best, and how sure that is: by the accuracy, where that was asked for."""
@@ -196,14 +201,15 @@ def _advice(
             lines.append(
                 f"{best.strategy} would have needed {format_seconds(seconds)} {what}, where {own.strategy} never got"
             )
-        elif seconds < real_s * (1 - off):
+        elif seconds < real_s * (1 - max(off, SURE)):
             sure = "" if error is None else f"; the replay of what really ran is {100 * off:.1f} % off"
             sure += ", but had other communication" if best.foreign and error is not None else ""
             lines.append(f"{best.strategy} would have needed {format_seconds(seconds)} {what} instead of "
                          f"{format_seconds(real_s)}{sure}")  # fmt: skip
         else:
             lines.append(
-                f"none of the others would have been faster than {own.strategy} {what} by more than the replay is off"
+                f"none of the others would have been clearly faster than {own.strategy} {what}: by "
+                f"{100 * max(off, SURE):.0f} % or more"
             )
     elif others:
         lines.append(f"none of the others would have got {what} in as many epochs")

@@ -72,6 +72,9 @@ def build(
         _definitions(results),
     )
     told = [count_of(len(runs), "run")] if runs else []
+    learners = {one.learners for one in known}
+    if len(runs) > 1 and len(learners) == 1 and (many := learners.pop()):
+        told[0] += f" with {count_of(many, 'learner')} each"
     told += [count_of(len(results), "benchmark")] if results else []
     return Page(
         title="offbeat report",

@@ -35,11 +35,12 @@ def percent(share: float) -> str:
 
 
 def names_of(facts: Sequence[Facts]) -> tuple[str, ...]:
-    """A run is called by its strategy and learners; by its folder too, where two are the same."""
+    """A run is called by its strategy and, where they differ, its learners; by its folder too, if two are the same."""
     short = []
+    alike = len(facts) > 1 and len({(one.learners, one.simulated) for one in facts}) == 1
     for one in facts:
         kind = "simulated learner" if one.simulated else "learner"
-        learners = f" with {count_of(one.learners, kind)}" if one.learners else ""
+        learners = f" with {count_of(one.learners, kind)}" if one.learners and not alike else ""
         short.append(f"{one.strategy or one.label}{learners}")
     many = Counter(short)
     return tuple(
@@ -202,7 +203,8 @@ def _stragglers(facts: Sequence[Facts], names: Sequence[str]) -> Iterator[str]:
         slower = factors[0] if factors[0] == factors[-1] else f"{factors[0]} to {factors[-1]}"
         slow, _, _, many = seen[0]
         times = f" (typically {format_seconds(slow.typical_s)} against {format_seconds(slow.others_s)})"
-        where = f" in {len(seen)} of {len(facts)} runs" if len(facts) > 1 else ""
+        runs = f"all {len(seen)} runs" if len(seen) == len(facts) else f"{len(seen)} of {len(facts)} runs"
+        where = f" in {runs}" if len(facts) > 1 else ""
         waits = sorted(seen, key=lambda one: -one[1])
         whose = "its" if many == 1 else "their"
         told = [

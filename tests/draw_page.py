@@ -1,0 +1,58 @@
+"""The page of the docs, from real runs: four strategies on the digits, with one learner that is three times as slow.
+
+    python tests/draw_page.py FOLDER        the runs, report.html, and pictures of it (needs playwright and chromium)
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+LINES = ("ring", "k-sync:3", "k-batch-async:2", "downpour")
+SLOW = ("--slow", "gamma:0.012,0.25", "--slow", "learner=3,factor=3")
+# Width, height and theme of each picture; the last one is the whole page.
+PICTURES = {
+    "report.png": (1280, 1480, "light"),
+    "report-dark.png": (1280, 1480, "dark"),
+    "report-narrow.png": (390, 1480, "light"),
+}
+
+
+def offbeat(*words: str) -> None:
+    subprocess.run([sys.executable, "-m", "offbeat", *words], check=True, stdout=subprocess.DEVNULL)
+
+
+def draw(page: Path, folder: Path) -> None:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-background-networking"]
+        )
+        for name, (width, height, theme) in PICTURES.items():
+            context = browser.new_context(
+                viewport={"width": width, "height": height},
+                color_scheme="dark" if theme == "dark" else "light",
+            )
+            tab = context.new_page()
+            tab.goto(page.absolute().as_uri())
+            tab.wait_for_selector("html[data-drawn]")
+            tab.screenshot(path=folder / name)
+            context.close()
+        browser.close()
+
+
+def main(folder: Path) -> None:
+    runs = [folder / line.partition(":")[0] for line in LINES]
+    for line, run in zip(LINES, runs, strict=True):
+        words = ["digits-cnn", "--sync", line, "--learners", "4", *SLOW, "--epochs", "10"]
+        offbeat("train", *words, "--run-dir", str(run), "--quiet")
+    page = folder / "report.html"
+    offbeat("report", *map(str, runs), "-o", str(page), "--price", "2.5", "--target", "0.95")
+    draw(page, folder)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
