@@ -54,7 +54,7 @@ def told(line: str, run: RealRun, own: Played, error: float, allowed: float) -> 
 
 
 def across(runs: dict[str, RealRun], samples: int) -> None:
-    """Seconds a sample of each run, by the recordings of all; what else the machine did meanwhile is in these errors."""
+    """Seconds a sample of each run, by the recordings of all; what else the machine did is in these errors."""
     print(f"{'error, from the run':<20}" + "".join(f"{line:>17}" for line in runs))
     for line, run in runs.items():
         replay = Replay(run=run, samples=samples)

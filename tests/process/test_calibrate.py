@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from offbeat.cli import main
 from offbeat.simulate.calibration import read_calibration
 from offbeat.strategy import ALL_REDUCE, SERVER
 
@@ -18,6 +22,7 @@ def offbeat(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.skipif(not os.environ.get("OFFBEAT_MATRIX"), reason="takes long: make test-matrix")
 def test_a_machine_is_measured_and_trainings_are_predicted(tmp_path: Path) -> None:
     path = tmp_path / "calibration.json"
     done = offbeat("calibrate", *MLP, "--learners", "1", "2", "--rounds", "1", "--quick", "-o", str(path))
@@ -44,12 +49,24 @@ def test_a_machine_is_measured_and_trainings_are_predicted(tmp_path: Path) -> No
     assert json.loads(simulated.stdout)["seconds_per_update"] > 0
 
 
-def test_wrong_requests_are_refused_before_anything_runs(tmp_path: Path) -> None:
-    for words, reason in (
-        (["calibrate", *MLP, "--learners", "2"], "1 is among them"),
-        (["calibrate", *MLP, "-o", str(tmp_path)], "expected the name of a file"),
-        (["bench", "predictions"], "--calibration FILE"),
-        (["simulate", "ring", "--calibration", str(tmp_path / "none.json")], "offbeat calibrate makes one"),
-    ):
-        done = offbeat(*words)
-        assert done.returncode == 2 and reason in done.stderr and not done.stdout, words
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("calibrate digits-mlp --learners 2", "1 is among them"),
+        ("calibrate digits-mlp --learners 1 1", "different numbers"),
+        ("calibrate digits-mlp --learners 1 100", "at most 64"),
+        ("calibrate digits-mlp -o .", "expected the name of a file"),
+        ("calibrate nothing-like-it", "nothing-like-it"),
+        ("bench predictions", "--calibration FILE"),
+        ("bench predictions --price 3", "--price is not an option of bench predictions"),
+        ("simulate ring --calibration nowhere.json", "offbeat calibrate makes one"),
+        ("schedule ring --calibration nowhere.json", "offbeat calibrate makes one"),
+    ],
+)
+def test_wrong_requests_are_refused_before_anything_runs(
+    line: str, reason: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(line.split()) == 2
+    said = capsys.readouterr()
+    assert reason in said.err and not said.out and not any(tmp_path.iterdir())

@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 from offbeat import spec as grammar
 from offbeat.errors import LogError, RequestError
 from offbeat.policies import create
-from offbeat.simulate.calibration import Calibration, machine_of
+from offbeat.simulate.calibration import Calibration
 from offbeat.simulate.cluster import Cluster, Wires
 from offbeat.simulate.compute import Law
 from offbeat.simulate.rerun import MOSTLY, Recorded, law_of, read_recorded, starts_of
 from offbeat.simulate.training import Answer, ServedTimeline, Update, Work
 from offbeat.spec import count_of, format_seconds
-from offbeat.strategy import ALL_REDUCE, AUTO, NATIVE, SERVER, family_of
+from offbeat.strategy import ALL_REDUCE, AUTO, NATIVE, family_of
 from offbeat.trace import read_log
 from offbeat.train.config import Config
 from offbeat.train.reading import changed
@@ -240,10 +240,10 @@ class Replay:
         if self.calibration is None or self._is_like_the_run(line):
             return self.run.recorded.there_s
         learners = self.learners or self.run.config.learners
-        if family_of(line) == ALL_REDUCE:
-            return machine_of(self.calibration, line, learners).reduce_s
-        probe = min(self.calibration.of(SERVER), key=lambda one: abs(one.learners - learners))
-        return probe.there_s + probe.back_s
+        family = family_of(line)
+        probe = min(self.calibration.of(family), key=lambda one: abs(one.learners - learners))
+        factor = self.calibration.reduction_factor(line, learners) if family == ALL_REDUCE else 1.0
+        return probe.there_s * factor + probe.back_s
 
     def _way_notes(self, line: str, beside_s: float) -> tuple[str, ...]:
         """The same for all lines of a family, so that it is told once."""
