@@ -13,7 +13,6 @@ from offbeat.measure.predictions import Request, Row, order_of
 from offbeat.measure.probes import KEPT, probe_of
 from offbeat.measure.trainings import Trained
 from offbeat.simulate.calibration import Calibration, Probe
-from offbeat.strategy import ALL_REDUCE, SERVER
 from offbeat.trace import RunLog, Span
 from offbeat.train.config import Config
 from offbeat.train.reading import changed, override, read_recipe
@@ -25,9 +24,9 @@ EVEN = replace(
     machine={"cores": 8},
     settings=None,
     probes=(
-        Probe(ALL_REDUCE, 1, 0.011, (0.010,), 0.0, 0.001),
-        Probe(ALL_REDUCE, 2, 0.013, (0.010,), 0.002, 0.001),
-        Probe(SERVER, 1, 0.013, (0.010,), 0.0015, 0.0015),
+        Probe("ring", 1, 0.011, (0.010,), 0.0, 0.001),
+        Probe("ring", 2, 0.013, (0.010,), 0.002, 0.001),
+        Probe("async", 1, 0.013, (0.010,), 0.0015, 0.0015),
     ),
 )
 
@@ -112,7 +111,7 @@ def test_a_probe_of_an_all_reduce_reads_the_reduction_off_who_came_last() -> Non
                 Span(learner, "wait", start + computed, start + 0.07, version),
                 Span(learner, "apply", start + 0.07, start + 0.1, version),
             ]
-    found = probe_of(trained(spans), ALL_REDUCE, 2)
+    found = probe_of(trained(spans), "ring", 2)
     assert found.there_s == pytest.approx(0.01) and found.back_s == pytest.approx(0.03)
     assert sorted(set(found.compute_s))[0] == pytest.approx(0.05) and len(found.compute_s) == 20
     assert found.update_s == pytest.approx(0.1)
@@ -130,7 +129,7 @@ def test_a_probe_with_a_server_leaves_out_waits_at_a_rest() -> None:
         Span(0, "evaluate", 3.5, 4.0, 2),
         Span(0, "compute", 4.0, 4.1, 3),
     ]
-    found = probe_of(trained(spans), SERVER, 1)
+    found = probe_of(trained(spans), "async", 1)
     assert found.there_s + found.back_s == pytest.approx(0.02)
     assert found.compute_s == pytest.approx((0.1, 0.1, 0.1))
 
@@ -138,14 +137,14 @@ def test_a_probe_with_a_server_leaves_out_waits_at_a_rest() -> None:
 def test_many_times_are_thinned_to_the_same_law() -> None:
     spans = [Span(0, "compute", 0.1 * at, 0.1 * at + 0.00001 * (at + 1), at) for at in range(2000)]
     spans += [Span(0, "wait", span.end_s, 0.1 * span.version + 0.1, span.version) for span in spans]
-    found = probe_of(trained(spans), ALL_REDUCE, 1)
+    found = probe_of(trained(spans), "ring", 1)
     assert len(found.compute_s) == KEPT
     assert sum(found.compute_s) / KEPT == pytest.approx(0.00001 * 1000.5)
 
 
 def test_a_probe_that_computed_nothing_says_so() -> None:
     with pytest.raises(OffbeatError, match="computed nothing"):
-        probe_of(trained([Span(0, "wait", 0.0, 1.0, 0)]), SERVER, 1)
+        probe_of(trained([Span(0, "wait", 0.0, 1.0, 0)]), "async", 1)
 
 
 # --- predictions ------------------------------------------------------------------------------------------

@@ -22,7 +22,6 @@ from offbeat.commands import bench_training as command
 from offbeat.measure import accuracy, scaling
 from offbeat.measure.comparisons import Kept
 from offbeat.simulate.calibration import Calibration, Probe, as_json
-from offbeat.strategy import ALL_REDUCE, SERVER
 from offbeat.train.reading import changed
 from offbeat.train.recipes import RECIPES
 
@@ -62,8 +61,8 @@ def left(folder: Path) -> list[str]:
 
 def calibration(**more: Any) -> str:
     probes = tuple(
-        Probe(family, learners, float(learners), (0.001, 0.002), 0.0005, 0.0005)
-        for family in (ALL_REDUCE, SERVER)
+        Probe(line, learners, 0.0025 * learners, (0.001, 0.002), 0.0005, 0.0005)
+        for line in ("ring", "async")
         for learners in (1, 2)
     )
     made = Calibration(recipe="digits-softmax", batch=32, size_bytes=2600, machine={}, probes=probes, **more)

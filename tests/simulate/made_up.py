@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from offbeat.simulate.calibration import Calibration, Layer, Probe, Timed
-from offbeat.strategy import ALL_REDUCE, SERVER
 
 TIMES = tuple(0.009 + 0.0001 * number for number in range(21))  # 10 ms on average
 MADE_UP = Calibration(
@@ -13,11 +12,11 @@ MADE_UP = Calibration(
     machine={"cores": 2, "load": 0.0, "processor": "of paper"},
     settings={"model": "mlp"},
     probes=(
-        Probe(ALL_REDUCE, 1, 0.011, TIMES, 0.0, 0.001),
-        Probe(ALL_REDUCE, 2, 0.014, tuple(1.1 * time for time in TIMES), 0.002, 0.001),
-        Probe(ALL_REDUCE, 4, 0.026, TIMES, 0.004, 0.001),
-        Probe(SERVER, 1, 0.013, TIMES, 0.0015, 0.0015),
-        Probe(SERVER, 4, 0.0065, TIMES, 0.006, 0.006),
+        Probe("ring", 1, 0.011, TIMES, 0.0, 0.001),
+        Probe("ring", 2, 0.014, tuple(1.1 * time for time in TIMES), 0.002, 0.001),
+        Probe("ring", 4, 0.026, TIMES, 0.004, 0.001),
+        Probe("async", 1, 0.013, TIMES, 0.0015, 0.0015),
+        Probe("async", 4, 0.0065, TIMES, 0.006, 0.006),
     ),
     layers=(Layer("0", 0.001, 0.002, 1_000_000), Layer("2", 0.001, 0.004, 3_000_000)),
     batches=((16, 0.006), (32, 0.010), (64, 0.018)),

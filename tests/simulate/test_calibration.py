@@ -100,9 +100,22 @@ def test_how_much_of_the_way_is_work_is_what_fits_the_crowded_probe() -> None:
 
     fitted = fit_server_work(MADE_UP, simulate)
     assert fitted.server_work == pytest.approx(1.0, abs=0.11)  # 10 + 3 ms of work on two cores: 6.5 ms an update
-    crowded = Probe(SERVER, 4, 0.0095, TIMES, 0.006, 0.006)
+    crowded = Probe("async", 4, 0.0095, TIMES, 0.006, 0.006)
     busier = fit_server_work(replace(MADE_UP, probes=(*MADE_UP.probes[:4], crowded)), simulate)
     assert busier.server_work == pytest.approx(3.0, abs=0.11)  # 10 + 9 ms: the rest goes on behind it
+
+
+def test_work_for_gradients_is_told_from_work_for_updates_by_the_probe_that_has_fewer() -> None:
+    true = replace(MADE_UP, server_work=1.0, update_work=1.0)
+
+    def simulate(tried: Calibration, crowded: Probe) -> float:
+        cluster = machine_of(tried, crowded.line, crowded.learners).cluster
+        return server.run(crowded.line, cluster, updates=200).seconds_per_update
+
+    made = [probe._replace(update_s=simulate(true, probe)) for probe in (
+        MADE_UP.probes[4], Probe("full-sync", 4, 1.0, TIMES, 0.0, 0.0))]  # fmt: skip
+    fitted = fit_server_work(replace(MADE_UP, probes=(*MADE_UP.probes[:4], *made)), simulate)
+    assert (fitted.server_work, fitted.update_work) == (1.0, 1.0)
 
 
 def test_delays_are_beside_the_computing() -> None:
@@ -139,7 +152,7 @@ def changed(**changes: Any) -> dict[str, Any]:
         (changed(layers=7), "wrong kind"),
         (changed(copy=None), "wrong kind"),
         (changed(overlap_slowdown=-1), "0 or more"),
-        (changed(probes=[{"family": "rumour"}]), "rumour"),
+        (changed(probes=[{"line": "rumour"}]), "rumour"),
         ({key: value for key, value in changed().items() if key != "pushes"}, "'pushes'"),
     ],
 )

@@ -12,7 +12,6 @@ from offbeat.cli import main
 from offbeat.commands.replay import advice_on
 from offbeat.errors import RequestError
 from offbeat.simulate.calibration import Calibration, Probe
-from offbeat.strategy import ALL_REDUCE, SERVER
 from offbeat.train.replayed import Reached, RealRun, Replay, notes_of, read_run
 from offbeat.train.virtual import train_virtually
 from train.runs import small_task, trained
@@ -58,7 +57,7 @@ def test_other_strategies_need_what_their_rules_say(runs: dict[str, Path]) -> No
 
 
 def test_a_calibration_says_what_the_other_family_takes(runs: dict[str, Path]) -> None:
-    probes = [Probe(family, many, 1.0, (0.1,), 2.0, 1.0) for family in (ALL_REDUCE, SERVER) for many in (1, 3)]
+    probes = [Probe(line, many, 1.0, (0.1,), 2.0, 1.0) for line in ("ring", "async") for many in (1, 3)]
     measured = Calibration(recipe="small", batch=4, size_bytes=8, machine={}, probes=tuple(probes))
     _, replay = replay_of(runs["async"], calibration=measured)
     ring = replay("ring")

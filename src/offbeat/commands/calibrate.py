@@ -95,7 +95,7 @@ def _print(found: Calibration, path: Path) -> None:
         times = np.array(probe.compute_s)
         rows.append(
             (
-                probe.family,
+                probe.line,
                 str(probe.learners),
                 format_seconds(float(times.mean())),
                 f"{times.std() / times.mean():.2f}",
@@ -119,7 +119,11 @@ def _print(found: Calibration, path: Path) -> None:
         ("batches", f"{batches} (one learner alone, forward and backward)"),
         ("copies", f"{alone} alone, {together} all at once"),
         ("overlap", f"computing is {found.overlap_slowdown:.2f}x as long while gradients are reduced beside it"),
-        ("server", f"{found.server_work:.1f} of a gradient's way to the server and back is work that shares the cores"),
+        (
+            "server",
+            f"work that shares the cores, as a part of the way to the server and back: {found.server_work:.1f} for a "
+            f"gradient, {found.update_work:.2g} for an update",
+        ),
         ("machine", f"{machine['cores']} cores, load {machine['load']:.1f} before; {machine['processor']}"),
     ]
     facts(out, told)

@@ -24,12 +24,12 @@ from offbeat.measure import bench, pushes
 from offbeat.measure.bench import MOST_RANKS, Progress, terminable
 from offbeat.measure.crew import Crew
 from offbeat.measure.predict import predict, settings_of
-from offbeat.measure.probes import LINES, probe
+from offbeat.measure.probes import probe
 from offbeat.measure.served import environment, program
 from offbeat.measure.trainings import Trained, train_once
-from offbeat.simulate.calibration import Calibration, Layer, Probe, Timed, fit_server_work
+from offbeat.simulate.calibration import PROBED, SERVED, TOGETHER, Calibration, Layer, Probe, Timed, fit_server_work
 from offbeat.spec import count_of
-from offbeat.strategy import ALL_REDUCE, SERVER
+from offbeat.strategy import ALL_REDUCE
 from offbeat.train.config import Config
 from offbeat.train.reading import as_json, changed
 
@@ -37,7 +37,7 @@ REDUCED_BYTES = (4096, 262_144, 16 * 2**20)
 PUSHED_ITEMS = (10_000, 4_000_000)
 TIMES_S = 0.4  # of minibatches of one size
 PUSH_S = 0.7  # of pushes of one size
-CHECKED = ("k-sync:{half}", "k-async:{half}", "full-sync")  # trainings that are no probes
+CHECKED = ("k-sync:{half}", "k-async:{half}", "k-batch-async:{half}")  # trainings that are no probes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,17 +153,18 @@ def _over_sizes(request: Request, found: Calibration, progress: Progress) -> Cal
 
 def _probes(request: Request, samples: int, folder: Path, progress: Progress) -> tuple[Probe, ...]:
     """In turn, so that a machine that slows down slows all of them."""
-    wanted = [(family, many) for many in sorted(request.learners) for family in LINES]
+    wanted = [(line, many) for many in sorted(request.learners) for line in (PROBED, SERVED)]
+    wanted += [(TOGETHER, max(request.learners))] if max(request.learners) > 1 else []
     found: dict[tuple[str, int], list[Probe]] = {one: [] for one in wanted}
     for number in range(request.rounds):
-        for family, many in wanted:
-            progress(f"{LINES[family]} with {count_of(many, 'learner')}, round {number + 1} of {request.rounds}")
-            found[family, many].append(probe(request.config, family, many, samples, folder / "probe"))
+        for line, many in wanted:
+            progress(f"{line} with {count_of(many, 'learner')}, round {number + 1} of {request.rounds}")
+            found[line, many].append(probe(request.config, line, many, samples, folder / "probe"))
     return tuple(sorted(probes, key=lambda one: one.update_s)[len(probes) // 2] for probes in found.values())
 
 
 def _foreseen(request: Request, tried: Calibration, crowded: Probe, samples: int) -> float:
-    config = changed(request.config, {"sync": LINES[SERVER], "learners": crowded.learners, "slow": ()})
+    config = changed(request.config, {"sync": crowded.line, "learners": crowded.learners, "slow": ()})
     return predict(tried, changed(config, {"train": {"epochs": 3}}), samples).seconds_per_update
 
 

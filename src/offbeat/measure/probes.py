@@ -1,6 +1,7 @@
 """Short real trainings, and what their logs say of the machine: the probes of a calibration.
 
-An asynchronous one with a server (`async`: all learners compute all the time) and a ring, each with 1, 2, ... learners.
+A ring, and an asynchronous one with a server (`async`: all learners compute all the time), each with 1, 2, ...
+learners; and `full-sync` with most of them, which has fewer updates.
 """
 
 from __future__ import annotations
@@ -15,43 +16,41 @@ from pathlib import Path
 from offbeat.errors import OffbeatError
 from offbeat.measure.trainings import Trained, train_once
 from offbeat.simulate.calibration import PROBED, Probe
-from offbeat.strategy import ALL_REDUCE, SERVER
 from offbeat.trace import Span
 from offbeat.train.config import Config
 from offbeat.train.reading import changed
 
-LINES = {ALL_REDUCE: PROBED, SERVER: "async"}
 KEPT = 400  # compute times of a probe that are written down
 MINIBATCHES = 150  # of each learner, at least
 _OUTLIERS = 0.02  # of the waits, the longest: something else ran
 
 
-def probe(config: Config, family: str, learners: int, samples: int, folder: Path) -> Probe:
+def probe(config: Config, line: str, learners: int, samples: int, folder: Path) -> Probe:
     """Train so long that each learner has computed enough."""
     batch = config.train.batch_size * config.train.accumulate
     epochs = max(3, math.ceil(MINIBATCHES * learners * batch / samples) + 1)
     asked = changed(
         config,
         {
-            "sync": LINES[family],
+            "sync": line,
             "learners": learners,
             "slow": (),
             "train": {"epochs": epochs, "stop_at": 0.0},
             "save": {"every_epochs": 0},
         },
     )
-    return probe_of(train_once(asked, folder), family, learners)
+    return probe_of(train_once(asked, folder), line, learners)
 
 
-def probe_of(trained: Trained, family: str, learners: int) -> Probe:
+def probe_of(trained: Trained, line: str, learners: int) -> Probe:
     """What a run's log says, less its first stretch, in which all is slower."""
     spans = _settled(trained.log.spans)
     computed = [span for span in spans if span.what == "compute" and not span.cancelled]
     if not computed:
         raise OffbeatError("bench: a probe has computed nothing")
-    there_s, back_s = (_reduced if family == ALL_REDUCE else _served)(spans, trained.seconds_per_update)
+    there_s, back_s = (_reduced if line == PROBED else _served)(spans, trained.seconds_per_update)
     return Probe(
-        family=family,
+        line=line,
         learners=learners,
         update_s=trained.seconds_per_update,
         compute_s=_thinned([span.end_s - span.start_s for span in computed]),

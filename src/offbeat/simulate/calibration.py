@@ -2,11 +2,11 @@
 
 A calibration is a JSON file that `offbeat calibrate` writes. It has the compute times of a recipe's minibatches, the
 time of each layer, what copying, reducing, pushing and fetching take over sizes, and probes: short trainings with 1, 2,
-... learners, by an all-reduce and with a server.
+... learners, by an all-reduce (`ring`) and with a server (`async`, and `full-sync` with most learners).
 
 The machine that is made of it has cores, which all that is computed shares. A learner's work, and the way of its
 gradient to the server and back, are those of the probe with most learners of which each still had a core (`nearest`).
-That way is work on the cores or waiting, and how much of it is work is what fits the probe with most learners of all
+That way is work on the cores or waiting, and how much of it is work is what fits the probes with most learners of all
 (`fit_server_work`). An all-reduce takes what the probe with as many learners took beside its computing, simulated.
 
 What it must not know: torch, the clock, and how any of it was measured.
@@ -37,7 +37,7 @@ from offbeat.topology import build as build_topology
 
 FORMAT = 1
 DRAWN = 200  # iterations from which a mean is taken
-PROBED = "ring"  # the all-reduce of the probes
+PROBED, SERVED, TOGETHER = "ring", "async", "full-sync"  # of the probes: an all-reduce, and two with a server
 
 
 class Probe(NamedTuple):
@@ -48,12 +48,16 @@ class Probe(NamedTuple):
     computed, and the update.
     """
 
-    family: str
+    line: str
     learners: int
     update_s: float  # seconds an update
     compute_s: tuple[float, ...]  # of minibatches
     there_s: float
     back_s: float
+
+    @property
+    def family(self) -> str:
+        return simulated_family_of(self.line)
 
 
 class Layer(NamedTuple):
@@ -87,12 +91,16 @@ class Calibration:
     copy_alone_bytes_per_s: float = math.inf
     copy_together_bytes_per_s: float = math.inf
     overlap_slowdown: float = 1.0
-    server_work: float = 1.0  # on the cores, as a part of a gradient's way to the server and back; above 1, behind it
+    # Work on the cores, as a part of a gradient's way to the server and back: for a gradient (above 1, behind it), and
+    # for an update.
+    server_work: float = 1.0
+    update_work: float = 0.0
     settings: Mapping[str, Any] | None = None  # of the recipe, as measured
     self_check: tuple[Mapping[str, Any], ...] = ()
 
     def of(self, family: str) -> list[Probe]:
-        found = sorted((probe for probe in self.probes if probe.family == family), key=lambda probe: probe.learners)
+        wanted = PROBED if family == ALL_REDUCE else SERVED
+        found = sorted((probe for probe in self.probes if probe.line == wanted), key=lambda probe: probe.learners)
         if not found:
             raise RequestError(f"the calibration of '{self.recipe}' has no probe of the family '{family}'")
         return found
@@ -227,6 +235,7 @@ def machine_of(
                 push_s=min(1.0, work) * way_s / 2,
                 fetch_s=min(1.0, work) * way_s / 2,
                 behind_s=max(0.0, work - 1) * way_s,
+                update_s=calibration.update_work * way_s,
             ),
         ),
         reduce_s=_reduce_s(calibration, line, learners) if reduces else 0.0,
@@ -260,16 +269,28 @@ NOTHING = Law(text="as calibrated", mean_s=0.0, sample=lambda chance: np.zeros_l
 
 
 def fit_server_work(calibration: Calibration, simulate: Callable[[Calibration, Probe], float]) -> Calibration:
-    """Find how much of a gradient's way to the server and back is work on the cores, from the probe with most learners.
+    """Find how much of a gradient's way to the server and back is work on the cores, from the most crowded probes.
 
     `simulate` says how long an update takes there by a calibration. What is not work is waiting, which disturbs nobody;
-    more work than the way is long goes on behind it, where only others feel it.
+    more work than the way is long goes on behind it, where only others feel it. Part of it is for each gradient and
+    part for each update: `async` has as many of both, `full-sync` fewer updates.
     """
-    crowded = max(calibration.of(SERVER), key=lambda probe: probe.learners)
-    if crowded.learners == 1:
+    most = max(probe.learners for probe in calibration.of(SERVER))
+    crowded = [probe for probe in calibration.probes if probe.family == SERVER and probe.learners == most > 1]
+    if not crowded:
         return calibration
-    tried = [replace(calibration, server_work=number / 10) for number in range(31)]
-    return min(tried, key=lambda one: abs(math.log(simulate(one, crowded) / crowded.update_s)))
+    # With one kind of probe the two cannot be told apart: all of it is for gradients.
+    for_updates = range(9) if any(probe.line == TOGETHER for probe in crowded) else range(1)
+    tried = [
+        replace(calibration, server_work=gradient / 5, update_work=update / 4)
+        for update in for_updates
+        for gradient in range(16)
+    ]
+
+    def off(one: Calibration) -> float:
+        return sum(math.log(simulate(one, probe) / probe.update_s) ** 2 for probe in crowded)
+
+    return min(tried, key=off)
 
 
 # --- the file -------------------------------------------------------------------------------------------------------
@@ -290,6 +311,7 @@ def as_json(calibration: Calibration) -> dict[str, Any]:
         },
         "overlap_slowdown": one.overlap_slowdown,
         "server_work": one.server_work,
+        "update_work": one.update_work,
         "batches": [{"batch": batch, "seconds": seconds} for batch, seconds in one.batches],
         "layers": [layer._asdict() for layer in one.layers],
         "reductions": [timed._asdict() for timed in one.reductions],
@@ -333,6 +355,7 @@ def from_json(data: Any) -> Calibration:
             copy_together_bytes_per_s=_or_infinite(copy["together_bytes_per_s"]),
             overlap_slowdown=_number(data["overlap_slowdown"]),
             server_work=_number(data["server_work"]),
+            update_work=_number(data["update_work"]),
             batches=tuple((_whole(one["batch"]), _number(one["seconds"])) for one in data["batches"]),
             layers=tuple(
                 Layer(
@@ -360,13 +383,13 @@ def from_json(data: Any) -> Calibration:
 
 
 def _probe(one: Mapping[str, Any]) -> Probe:
-    if one["family"] not in (ALL_REDUCE, SERVER):
-        raise RequestError(f"a probe is of the family {ALL_REDUCE} or {SERVER}; got {one['family']!r}")
+    if one["line"] not in (PROBED, SERVED, TOGETHER):
+        raise RequestError(f"a probe is of {PROBED}, {SERVED} or {TOGETHER}; got {str(one['line'])[:40]!r}")
     times = tuple(_number(time) for time in one["compute_s"])
     if not times or not sum(times) > 0:
         raise RequestError("a probe without compute times")
     return Probe(
-        one["family"],
+        one["line"],
         _whole(one["learners"]),
         _positive(one["update_s"]),
         times,

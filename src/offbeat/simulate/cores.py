@@ -27,9 +27,10 @@ class Cores:
     push_s: float = 0.0  # from a learner's gradient to the policy
     fetch_s: float = 0.0  # from the policy's answer to weights at a learner
     behind_s: float = 0.0  # for each gradient, while nobody waits for it
+    update_s: float = 0.0  # for each update, the same
 
     def __post_init__(self) -> None:
-        works = (self.push_s, self.fetch_s, self.behind_s)
+        works = (self.push_s, self.fetch_s, self.behind_s, self.update_s)
         if not 0 < self.count < math.inf or not all(0 <= work < math.inf for work in works):
             raise RequestError(f"cores are more than 0, and work is 0 or more; got {self.count} and {works}")
 

@@ -301,6 +301,8 @@ class Simulation:
                 self._post(CANCEL, command.learner, self.policy.version)
             case Apply():
                 self.count_update()
+                if self.cluster.cores is not None and self.cluster.cores.update_s:
+                    self._work(self.cluster.cores.update_s, Job(None, 0, 0, urgent=True))
                 for ticket in command.tickets:
                     del self.gradients[ticket]
             case Drop():
