@@ -18,6 +18,7 @@ import socket
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -371,6 +372,8 @@ def _live(start: Start, number: int) -> int:
         sys.stdout.flush()
         os.write(1, MARK + json.dumps(record, allow_nan=False).encode() + b"\n")
 
+    # What torch keeps of NVML does not survive this fork, which closes files; it then asks CUDA itself, and need not say so.
+    warnings.filterwarnings("ignore", "Can't initialize NVML")
     try:
         _train(start, number, start.config.learners, report)
     except Exception as error:
