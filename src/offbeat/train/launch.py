@@ -372,7 +372,7 @@ def _live(start: Start, number: int) -> int:
         sys.stdout.flush()
         os.write(1, MARK + json.dumps(record, allow_nan=False).encode() + b"\n")
 
-    # What torch keeps of NVML does not survive this fork, which closes files; it then asks CUDA itself, and need not say so.
+    # What torch keeps of NVML does not survive this fork, which closes files: it asks CUDA then, and need not say so.
     warnings.filterwarnings("ignore", "Can't initialize NVML")
     try:
         _train(start, number, start.config.learners, report)
