@@ -43,6 +43,16 @@ def reader(read: Callable[[str], Any]) -> Callable[[str], Any]:
     return checked
 
 
+def read_accuracy(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= 1:
+        raise RequestError(f"an accuracy is above 0 and at most 1, like 0.95; got '{text[:40]}'")
+    return value
+
+
 def json_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -97,6 +107,19 @@ def say(out: Console, text: str, **style: Any) -> None:
 def heading(out: Console, text: str) -> None:
     say(out, text, style="bold")
     out.print()
+
+
+def table(out: Console, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """The first column is words, the others are numbers."""
+    from rich import box
+    from rich.table import Table
+
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for number, column in enumerate(columns):
+        made.add_column(column, justify="right" if number else "left", no_wrap=True)
+    for row in rows:
+        made.add_row(*row)
+    out.print(made)
 
 
 def facts(out: Console, rows: Sequence[tuple[str, str]]) -> None:

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, redirect_stdout, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offbeat.commands.base import console, facts, heading, print_json, reader, say
+from offbeat.commands.base import console, facts, heading, print_json, read_accuracy, reader, say, table
 from offbeat.errors import OffbeatError, RequestError
 from offbeat.spec import choice, count_of, format_seconds, parse_count
 from offbeat.train.arguments import add_arguments as add_recipe_arguments
@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="scaling: what stays the same, the minibatch of a learner (default) or that of all together",
     )
     add("--accuracy-within", type=reader(_share), metavar="X", help="scaling: of the best, to be ranked (default 0.01)")
-    add("--target", type=reader(_target), metavar="X", help="accuracy: to reach, like 0.97")
+    add("--target", type=reader(read_accuracy), metavar="X", help="accuracy: to reach, like 0.97")
     add("--seeds", type=reader(parse_count), metavar="N", help="accuracy: trainings of each strategy (default 3)")
     add("--device", metavar="NAME", help="auto (a GPU if there is one), cpu or cuda")
     add("--calibration", type=Path, metavar="FILE", help="predict as well, with what offbeat calibrate has measured")
@@ -103,14 +103,6 @@ def _share(text: str) -> float:
     wanted = "a share from 0 to 1, like 0.01"
     number = _number(text, wanted)
     if not 0 <= number <= 1:
-        raise RequestError(f"expected {wanted}; got '{text[:40]}'")
-    return number
-
-
-def _target(text: str) -> float:
-    wanted = "an accuracy above 0 and up to 1, like 0.97"
-    number = _number(text, wanted)
-    if not 0 < number <= 1:
         raise RequestError(f"expected {wanted}; got '{text[:40]}'")
     return number
 
@@ -218,7 +210,7 @@ def print_predictions(result: Predictions) -> None:
     out = console()
     request = result.request
     heading(out, f"{request.config.name}: seconds an update, predicted and measured, the worst first")
-    _table(
+    table(
         out,
         ("strategy", "learners", "delays", "measured", "of rounds", "predicted", "error"),
         [
@@ -351,19 +343,6 @@ def _write_whole(path: Path, text: str) -> None:
 # --- printing --------------------------------------------------------------------------------------------------------
 
 
-def _table(out: Console, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """The first column is words, the others are numbers."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    out.print(table)
-
-
 def _without(hidden: Sequence[int], words: Sequence[str]) -> list[str]:
     return [word for number, word in enumerate(words) if number not in hidden]
 
@@ -415,7 +394,7 @@ def print_scaling(result: ScalingResult) -> None:
         for row in result.rows
     ]
     hidden = [*([7] if strong else []), *([] if wide else [3, 4])]
-    _table(out, _without(hidden, columns), [_without(hidden, row) for row in rows])
+    table(out, _without(hidden, columns), [_without(hidden, row) for row in rows])
     more = {
         "predicted ms": [_shown(row.predicted_s, lambda seconds: format_ms(1e3 * seconds)) for row in result.rows],
         "off": [_shown(row.error, _off) for row in result.rows],
@@ -468,7 +447,7 @@ def print_accuracy(result: AccuracyResult) -> None:
         )
     columns = ["strategy", "to target", "of seeds", "reached", "updates", "accuracy", "whole run"]
     hidden = [] if out.width >= _WIDE else [2]
-    _table(out, _without(hidden, columns), [_without(hidden, row) for row in rows])
+    table(out, _without(hidden, columns), [_without(hidden, row) for row in rows])
     more = {
         "predicted": [_shown(row.predicted_s, format_seconds) for row in result.rows],
         "off": [_shown(row.error, _off) for row in result.rows],
@@ -498,7 +477,7 @@ def _more(out: Console, who: Sequence[Sequence[str]], columns: Mapping[str, Sequ
     if known:
         names = ["strategy", "learners"][: len(who[0])]
         rows = [[*one, *values] for one, values in zip(who, zip(*known.values(), strict=True), strict=True)]
-        _table(out, [*names, *known], rows)
+        table(out, [*names, *known], rows)
 
 
 def _end(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +19,7 @@ from offbeat.commands.base import (
     progress_line,
     reader,
     say,
+    table,
     write_file,
 )
 from offbeat.errors import RequestError
@@ -104,15 +104,15 @@ def _print(found: Calibration, path: Path) -> None:
             )
         )
     columns = ("probes", "learners", "computing", "deviation/mean", "communication", "an update")
-    _table(out, columns, rows)
+    table(out, columns, rows)
     layers = [
         (layer.name, format_seconds(layer.forward_s), format_seconds(layer.backward_s), format_size(layer.size_bytes))
         for layer in found.layers
     ]
-    _table(out, ("layer", "forward", "backward", "size"), layers)
+    table(out, ("layer", "forward", "backward", "size"), layers)
     sizes = _over_sizes("all-reduce", found.reductions) + _over_sizes("push and fetch", found.pushes)
     if sizes:
-        _table(out, ("over sizes", "learners", "size", "time"), sizes)
+        table(out, ("over sizes", "learners", "size", "time"), sizes)
     batches = ", ".join(f"{batch}: {format_seconds(seconds)}" for batch, seconds in found.batches)
     alone, together = (format_rate(rate) for rate in (found.copy_alone_bytes_per_s, found.copy_together_bytes_per_s))
     told = [
@@ -154,22 +154,10 @@ def _print_check(out: Console, found: Calibration) -> None:
         )
         for row in found.self_check
     ]
-    _table(out, ("self-check", "learners", "measured", "predicted", "error"), rows)
+    table(out, ("self-check", "learners", "measured", "predicted", "error"), rows)
     error = f"{100 * mean_error(found.self_check):.1f} %"
     many = count_of(len(rows), "training")
     say(out, f"self-check: seconds an update of {many} that were not probes are {error} off on average")
-
-
-def _table(out: Console, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    out.print(table)
 
 
 COMMAND = Command(

@@ -11,7 +11,7 @@ from pathlib import Path
 from sys import stderr
 from typing import TYPE_CHECKING, Any
 
-from offbeat.commands.base import Command, console, heading, json_argument, print_json, reader, say
+from offbeat.commands.base import Command, console, heading, json_argument, print_json, read_accuracy, reader, say
 from offbeat.commands.virtual import Live, task_for
 from offbeat.errors import OffbeatError, RequestError
 from offbeat.simulate.calibration import read_calibration
@@ -40,7 +40,10 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--learners", type=reader(parse_count), metavar="P", help="as if there had been so many (default: the run's)")
     add(
-        "--target", type=reader(_accuracy), metavar="X", help="the accuracy to reach (default: what the run ended with)"
+        "--target",
+        type=reader(read_accuracy),
+        metavar="X",
+        help="the accuracy to reach (default: what the run ended with)",
     )
     add("--no-accuracy", action="store_true", help="only the times: nothing is trained")
     add(
@@ -104,16 +107,6 @@ def _run(given: argparse.Namespace) -> None:
         say(out, line)
     for note in notes:
         say(out, f"note: {note}", style="dim")
-
-
-def _accuracy(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value <= 1:
-        raise RequestError(f"an accuracy is above 0 and at most 1, like 0.95; got '{text}'")
-    return value
 
 
 def _others(own: str, learners: int) -> list[str]:

@@ -12,7 +12,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offbeat.commands.base import Command, busy, console, facts, heading, json_argument, print_json, reader, say
+from offbeat.commands.base import (
+    Command,
+    busy,
+    console,
+    facts,
+    heading,
+    json_argument,
+    print_json,
+    read_accuracy,
+    reader,
+    say,
+)
 from offbeat.errors import RequestError
 from offbeat.spec import count_of, format_size
 
@@ -30,7 +41,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
                         help="the folder of a run, or the .json file of a benchmark")  # fmt: skip
     parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), metavar="FILE",
                         help="where the page is written (default report.html)")  # fmt: skip
-    parser.add_argument("--target", type=reader(_share), metavar="ACCURACY",
+    parser.add_argument("--target", type=reader(read_accuracy), metavar="ACCURACY",
                         help="time to this accuracy, like 0.95 (default: the highest all have reached)")  # fmt: skip
     parser.add_argument("--price", type=reader(_price), metavar="PRICE", help="of a device hour: adds what runs cost")
     parser.add_argument("--csv", type=Path, metavar="FOLDER", help="write every table there as a CSV file")
@@ -44,13 +55,6 @@ def _number(text: str) -> float:
         return float(text)
     except ValueError:
         return math.nan
-
-
-def _share(text: str) -> float:
-    value = _number(text)
-    if not 0 < value <= 1:
-        raise RequestError(f"an accuracy is above 0 and at most 1, like 0.95; got '{text}'")
-    return value
 
 
 def _price(text: str) -> float:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from offbeat import topology
-from offbeat.commands.base import busy, console, facts, heading, print_json, reader, write_file
+from offbeat.commands.base import busy, console, facts, heading, print_json, read_accuracy, reader, write_file
 from offbeat.commands.cluster import cluster_of, model_of
 from offbeat.errors import OffbeatError, RequestError
 from offbeat.simulate.calibration import machine_of
@@ -44,7 +44,7 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--recipe", metavar="RECIPE", help="train it for real, on the simulated clock (offbeat recipes, or a TOML file)"
     )
-    add("--target", type=reader(_share), metavar="X", help="the accuracy to reach, like 0.95")
+    add("--target", type=reader(read_accuracy), metavar="X", help="the accuracy to reach, like 0.95")
     add("--look-every", type=reader(_epochs), metavar="X", help="epochs from look to look (default 0.25)")
     add(
         "--epoch-ends",
@@ -189,16 +189,6 @@ class Live:
         elif time.monotonic() - self._told_s > PLAIN_EVERY_S:
             self._told_s = time.monotonic()
             print(text, file=sys.stderr, flush=True)
-
-
-def _share(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value <= 1:
-        raise RequestError(f"an accuracy is above 0 and at most 1, like 0.95; got '{text}'")
-    return value
 
 
 def _epochs(text: str) -> float:
