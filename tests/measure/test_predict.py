@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 
 from offbeat.errors import OffbeatError, RequestError
-from offbeat.measure.predict import check, foresee_accuracy, predict, settings_of
-from offbeat.measure.predictions import Request, Row, order_of
+from offbeat.measure.predict import foresee_accuracy, predict
+from offbeat.measure.predictions import Predictions, Request, Row, order_of
 from offbeat.measure.probes import KEPT, probe_of
 from offbeat.measure.trainings import Trained
 from offbeat.simulate.calibration import Calibration, Probe
+from offbeat.simulate.compute import Draws, parse_law
 from offbeat.trace import RunLog, Span
+from offbeat.train.calibrated import check, settings_of
 from offbeat.train.config import Config
 from offbeat.train.reading import changed, override, read_recipe
 from simulate.made_up import MADE_UP
@@ -63,12 +65,25 @@ def test_every_kind_of_strategy_is_predicted(line: str) -> None:
     assert found.updates > 8 and 0.001 < found.seconds_per_update < 0.1
 
 
-def test_the_same_delays_are_drawn_as_in_the_run() -> None:
+def test_delays_are_of_the_same_law_and_not_the_runs_own() -> None:
+    own = Draws(parse_law("exp:0.02"), 2, 0)
+    foreseen = predict(EVEN, config("ring", 2, ("exp:0.02",)), DIGITS).machine.cluster.draws()
+    assert own.take(0) != foreseen.take(0)
     first = predict(EVEN, config("ring", 2, ("exp:0.02",)), DIGITS)
     assert first.seconds == predict(EVEN, config("ring", 2, ("exp:0.02",)), DIGITS).seconds
     assert first.seconds_per_update == pytest.approx(0.013 + 0.03, rel=0.2)
     slow = predict(EVEN, config("ring", 2, ("learner=1,factor=3",)), DIGITS)
     assert slow.seconds_per_update == pytest.approx(0.033)
+
+
+def test_the_first_epoch_is_left_out_of_what_is_measured() -> None:
+    found = trained([])
+    assert found.seconds_per_update == pytest.approx(0.1) and found.samples_per_s == pytest.approx(320)
+    alone = Trained(config=found.config, log=found.log, metrics=found.metrics[:1], energy=None)
+    assert alone.seconds_per_update == pytest.approx(0.1) and alone.samples_per_s == pytest.approx(320)
+    later = Trained(config=found.config, log=found.log, energy=None, metrics=(
+        {**found.metrics[0], "seconds": 2.5}, found.metrics[1]))  # fmt: skip
+    assert later.seconds_per_update == pytest.approx(0.025)
 
 
 def test_the_first_epoch_is_left_out_as_in_what_is_measured() -> None:
@@ -81,6 +96,9 @@ def test_the_first_epoch_is_left_out_as_in_what_is_measured() -> None:
 def test_times_of_one_model_say_nothing_of_another() -> None:
     measured = replace(EVEN, settings=settings_of(config("ring", 2)))
     check(measured, config("async", 4))
+    for change in ({"servers": 2}, {"data": {"workers": 1}}, {"model": {"options": {"width": 5}}}):
+        with pytest.raises(RequestError, match="measure again"):
+            check(measured, changed(config("async", 4), change))
     with pytest.raises(RequestError, match="the calibration is of precision 'fp32', and this has 'bf16'"):
         check(measured, config("async", 4, precision="bf16"))
 
@@ -150,8 +168,16 @@ def test_a_probe_that_computed_nothing_says_so() -> None:
 # --- predictions ------------------------------------------------------------------------------------------
 
 
-def row(measured_s: float, predicted_s: float) -> Row:
-    return Row(config=config("ring", 2), rounds_s=(measured_s,), predicted_s=predicted_s)
+def row(measured_s: float, predicted_s: float, probe: bool = False) -> Row:
+    return Row(config=config("ring", 2), rounds_s=(measured_s,), predicted_s=predicted_s, probe=probe)
+
+
+def test_what_was_a_probe_does_not_count() -> None:
+    rows = (row(1.0, 1.1), row(1.0, 1.3), row(1.0, 9.0, probe=True))
+    request = Request(config=config("ring", 2), calibration=EVEN)
+    found = Predictions(request=request, machine={}, rows=rows)
+    assert found.mean_error == pytest.approx(0.2) and found.worst_error == pytest.approx(0.3)
+    assert found.order() == (0, []) and found.as_json()["rows"][0]["probe"] is True
 
 
 def test_only_pairs_that_differ_enough_have_an_order() -> None:
@@ -165,7 +191,11 @@ def test_a_configuration_for_each_strategy_number_and_delay() -> None:
     base = override(read_recipe("digits-mlp"), {"device": "cpu"})
     request = Request(config=base, calibration=Calibration(
         recipe="x", batch=32, size_bytes=4, machine={}, probes=EVEN.probes))  # fmt: skip
-    assert len(list(request.configurations())) == 12
+    assert len(list(request.configurations())) == 18
+    assert request.calibration.has("ring", 2, True) and not request.calibration.has("ring", 2, False)
+    assert request.calibration.has("k-async:1", 1, True) and not request.calibration.has("k-async:2", 4, True)
+    with pytest.raises(RequestError, match="nothing to predict"):
+        replace(request, lines=("ring",), learners=(2,), slow=("none",))
     with pytest.raises(RequestError, match="twice"):
         replace(request, lines=("ring", "ring"))
     with pytest.raises(RequestError, match="k-sync:4"):

@@ -86,6 +86,7 @@ def test_links_are_fitted_to_the_reductions() -> None:
 def test_another_all_reduce_is_priced_against_the_ring() -> None:
     assert MADE_UP.reduction_factor("ring", 4) == 1.0
     assert MADE_UP.reduction_factor("central", 4) > 1.5  # sends 2(P-1) times the gradient through one port
+    assert machine_of(MADE_UP, "central", 4).reduce_s > machine_of(MADE_UP, "ring", 4).reduce_s + 0.001
 
 
 def test_a_gradients_way_with_a_server_is_that_of_the_probe_with_one_learner() -> None:
@@ -147,6 +148,11 @@ def changed(**changes: Any) -> dict[str, Any]:
         ({"measured": "scaling"}, "not a calibration"),
         (changed(calibration=2), "format 2"),
         (changed(probes=[]), "without probes"),
+        (changed(probes=changed()["probes"][:1] * 2), "twice"),
+        (changed(machine={"cores": "many"}), "whole number"),
+        (changed(reductions=[{"learners": 2, "size_bytes": 4, "seconds": 0}]), "above 0"),
+        (changed(reductions=[{"learners": 1, "size_bytes": 4, "seconds": 1}]), "of one learner"),
+        (changed(overlap_slowdown=10**400), "wrong kind"),
         (changed(batch="32"), "whole number of 1 or more"),
         (changed(batch=True), "whole number of 1 or more"),
         (changed(layers=7), "wrong kind"),

@@ -10,7 +10,7 @@ from offbeat.errors import RequestError
 from offbeat.simulate import collective, server
 from offbeat.simulate.cluster import Cluster, Wires
 from offbeat.simulate.collective import Model
-from offbeat.simulate.compute import parse_law
+from offbeat.simulate.compute import Failures, parse_law
 from offbeat.simulate.cores import SLICE_S, Cores, Crowd, Job, shared_s
 from offbeat.topology import build as topology
 
@@ -52,10 +52,25 @@ def test_urgent_work_takes_the_core_of_who_has_had_it_longest() -> None:
 
 def test_urgent_work_waits_behind_other_urgent_work_only() -> None:
     crowd = Crowd(1)
-    crowd.start(0.0, 0.001, Job(None, 0, 0, urgent=True))
-    crowd.start(0.0, 0.001, Job(None, 1, 0, urgent=True))
-    crowd.start(0.0, 0.001, Job(None, 2, 0))
-    assert [who for _, who in ends(crowd)] == [0, 1, 2]
+    crowd.start(0.0, 0.001, Job(None, 9, 0))
+    for who in range(5):
+        crowd.start(0.0, 0.001, Job(None, who, 0, urgent=True))
+    assert [who for _, who in ends(crowd)] == [0, 1, 2, 3, 4, 9]
+
+
+@pytest.mark.parametrize("line", ["async", "k-sync:2", "k-batch-sync:4"])
+def test_who_fails_or_is_cancelled_leaves_its_core(line: str) -> None:
+    cluster = Cluster(
+        learners=4,
+        law=parse_law("constant:1e-9"),
+        failures=Failures(mean_up_s=0.05, mean_down_s=0.05),
+        cores=Cores(count=2, law=parse_law("constant:0.01"), push_s=0.001, fetch_s=0.001),
+        seed=3,
+    )
+    simulation = server.Simulation(line, cluster, 200, 0, None)
+    simulation.go()
+    assert simulation.tally.failed > 50 and simulation.crowd is not None
+    assert len(simulation.crowd) <= 2 * cluster.learners  # a minibatch, or what is sent to each
 
 
 def test_work_that_is_given_up_leaves_its_core_to_another() -> None:

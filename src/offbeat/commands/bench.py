@@ -118,7 +118,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "--rounds",
         type=reader(parse_count),
         metavar="N",
-        help="all take turns in each (default 5, ddp 10, server and scaling 3)",
+        help="all take turns in each (default 5, ddp 10, server and predictions 3)",
     )
     add("--threads", type=reader(parse_count), metavar="N", help="torch's, of a rank (default 1)")
     add("--strategy", metavar="LINE", help="how offbeat reduces: ring, ... (default: its own choice)")

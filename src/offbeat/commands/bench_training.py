@@ -43,7 +43,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         **_BOTH,
         "learners": [1, 2, 4],
         "sync": ("ring", "k-async:2"),
-        "rounds": 3,
+        "rounds": 5,
         "kind": "weak",
         "accuracy_within": 0.01,
     },
@@ -52,7 +52,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         **{name: value for name, value in _BOTH.items() if name != "price"},
         "learners": [2, 4],
         "sync": ("ring", "k-sync:2", "k-batch-async:2"),
-        "slow": ("none", "exp:0.02"),
+        "slow": ("none", "exp:0.02", "learner=0,factor=2"),
         "rounds": 3,
     },
 }
@@ -221,7 +221,7 @@ def print_predictions(result: Predictions) -> None:
                 format_seconds(row.measured_s),
                 f"{format_seconds(min(row.rounds_s))} to {format_seconds(max(row.rounds_s))}",
                 format_seconds(row.predicted_s),
-                _off(row.error),
+                "a probe" if row.probe else _off(row.error),
             )
             for row in result.worst_first()
         ],
@@ -231,7 +231,7 @@ def print_predictions(result: Predictions) -> None:
         out,
         [
             ("in all", result.summary()),
-            ("machine", f"{machine['cores']} cores, load {machine['load']:.1f} before; {machine['processor']}"),
+            ("machine", f"{machine['cores']} cores, load {machine['load'] or 0.0:.1f} before; {machine['processor']}"),
             *((name, text) for name, text in DEFINITIONS.items()),
         ],
     )
@@ -284,7 +284,7 @@ def _calibration(given: argparse.Namespace, config: Config) -> Calibration | Non
     from offbeat.simulate.calibration import read_calibration
 
     calibration = read_calibration(given.calibration)
-    from offbeat.measure.predict import check
+    from offbeat.train.calibrated import check
 
     check(calibration, config)
     return calibration

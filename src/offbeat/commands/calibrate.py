@@ -56,6 +56,7 @@ def _run(given: argparse.Namespace) -> None:
         raise RequestError(
             f"calibrate: cannot write {given.out}: expected the name of a file, in a folder that is there"
         )
+    _try_to_write(given.out)
     from offbeat.measure.calibrate import Request, measure
     from offbeat.simulate.calibration import as_json
 
@@ -75,6 +76,16 @@ def _run(given: argparse.Namespace) -> None:
         _print(found, given.out)
 
 
+def _try_to_write(path: Path) -> None:
+    """Before minutes of work."""
+    beside = path.with_name(f".{path.name}.unfinished")
+    try:
+        beside.touch()
+        beside.unlink()
+    except OSError as error:
+        raise RequestError(f"calibrate: cannot write {path}: {error.strerror}") from None
+
+
 def _config(given: argparse.Namespace) -> Config:
     from offbeat.train.reading import changed, override, read_recipe
     from offbeat.train.recipes import DEFAULT
@@ -89,6 +100,7 @@ def _print(found: Calibration, path: Path) -> None:
 
     out = console()
     machine = found.machine
+    load = machine["load"] or 0.0
     heading(out, f"{found.recipe}: minibatches of {found.batch}, {format_size(found.size_bytes)} of gradient")
     rows = []
     for probe in found.probes:
@@ -124,10 +136,10 @@ def _print(found: Calibration, path: Path) -> None:
             f"work that shares the cores, as a part of the way to the server and back: {found.server_work:.1f} for a "
             f"gradient, {found.update_work:.2g} for an update",
         ),
-        ("machine", f"{machine['cores']} cores, load {machine['load']:.1f} before; {machine['processor']}"),
+        ("machine", f"{machine['cores']} cores, load {load:.1f} before; {machine['processor']}"),
     ]
     facts(out, told)
-    if machine["load"] > _BUSY * machine["cores"]:
+    if load > _BUSY * machine["cores"]:
         say(out, "The machine was busy before this began: what ran beside it is part of these numbers.")
     _print_check(out, found)
     say(out, f"\nwritten to {path}: simulate, compare, schedule and bench take it with --calibration")

@@ -98,7 +98,8 @@ def cluster_of(given: argparse.Namespace) -> Cluster:
 
 _MEASURED = {
     "slow": None, "failures": None, "size": 0, "latency": 0.0, "learner_bandwidth": math.inf,
-    "server_bandwidth": math.inf, "shards": 1, "network": None, "topology": "uniform",
+    "server_bandwidth": math.inf, "shards": 1, "network": None, "topology": "uniform", "layers": 50,
+    "forward_share": 1 / 3, "bucket": 25_000_000, "no_overlap": False,
 }  # fmt: skip
 
 
@@ -106,7 +107,7 @@ def machine_for(given: argparse.Namespace, strategy: str) -> Machine:
     """What the calibration says of a strategy's machine; what it has measured cannot be given beside it."""
     for name, default in _MEASURED.items():
         if getattr(given, name) != default:
-            raise RequestError(f"--{name.replace('_', '-')}: the calibration has measured that; leave one of them out")
+            raise RequestError(f"--{name.replace('_', '-')} does not go with --calibration: leave one of them out")
     speeds = [*given.speeds, *[1.0] * (given.learners - len(given.speeds))]
     if len(speeds) > given.learners or any(not 0 < speed <= 1 for speed in speeds):
         raise RequestError("--speeds: with a calibration, up to 1 each and for at most all learners: 0.5 is half")

@@ -139,7 +139,7 @@ def clock_of(given: argparse.Namespace, cluster: Cluster, task: Task, config: Co
 
 def _calibrated(given: argparse.Namespace, cluster: Cluster, config: Config) -> Clock:
     """The machine as it was measured, if that was with this model."""
-    from offbeat.measure.predict import check
+    from offbeat.train.calibrated import check
     from offbeat.train.virtual import Clock
 
     check(given.calibration, config)

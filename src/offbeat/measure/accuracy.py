@@ -22,11 +22,11 @@ from offbeat.chart import Line, line_chart
 from offbeat.errors import RequestError
 from offbeat.measure.bench import Progress, terminable
 from offbeat.measure.comparisons import (
-    ALIKE,
     INTERVAL,
     Kept,
     Middle,
     Train,
+    apart,
     check_lines,
     check_price,
     check_processes,
@@ -191,7 +191,7 @@ class Row:
 def are_alike(fast: Row, slow: Row) -> bool:
     """Whether these seeds cannot tell which of two that always got there is faster."""
     one, other = middle(fast.times_s), middle(slow.times_s)
-    return len(fast.runs) == 1 or other.median <= ALIKE * one.median or other.low <= one.high
+    return other.median <= apart(len(fast.runs)) * one.median or other.low <= one.high
 
 
 def ranking(rows: Sequence[Row], target: float) -> list[str]:

@@ -23,13 +23,14 @@ from offbeat.machine import machine_facts
 from offbeat.measure import bench, pushes
 from offbeat.measure.bench import MOST_RANKS, Progress, terminable
 from offbeat.measure.crew import Crew
-from offbeat.measure.predict import predict, settings_of
+from offbeat.measure.predict import predict
 from offbeat.measure.probes import probe
 from offbeat.measure.served import environment, program
 from offbeat.measure.trainings import Trained, train_once
 from offbeat.simulate.calibration import PROBED, SERVED, TOGETHER, Calibration, Layer, Probe, Timed, fit_server_work
 from offbeat.spec import count_of
 from offbeat.strategy import ALL_REDUCE
+from offbeat.train.calibrated import settings_of
 from offbeat.train.config import Config
 from offbeat.train.reading import as_json, changed
 
@@ -37,7 +38,6 @@ REDUCED_BYTES = (4096, 262_144, 16 * 2**20)
 PUSHED_ITEMS = (10_000, 4_000_000)
 TIMES_S = 0.4  # of minibatches of one size
 PUSH_S = 0.7  # of pushes of one size
-CHECKED = ("k-sync:{half}", "k-async:{half}", "k-batch-async:{half}")  # trainings that are no probes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +56,11 @@ class Request:
             raise RequestError("calibrate: --learners are different numbers, and 1 is among them, like 1 2 4")
         if max(self.learners) > MOST_RANKS:
             raise RequestError(f"calibrate: --learners are at most {MOST_RANKS}; got {max(self.learners)}")
+        for line in (PROBED, SERVED):  # both families must be able to train it
+            try:
+                changed(self.config, {"sync": line, "learners": max(self.learners)})
+            except RequestError as error:
+                raise RequestError(f"calibrate: it is probed with {line} too: {error}") from None
 
 
 def measure(request: Request, progress: Progress) -> Calibration:
@@ -185,9 +190,8 @@ def check(
     many = max(request.learners)
     if many == 1:
         return []
-    lines = [one.format(half=max(1, many // 2)) for one in CHECKED]
     rows = []
-    for line in lines:
+    for line in checked(many):
         config = changed(request.config, {"sync": line, "learners": many})
         trained = []
         for number in range(request.rounds):
@@ -198,11 +202,21 @@ def check(
     return rows
 
 
+def checked(learners: int) -> tuple[str, ...]:
+    """Strategies that are no probes, nor the same as one by another name."""
+    if learners == 2:
+        return "k-batch-sync:2", "k-batch-async:2", "ssp:1"
+    half = max(2, learners // 2)
+    return f"k-sync:{half}", f"k-async:{half}", f"k-batch-async:{half}"
+
+
 def train_for(config: Config, samples: int, folder: Path, updates: int = 150) -> Trained:
     """So many epochs that there are enough updates, and at least three."""
     batch = config.train.batch_size * config.train.accumulate
     epochs = max(3, -(-updates * batch * config.learners // samples) + 1)
-    return train_once(changed(config, {"train": {"epochs": epochs}, "save": {"every_epochs": 0}}), folder)
+    return train_once(
+        changed(config, {"train": {"epochs": epochs, "stop_at": 0.0}, "save": {"every_epochs": 0}}), folder
+    )
 
 
 def compared(calibration: Calibration, trained: Trained, samples: int) -> dict[str, Any]:

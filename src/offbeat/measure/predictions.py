@@ -1,7 +1,8 @@
 """`offbeat bench predictions`: strategies, numbers of learners and delays, each predicted from a calibration and run.
 
-The prediction of a configuration is made before its run. All configurations take turns in every round, and the median
-over rounds counts.
+The prediction of a configuration is made before its runs, with delays that are not theirs. All configurations take
+turns in every round, each round with its own seed, and the median over rounds counts. A configuration that is a probe
+of the calibration is shown, and does not count: it was not predicted but measured.
 """
 
 from __future__ import annotations
@@ -22,19 +23,21 @@ from offbeat.measure.calibrate import train_for
 from offbeat.measure.predict import predict
 from offbeat.simulate.calibration import Calibration
 from offbeat.train.config import Config
+from offbeat.train.launch import MOST_LEARNERS
 from offbeat.train.reading import changed
 from offbeat.train.tasks import task_of
 
 LINES = ("ring", "k-sync:2", "k-batch-async:2")
 LEARNERS = (2, 4)
-SLOW = ("none", "exp:0.02")
+SLOW = ("none", "exp:0.02", "learner=0,factor=2")
+DRAWN = 5  # predictions, each with delays drawn anew, of which the mean is taken
 APART = 1.15  # two whose times differ by more have an order
 
 DEFINITIONS: Mapping[str, str] = {
     "measured_s": "seconds an update of a real training after its first epoch, evaluation left out; median over rounds",
     "predicted_s": "seconds an update, simulated from the calibration before the run",
     "error": "predicted / measured - 1",
-    "mean_error": "mean of the errors without their signs",
+    "mean_error": "mean of the errors without their signs; probes of the calibration do not count",
     "order": f"pairs whose measured times differ by more than {100 * (APART - 1):.0f} %, and how many are predicted in "
     "that order",
 }
@@ -55,7 +58,11 @@ class Request:
         for name, values in (("--sync", self.lines), ("--learners", self.learners), ("--slow", self.slow)):
             if len(set(values)) < len(values):
                 raise RequestError(f"bench: {name} names something twice: {', '.join(map(str, values))}")
+        if max(self.learners) > MOST_LEARNERS:
+            raise RequestError(f"bench: --learners are at most {MOST_LEARNERS} here; got {max(self.learners)}")
         list(self.configurations())
+        if all(self.calibration.has(one.sync, one.learners, not one.slow) for one in self.configurations()):
+            raise RequestError("bench: all of these are probes of the calibration: there is nothing to predict")
 
     def configurations(self) -> Iterator[Config]:
         for slow, learners, line in product(self.slow, self.learners, self.lines):
@@ -70,6 +77,7 @@ class Row:
     config: Config
     rounds_s: tuple[float, ...]
     predicted_s: float
+    probe: bool = False  # the calibration has it
 
     @property
     def measured_s(self) -> float:
@@ -88,6 +96,7 @@ class Row:
             "rounds_s": list(self.rounds_s),
             "predicted_s": self.predicted_s,
             "error": self.error,
+            "probe": self.probe,
         }
 
 
@@ -100,23 +109,28 @@ class Predictions:
     rows: tuple[Row, ...]
 
     @property
+    def counted(self) -> list[Row]:
+        return [row for row in self.rows if not row.probe]
+
+    @property
     def mean_error(self) -> float:
-        return statistics.fmean(abs(row.error) for row in self.rows)
+        return statistics.fmean(abs(row.error) for row in self.counted)
 
     @property
     def worst_error(self) -> float:
-        return max((row.error for row in self.rows), key=abs)
+        return max((row.error for row in self.counted), key=abs)
 
     def worst_first(self) -> list[Row]:
         return sorted(self.rows, key=lambda row: -abs(row.error))
 
     def order(self) -> tuple[int, list[tuple[Row, Row]]]:
         """How many pairs have an order, and which are predicted in the wrong one."""
-        return order_of(self.rows)
+        return order_of(self.counted)
 
     def summary(self) -> str:
         pairs, wrong = self.order()
-        text = f"{100 * self.mean_error:.1f} % off on average, {100 * self.worst_error:+.1f} % at worst"
+        text = f"{len(self.counted)} predictions, {100 * self.mean_error:.1f} % off on average"
+        text += f", {100 * self.worst_error:+.1f} % at worst"
         return f"{text}; {pairs - len(wrong)} of {pairs} pairs that differ by more than 15 % are in the right order"
 
     def as_json(self) -> dict[str, Any]:
@@ -152,20 +166,32 @@ def measure(request: Request, progress: Progress) -> Predictions:
     machine = machine_facts()
     samples = len(task_of(request.config).train)  # type: ignore[arg-type] # a map-style set has a length
     configs = list(request.configurations())
-    predicted = [predict(request.calibration, config, samples).seconds_per_update for config in configs]
+    predicted = [_predicted_s(request.calibration, config, samples) for config in configs]
     rounds: list[list[float]] = [[] for _ in configs]
     with terminable(), tempfile.TemporaryDirectory(prefix="offbeat-bench-") as folder:
         for number in range(request.rounds):
             for place, config in enumerate(configs):
                 slow = " ".join(config.slow) or "no delays"
                 progress(f"{config.sync}, {config.learners} learners, {slow}, round {number + 1} of {request.rounds}")
-                updates = _updates(predicted[place])
-                rounds[place].append(train_for(config, samples, Path(folder) / "run", updates).seconds_per_update)
+                own = changed(config, {"seed": config.seed + number})
+                trained = train_for(own, samples, Path(folder) / "run", _updates(predicted[place]))
+                rounds[place].append(trained.seconds_per_update)
     rows = tuple(
-        Row(config=config, rounds_s=tuple(some), predicted_s=seconds)
+        Row(
+            config=config,
+            rounds_s=tuple(some),
+            predicted_s=seconds,
+            probe=request.calibration.has(config.sync, config.learners, not config.slow),
+        )
         for config, some, seconds in zip(configs, rounds, predicted, strict=True)
     )
     return Predictions(request=request, machine=machine, rows=rows)
+
+
+def _predicted_s(calibration: Calibration, config: Config, samples: int) -> float:
+    """Seconds an update, the mean over several draws of the delays."""
+    each = [changed(config, {"seed": config.seed + number}) for number in range(DRAWN if config.slow else 1)]
+    return statistics.fmean(predict(calibration, one, samples).seconds_per_update for one in each)
 
 
 def _updates(seconds: float) -> int:

@@ -22,11 +22,11 @@ from offbeat import metrics
 from offbeat.errors import RequestError
 from offbeat.measure.bench import Progress, terminable
 from offbeat.measure.comparisons import (
-    ALIKE,
     INTERVAL,
     Kept,
     Middle,
     Train,
+    apart,
     check_lines,
     check_price,
     check_processes,
@@ -262,7 +262,8 @@ def _worse(row: Row, best: Row | None, within: float) -> str:
 def are_alike(one: Row, other: Row) -> bool:
     """Whether these rounds cannot tell which of the two applies more samples a second."""
     ratios = middle([a / b for a, b in zip(one.throughputs, other.throughputs, strict=True)])
-    return len(one.runs) == 1 or 1 / ALIKE <= ratios.median <= ALIKE or ratios.low <= 1 <= ratios.high
+    least = apart(len(one.runs))
+    return 1 / least <= ratios.median <= least or ratios.low <= 1 <= ratios.high
 
 
 def ranking(rows: Sequence[Row]) -> list[str]:
@@ -271,7 +272,7 @@ def ranking(rows: Sequence[Row]) -> list[str]:
     if not order:
         return ["nothing can be ranked", *_not_ranked(rows)]
     one = len(order[0].runs) == 1
-    why = "one round cannot tell them apart (--rounds 3)" if one else "alike in these rounds"
+    why = "one round cannot tell them apart (--rounds 5)" if one else "alike in these rounds"
     return [*ladder(order, are_alike, _speed, "fastest of those that learn as well", why), *_not_ranked(rows)]
 
 

@@ -24,6 +24,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from offbeat.errors import RequestError
+from offbeat.policies import create
+from offbeat.policies.barrier import KSync
+from offbeat.policies.stale import KAsync, KBatchAsync
 from offbeat.schedules import build, price
 from offbeat.simulate.cluster import Cluster, Wires
 from offbeat.simulate.collective import Model
@@ -122,6 +125,11 @@ class Calibration:
             (probe for probe in probes if probe.learners <= free), default=probes[0], key=lambda one: one.learners
         )
 
+    def has(self, line: str, learners: int, plain: bool) -> bool:
+        """Whether this very training was a probe; `plain`: without delays."""
+        wanted = _called(line, learners), learners
+        return plain and any((_called(probe.line, probe.learners), probe.learners) == wanted for probe in self.probes)
+
     def more_s(self, batch: int) -> float:
         """How much longer a minibatch of so many samples takes than one of the probes; below 0 for a smaller one.
 
@@ -171,6 +179,18 @@ class Calibration:
         topology = self.topology(learners)
         ours, probed = (price(build(one, ranks=learners), topology, self.size_bytes).seconds for one in (line, PROBED))
         return ours / probed if probed else 1.0
+
+
+def _called(line: str, learners: int) -> str:
+    """One name for strategies that are the same with so many learners."""
+    if simulated_family_of(line) == ALL_REDUCE:
+        return line
+    policy = create(line, expect=learners)
+    if type(policy) in (KAsync, KBatchAsync) and policy.k == 1:  # type: ignore[attr-defined] # these have one
+        return SERVED
+    if type(policy) in (KSync, KAsync) and policy.k == learners:  # type: ignore[attr-defined] # these have one
+        return TOGETHER
+    return line
 
 
 def _line(points: Sequence[tuple[int, float]], at: float) -> float:
@@ -371,15 +391,28 @@ def from_json(data: Any) -> Calibration:
             probes=tuple(_probe(one) for one in data["probes"]),
             self_check=tuple(dict(one) for one in data["self_check"]),
         )
+        _check_sound(found)
     except RequestError:
         raise
     except KeyError as error:
         raise RequestError(f"a calibration without {error}: measure again with offbeat calibrate") from None
-    except (TypeError, ValueError, AttributeError):
+    except (TypeError, ValueError, AttributeError, OverflowError):
         raise RequestError("a calibration with something of the wrong kind: measure again") from None
+    return found
+
+
+def _check_sound(found: Calibration) -> None:
     if not found.probes:
         raise RequestError("a calibration without probes: measure again with offbeat calibrate")
-    return found
+    names = [(probe.line, probe.learners) for probe in found.probes]
+    sizes = [batch for batch, _ in found.batches]
+    if len(set(names)) < len(names) or len(set(sizes)) < len(sizes):
+        raise RequestError("a calibration that has a probe or a batch twice: measure again")
+    if any(timed.learners < 2 for timed in found.reductions):
+        raise RequestError("a calibration with a reduction of one learner: measure again")
+    for key in ("cores", "gpus"):
+        if key in found.machine:
+            _whole(found.machine[key])
 
 
 def _probe(one: Mapping[str, Any]) -> Probe:
@@ -399,7 +432,7 @@ def _probe(one: Mapping[str, Any]) -> Probe:
 
 
 def _timed(one: Mapping[str, Any]) -> Timed:
-    return Timed(_whole(one["learners"]), _whole(one["size_bytes"]), _number(one["seconds"]))
+    return Timed(_whole(one["learners"]), _whole(one["size_bytes"]), _positive(one["seconds"]))
 
 
 def _text(value: Any) -> str:

@@ -5,6 +5,7 @@ It does not name a winner: which is best needs accuracy, and accuracy needs trai
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -224,7 +225,10 @@ def what_if(strategy: str, cluster: Cluster, machines: Machines, seconds: float)
         slower=max(slower.values()),
         as_it_is=rate(cluster),
         as_fast=rate(replace(cluster, speeds=tuple(faster))),
-        as_fast_ideal=sum(slower.get(learner, 1.0) / mean for learner, mean in enumerate(machines.mean_s)),
+        as_fast_ideal=min(
+            sum(slower.get(learner, 1.0) / mean for learner, mean in enumerate(machines.mean_s)),
+            math.inf if cluster.cores is None else cluster.cores.count / cluster.cores.law.mean_s,
+        ),
         without=rate(rest) if others and _fits(strategy, others) else None,
         lighter=rate(replace(cluster, speeds=tuple(lighter), samples=tuple(samples))) / 100,
         shares=tuple(samples[learner] / 100 for learner in machines.slow),

@@ -67,12 +67,16 @@ class Crowd:
         self._waiting: dict[int, _Task] = {}  # in the order in which they get a core
         self._started = 0
 
+    def __len__(self) -> int:
+        """Jobs under way."""
+        return len(self._running) + len(self._waiting)
+
     def start(self, now_s: float, work_s: float, job: Job) -> int:
         """The number under which it can be given up."""
         self._started += 1
         task = _Task(job, work_s)
         if job.urgent:
-            self._waiting = {self._started: task, **self._waiting}
+            self._queue(self._started, task)
             lazy = [one for one, other in self._running.items() if not other.job.urgent]
             if len(self._running) >= self._count and lazy:
                 self._take_back(now_s, min(lazy, key=lambda one: self._running[one].since_s), first=True)
@@ -109,12 +113,16 @@ class Crowd:
     def _take_back(self, now_s: float, number: int, *, first: bool) -> None:
         task = self._running.pop(number)
         task.left_s = max(0.0, task.left_s - (now_s - task.since_s))
-        if first:  # behind what is urgent
-            urgent = {one: other for one, other in self._waiting.items() if other.job.urgent}
-            rest = {one: other for one, other in self._waiting.items() if not other.job.urgent}
-            self._waiting = {**urgent, number: task, **rest}
+        if first or task.job.urgent:
+            self._queue(number, task)
         else:
             self._waiting[number] = task
+
+    def _queue(self, number: int, task: _Task) -> None:
+        """Behind what is urgent, and before the rest."""
+        urgent = {one: other for one, other in self._waiting.items() if other.job.urgent}
+        rest = {one: other for one, other in self._waiting.items() if not other.job.urgent}
+        self._waiting = {**urgent, number: task, **rest}
 
     def _hand_out(self, now_s: float) -> None:
         while self._waiting and len(self._running) < self._count:

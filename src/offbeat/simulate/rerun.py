@@ -7,6 +7,8 @@
     ends        what the ends of epochs take beside it: all come to rest, and begin again
 
 Where learners push after several minibatches the log has one time for all of them, and each is given an equal part.
+There was one way for all of them too: had they been pushed one by one each would have had one, and each is given the
+mean of its learner's.
 
 A minibatch that was cancelled after c seconds would have taken longer. It is given a time that is drawn from the times
 of its learner that are longer than c (Kaplan and Meier 1958, see `recorded`), always the same for a seed; where nothing
@@ -73,6 +75,7 @@ class Recorded:
     """A run's log, read. `learners` has one entry for each that computed anything, in the order of their numbers."""
 
     learners: tuple[Computed, ...]
+    numbers: tuple[int, ...]  # of these learners
     there_s: float  # 0 of an all-reduce: all of its way is a way back
     active_s: float  # in which gradients were computed, from the first minibatch of an epoch to its last gradient
     stretches: int  # of it, between rests
@@ -89,7 +92,7 @@ class Recorded:
 
     @property
     def back_s(self) -> float:
-        """On average."""
+        """Of a minibatch that is pushed by itself, on average."""
         return sum(float(one.back_s.sum()) for one in self.learners) / self.minibatches
 
     def ends_s(self, seconds: float) -> float:
@@ -129,6 +132,7 @@ def read_recorded(log: RunLog) -> Recorded:
             _computed(zip(own[learner], before[learner], strict=True), parts, starts.get(learner), typical_s)
             for learner in sorted(own)
         ),
+        numbers=tuple(sorted(own)),
         there_s=there_s,
         active_s=sum(end - start for start, end in active),
         stretches=len(active),
@@ -152,10 +156,11 @@ def _computed(
     cancelled: list[bool] = []
     for span, before in spans:
         many = parts.get(span, 1)
-        back += [typical_s if before.back_s is None else before.back_s, *[0.0] * (many - 1)]
+        back.append(typical_s if before.back_s is None else before.back_s)
         seconds += [(before.gap_s + span.end_s - span.start_s) / many] * many
         cancelled += [span.cancelled] * many
-    back_s = np.array(back, np.float64)
+    # One way for several minibatches says nothing of which of them it was: each has the mean.
+    back_s = np.array(back if len(back) == len(seconds) else [_mean(back)] * len(seconds), np.float64)
     starts_s = np.array(starts, np.float64) if starts else back_s
     return Computed(back_s, np.array(seconds, np.float64), tuple(cancelled), starts_s)
 
@@ -338,7 +343,7 @@ def _shares(
 def law_of(recorded: Recorded, *, seed: int = 0, ways: bool = False) -> Law:
     """Each learner's minibatches as they were, in their order; with `ways`, each with its way back.
 
-    After the last comes the first again. Learners beyond those that were recorded take them in turn, and each copy
+    After the last comes the first again. Fewer learners than were recorded are the first of them. Learners beyond those that were recorded take them in turn, and each copy
     begins somewhere else.
     """
     rows = filled(recorded.learners, seed=seed)
