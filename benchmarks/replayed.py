@@ -5,7 +5,8 @@
 Every run has four learners, one of them twice as slow, and delays on purpose. As `offbeat replay` does, this takes a
 run's compute times, in their order, and what lay between minibatches, and simulates the same strategy again. Asked for
 are its seconds of training within 5 %, and within 10 % where minibatches were cancelled, since what these would have
-taken is not known. It ends with code 1 where one is missed.
+taken is not known; and gradients about as old as they were, as `offbeat replay` asks before it advises by accuracies.
+It ends with code 1 where one is missed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from offbeat.train.replayed import Played, RealRun, Replay, read_run
+from offbeat.train.replayed import Played, RealRun, Replay, is_as_stale, read_run
 from offbeat.train.tasks import task_of
 
 STRATEGIES = {  # and the epochs that take some seconds
@@ -88,6 +89,7 @@ def main() -> int:
             error = own.seconds / run.seconds - 1
             allowed = CUT if run.recorded.cancelled else WHOLE
             missed += [line] if abs(error) > allowed else []
+            missed += [] if is_as_stale(run, own) else [f"{line} (staleness)"]
             print(told(line, run, own, error, allowed), flush=True)
     if given.across:
         across(runs, samples)

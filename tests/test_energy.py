@@ -151,6 +151,46 @@ def test_a_counter_that_goes_round_is_followed_as_often_as_it_does(tmp_path: Pat
     assert meter.stop().joules == 40 + 50 + 40 + 85 + 10
 
 
+@pytest.mark.parametrize(("before", "after"), [(5_000 * JOULE, 0), (5_000 * JOULE, 5_000 * JOULE - 4)])
+def test_a_counter_that_is_set_back_has_not_gone_round(before: int, after: int, tmp_path: Path, clock: Clock) -> None:
+    zones = [Zone(tmp_path, f"intel-rapl:{number}", f"package-{number}") for number in range(2)]
+    zones[0].set(before)
+    meter = Meter(sys_root=tmp_path, clock=clock)
+    meter.start()
+    zones[0].set(after)
+    zones[1].set(3 * JOULE)
+    clock.now += 5
+    found = meter.stop()
+    assert found.sources == (Source("package-1", "rapl", 2.0),)
+    assert found.not_measured == ("package-0: its counter was set back",)
+
+
+@pytest.mark.parametrize(("watts", "believed"), [(9_000, True), (11_000, False)])
+def test_power_is_that_since_the_last_look_and_not_since_the_start(
+    watts: int, believed: bool, tmp_path: Path, clock: Clock
+) -> None:
+    zone = Zone(tmp_path, "intel-rapl:0", "package-0", joules=0)
+    meter = Meter(sys_root=tmp_path, clock=clock)
+    meter.start()
+    clock.now += 1000
+    zone.set(TOP - JOULE)
+    meter.tick()
+    clock.now += energy.COUNTED_EVERY_S
+    zone.set(round(watts * energy.COUNTED_EVERY_S * JOULE) - JOULE)
+    found = meter.stop()
+    assert bool(found.sources) is believed
+    if believed:
+        assert found.joules == pytest.approx(TOP / JOULE - 1 + watts * energy.COUNTED_EVERY_S)
+
+
+def test_a_counter_may_go_round_between_two_looks_at_once(tmp_path: Path, clock: Clock) -> None:
+    zone = Zone(tmp_path, "intel-rapl:0", "package-0", joules=TOP / JOULE - 0.5)
+    meter = Meter(sys_root=tmp_path, clock=clock)
+    meter.start()
+    zone.set(JOULE // 2)
+    assert meter.stop().joules == pytest.approx(1.0)
+
+
 def test_a_tick_reads_a_counter_only_when_it_is_time(tmp_path: Path, clock: Clock) -> None:
     zone = Zone(tmp_path, "intel-rapl:0", "package-0")
     meter = Meter(sys_root=tmp_path, clock=clock)

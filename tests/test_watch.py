@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import os
+import random
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -240,6 +242,40 @@ def test_a_run_is_running_while_its_folder_is_held_and_its_process_there(tmp_pat
     assert look_at(run.dir).state == "ended"
 
 
+def test_a_run_out_of_sight_may_be_silent_for_three_times_what_it_says(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run").go_on(3.0)
+    for next_s, silent_s in ((None, 10), (0.5, 10), (6.0, 18), (40.0, 120), ("x", 10)):
+        run.write(pid=NOBODY, next_s=next_s)
+        assert look_at(run.dir, run.at_s + silent_s - 1).state == "running"
+        assert look_at(run.dir, run.at_s + silent_s + 1).state == "killed"
+
+
+def ended_unsaid(path: Path) -> Run:
+    """It came to its end, and its disk was full."""
+    run = Run(path).go_on(21.0)
+    run.dir.config.write_text('{"train": {"epochs": 4}}', encoding="utf-8")
+    run.dir.summary.write_text("as it was\n", encoding="utf-8")
+    run.dir.live.unlink()
+    return run
+
+
+def test_a_run_that_could_not_say_so_has_ended_if_its_result_is_there(tmp_path: Path) -> None:
+    run = ended_unsaid(tmp_path / "run")
+    assert look_at(run.dir).state == "starting"
+    run.let_go()
+    assert look_at(run.dir) == ("ended", {})
+    assert find_run(tmp_path).path == run.dir.path
+    os.utime(run.dir.config)  # it was resumed, and killed at once: that is the result of the stretch before
+    os.utime(run.dir.summary, (1e9, 1e9))
+    assert look_at(run.dir).state == "nothing"
+    run.dir.weights.write_bytes(b"")
+    assert look_at(run.dir).state == "nothing"  # the disk was full here, too
+    run.dir.weights.write_bytes(b"weights")
+    assert look_at(run.dir).state == "ended"
+    run.dir.log(1).write_text('{"simulated": true}\n', encoding="utf-8")
+    assert look_at(run.dir).state == "nothing"
+
+
 def test_a_run_without_a_snapshot_is_starting_or_nothing(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     assert look_at(run.dir).state == "starting"
@@ -307,14 +343,7 @@ def test_of_a_run_that_has_ended_the_summary_is_printed(offbeat: Offbeat, tmp_pa
     run.end()
     code, out, err = offbeat(run.dir.path)
     assert (code, err) == (0, "")
-    assert [line.split()[0] for line in out.splitlines()[1:7]] == [
-        "note:",
-        "epoch",
-        "epoch",
-        "epoch",
-        "epoch",
-        "accuracy",
-    ]
+    assert [line.split()[0] for line in out.splitlines()[1:7]] == ["note:", *["epoch"] * 4, "accuracy"]
     assert "accuracy  95.1 %" in out and "energy    1.2 kJ by package-0\n" in out and "saved     update 40" in out
     once = offbeat(run.dir.path, "--once")[1]
     assert "accuracy  95.1 %" in once and "update 40" in once
@@ -357,14 +386,36 @@ def test_of_a_run_that_is_killed_it_is_said(offbeat: Offbeat, tmp_path: Path, mo
     (run.dir.checkpoints / "update-00000010").mkdir(parents=True)
     assert f"with: offbeat train --resume {run.dir.path}" in offbeat(run.dir.path)[2]
     code, out, err = offbeat(run.dir.path, "--once")
-    assert (code, err) == (0, "") and "was killed" in out
+    assert code == 1 and "stopped  in epoch 2 of 4, after 7.0 s" in out and "was killed" in err
+    code, out, err = offbeat(run.dir.path, "--json")
+    assert (code, json.loads(out)["state"]) == (1, "killed") and "was killed" in err
 
 
 def test_of_a_run_that_failed_it_is_said_why(offbeat: Offbeat, tmp_path: Path) -> None:
     run = Run(tmp_path / "run").go_on(3.0).end("learner 1: ValueError: too much")
     assert offbeat(run.dir.path)[::2] == (1, "offbeat: learner 1: ValueError: too much\n")
-    code, out, _ = offbeat(run.dir.path, "--once")
-    assert code == 0 and "ValueError: too much" in out
+    code, out, err = offbeat(run.dir.path, "--once")
+    assert (code, err) == (1, "offbeat: learner 1: ValueError: too much\n") and "stopped" in out
+    code, out, err = offbeat(run.dir.path, "--json")
+    assert (code, json.loads(out)["state"]) == (1, "failed") and err.count("\n") == 1
+
+
+def test_of_a_run_that_could_not_say_that_it_ended_the_last_evaluation_is_shown(
+    offbeat: Offbeat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = ended_unsaid(tmp_path / "run")
+    run.let_go()
+    for words in ((), ("--once",)):
+        code, out, err = offbeat(run.dir.path, *words)
+        assert (code, err) == (0, "")
+        assert re.fullmatch(r"epoch 4/4  update 40  loss 0.2500 .*\nit has ended, .* see .*summary.txt\n", out), out
+    found = json.loads(offbeat(run.dir.path, "--json")[1])
+    assert found["state"] == "ended" and [one["epoch"] for one in found["evaluations"]] == [1, 2, 3, 4]
+    run = Run(tmp_path / "other").go_on(3.0)
+    run.dir.weights.write_bytes(b"weights")
+    on_sleep(monkeypatch, run.dir.live.unlink, run.let_go)
+    code, out, err = offbeat(run.dir.path)
+    assert (code, err) == (0, "") and "stopped" not in out and "see " in out  # it was looked on to its end
 
 
 def test_a_run_that_ends_before_it_began_is_no_riddle(
@@ -450,3 +501,98 @@ def test_a_snapshot_that_no_run_writes_is_an_error_in_one_line(
     run.write(**change)
     code, _, err = offbeat(run.dir.path, "--once")
     assert code == 1 and "live.json is not as a run writes it" in err and err.count("\n") == 1
+
+
+# --- what anybody may have written --------------------------------------------------------------------------------
+
+PWN = "\x1b]0;pwn\x07 \x9b2J\u202e\ud800\n hi"
+
+
+def spoilt(value: Any) -> Any:
+    """All text in it, but what says which record it is."""
+    if isinstance(value, dict):
+        return {name: one if name == "kind" else spoilt(one) for name, one in value.items()}
+    return [spoilt(one) for one in value] if isinstance(value, list) else PWN if isinstance(value, str) else value
+
+
+def whole(run: Run, over: bool) -> dict[str, Any]:
+    """A snapshot with everything in it."""
+    for record in ({"kind": "note", "text": "so"}, {"kind": "died", "learner": 1, "text": "so"}, ENERGY, END):
+        run.hear({**record, "why": "so", "not_measured": ["that"]}, 12.0)
+    found: dict[str, Any] = json.loads(run.live.as_json(run.at_s))
+    return {**found, "over": over}
+
+
+@pytest.mark.parametrize("words", [["--once"], ["--json"], [], ["on a terminal"]])
+@pytest.mark.parametrize("how", ["ended", "failed", "killed", "unsaid"])
+def test_nothing_that_a_terminal_would_obey_comes_out_of_a_folder(
+    how: str, words: list[str], offbeat: Offbeat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path / "a\x1b]0;b\x07").go_on(7.0)
+    change = {"ended": {}, "failed": {"failed": PWN}, "killed": {"over": False, "end": None}, "unsaid": {}}[how]
+    run.dir.write_live(json.dumps(spoilt(whole(run, over=True)) | change))
+    run.dir.add_metrics({**evaluated(2), "update": PWN if how == "unsaid" else 20})
+    if how == "unsaid":
+        run.dir.live.unlink()
+        run.dir.summary.write_text("as it was", encoding="utf-8")
+    run.let_go()
+    if words == ["on a terminal"]:
+        monkeypatch.setenv("TERM", "xterm-256color")
+        terminal = Terminal()
+        watch.follow(run.dir, terminal)
+        shown = re.sub(r"\x1b\[[?\d;]*[A-Za-z]|\r", "", terminal.getvalue())  # what is rich's own
+    else:
+        code, out, err = offbeat(run.dir.path, *words)
+        assert code == err.count("\n") == (how in ("failed", "killed"))
+        shown = out + err
+    assert "pwn" in shown and all(line.isprintable() for line in shown.split("\n"))
+
+
+def test_a_terminal_that_has_few_letters_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path / "run").go_on(7.0)
+    run.write(notes=[{"text": "\x07 \u00e9"}])
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    assert main(["watch", str(run.dir.path), "--once"]) == 0
+    out.seek(0)
+    assert "note: \\ufffd \\xe9" in out.read()
+
+
+DEEP = "[" * 900 + "]" * 900
+WRONG: tuple[Any, ...] = (True, 0, -1, 0.5, 1e308, 10**400, 2**62, "", "x", [], [1], [[]], {}, {"0": 1}, {"0": {}})
+
+
+def places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Whatever is in it, as where it is and by what name."""
+    for name, inner in value.items() if isinstance(value, dict) else ():
+        yield value, name
+        yield from places(inner)
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_whatever_is_written_there_is_an_answer_or_one_line(
+    over: bool, offbeat: Offbeat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "sleep", lambda seconds: interrupt())
+    run = Run(tmp_path / "run").go_on(12.0)
+    live, chance, answers = whole(run, over), random.Random(7), set()
+    for where, name in list(places(live)):
+        right = where[name]
+        for where[name] in chance.sample(WRONG, 5):
+            run.dir.write_live(json.dumps(live))
+            code, _, err = offbeat(tmp_path, *chance.choice([[], ["--once"], ["--json"]]))
+            assert code in (0, 1, 130) and err.count("\n") == (code == 1), (name, where[name])
+            answers.add(code)
+        where[name] = right
+    assert answers == {0, 1, 130}
+
+
+@pytest.mark.parametrize("text", ["[" * 50_000, f'{{"end": {{"loss": {DEEP}}}}}', '{"begin": {"learners": 1e9}}'])
+def test_a_file_that_is_too_much_is_borne(text: str, offbeat: Offbeat, tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    run.dir.live.write_text(text, encoding="utf-8")
+    run.dir.metrics.write_text(f"{'[' * 50_000}\n", encoding="utf-8")
+    code, _, err = offbeat(run.dir.path, "--once")
+    assert err.count("\n") == code <= 1
+    run.dir.live.write_text('{"failed": "' + "x" * 100_000 + '", "over": true}', encoding="utf-8")
+    assert len(offbeat(run.dir.path)[2]) < 5000

@@ -25,11 +25,14 @@ from typing import Any, NamedTuple
 RAPL, NVML = "rapl", "nvml"
 COUNTED_EVERY_S = 10.0  # the smallest counters of RAPL go round in two minutes at 500 W
 POWER_EVERY_S = 0.1  # NVIDIA's sensors are not faster
+MOST_W = 10_000.0  # of a package, far above any there is: more is no power but a counter that was set back
+GRAIN_S = 0.01  # counters move in steps, and may make one just after the last look
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 EXTRA = "pip install 'offbeat[gpu]'"
 
 ROOT_ONLY = "RAPL counters can be read by root only"
 NO_RAPL = "no RAPL counters here: containers and virtual machines hide them, and some processors have none"
+SET_BACK = "its counter was set back"
 NO_PACKAGE = f"GPUs: the package nvidia-ml-py is missing: {EXTRA}"
 
 
@@ -64,23 +67,26 @@ class Energy:
 
 
 class _Counter:
-    """Grows with what is burnt, and begins again at `wraps_at`."""
+    """Grows with what is burnt, and begins again at `wraps_at`. That is believed only if it gives a likely power: after
+    a sleep of the machine, or by a driver that is loaded anew, a counter begins again too."""
 
     kind = RAPL
     every_s = COUNTED_EVERY_S
 
-    def __init__(self, name: str, read: Callable[[], int], per_joule: int, wraps_at: int | None) -> None:
+    def __init__(self, name: str, read: Callable[[], int], per_joule: int, wraps_at: int | None, now: float) -> None:
         self.name, self._read, self._per_joule, self._wraps_at = name, read, per_joule, wraps_at
-        self._last, self._counted = read(), 0
+        self._last, self._last_s, self._counted = read(), now, 0
 
     def look(self, now: float) -> None:
         value = self._read()
         passed = value - self._last
         if passed < 0 and self._wraps_at is not None:
             passed += self._wraps_at
+            if passed > MOST_W * (now - self._last_s + GRAIN_S) * self._per_joule:
+                raise ValueError(SET_BACK)
         if passed < 0:
-            raise ValueError("its counter was set back")
-        self._last = value
+            raise ValueError(SET_BACK)
+        self._last, self._last_s = value, now
         self._counted += passed
 
     @property
@@ -186,7 +192,7 @@ class Meter:
             self._miss(NO_RAPL)
         for name, folder in zones:
             try:
-                self._add(_Counter(name, _reader(folder / "energy_uj"), 1_000_000, _range(folder)))
+                self._add(_Counter(name, _reader(folder / "energy_uj"), 1_000_000, _range(folder), self._clock()))
             except PermissionError:
                 self._miss(ROOT_ONLY)
             except (OSError, ValueError) as error:
@@ -220,7 +226,9 @@ class Meter:
 
     def _gauge(self, nvml: Any, handle: Any, name: str) -> _Counter | _Power:
         try:
-            return _GpuCounter(name, lambda: int(nvml.nvmlDeviceGetTotalEnergyConsumption(handle)), 1000, None)
+            return _GpuCounter(
+                name, lambda: int(nvml.nvmlDeviceGetTotalEnergyConsumption(handle)), 1000, None, self._clock()
+            )
         except Exception:  # older than Volta, or a part of a GPU; if it has no sensor of power either, that is told
             return _Power(name, lambda: int(nvml.nvmlDeviceGetPowerUsage(handle)), self._clock())
 

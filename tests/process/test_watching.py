@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
+import select
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+from rich import live
 
-from train.programs import Program, left_files, train_words
+from offbeat.train.accounts import Live
+from offbeat.train.rundir import Hold, RunDir
+from train.programs import Program, left_files, offbeat, train_words
 
 LIMIT_S = 30.0  # ends only what hangs
 LONG: dict[str, Any] = {"train__epochs": 100_000, "save__every_updates": 0, "save__every_epochs": 0}
@@ -30,13 +36,22 @@ def until(what: Callable[[], Any]) -> None:
 class Beside:
     """A program in a folder of its own."""
 
-    def __init__(self, folder: Path, *words: str, terminal: bool = False) -> None:
+    def __init__(
+        self, folder: Path, *words: str, terminal: bool = False, before: Sequence[Callable[[], None]] = ()
+    ) -> None:
         folder.mkdir()
         self.folder = folder
-        self.program = Program(folder, words, terminal=terminal)
+        self.program = Program(folder, words, terminal=terminal, before=before)
 
     def out(self) -> str:
         return (self.folder / "out").read_text(encoding="utf-8")
+
+    def shown(self) -> str:
+        """On its terminal, up to now."""
+        program = self.program
+        while select.select([program.terminal], [], [], 0)[0]:
+            program.shown += os.read(program.terminal, 65536)
+        return program.shown.decode()
 
 
 def test_a_training_is_watched_to_its_end_and_does_not_notice(tmp_path: Path) -> None:
@@ -67,6 +82,63 @@ def test_a_training_is_watched_to_its_end_and_does_not_notice(tmp_path: Path) ->
     assert shown == evaluations  # each once, and in their order
     assert left_files(tmp_path / "training") == []
     assert json.loads((run / "live.json").read_text(encoding="utf-8"))["over"]
+
+
+def full() -> None:
+    """The disk has room for the first snapshot and for no other."""
+    write, left = RunDir.write_live, [None]
+
+    def fail(run: RunDir, text: str) -> None:
+        if not left:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        left.pop()
+        write(run, text)
+
+    mock.patch.object(RunDir, "write_live", fail).start()  # to the end of this program
+
+
+def test_a_training_whose_disk_was_full_is_not_taken_for_killed(tmp_path: Path) -> None:
+    trained = offbeat(tmp_path, *train_words("ring", 2, train__epochs=1), before=full)
+    assert trained.code == 0 and "live.json: No space left on device" in trained.out
+    assert not list((tmp_path / "run").glob("*live*")) and left_files(tmp_path) == []
+    seen = Beside(tmp_path / "watcher", "watch", str(tmp_path / "run")).program.wait(LIMIT_S)
+    assert (seen.code, seen.err) == (0, "") and re.match(r"epoch 1/1  update \d+  loss", seen.out), seen.out
+
+
+def struck(number: signal.Signals) -> Callable[[], None]:
+    """The signal comes just when the cursor was hidden."""
+
+    def lay() -> None:
+        start = live.Live.start
+
+        def hide(self: live.Live, refresh: bool = False) -> None:
+            start(self, refresh)
+            signal.raise_signal(number)
+
+        mock.patch.object(live.Live, "start", hide).start()  # to the end of this program
+
+    return lay
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_who_is_told_to_end_shows_the_cursor_again(number: signal.Signals, at_once: bool, tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    hold = Hold(run.path)
+    run.config.write_text("{}", encoding="utf-8")
+    run.write_live(Live().as_json(time.time()))
+    before = [struck(number)] if at_once else []
+    watcher = Beside(tmp_path / "watcher", "watch", str(run.path), terminal=True, before=before)
+    if not at_once:
+        until(lambda: "starting" in watcher.shown())
+        os.kill(watcher.program.pid, number)
+    seen = watcher.program.wait(LIMIT_S)
+    watcher.program.close()
+    assert seen.code == 128 + number
+    shown = watcher.program.shown.decode()
+    assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h") == 1
+    hold.release()
 
 
 def test_a_training_that_is_killed_is_told_from_one_that_is_slow(tmp_path: Path) -> None:

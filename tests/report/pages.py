@@ -1,4 +1,6 @@
-"""Pages for tests, and for looking at: a usual one, an empty one, one with hostile names, and one of a long run.
+"""Pages for tests, and for looking at: a usual one, an odd one, one with hostile names, and one of a long run.
+
+Also a tab of a browser that keeps what a page says and asks for.
 
 python -m report.pages FOLDER        (with tests/ on the path) writes each as an HTML file
 """
@@ -9,6 +11,7 @@ import math
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 from offbeat.report.model import (
     BarChart,
@@ -38,6 +41,7 @@ HOSTILE = (
     "{{7*7}} ${window.pwned = 5} <!-- -->",
     "𝔲𝔫𝔦𝔠𝔬𝔡𝔢 Zürich 東京 مرحبا",
 )
+WHY = "not measured: there are no counters here, since containers and virtual machines hide them. " * 3
 WHATS = ("compute", "wait", "send", "apply", "evaluate")
 
 
@@ -232,6 +236,29 @@ def known() -> Page:
     )
 
 
+def page_of(*items: Item) -> Page:
+    section = Section(key="s", title="", items=items)
+    return Page(title="", subtitle="", summary=(), problems=(), sections=(section,))
+
+
+def wide() -> Page:
+    """A table of twenty columns whose rows only the first two tell apart, and one with long words in its cells."""
+    many = Table(
+        key="wide",
+        title="Every learner",
+        columns=(
+            Column("run"),
+            Column("learner", "number"),
+            *(Column(f"share of part {n}", "percent") for n in range(16)),
+            Column("measured over (s)", "seconds", "The whole run."),
+            Column("strategy"),
+        ),
+        rows=tuple((run, n, *(0.5,) * 16, 12.5, "downpour:push=4,fetch=2") for run in STRATEGIES for n in range(4)),
+    )
+    why = Table(key="why", title="", columns=(Column("name"), Column("why not")), rows=(("a", WHY), ("b", WHY * 10)))
+    return page_of(many, why)
+
+
 def items_of(names: tuple[str, ...]) -> tuple[Item, ...]:
     """One of each kind, everything in it called by the names."""
     return (
@@ -361,7 +388,27 @@ def large() -> Page:
     )
 
 
+class Watched:
+    """A tab, what it said on the console and what it asked for; nothing but files is given to it."""
+
+    def __init__(self, browser: Any, **options: Any) -> None:
+        self.said: list[str] = []
+        self.asked: list[str] = []
+        self.context = browser.new_context(**options)
+        self.context.on("request", lambda request: self.asked.append(request.url))
+        self.context.on("console", lambda message: self.said.append(message.text))
+        self.context.on("weberror", lambda error: self.said.append(str(error.error)))
+        self.context.route(lambda url: not url.startswith("file:"), lambda route: route.abort())
+        self.tab = self.context.new_page()
+        self.tab.set_default_timeout(5000)
+
+
+def open_file(tab: Any, page: Page, file: Path) -> None:
+    file.write_text(render(page), encoding="utf-8")
+    tab.goto(file.as_uri())
+
+
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    for make in (usual, known, hostile, odd, large):
+    for make in (usual, known, wide, hostile, odd, large):
         (folder / f"{make.__name__}.html").write_text(render(make()), encoding="utf-8")

@@ -9,15 +9,17 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from offbeat.report import forms
-from offbeat.report.model import Item, LineChart, Page, Section, Series, Table, Timeline
+from offbeat.report.model import BarChart, Bars, LineChart, Page, Series, Table, Timeline
 from offbeat.report.page import render
 from report import pages
+from report.pages import Watched, open_file, page_of
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install 'offbeat[browser]'")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -25,28 +27,14 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the 
 
 DRAWN = "html[data-drawn]"
 FRAME = "() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
+CUT = "(all) => all.map((n) => n.scrollHeight - n.clientHeight > 2 && getComputedStyle(n).overflow === 'hidden')"
 # All kinds of text on a page.
 READ = (
     "h1", ".subtitle", ".contents a", ".contents a[aria-current]", ".summary p", ".problems h2", ".problems li", "h2",
     "section > p", "caption", "thead th", "tbody td", ".note", ".help summary", ".entry", ".plot svg text", "svg .name",
-    "svg .halo", ".tools button", ".said", ".key", "#buttons button",
+    "svg .halo", ".tools button", ".said", "#buttons button",
 )  # fmt: skip
 Open = Callable[..., Any]  # a Page of offbeat, and how the browser is set up -> a Page of playwright
-
-
-class Watched:
-    """A tab, what it said on the console and what it asked for; nothing but files is given to it."""
-
-    def __init__(self, browser: Any, **options: Any) -> None:
-        self.said: list[str] = []
-        self.asked: list[str] = []
-        self.context = browser.new_context(**options)
-        self.context.on("request", lambda request: self.asked.append(request.url))
-        self.context.on("console", lambda message: self.said.append(message.text))
-        self.context.on("weberror", lambda error: self.said.append(str(error.error)))
-        self.context.route(lambda url: not url.startswith("file:"), lambda route: route.abort())
-        self.tab = self.context.new_page()
-        self.tab.set_default_timeout(5000)
 
 
 @pytest.fixture(scope="module")
@@ -87,16 +75,6 @@ def show(watched: Watched, tmp_path: Path) -> Iterator[Open]:
     assert [url for url in watched.asked if url != "data:,"] == [file.as_uri()]
 
 
-def page_of(*items: Item) -> Page:
-    section = Section(key="s", title="", items=items)
-    return Page(title="", subtitle="", summary=(), problems=(), sections=(section,))
-
-
-def open_file(tab: Any, page: Page, file: Path) -> None:
-    file.write_text(render(page), encoding="utf-8")
-    tab.goto(file.as_uri())
-
-
 def hover(tab: Any, figure: Any, part: str, x: float, y: float) -> str:
     """The words at the pointer, at a place of the figure's picture, in pixels."""
     figure.scroll_into_view_if_needed()
@@ -109,6 +87,14 @@ def hover(tab: Any, figure: Any, part: str, x: float, y: float) -> str:
 def words(tab: Any) -> str:
     tip = tab.locator(".tip")
     return "\n".join(line for line in tip.inner_text().split("\n") if line.strip()) if tip.is_visible() else ""
+
+
+def wait(tab: Any, done: Callable[[], bool]) -> None:
+    for _ in range(100):
+        if done():
+            return
+        tab.wait_for_timeout(10)
+    raise AssertionError("it did not come within a second")
 
 
 def pixels(figure: Any) -> str:
@@ -168,25 +154,9 @@ def test_hostile_names_run_nothing_and_are_shown_as_they_are(show: Open) -> None
 
 
 def test_numbers_are_written_alike_in_python_and_in_the_browser(show: Open) -> None:
-    numbers = [
-        0.0,
-        0.5,
-        1.5,
-        2.5,
-        0.125,
-        1.125,
-        999.5,
-        0.9995,
-        0.99949,
-        1234.5,
-        9999.5,
-        10000,
-        12345.678,
-        1e15,
-        1.125e15,
-    ]
+    numbers = [0.0, 0.5, 1.5, 2.5, 0.125, 1.125, 999.5, 0.9995, 0.99949, 1234.5, 9999.5, 10000, 12345.678, 1e15]
     numbers += [m * 10.0**e for e in range(-12, 19) for m in (1, 1.005, 2.675, 3.14159, 9.9949, 9.995, 9.9996)]
-    numbers += [1e-310, 1e-300, 1e300, 1.7e308, 119.99, 120, 7199, 7200, 99.95e-2, 0.995e-2]
+    numbers += [1e-310, 1e-300, 1e300, 1.7e308, 1.125e15, 119.99, 120, 7199, 7200, 99.95e-2, 0.995e-2]
     numbers += [-number for number in numbers]
     tab = show(pages.known())
     for form in ("number", "seconds", "percent", "signed-percent", "times", "money", "joules"):
@@ -273,6 +243,43 @@ def test_on_paper_there_are_no_buttons_and_no_chart_is_cut(show: Open) -> None:
     assert tab.locator("figure.chart").first.evaluate("node => getComputedStyle(node).breakInside") == "avoid"
 
 
+@pytest.mark.parametrize("make", [pages.wide, pages.usual, pages.hostile])
+def test_on_paper_no_table_and_no_text_is_cut(show: Open, make: Any) -> None:
+    tab = show(make(), width=688)  # A4 without its margins
+    tab.emulate_media(media="print")
+    seen = [one for one in tab.locator("table").all() if one.is_visible()]
+    assert len(seen) == {"wide": 4, "usual": 2, "hostile": 1}[make.__name__]
+    assert max(one.evaluate("node => node.scrollWidth") for one in seen) <= 688
+    assert not any(tab.locator("bdi").evaluate_all(CUT))
+    assert overflow(tab) <= 0
+
+
+def test_cells_are_whole_in_a_narrow_window_and_a_very_long_one_opens_at_a_tap(show: Open) -> None:
+    tab = show(pages.wide(), width=390)
+    cells = tab.locator("#table-why tbody td bdi")
+    assert cells.all_text_contents() == [pages.WHY, pages.WHY * 10]
+    assert cells.evaluate_all(CUT) == [False, True]
+    tab.locator("#table-why .long summary").click()
+    assert cells.evaluate_all(CUT) == [False, False]
+
+
+def test_a_tap_on_another_chart_shows_what_that_one_says(browser: Any, tmp_path: Path) -> None:
+    watched = Watched(browser, has_touch=True, viewport={"width": 390, "height": 900})
+    tab = watched.tab
+    open_file(tab, pages.known(), tmp_path / "page.html")
+    tab.wait_for_selector(DRAWN, state="attached")
+    heads = {"loss": "epoch", "throughput": "k-", "shares": "ring", "timeline": "learner"}
+    for key in (*heads, "loss"):
+        figure = tab.locator(f"#chart-{key}")
+        figure.scroll_into_view_if_needed()
+        tab.evaluate(FRAME)
+        box = figure.locator(".plot").bounding_box()
+        tab.touchscreen.tap(box["x"] + box["width"] / 2, box["y"] + 20)
+        tab.evaluate(FRAME)
+        assert words(tab).startswith(heads[key]), key
+    watched.context.close()
+
+
 def test_without_javascript_the_tables_are_there_and_the_page_says_what_is_missing(
     browser: Any, tmp_path: Path
 ) -> None:
@@ -334,14 +341,23 @@ def test_the_legend_hides_shows_and_isolates_series(show: Open) -> None:
     assert series.count() == 2
 
 
-def test_series_of_a_group_share_a_colour_and_an_entry(show: Open) -> None:
+def test_series_of_a_group_share_a_colour_and_an_entry_and_a_level_has_its_words(show: Open) -> None:
     tab = show(pages.usual())
     figure = tab.locator("#chart-error-by-time")
     assert figure.locator(".entry").all_inner_texts() == list(pages.STRATEGIES)
     assert figure.locator(".series").count() == 15
+    assert figure.locator(".level").count() == figure.get_by_text("target: 8%").count() == 1
     figure.locator(".entry").first.click()
     assert figure.locator(".series").count() == 12
     assert figure.locator(".series.c0").count() == 0
+
+
+def test_of_a_line_with_few_points_each_is_marked_and_of_a_long_one_some(show: Open) -> None:
+    few, many = (Series(f"{n}", tuple((float(x) / n, 1.0) for x in range(n + 1))) for n in (29, 30))
+    tab = show(page_of(LineChart(key="l", title="", x_label="", y_label="", series=(few, many))))
+    count = "(all) => all.map((node) => node.getAttribute('d').split('Z').length - 1)"
+    marks = tab.locator(".series .mark").evaluate_all(count)
+    assert marks[0] == 30 and 3 < marks[1] < 15
 
 
 def test_keys_walk_along_a_line_chart(show: Open) -> None:
@@ -380,13 +396,6 @@ def test_a_drag_zooms_a_line_chart_and_a_double_click_shows_all_again(show: Open
     assert picture.inner_html() == whole
 
 
-def test_a_level_is_a_line_with_its_words(show: Open) -> None:
-    tab = show(pages.usual())
-    figure = tab.locator("#chart-error-by-time")
-    assert figure.locator(".level").count() == 1
-    assert figure.get_by_text("target: 8%").count() == 1
-
-
 def test_many_points_are_thinned_to_what_a_screen_shows(show: Open) -> None:
     points = tuple((float(n), 1.0 if n == 54_321 else 0.1) for n in range(100_000))
     chart = LineChart(key="many", title="", x_label="", y_label="", series=(Series("a", points),))
@@ -414,15 +423,23 @@ def test_columns_say_their_values_and_a_dash_where_there_is_none(show: Open) -> 
     assert figure.locator(".series.c0").count() == 0
 
 
+def test_a_part_of_the_time_has_its_colour_among_columns_too(show: Open) -> None:
+    names = ("total", "waiting", "Thrown away", "computing", "other runs")
+    series = tuple(Bars(name, (1.0,)) for name in names)
+    tab = show(page_of(BarChart(key="b", title="", x_label="", y_label="", categories=("a",), series=series)))
+    kinds = tab.locator(".plot .series").evaluate_all("(all) => all.map((n) => n.classList[1])")
+    assert kinds == ["c6", "waiting", "thrown", "computing", "c7"]
+
+
 def test_shares_are_labelled_where_they_fit_and_all_said_at_the_pointer(show: Open) -> None:
     tab = show(pages.known())
     figure = tab.locator("#chart-shares")
     labels = figure.locator(".inside").all_text_contents()
-    assert "61.0%" in labels and "2.0%" not in labels
+    assert "61.0 %" in labels and "2.0 %" not in labels
     x, y = centre(figure, ".series.computing .column")
     said = hover(tab, figure, ".plot > svg", x, y).split("\n")
-    assert said[:5] == ["ring", "computing", "61.0%", "thrown away", "0%"]
-    assert said[-4:] == ["evaluating", "2.0%", "other", "0%"]
+    assert said[:5] == ["ring", "computing", "61.0 %", "thrown away", "0 %"]
+    assert said[-4:] == ["evaluating", "2.0 %", "other", "0 %"]
 
 
 # --- the timeline -------------------------------------------------------------------------------------------------
@@ -466,11 +483,7 @@ def test_buttons_wheel_and_keys_zoom_and_move_the_timeline(show: Open) -> None:
     def act(do: Callable[[], Any]) -> tuple[float, float]:
         before = said.inner_text()
         do()
-        for _ in range(100):
-            if said.inner_text() != before:
-                break
-            tab.wait_for_timeout(10)
-        assert said.inner_text() != before
+        wait(tab, lambda: said.inner_text() != before)
         return window(figure)
 
     start = window(figure)
@@ -503,6 +516,33 @@ def test_buttons_wheel_and_keys_zoom_and_move_the_timeline(show: Open) -> None:
     assert sum(jumped) / 2 == pytest.approx(whole[1] / 2, rel=0.02)
 
 
+def test_timelines_of_a_page_begin_with_the_same_stretch_however_long_the_runs(show: Open) -> None:
+    one, short = pages.timeline(4, 200), pages.timeline(4, 10, key="short")
+    start_s, end_s = (tuple(3 * time for time in times) for times in (one.start_s, one.end_s))
+    tab = show(page_of(one, replace(one, key="slow", start_s=start_s, end_s=end_s), short))
+    windows = [window(tab.locator(f"#chart-{key}")) for key in ("timeline", "slow", "short")]
+    assert windows[0] == windows[1] == windows[2] and windows[0][1] > 15
+    tab.locator("#chart-short").get_by_role("button", name="+").click()
+    assert bar_words(tab, tab.locator("#chart-timeline"), 2.6, 0).startswith("learner 0: compute\nversion\n10\n")
+
+
+def test_the_legend_of_a_timeline_hides_and_shows_kinds_of_bars(show: Open) -> None:
+    tab = show(pages.known())
+    figure = tab.locator("figure.timeline")
+    first = pixels(figure)
+    entry = figure.get_by_role("button", name="waiting")
+    entry.click()
+    assert pixels(figure) != first and bar_words(tab, figure, 2.725, 0) == ""
+    assert bar_words(tab, figure, 2.6, 0).startswith("learner 0: compute")
+    figure.get_by_role("button", name="all").click()
+    tab.wait_for_selector("figure.timeline[data-mode=shares]")
+    assert entry.get_attribute("aria-pressed") == "false"
+    figure.get_by_role("button", name="start").click()
+    tab.wait_for_selector("figure.timeline[data-mode=bars]")
+    figure.get_by_role("button", name="reset").click()
+    assert pixels(figure) == first
+
+
 def test_a_plain_wheel_over_the_timeline_scrolls_the_page(show: Open) -> None:
     tab = show(pages.known(), height=400)
     figure = tab.locator("figure.timeline")
@@ -511,11 +551,7 @@ def test_a_plain_wheel_over_the_timeline_scrolls_the_page(show: Open) -> None:
     box = figure.locator("canvas").first.bounding_box()
     tab.mouse.move(box["x"] + 300, box["y"] + 30)
     tab.mouse.wheel(0, -200)
-    for _ in range(100):
-        if tab.evaluate("scrollY") < scrolled:
-            break
-        tab.wait_for_timeout(10)
-    assert tab.evaluate("scrollY") < scrolled
+    wait(tab, lambda: tab.evaluate("scrollY") < scrolled)
     assert window(figure) == before
 
 
@@ -530,7 +566,7 @@ def test_a_bar_that_is_wider_than_its_pixel_has_all_of_it_among_shares_too(show:
     figure = tab.locator("figure.timeline")
     figure.get_by_role("button", name="all").click()
     tab.wait_for_selector("figure.timeline[data-mode=shares]")
-    assert bar_words(tab, figure, 50, 0).split("\n")[1:] == ["computing", "100%", "waiting", "0%"]
+    assert bar_words(tab, figure, 50, 0).split("\n")[1:] == ["computing", "100 %", "waiting", "0 %"]
     part = float(bar_words(tab, figure, 150, 0).split("\n")[2][:-1])
     assert part == pytest.approx(50, abs=10)
 
@@ -558,5 +594,5 @@ def test_ticks_have_one_unit_and_stay_apart_however_deep_the_zoom(show: Open) ->
     assert tab.evaluate(ticks, ["seconds", 0, 9000, 5]) == ["0", "0.5 h", "1.0 h", "1.5 h", "2.0 h", "2.5 h"]
     assert tab.evaluate(ticks, ["seconds", 7200, 7200.5, 5]) == [f"7200.{n} s" for n in range(6)]
     assert tab.evaluate(ticks, ["seconds", 3, 3.004, 4]) == [f"{n} ms" for n in range(3000, 3005)]
-    assert tab.evaluate(ticks, ["percent", -0.5, 0.5, 5]) == ["−40%", "−20%", "0%", "20%", "40%"]
+    assert tab.evaluate(ticks, ["percent", -0.5, 0.5, 5]) == ["−40 %", "−20 %", "0 %", "20 %", "40 %"]
     assert tab.evaluate(ticks, ["number", 0, 100000, 2]) == ["0", "50,000", "100,000"]

@@ -9,7 +9,7 @@ import pytest
 
 from offbeat.report import course
 from offbeat.report.build import build
-from offbeat.report.model import BarChart, Item, LineChart, Page, Table, Timeline
+from offbeat.report.model import BarChart, Item, LineChart, Page, ShareChart, Table, Timeline
 from offbeat.report.reading import read_inputs, read_run
 from report.handmade import any_run, config, decision, evaluation, span, write_result, write_run
 
@@ -52,7 +52,7 @@ def test_a_price_or_an_energy_file_makes_the_section_of_energy(tmp_path: Path) -
     assert "energy" in [section.key for section in page_of(run, price=0.0).sections]
     write_run(run, energy={"seconds": 1.0, "joules": None, "not_measured": ["no counter"]})
     energy = table(page_of(run), "energy")
-    assert energy.rows[0][4] == "not measured: no counter" and energy.rows[0][1] is None
+    assert energy.rows[0][3] == "not measured: no counter" and energy.rows[0][1] is None
 
 
 # --- what is too much ---------------------------------------------------------------------------------------------
@@ -117,6 +117,86 @@ def test_without_an_accuracy_the_loss_is_drawn(tmp_path: Path) -> None:
     assert any("reached" not in sentence for sentence in page.summary)
 
 
+def test_a_timeline_has_a_bounded_number_of_rows_and_says_who_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert course.MOST_LEARNERS == 256
+    monkeypatch.setattr(course, "MOST_LEARNERS", 3)
+    log = [span(learner, "compute", 0.0, 1.0) for learner in (9, 2, 4, 7, 5)]
+    page = page_of(any_run(tmp_path / "a", log=log), any_run(tmp_path / "b", log=log[:3]))
+    first, second = (item for item in items_of(page).values() if isinstance(item, Timeline))
+    assert first.learners == ("learner 2", "learner 4", "learner 5") and len(first.start_s) == 3
+    assert "Shown are the first 3 of 5 learners; 2 are left out." in first.note and "bars" not in first.note
+    assert len(second.learners) == 3 and "left out" not in second.note
+
+
+# --- energy, time and machines ------------------------------------------------------------------------------------
+
+
+def measured(joules: float, *sources: str, missing: tuple[str, ...] = ()) -> dict[str, Any]:
+    told = [{"name": name, "kind": "rapl", "joules": joules / len(sources)} for name in sources]
+    return {"seconds": 3.0, "joules": joules, "sources": told, "not_measured": list(missing)}
+
+
+def test_energy_of_different_sources_is_compared_neither_in_words_nor_in_a_chart(tmp_path: Path) -> None:
+    one = any_run(tmp_path / "a", energy=measured(8.0, "package-0"))
+    other = any_run(tmp_path / "b", strategy="ring", energy=measured(900.0, "package-0", "GPU 0"))
+    page = page_of(one, other)
+    charts = [item for key, item in items_of(page).items() if key.startswith("energy-runs")]
+    assert [item.categories for item in charts if isinstance(item, BarChart)] == [("a",), ("b",)]
+    said = "Energy is not compared: it was measured by different sources (package-0 and GPU 0 + package-0)."
+    assert said in page.summary
+    assert [row[2] for row in table(page, "energy").rows] == ["package-0", "GPU 0, package-0"]
+    alike = page_of(one, any_run(tmp_path / "c", strategy="ring", energy=measured(9.0, "package-0")))
+    (chart,) = (item for item in items_of(alike).values() if item.key.startswith("energy-runs"))
+    assert isinstance(chart, BarChart) and chart.categories == ("a", "c")
+    assert not any("not compared" in sentence for sentence in alike.summary)
+
+
+def test_what_was_not_measured_is_always_said(tmp_path: Path) -> None:
+    page = page_of(any_run(tmp_path / "a", energy=measured(8.0, "package-0", missing=("GPUs: no package",))))
+    assert table(page, "energy").rows[0][1:4] == (8.0, "package-0", "in part, without: GPUs: no package")
+    assert any("it took 8 J at least (not measured: GPUs: no package)" in sentence for sentence in page.summary)
+    whole = page_of(any_run(tmp_path / "b", energy=measured(8.0, "package-0")))
+    assert table(whole, "energy").rows[0][3] == "" and any("it took 8 J." in one for one in whole.summary)
+
+
+def test_what_a_log_never_has_is_a_dash_and_in_no_chart(tmp_path: Path) -> None:
+    """A real server's learners log computing and waiting only."""
+    page = page_of(any_run(tmp_path / "a"))
+    row = dict(zip((one.name for one in table(page, "learners").columns), table(page, "learners").rows[1], strict=True))
+    parts = ("sending (s)", "updating (s)", "sending: share", "updating: share")
+    assert [row[name] for name in parts] == [None] * 4 and row["waiting (s)"] == 0.5
+    chart = items_of(page)["shares-1"]
+    assert isinstance(chart, ShareChart) and chart.parts == ("computing", "thrown away", "waiting")
+    assert all(len(values) == 3 for values in chart.values)
+    bars = items_of(page)["communication-runs"]
+    assert isinstance(bars, BarChart) and [one.name for one in bars.series] == ["waiting"]
+    assert table(page, "communication").rows[0][1::2] == (None, None)
+    said = [section.words[0] for section in page.sections if course.INSIDE_WAITING in section.words[0]]
+    assert len(said) == 2
+    spans = [span(0, "compute", 0.0, 1.0), span(0, "send", 1.0, 1.5), span(1, "apply", 1.0, 2.0)]
+    other = page_of(any_run(tmp_path / "b", log=spans))
+    assert [row[4] for row in table(other, "learners").rows] == [0.5, 0.0]  # it has some: nothing is 0 then
+    assert not any(course.INSIDE_WAITING in section.words[0] for section in other.sections)
+
+
+def joined(page: Page) -> list[tuple[str, tuple[tuple[float, float], ...]]]:
+    chart = items_of(page).get("machines-1")
+    return [(one.name, one.points) for one in chart.series] if isinstance(chart, LineChart) else []
+
+
+def test_only_runs_that_differ_in_nothing_but_learners_are_joined(tmp_path: Path) -> None:
+    two = any_run(tmp_path / "a", config=config("async", 2, rate=0.1) | {"name": "x"})
+    four = any_run(tmp_path / "b", learners=4, config=config("async", 4, rate=0.1))
+    other = any_run(tmp_path / "c", learners=8, config=config("async", 8, rate=0.2))
+    assert joined(page_of(two, four)) == [("async", ((2.0, 3.0), (4.0, 3.0)))]
+    assert joined(page_of(two, other)) == []
+    assert joined(page_of(two, four, other)) == [
+        ("async (a)", ((2.0, 3.0), (4.0, 3.0))), ("async (c)", ((8.0, 3.0),)),
+    ]  # fmt: skip
+
+
 # --- who is ranked ------------------------------------------------------------------------------------------------
 
 
@@ -124,23 +204,12 @@ def ranking(page: Page) -> list[str]:
     return [sentence for sentence in page.summary if "first at" in sentence or "Not ranked" in sentence]
 
 
-def test_the_target_is_the_highest_accuracy_that_all_have_reached_or_the_one_given(tmp_path: Path) -> None:
-    fast = any_run(tmp_path / "a", metrics=[evaluation(1, 1.0, 0.6), evaluation(2, 2.0, 0.9)])
-    slow = any_run(tmp_path / "b", strategy="ring", metrics=[evaluation(1, 4.0, 0.5), evaluation(2, 8.0, 0.6)])
-    assert ranking(page_of(fast, slow)) == [
-        "async was first at 60.0 %, after 1 s; ring took 8 s, 8.00x as long."
-    ]
-    given = page_of(fast, slow, target=0.8)
-    assert ranking(given) == ["async was first at 80.0 %, after 2 s."]
-    assert "ring did not reach 80.0 %." in given.summary
-    assert "No run reached 99.0 %." in page_of(fast, slow, target=0.99).summary
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [
         ({"config": config("ring", 2, precision="bf16")}, "train.precision (fp32, bf16)"),
         ({"config": config("ring", 2, batch_size=64)}, "train.batch_size (8, 64)"),
+        ({"config": config("ring", 2, accumulate=4)}, "train.accumulate (1, 4)"),
         ({"config": config("ring", 2) | {"model": {"name": "cnn"}}}, "model (mlp, cnn)"),
         ({"config": config("ring", 2) | {"data": {"name": "text"}}}, "data.name (digits, text)"),
         ({"head": {"simulated": True}}, "simulated (no, yes)"),
@@ -163,10 +232,8 @@ def test_other_learners_and_machines_are_named_and_do_not_hinder_a_ranking(tmp_p
 
 
 def test_runs_of_the_same_strategy_are_called_by_their_folders(tmp_path: Path) -> None:
-    page = page_of(any_run(tmp_path / "a"), any_run(tmp_path / "b", accuracy=0.75))
-    assert ranking(page)[0].startswith(
-        "async (a) was first at 50.0 %, after 3 s; async (b)"
-    )
+    page = page_of(any_run(tmp_path / "a"), any_run(tmp_path / "b"))
+    assert ranking(page)[0].startswith("async (a) and async (b) were first at 50.0 %, after 3 s and 3 s")
 
 
 def test_hostile_text_is_text_in_every_place_of_a_page(tmp_path: Path) -> None:

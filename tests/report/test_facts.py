@@ -11,6 +11,7 @@ import pytest
 from offbeat.report.facts import Facts, facts_of, span_seconds, straggler
 from offbeat.report.reading import read_run
 from offbeat.report.theory import EXPONENTIAL, staleness_theory
+from offbeat.report.words import summary
 from offbeat.simulate import server as simulator
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.compute import parse_law
@@ -24,7 +25,7 @@ def facts(folder: Path, **given: Any) -> Facts:
 
 def test_a_learners_shares_add_up_to_one(tmp_path: Path) -> None:
     for one in facts(tmp_path / "a").by_learner:
-        assert sum(one.shares() or ()) == pytest.approx(1, abs=1e-12)
+        assert sum(share or 0.0 for share in one.shares() or ()) == pytest.approx(1, abs=1e-12)
 
 
 def test_a_missing_decision_makes_the_numbers_inexact_and_that_is_said(tmp_path: Path) -> None:
@@ -143,8 +144,108 @@ def test_what_is_not_known_is_none(tmp_path: Path) -> None:
     found = facts_of(read_run(write_run(tmp_path / "a", config={"sync": 7, "learners": "two"})))
     assert (found.strategy, found.family, found.learners, found.updates, found.seconds) == ("", "", None, None, None)
     assert (found.throughput, found.staleness_mean, found.staleness_std, found.accuracy) == (None,) * 4
-    assert (found.communication_share, found.cost(1.0), found.joules_per_sample, found.seconds_to(0.5)) == (None,) * 4
+    assert (found.not_computing_share, found.cost(1.0), found.joules_per_sample, found.seconds_to(0.5)) == (None,) * 4
     assert replace(found, updates=0, seconds=0.0, samples=0).throughput is None
+
+
+# --- how a run ended ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("epoch", "stop_at", "ended"),
+    [
+        (100, 0.0, ""), (16, 0.0, "stopped after epoch 16 of 100"), (16, 0.5, ""),
+        (16, 0.75, "stopped after epoch 16 of 100"), (100.002, 0.0, ""), (None, 0.0, ""),
+    ],
+)  # fmt: skip
+def test_a_run_that_stopped_before_its_epochs_and_its_goal_is_stopped_early(
+    tmp_path: Path, epoch: float | None, stop_at: float, ended: str
+) -> None:
+    told = config("async", 2, epochs=100, stop_at=stop_at)
+    found = facts(tmp_path / "a", config=told, metrics=[evaluation(4, 3.0, 0.5, epoch=epoch)])
+    assert (found.ended, found.finished) == (ended, not ended)
+
+
+def test_a_run_is_unfinished_so_far_until_its_last_log_is_whole(tmp_path: Path) -> None:
+    folder = any_run(tmp_path / "a")
+    (folder / "log.jsonl").rename(folder / "log.jsonl.unfinished")
+    assert facts_of(read_run(folder)).ended == "so far"
+    write_run(folder, log=[span(0, "compute", 0.0, 1.0)], leg=".2")  # it was gone on with, to the end
+    found = read_run(folder)
+    assert found.finished and found.problems == () and facts_of(found).ended == ""
+
+
+def test_samples_never_applied_are_not_guessed_from_a_log(tmp_path: Path) -> None:
+    log = [span(0, "compute", 0.0, 1.0), decision("pushed 0 t1 v0 n8 @1.0", "drop t1")]
+    cut = [*log, span(1, "compute", 0.0, 1.0, cancelled=True)]
+
+    def never(name: str, log: list[dict[str, Any]], **more: Any) -> int | None:
+        folder = write_run(tmp_path / name, config=config("async", 2) | more, head={"strategy": "async"}, log=log)
+        return facts_of(read_run(folder)).samples_dropped
+
+    assert never("again", log, cancelled="again") is None and never("drop", log, cancelled="drop") == 8
+    assert never("cut", cut, cancelled="drop") is None  # of a cancelled one the log does not say how many
+    kept = [span(0, "compute", 0.0, 1.0), decision("pushed 0 t1 v0 n8 @1.0", "apply t1")]
+    assert never("none", kept, cancelled="again") == 0
+
+
+def test_energy_of_stretches_with_different_sources_is_measured_in_part(tmp_path: Path) -> None:
+    folder = any_run(tmp_path / "a", energy={"seconds": 1.0, "joules": 5.0, "sources": [{"name": "x"}]})
+    write_run(folder, log=[], energy={"seconds": 1.0, "joules": 7.0, "sources": [{"name": "y"}, 3, {}]}, leg=".2")
+    found = facts_of(read_run(folder)).energy
+    assert (found.joules, found.sources) == (12.0, ("x", "y")) and "some stretches" in found.why_not
+
+
+# --- minibatches --------------------------------------------------------------------------------------------------
+
+
+def pushed(learner: int, ticket: int, at_s: float, *stretches: int) -> dict[str, Any]:
+    batch = {"batch": [[0, 0, many] for many in stretches]} if stretches else {}
+    return decision(f"pushed {learner} t{ticket} v0 n8 @{at_s}") | batch
+
+
+@pytest.mark.parametrize("line", ["local-sgd:4", "downpour:push=4,fetch=4"])
+def test_a_span_of_several_minibatches_counts_as_so_many(tmp_path: Path, line: str) -> None:
+    """A real log: one span a push. The last push of learner 0 holds one minibatch; that of learner 1 does not say."""
+    log = [
+        span(0, "compute", 0.0, 8.0), pushed(0, 1, 8.0, 8, 8, 8, 8),
+        span(0, "compute", 8.0, 11.0), pushed(0, 2, 11.5, 8),
+        span(1, "compute", 0.0, 4.0), pushed(1, 3, 4.0),
+    ]  # fmt: skip
+    first, second = facts(tmp_path / "a", strategy=line, log=log).by_learner
+    assert (first.minibatches, first.compute_mean_s, first.compute_median_s) == (5, 2.2, 2.5)
+    assert (second.minibatches, second.typical_s, second.compute_s) == (4, 1.0, 4.0)
+
+
+@pytest.mark.parametrize("line", ["local-sgd:4", "downpour:push=4,fetch=4"])
+def test_the_simulator_logs_each_minibatch_and_so_it_is_counted(tmp_path: Path, line: str) -> None:
+    log = [span(0, "compute", float(at), at + 1.0) for at in range(6)]  # two more are not pushed yet
+    (found,) = facts(tmp_path / "a", strategy=line, log=[*log, pushed(0, 1, 4.0, 8, 8, 8, 8)]).by_learner
+    assert (found.minibatches, found.typical_s) == (6, 1.0)
+
+
+def test_with_one_minibatch_a_push_a_batch_in_two_stretches_is_one(tmp_path: Path) -> None:
+    log = [span(0, "compute", 0.0, 8.0), pushed(0, 1, 8.0, 4, 4)]
+    (found,) = facts(tmp_path / "a", strategy="async", log=log).by_learner
+    assert (found.minibatches, found.typical_s) == (1, 8.0)
+
+
+def test_a_learner_that_never_finished_is_a_straggler_by_what_it_was_let(tmp_path: Path) -> None:
+    """The others finish 12 minibatches while it is let compute: it takes 12 times as long, or more."""
+    log = [span(learner, "compute", float(at), at + 1.0, at) for learner in (0, 1) for at in range(48)]
+    log += [span(2, "compute", 12.0 * at, 12.0 * at + 12, at, cancelled=True) for at in range(4)]
+    found = facts(tmp_path / "a", strategy="k-batch-sync:24", learners=3, log=log)
+    assert straggler(found) == (2, 12.0, 12.0, 1.0, True)
+    assert found.by_learner[2].typical_s is None and found.by_learner[0].at_least_s is None
+    said = summary([read_run(tmp_path / "a")], [found], (), ())
+    assert any("its minibatches take at least 12.0x as long as the others' (none was finished in 12 s" in one
+               for one in said)  # fmt: skip
+    short = [span(0, "compute", float(at), at + 1.0, at) for at in range(4)]
+    short += [span(1, "compute", float(at), at + 1.0, at, cancelled=True) for at in range(4)]
+    alike = facts(tmp_path / "b", log=short)
+    assert straggler(alike) is None  # it was let no longer than the other takes: how slow it is cannot be known
+    said = summary([read_run(tmp_path / "b")], [alike], (), ())
+    assert "Learner 1 of async with 2 learners finished nothing: all 4 minibatches were cancelled." in said
 
 
 # --- theory -------------------------------------------------------------------------------------------------------

@@ -23,13 +23,15 @@ import pytest
 from offbeat.metrics import DEFINITIONS
 from offbeat.report import facts as own
 from offbeat.report.build import build
-from offbeat.report.facts import EnergyFacts, Facts, LearnerFacts, Point, Straggler, facts_of, straggler
+from offbeat.report.facts import EnergyFacts, Facts, Point, Straggler, facts_of, straggler
+from offbeat.report.learners import LearnerFacts
 from offbeat.report.model import BarChart, LineChart, Page, ShareChart, Table, Timeline
 from offbeat.report.reading import Inputs, read_inputs
 from offbeat.report.tables import tables_of
 from report.handmade import config, decision, evaluation, span, write_result, write_run
 
 PRICE = 3600.0  # a device second costs 1
+EVEN = 0.7578125  # 97/128: less than a point above 0.75, so that all are ranked
 
 
 def of(top: int, bottom: int) -> float:
@@ -104,7 +106,12 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
                 evaluation(2, 3.0, 0.5, loss=1.0, samples=32, dropped={}),
                 evaluation(3, 6.0, 0.75, loss=0.5, samples=48, dropped={"late": 8, "left over": 4}),
             ],
-            energy={"seconds": 8.0, "joules": 96.0, "sources": [], "not_measured": []},
+            energy={
+                "seconds": 8.0,
+                "joules": 96.0,
+                "sources": [{"name": "package-1", "joules": 32.0}, {"name": "package-0", "joules": 64.0}],
+                "not_measured": ["no counter of the GPU"],
+            },
         ),
         write_run(
             folder / "even",
@@ -113,7 +120,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
             log=RING,
             metrics=[
                 evaluation(2, 5.0, 0.25, loss=2.0, samples=32, dropped={}),
-                evaluation(4, 10.0, 0.875, loss=0.25, samples=64, dropped={}),
+                evaluation(4, 10.0, EVEN, loss=0.25, samples=64, dropped={}),
             ],
             machine={"cores": 2},
         ),
@@ -147,6 +154,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
             ],
             kind="weak", recipe="tiny", base="one core", precision="fp32", notes=["All in one run."],
             machine={"cores": 2}, definitions={"T": "seconds"},
+            ranking=["fastest of those that learn as well: ring x 2 (13 samples/s, 1.60x)", "async x 2: not ranked: x"],
         ),
         write_result(
             folder / "race.json",
@@ -192,6 +200,7 @@ def test_every_fact_of_a_server_run_is_the_one_computed_on_paper(inputs: Inputs)
         servers=1,
         simulated=False,
         finished=True,
+        ended="",
         updates=3,
         seconds=6.0,
         samples=48,
@@ -213,17 +222,21 @@ def test_every_fact_of_a_server_run_is_the_one_computed_on_paper(inputs: Inputs)
             LearnerFacts(learner=2, compute_s=2.0, thrown_away_s=3.0, send_s=0.25, minibatches=2, cancelled=1,
                          compute_mean_s=1.75, compute_median_s=1.75, typical_s=2.0, quarters=(None, 1.5, None, 2.0)),
         ),
-        energy=EnergyFacts(joules=96.0, seconds=8.0),
+        energy=EnergyFacts(joules=96.0, seconds=8.0, sources=("package-0", "package-1"),
+                           why_not="no counter of the GPU"),
     )  # fmt: skip
     assert straggler(found) is None  # 1.6 times the others, but in the second quarter only 1.5 against 1.25
     assert (found.throughput, found.seconds_per_update, found.best_loss) == (8.0, 2.0, 0.5)
     assert (found.accuracy, found.best_accuracy, found.loss) == (0.75, 0.75, 0.5)
     assert (found.staleness_mean, found.staleness_std) == (0.0, 0.0)
-    assert (found.communication_share, found.thrown_away_share) == (of(5, 33), of(10, 33))
+    assert (found.not_computing_share, found.thrown_away_share) == (of(5, 33), of(10, 33))
     assert (found.seconds_to(0.75), found.updates_to(0.75), found.seconds_to(0.8), found.updates_to(0.8)) == (
         6.0, 3, None, None,
     )  # fmt: skip
     assert (found.joules_per_sample, found.cost(PRICE), found.cost(None)) == (2.0, 18.0, None)
+    assert (found.joules_to(0.5), found.cost_to(0.5, PRICE)) == (48.0, 9.0)  # after 3 of 6 s
+    assert (found.joules_to(0.8), found.cost_to(0.8, PRICE), found.joules_to(None)) == (None,) * 3
+    assert (found.interval_to(0.5), found.interval_to(0.75), found.interval_to(0.8)) == (3.0, 3.0, None)
 
 
 def test_every_fact_of_an_all_reduce_is_the_one_computed_on_paper(inputs: Inputs) -> None:
@@ -237,20 +250,21 @@ def test_every_fact_of_an_all_reduce_is_the_one_computed_on_paper(inputs: Inputs
         servers=None,
         simulated=False,
         finished=True,
+        ended="",
         updates=4,
         seconds=10.0,
         samples=64,
         samples_dropped=0,
-        curve=(Point(5.0, 2, 0.25, 2.0), Point(10.0, 4, 0.875, 0.25)),
+        curve=(Point(5.0, 2, 0.25, 2.0), Point(10.0, 4, EVEN, 0.25)),
         staleness=((0, 8),),
         applied=8,
         dropped=0,
         cancelled=0,
         unused=0,
         by_learner=(
-            LearnerFacts(learner=0, compute_s=4.0, wait_s=4.0, apply_s=2.0, evaluate_s=1.0, minibatches=4,
+            LearnerFacts(learner=0, compute_s=4.0, send_s=None, wait_s=4.0, apply_s=2.0, evaluate_s=1.0, minibatches=4,
                          compute_mean_s=1.0, compute_median_s=1.0, typical_s=1.0, quarters=(1.0, 1.0, 1.0, 1.0)),
-            LearnerFacts(learner=1, compute_s=8.0, apply_s=2.0, minibatches=4,
+            LearnerFacts(learner=1, compute_s=8.0, send_s=None, apply_s=2.0, minibatches=4,
                          compute_mean_s=2.0, compute_median_s=2.0, typical_s=2.0, quarters=(2.0, 2.0, 2.0, 2.0)),
         ),
         energy=EnergyFacts(why_not="the run has no energy.json"),
@@ -272,7 +286,7 @@ ROWS: dict[str, tuple[tuple[str, ...], list[tuple[Any, ...]]]] = {
          "time to target (s)", "updates to target"),
         [
             ("late", 0.75, 0.75, 0.5, 0.5, 0.75, 6.0, 3),
-            ("even", 0.875, 0.875, 0.25, 0.25, 0.75, 10.0, 4),
+            ("even", EVEN, EVEN, 0.25, 0.25, 0.75, 10.0, 4),
             ("stale", None, None, None, None, None, None, None),
             ("four", 0.75, 0.75, 0.375, 0.375, 0.75, 5.0, 2),
         ],
@@ -283,7 +297,7 @@ ROWS: dict[str, tuple[tuple[str, ...], list[tuple[Any, ...]]]] = {
             ("late", 3.0, 2, 0.5, 0.5, 1.0),
             ("late", 6.0, 3, 0.75, 0.25, 0.5),
             ("even", 5.0, 2, 0.25, 0.75, 2.0),
-            ("even", 10.0, 4, 0.875, 0.125, 0.25),
+            ("even", 10.0, 4, EVEN, 1 - EVEN, 0.25),
             ("four", 5.0, 2, 0.75, 0.25, 0.5),
             ("four", 7.5, 3, 0.75, 0.25, 0.375),
         ],
@@ -337,11 +351,11 @@ ROWS: dict[str, tuple[tuple[str, ...], list[tuple[Any, ...]]]] = {
             # of 5.25 s
             ("late", 2, 2.0, 3.0, 0.25, 0.0, 0.0, 0.0, of(8, 21), of(4, 7), of(1, 21), 0.0, 0.0, 2, 1, 1.75, 1.75, 2.0,
              None),
-            ("even", 0, 4.0, 0.0, 0.0, 4.0, 2.0, 1.0, 0.4, 0.0, 0.0, 0.4, 0.2, 4, 0, 1.0, 1.0, 1.0, None),
-            ("even", 1, 8.0, 0.0, 0.0, 0.0, 2.0, 0.0, 0.8, 0.0, 0.0, 0.0, 0.2, 4, 0, 2.0, 2.0, 2.0, 2.0),
-            ("stale", 0, 3.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 3, 0, 1.0, 1.0, 1.0, None),
+            ("even", 0, 4.0, 0.0, None, 4.0, 2.0, 1.0, 0.4, 0.0, None, 0.4, 0.2, 4, 0, 1.0, 1.0, 1.0, None),
+            ("even", 1, 8.0, 0.0, None, 0.0, 2.0, 0.0, 0.8, 0.0, None, 0.0, 0.2, 4, 0, 2.0, 2.0, 2.0, 2.0),
+            ("stale", 0, 3.0, 0.0, None, 0.0, None, 0.0, 1.0, 0.0, None, 0.0, None, 3, 0, 1.0, 1.0, 1.0, None),
             # 2.5 times as slow, but once only: that is no straggler
-            ("stale", 1, 2.5, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1, 0, 2.5, 2.5, 2.5, None),
+            ("stale", 1, 2.5, 0.0, None, 0.0, None, 0.0, 1.0, 0.0, None, 0.0, None, 1, 0, 2.5, 2.5, 2.5, None),
         ],
     ),
     "scaling": (
@@ -356,11 +370,11 @@ ROWS: dict[str, tuple[tuple[str, ...], list[tuple[Any, ...]]]] = {
         ],
     ),
     "communication": (
-        ("run", "sending", "waiting", "updating", "together"),
+        ("run", "sending", "waiting", "updating", "not computing"),
         [
             ("late", of(1, 66), of(4, 33), of(1, 66), of(5, 33)),  # of 16.5 s
-            ("even", 0.0, 0.2, 0.2, 0.4),  # of 20 s
-            ("stale", 0.0, 0.0, 0.0, 0.0),
+            ("even", None, 0.2, 0.2, 0.4),  # of 20 s
+            ("stale", None, 0.0, None, 0.0),
         ],
     ),
     "machines": (
@@ -376,13 +390,14 @@ ROWS: dict[str, tuple[tuple[str, ...], list[tuple[Any, ...]]]] = {
         ],
     ),
     "energy": (
-        ("run", "energy (J)", "energy measured over (s)", "energy per sample (J)", "why not", "devices",
-         "training time (s)", "cost"),
+        ("run", "energy (J)", "measured by", "not measured", "energy measured over (s)", "energy per sample (J)",
+         "energy to target (J)", "devices", "training time (s)", "cost", "cost to target"),
         [
-            ("late", 96.0, 8.0, 2.0, "", 3, 6.0, 18.0),
-            ("even", None, None, None, "not measured: the run has no energy.json", 2, 10.0, 20.0),
-            ("stale", None, None, None, "not measured: the run was simulated", 2, 3.0, 6.0),
-            ("four", None, None, None, "not measured: the run has no energy.json", 4, 7.5, COST_4),
+            ("late", 96.0, "package-0, package-1", "in part, without: no counter of the GPU", 8.0, 2.0, 96.0, 3, 6.0,
+             18.0, 18.0),
+            ("even", None, "", "not measured: the run has no energy.json", None, None, None, 2, 10.0, 20.0, 20.0),
+            ("stale", None, "", "not measured: the run was simulated", None, None, None, 2, 3.0, 6.0, None),
+            ("four", None, "", "not measured: the run has no energy.json", None, None, None, 4, 7.5, COST_4, 20.0),
         ],
     ),
     "energy-benchmarks": (
@@ -406,12 +421,12 @@ ROWS: dict[str, tuple[tuple[str, ...], list[tuple[Any, ...]]]] = {
         ("run", "strategy", "learners", "servers", "kind", "updates", "training time (s)", "time per update (s)",
          "samples applied", "samples never applied", "throughput (samples/s)", "accuracy at the end", "best accuracy",
          "loss at the end", "time to target (s)", "mean staleness (versions)", "gradients applied",
-         "gradients dropped", "minibatches cancelled", "gradients left over", "thrown away", "communication",
+         "gradients dropped", "minibatches cancelled", "gradients left over", "thrown away", "not computing",
          "energy (J)", "cost"),
         [
             ("late", "k-sync:2", 3, 1, "real", 3, 6.0, 2.0, 48, 12, 8.0, 0.75, 0.75, 0.5, 6.0, 0.0, 6, 1, 2, 1,
              of(10, 33), of(5, 33), 96.0, 18.0),
-            ("even", "ring", 2, None, "real", 4, 10.0, 2.5, 64, 0, 6.4, 0.875, 0.875, 0.25, 10.0, 0.0, 8, 0, 0, 0,
+            ("even", "ring", 2, None, "real", 4, 10.0, 2.5, 64, 0, 6.4, EVEN, EVEN, 0.25, 10.0, 0.0, 8, 0, 0, 0,
              0.0, 0.4, None, 20.0),
             ("stale", "async", 2, None, "simulated", 4, 3.0, 0.75, 32, 0, of(32, 3), None, None, None, None, 0.75, 4,
              0, 0, 0, 0.0, 0.0, None, 6.0),
@@ -489,7 +504,7 @@ def test_charts_hold_the_numbers_on_paper(page: Page) -> None:
     assert isinstance(error, LineChart) and error.levels == ((0.25, "target 75.0 %"),)
     assert [(one.name, one.points) for one in error.series] == [
         ("late", ((3.0, 0.5), (6.0, 0.25))),
-        ("even", ((5.0, 0.75), (10.0, 0.125))),
+        ("even", ((5.0, 0.75), (10.0, 1 - EVEN))),
         ("four", ((5.0, 0.25), (7.5, 0.25))),
     ]
     updates = items["error-updates"]
@@ -500,7 +515,8 @@ def test_charts_hold_the_numbers_on_paper(page: Page) -> None:
         ((0.5, 0.25, 0.25), "columns"), ((0.5, 0.25, 0.125), "dots"),
     ]  # fmt: skip
     shares = items["shares-2"]
-    assert isinstance(shares, ShareChart) and shares.values == ((0.4, 0.0, 0.0, 0.4, 0.2), (0.8, 0.0, 0.0, 0.0, 0.2))
+    assert isinstance(shares, ShareChart) and shares.values == ((0.4, 0.0, 0.4, 0.2), (0.8, 0.0, 0.0, 0.2))
+    assert shares.parts == ("computing", "thrown away", "waiting", "updating")  # its log has no sending at all
     speed = items["speedup-1"]
     assert isinstance(speed, LineChart)
     assert [(one.name, one.points, one.style) for one in speed.series] == [
@@ -516,14 +532,15 @@ def test_charts_hold_the_numbers_on_paper(page: Page) -> None:
 
 def test_the_summary_says_who_was_first_who_is_slow_and_what_was_lost(page: Page) -> None:
     assert page.summary == (
-        "ring with 4 learners was first at 75.0 %, after 5 s; k-sync:2 with 3 learners took 6 s, 1.20x as long; "
-        "ring with 2 learners took 10 s, 2.00x as long.",
+        "ring with 4 learners and k-sync:2 with 3 learners were first at 75.0 %, after 5 s and 6 s, within one "
+        "evaluation of each other; ring with 2 learners took 10 s, 2.00x as long.",
         "They differ in learners (3, 2, 4), machine.cores (unknown, 2): this is part of the difference.",
+        "One run each: a difference may be chance.",
         "Not ranked against each other: k-sync:2 with 3 learners and async with 2 simulated learners differ in "
         "simulated (no, yes).",
-        "k-sync:2 with 3 learners reached 75.0 % in 6 s (3 updates), 8 samples applied a second; it took 96 J; "
-        "it cost 18.",
-        "ring with 2 learners reached 87.5 % in 10 s (4 updates), 6 samples applied a second; it cost 20.",
+        "k-sync:2 with 3 learners reached 75.0 % in 6 s (3 updates), 8 samples applied a second; it took 96 J "
+        "at least (not measured: no counter of the GPU); it cost 18.",
+        "ring with 2 learners reached 75.8 % in 10 s (4 updates), 6 samples applied a second; it cost 20.",
         "async with 2 simulated learners ran for 3 s (4 updates), 11 samples applied a second; it would cost 6.",
         "ring with 4 learners reached 75.0 % in 7.5 s (3 updates), 13 samples applied a second; it cost 30.",
         "Learner 1 is a straggler in 1 of 4 runs: its minibatches take 2.0x as long as the others' (typically 2 s "
@@ -533,8 +550,9 @@ def test_the_summary_says_who_was_first_who_is_slow_and_what_was_lost(page: Page
         "Under k-sync:2 with 3 learners 12 samples were computed and never applied.",
         "Gradients of async with 2 simulated learners were 0.75 versions old on average when they were applied; "
         "theory says 1 = P - 1.",
-        "In the weak scaling of tiny ring was the fastest with 2 learners: 1.60x one learner (efficiency 80.0 %).",
-        "In the race of tiny to 75.0 % ring with 4 learners was first, after 2 s.",
+        "In the weak scaling of tiny: fastest of those that learn as well: ring x 2 (13 samples/s, 1.60x); "
+        "async x 2: not ranked: x.",
+        "In the race of tiny to 75.0 % ring with 2 learners was first, after 4 s.",
         "2 predictions were off by 37.5 % on average, 50.0 % at worst.",
     )
     assert page.problems == (

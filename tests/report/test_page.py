@@ -18,6 +18,7 @@ import pytest
 from offbeat.report.forms import UNITS, column_unit, write
 from offbeat.report.model import BarChart, Column, Form, LineChart, Page, Section, ShareChart, Table, Timeline
 from offbeat.report.page import render
+from offbeat.report.tables import as_csv
 from report import pages
 
 # Elements that have no end.
@@ -152,6 +153,41 @@ def test_all_words_of_a_page_are_on_it_summary_first_and_problems_before_the_sec
 def test_numbers_stand_right_and_words_left() -> None:
     page = page_with(Table(key="t", title="T", columns=(Column("a"), Column("b", "number")), rows=(("x", 1.5),)))
     assert '<th scope="row"><bdi>x</bdi></th><td class="number"><bdi>1.5</bdi></td>' in render(page)
+
+
+def test_a_wide_table_is_there_for_paper_too_in_blocks_that_begin_with_what_tells_rows_apart() -> None:
+    table = next(item for item in pages.wide().sections[0].items if isinstance(item, Table))
+    text = render(page_with(table))
+    assert text.count("<caption>") == 2 and text.count("<table>") == 4
+    blocks = text.partition('<div class="paper">')[2].split("<table>")[1:]
+    heads = [
+        re.findall("<bdi>([^<]*)</bdi>", block.partition("<thead>")[2].partition("</thead>")[0]) for block in blocks
+    ]
+    names = [column.name.removesuffix(" (s)") for column in table.columns]
+    assert all(head[:2] == ["run", "learner"] for head in heads)
+    assert [name for head in heads for name in head[2:]] == names[2:]
+    assert all(block.count('<th scope="row"') == len(table.rows) for block in blocks)
+    assert sum(block.count("<td") for block in blocks) == len(table.rows) * (len(names) - 2 + len(heads))
+
+
+def test_a_name_of_seconds_is_without_its_unit_since_each_number_has_its_own() -> None:
+    columns = (Column("time (s)", "seconds", "How long."), Column("rate (s)", "number"))
+    chart = LineChart(key="l", title="", x_label="time (s)", y_label="other (s)", x_form="seconds", series=())
+    table = Table(key="t", title="", columns=columns, rows=((90.0, 1.0), (150.0, 2.0)))
+    page = page_with(table, chart)
+    texts = Reader(render(page)).texts
+    assert texts.count("time") == 2 and "rate (s)" in texts and "time (s)" not in texts
+    assert (chart_of(page, "l")["xLabel"], chart_of(page, "l")["yLabel"]) == ("time", "other (s)")
+    assert as_csv(table).startswith("time (s),rate (s)\n")
+
+
+def test_a_very_long_text_can_be_opened_and_any_other_is_shown_whole() -> None:
+    words = ("x " * 150, "x " * 151)
+    table = Table(key="t", title="", columns=(Column("a"), Column("b")), rows=(words,))
+    text = render(page_with(table))
+    assert text.count('<details class="long">') == 1
+    assert f'<details class="long"><summary><bdi>{words[1]}</bdi></summary></details></td>' in text
+    assert "-webkit-line-clamp" in text and text.count("-webkit-line-clamp") == 1
 
 
 def test_a_short_row_is_filled_with_dashes() -> None:
@@ -301,7 +337,7 @@ def test_what_is_not_finite_is_not_in_the_data() -> None:
         (1.23e-7, "number", "1.23e−7"),
         (9.9999e20, "number", "1e21"),
         (0, "number", "0"),
-        (-0.0, "signed-percent", "0%"),
+        (-0.0, "signed-percent", "0 %"),
         (0.0000123, "seconds", "12.3 µs"),
         (0.0123, "seconds", "12.3 ms"),
         (0.9996, "seconds", "1 s"),
@@ -311,12 +347,12 @@ def test_what_is_not_finite_is_not_in_the_data() -> None:
         (9000, "seconds", "2.5 h"),
         (0, "seconds", "0 s"),
         (-0.25, "seconds", "−250 ms"),
-        (0.1234, "percent", "12.3%"),
-        (1, "percent", "100%"),
-        (0.004249, "percent", "0.42%"),
-        (0.00001, "percent", "0.001%"),
-        (0.05, "signed-percent", "+5.0%"),
-        (-0.451, "signed-percent", "−45.1%"),
+        (0.1234, "percent", "12.3 %"),
+        (1, "percent", "100 %"),
+        (0.004249, "percent", "0.42 %"),
+        (0.00001, "percent", "0.001 %"),
+        (0.05, "signed-percent", "+5.0 %"),
+        (-0.451, "signed-percent", "−45.1 %"),
         (1.8249, "times", "1.82×"),
         (12.34, "times", "12.3×"),
         (123.4, "times", "123×"),

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from offbeat.cli import main
+from offbeat.report import build as build_module
+from offbeat.report import facts as facts_module
+from offbeat.report.reading import RunRecord
 from report.handmade import any_run, write_result
 
 Offbeat = Callable[..., tuple[int, str, str]]
@@ -29,11 +33,11 @@ def offbeat(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_page_is_written_and_what_matters_is_printed(offbeat: Offbeat, tmp_path: Path) -> None:
-    code, out, err = offbeat(any_run(tmp_path / "a"), any_run(tmp_path / "b", strategy="ring", accuracy=0.75))
+    code, out, err = offbeat(any_run(tmp_path / "a"), any_run(tmp_path / "b", strategy="ring", accuracy=0.505))
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert (code, err) == (0, "") and page.lstrip().lower().startswith("<!doctype html")
     assert "offbeat report: 2 runs with 2 learners each\n" in out
-    assert "was first at 50.0 %" in out and "page  report.html (" in out
+    assert "were first at 50.0 %" in out and "page  report.html (" in out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "report.html"]
 
 
@@ -91,6 +95,72 @@ def test_a_wrong_request_is_one_line_and_exit_code_2(
     (tmp_path / "empty").mkdir()
     code, out, err = offbeat(*words)
     assert (code, out) == (2, "") and says in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", ["-o", "--perfetto"])
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [
+        ("pipe", "it is not a plain file"),
+        ("link-to-pipe", "it is not a plain file"),
+        ("stdout", "it is not a plain file"),
+        ("a/config.json", "it is in the folder of a run"),
+        ("a/log.2.jsonl", "it is in the folder of a run"),
+        ("link-to-metrics", "it is in the folder of a run"),
+        ("link-to-run/metrics.jsonl", "it is in the folder of a run"),
+        ("s.json", "it is one of the files that are read"),
+        ("hard.json", "it is one of the files that are read"),
+        ("loop", "it is a link that leads nowhere"),
+    ],
+)
+def test_what_is_not_ours_to_replace_is_refused_in_one_line(
+    offbeat: Offbeat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, place: str, says: str
+) -> None:
+    """All of it lies in the test's own folder: if this breaks, who tests as root must not lose /dev/null."""
+    run = any_run(tmp_path / "a")
+    (tmp_path / "stdout").write_text("what was printed before")  # as `offbeat report a -o /dev/stdout > stdout`
+    real = os.fstat
+    monkeypatch.setattr(os, "fstat", lambda number: (tmp_path / "stdout").stat() if number == 1 else real(number))
+    (tmp_path / "link-to-pipe").symlink_to("pipe")
+    result = write_result(tmp_path / "s.json", "scaling", [{"strategy": "ring", "learners": 2, "speedup": 1.5}])
+    os.mkfifo(tmp_path / "pipe")
+    os.link(result, tmp_path / "hard.json")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "link-to-metrics").symlink_to(run / "metrics.jsonl")
+    (tmp_path / "link-to-run").symlink_to(run)
+    before = {path: path.read_bytes() for path in [*run.iterdir(), result]}
+    code, out, err = offbeat("a", "s.json", option, place)
+    assert (code, out) == (2, "") and f"cannot write {place}: {says}" in err and err.count("\n") == 1
+    assert {path: path.read_bytes() for path in [*run.iterdir(), result]} == before
+    assert not (tmp_path / "report.html").exists()  # nothing is written before all of it is known to be sound
+
+
+def test_the_page_of_a_run_may_lie_in_its_folder_and_a_link_is_followed(offbeat: Offbeat, tmp_path: Path) -> None:
+    any_run(tmp_path / "a")
+    (tmp_path / "pages").mkdir()
+    (tmp_path / "link.html").symlink_to(tmp_path / "pages" / "new.html")
+    for _ in range(2):
+        assert offbeat("a", "-o", "a/report.html")[0] == offbeat("a", "-o", "link.html")[0] == 0
+    assert (tmp_path / "link.html").is_symlink() and not (tmp_path / "pages" / "new.html").is_symlink()
+    assert (tmp_path / "pages" / "new.html").read_text() == (tmp_path / "a" / "report.html").read_text()
+    assert [path.name for path in (tmp_path / "pages").iterdir()] == ["new.html"]
+    code, _, err = offbeat("a", "-o", "x", "--perfetto", "x")
+    assert code == 2 and "name two files" in err
+
+
+def test_the_facts_of_a_run_are_computed_once(
+    offbeat: Offbeat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    real = facts_module.facts_of
+
+    def counted(run: RunRecord) -> facts_module.Facts:
+        asked.append(run.label)
+        return real(run)
+
+    monkeypatch.setattr(facts_module, "facts_of", counted)
+    monkeypatch.setattr(build_module, "facts_of", counted)
+    assert offbeat(any_run(tmp_path / "a"), any_run(tmp_path / "b"), "--json")[0] == 0 and asked == ["a", "b"]
 
 
 def test_a_page_that_cannot_be_written_leaves_the_old_one_and_nothing_else(

@@ -59,7 +59,14 @@ def test_an_asynchronous_log_tells_what_minibatches_and_ways_took() -> None:
     assert [one.seconds.tolist() for one in found.learners] == [[1.0, 0.75], [1.5, 1.5]]
     assert [one.back_s.tolist() for one in found.learners] == [[0.25, 0.5], [0.5, 0.25]]
     assert found.there_s == 0.25 and found.back_s == 0.375 and not found.reduces
-    assert found.minibatches == 4 and found.cancelled == 0
+    assert found.minibatches == 4 and found.cancelled == 0 and found.numbers == (0, 1)
+
+
+def test_learners_keep_their_numbers_where_some_computed_nothing() -> None:
+    log = log_of("async", "joined 3 @0.0: send 3", spans=(computed(3, 0.5, 1.0, 0), computed(1, 0.0, 2.0, 0)))
+    found = read_recorded(log)
+    assert found.numbers == (1, 3)
+    assert [one.seconds.tolist() for one in found.learners] == [[2.0], [0.5]]
 
 
 def test_a_word_that_came_when_samples_were_out_ends_when_its_learner_leaves() -> None:
@@ -136,6 +143,27 @@ def test_the_longer_times_are_drawn_as_kaplan_and_meier_have_them() -> None:
     assert [round(float(np.mean(row[3:] == time)), 1) for time in (1.0, 2.0, 4.0)] == [0.3, 0.3, 0.3]
 
 
+@pytest.mark.parametrize(
+    ("cut_s", "chances"),
+    [
+        (3.0, {5.0: 1 / 4, 6.0: 3 / 4}),  # of the eight that finished four were longer
+        (0.5, {1.0: 4 / 8, 5.0: 1 / 8, 6.0: 3 / 8}),
+        (5.0, {6.0: 1.0}),
+    ],
+)
+def test_a_time_that_is_drawn_is_longer_than_the_cut_and_as_likely_as_among_the_longer_ones(
+    cut_s: float, chances: dict[float, float]
+) -> None:
+    times = np.array([1.0, 1.0, 1.0, 1.0, 5.0, 6.0, 6.0, 6.0, cut_s])
+    one = Computed(times * 0, times, (False,) * 8 + (True,), times * 0)
+    rows = filled([one] * 2000, seed=0)
+    assert all(row[:8].tolist() == times[:8].tolist() for row in rows)
+    drawn = np.array([row[8] for row in rows])
+    assert set(drawn.tolist()) == set(chances)  # what had passed by then is never drawn
+    for time_s, chance in chances.items():
+        assert float(np.mean(drawn == time_s)) == pytest.approx(chance, abs=0.05)
+
+
 def test_what_was_cancelled_takes_longer_than_one_that_finished_after_as_long() -> None:
     times = np.array([2.0, 5.0, 2.0])
     for seed in range(20):
@@ -200,7 +228,11 @@ def test_minibatches_that_were_pushed_together_have_equal_parts_of_their_time() 
     log.decisions[1]["batch"] = [[0, 0, 4], [0, 4, 4], [0, 8, 4]]  # type: ignore[index]  # a dict, as it was made
     log.decisions[2]["batch"] = [[0, 12, 4], [0, 16, 4]]  # type: ignore[index]  # the same
     (one,) = read_recorded(log).learners
-    assert one.seconds.tolist() == [1.0] * 5 and one.back_s.tolist() == [1.0, 0.0, 0.0, 0.5, 0.0]
+    assert one.seconds.tolist() == [1.0] * 5
+    assert one.back_s.tolist() == [0.75] * 5  # pushed one by one each would have had a way: the mean of the two
+    assert read_recorded(log).back_s == 0.75
+    ways = law_of(read_recorded(log), ways=True).at
+    assert ways is not None and ways(np.array([0]), np.arange(5)).tolist() == [1.75] * 5
     assert one.starts_s.tolist() == [1.0, 0.5, 0.75]  # the last led to nothing: the mean of the others
     assert not any(one.cancelled) and len(one.cancelled) == 5
 
@@ -209,7 +241,7 @@ def test_times_come_in_their_order_and_begin_again_and_copies_begin_elsewhere() 
     rows = [np.array([1.0, 2.0, 3.0, 4.0, 5.0]), np.array([7.0, 8.0])]
     recorded = Recorded(
         learners=tuple(Computed(row * 0, row, (False,) * len(row), row / 10) for row in rows),
-        there_s=0.0, active_s=1.0, stretches=1, shares=read_recorded(ASYNC).shares, reduces=False,
+        numbers=(0, 1), there_s=0.0, active_s=1.0, stretches=1, shares=read_recorded(ASYNC).shares, reduces=False,
     )  # fmt: skip
     at = law_of(recorded).at
     assert at is not None

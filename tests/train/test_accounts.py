@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ import pytest
 
 from offbeat.energy import Energy, Meter, Source
 from offbeat.errors import OffbeatError
-from offbeat.train import accounts, launch
+from offbeat.train import accounts, launch, rundir
 from offbeat.train.accounts import Accounts
 from offbeat.train.reading import changed
 from offbeat.train.rundir import RunDir, is_held
@@ -132,8 +133,135 @@ def test_what_took_long_is_written_less_often(works: bool, tmp_path: Path, monke
     with kept.accounts:
         for _ in range(300):
             kept.hear({"kind": "turn"}, after_s=0.1)
-    gaps = [after - before for before, after in pairwise(times[:-1])]
+    gaps = [after - before for before, after in pairwise(times[1:-1])]  # of the first nothing was known
     assert len(gaps) >= 2 and min(gaps) >= (0.005 / accounts.MOST_SHARE if works else 0.02 / accounts.MOST_WAIT)
+
+
+def test_a_snapshot_says_when_the_next_is_due_and_that_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Kept(tmp_path)
+    write = RunDir.write_live
+    told: list[tuple[float, float]] = []  # when it was there, and after how long another will be
+    slow_s = iter([0.0, 0.02, 0.0, 0.5, 0.0, *[0.01] * 1000])
+
+    def wait(run: RunDir, text: str) -> None:
+        kept.clock.now += next(slow_s)
+        write(run, text)
+        told.append((kept.clock.now, json.loads(text)["next_s"]))
+
+    monkeypatch.setattr(RunDir, "write_live", wait)
+    with kept.accounts:
+        while len(told) < 12:
+            kept.hear({"kind": "turn"}, after_s=0.1)
+    assert {round(next_s, 3) for _, next_s in told} == {0.5, 0.02 / accounts.MOST_WAIT, 100.0, 2.0}
+    for (at_s, next_s), (later_s, _) in pairwise(told[:-1]):
+        assert next_s <= later_s - at_s <= next_s + 0.1 + 0.5 + 1e-9
+
+
+class Full:
+    """A disk with room for so many snapshots; one more for each file that is removed, if that is enough."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, room: int, frees: bool) -> None:
+        self.room, self.frees = room, frees
+        self._write, self._unlink = Path.write_text, Path.unlink
+        monkeypatch.setattr(Path, "write_text", lambda path, text, **named: self.write(path, text, **named))
+        monkeypatch.setattr(Path, "unlink", lambda path, **named: self.unlink(path, **named))
+
+    def write(self, path: Path, text: str, **named: Any) -> int:
+        if path.name == ".live.unfinished":
+            if not self.room:
+                self._write(path, "", **named)
+                raise OSError(errno.ENOSPC, "No space left on device")
+            self.room -= 1
+        return self._write(path, text, **named)
+
+    def unlink(self, path: Path, **named: Any) -> None:
+        self.room += self.frees and path.name == "live.json"
+        self._unlink(path, **named)
+
+
+def files_in(path: Path) -> set[str]:
+    return {one.name for one in path.iterdir() if "live" in one.name}
+
+
+@pytest.mark.parametrize("frees", [True, False])
+def test_on_a_full_disk_nothing_stays_that_says_that_a_run_goes_on(
+    frees: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = Kept(tmp_path)
+    Full(monkeypatch, room=1, frees=frees)
+    with kept.accounts:
+        kept.hear(BEGIN, progress(0, 10), after_s=1.0)
+        assert files_in(tmp_path) == {"live.json"}  # and not what was begun
+        kept.hear({"kind": "end", "accuracy": 0.5}, after_s=1.0)
+    assert files_in(tmp_path) == ({"live.json"} if frees else set())
+    if frees:
+        assert (kept.live()["over"], kept.live()["end"]["accuracy"]) == (True, 0.5)
+    assert kept.notes() == [f"cannot write {tmp_path / 'live.json'}: No space left on device"]
+
+
+def test_on_a_full_disk_the_last_snapshot_of_a_run_without_an_end_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = Kept(tmp_path)
+    Full(monkeypatch, room=2, frees=False)
+    with pytest.raises(OffbeatError), kept.accounts:
+        kept.hear(BEGIN, progress(0, 10), after_s=1.0)
+        raise OffbeatError("learner 1 died")
+    assert (kept.live()["begin"], kept.live()["over"]) == (BEGIN, False)  # it is not taken for one that has ended
+    assert files_in(tmp_path) == {"live.json"}
+
+
+ANYTHING: tuple[str, ...] = (
+    "[" * 50_000,
+    "[" * 900 + "]" * 900,
+    '{"a":' * 50_000,
+    "9" * 5000,
+    "NaN",
+    '"x"',
+    "\x00",
+    "",
+)
+
+
+@pytest.mark.parametrize("text", ANYTHING, ids=lambda text: text[:5])
+def test_a_file_that_is_no_snapshot_is_none(text: str, tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.live.write_text(text, encoding="utf-8")
+    assert run.read_live() is None
+    run.live.unlink()
+    os.mkfifo(run.live)  # who reads it would wait for ever
+    assert run.read_live() is None
+    run.metrics.write_text(f'{{"epoch": 1}}\n{text}\n{{"epoch": 2}}\n', encoding="utf-8")
+    assert run.read_metrics() == [{"epoch": 1}, {"epoch": 2}]
+    run.log(1).write_text(text, encoding="utf-8")
+    assert not run.is_simulated()
+
+
+def test_of_a_huge_file_no_more_is_read_than_a_run_could_have_written(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    told = '{"over": true}'
+    run.live.write_text(told + " " * (rundir.MOST_LIVE_BYTES - len(told)), encoding="utf-8")
+    assert run.read_live() == {"over": True}
+    with run.live.open("a", encoding="utf-8") as file:
+        file.write(" ")
+    assert run.read_live() is None
+
+
+def test_a_field_of_a_wrong_type_is_left_out(tmp_path: Path) -> None:
+    kept = Kept(tmp_path)
+    with kept.accounts:
+        whole = kept.hear(BEGIN, progress(0, 10), after_s=1.0)
+    wrong: list[Any] = [True, 1, -1, 0.5, 10**400, 1e300, "x", [1], {"a": 1}]
+    fits: dict[str, list[Any]] = {name: [] for name in whole}
+    for name in whole:
+        for value in wrong:
+            kept.run.write_live(json.dumps({**whole, name: value}))
+            found = kept.live()
+            assert {**whole, name: None} == {name: None, **found} | {name: None}
+            fits[name] += [value] if name in found else []
+    assert fits["pid"] == fits["noted"] == [1, -1] and fits["at_s"] == fits["next_s"] == [1, -1, 0.5]
+    assert fits["begin"] == fits["progress"] == fits["end"] == [{"a": 1}]
+    assert (fits["notes"], fits["failed"], fits["over"]) == ([[1]], ["x"], [True])
 
 
 def test_a_folder_that_cannot_be_written_is_told_once_a_file_and_stops_nothing(tmp_path: Path) -> None:

@@ -5,16 +5,22 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from offbeat.cli import main
-from offbeat.commands.replay import advice_on
+from offbeat.commands.replay import advice_on, doubts_on, is_trusted, others_for
 from offbeat.errors import RequestError
-from offbeat.simulate.calibration import Calibration, Probe
-from offbeat.train.replayed import Reached, RealRun, Replay, notes_of, read_run
+from offbeat.machine import machine_facts
+from offbeat.simulate.calibration import Calibration, Probe, as_json
+from offbeat.simulate.rerun import Computed, Recorded, Shares, read_recorded
+from offbeat.trace import RunLog, Span
+from offbeat.train.calibrated import settings_of
+from offbeat.train.replayed import Played, Reached, RealRun, Replay, notes_of, read_run
 from offbeat.train.virtual import train_virtually
-from train.runs import small_task, trained
+from train.runs import config_of, small_task, trained
 
 SAMPLES = 96
 SLOW = ("exp:0.003",)
@@ -153,7 +159,7 @@ def test_the_command_tells_it_in_a_table_and_in_json(tmp_path: Path, capsys: pyt
 
 def test_the_advice_is_as_sure_as_the_runs_own_replay(runs: dict[str, Path]) -> None:
     run, replay = replay_of(runs["async"])
-    own, ring = replay("async"), replay("ring")
+    own, ring = replace(replay("async"), staleness=run.staleness), replay("ring")
     half, same = replace(ring, seconds=run.seconds / 2), replace(ring, seconds=run.seconds * 0.97)
     near = advice_on(run, own, [half, same], 0.02, None)
     assert "+2.0 %" in near[0] and len(near) == 2
@@ -166,7 +172,9 @@ def test_the_advice_is_as_sure_as_the_runs_own_replay(runs: dict[str, Path]) -> 
     unknown = advice_on(run, own, [half], None, None)
     assert "not known" in unknown[0] and not any("really ran" in line for line in unknown)
     never = replace(ring, reached=Reached(None, 0.5))
-    assert advice_on(run, own, [never], 0.02, 0.9)[1] == "none of the others would have got to 90.0 % in as many epochs"
+    assert advice_on(run, own, [never], 0.02, 0.9)[1:] == [
+        "none of the others would have got to 90.0 % in as many epochs, with this one seed"
+    ]
 
 
 def test_a_virtual_run_is_sent_to_the_simulator(runs: dict[str, Path], tmp_path: Path) -> None:
@@ -181,3 +189,213 @@ def test_a_virtual_run_is_sent_to_the_simulator(runs: dict[str, Path], tmp_path:
     train_virtually(config, Clock(cluster=Cluster(learners=3, law=parse_law("exp:1"))), task=small_task(), run=run)
     with pytest.raises(RequestError, match="offbeat simulate gives it exactly"):
         read_run(tmp_path)
+
+
+# --- runs that were written by hand: durations are exact -------------------------------------------------------------
+
+
+def made(
+    line: str, *rows: list[float], back_s: float = 0.0, numbers: tuple[int, ...] = (), cut: tuple[int, ...] = (),
+    seconds: float = 100.0, active_s: float = 1e9, **last: float,
+) -> RealRun:  # fmt: skip
+    """Of learners with these minibatches; those of the positions in `cut` were all cancelled."""
+    learners = []
+    for place, row in enumerate(rows):
+        times = np.array(row)
+        ways = np.full(len(row), back_s)
+        learners.append(Computed(ways, times, (place in cut,) * len(row), ways))
+    recorded = Recorded(
+        learners=tuple(learners), numbers=numbers or tuple(range(len(rows))), there_s=0.0, active_s=active_s,
+        stretches=4, shares=Shares(wait=0.0, waste=0.0), reduces=line == "ring",
+    )  # fmt: skip
+    metrics = {"update": 48, "samples": 4 * SAMPLES, "seconds": seconds, "staleness": 0.0, "accuracy": 0.914, **last}
+    return RealRun(config=config_of(sync=line, learners=len(rows)), recorded=recorded, metrics=(metrics,))
+
+
+def test_the_ends_of_epochs_are_in_every_time() -> None:
+    run = made("ring", [1.0], [1.0], back_s=0.5, seconds=100.0, active_s=70.0)
+    replay = Replay(run=run, samples=SAMPLES)
+    ends_s = 100.0 - 70.0 - 4 * 0.5
+    own = replay("ring")
+    assert own.seconds == pytest.approx(48 * 1.5 + ends_s)
+    reached = replay.train(own, small_task(), 0.01).reached
+    assert reached is not None and reached.seconds == pytest.approx(12 * 1.5 + ends_s / 4)  # after one epoch of four
+
+
+def test_a_way_for_several_minibatches_is_one_for_each_where_each_is_reduced() -> None:
+    decisions: list[dict[str, Any]] = [
+        {"event": "joined 0 @0.0", "commands": []},
+        {"event": "joined 1 @0.0", "commands": ["send 0", "send 1"]},
+        {"event": "pushed 0 t1 v0 n16 @4.75", "commands": [], "batch": [[0, 4 * part, 4] for part in range(4)]},
+        {"event": "pushed 1 t2 v0 n16 @4.75", "commands": [], "batch": [[0, 4 * part, 4] for part in range(4, 8)]},
+    ]
+    spans = (Span(0, "compute", 0.5, 4.5, 0), Span(1, "compute", 0.5, 4.5, 0))
+    facts = {"strategy": "local-sgd:4", "expect": 2, "simulated": False}
+    recorded = read_recorded(RunLog(run=facts, spans=spans, decisions=tuple(decisions)))
+    run = replace(made("local-sgd:4", [1.0], [1.0], seconds=1.0), recorded=recorded)
+    ring = Replay(run=run, samples=SAMPLES)("ring")
+    assert ring.seconds == pytest.approx(48 * (1.0 + 0.5 + 0.25))
+    assert any("taken as long as what it took in the run, 750 ms on average" in note for note in ring.notes)
+
+
+def test_one_learner_reduces_with_nobody_and_it_is_said() -> None:
+    run = made("ring", [1.0], [2.0], back_s=0.5)
+    alone = Replay(run=run, samples=SAMPLES, learners=1)
+    ring = alone("ring")
+    assert ring.seconds == pytest.approx(96 * 1.0) and ring.wait_share == 0.0
+    assert ring.notes == (
+        "an all-reduce with 1 learner has nobody to reduce with: it is replayed without communication",
+    )
+    assert alone("async").seconds == pytest.approx(96 * 1.5)
+    itself = made("ring", [1.0], back_s=0.5)  # it had been one: what it took between minibatches is its own
+    assert Replay(run=itself, samples=SAMPLES, learners=1)("ring").seconds == pytest.approx(96 * 1.5)
+    served = made("async", [1.0], [2.0], back_s=0.5)
+    assert Replay(run=served, samples=SAMPLES, learners=1)("ring").seconds == pytest.approx(96 * 1.0)
+    for many, expected in ((1, 96 * (1.0 + 0.75)), (2, 96 * 1.0)):
+        measured = Calibration(
+            recipe="small", batch=4, size_bytes=8, machine={}, probes=(Probe("ring", many, 1.0, (0.1,), 0.5, 0.25),)
+        )
+        replay = Replay(run=served, samples=SAMPLES, learners=1, calibration=measured)
+        assert replay("ring").seconds == pytest.approx(expected)
+
+
+def test_whose_times_fewer_learners_take_is_said_by_number() -> None:
+    run = made("async", [4.0], [1.0], [1.0], numbers=(0, 2, 5))
+    (note,) = notes_of(run, 1)
+    assert note.startswith(
+        "the times of learner 0 are used, which took 2.00 times as long for a minibatch as all on average, and those "
+        "of learners 2, 5 are not"
+    )
+    (note,) = notes_of(made("async", [1.0], [1.0], [1.0]), 2)
+    assert note.startswith("the times of learners 0, 1 are used, and those of learner 2 are not")
+    assert not notes_of(run, 3)
+    cut = made("k-sync:1", [4.0], [1.0], [1.0], numbers=(0, 2, 5), cut=(1, 2))
+    assert any("most minibatches of learners 2, 5 were cancelled" in note for note in notes_of(cut))
+
+
+def test_learners_that_fetch_beside_computing_have_no_ways_and_it_is_said() -> None:
+    told = "what waiting for weights takes is not in the recording"
+    assert any(told in note for note in notes_of(made("downpour:push=1,fetch=2", [1.0])))
+    assert not any(told in note for note in notes_of(made("local-sgd:2", [1.0])))
+
+
+def played(line: str, seconds: float, reached: Reached | None = None, staleness: float = 3.0) -> Played:
+    return Played(
+        strategy=line, learners=4, seconds=seconds, updates=48, samples=384, staleness=staleness, wait_share=0.0,
+        waste_share=0.0, reached=reached,
+    )  # fmt: skip
+
+
+def test_accuracies_are_no_advice_where_the_runs_own_replay_has_another() -> None:
+    run = made("async", [1.0], seconds=1.0, staleness=3.0)
+    other = played("k-async:2", 0.95, Reached(0.5, 0.92))
+    there, not_there = played("async", 1.0, Reached(1.0, 0.914)), played("async", 1.0, Reached(None, 0.894))
+    assert doubts_on(run, there, 0.914) == [] and is_trusted(run, there, 0.0, 0.914)
+    assert advice_on(run, there, [other], 0.0, 0.914)[1].startswith(
+        "k-async:2 would have needed 500 ms to 91.4 % instead of 1 s"
+    )
+    (why,) = doubts_on(run, not_there, 0.914)
+    assert why.startswith("the replay of what really ran got to 89.4 %, and the run to 91.4 %")
+    assert not is_trusted(run, not_there, 0.0, 0.914) and is_trusted(run, not_there, 0.0, None)
+    advice = advice_on(run, not_there, [other], 0.0, 0.914)
+    assert advice[1] == "none of the others would have been clearly faster than async for 384 samples: by 5 % or more"
+    faster = replace(other, seconds=0.8)
+    assert "needed 800 ms for 384 samples instead of 1 s" in advice_on(run, not_there, [faster], 0.0, 0.914)[1]
+    assert doubts_on(run, there, 0.95) == []  # neither got there
+    (why,) = doubts_on(run, played("async", 1.0, Reached(0.9, 0.951)), 0.95)  # only the replay did
+    assert "got to 95.1 %, and the run to 91.4 %" in why
+
+
+@pytest.mark.parametrize(
+    ("was", "replayed", "sure"),
+    [(3.0, 3.7, True), (3.0, 4.9, False), (3.0, 2.0, False), (0.2, 0.6, True), (0.0, 0.6, False)],
+)
+def test_accuracies_are_no_advice_where_gradients_are_otherwise_old(was: float, replayed: float, sure: bool) -> None:
+    run = made("async", [1.0], seconds=1.0, staleness=was)
+    own = played("async", 1.0, Reached(1.0, 0.914), replayed)
+    assert is_trusted(run, own, 0.0, 0.914) == is_trusted(run, own, 0.0, None) == sure
+    told = f"the replay of what really ran has gradients {replayed:.1f} versions old, and they were {was:.1f}: "
+    assert doubts_on(run, own, 0.914) == ([] if sure else [told + "no advice is given by accuracies"])
+    advice = advice_on(run, own, [played("ring", 0.95, Reached(0.5, 0.92))], 0.0, 0.914)
+    assert ("to 91.4 %" in advice[1]) == sure and ("for 384 samples" in advice[1]) != sure
+
+
+def test_a_time_to_an_accuracy_is_as_sure_as_that_of_the_runs_own_replay() -> None:
+    run = made("async", [1.0], seconds=1.0, staleness=3.0)
+    own, other = played("async", 1.0, Reached(0.6, 0.914)), played("ring", 0.95, Reached(0.7, 0.92))
+    assert advice_on(run, own, [other], 0.0, 0.914)[1].endswith("faster than async to 91.4 %: by 40 % or more")
+    assert not is_trusted(run, own, 0.11, 0.914) and not is_trusted(run, own, None, 0.914)
+
+
+def test_half_a_point_below_an_accuracy_is_about_there() -> None:
+    run = made("async", [1.0], seconds=1.0, staleness=3.0)
+    own = played("async", 1.0, Reached(None, 0.909))
+    assert doubts_on(run, own, 0.914) == []
+    near, far = played("ring", 0.9, Reached(None, 0.91)), played("k-sync:2", 0.9, Reached(None, 0.908))
+    assert advice_on(run, own, [near, far], 0.0, 0.914)[1:] == [
+        "none of the others would have got to 91.4 % in as many epochs, with this one seed",
+        "about there, within half a point of 91.4 % with one seed: async (90.9 %), ring (91.0 %)",
+    ]
+    there = played("k-async:2", 0.5, Reached(0.5, 0.92))
+    advice = advice_on(run, played("async", 1.0, Reached(1.0, 0.92)), [near, there], 0.0, 0.914)
+    assert advice[1].startswith("k-async:2 would have needed 500 ms") and advice[2].endswith("seed: ring (91.0 %)")
+
+
+def test_no_line_that_is_left_to_choose_is_another_one_by_another_name() -> None:
+    plain = ["ring", "full-sync", "async"]
+    assert others_for("ssp:1", 1) == plain
+    assert others_for("ssp:1", 2) == [*plain, "k-batch-sync:2", "k-batch-async:2"]
+    for learners, k in ((3, 2), (4, 2), (8, 4)):
+        with_k = [f"{name}:{k}" for name in ("k-sync", "k-batch-sync", "k-async", "k-batch-async")]
+        assert others_for("async", learners) == [*plain[:2], *with_k]
+
+
+def test_a_strategy_that_does_not_fit_fewer_learners_is_left_out_and_it_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = digits(tmp_path, capsys)
+    assert main(["replay", folder, "--learners", "1", "--sync", "async", "--no-accuracy", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [one["strategy"] for one in told["replayed"]] == ["async"]
+    assert told["error"] is None and told["trusted"] is False
+    assert any(note.startswith("k-sync:2, as it was, is not replayed: 'k-sync:2'") for note in told["notes"])
+    assert told["advice"][1].startswith("async would have needed ") and told["advice"][1].endswith(" samples")
+    assert main(["replay", folder, "--learners", "1", "--sync", "async", "full-sync", "--target", "0.01"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "k-sync:2, as it was" in out and "k-sync:2, replayed" not in out and "the least of these" in out
+    assert "each accuracy is of one training, with one seed, on 359 test samples" in out
+    assert main(["replay", folder, "--learners", "1", "--sync", "k-sync:2", "--no-accuracy"]) == 2
+    assert "k-sync:2" in capsys.readouterr().err
+
+
+def test_a_calibration_is_of_what_the_run_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = digits(tmp_path, capsys)
+    probes = tuple(Probe(line, 1, 1.0, (0.1,), 0.5, 0.25) for line in ("ring", "async"))
+    settings = settings_of(read_run(Path(folder)).config)
+    measured = Calibration(
+        recipe="digits-softmax", batch=32, size_bytes=8, machine=machine_facts(), probes=probes, settings=settings
+    )
+    path = tmp_path / "calibration.json"
+    words = ["replay", folder, "--sync", "async", "--no-accuracy", "--json", "--calibration", str(path)]
+
+    def write(one: Calibration) -> None:
+        path.write_text(json.dumps(as_json(one)), encoding="utf-8")
+
+    write(measured)
+    assert main(words) == 0
+    assert not any("another machine" in note for note in json.loads(capsys.readouterr().out)["notes"])
+    write(replace(measured, machine={**measured.machine, "cores": 4321}))
+    assert main(words) == 0
+    notes = json.loads(capsys.readouterr().out)["notes"]
+    assert any("the calibration is of another machine: 4321 (cores)" in note for note in notes)
+    write(replace(measured, settings={**settings, "model": "resnet"}))
+    assert main(words) == 2
+    assert "the calibration is of model 'resnet'" in capsys.readouterr().err
+
+
+def digits(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """The folder of a run of an epoch, k-sync:2 with 3 learners."""
+    words = ["digits-softmax", "--sync", "k-sync:2", "--learners", "3", "--slow", "exp:0.002", "--epochs", "1"]
+    assert main(["train", *words, "--run-dir", str(folder / "run"), "--quiet"]) == 0
+    capsys.readouterr()
+    return str(folder / "run")

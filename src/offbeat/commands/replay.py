@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from offbeat.commands.base import Command, console, heading, json_argument, print_json, read_accuracy, reader, say
 from offbeat.commands.virtual import Live, task_for
 from offbeat.errors import OffbeatError, RequestError
-from offbeat.simulate.calibration import read_calibration
+from offbeat.simulate.calibration import Calibration, read_calibration
 from offbeat.simulate.race import percent
 from offbeat.spec import count_of, format_seconds, parse_count
 
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 
 SURE = 0.05  # a gain is told of if it is larger than this, and than what the run's own replay is off by
 TRUSTED = 0.10  # an error of the run's own replay beyond which the others are not to be believed
+ABOUT, _POINTS = 0.005, "half a point"  # of an accuracy: what another seed may well give, on a small test set
 OTHERS = ("ring", "full-sync", "async")  # and with K of half the learners, where no line is named
 
 
@@ -66,6 +66,7 @@ def _run(given: argparse.Namespace) -> None:
         raise RequestError("--target is an accuracy, and --no-accuracy asks for none: leave one of them out")
     calibration = None if given.calibration is None else read_calibration(given.calibration)
     run = read_run(given.run)
+    notes = [] if calibration is None else _calibrated(calibration, run)
     run = replace(run, config=changed(run.config, {"device": "auto"}))  # the run's own may be another machine's
     task = task_for(run.config)
     replay = Replay(
@@ -77,43 +78,79 @@ def _run(given: argparse.Namespace) -> None:
     )
     learners = given.learners or run.config.learners
     own_line = run.config.sync
-    lines = given.sync or _others(own_line, learners)
-    own = replay(own_line)
+    lines = given.sync or others_for(own_line, learners)
+    measured = learners == run.config.learners  # else its own strategy was never run so
+    own, why_not = _own(replay, own_line, needed=measured or not any(line != own_line for line in lines))
     others = sorted((replay(line) for line in dict.fromkeys(lines) if line != own_line), key=lambda one: one.seconds)
     target = None if given.no_accuracy else given.target or run.accuracy
     if target is not None:
         with Live(f"training {run.config.name} in virtual time") as live:
-            own, *others = [_trained(replay, one, task, target, live) for one in (own, *others)]
-    notes = notes_of(run, learners)
-    notes += dict.fromkeys(note for one in (own, *others) for note in one.notes)
+            own = own and _trained(replay, own, task, target, live)
+            others = [_trained(replay, one, task, target, live) for one in others]
+    played = [*([] if own is None else [own]), *others]
+    doubts = doubts_on(run, own, target) if own is not None and measured else []
+    notes = [*doubts, *why_not, *notes_of(run, learners), *notes]
+    notes += dict.fromkeys(note for one in played for note in one.notes)
+    if target is not None:
+        tests = len(task.test)  # type: ignore[arg-type]  # as above
+        notes.append(
+            f"each accuracy is of one training, with one seed, on {count_of(tests, 'test sample')}: another seed may "
+            f"well differ by {_POINTS}"
+        )
     if target is None and not given.no_accuracy:
         notes.append(f"{run.config.name} has no accuracy, only a loss: there are only times for as many samples")
     if others:
         notes.append(
             "another strategy loads the machine otherwise, which a replay does not know: it is less sure of others"
         )
-    measured = learners == run.config.learners  # else its own strategy was never run so
-    error = own.seconds / run.seconds - 1 if measured else None
+    error = own.seconds / run.seconds - 1 if measured and own is not None else None
     advice = advice_on(run, own, others, error, target)
     if given.json:
-        print_json(_as_json(given, run, own, others, error, target, advice, notes))
+        trusted = is_trusted(run, own, error, target)
+        print_json(_as_json(given, run, played, error, trusted, target, advice, notes))
         return
     out = console()
     heading(out, f"{given.run}: {run.config.name}, {own_line}, {count_of(run.config.learners, 'learner')}, "
                  f"{run.samples:,} samples applied"
                  + ("" if measured else f"; replayed with {count_of(learners, 'learner')}"))  # fmt: skip
-    _table(run, own, others, target)
+    _table(run, own, played, target)
     for line in advice:
         say(out, line)
     for note in notes:
         say(out, f"note: {note}", style="dim")
 
 
-def _others(own: str, learners: int) -> list[str]:
-    """Some of each kind."""
-    half = max(1, learners // 2)
-    with_k = [f"{name}:{half}" for name in ("k-sync", "k-batch-sync", "k-async", "k-batch-async")]
-    return [line for line in (*OTHERS, *(with_k if learners > 1 else ())) if line != own]
+def others_for(own: str, learners: int) -> list[str]:
+    """Some of each kind, and none that is another by another name.
+
+    With K of 1 the asynchronous ones are async, and both synchronous ones are one; of all learners both that count
+    learners are full-sync.
+    """
+    k = max(2, learners // 2)
+    names = (
+        ("k-sync", "k-batch-sync", "k-async", "k-batch-async") if k < learners else ("k-batch-sync", "k-batch-async")
+    )
+    with_k = [f"{name}:{k}" for name in names] if learners > 1 else []
+    return [line for line in (*OTHERS, *with_k) if line != own]
+
+
+def _calibrated(calibration: Calibration, run: RealRun) -> list[str]:
+    """What is to be said of it. `RequestError` where it is not of what the run trained, on such a device."""
+    from offbeat.train.calibrated import check, of_another_machine
+
+    check(calibration, run.config)
+    told = of_another_machine(calibration)
+    return [told] if told else []
+
+
+def _own(replay: Replay, line: str, *, needed: bool) -> tuple[Played | None, list[str]]:
+    """The run's own strategy, and why it is not there: it may not fit another number of learners."""
+    try:
+        return replay(line), []
+    except RequestError as error:
+        if needed:
+            raise
+        return None, [f"{line}, as it was, is not replayed: {error}"]
 
 
 def _trained(replay: Replay, played: Played, task: Task, target: float, live: Live) -> Played:
@@ -132,7 +169,7 @@ def _trained(replay: Replay, played: Played, task: Task, target: float, live: Li
 # --- words ----------------------------------------------------------------------------------------------------------
 
 
-def _table(run: RealRun, own: Played, others: Sequence[Played], target: float | None) -> None:
+def _table(run: RealRun, own: Played | None, played: Sequence[Played], target: float | None) -> None:
     from rich import box
     from rich.table import Table
 
@@ -147,7 +184,7 @@ def _table(run: RealRun, own: Played, others: Sequence[Played], target: float | 
     rest = (f"{run.updates:,}", f"{run.staleness:.2f}", f"{100 * shares.wait:.0f} %", f"{100 * shares.waste:.0f} %")
     reached = [] if target is None else [_seconds(run.reached_s(target))]
     table.add_row(f"{run.config.sync}, as it was", format_seconds(run.seconds), "measured", *reached, *rest)
-    for one in (own, *others):
+    for one in played:
         reached = [] if one.reached is None else [_seconds(one.reached.seconds, one.reached.best)]
         table.add_row(
             f"{one.strategy}, replayed" if one is own else one.strategy,
@@ -172,43 +209,99 @@ def _difference(share: float) -> str:
     return f"{'−' if share < 0 else '+'}{abs(100 * share):.1f} %"
 
 
+def doubts_on(run: RealRun, own: Played, target: float | None) -> list[str]:
+    """Why accuracies of replays say little here: the run's own replay has another than the run, or other staleness."""
+    from offbeat.train.replayed import is_as_stale
+
+    lines = []
+    if not is_as_stale(run, own):
+        so = "staleness of the others is as unsure" if target is None else "no advice is given by accuracies"
+        lines.append(f"the replay of what really ran has gradients {own.staleness:.1f} versions old, and they were "
+                     f"{run.staleness:.1f}: {so}")  # fmt: skip
+    if target is not None and own.reached is not None:
+        was, best = _best(run), own.reached.best
+        if (was >= target and _misses(best, target)) or (best >= target and _misses(was, target)):
+            lines.append(f"the replay of what really ran got to {percent(best)}, and the run to {percent(was)}, where "
+                         f"{percent(target)} is asked for: no advice is given by accuracies")  # fmt: skip
+    return lines
+
+
+def is_trusted(run: RealRun, own: Played | None, error: float | None, target: float | None) -> bool:
+    """Whether the replay of what really ran is near enough to it, in time, staleness and accuracy."""
+    return own is not None and error is not None and abs(error) <= TRUSTED and not doubts_on(run, own, target)
+
+
 def advice_on(
-    run: RealRun, own: Played, others: Sequence[Played], error: float | None, target: float | None
+    run: RealRun, own: Played | None, others: Sequence[Played], error: float | None, target: float | None
 ) -> list[str]:
-    """What would have been best, and how sure that is: by the accuracy, where that was asked for."""
-    if error is None:
-        lines = [
-            f"with {count_of(own.learners, 'learner')} nothing was measured: how far the replay is off is not known"
-        ]
-        off = 0.0
-    else:
+    """What would have been best, and how sure that is: by the accuracy, where that was asked for and is to be believed.
+
+    `error` is that of the run's own replay; None, and maybe no such replay, where nothing like it was measured.
+    """
+    measured = own is not None and error is not None
+    if own is not None and error is not None:
         lines = [f"replayed {format_seconds(own.seconds)} against {format_seconds(run.seconds)} measured: "
                  f"{_difference(error)}"]  # fmt: skip
-        off = abs(error)
-    real_s = (run.seconds if target is None else run.reached_s(target)) if error is not None else _time(own, target)
-    timed = [(seconds, one) for one in others if (seconds := _time(one, target)) is not None]
+        target = None if doubts_on(run, own, target) else target
+        real_s = run.seconds if target is None else run.reached_s(target)
+    else:
+        many = count_of((own or others[0]).learners, "learner")
+        lines = [f"with {many} nothing was measured: how far the replay is off is not known"]
+        real_s = None if own is None else _time(own, target)
+    off = _off_by(run, own, error, target)
     what = f"for {run.samples:,} samples" if target is None else f"to {percent(target)}"
+    timed = [(seconds, one) for one in others if (seconds := _time(one, target)) is not None]
     if timed:
         seconds, best = min(timed, key=lambda pair: pair[0])
-        if real_s is None:
-            lines.append(
-                f"{best.strategy} would have needed {format_seconds(seconds)} {what}, where {own.strategy} never got"
-            )
+        needed = f"{best.strategy} would have needed {format_seconds(seconds)} {what}"
+        if own is None:
+            lines.append(needed + (", the least of these" if len(others) > 1 else ""))
+        elif real_s is None:
+            got = _best(run) if measured else own.reached.best if own.reached else 0.0
+            lines.append(f"{needed}, where {own.strategy} got to {percent(got)}")
         elif seconds < real_s * (1 - max(off, SURE)):
-            sure = "" if error is None else f"; the replay of what really ran is {100 * off:.1f} % off"
-            sure += ", but had other communication" if best.foreign and error is not None else ""
-            lines.append(f"{best.strategy} would have needed {format_seconds(seconds)} {what} instead of "
-                         f"{format_seconds(real_s)}{sure}")  # fmt: skip
+            sure = f"; the replay of what really ran is {100 * off:.1f} % off" if measured else ""
+            sure += ", but had other communication" if best.foreign and measured else ""
+            lines.append(f"{needed} instead of {format_seconds(real_s)}{sure}")
         else:
             lines.append(
                 f"none of the others would have been clearly faster than {own.strategy} {what}: by "
                 f"{100 * max(off, SURE):.0f} % or more"
             )
     elif others:
-        lines.append(f"none of the others would have got {what} in as many epochs")
-    if off > TRUSTED:
-        lines.append(f"the run's own replay is {100 * off:.0f} % off: do not trust the other numbers further than that")
+        lines.append(f"none of the others would have got {what} in as many epochs, with this one seed")
+    if target is not None and (near := [told for one in (own, *others) if (told := _about_there(one, target))]):
+        lines.append(f"about there, within {_POINTS} of {percent(target)} with one seed: {', '.join(near)}")
+    if error is not None and abs(error) > TRUSTED:
+        lines.append(
+            f"the run's own replay is {100 * abs(error):.0f} % off: do not trust the other numbers further than that"
+        )
     return lines
+
+
+def _off_by(run: RealRun, own: Played | None, error: float | None, target: float | None) -> float:
+    """What the run's own replay is off by, in the time for as many samples and, if that is asked for, to the target."""
+    if own is None or error is None:
+        return 0.0
+    was_s, replayed_s = (None, None) if target is None else (run.reached_s(target), _time(own, target))
+    return abs(error) if not was_s or replayed_s is None else max(abs(error), abs(replayed_s / was_s - 1))
+
+
+def _best(run: RealRun) -> float:
+    return max((float(one["accuracy"]) for one in run.metrics if one.get("accuracy") is not None), default=0.0)
+
+
+def _misses(accuracy: float, target: float) -> bool:
+    """By more than chance; the rest is for rounding."""
+    return target - accuracy > ABOUT + 1e-9
+
+
+def _about_there(one: Played | None, target: float) -> str:
+    """Its name and accuracy, where that is not the target but as near as another seed may come; else nothing."""
+    reached = None if one is None else one.reached
+    if one is None or reached is None or reached.seconds is not None or _misses(reached.best, target):
+        return ""
+    return f"{one.strategy} ({percent(reached.best)})"
 
 
 def _time(one: Played, target: float | None) -> float | None:
@@ -218,9 +311,9 @@ def _time(one: Played, target: float | None) -> float | None:
 def _as_json(
     given: argparse.Namespace,
     run: RealRun,
-    own: Played,
-    others: Sequence[Played],
+    played: Sequence[Played],
     error: float | None,
+    trusted: bool,
     target: float | None,
     advice: Sequence[str],
     notes: Sequence[str],
@@ -249,8 +342,8 @@ def _as_json(
             "epoch_ends_s": run.ends_s * run.samples,
         },
         "error": error,
-        "trusted": error is not None and math.fabs(error) <= TRUSTED,
-        "replayed": [_played_json(one, run) for one in (own, *others)],
+        "trusted": trusted,
+        "replayed": [_played_json(one, run) for one in played],
         "advice": list(advice),
         "notes": list(notes),
     }

@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import os
+import stat
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -28,6 +29,7 @@ from offbeat.errors import RequestError
 from offbeat.spec import count_of, format_size
 
 if TYPE_CHECKING:
+    from offbeat.report.facts import Facts
     from offbeat.report.model import Page
     from offbeat.report.reading import Inputs, RunRecord
     from offbeat.report.results import Result
@@ -42,7 +44,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), metavar="FILE",
                         help="where the page is written (default report.html)")  # fmt: skip
     parser.add_argument("--target", type=reader(read_accuracy), metavar="ACCURACY",
-                        help="time to this accuracy, like 0.95 (default: the highest all have reached)")  # fmt: skip
+                        help="time to this accuracy, like 0.95 (default: the highest all ranked reached)")  # fmt: skip
     parser.add_argument("--price", type=reader(_price), metavar="PRICE", help="of a device hour: adds what runs cost")
     parser.add_argument("--csv", type=Path, metavar="FOLDER", help="write every table there as a CSV file")
     parser.add_argument("--perfetto", type=Path, metavar="FILE",
@@ -70,27 +72,41 @@ def write_report(run: Path) -> Path:
     from offbeat.report.page import render
     from offbeat.report.reading import read_inputs
 
-    inputs = read_inputs([run])
     path = run / "report.html"
-    _replace(path, [render(build(inputs.runs, inputs.results, problems=inputs.problems))])
+    place = _place(path, [run])
+    inputs = read_inputs([run])
+    _replace(path, place, [render(build(inputs.runs, inputs.results, problems=inputs.problems))])
     return path
 
 
 def _run(given: argparse.Namespace) -> None:
     from offbeat.report.build import build
+    from offbeat.report.facts import facts_of
     from offbeat.report.page import render
     from offbeat.report.reading import read_inputs
     from offbeat.report.tables import write_csv
 
+    place = _place(given.output, given.runs)  # what cannot be written is found before the long work
+    trace = None if given.perfetto is None else _place(given.perfetto, given.runs)
+    if trace == place:
+        raise RequestError(f"the page and the trace are both to be written to {given.output}; name two files")
     with busy("reading the runs"):
         inputs = read_inputs(given.runs)
-        page = build(inputs.runs, inputs.results, problems=inputs.problems, target=given.target, price=given.price)
-        size = _replace(given.output, [render(page)])
+        known = [facts_of(run) for run in inputs.runs]
+        page = build(
+            inputs.runs,
+            inputs.results,
+            problems=inputs.problems,
+            target=given.target,
+            price=given.price,
+            known=known,
+        )
+        size = _replace(given.output, place, [render(page)])
         tables = write_csv(page, given.csv) if given.csv is not None else ()
-        if given.perfetto is not None:
-            _replace(given.perfetto, _trace(inputs.runs))
+        if trace is not None:
+            _replace(given.perfetto, trace, _trace(inputs.runs))
     if given.json:
-        print_json(_as_json(given, inputs, page, size))
+        print_json(_as_json(given, inputs, known, page, size))
         return
     out = console()
     heading(out, f"{page.title}: {page.subtitle}")
@@ -111,18 +127,50 @@ def _run(given: argparse.Namespace) -> None:
     facts(out, rows)
 
 
-def _replace(path: Path, parts: Iterable[str]) -> int:
-    """Write a file whole or not at all; its size in bytes."""
-    if path.is_dir():
-        raise RequestError(f"cannot write {path}: it is a folder; name a file")
-    beside = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+def _place(path: Path, inputs: Sequence[Path]) -> Path:
+    """Where a file is really written: a link is followed. `RequestError` for what is not ours to replace."""
+    place = Path(os.path.realpath(path))
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        found = path.stat()
+    except OSError:  # not there yet, or not to be reached: writing will tell
+        found = None
+    if place.is_symlink():
+        raise RequestError(f"cannot write {path}: it is a link that leads nowhere; name a file")
+    if found is not None:
+        if stat.S_ISDIR(found.st_mode):
+            raise RequestError(f"cannot write {path}: it is a folder; name a file")
+        if not stat.S_ISREG(found.st_mode) or _is_own_output(found):
+            raise RequestError(f"cannot write {path}: it is not a plain file, and would be replaced; name a file")
+    for one in inputs:
+        real = Path(os.path.realpath(one))
+        if one.is_dir() and place.is_relative_to(real) and place != real / "report.html":
+            raise RequestError(
+                f"cannot write {path}: it is in the folder of a run; of that only {one / 'report.html'} may be replaced"
+            )
+        if place == real or (found is not None and one.is_file() and os.path.samestat(found, one.stat())):
+            raise RequestError(f"cannot write {path}: it is one of the files that are read; name another")
+    return place
+
+
+def _is_own_output(found: os.stat_result) -> bool:
+    """Whether it is this program's standard output or error, sent into a file."""
+    for number in (1, 2):
+        with suppress(OSError):
+            if os.path.samestat(found, os.fstat(number)):
+                return True
+    return False
+
+
+def _replace(path: Path, place: Path, parts: Iterable[str]) -> int:
+    """Write the file at `place`, which the user calls `path`, whole or not at all; its size in bytes."""
+    beside = place.with_name(f".{place.name}.{os.getpid()}.unfinished")
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
         with beside.open("w", encoding="utf-8") as file:
             for part in parts:
                 file.write(part)
         size = beside.stat().st_size
-        beside.replace(path)
+        beside.replace(place)
     except OSError as error:
         raise RequestError(f"cannot write {path}: {error.strerror}") from None
     finally:
@@ -144,13 +192,15 @@ def _trace(runs: Sequence[RunRecord]) -> Iterable[str]:
     yield f"{mark}]}}" if mark.startswith("{") else "]}\n"
 
 
-def _as_json(given: argparse.Namespace, inputs: Inputs, page: Page, size: int) -> dict[str, Any]:
-    from offbeat.report.facts import facts_of, straggler
+def _as_json(
+    given: argparse.Namespace, inputs: Inputs, known: Sequence[Facts], page: Page, size: int
+) -> dict[str, Any]:
+    from offbeat.report.facts import straggler
     from offbeat.report.words import groups_of
 
-    known = [facts_of(run) for run in inputs.runs]
     groups = groups_of(inputs.runs, known, given.target)
     targets = {at: group.target for group in groups for at in group.members}
+    ranked = {at for group in groups if group.target is not None for at in group.ranked}
     runs = []
     for at, one in enumerate(known):
         slow = straggler(one)
@@ -167,10 +217,13 @@ def _as_json(given: argparse.Namespace, inputs: Inputs, page: Page, size: int) -
                 "updates_to_target": one.updates_to(targets[at]),
                 "staleness_mean": one.staleness_mean,
                 "staleness_std": one.staleness_std,
-                "communication_share": one.communication_share,
+                "ranked": at in ranked,
+                "not_computing_share": one.not_computing_share,
                 "thrown_away_share": one.thrown_away_share,
                 "joules_per_sample": one.joules_per_sample,
+                "joules_to_target": one.joules_to(targets[at]),
                 "cost": one.cost(given.price),
+                "cost_to_target": one.cost_to(targets[at], given.price),
                 "straggler": None if slow is None else slow._asdict(),
             }
         )
@@ -185,7 +238,12 @@ def _as_json(given: argparse.Namespace, inputs: Inputs, page: Page, size: int) -
 
 
 def _result_json(result: Result) -> Mapping[str, Any]:
-    return {"name": result.name, "measured": result.kind, "rows": [dict(row) for row in result.rows]}
+    return {
+        "name": result.name,
+        "measured": result.kind,
+        "ranking": list(result.ranking),
+        "rows": [dict(row) for row in result.rows],
+    }
 
 
 COMMAND = Command(

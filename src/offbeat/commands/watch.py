@@ -3,23 +3,28 @@
 All is read from the run's folder: live.json, which the run replaces while it works, and metrics.jsonl. Laws: nothing is
 written there, and the run does not notice; what is shown is what the run has heard, in the same order, so that bars and
 rates are the same, half a second later. Whether it still runs is told by the lock on its folder and by its process: a
-file stays when a run is killed. What learners print, and runs in virtual time, cannot be watched.
+file stays when a run is killed. A folder may be anybody's: text out of it has nothing that a terminal would obey, and
+what no run writes is an error in one line. What learners print, and runs in virtual time, cannot be watched.
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple, TextIO
 
-from offbeat.commands.base import Command, console, json_argument, print_json, say
+from offbeat.commands.base import Command, console, json_argument, print_json
 from offbeat.commands.progress import Progress, Record
 from offbeat.commands.view import (
     PlainView,
     View,
+    evaluation_line,
     evaluation_table,
     fact_lines,
     heading_lines,
@@ -29,11 +34,16 @@ from offbeat.commands.view import (
     view_for,
 )
 from offbeat.errors import OffbeatError, RequestError
+from offbeat.report.files import clean
 from offbeat.train.disk import is_alive
 from offbeat.train.rundir import FOLDER, RunDir, is_held
 
 LOOK_S = 0.2  # from look to look
-FRESH_S = 10.0  # a run writes that often, and more; its process may be out of sight, in another container
+FRESH_S = 10.0  # a run that is well is not silent for longer; its process may be out of sight, in another container
+PATIENCE = 3  # nor for so many times what it said itself: a slow disk makes it write less often
+LONGEST = 4000  # letters of a text
+MOST_LEARNERS = 100_000
+DEEPEST = 8  # what is in what, in a record
 TALLEST = 60  # lines of a picture that is printed once
 
 STARTING, RUNNING, ENDED, FAILED, KILLED, NOTHING = "starting", "running", "ended", "failed", "killed", "nothing"
@@ -52,16 +62,50 @@ class Look(NamedTuple):
 
 def look_at(run: RunDir, now_s: float | None = None) -> Look:
     held = is_held(run.path)  # first: who lets go has written its last words before
-    live = run.read_live()
-    if live is None:
-        return Look(STARTING if held else NOTHING, {})
+    found = run.read_live()
+    if found is None:
+        return Look(STARTING if held else ENDED if _has_result(run) else NOTHING, {})
+    live: dict[str, Any] = safe(found)
     if live.get("over"):
         return Look(FAILED if live.get("failed") or not live.get("end") else ENDED, live)
-    pid, at_s = live.get("pid"), live.get("at_s") or 0.0
-    there = isinstance(pid, int) and pid > 0 and is_alive(pid)
-    if held and (there or (time.time() if now_s is None else now_s) - at_s < FRESH_S):
+    pid, silent_s = live.get("pid") or 0, (time.time() if now_s is None else now_s) - (live.get("at_s") or 0.0)
+    there = pid > 0 and is_alive(pid)
+    if held and (there or silent_s < max(FRESH_S, PATIENCE * (live.get("next_s") or 0.0))):
         return Look(RUNNING, live)
     return Look(ENDED if live.get("end") else KILLED, live)
+
+
+def _has_result(run: RunDir) -> bool:
+    """Whether it came to its end, by what it left; not what the stretch before a resume has left."""
+    if run.is_simulated():
+        return False
+    with suppress(OSError):
+        began = run.config.stat().st_mtime_ns
+        found = [path.stat() for path in (run.summary, run.weights) if path.is_file()]
+        return any(one.st_size and one.st_mtime_ns >= began for one in found)
+    return False
+
+
+def safe(value: Any, depth: int = 0) -> Any:
+    """A JSON value whose text has no control characters, and whose numbers can be reckoned with (None for others)."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return value if value.isascii() and value.isprintable() and len(value) <= LONGEST else clean(value, LONGEST)
+    if isinstance(value, int | float):
+        return value if abs(value) < 1e30 else None  # nor is infinity
+    if depth >= DEEPEST:
+        return None
+    if isinstance(value, dict):
+        return {safe(name): safe(one, depth + 1) for name, one in value.items()}
+    return [safe(one, depth + 1) for one in value]
+
+
+def _metrics(run: RunDir) -> list[dict[str, Any]]:
+    try:
+        return [safe(record) for record in run.read_metrics() if record.get("kind") == "evaluated"]
+    except OSError as error:
+        raise OffbeatError(f"cannot read {safe(str(run.metrics))}: {error.strerror}") from None
 
 
 def find_run(path: Path) -> RunDir:
@@ -73,7 +117,7 @@ def find_run(path: Path) -> RunDir:
     known = [(not look.is_over, _age(run), run) for look, run in looks if look.state != NOTHING]
     if not known:
         wrong = "is neither the folder of a run nor has one in it" if path.is_dir() else "is not there"
-        raise RequestError(f"{path} {wrong}: name the folder of a run that offbeat train has made")
+        raise RequestError(f"{safe(str(path))} {wrong}: name the folder of a run that offbeat train has made")
     return max(known, key=lambda one: one[:2])[2]
 
 
@@ -114,6 +158,8 @@ class Feed:
             self._begun_s = live.get("begun_s")
             self._heard_s, self.evaluations, self._seen = {}, [], {}
             self._clock.now_s = self._begun_s or self._clock.now_s
+            if (begin.get("learners") or 0) > MOST_LEARNERS:
+                raise ValueError(f"{begin['learners']} learners")
             yield {**begin, "kind": "begin"}
         if begin:
             for old in ("first", "before"):
@@ -147,7 +193,7 @@ class Feed:
         if self.evaluations and most == self._update and not look.is_over:
             return
         self._update = most
-        found = [record for record in self._run.read_metrics() if record.get("kind") == "evaluated"]
+        found = _metrics(self._run)
         before = most is None and look.live["begin"].get("resumed")  # they are of the stretch before this one
         if not (look.is_over or before):
             found = [record for record in found if (record.get("update") or 0) <= (most or 0)]
@@ -180,12 +226,13 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(given: argparse.Namespace) -> None:
     run = find_run(given.run)
+    name = safe(str(run.path))
     if run.is_simulated():
-        raise RequestError(f"{run.path} was trained in virtual time, which cannot be watched; read its summary.txt")
+        raise RequestError(f"{name} was trained in virtual time, which cannot be watched; read its summary.txt")
     look = look_at(run)
     if look.state == NOTHING:
         raise RequestError(
-            f"{run.path} has no live.json: it has not begun, or an older offbeat has trained it; read its summary.txt"
+            f"{name} has no live.json: it has not begun, or an older offbeat has trained it; read its summary.txt"
         )
     try:
         if given.json:
@@ -193,29 +240,57 @@ def _run(given: argparse.Namespace) -> None:
         elif given.once:
             print_once(run, look)
         else:
-            follow(run, sys.stdout)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise OffbeatError(f"{run.live} is not as a run writes it: {type(error).__name__}: {error}") from error
+            with _terminable():
+                look = follow(run, sys.stdout)
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
+        why = safe(f"{type(error).__name__}: {error}")
+        raise OffbeatError(f"{name}/live.json is not as a run writes it: {why}") from error
+    if look.state in (FAILED, KILLED, NOTHING):
+        raise OffbeatError(_fate(run, look))
 
 
-def follow(run: RunDir, out: TextIO) -> None:
-    """Until the run is over. `OffbeatError` if it did not come to its end."""
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """A SIGTERM unwinds like Ctrl-C, so that the terminal is left as it was."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def follow(run: RunDir, out: TextIO) -> Look:
+    """Until the run is over; how it ended."""
     clock = Clock()
     state = Progress(clock)
     feed = Feed(run, clock, state)
-    view: View = view_for(out, live=True, state=state) if out.isatty() else PlainView(_writer(out), state)
+    view: View | None = None
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))  # until it can be closed
     try:
+        try:
+            view = view_for(out, live=True, state=state) if out.isatty() else PlainView(_writer(out), state)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         while not (look := look_at(run)).is_over:
             _hand_on(feed, look, view.hear)
             view.hear({"kind": "turn"})
             time.sleep(LOOK_S)
         _hand_on(feed, look, view.hear)
     except BaseException:  # Ctrl-C, or nobody reads any more: the run has not ended, and nothing is said of its end
-        view.close(leaving=True)
+        if view is not None:
+            view.close(leaving=True)
         raise
-    view.close()
-    if look.state in (FAILED, KILLED, NOTHING):
-        raise OffbeatError(_fate(run, look))
+    if look.state == ENDED and not look.live:
+        view.close(leaving=True)  # what it has heard is not of the end
+        for line in _left_lines(run):
+            _writer(out)(line)
+    else:
+        view.close()
+    return look
 
 
 def _hand_on(feed: Feed, look: Look, hear: Callable[[Record], None]) -> None:
@@ -224,13 +299,25 @@ def _hand_on(feed: Feed, look: Look, hear: Callable[[Record], None]) -> None:
 
 
 def _fate(run: RunDir, look: Look) -> str:
+    name = safe(str(run.path))
     if look.state == FAILED:
-        return str(look.live.get("failed") or f"{run.path} ended without a result")
+        return str(look.live.get("failed") or f"{name} ended without a result")
     if look.state == NOTHING:
-        return f"{run.path} ended before it began"
+        return f"{name} ended before it began"
     saved = run.checkpoints.is_dir() and any(run.checkpoints.glob("update-*"))
-    onward = f"; go on from the last checkpoint with: offbeat train --resume {run.path}" if saved else ""
-    return f"{run.path} was killed: its process {look.live.get('pid')} is gone{onward}"
+    onward = f"; go on from the last checkpoint with: offbeat train --resume {name}" if saved else ""
+    return f"{name} was killed: its process {look.live.get('pid')} is gone{onward}"
+
+
+def _left_lines(run: RunDir) -> list[str]:
+    """Of a run that has ended and left no live.json: its disk was full, or an older offbeat has trained it."""
+    found = _metrics(run)[-1:]
+    try:
+        epochs = run.read_config().train.epochs
+    except (RequestError, RecursionError):  # of another version, or nobody's
+        epochs = max((record.get("epoch") or 0 for record in found), default=0)
+    where = safe(str(run.summary if run.summary.is_file() else run.weights))
+    return [*(evaluation_line(record, epochs) for record in found), f"it has ended, and left no live.json; see {where}"]
 
 
 def _writer(out: TextIO) -> Callable[[str], None]:
@@ -255,19 +342,19 @@ def print_once(run: RunDir, look: Look) -> None:
     """A still picture."""
     progress, _ = _state(run, look)
     out = console()
+    ascii_only = not out.encoding.startswith("utf")
     width = min(out.width, 120)
     lines = heading_lines(progress.begin, width) if progress.begin else []
-    if look.is_over:
+    if look.state == ENDED and not look.live:
+        lines += [[(line, "")] for line in _left_lines(run)]
+    elif look.is_over:
         table = evaluation_table(progress, width, len(progress.evaluations))
         lines += [*table, [], *fact_lines(summary(progress))]
     else:
         lines += live_lines(progress, width, TALLEST)
+    lines += [[(f"note: {note['text']}", "dim")] for note in look.live.get("notes") or ()]
     for line in lines:
-        out.print(to_text(line, ascii_only=not out.encoding.startswith("utf")), soft_wrap=True)
-    for note in look.live.get("notes") or ():
-        say(out, f"note: {note['text']}", style="dim")
-    if look.state in (FAILED, KILLED):
-        say(out, _fate(run, look), style="bold red")
+        out.print(to_text(line, ascii_only=ascii_only), soft_wrap=True)
 
 
 def as_json(run: RunDir, look: Look) -> dict[str, Any]:
@@ -285,7 +372,7 @@ def as_json(run: RunDir, look: Look) -> dict[str, Any]:
         "samples_per_s": None if look.is_over else progress.samples_per_s,
         "wait_share": progress.wait_share,
         **{name: look.live.get(name) for name in kept},
-        "evaluations": feed.evaluations,
+        "evaluations": feed.evaluations if look.live else _metrics(run),
     }
 
 
@@ -293,7 +380,8 @@ COMMAND = Command(
     summary="look on while a training runs, from another shell",
     about="""Show a training that runs in another shell, or has ended, from what it writes into its folder: live on a
 terminal until the run is over, in plain lines through a pipe. The training does not notice; Ctrl-C leaves it alone. Of
-a run that has ended its summary is printed. If the run was killed or has failed, that is said and the exit code is 1.
+a run that has ended its summary is printed. If the run was killed or has failed, that is said and the exit code is 1,
+also with --once and --json.
 What learners print is not shown, and runs in virtual time (offbeat simulate --recipe) cannot be watched.""",
     examples=("watch runs/digits", "watch runs/digits --once"),
     arguments=_arguments,

@@ -11,6 +11,8 @@ What it must not know: files and HTML.
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -46,12 +48,14 @@ def build(
     target: float | None = None,
     price: float | None = None,
     limit: int = MOST_BARS,
+    known: Sequence[Facts] | None = None,
 ) -> Page:
     """`problems` are those of reading, as `read_inputs` has named them; without them they are taken from the records.
 
-    `target` is an accuracy, `price` that of a device hour, `limit` how many bars all timelines have together.
+    `target` is an accuracy, `price` that of a device hour, `limit` how many bars all timelines have together. `known`
+    are the facts of the runs, for who has them already.
     """
-    known = [facts_of(run) for run in runs]
+    known = [facts_of(run) for run in runs] if known is None else known
     if problems is None:
         problems = [f"{run.label}: {problem}" for run in runs for problem in run.problems]
         problems += [problem for result in results for problem in result.problems]
@@ -64,8 +68,8 @@ def build(
         course.shares(known),
         benchmarks.scaling(results),
         _communication(known, results),
-        _machines(known, groups, results),
-        _energy(known, price, results),
+        _machines(runs, known, groups, results),
+        _energy(known, targets, price, results),
         benchmarks.predictions(results),
         _comparison(known, targets, price),
         _configuration(runs),
@@ -93,11 +97,13 @@ def _communication(known: Sequence[Facts], results: Sequence[Result]) -> Section
     rows: list[tuple[Cell, ...]] = []
     parts = ("send_s", "wait_s", "apply_s")
     for one in known:
-        whole = one.communication_share
+        whole = one.not_computing_share
         if whole is not None:
             rows.append((one.label, *(one.share_of(part) for part in parts), whole))
     if rows:
         values = [[row[1 + at] for row in rows] for at in range(len(parts))]
+        drawn = [(name, column) for name, column in zip(course.SHARES[2:], values, strict=True) if any(
+            one is not None for one in column)]  # fmt: skip
         items.append(
             BarChart(
                 key="communication-runs",
@@ -105,23 +111,20 @@ def _communication(known: Sequence[Facts], results: Sequence[Result]) -> Section
                 x_label="run",
                 y_label="share of time",
                 categories=tuple(str(row[0]) for row in rows),
-                series=tuple(
-                    Bars(name=name, values=tuple(_as_float(one) for one in column))
-                    for name, column in zip(course.SHARES[2:], values, strict=True)
-                ),
+                series=tuple(Bars(name=name, values=tuple(_as_float(one) for one in column)) for name, column in drawn),
                 y_form="percent",
             )
         )
         items.append(
             Table(
                 key="communication",
-                title="Communication in the runs",
+                title="Not computing, in the runs",
                 columns=(
                     Column("run"),
                     Column("sending", "percent"),
                     Column("waiting", "percent"),
                     Column("updating", "percent"),
-                    Column("together", "percent", facts.DEFINITIONS["communication share"].formula),
+                    Column("not computing", "percent", facts.DEFINITIONS["not computing"].formula),
                 ),
                 rows=tuple(rows),
             )
@@ -129,6 +132,10 @@ def _communication(known: Sequence[Facts], results: Sequence[Result]) -> Section
     if not items:
         return None
     text = "What it costs to keep time with others: what one learner alone would not need."
+    if rows:
+        text += " Of runs: the time in which learners do not compute, waiting for slower ones included."
+    if any(one.inside_waiting for one in known):
+        text += f" {course.INSIDE_WAITING}"
     return Section(key="communication", title="Communication overhead", items=tuple(items), words=(text,))
 
 
@@ -136,8 +143,10 @@ def _as_float(value: Cell) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def _machines(known: Sequence[Facts], groups: Sequence[Group], results: Sequence[Result]) -> Section | None:
-    """Comparable runs of one strategy with different numbers of learners, and what benchmarks say of the same."""
+def _machines(
+    runs: Sequence[RunRecord], known: Sequence[Facts], groups: Sequence[Group], results: Sequence[Result]
+) -> Section | None:
+    """Finished runs that differ in nothing but learners, and what benchmarks say of the same."""
     items: list[Item] = []
     rows: list[tuple[Cell, ...]] = []
     for number, group in enumerate(groups, start=1):
@@ -145,26 +154,29 @@ def _machines(known: Sequence[Facts], groups: Sequence[Group], results: Sequence
         for at in group.members:
             one = known[at]
             time = one.seconds if group.target is None else one.seconds_to(group.target)
-            if one.learners is not None and time is not None:
-                lines.setdefault(one.strategy or one.label, []).append((one.learners, time, one.label))
+            if one.learners is not None and time is not None and one.finished:
+                lines.setdefault(_all_but_learners(runs[at]), []).append((one.learners, time, one.label))
         if not any(len({learners for learners, _, _ in points}) > 1 for points in lines.values()):
             continue
         what = "training time" if group.target is None else f"time to {percent(group.target)}"
+        strategies = {one.label: one.strategy or one.label for one in known}
+        called = Counter(strategies[points[0][2]] for points in lines.values())
+        series = []
+        for points in lines.values():
+            name = strategies[points[0][2]]
+            rows += [(label, name, learners, what, time) for learners, time, label in sorted(points)]
+            told = f"{name} ({points[0][2]})" if called[name] > 1 else name
+            series.append(Series(name=shorten(told), points=tuple((float(x), y) for x, y, _ in sorted(points))))
         items.append(
             LineChart(
                 key=f"machines-{number}",
                 title=f"{what.capitalize()} against learners",
                 x_label="learners",
                 y_label=f"{what} (s)",
-                series=tuple(
-                    Series(name=shorten(name), points=tuple((float(x), y) for x, y, _ in sorted(points)))
-                    for name, points in lines.items()
-                ),
+                series=tuple(series),
                 y_form="seconds",
             )
         )
-        rows += [(label, name, learners, what, time) for name, points in lines.items()
-                 for learners, time, label in sorted(points)]  # fmt: skip
     more, further = benchmarks.machines(results)
     items += more
     rows += further
@@ -182,59 +194,77 @@ def _machines(known: Sequence[Facts], groups: Sequence[Group], results: Sequence
     return Section(key="machines", title="Time against machines", items=tuple(items), words=(text,))
 
 
-def _energy(known: Sequence[Facts], price: float | None, results: Sequence[Result]) -> Section | None:
+def _all_but_learners(run: RunRecord) -> str:
+    """The whole configuration but for what more learners must change; nothing in common where there is none."""
+    rest = {key: value for key, value in run.config.items() if key not in ("learners", "name")}
+    return json.dumps(rest, sort_keys=True) if rest else f"run {run.label}"
+
+
+def _energy(
+    known: Sequence[Facts], targets: Mapping[int, float | None], price: float | None, results: Sequence[Result]
+) -> Section | None:
     items: list[Item] = []
     measured = any(one.energy.joules is not None or one.energy.seconds is not None for one in known)
     if known and (measured or price is not None):
-        rows: list[tuple[Cell, ...]] = [
-            (
-                one.label,
-                one.energy.joules,
-                one.energy.seconds,
-                one.joules_per_sample,
-                "" if one.energy.joules is not None else f"not measured: {one.energy.why_not}",
-                one.learners,
-                one.seconds,
-                one.cost(price),
-            )
-            for one in known
-        ]
-        with_joules = [one for one in known if one.energy.joules is not None]
-        if with_joules:
-            items.append(
-                BarChart(
-                    key="energy-runs",
-                    title="Energy",
-                    x_label="run",
-                    y_label="energy (J)",
-                    categories=tuple(one.label for one in with_joules),
-                    series=(Bars(name="energy", values=tuple(one.energy.joules for one in with_joules)),),
-                    y_form="joules",
-                )
-            )
-        items.append(
-            Table(
-                key="energy",
-                title="Energy and cost of the runs",
-                columns=(
-                    Column("run"),
-                    Column("energy (J)", "joules", DEFINITIONS["energy"].formula),
-                    Column("energy measured over (s)", "seconds"),
-                    Column("energy per sample (J)", "joules", facts.DEFINITIONS["energy per sample"].formula),
-                    Column("why not"),
-                    Column("devices", "number", facts.DEFINITIONS["devices"].formula),
-                    Column("training time (s)", "seconds"),
-                    Column("cost", "money", DEFINITIONS["cost"].formula),
-                ),
-                rows=tuple(rows),
-                note="" if price is None else f"At a price of {price:g} for a device hour.",
-            )
-        )
+        items += [*_energy_charts(known), _energy_table(known, targets, price)]
     items += benchmarks.energies(results)
     if not items:
         return None
-    text = "Energy is what the machine's counters say, or not measured. Cost is devices x hours x the price given."
+    text = (
+        "Energy is what the machine's counters say, or not measured. Cost is devices x hours of training x the price "
+        "given. Up to the target: the same part of both as of the training time."
+    )
     return Section(key="energy", title="Energy and cost", items=tuple(items), words=(text,))
+
+
+def _energy_charts(known: Sequence[Facts]) -> list[Item]:
+    """Joules of the same sources beside each other, those of others in another chart."""
+    alike: dict[tuple[str, ...], list[Facts]] = {}
+    for one in known:
+        if one.energy.joules is not None:
+            alike.setdefault(one.energy.sources, []).append(one)
+    return [
+        BarChart(
+            key="energy-runs" if number == 1 else f"energy-runs-{number}",
+            title="Energy",
+            x_label="run",
+            y_label="energy (J)",
+            categories=tuple(one.label for one in some),
+            series=(Bars(name="energy", values=tuple(one.energy.joules for one in some)),),
+            y_form="joules",
+            note=f"Measured by {', '.join(sources)}." if sources else "",
+        )
+        for number, (sources, some) in enumerate(alike.items(), start=1)
+    ]
+
+
+def _energy_table(known: Sequence[Facts], targets: Mapping[int, float | None], price: float | None) -> Table:
+    own = facts.DEFINITIONS
+    cost = f"{DEFINITIONS['cost'].formula}; {own['cost of a run'].formula}"
+    rows: list[tuple[Cell, ...]] = []
+    for at, one in enumerate(known):
+        energy = one.energy
+        why = f"{'not measured' if energy.joules is None else 'in part, without'}: {energy.why_not}"
+        rows.append(
+            (one.label, energy.joules, ", ".join(energy.sources), why if energy.why_not else "", energy.seconds,
+             one.joules_per_sample, one.joules_to(targets[at]), one.learners, one.seconds, one.cost(price),
+             one.cost_to(targets[at], price))
+        )  # fmt: skip
+    columns = (
+        Column("run"),
+        Column("energy (J)", "joules", DEFINITIONS["energy"].formula),
+        Column("measured by", "text", "only energy of the same sources can be compared"),
+        Column("not measured"),
+        Column("energy measured over (s)", "seconds"),
+        Column("energy per sample (J)", "joules", own["energy per sample"].formula),
+        Column("energy to target (J)", "joules", own["energy to target"].formula),
+        Column("devices", "number", own["devices"].formula),
+        Column("training time (s)", "seconds", own["seconds"].formula),
+        Column("cost", "money", cost),
+        Column("cost to target", "money", cost),
+    )
+    note = "" if price is None else f"At a price of {price:g} for a device hour."
+    return Table(key="energy", title="Energy and cost of the runs", columns=columns, rows=tuple(rows), note=note)
 
 
 # --- tables at the end --------------------------------------------------------------------------------------------
@@ -245,12 +275,11 @@ def _comparison(known: Sequence[Facts], targets: Mapping[int, float | None], pri
         return None
     rows: list[tuple[Cell, ...]] = []
     for at, one in enumerate(known):
-        kind = "simulated" if one.simulated else "real"
         rows.append(
-            (one.label, one.strategy, one.learners, one.servers, kind if one.finished else f"{kind}, unfinished",
+            (one.label, one.strategy, one.learners, one.servers, _kind(one),
              one.updates, one.seconds, one.seconds_per_update, one.samples, one.samples_dropped, one.throughput,
              one.accuracy, one.best_accuracy, one.loss, one.seconds_to(targets[at]), one.staleness_mean,
-             one.applied, one.dropped, one.cancelled, one.unused, one.thrown_away_share, one.communication_share,
+             one.applied, one.dropped, one.cancelled, one.unused, one.thrown_away_share, one.not_computing_share,
              one.energy.joules, one.cost(price))
         )  # fmt: skip
     own = facts.DEFINITIONS
@@ -276,12 +305,17 @@ def _comparison(known: Sequence[Facts], targets: Mapping[int, float | None], pri
         Column("minibatches cancelled", "number", "begun and given up"),
         Column("gradients left over", "number", "pushed, and neither applied nor dropped when the run ended"),
         Column("thrown away", "percent", own["thrown away"].formula),
-        Column("communication", "percent", own["communication share"].formula),
+        Column("not computing", "percent", own["not computing"].formula),
         Column("energy (J)", "joules", DEFINITIONS["energy"].formula),
-        Column("cost", "money", DEFINITIONS["cost"].formula),
+        Column("cost", "money", f"{DEFINITIONS['cost'].formula}; {own['cost of a run'].formula}"),
     )
     table = Table(key="runs", title="All runs", columns=columns, rows=tuple(rows))
     return Section(key="runs", title="Comparison", items=(table,), words=("Each run in one row.",))
+
+
+def _kind(one: Facts) -> str:
+    kind = "simulated" if one.simulated else "real"
+    return kind if one.finished else f"{kind}, {'unfinished' if one.ended == 'so far' else one.ended}"
 
 
 def _configuration(runs: Sequence[RunRecord]) -> Section | None:

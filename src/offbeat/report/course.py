@@ -32,6 +32,11 @@ from offbeat.trace import WHAT, Span
 
 MOST_POINTS = 2_000  # of a curve
 MOST_AGES = 24  # columns of a histogram
+MOST_LEARNERS = 256  # rows of a timeline
+INSIDE_WAITING = (
+    "With a server, pushing and updating are inside waiting: a learner's log does not tell them apart, and they have a "
+    "dash."
+)
 SHARES = ("computing", "thrown away", "sending", "waiting", "updating")
 
 
@@ -84,7 +89,11 @@ def _allowed(wanted: Sequence[int], limit: int) -> list[int]:
 
 
 def _timeline(key: str, one: Facts, spans: Sequence[Span], most: int) -> Timeline:
-    numbers = sorted({span.learner for span in spans})
+    everybody = sorted({span.learner for span in spans})
+    numbers, left_out = everybody[:MOST_LEARNERS], len(everybody[MOST_LEARNERS:])
+    if left_out:
+        spans = [span for span in spans if span.learner <= numbers[-1]]
+        most = min(most, len(spans))
     place = {learner: at for at, learner in enumerate(numbers)}
     kinds = {what: at for at, what in enumerate(WHAT)}
     ends = [0.0] * len(numbers)
@@ -100,6 +109,8 @@ def _timeline(key: str, one: Facts, spans: Sequence[Span], most: int) -> Timelin
         ends[row] = end
         bars.append((row, kinds[what], start, end, version, cancelled))
     notes = ["0 is when the first learner began."]
+    if left_out:
+        notes.append(f"Shown are the first {len(numbers)} of {len(everybody):,} learners; {left_out:,} are left out.")
     if most < len(spans):
         notes.append(f"Shown are the first {most:,} of {len(spans):,} bars.")
     if hidden:
@@ -172,7 +183,7 @@ def errors(
         return None
     text = "How fast the training got better: lower and further left is better."
     if drawn_levels:
-        text += " The level is the target: the accuracy given, or the highest that all comparable runs reached."
+        text += " The level is the target: the accuracy given, or the highest that all ranked runs reached."
     return Section(key="error", title="Error against time", items=tuple(items), words=(text,))
 
 
@@ -349,22 +360,26 @@ def shares(known: Sequence[Facts]) -> Section | None:
     items: list[Item] = []
     rows: list[tuple[Cell, ...]] = []
     said = []
+    inside: list[str] = []
     for at, one in enumerate(known, start=1):
         slow = straggler(one)
         if slow is not None:
-            times = f"{slow.factor:.1f}x as slow as the others typically are"
+            times = f"{'at least ' if slow.at_least else ''}{slow.factor:.1f}x as slow as the others typically are"
             said.append(f"{one.label}: learner {slow.learner} is a straggler, {times}.")
         shares = [learner.shares() for learner in one.by_learner]
         drawn = [(f"learner {learner.learner}", share) for learner, share in zip(one.by_learner, shares, strict=True)
                  if share is not None]  # fmt: skip
+        if one.inside_waiting:
+            inside.append(one.label)
         if drawn:
+            there = [part for part in range(len(SHARES)) if drawn[0][1][part] is not None]
             items.append(
                 ShareChart(
                     key=f"shares-{at}",
                     title=_title(one),
                     rows=tuple(name for name, _ in drawn),
-                    parts=SHARES,
-                    values=tuple(share for _, share in drawn),
+                    parts=tuple(SHARES[part] for part in there),
+                    values=tuple(tuple(share[part] or 0.0 for part in there) for _, share in drawn),
                 )
             )
         for learner, share in zip(one.by_learner, shares, strict=True):
@@ -387,7 +402,7 @@ def shares(known: Sequence[Facts]) -> Section | None:
         Column("updating (s)", "seconds"),
         Column("evaluating (s)", "seconds", "is no part of the shares"),
         *(Column(f"{name}: share", "percent", own["accounted time"].formula) for name in SHARES),
-        Column("minibatches finished", "number"),
+        Column("minibatches finished", "number", own["minibatch"].formula),
         Column("minibatches cancelled", "number"),
         Column("mean minibatch (s)", "seconds", "of those finished"),
         Column("median minibatch (s)", "seconds", "of those finished"),
@@ -396,4 +411,6 @@ def shares(known: Sequence[Facts]) -> Section | None:
     )
     items.append(Table(key="learners", title="Every learner", columns=columns, rows=tuple(rows)))
     text = "Parts of each learner's time, evaluation left out. Work that was cancelled or dropped is thrown away."
+    if inside:
+        text += f" {INSIDE_WAITING}"
     return Section(key="time", title="Where the time went", items=tuple(items), words=(text, *said))

@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import fmean, median
+from statistics import median
 from typing import NamedTuple
 
 from offbeat import metrics
@@ -23,29 +23,36 @@ from offbeat.errors import RequestError
 from offbeat.metrics import Definition
 from offbeat.policies.events import Pushed
 from offbeat.report import files
+from offbeat.report.learners import LearnerFacts, by_learner, minibatches_of
 from offbeat.report.reading import Leg, RunRecord
-from offbeat.simulate.recorded import product_limit
-from offbeat.strategy import ALL_REDUCE, family_of
+from offbeat.strategy import ALL_REDUCE, SERVER, family_of
 from offbeat.trace import Span
 
 SLOW = 1.3  # times the others' typical minibatch, from which on a learner is called a straggler
-QUARTERS = 4
 _FEWEST = 2  # quarters that can be compared
 
 DEFINITIONS: Mapping[str, Definition] = {
     "seconds": Definition("s", "training seconds at the last evaluation, evaluation left out; without one, from the "
-                               "first to the last span of each stretch of the run, less the time of evaluations"),
+                               "first to the last span of each stretch of the run, less the time of evaluations. After "
+                               "a resume, work that was lost between a checkpoint and a kill is not in it"),
     "seconds per update": Definition("s", "seconds / updates, over the whole run"),
     "error": Definition("", "1 - accuracy on the test set"),
     "computing": Definition("s", "seconds of minibatches that were finished and not dropped"),
     "thrown away": Definition("s", "seconds of minibatches that were cancelled, or whose gradient was dropped"),
     "accounted time": Definition("s", "computing + thrown away + sending + waiting + updating; evaluation left out"),
-    "communication share": Definition("", "(sending + waiting + updating) / accounted time, of all learners together"),
+    "not computing": Definition("", "(sending + waiting + updating) / accounted time, of all learners together; "
+                                    "waiting for others, slow ones too, is in it"),
+    "minibatch": Definition("", "where a learner pushes after N minibatches and the log has one span for them, that "
+                                "span counts as N, each of an Nth of its time"),
     "typical minibatch": Definition("s", "median seconds; a cancelled minibatch counts as one that would have taken "
                                          "longer than it was let (Kaplan and Meier 1958)"),
     "straggler": Definition("", f"a learner whose typical minibatch takes over {SLOW} times the median of the others', "
-                                "in the whole run and in each quarter of it (two at least) that can be compared"),
+                                "in the whole run and in each quarter of it (two at least) that can be compared; where "
+                                "none of its minibatches was finished, the median time that they were let: at least"),
     "energy per sample": Definition("J", "joules / samples applied"),
+    "energy to target": Definition("J", "joules * seconds to the target / seconds: power is taken as even"),
+    "cost of a run": Definition("", "cost of the training seconds, or of those to the target: what was lost between a "
+                                    "checkpoint and a kill is not in them"),
     "devices": Definition("", "one for each learner"),
 }  # fmt: skip
 
@@ -60,42 +67,12 @@ class Point(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LearnerFacts:
-    """Where one learner's time went, and how long its minibatches took."""
-
-    learner: int
-    compute_s: float = 0.0
-    thrown_away_s: float = 0.0
-    send_s: float = 0.0
-    wait_s: float = 0.0
-    apply_s: float = 0.0
-    evaluate_s: float = 0.0
-    minibatches: int = 0  # finished
-    cancelled: int = 0
-    compute_mean_s: float | None = None  # of a finished minibatch
-    compute_median_s: float | None = None
-    typical_s: float | None = None
-    quarters: tuple[float | None, ...] = ()  # typical seconds in each quarter of the run
-
-    @property
-    def accounted_s(self) -> float:
-        return self.compute_s + self.thrown_away_s + self.send_s + self.wait_s + self.apply_s
-
-    def shares(self) -> tuple[float, float, float, float, float] | None:
-        """Computing, thrown away, sending, waiting, updating: parts of the accounted time."""
-        whole = self.accounted_s
-        if not whole > 0:
-            return None
-        parts = (self.compute_s, self.thrown_away_s, self.send_s, self.wait_s, self.apply_s)
-        return parts[0] / whole, parts[1] / whole, parts[2] / whole, parts[3] / whole, parts[4] / whole
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EnergyFacts:
-    """Joules are None where they were not measured, and `why_not` says why."""
+    """Joules are None where they were not measured. `why_not` says why, or what of the machine is not in them."""
 
     joules: float | None = None
     seconds: float | None = None
+    sources: tuple[str, ...] = ()  # the counters, in order of their names
     why_not: str = ""
 
 
@@ -111,6 +88,7 @@ class Facts:
     servers: int | None
     simulated: bool
     finished: bool
+    ended: str  # how, where it is not finished: so far, or stopped after epoch 16 of 100
     updates: int | None
     seconds: float | None
     samples: int | None  # applied
@@ -159,6 +137,16 @@ class Facts:
         points = [(point.seconds, point.accuracy) for point in self.curve if point.accuracy is not None]
         return metrics.time_to_accuracy(points, target)
 
+    def interval_to(self, target: float) -> float | None:
+        """Seconds from the evaluation before the one that first reached the target; from 0 where it was the first."""
+        before = 0.0
+        for point in self.curve:
+            if point.accuracy is not None:
+                if point.accuracy >= target:
+                    return point.seconds - before
+                before = point.seconds
+        return None
+
     def updates_to(self, target: float | None) -> int | None:
         if target is None:
             return None
@@ -178,12 +166,20 @@ class Facts:
         return math.sqrt(sum(times * (age - mean) ** 2 for age, times in self.staleness) / many)
 
     def share_of(self, *names: str) -> float | None:
-        """Of all learners' accounted time, what went into these of `LearnerFacts`, like wait_s."""
+        """Of all learners' accounted time, the part of these of `LearnerFacts`, like wait_s; None: not in the log."""
         whole = sum(one.accounted_s for one in self.by_learner)
-        return sum(getattr(one, name) for one in self.by_learner for name in names) / whole if whole > 0 else None
+        parts = [part for one in self.by_learner for name in names if (part := getattr(one, name)) is not None]
+        return sum(parts) / whole if whole > 0 and parts else None
 
     @property
-    def communication_share(self) -> float | None:
+    def inside_waiting(self) -> bool:
+        """Whether pushing and updating are in the learners' waiting: a real server's log has them nowhere else."""
+        apart = any(one.send_s is not None or one.apply_s is not None for one in self.by_learner)
+        return self.family == SERVER and not self.simulated and bool(self.by_learner) and not apart
+
+    @property
+    def not_computing_share(self) -> float | None:
+        """Waiting for others is in it: it is not what communication alone takes."""
         return self.share_of("send_s", "wait_s", "apply_s")
 
     @property
@@ -195,11 +191,22 @@ class Facts:
         joules = self.energy.joules
         return joules / self.samples if joules is not None and self.samples else None
 
+    def joules_to(self, target: float | None) -> float | None:
+        """As much of the energy as of the training time."""
+        joules, reached = self.energy.joules, self.seconds_to(target)
+        return joules * reached / self.seconds if joules is not None and reached is not None and self.seconds else None
+
     def cost(self, price: float | None) -> float | None:
         """Of all devices for the training seconds, at the price of a device hour."""
-        if price is None or self.learners is None or self.seconds is None:
+        return self._cost(self.seconds, price)
+
+    def cost_to(self, target: float | None, price: float | None) -> float | None:
+        return self._cost(self.seconds_to(target), price)
+
+    def _cost(self, seconds: float | None, price: float | None) -> float | None:
+        if price is None or self.learners is None or seconds is None:
             return None
-        return metrics.cost(self.learners, self.seconds, price)
+        return metrics.cost(self.learners, seconds, price)
 
 
 class Straggler(NamedTuple):
@@ -209,17 +216,19 @@ class Straggler(NamedTuple):
     factor: float
     typical_s: float
     others_s: float
+    at_least: bool = False  # none of its minibatches was finished: they take so long or longer
 
 
 def straggler(facts: Facts) -> Straggler | None:
     """The slowest learner, if it is a straggler as `DEFINITIONS` has it."""
-    known = [one for one in facts.by_learner if one.typical_s is not None]
-    if len(known) < 2:
+    known = [one for one in facts.by_learner if one.typical_s is not None or one.at_least_s is not None]
+    if not known:
         return None
-    slow = max(known, key=lambda one: one.typical_s or 0.0)
-    rest = [one for one in known if one is not slow]
-    others = median(one.typical_s or 0.0 for one in rest)
-    if not others > 0 or not (slow.typical_s or 0.0) > SLOW * others:
+    slow = max(known, key=lambda one: one.typical_s or one.at_least_s or 0.0)
+    mine_s = slow.typical_s or slow.at_least_s or 0.0
+    rest = [one for one in known if one is not slow and one.typical_s is not None]  # a bound is nothing to compare with
+    others = median(one.typical_s or 0.0 for one in rest) if rest else 0.0
+    if not others > 0 or not mine_s > SLOW * others:
         return None
     compared = []
     for quarter, mine in enumerate(slow.quarters):
@@ -228,7 +237,7 @@ def straggler(facts: Facts) -> Straggler | None:
             compared.append(mine > SLOW * median(theirs))
     if len(compared) < _FEWEST or not all(compared):
         return None
-    return Straggler(slow.learner, (slow.typical_s or 0.0) / others, slow.typical_s or 0.0, others)
+    return Straggler(slow.learner, mine_s / others, mine_s, others, slow.typical_s is None)
 
 
 # --- from a record ------------------------------------------------------------------------------------------------
@@ -250,7 +259,7 @@ def facts_of(run: RunRecord) -> Facts:
         of_server = any(leg.decisions for leg in run.legs)
         updates = (sum(whole) if of_server else max(whole, default=0)) or None
         samples = books.samples_applied if of_server else None
-        dropped = books.samples_dropped if of_server else None
+        dropped = _never_applied(run, books) if of_server else None
     again = _made_again(run.legs, books.applies, last.update if last is not None else None)
     if again:
         words = f"{again:,} update{' was' if again == 1 else 's were'} made again after a resume"
@@ -259,16 +268,19 @@ def facts_of(run: RunRecord) -> Facts:
     if family == ALL_REDUCE and not books.applied:
         applied = sum(1 for leg in run.legs for span in leg.spans if span.what == "compute" and not span.cancelled)
         staleness = Counter({0: applied}) if applied else Counter()
-    by_learner = _by_learner(run.legs, books.dropped_spans)
+    expect = _said(run, "expect") or _said(run, "learners") or 1
+    learners = by_learner(run.legs, books.dropped_spans, minibatches_of(run.legs, strategy, expect))
+    ended = _ended(run)
     return Facts(
         name=run.name,
         label=run.label,
         strategy=strategy,
         family=family,
-        learners=_learners(run, by_learner),
+        learners=_learners(run, learners),
         servers=_said(run, "servers") if family != ALL_REDUCE else None,
         simulated=run.simulated,
-        finished=run.finished,
+        finished=not ended,
+        ended=ended,
         updates=updates,
         seconds=seconds,
         samples=samples,
@@ -277,12 +289,35 @@ def facts_of(run: RunRecord) -> Facts:
         staleness=tuple(sorted(staleness.items())),
         applied=applied,
         dropped=books.dropped,
-        cancelled=sum(one.cancelled for one in by_learner),
+        cancelled=sum(one.cancelled for one in learners),
         unused=books.unused,
-        by_learner=by_learner,
+        by_learner=learners,
         energy=_energy(run),
         problems=tuple(problems),
     )
+
+
+def _ended(run: RunRecord) -> str:
+    """How a run ended that has not done what its configuration says; nothing for one that has, or may have."""
+    if not run.finished:
+        return "so far"
+    train = run.config.get("train")
+    told = train if isinstance(train, Mapping) else {}
+    epochs, wanted = files.count(told.get("epochs")), files.share(told.get("stop_at"))
+    epoch = run.metrics[-1].epoch if run.metrics else None
+    if not epochs or epoch is None or epoch > epochs - 0.5:  # a simulated stream of samples has no exact end
+        return ""
+    if wanted and any(one.accuracy is not None and one.accuracy >= wanted for one in run.metrics):
+        return ""
+    return f"stopped after epoch {epoch:g} of {epochs}"
+
+
+def _never_applied(run: RunRecord, books: _Books) -> int | None:
+    """From the log alone: it does not say which samples were computed once more, nor those of a cancelled minibatch."""
+    cancelled = any(span.cancelled for leg in run.legs for span in leg.spans)
+    if not cancelled and not books.dropped:
+        return 0
+    return None if cancelled or run.config.get("cancelled") == "again" else books.samples_dropped
 
 
 def _strategy(run: RunRecord) -> str:
@@ -354,7 +389,7 @@ class _Books:
         held: dict[int, Pushed] = {}
         version = impossible = 0
         dropped: list[Pushed] = []
-        for event, applies, drops in leg.decisions:
+        for event, applies, drops, _ in leg.decisions:
             if type(event) is Pushed:
                 held[event.ticket] = event
             for tickets in applies:
@@ -369,7 +404,7 @@ class _Books:
                 impossible += len(tickets) - len(pushes)
                 version += 1
             dropped += [held.pop(ticket) for ticket in drops if ticket in held]
-        self.applies.append(sum(len(applies) for _, applies, _ in leg.decisions))
+        self.applies.append(sum(len(one.applies) for one in leg.decisions))
         self.dropped += len(dropped)
         self.samples_dropped += sum(push.samples for push in dropped)
         self.unused += len(held)
@@ -400,73 +435,6 @@ def _matched(spans: Sequence[Span], dropped: Sequence[Pushed]) -> frozenset[int]
     return frozenset(found)
 
 
-_SECONDS = {"send": "send_s", "wait": "wait_s", "apply": "apply_s", "evaluate": "evaluate_s"}
-
-
-def _by_learner(legs: Sequence[Leg], dropped: Sequence[frozenset[int]]) -> tuple[LearnerFacts, ...]:
-    seconds: defaultdict[int, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
-    finished: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)  # when it ended, how long it took
-    cancelled: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
-    begins = [min((span.start_s for span in leg.spans), default=0.0) for leg in legs]
-    lengths = [
-        max((span.end_s for span in leg.spans), default=0.0) - begin for leg, begin in zip(legs, begins, strict=True)
-    ]
-    before = 0.0
-    for leg, void, begin, length in zip(legs, dropped, begins, lengths, strict=True):
-        for at, (learner, what, start, end, _, stopped) in enumerate(leg.spans):
-            if what != "compute":
-                seconds[learner][_SECONDS[what]] += end - start
-                continue
-            seconds[learner]["thrown_away_s" if stopped or at in void else "compute_s"] += end - start
-            (cancelled if stopped else finished)[learner].append((before + end - begin, end - start))
-        before += length
-    return tuple(
-        _learner_facts(learner, seconds[learner], finished[learner], cancelled[learner], before)
-        for learner in sorted(seconds)
-    )
-
-
-def _learner_facts(
-    learner: int,
-    seconds: Mapping[str, float],
-    finished: Sequence[tuple[float, float]],
-    cancelled: Sequence[tuple[float, float]],
-    length: float,
-) -> LearnerFacts:
-    took = [time for _, time in finished]
-    parts: list[tuple[list[float], list[float]]] = [([], []) for _ in range(QUARTERS)]
-    for kind, times in enumerate((finished, cancelled)):
-        for end, time in times:
-            parts[_quarter(end, length)][kind].append(time)
-    return LearnerFacts(
-        learner=learner,
-        minibatches=len(took),
-        cancelled=len(cancelled),
-        compute_mean_s=fmean(took) if took else None,
-        compute_median_s=median(took) if took else None,
-        typical_s=_typical(took, [time for _, time in cancelled]),
-        quarters=tuple(_typical(whole, cut) for whole, cut in parts),
-        **seconds,
-    )
-
-
-def _quarter(end_s: float, length_s: float) -> int:
-    return min(QUARTERS - 1, int(QUARTERS * end_s / length_s)) if length_s > 0 else 0
-
-
-def _typical(finished: Sequence[float], cancelled: Sequence[float]) -> float | None:
-    """The median; with cancelled ones that of the product limit. None if none was let finish."""
-    if not finished:
-        return None
-    if not cancelled:
-        return median(finished)
-    curve = product_limit(finished, cancelled)
-    return next(
-        (float(time) for time, reached in zip(curve.times_s, curve.reached, strict=True) if reached >= 0.5),
-        float(curve.times_s[-1]),
-    )
-
-
 def _energy(run: RunRecord) -> EnergyFacts:
     if run.simulated:
         return EnergyFacts(why_not="the run was simulated")
@@ -480,7 +448,13 @@ def _energy(run: RunRecord) -> EnergyFacts:
     if missing:
         return EnergyFacts(seconds=seconds, why_not="; ".join(reasons) or "energy.json does not say why")
     if len(run.energy) < stretches:
-        return EnergyFacts(
-            seconds=seconds, why_not=f"it was measured in {len(run.energy)} of the run's {stretches} stretches"
-        )
-    return EnergyFacts(joules=sum(one.joules or 0.0 for one in run.energy), seconds=seconds)
+        few = f"it was measured in {len(run.energy)} of the run's {stretches} stretches"
+        return EnergyFacts(seconds=seconds, why_not="; ".join([few, *reasons]))
+    if len({frozenset(one.sources) for one in run.energy}) > 1:
+        reasons.append("some sources in some stretches of the run")
+    return EnergyFacts(
+        joules=sum(one.joules or 0.0 for one in run.energy),
+        seconds=seconds,
+        sources=tuple(sorted({source for one in run.energy for source in one.sources})),
+        why_not="; ".join(reasons),
+    )

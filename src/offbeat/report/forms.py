@@ -7,8 +7,8 @@ its exponent is read from its digits. A test in a browser compares the two over 
     number, text    12,345   0.1235   1.23e−7       at most 4 digits that count, whole numbers whole
     seconds         12.3 ms  4.5 s    2.1 min       3 digits that count
     joules          1.23 kJ
-    percent         12.3%    0.42%                  of a share: 0.123 is 12.3%
-    signed-percent  +12.3%   −4.0%
+    percent         12.3 %   0.42 %                 of a share: 0.123 is 12.3 %
+    signed-percent  +12.3 %  −4.0 %
     times           1.82×    12.3×    123×
     money           1,234    12.35    0.0123        in whatever currency the words say
 
@@ -97,7 +97,7 @@ def _size(size: float, form: Form, unit: Unit | None) -> str:
         unit = unit or (_unit(form, size) if size else UNITS[form][2])
         return f"{_significant(size / unit.size, 3)} {unit.name}"
     if form in ("percent", "signed-percent"):
-        return _percent(100 * min(size, MOST)) + "%"
+        return _percent(100 * min(size, MOST)) + " %"
     if form == "times":
         return (_fixed(size, 0 if size >= 100 else 1 if size >= 10 else 2) if size >= 0.1 else _number(size, 2)) + "×"
     if form == "money":

@@ -11,9 +11,11 @@ const report = (() => {
 
   const SVG = "http://www.w3.org/2000/svg";
   const LETTERS = 300; // of a name at most, wherever it is shown whole
+  const FEW = 30; // points of a line that are all marked
   const SERIES = 8; // colours and marks of series, after which they begin again
   const FONT = '12.5px system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, "Liberation Sans", sans-serif';
   const data = JSON.parse(document.getElementById("data").textContent);
+  const timelines = data.filter((chart) => chart.kind === "timeline");
   const drawn = new Map(); // figure -> how to draw it again
 
   // --- numbers as forms.py writes them ----------------------------------------------------------------------------
@@ -37,7 +39,7 @@ const report = (() => {
       const [, one, name] = size ? UNITS[form].find(([least]) => size >= least) : UNITS[form][2];
       return `${significant(size / one, 3)} ${name}`;
     }
-    if (form === "percent" || form === "signed-percent") return `${percent(100 * Math.min(size, MOST))}%`;
+    if (form === "percent" || form === "signed-percent") return `${percent(100 * Math.min(size, MOST))} %`;
     if (form === "times") return `${size >= 0.1 ? fixed(size, size >= 100 ? 0 : size >= 10 ? 1 : 2) : number(size, 2)}×`;
     if (form === "money") return size >= 1000 ? fixed(size, 0) : size >= 0.1 || !size ? fixed(size, 2) : number(size, 3);
     return number(size, 4);
@@ -146,9 +148,12 @@ const report = (() => {
 
   const tip = make("div", { class: "tip", role: "status", hidden: "" });
   document.body.append(tip);
+  let speaker = null; // the plot that said it
 
-  /* Beside the place (in the window), inside the window. Rows are {kind, name, value}; `kind` is a class of colour. */
-  function say(x, y, head, rows, more = "") {
+  /* Beside the place (in the window), inside the window. Only `plot` can take it back: a plot that loses the focus
+     to another must not hide what that one says. Rows are {kind, name, value}; `kind` is a class of colour. */
+  function say(plot, [x, y], head, rows, more = "") {
+    speaker = plot;
     tip.replaceChildren(make("div", { class: "head" }, cut(head)));
     for (const row of rows) {
       const node = make("div", { class: `row ${row.kind || ""}` });
@@ -163,10 +168,10 @@ const report = (() => {
     const top = Math.max(8, Math.min(y - box.height / 2, innerHeight - 8 - box.height));
     tip.style.transform = `translate(${Math.round(left)}px, ${Math.round(top)}px)`;
   }
-  const hush = () => { tip.hidden = true; };
-  addEventListener("scroll", hush, { passive: true });
+  const hush = (plot) => { if (plot === speaker) tip.hidden = true; };
+  addEventListener("scroll", () => hush(speaker), { passive: true });
   // A finger leaves when it is lifted: what it asked for stays until it touches something else.
-  addEventListener("pointerdown", (event) => { if (!event.target.closest(".plot")) hush(); });
+  addEventListener("pointerdown", (event) => { if (!event.target.closest(".plot")) hush(speaker); });
 
   const STEPS = { ArrowLeft: -1, ArrowUp: -1, ArrowRight: 1, ArrowDown: 1, Home: -Infinity, End: Infinity };
 
@@ -198,35 +203,35 @@ const report = (() => {
 
   // --- legends ----------------------------------------------------------------------------------------------------
 
-  /* A button for each entry {name, kind, swatch}: a click hides or shows it, a double click shows it alone.
-     `hidden` holds the names that are hidden; `resetAlso` says whether there is something else to take back. */
-  function legend(figure, entries, changed, resetAlso = { needed: () => false, act() {} }) {
-    const hidden = new Set();
+  /* A button for each entry {name, kind, swatch, wide, key}: a click hides or shows it, a double click shows it alone.
+     `hidden` holds the keys, or else the names, of those that are hidden; `resetAlso` says whether there is something else to take back. */
+  function legend(figure, entries, changed, resetAlso = { needed: () => false, act() {} }, hidden = new Set()) {
+    const keyOf = (entry) => entry.key ?? entry.name;
     const reset = button("reset", "show everything again", () => { hidden.clear(); resetAlso.act(); update(); });
     reset.classList.add("reset");
     const buttons = entries.map((entry) => {
       const alone = () => {
-        entries.forEach((other) => hidden.add(other.name));
-        hidden.delete(entry.name);
+        entries.forEach((other) => hidden.add(keyOf(other)));
+        hidden.delete(keyOf(entry));
         update();
       };
       const node = button("", `${cut(entry.name)}\nclick: hide or show, double click: show alone`, (event) => {
         if (event.shiftKey) return alone();
-        if (!hidden.delete(entry.name)) hidden.add(entry.name);
+        if (!hidden.delete(keyOf(entry))) hidden.add(keyOf(entry));
         return update();
       });
       node.classList.add("entry");
       node.addEventListener("dblclick", alone);
-      const swatch = shape("svg", { class: entry.kind, width: 22, height: 12, "aria-hidden": "true" });
+      const swatch = shape("svg", { class: entry.kind, width: entry.wide ?? 22, height: entry.wide ? 14 : 12, "aria-hidden": "true" });
       swatch.append(...entry.swatch);
       node.append(swatch, make("bdi", {}, cut(entry.name)));
       return node;
     });
     function show() {
-      buttons.forEach((node, index) => node.setAttribute("aria-pressed", String(!hidden.has(entries[index].name))));
+      buttons.forEach((node, index) => node.setAttribute("aria-pressed", String(!hidden.has(keyOf(entries[index])))));
       reset.hidden = !hidden.size && !resetAlso.needed();
     }
-    function update() { hush(); show(); changed(); }
+    function update() { hush(speaker); show(); changed(); }
     figure.querySelector(".legend").replaceChildren(...buttons, reset);
     show();
     return { hidden, show };
@@ -266,7 +271,7 @@ const report = (() => {
   /* Ticks {value, text} with one unit for all of them, the largest one that does not need many digits. */
   function axis(form, low, high, most, whole = false) {
     const size = Math.max(Math.abs(low), Math.abs(high));
-    const units = UNITS[form] ? [...UNITS[form]] : [[0, form.endsWith("percent") ? 0.01 : 1, form.endsWith("percent") ? "%" : form === "times" ? "×" : ""]];
+    const units = UNITS[form] ? [...UNITS[form]] : [[0, form.endsWith("percent") ? 0.01 : 1, form.endsWith("percent") ? " %" : form === "times" ? "×" : ""]];
     while (units.length > 1 && size < units[0][0]) units.shift();
     const digitsOf = ([, one]) => Math.max(0, -Math.floor(Math.log10(steps(low / one, high / one, most, whole).step) + 1e-9));
     while (units.length > 1 && digitsOf(units[0]) > 2) units.shift();
@@ -428,8 +433,8 @@ const report = (() => {
       if (one.style !== "dots") {
         node.append(shape("path", { class: `curve ${one.style}${many}`, d: kept.map((n, i) => `${i ? "L" : "M"}${at(x(one.x[n]))} ${at(y(one.y[n]))}`).join("") }));
       }
-      // On a line a mark now and then, each group's elsewhere, is enough to tell it from the others.
-      const every = one.style === "dots" || kept.length === 1 ? 0 : Math.max(60, (right - left) / 7);
+      // Few points are all marked. On a longer line a mark now and then, each group's elsewhere, is enough to tell it from the others.
+      const every = one.style === "dots" || one.x.length <= FEW ? 0 : Math.max(60, (right - left) / 7);
       let next = every ? left + ((group.number % 4) * every) / 4 : -Infinity;
       let marks = "";
       for (const n of kept) {
@@ -474,13 +479,13 @@ const report = (() => {
         return { kind: group.kind, name: one.name, value: write(one.y[n], chart.yForm) + where };
       });
       const more = close.length > rows.length ? `and ${close.length - rows.length} more` : "";
-      const [px, py] = outside(plot, x(place), pointer === null ? (top + bottom) / 2 : pointer);
-      say(px, py, `${chart.xLabel ? `${chart.xLabel}: ` : ""}${write(place, chart.xForm)}`, rows, more);
+      const spot = outside(plot, x(place), pointer === null ? (top + bottom) / 2 : pointer);
+      say(plot, spot, `${chart.xLabel ? `${chart.xLabel}: ` : ""}${write(place, chart.xForm)}`, rows, more);
       return place;
     }
 
     function leave() {
-      hush();
+      hush(plot);
       if (geometry) geometry.cross.replaceChildren();
       return null;
     }
@@ -514,7 +519,7 @@ const report = (() => {
       const now = bounded(place(event)[0]);
       if (Math.abs(now - dragged) < 5) return;
       const { top, bottom, cross } = geometry;
-      hush();
+      hush(plot);
       cross.replaceChildren(shape("rect", { class: "chosen", x: at(Math.min(now, dragged)), y: top, width: at(Math.abs(now - dragged)), height: bottom - top }));
     });
     plot.addEventListener("pointerup", (event) => {
@@ -542,11 +547,20 @@ const report = (() => {
     return `url(#${id})`;
   }
 
+  /* A part of the time has its own colour wherever it stands; what is beside it has colours that no part has. */
+  function colourParts(groups) {
+    const isPart = ({ name }) => NAMES.includes(name.toLowerCase());
+    if (!groups.some(isPart)) return;
+    let others = 0;
+    for (const group of groups) group.kind = isPart(group) ? partOf(group.name) : `c${SPARE[others++ % SPARE.length]}`;
+  }
+
   function barChart(figure, chart) {
     const count = chart.categories.length;
     if (!count || !chart.series.some((one) => one.values.some((value) => value !== null))) return empty(figure);
     const plot = figure.querySelector(".plot");
     const groups = groupsOf(chart.series);
+    colourParts([...groups.values()]);
     let geometry = null;
     let chosen = -1;
     const whole = chart.yForm === "number" && chart.series.every((one) => one.values.every((value) => value === null || Number.isInteger(value)));
@@ -628,10 +642,10 @@ const report = (() => {
       const rows = chart.series.filter((one) => !key.hidden.has(one.group))
         .map((one) => ({ kind: groups.get(one.group).kind, name: one.name, value: write(one.values[chosen] ?? null, chart.yForm) }));
       const more = rows.length > 14 ? `and ${rows.length - 14} more` : "";
-      const [px, py] = outside(plot, middle(chosen), pointer === null ? (top + bottom) / 2 : pointer);
-      say(px, py, `${chart.xLabel ? `${chart.xLabel}: ` : ""}${cut(chart.categories[chosen], 120)}`, rows.slice(0, 14), more);
+      const spot = outside(plot, middle(chosen), pointer === null ? (top + bottom) / 2 : pointer);
+      say(plot, spot, `${chart.xLabel ? `${chart.xLabel}: ` : ""}${cut(chart.categories[chosen], 120)}`, rows.slice(0, 14), more);
     }
-    function leave() { hush(); geometry.cross.setAttribute("hidden", ""); }
+    function leave() { hush(plot); geometry.cross.setAttribute("hidden", ""); }
     interact(plot, {
       move(px, py) {
         const category = Math.floor((px - geometry.left) / geometry.band);
@@ -648,6 +662,8 @@ const report = (() => {
   // --- shares -----------------------------------------------------------------------------------------------------
 
   const PARTS = ["computing", "thrown", "sending", "waiting", "updating", "evaluating", "other"];
+  const NAMES = PARTS.map((part) => (part === "thrown" ? "thrown away" : part)).filter((part) => part !== "other");
+  const SPARE = [6, 7, 5]; // colours of series that no part has
   const partOf = (name) => PARTS.find((part) => name.toLowerCase().startsWith(part.slice(0, 4))) || (/^appl/i.test(name) ? "updating" : "other");
 
   function shareChart(figure, chart) {
@@ -670,7 +686,7 @@ const report = (() => {
       const [each, bar] = narrow ? [52, 24] : [36, 26];
       const height = chart.rows.length * each + 30;
       const { svg } = canvasOfSvg(plot, height);
-      const right = wide - 22; // half of "100%"
+      const right = wide - 24; // half of "100 %"
       const bottom = height - 26;
       const x = scale(0, 1, left, right);
       for (const tick of axis("percent", 0, 1, narrow ? 4 : 10)) {
@@ -708,15 +724,15 @@ const report = (() => {
       const rows = chart.parts.map((name, part) => ({ kind: partOf(name), name, value: write(chart.values[chosen]?.[part] ?? null, "percent") }))
         .filter((one) => !key.hidden.has(one.name));
       const place = outside(plot, px ?? geometry.wide / 2, (chosen + 0.5) * geometry.each);
-      say(...place, chart.rows[chosen], rows);
+      say(plot, place, chart.rows[chosen], rows);
     }
     interact(plot, {
       move(px, py) {
         const row = Math.floor(py / geometry.each);
         if (row >= 0 && row < chart.rows.length) tell(row, px);
-        else hush();
+        else hush(plot);
       },
-      leave: hush,
+      leave: () => hush(plot),
       step: (direction) => tell(chosen + direction),
     });
     draw();
@@ -821,5 +837,5 @@ const report = (() => {
   }
 
   // What timeline.js builds on.
-  return { axis, button, colourOf, cut, empty, exponent, fit, fixed, hush, isDark, kinds, make, outside, partOf, say, search, shape, start, write, FONT, PARTS };
+  return { axis, button, colourOf, cut, empty, exponent, fit, fixed, hush, isDark, kinds, legend, make, outside, partOf, say, search, shape, start, timelines, write, FONT, PARTS };
 })();

@@ -22,6 +22,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from offbeat.report.model import (
     BarChart,
     Cell,
     Column,
+    Form,
     Item,
     LineChart,
     Page,
@@ -48,9 +50,14 @@ Data = dict[str, Any]  # what page.js reads; JSON has no better type
 DARK = "/* dark */"  # what follows it in page.css is a style of its own, which the reader's choice turns on and off
 LARGE = 1e100  # numbers beyond this are drawn as this, so that differences of them stay finite
 DIGITS = 9  # of a point of a line, more than any screen shows
-WORDS = 300  # letters of a title attribute at most
+WORDS = 300  # letters of a title attribute at most, and of a text that is shown whole; a longer one opens at a tap
+WORDY, WORDIER = 24, 60  # a cell with more letters gets more room
 SHOWN_PROBLEMS = 8  # the others are folded away
 TALL = 24  # a table with more rows scrolls by itself
+PAPER = 660.0  # pixels of a table on paper; A4 has 688 between the margins of page.css
+LETTER, PADDING = 6.4, 13.0  # pixels on paper of a letter, generously, and of a cell around its letters
+NARROW, NARROWER = 24, 12  # letters of a column of words on paper, and of one that saves a table from being divided
+WORD = 20  # letters of a word that is not broken on paper
 TYPES = ("u1", "i1", "u2", "i2", "u4", "i4", "f8")  # of a column of bars, the smallest first; all little-endian
 
 _NO_SCRIPT = "The charts of this page need JavaScript, which is off here. The words and the tables are all there."
@@ -87,7 +94,7 @@ def render(page: Page) -> str:
 <body>
 <header class="top" id="top">
 <div class="heading">
-<h1><bdi>{_text(page.title)}</bdi></h1>
+<h1>{_words(page.title)}</h1>
 {_paragraph(page.subtitle, "subtitle")}</div>
 <div class="buttons" id="buttons"></div>
 </header>
@@ -128,6 +135,12 @@ def _text(words: str) -> str:
     return html.escape(re.sub(r"[\r\n\t]+", " ", words))
 
 
+def _words(words: str) -> str:
+    """The text, all of it; a very long one shows its first lines until it is tapped, or printed."""
+    text = f"<bdi>{_text(words)}</bdi>"
+    return text if len(words) <= WORDS else f'<details class="long"><summary>{text}</summary></details>'
+
+
 def _title(words: str) -> str:
     """An attribute that shows words at the pointer, cut; nothing where there are none."""
     return f' title="{_text(_cut(words))}"' if words else ""
@@ -138,8 +151,13 @@ def _cut(words: str) -> str:
 
 
 def _paragraph(words: str, kind: str = "") -> str:
-    named = f' class="{kind}"' if kind else ""
-    return f"<p{named}><bdi>{_text(words)}</bdi></p>\n" if words else ""
+    """With a kind, a very long one can be opened; a `p` holds nothing that can be."""
+    if not words:
+        return ""
+    if not kind:
+        return f"<p><bdi>{_text(words)}</bdi></p>\n"
+    tag = "p" if len(words) <= WORDS else "div"
+    return f'<{tag} class="{kind}">{_words(words)}</{tag}>\n'
 
 
 def _contents(page: Page, anchors: Sequence[str]) -> str:
@@ -147,7 +165,7 @@ def _contents(page: Page, anchors: Sequence[str]) -> str:
         return ""
     places = [("summary", "Summary")] if page.summary else []
     places += [(anchor, section.title) for anchor, section in zip(anchors, page.sections, strict=True)]
-    links = "".join(f'<li><a href="#{name}"{_title(t)}><bdi>{_text(t)}</bdi></a></li>\n' for name, t in places)
+    links = "".join(f'<li><a href="#{name}"><bdi>{_text(_cut(t))}</bdi></a></li>\n' for name, t in places)
     return (
         '<nav class="contents" aria-label="Contents"><details open>\n'
         f"<summary>Contents</summary>\n<ol>\n{links}</ol>\n</details></nav>\n"
@@ -164,7 +182,7 @@ def _summary(page: Page) -> str:
 def _problems(problems: Sequence[str]) -> str:
     if not problems:
         return ""
-    rows = [f"<li><bdi>{_text(words)}</bdi></li>\n" for words in problems]
+    rows = [f"<li>{_words(words)}</li>\n" for words in problems]
     shown, folded = rows[:SHOWN_PROBLEMS], rows[SHOWN_PROBLEMS:]
     rest = f"<details><summary>{len(folded)} more</summary><ul>\n{''.join(folded)}</ul></details>\n" if folded else ""
     return (
@@ -177,7 +195,7 @@ def _section(section: Section, anchor: str, names: _Names, charts: list[Data]) -
     items = "".join(_item(item, names, charts) for item in section.items)
     return (
         f'<section id="{anchor}" aria-labelledby="{anchor}-title">\n'
-        f'<h2 id="{anchor}-title"><bdi>{_text(section.title)}</bdi></h2>\n'
+        f'<h2 id="{anchor}-title">{_words(section.title)}</h2>\n'
         f"{''.join(map(_paragraph, section.words))}{items}</section>\n"
     )
 
@@ -190,7 +208,7 @@ def _item(item: Item, names: _Names, charts: list[Data]) -> str:
     about = ". ".join(words.rstrip(". ") for words in (item.title, item.note) if words)
     return (
         f'<figure class="chart {kind}" id="{names.take("chart", item.key)}" data-chart="{len(charts) - 1}">\n'
-        f'<figcaption><h3><bdi>{_text(item.title)}</bdi></h3></figcaption>\n<div class="legend"></div>\n'
+        f'<figcaption><h3>{_words(item.title)}</h3></figcaption>\n<div class="legend"></div>\n'
         f'<div class="plot" role="img" tabindex="0" aria-label="{_text(_cut(about))}"></div>\n'
         f"{_paragraph(item.note, 'note')}</figure>\n"
     )
@@ -200,27 +218,29 @@ def _item(item: Item, names: _Names, charts: list[Data]) -> str:
 
 
 def _table(table: Table, names: _Names) -> str:
-    """As many cells in each row as there are columns: what is missing is a dash."""
-    columns = table.columns
+    """As many cells in each row as there are columns: what is missing is a dash.
+
+    A table that is too wide for paper is there twice: to be scrolled, and in blocks that are seen on paper only.
+    """
+    columns = [column._replace(name=_plain(column.name, column.form)) for column in table.columns]
     rows = [tuple(row[: len(columns)]) + (None,) * (len(columns) - len(row)) for row in table.rows]
     written = [_column(column, [row[at] for row in rows]) for at, column in enumerate(columns)]
-    body = "".join(
-        "<tr>"
-        + "".join(_cell(columns[at], written[at][number], first=at == 0) for at in range(len(columns)))
-        + "</tr>\n"
-        for number in range(len(rows))
-    )
-    if not rows:
-        body = f'<tr><td class="none" colspan="{max(len(columns), 1)}">nothing to show</td></tr>\n'
-    heads = "".join(_head(column) for column in columns)
+    blocks = _blocks(columns, written)
+    parts = [_grid(columns, written, block, table.title if n == 0 else "") for n, block in enumerate(blocks)]
+    whole = _grid(columns, written, range(len(columns)), table.title)
     tall = " tall" if len(rows) > TALL else ""
+    wide = " wide" if len(blocks) > 1 else ""
+    paper = f'<div class="paper">\n{"".join(parts)}</div>\n' if wide else ""
     return (
         f'<div class="table" id="{names.take("table", table.key)}">\n'
-        f'<div class="scroll{tall}" tabindex="0" role="region"{_label(table.title)}>\n<table>\n'
-        f"<caption><bdi>{_text(table.title)}</bdi></caption>\n"
-        f"<thead><tr>{heads}</tr></thead>\n<tbody>\n{body}</tbody>\n</table>\n</div>\n"
-        f"{_paragraph(table.note, 'note')}{_help(columns)}</div>\n"
+        f'<div class="scroll{tall}{wide}" tabindex="0" role="region"{_label(table.title)}>\n{whole}</div>\n'
+        f"{paper}{_paragraph(table.note, 'note')}{_help(columns)}</div>\n"
     )
+
+
+def _plain(name: str, form: Form) -> str:
+    """The name without its "(s)", which a CSV file needs, where each number is written with a unit of its own."""
+    return name.removesuffix(" (s)") if form == "seconds" else name
 
 
 def _column(column: Column, cells: Sequence[Cell]) -> list[str]:
@@ -228,31 +248,77 @@ def _column(column: Column, cells: Sequence[Cell]) -> list[str]:
     return [write(cell, column.form, unit) for cell in cells]
 
 
+def _grid(columns: Sequence[Column], written: Sequence[Sequence[str]], shown: Sequence[int], title: str) -> str:
+    """A table of the columns that are shown, the first of them as the names of the rows."""
+    count = len(written[0]) if written else 0
+    body = "".join(
+        "<tr>" + "".join(_cell(columns[at], written[at][number], first=at == 0) for at in shown) + "</tr>\n"
+        for number in range(count)
+    )
+    if not count:
+        body = f'<tr><td class="none" colspan="{max(len(shown), 1)}">nothing to show</td></tr>\n'
+    caption = f"<caption>{_words(title)}</caption>\n" if title else ""
+    heads = "".join(_head(columns[at]) for at in shown)
+    return f"<table>\n{caption}<thead><tr>{heads}</tr></thead>\n<tbody>\n{body}</tbody>\n</table>\n"
+
+
+def _blocks(columns: Sequence[Column], written: Sequence[Sequence[str]]) -> list[list[int]]:
+    """The columns in blocks that fit on paper. Each begins with the columns that tell rows apart: mostly one."""
+    if sum(map(_width, columns, written, repeat(NARROWER))) <= PAPER:
+        return [list(range(len(columns)))]
+    widths = list(map(_width, columns, written, repeat(NARROW)))
+    rows = list(zip(*written, strict=True))
+    names = next((n for n in range(1, min(4, len(columns))) if len({row[:n] for row in rows}) == len(rows)), 1)
+    first = list(range(names)) if sum(widths[:names]) <= PAPER / 2 else [0]
+    blocks = [list(first)]
+    for at in range(len(first), len(columns)):
+        if len(blocks[-1]) > len(first) and sum(widths[one] for one in [*blocks[-1], at]) > PAPER:
+            blocks.append(list(first))
+        blocks[-1].append(at)
+    return blocks
+
+
+def _width(column: Column, cells: Sequence[str], most: int) -> float:
+    """Pixels on paper that the column needs so that no number and no word of it is broken; its name may take three
+    lines, and words are at most so many letters wide.
+    """
+    if column.form != "text":
+        most = NARROW
+    longest = max((len(cell) for cell in cells), default=0)
+    words = (len(word) for text in (column.name, *cells) for word in text.split() if len(word) <= WORD)
+    letters = max(min(-(-len(column.name) // 3), WORD), *words, min(longest, most), 1)
+    return LETTER * letters + PADDING
+
+
 def _label(words: str) -> str:
     return f' aria-label="{_text(_cut(words))}"' if words else ""
 
 
-def _side(column: Column) -> str:
-    return "" if column.form == "text" else ' class="number"'
+def _class(column: Column, words: str, *, head: bool = False) -> str:
+    """Numbers stand right. Words with one that no paper holds are broken anywhere; many words get more room."""
+    kinds = ["number"] if column.form != "text" and (head or len(words) <= NARROW) else []
+    kinds += ["broken"] if any(len(word) > WORD for word in words.split()) else []
+    if not head:
+        kinds += ["wordier"] if len(words) > WORDIER else ["wordy"] if len(words) > WORDY else []
+    return f' class="{" ".join(kinds)}"' if kinds else ""
 
 
 def _head(column: Column) -> str:
-    words = f"<bdi>{_text(column.name)}</bdi>"
-    inner = f"<abbr{_title(column.help)}>{words}</abbr>" if column.help else words
-    return f'<th scope="col"{_side(column)}>{inner}</th>'
+    words = _words(column.name)
+    inner = f"<abbr{_title(column.help)}>{words}</abbr>" if column.help and len(column.name) <= WORDS else words
+    return f'<th scope="col"{_class(column, column.name, head=True)}>{inner}</th>'
 
 
 def _cell(column: Column, words: str, *, first: bool) -> str:
     tag, scope = ("th", ' scope="row"') if first else ("td", "")
-    full = _title(words) if len(words) > 40 and column.form == "text" else ""  # what may be cut by the layout
-    return f"<{tag}{scope}{_side(column)}{full}><bdi>{_text(words)}</bdi></{tag}>"
+    return f"<{tag}{scope}{_class(column, words)}>{_words(words)}</{tag}>"
 
 
 def _help(columns: Sequence[Column]) -> str:
     helped = [column for column in columns if column.help]
     if not helped:
         return ""
-    words = "".join(f"<dt><bdi>{_text(c.name)}</bdi></dt><dd><bdi>{_text(c.help)}</bdi></dd>\n" for c in helped)
+    words = "".join(f"<dt>{_words(c.name)}</dt><dd>{_words(c.help)}</dd>\n" for c in helped)
     return f'<details class="help"><summary>What the columns mean</summary>\n<dl>\n{words}</dl></details>\n'
 
 
@@ -262,8 +328,8 @@ def _help(columns: Sequence[Column]) -> str:
 def _line(chart: LineChart) -> Data:
     """Points that are not finite are left out; see the model's law."""
     return {
-        "xLabel": chart.x_label,
-        "yLabel": chart.y_label,
+        "xLabel": _plain(chart.x_label, chart.x_form),
+        "yLabel": _plain(chart.y_label, chart.y_form),
         "xForm": chart.x_form,
         "yForm": chart.y_form,
         "log": chart.y_log,
@@ -285,7 +351,7 @@ def _line(chart: LineChart) -> Data:
 def _bar(chart: BarChart) -> Data:
     return {
         "xLabel": chart.x_label,
-        "yLabel": chart.y_label,
+        "yLabel": _plain(chart.y_label, chart.y_form),
         "yForm": chart.y_form,
         "categories": list(chart.categories),
         "series": [

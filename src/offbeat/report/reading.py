@@ -38,6 +38,7 @@ class Decision(NamedTuple):
     event: Event
     applies: tuple[tuple[int, ...], ...] = ()  # tickets of each update
     drops: tuple[int, ...] = ()
+    minibatches: int = 0  # of a push, where the log says of which stretches of the data it is
 
 
 class Evaluation(NamedTuple):
@@ -66,11 +67,12 @@ class Leg:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Energy:
-    """What one leg took; joules are None where nothing could measure them, and `reasons` say why."""
+    """What one leg took; joules are None where nothing could measure them. `reasons` say what is not in them."""
 
     leg: int
     seconds: float | None
     joules: float | None
+    sources: tuple[str, ...] = ()
     reasons: tuple[str, ...] = ()
 
 
@@ -119,7 +121,7 @@ def read_run(path: Path) -> RunRecord:
     legs = _legs(path, entries, say)
     machine = _object(path, "machine.json", entries, say, needed=False)
     energy = _energies(path, entries, say)
-    finished = all(leg.finished for leg in legs)
+    finished = not legs or legs[-1].finished  # an earlier stretch that broke off was gone on with
     if not finished:
         say("the run is unfinished: it is still running, or was stopped from outside")
     return RunRecord(
@@ -212,10 +214,17 @@ def _energies(path: Path, entries: Sequence[str], say: Callable[[str], None]) ->
                     leg=int(matched[1] or 1),
                     seconds=files.from_zero(data.get("seconds")),
                     joules=joules,
+                    sources=_sources(data.get("sources")),
                     reasons=tuple(told),
                 )
             )
     return tuple(sorted(found, key=lambda one: one.leg))
+
+
+def _sources(given: Any) -> tuple[str, ...]:
+    """The names of counters."""
+    told = [files.text(one.get("name")) for one in given if isinstance(one, dict)] if isinstance(given, list) else []
+    return tuple(filter(None, told))
 
 
 # --- logs ---------------------------------------------------------------------------------------------------------
@@ -347,7 +356,8 @@ def _decision(record: Mapping[str, Any]) -> Decision | None:
                 drops = (*drops, command.ticket)
     except (RequestError, AssertionError, AttributeError, OverflowError):
         return None
-    return Decision(event, applies, drops)
+    batch = record.get("batch")
+    return Decision(event, applies, drops, len(batch) if isinstance(batch, list) else 0)
 
 
 # --- all that was asked for ---------------------------------------------------------------------------------------

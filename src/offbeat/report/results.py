@@ -82,6 +82,7 @@ class Result:
     machine: Mapping[str, Any] = field(default_factory=dict)
     rows: tuple[Mapping[str, Any], ...] = ()
     curves: tuple[Curve, ...] = ()
+    ranking: tuple[str, ...] = ()  # the benchmark's own verdict, a sentence each; nothing in old files
     notes: tuple[str, ...] = ()
     definitions: Mapping[str, str] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
@@ -121,6 +122,7 @@ def read_result(path: Path) -> Result:
         machine=_object(data.get("machine")),
         rows=_rows(name, kind, data.get("rows"), problems),
         curves=_curves(name, data.get("curves"), problems),
+        ranking=tuple(one for one in _list(data.get("ranking")) if isinstance(one, str) and one.strip(". ")),
         notes=tuple(one for one in _list(data.get("notes")) if isinstance(one, str)),
         definitions={
             key: value for key, value in _object(data.get("definitions")).items() if isinstance(value, str)

@@ -6,7 +6,7 @@
 (() => {
   "use strict";
 
-  const { axis, button, colourOf, cut, empty, exponent, fit, fixed, hush, isDark, kinds, make, outside, partOf, say, search, shape, start, write, FONT, PARTS } = report;
+  const { axis, button, colourOf, cut, empty, exponent, fit, fixed, hush, isDark, kinds, legend, make, outside, partOf, say, search, shape, start, timelines, write, FONT, PARTS } = report;
   const VERSIONS = 7; // colours of versions; 2, 4, 8 or 16 learners that take turns do not meet the same one again
   const THIN = 2.5; // pixels of a bar, in the mean; if less, shares are drawn
   const FIRST = 40; // bars of computing that are seen at first, where there is room to read their versions
@@ -71,6 +71,22 @@
     return shares;
   }
 
+  const unpacked = new Map(); // chart -> its rows
+  function rowsOnce(chart) {
+    if (!unpacked.has(chart)) unpacked.set(chart, rowsOf(chart));
+    return unpacked.get(chart);
+  }
+
+  /* When the median learner has ended its first few bars of computing. */
+  function firstOf(rows, few) {
+    const ends = rows.filter((row) => row.count).map((row) => {
+      let [n, seen] = [0, 0];
+      for (; n < row.count && seen < few; n += 1) if (row.part[n] < 2) seen += 1;
+      return row.end[n - 1];
+    }).sort((a, b) => a - b);
+    return ends.length ? ends[ends.length >> 1] : 0;
+  }
+
   function canvas(holder, wide, high) {
     const ratio = devicePixelRatio || 1;
     fill(holder, wide, high, ratio);
@@ -105,7 +121,7 @@
   }
 
   function timeline(figure, chart) {
-    const rows = rowsOf(chart);
+    const rows = rowsOnce(chart);
     const total = rows.reduce((most, row) => (row.count ? Math.max(most, row.end[row.count - 1]) : most), 0);
     if (!(total > 0)) return empty(figure);
     const plot = figure.querySelector(".plot");
@@ -119,31 +135,30 @@
     let [left, wide] = [0, 0]; // where bars begin, and how wide they all are
     let waiting = false; // for a frame
     let chosen = -1; // the row of the keys
+    let longest = total; // that can be seen: more than there is where another run began slower
+    const hidden = new Set(); // parts
     overview.append(small, box);
     plot.replaceChildren(main, overview);
 
     // --- what is seen ---------------------------------------------------------------------------------------------
 
     function see(a, b) {
-      const span = Math.max(least, Math.min(total, b - a));
+      const span = Math.max(least, Math.min(longest, b - a));
       from = Math.max(0, Math.min(total - span, a + (b - a - span) / 2));
       to = from + span;
-      hush();
+      hush(plot);
       if (!waiting) { waiting = true; requestAnimationFrame(() => { waiting = false; draw(); }); }
     }
     const zoom = (factor, place = (from + to) / 2) => see(place - (place - from) * factor, place + (to - place) * factor);
     const pan = (part) => see(from + (to - from) * part, to + (to - from) * part);
     const timeAt = (px) => from + ((px - left) / wide) * (to - from);
 
-    /* So far that the median learner has begun its first few bars of computing. */
+    /* So far that some tens of minibatches are seen, and in all timelines equally far, so that runs compare by eye. */
     function seeFirst() {
       const few = Math.max(6, Math.min(FIRST, Math.round(plot.clientWidth / 34)));
-      const ends = rows.filter((row) => row.count).map((row) => {
-        let [n, seen] = [0, 0];
-        for (; n < row.count && seen < few; n += 1) if (row.part[n] < 2) seen += 1;
-        return row.end[n - 1];
-      }).sort((a, b) => a - b);
-      see(0, ends[ends.length >> 1]);
+      const far = Math.max(...timelines.map((one) => firstOf(rowsOnce(one), few)));
+      longest = Math.max(total, far);
+      see(0, far);
     }
 
     // --- drawing --------------------------------------------------------------------------------------------------
@@ -151,8 +166,8 @@
     function measure() {
       const ruler = main.getContext("2d");
       ruler.font = FONT;
-      const longest = Math.max(...chart.learners.map((name) => ruler.measureText(cut(name, 60)).width));
-      left = Math.ceil(Math.min(longest + 12, plot.clientWidth * 0.28, 180));
+      const widest = Math.max(...chart.learners.map((name) => ruler.measureText(cut(name, 60)).width));
+      left = Math.ceil(Math.min(widest + 12, plot.clientWidth * 0.28, 180));
       wide = Math.max(80, plot.clientWidth - left - 2);
     }
 
@@ -189,7 +204,7 @@
       drawOverview();
       if (figure.dataset.mode !== (shares ? "shares" : "bars")) {
         figure.dataset.mode = shares ? "shares" : "bars";
-        figure.querySelector(".legend").replaceChildren(...keysOf(rows, shares));
+        legend(figure, keysOf(rows, shares), draw, undefined, hidden);
       }
       const digits = Math.max(0, 2 - exponent(to - from));
       said.textContent = `${clock(from, digits)} to ${clock(to, digits)} of ${clock(total, digits)}${shares ? "; shares of each moment, zoom in to see versions" : ""}`;
@@ -206,6 +221,7 @@
         const b = left + (Math.min(row.end[n], to) - from) * per;
         if (b <= left) continue;
         const part = PARTS[row.part[n]];
+        if (hidden.has(part)) continue;
         const gap = b - a > 3 ? 1 : 0; // so that bars of one colour can be counted
         if (part === "waiting") {
           context.fillStyle = colours.axis;
@@ -244,7 +260,7 @@
       const base = new Float32Array(columns);
       for (const name of [...STACK, "waiting"]) {
         const share = shares[PARTS.indexOf(name)];
-        if (!share) continue;
+        if (!share || hidden.has(name)) continue;
         context.fillStyle = colours.parts[PARTS.indexOf(name)];
         for (let column = 0; column < columns; column += 1) {
           if (share[column] < 0.004) continue;
@@ -258,7 +274,7 @@
     function drawOverview() {
       const tall = Math.max(3, Math.min(10, Math.floor(64 / rows.length)));
       const [px, py] = [Math.max(1, Math.floor(wide)), Math.min(120, tall * rows.length)];
-      const now = `${px} ${devicePixelRatio} ${colourOf("card")}`;
+      const now = `${px} ${devicePixelRatio} ${colourOf("card")} ${[...hidden]}`;
       overview.style.marginLeft = `${(100 * left) / (left + wide + 2)}%`; // parts, since paper has another width
       overview.style.width = `${(100 * px) / (left + wide + 2)}%`;
       if (now !== overviewOf) {
@@ -279,25 +295,25 @@
     function tell(px, py) {
       const index = Math.floor(py / each);
       const row = rows[index];
-      if (!row || px < left || px > left + wide) return hush();
+      if (!row || px < left || px > left + wide) return hush(plot);
       const name = chart.learners[index] ?? "";
       const place = outside(plot, px, py);
       const [first, last] = [Math.max(0, search(row.start, from) - 1), search(row.start, to)];
       if ((last - first) * THIN > wide) {
         const time = from + (Math.floor(px - left) / wide) * (to - from);
         const shares = sharesOf(row, time, time + (to - from) / wide, 1);
-        const lines = PARTS.flatMap((part, n) => (shares[n] ? [{ kind: part, name: part === "thrown" ? "thrown away" : part, value: write(Math.max(0, shares[n][0]), "percent") }] : []));
-        return say(...place, `${cut(name, 120)} at ${write(time, "seconds")}`, lines);
+        const lines = PARTS.flatMap((part, n) => (shares[n] && !hidden.has(part) ? [{ kind: part, name: part === "thrown" ? "thrown away" : part, value: write(Math.max(0, shares[n][0]), "percent") }] : []));
+        return say(plot, place, `${cut(name, 120)} at ${write(time, "seconds")}`, lines);
       }
       const time = timeAt(px);
       const n = search(row.start, time) - 1;
-      if (n < 0 || row.end[n] < time) return hush();
+      if (n < 0 || row.end[n] < time || hidden.has(PARTS[row.part[n]])) return hush(plot);
       const took = row.end[n] - row.start[n];
       const digits = Math.max(0, 2 - exponent(took || 1));
       const lines = [{ name: "from", value: clock(row.start[n], digits) }, { name: "to", value: clock(row.end[n], digits) }, { name: "took", value: write(took, "seconds") }];
       if (row.version[n] >= 0) lines.unshift({ name: "version", value: write(row.version[n], "number") });
       if (row.thrown[n]) lines.push({ name: "cancelled", value: "thrown away" });
-      return say(...place, `${cut(name, 120)}: ${cut(chart.whats[row.what[n]] ?? "", 60)}`, lines);
+      return say(plot, place, `${cut(name, 120)}: ${cut(chart.whats[row.what[n]] ?? "", 60)}`, lines);
     }
 
     // --- pointer, wheel and keys ----------------------------------------------------------------------------------
@@ -325,8 +341,8 @@
       if (event.pointerType === "touch") tell(local(event), event.clientY - plot.getBoundingClientRect().top);
     });
     main.addEventListener("pointercancel", release);
-    main.addEventListener("pointerleave", (event) => { if (event.pointerType !== "touch") hush(); });
-    plot.addEventListener("blur", hush);
+    main.addEventListener("pointerleave", (event) => { if (event.pointerType !== "touch") hush(plot); });
+    plot.addEventListener("blur", () => hush(plot));
     plot.addEventListener("wheel", (event) => {
       if (event.ctrlKey || event.metaKey) zoom(Math.exp(Math.max(-100, Math.min(100, event.deltaY)) / 200), timeAt(local(event)));
       else if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) pan(event.deltaX / wide);
@@ -347,7 +363,7 @@
     };
     const KEYS = {
       ArrowLeft: () => pan(-0.2), ArrowRight: () => pan(0.2), ArrowUp: () => pick(-1), ArrowDown: () => pick(1), Home: seeFirst,
-      End: () => see(total - (to - from), total), "+": () => zoom(0.5), "=": () => zoom(0.5), "-": () => zoom(2), 0: () => see(0, total), Escape: hush,
+      End: () => see(total - (to - from), total), "+": () => zoom(0.5), "=": () => zoom(0.5), "-": () => zoom(2), 0: () => see(0, total), Escape: () => hush(plot),
     };
     plot.addEventListener("keydown", (event) => {
       if (event.ctrlKey || event.altKey || event.metaKey || !(event.key in KEYS)) return;
@@ -368,19 +384,13 @@
     return draw;
   }
 
-  /* What the bars mean, or the colours of shares, of those that there are. */
+  /* Entries of the legend: what the bars mean, or the colours of shares, of those that there are. */
   function keysOf(rows, shares) {
     const there = new Set(rows.flatMap((row) => row.spent.flatMap((sums, part) => (sums ? [PARTS[part]] : []))));
-    const entry = (words, kind, wide, ...nodes) => {
-      const swatch = shape("svg", { class: kind, width: wide, height: 14, "aria-hidden": "true" });
-      swatch.append(...nodes);
-      const node = make("span", { class: "key" });
-      node.append(swatch, make("bdi", {}, words));
-      return node;
-    };
+    const entry = (name, kind, wide, ...swatch) => ({ name, kind, wide, swatch });
     if (shares) {
       const plain = () => shape("rect", { class: "column", x: 4, y: 0, width: 14, height: 14, rx: 2 });
-      return PARTS.filter((part) => there.has(part)).map((part) => entry(part === "thrown" ? "thrown away" : part, part, 22, plain()));
+      return PARTS.filter((part) => there.has(part)).map((part) => ({ ...entry(part === "thrown" ? "thrown away" : part, part, 22, plain()), key: part }));
     }
     const versions = Array.from({ length: 5 }, (_, n) => {
       const node = shape("rect", { x: 9 * n, y: 0, width: 8, height: 14 });
@@ -402,7 +412,7 @@
       evaluating: () => entry("evaluating", "", 22, shape("rect", { class: "cross", x: 1.5, y: 1, width: 19, height: 12, fill: "none" })),
       other: () => entry("other", "other", 22, low(4)),
     };
-    return Object.entries(entries).filter(([part]) => there.has(part)).map(([, node]) => node());
+    return Object.entries(entries).filter(([part]) => there.has(part)).map(([part, made]) => ({ ...made(), key: part }));
   }
 
   kinds.timeline = timeline;

@@ -2,8 +2,10 @@
 
 Laws. A sentence says only what the numbers say; what is not known is not said. Runs are ranked only against runs that
 train the same model on the same data, in the same precision and with the same batch, all real or all simulated; where
-that is not so, the sentence says in what they differ. What does not stand in the way of a ranking, but matters to who
-reads it (other numbers of learners, other machines), is named.
+that is not so, the sentence says in what they differ. A run that is not finished, or ended worse than the best by more
+than a point, neither sets the target nor is ranked by it. Times that evaluations cannot tell apart are called alike.
+What does not stand in the way of a ranking, but matters to who reads it (other numbers of learners, other machines, one
+run each), is named. What a benchmark has said of itself is repeated, not judged once more.
 
 What it must not know: charts and tables.
 """
@@ -23,10 +25,15 @@ from offbeat.spec import count_of, format_seconds
 
 EACH = 8  # runs of which each is told
 NAMED = 5  # of a list
+VERDICTS = 12  # sentences of a benchmark that are repeated
 WORTH = 0.005  # a share below this is not worth a sentence
+WORSE = 0.01  # accuracy at the end below that of the best, from which on a run is not ranked
 
 # What must be the same for a ranking. Of a section: all of its fields.
-SAME = ("model", "data.name", "data.options", "train.precision", "train.batch_size", "train.loss")
+SAME = (
+    "model", "data.name", "data.options", "train.precision", "train.batch_size", "train.accumulate", "train.loss",
+)  # fmt: skip
+_UNSAID = {"train.accumulate": 1}  # what a configuration that was written before the field was there means
 TOLD = ("learners", "slow", "machine.processor", "machine.device", "machine.cores", "train.epochs")
 
 
@@ -53,10 +60,12 @@ def names_of(facts: Sequence[Facts]) -> tuple[str, ...]:
 
 
 class Group(NamedTuple):
-    """Runs, by their place, that may be ranked, and the target that is used for them."""
+    """Runs, by their place, that may be compared, the target that is used for them, and who is ranked by it."""
 
     members: tuple[int, ...]
     target: float | None
+    ranked: tuple[int, ...] = ()
+    given: bool = False  # the target, by the user
 
 
 def field_of(run: RunRecord, name: str) -> Any:
@@ -64,22 +73,44 @@ def field_of(run: RunRecord, name: str) -> Any:
     found: Any = {"machine": run.machine, **run.config, "simulated": run.simulated}
     for part in name.split("."):
         found = found.get(part) if isinstance(found, Mapping) else None
-    return found
+    return _UNSAID.get(name) if found is None and run.config else found
 
 
 def groups_of(runs: Sequence[RunRecord], facts: Sequence[Facts], target: float | None) -> tuple[Group, ...]:
-    """The target is the one given, or the highest accuracy that all of a group have reached."""
+    """The target is the one given, and ranked is who reached it; or the highest that all who are ranked have reached.
+
+    Without one given, unfinished runs and those that ended worse are not ranked, and one alone has no target.
+    """
     found: dict[str, list[int]] = {}
     for at, run in enumerate(runs):
         key = repr([field_of(run, name) for name in (*SAME, "simulated")])
         found.setdefault(key, []).append(at)
     groups = []
     for members in found.values():
-        best = [facts[at].best_accuracy for at in members]
-        reached = [one for one in best if one is not None]
-        common = min(reached) if len(reached) == len(members) > 1 else None
-        groups.append(Group(tuple(members), target if target is not None else common))
+        if target is not None:
+            ranked = [at for at in members if facts[at].seconds_to(target) is not None]
+            groups.append(Group(tuple(members), target, tuple(ranked), given=True))
+            continue
+        best = _best(members, facts)
+        ranked = [at for at in members if facts[at].finished and facts[at].accuracy is not None
+                  and (best is None or _below(facts[at], facts[best]) <= 0)]  # fmt: skip
+        reached = [one for at in ranked if (one := facts[at].best_accuracy) is not None]
+        groups.append(Group(tuple(members), min(reached) if len(ranked) > 1 else None, tuple(ranked)))
     return tuple(groups)
+
+
+def _best(members: Sequence[int], facts: Sequence[Facts]) -> int | None:
+    """Who of those that are finished ended with the highest accuracy."""
+    known = [at for at in members if facts[at].finished and facts[at].accuracy is not None]
+    return max(known, key=lambda at: facts[at].accuracy or 0.0, default=None)
+
+
+def _below(one: Facts, best: Facts) -> float:
+    """By how much it ended below the best; 0 within `WORSE`, or where one of them has no accuracy."""
+    if one.accuracy is None or best.accuracy is None:
+        return 0.0
+    less = best.accuracy - one.accuracy
+    return less if less > WORSE + 1e-9 else 0.0
 
 
 def _differing(runs: Sequence[RunRecord], names: Sequence[str]) -> list[str]:
@@ -119,6 +150,7 @@ def summary(
         said += [sentence for one, name in zip(facts, names, strict=True) for sentence in _of_run(one, name, price)]
     said += _stragglers(facts, names)
     said += [sentence for one, name in zip(facts, names, strict=True) for sentence in _trouble(one, name)]
+    said += _energies(facts)
     said += [sentence for result in results for sentence in _of_result(result)]
     return tuple(said)
 
@@ -126,36 +158,98 @@ def summary(
 def _rankings(
     runs: Sequence[RunRecord], facts: Sequence[Facts], names: Sequence[str], groups: Sequence[Group]
 ) -> Iterator[str]:
+    once: list[str] = []
     for group in groups:
-        if len(group.members) > 1 and group.target is not None:
-            yield from _ranking([facts[at] for at in group.members], [names[at] for at in group.members], group.target)
-            others = _differing([runs[at] for at in group.members], TOLD)
+        if len(group.members) < 2:
+            continue
+        if group.target is not None:
+            yield from _ranking(group, facts, names)
+            others = _differing([runs[at] for at in group.ranked], TOLD)
             if others:
                 yield f"They differ in {', '.join(others)}: this is part of the difference."
+            once = once or _chance(group, facts, names)
+        yield from _not_ranked(group, facts, names)
+    yield from once
     if len(groups) > 1:
         told = [names[group.members[0]] for group in groups]
         why = _differing(runs, (*SAME, "simulated")) or ["what is known of them"]
         yield f"Not ranked against each other: {_listed(told)} differ in {', '.join(why)}."
 
 
-def _ranking(facts: Sequence[Facts], names: Sequence[str], target: float) -> Iterator[str]:
-    times = [(one.seconds_to(target), name) for one, name in zip(facts, names, strict=True)]
-    order = sorted((time, name) for time, name in times if time is not None)
-    never = [name for time, name in times if time is None]
-    if not order:
-        yield f"No run reached {percent(target)}."
-        return
-    first, winner = order[0]
-    others = []
-    for time, name in order[1:]:
-        factor = f", {time / first:.2f}x as long" if first > 0 else ""
-        others.append(f"{name} took {format_seconds(time)}{factor}" if time > first else f"{name} took as long")
-    tail = f"; {'; '.join(others[:NAMED])}" if others else ""
-    if len(others) > NAMED:
-        tail += f"; {len(others) - NAMED} more took longer"
-    yield f"{winner} was first at {percent(target)}, after {format_seconds(first)}{tail}."
-    if never:
-        yield f"{_listed(never)} did not reach {percent(target)}."
+class _Timed(NamedTuple):
+    seconds: float
+    name: str
+    interval_s: float  # from the evaluation before
+
+
+def _ranking(group: Group, facts: Sequence[Facts], names: Sequence[str]) -> Iterator[str]:
+    assert group.target is not None
+    said = percent(group.target)
+    order = sorted(
+        _Timed(time, names[at], facts[at].interval_to(group.target) or 0.0)
+        for at in group.ranked
+        if (time := facts[at].seconds_to(group.target)) is not None
+    )
+    if order:
+        first, *rest = _alike(order)
+        were = "was" if len(first) == 1 else "were"
+        told = [f"{_listed([one.name for one in first])} {were} first at {said}, after {_times(first)}"]
+        for some in rest[:NAMED]:
+            factors = [f"{one.seconds / order[0].seconds:.2f}x" for one in some] if order[0].seconds > 0 else []
+            longer = f", {_listed(factors)} as long" if factors else ""
+            told.append(f"{_listed([one.name for one in some])} took {_times(some, longer)}")
+        if len(rest) > NAMED:
+            told.append(f"{sum(len(some) for some in rest[NAMED:])} more took longer")
+        yield "; ".join(told) + "."
+    never = [names[at] for at in group.members if at not in group.ranked and facts[at].finished]
+    if group.given and not order:
+        yield f"No run reached {said}."
+    elif group.given and never:
+        yield f"{_listed(never)} did not reach {said}."
+
+
+def _alike(order: Sequence[_Timed]) -> list[list[_Timed]]:
+    """Stretches of the order in which evaluations come too seldom to tell any two apart."""
+    found: list[list[_Timed]] = []
+    for one in order:
+        if found and all(one.seconds - other.seconds < max(one.interval_s, other.interval_s) for other in found[-1]):
+            found[-1].append(one)
+        else:
+            found.append([one])
+    return found
+
+
+def _times(some: Sequence[_Timed], more: str = "") -> str:
+    times = _listed([format_seconds(one.seconds) for one in some]) + more
+    return times if len(some) == 1 else f"{times}, within one evaluation of each other"
+
+
+def _chance(group: Group, facts: Sequence[Facts], names: Sequence[str]) -> list[str]:
+    """What is to be kept in mind where runs that nobody repeated are ranked."""
+    many = Counter((facts[at].strategy, facts[at].learners) for at in group.ranked)
+    single = [names[at] for at in group.ranked if many[facts[at].strategy, facts[at].learners] == 1]
+    if len(group.ranked) < 2 or not single:
+        return []
+    whose = "One run each" if len(single) == len(group.ranked) else f"One run only of {_listed(single)}"
+    return [f"{whose}: a difference may be chance."]
+
+
+def _not_ranked(group: Group, facts: Sequence[Facts], names: Sequence[str]) -> Iterator[str]:
+    """Who is left out and why; of who is ranked by a target that was given, who ended worse."""
+    best = _best(group.members, facts)
+    for at in group.members:
+        one, name = facts[at], names[at]
+        less = 0.0 if best is None else _below(one, facts[best])
+        if not one.finished:
+            if at not in group.ranked:
+                why = "it is unfinished" if one.ended == "so far" else f"it was {one.ended}"
+                yield f"{name} is not ranked: {why}."
+        elif one.accuracy is None and group.target is not None and not group.given:
+            yield f"{name} is not ranked: it has no accuracy."
+        elif less and best is not None and (not group.given or at in group.ranked):
+            how = "is ranked by the target given, and" if group.given else "is not ranked:"
+            points = f"{100 * less:.1f} points below that of {names[best]}"
+            yield f"{name} {how} its accuracy {percent(one.accuracy or 0.0)} is {points}."
 
 
 def _of_run(one: Facts, name: str, price: float | None) -> Iterator[str]:
@@ -163,7 +257,7 @@ def _of_run(one: Facts, name: str, price: float | None) -> Iterator[str]:
     if one.updates is not None:
         known.append(f"{one.updates:,} update{'' if one.updates == 1 else 's'}")
     made = f" ({known[0]})" if known else ""
-    so_far = "" if one.finished else " so far"
+    so_far = "" if one.finished else f" {one.ended}" if one.ended == "so far" else f", {one.ended}"
     speed = "" if one.throughput is None else f", {one.throughput:,.0f} samples applied a second"
     if one.seconds is None:
         if known:
@@ -172,7 +266,8 @@ def _of_run(one: Facts, name: str, price: float | None) -> Iterator[str]:
     time = format_seconds(one.seconds)
     more = []
     if one.energy.joules is not None:
-        more.append(f"it took {one.energy.joules:,.4g} J")
+        least = f" at least (not measured: {one.energy.why_not})" if one.energy.why_not else ""
+        more.append(f"it took {one.energy.joules:,.4g} J{least}")
     cost = one.cost(price)
     if cost is not None:
         more.append(f"it {'would cost' if one.simulated else 'cost'} {cost:.4g}")
@@ -199,10 +294,14 @@ def _stragglers(facts: Sequence[Facts], names: Sequence[str]) -> Iterator[str]:
             waited = sum(learner.wait_s for learner in others) / whole if whole > 0 else 0.0
             found.setdefault(slow.learner, []).append((slow, waited, name, len(others)))
     for learner, seen in sorted(found.items()):
-        factors = sorted(f"{slow.factor:.1f}" for slow, *_ in seen)
+        factors = [f"{slow.factor:.1f}" for slow, *_ in sorted(seen, key=lambda one: one[0].factor)]
         slower = factors[0] if factors[0] == factors[-1] else f"{factors[0]} to {factors[-1]}"
+        if any(slow.at_least for slow, *_ in seen):
+            slower = f"at least {slower}"
         slow, _, _, many = seen[0]
         times = f" (typically {format_seconds(slow.typical_s)} against {format_seconds(slow.others_s)})"
+        if slow.at_least:
+            times = f" (none was finished in {format_seconds(slow.typical_s)}, against {format_seconds(slow.others_s)})"
         runs = f"all {len(seen)} runs" if len(seen) == len(facts) else f"{len(seen)} of {len(facts)} runs"
         where = f" in {runs}" if len(facts) > 1 else ""
         waits = sorted(seen, key=lambda one: -one[1])
@@ -227,6 +326,11 @@ def _trouble(one: Facts, name: str) -> Iterator[str]:
         if one.dropped:
             parts.append(f"{one.dropped:,} gradient{' was' if one.dropped == 1 else 's were'} dropped")
         yield f"{name} threw away {percent(wasted)} of the learners' time: {' and '.join(parts)}."
+    slow = straggler(one)
+    for learner in one.by_learner:
+        if learner.at_least_s is not None and (slow is None or slow.learner != learner.learner):
+            all_of = "its minibatch was" if learner.cancelled == 1 else f"all {learner.cancelled:,} minibatches were"
+            yield f"Learner {learner.learner} of {name} finished nothing: {all_of} cancelled."
     if one.samples_dropped:
         many = one.samples_dropped
         yield f"Under {name} {many:,} sample{' was' if many == 1 else 's were'} computed and never applied."
@@ -237,10 +341,23 @@ def _trouble(one: Facts, name: str) -> Iterator[str]:
         yield f"Gradients of {name} were {mean:.2f} versions old on average when they were applied{says}."
 
 
+def _energies(facts: Sequence[Facts]) -> Iterator[str]:
+    """Joules of different counters are no comparison."""
+    sets = list(dict.fromkeys(one.energy.sources for one in facts if one.energy.joules is not None))
+    if len(sets) > 1:
+        told = [" + ".join(some) or "sources not named" for some in sets]
+        yield f"Energy is not compared: it was measured by different sources ({_listed(told)})."
+
+
 def _of_result(result: Result) -> Iterator[str]:
     recipe = result.said("recipe")
     of = f" of {recipe}" if recipe else ""
-    if result.kind == "scaling":
+    if result.ranking:
+        what = f"{result.said('kind') or 'weak'} scaling" if result.kind == "scaling" else "race"
+        told = [one.rstrip(". ") for one in result.ranking[:VERDICTS]]
+        more = len(result.ranking) - len(told)
+        yield "; ".join([f"In the {what}{of}: {told[0]}", *told[1:], *([f"{more} more"] if more else [])]) + "."
+    elif result.kind == "scaling":
         known = [row for row in result.rows if row["speedup"] is not None and row["ranked"] is not False]
         most = max((row["learners"] for row in known), default=0)
         best = max((row for row in known if row["learners"] == most), key=lambda row: row["speedup"], default=None)
@@ -253,7 +370,8 @@ def _of_result(result: Result) -> Iterator[str]:
             )
     elif result.kind == "accuracy":
         target = result.about.get("target")
-        known = [row for row in result.rows if row["seconds_to_target"] is not None]
+        most = max((row["reached"] or 0 for row in result.rows), default=0)
+        known = [row for row in result.rows if row["seconds_to_target"] is not None and (row["reached"] or 0) == most]
         if known and isinstance(target, int | float):
             first = min(known, key=lambda row: row["seconds_to_target"])
             who = f"{first['strategy']} with {count_of(first['learners'], 'learner')}"

@@ -343,8 +343,8 @@ def _shares(
 def law_of(recorded: Recorded, *, seed: int = 0, ways: bool = False) -> Law:
     """Each learner's minibatches as they were, in their order; with `ways`, each with its way back.
 
-    After the last comes the first again. Fewer learners than were recorded are the first of them. Learners beyond those that were recorded take them in turn, and each copy
-    begins somewhere else.
+    After the last comes the first again. Fewer learners than were recorded are the first of them. Those beyond take
+    them in turn, and each copy begins somewhere else.
     """
     rows = filled(recorded.learners, seed=seed)
     return _in_order([row + one.back_s for row, one in zip(rows, recorded.learners, strict=True)] if ways else rows)

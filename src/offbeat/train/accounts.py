@@ -6,8 +6,9 @@
                    loading, evaluating and saving are in it; by torchrun's first rank, from its task to its last word
 
 Laws: a file that cannot be written is told once, in a note, and training goes on; keeping accounts takes less than a
-thousandth of one core's time, since what takes much is written less often, and so is what waits for a slow disk. One
-process of a run does it. Evaluations are in metrics.jsonl and not here.
+thousandth of one core's time, since what takes much is written less often, and so is what waits for a slow disk; each
+live.json says when the next one is due, and that is kept, so that silence can be told from death. Of a run that came to
+its end no live.json stays that says otherwise. One process of a run does it. Evaluations are in metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -88,7 +90,13 @@ class Live:
         if epoch > self._epoch:
             self._epoch, self._before = epoch, dict(self._latest)
 
-    def as_json(self, now_s: float) -> str:
+    @property
+    def has_ended(self) -> bool:
+        """Whether the training came to its end, whatever is written of it."""
+        return "end" in self._one
+
+    def as_json(self, now_s: float, next_s: float = EVERY_S) -> str:
+        """`next_s`: after so many seconds there will be another."""
         told = {
             "begin": self._begin,
             "begun_s": self._begun_s,
@@ -106,6 +114,7 @@ class Live:
             "over": self.over,
             "pid": os.getpid(),
             "at_s": now_s,
+            "next_s": next_s,
         }
         return json.dumps(told, allow_nan=False)
 
@@ -128,7 +137,7 @@ class Accounts:
         self._clock, self._worked = clock, worked
         self._meter = Meter(gpus_of(config)) if meter is None else meter
         self._live = Live()
-        self._due_s = 0.0
+        self._due_s, self._next_s = 0.0, EVERY_S
         self._complained: set[str] = set()
         self._begun = False
         self.energy: Energy | None = None
@@ -155,7 +164,10 @@ class Accounts:
         self._live.over = True
         if error is not None:
             self._live.failed = str(error) if isinstance(error, Exception) else "it was ended at once"
-        self._show()
+        if not self._show() and self._live.has_ended:
+            with suppress(OSError):
+                self._run.live.unlink(missing_ok=True)  # it says that the run goes on: who looks would think it killed
+                self._show()  # and now there may be room
 
     def hear(self, record: Record) -> None:
         """Also `turn`, which says only that time goes on."""
@@ -176,20 +188,26 @@ class Accounts:
             self.hear({"kind": "energy", **energy.as_json()})
         return self.energy
 
-    def _show(self) -> None:
-        began_s, before_s = self._clock(), self._worked()
-        self._write(self._run.live, lambda: self._run.write_live(self._live.as_json(time.time())))
-        took_s, worked_s = self._clock() - began_s, self._worked() - before_s
-        self._due_s = began_s + max(EVERY_S, worked_s / MOST_SHARE, took_s / MOST_WAIT)
+    def _show(self) -> bool:
+        """Whether it could be written. What it took is known too late for this one's word: it puts off the one after
+        the next."""
+        began_s, before_s, next_s = self._clock(), self._worked(), self._next_s
+        shown = self._write(self._run.live, lambda: self._run.write_live(self._live.as_json(time.time(), next_s)))
+        ended_s, worked_s = self._clock(), self._worked() - before_s
+        self._due_s = ended_s + next_s
+        self._next_s = max(EVERY_S, worked_s / MOST_SHARE, (ended_s - began_s) / MOST_WAIT)
+        return shown
 
-    def _write(self, path: Path, write: Callable[[], None]) -> None:
+    def _write(self, path: Path, write: Callable[[], None]) -> bool:
         try:
             write()
+            return True
         except (OSError, ValueError, TypeError) as error:  # a disk that is full, a record that JSON cannot say
             if path.name not in self._complained:
                 self._complained.add(path.name)
                 why = error.strerror if isinstance(error, OSError) else error
                 self._hear({"kind": "note", "text": f"cannot write {path}: {why}"})
+            return False
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

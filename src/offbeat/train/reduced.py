@@ -183,7 +183,7 @@ class ReducedTrainer(Trainer):
             inputs, targets = self.moved(batch)
             many = one.end - one.start
             with self._apart(is_last=at == len(batches) - 1):
-                self._began_s = time.monotonic()
+                self._began_s = time.monotonic() if at else began_s
                 self._grads.begin()
                 loss = self.loss_of(inputs, targets)
                 self.backward(loss * (many * self.learners / update.samples))
@@ -234,7 +234,7 @@ class ReducedTrainer(Trainer):
         return finite
 
     def _be_slow(self) -> None:
-        """When the last gradient is there: a slow learner would have taken longer until now."""
+        """When the last gradient is there: a slow learner would have taken longer until now, reading samples too."""
         if self._slowness is not None:
             self._slowness.act(time.monotonic() - self._began_s, lambda: False)
 

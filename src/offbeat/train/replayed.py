@@ -6,14 +6,15 @@
 
 The machine is the run's own: each learner's minibatches take what they took, in their order, and so do the ways between
 them (`simulate.rerun`). A replay computes nothing; `Replay.train` does, to say when an accuracy would have been there.
-What a replay of the run's own strategy is off by says how far the others are to be trusted.
+What a replay of the run's own strategy is off by, in time and in staleness, says how far the others are to be trusted.
 
 Laws: the folder of the run is only read. The same arguments give the same numbers. Evaluation is no part of any time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,10 +22,10 @@ from typing import Any, NamedTuple
 from offbeat import spec as grammar
 from offbeat.errors import LogError, RequestError
 from offbeat.policies import create
-from offbeat.simulate.calibration import Calibration
+from offbeat.simulate.calibration import Calibration, Probe
 from offbeat.simulate.cluster import Cluster, Wires
 from offbeat.simulate.compute import Law
-from offbeat.simulate.rerun import MOSTLY, Recorded, law_of, read_recorded, starts_of
+from offbeat.simulate.rerun import MOSTLY, Recorded, filled, law_of, read_recorded, starts_of
 from offbeat.simulate.training import Answer, ServedTimeline, Update, Work
 from offbeat.spec import count_of, format_seconds
 from offbeat.strategy import ALL_REDUCE, AUTO, NATIVE, family_of
@@ -38,6 +39,9 @@ from offbeat.train.virtual import Clock, timeline_of, train_virtually
 
 PLENTY = 8  # times the run's epochs: what drops much needs more of them for as many applied samples
 STANDS_FOR = "ring"  # an all-reduce that only a running group chooses
+OLDER, OLDER_SHARE = 0.5, 0.25  # versions, and of the run's staleness: a replay that is off by more is of another run
+RECORDED, CALIBRATED, NONE = "recorded", "calibrated", "none"  # where communication is from
+UNLIKE = 0.05  # by which a learner's times differ from those of all before it is told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -164,7 +168,7 @@ class Replay:
         spent = last.spent
         whole = spent.compute_s + spent.send_s + spent.wait_s or 1.0
         wait_s = spent.send_s + spent.wait_s
-        if clock.cluster.starts is None and self._has_ways(line):  # its minibatches have them
+        if clock.cluster.starts is None and self._source(line) == RECORDED:  # its minibatches have them
             wait_s += self.run.recorded.back_s * gradients
         return Played(
             strategy=line,
@@ -203,14 +207,14 @@ class Replay:
         notes = self._way_notes(line, beside_s)
         cluster = Cluster(learners=learners, law=self._law("computed"), seed=self.seed)
         if family == ALL_REDUCE:
-            if self._has_ways(line):
+            if self._source(line) == RECORDED:
                 cluster = replace(cluster, law=self._law("with ways"))
             return (
                 config,
                 Clock(cluster=cluster, bucket_bytes=None, reduce_s=lambda size: beside_s, ends_of_epochs=True),
                 notes,
             )
-        starts = self._law("ways") if self._has_ways(line) else None
+        starts = self._law("ways") if self._source(line) == RECORDED else None
         cluster = replace(cluster, wires=Wires(size_bytes=0, latency_s=beside_s / 2), starts=starts)
         rule = create(line, expect=learners).rule
         steps_alone = rule.fetch_every > 0 or rule.push_every > 1
@@ -231,26 +235,42 @@ class Replay:
     def _is_like_the_run(self, line: str) -> bool:
         return self.run.recorded.reduces == (family_of(line) == ALL_REDUCE)
 
-    def _has_ways(self, line: str) -> bool:
-        """Whether ways back are as in the run: where it was of another family, if there is nothing better."""
-        return self.calibration is None or self._is_like_the_run(line)
+    def _probe(self, line: str) -> Probe | None:
+        """Of the calibration, where the run was of another family and has nothing better."""
+        if self.calibration is None or self._is_like_the_run(line):
+            return None
+        learners = self.learners or self.run.config.learners
+        return min(self.calibration.of(family_of(line)), key=lambda one: abs(one.learners - learners))
+
+    def _source(self, line: str) -> str:
+        """Where communication is from. One learner has nobody to reduce with: there is none, unless measured."""
+        alone = self.learners == 1 < self.run.config.learners and family_of(line) == ALL_REDUCE
+        probe = self._probe(line)
+        if alone and (probe is None or probe.learners > 1):
+            return NONE
+        return RECORDED if probe is None else CALIBRATED
 
     def _beside_s(self, line: str) -> float:
         """What the way of a gradient takes beside the way back."""
-        if self.calibration is None or self._is_like_the_run(line):
+        source, probe = self._source(line), self._probe(line)
+        if source == NONE:
+            return 0.0
+        if self.calibration is None or probe is None:
             return self.run.recorded.there_s
         learners = self.learners or self.run.config.learners
         family = family_of(line)
-        probe = min(self.calibration.of(family), key=lambda one: abs(one.learners - learners))
         factor = self.calibration.reduction_factor(line, learners) if family == ALL_REDUCE else 1.0
         return probe.there_s * factor + probe.back_s
 
     def _way_notes(self, line: str, beside_s: float) -> tuple[str, ...]:
         """The same for all lines of a family, so that it is told once."""
+        source = self._source(line)
+        if source == NONE:
+            return ("an all-reduce with 1 learner has nobody to reduce with: it is replayed without communication",)
         if self._is_like_the_run(line):
             return ()
         reduces = family_of(line) == ALL_REDUCE
-        if not self._has_ways(line):
+        if source == CALIBRATED:
             took = format_seconds(beside_s)
             told = (
                 f"{line} takes {took} an update" if reduces else f"a gradient's way to the server and back takes {took}"
@@ -271,6 +291,11 @@ def _same(work: Work) -> Answer:
     return Answer(1.0, 1.0)  # a loss that does not fall, and weights that do not move
 
 
+def is_as_stale(run: RealRun, own: Played) -> bool:
+    """Whether the replay of the run's own strategy has gradients about as old as they were."""
+    return abs(own.staleness - run.staleness) <= max(OLDER, OLDER_SHARE * run.staleness)
+
+
 def notes_of(run: RealRun, learners: int = 0) -> list[str]:
     """What is to be known of the recording before its replays are believed."""
     recorded, notes = run.recorded, []
@@ -279,16 +304,39 @@ def notes_of(run: RealRun, learners: int = 0) -> list[str]:
             f"{recorded.cancelled:,} of {recorded.minibatches:,} minibatches were cancelled: each is given a time "
             "drawn from its learner's longer ones (Kaplan-Meier), or what it had taken, where none was longer"
         )
-        mostly = [number for number, one in enumerate(recorded.learners) if one.share_cancelled > MOSTLY]
+        pairs = zip(recorded.numbers, recorded.learners, strict=True)
+        mostly = [number for number, one in pairs if one.share_cancelled > MOSTLY]
         if mostly:
-            who = f"learner{'' if len(mostly) == 1 else 's'} {', '.join(map(str, mostly))}"
-            notes.append(f"most minibatches of {who} were cancelled: what they would have taken is uncertain")
-    if not recorded.reduces and create(run.config.sync, expect=run.config.learners).rule.push_every > 1:
+            notes.append(f"most minibatches of {_who(mostly)} were cancelled: what they would have taken is uncertain")
+    rule = None if recorded.reduces else create(run.config.sync, expect=run.config.learners).rule
+    if rule is not None and rule.push_every > 1:
         notes.append("of several minibatches that were pushed together each is given an equal part of their time")
-    many = len(recorded.learners)
-    if (learners or run.config.learners) > many:
+    if rule is not None and rule.fetch_every > 0:
+        notes.append("learners fetched beside computing: what waiting for weights takes is not in the recording")
+    many, learners = len(recorded.learners), learners or run.config.learners
+    if learners < many:
+        notes.append(_fewer(recorded, learners))
+    if learners > many:
         notes.append(
             f"{count_of(many, 'learner')} were recorded: the others take their times in turn, each copy from another "
             "minibatch on, and ways between minibatches as they were"
         )
     return notes
+
+
+def _fewer(recorded: Recorded, learners: int) -> str:
+    """Whose times are used, and how these differ from those of all."""
+    used, left = recorded.numbers[:learners], recorded.numbers[learners:]
+    means = [float(row.mean()) for row in filled(recorded.learners, seed=0)]
+    ratio = statistics.fmean(means[:learners]) / statistics.fmean(means)
+    unlike = (
+        f", which took {ratio:.2f} times as long for a minibatch as all on average" if abs(ratio - 1) > UNLIKE else ""
+    )
+    return (
+        f"the times of {_who(used)} are used{unlike}, and those of {_who(left)} are not; ways between minibatches, "
+        f"if any, are as they were with {count_of(len(recorded.numbers), 'learner')}"
+    )
+
+
+def _who(numbers: Sequence[int]) -> str:
+    return f"learner{'' if len(numbers) == 1 else 's'} {', '.join(map(str, numbers))}"

@@ -29,9 +29,12 @@ from typing import Any
 
 from offbeat.errors import OffbeatError, RequestError
 from offbeat.train.config import Config
+from offbeat.train.disk import opened_folder, read_file
 from offbeat.train.reading import as_json, from_json
 
 FOLDER = "runs"
+MOST_LIVE_BYTES = 16 << 20  # of live.json: many times what thousands of learners tell
+LONGEST_LINE = 1 << 20  # of a log's head
 
 
 def new_run_dir(name: str, where: Path | None) -> Path:
@@ -117,6 +120,24 @@ def is_held(path: Path) -> bool:
     return False
 
 
+# The fields of live.json whose type is relied on. What is in a record is whoever's that shows it.
+_LIVE: dict[str, type] = {
+    **dict.fromkeys(("begin", "progress", "first", "before", "died", "saved", "energy", "end"), dict),
+    **dict.fromkeys(("update", "noted", "pid"), int),
+    **dict.fromkeys(("begun_s", "at_s", "next_s"), float),
+    "notes": list,
+    "failed": str,
+    "over": bool,
+}
+
+
+def _is_a(kind: type, value: Any) -> bool:
+    """Of numbers, those that one can reckon with. None is of every type."""
+    if value is None or kind not in (int, float):
+        return value is None or isinstance(value, kind)
+    return isinstance(value, kind | int) and not isinstance(value, bool) and abs(value) < 2**53  # not of infinity
+
+
 class RunDir:
     """The names in a run's folder."""
 
@@ -151,8 +172,8 @@ class RunDir:
         """Whether it was trained in virtual time."""
         try:
             with self.log(1).open(encoding="utf-8") as file:
-                return json.loads(file.readline()).get("simulated") is True
-        except (OSError, ValueError, AttributeError):
+                return json.loads(file.readline(LONGEST_LINE)).get("simulated") is True
+        except (OSError, ValueError, AttributeError, RecursionError):
             return False
 
     # --- config -----------------------------------------------------------------------------------------------------
@@ -179,9 +200,9 @@ class RunDir:
     def read_metrics(self) -> list[dict[str, Any]]:
         """All whole lines: the last may be cut off where a run was killed."""
         records = []
-        if self.metrics.exists():
+        if self.metrics.is_file():
             for line in self.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
-                with suppress(ValueError):
+                with suppress(ValueError, RecursionError):
                     records.append(json.loads(line))
         return [record for record in records if isinstance(record, dict)]
 
@@ -197,16 +218,26 @@ class RunDir:
     def write_live(self, text: str) -> None:
         """Whole, or not at all: who reads it meanwhile has the one before. `OSError` if it cannot be written."""
         beside = self.path / ".live.unfinished"
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(self.live)
+        try:
+            beside.write_text(text, encoding="utf-8")
+            beside.replace(self.live)
+        finally:  # of a disk that is full nothing stays behind
+            with suppress(OSError):
+                beside.unlink(missing_ok=True)
 
     def read_live(self) -> dict[str, Any] | None:
-        """None where there is none, or no whole one."""
+        """None where there is none, or no whole one. A field is left out if it is not of its type."""
         try:
-            found = json.loads(self.live.read_text(encoding="utf-8"), parse_constant=lambda word: None)
-        except (OSError, ValueError):
+            with opened_folder(self.path) as folder:
+                content = read_file(self.live.name, folder, MOST_LIVE_BYTES)
+            if len(content) > MOST_LIVE_BYTES:
+                return None
+            found = json.loads(content.decode("utf-8"), parse_constant=lambda word: None)
+        except (OSError, ValueError, RecursionError):
             return None
-        return found if isinstance(found, dict) else None
+        if not isinstance(found, dict):
+            return None
+        return {name: value for name, value in found.items() if name not in _LIVE or _is_a(_LIVE[name], value)}
 
     # --- the wish to stop, of ranks that keep step with each other ----------------------------------------------------
 
