@@ -1,6 +1,6 @@
 """The page of the docs, from real runs: four strategies on the digits, with one learner that is three times as slow.
 
-    python tests/draw_page.py FOLDER        the runs, report.html, and pictures of it (needs playwright and chromium)
+python tests/draw_page.py FOLDER        the runs, report.html, and pictures of it (needs playwright and chromium)
 """
 
 from __future__ import annotations
