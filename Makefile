@@ -45,7 +45,7 @@ test-world: setup
 # Every strategy trains the digits, and the ledger of samples is checked; then all that is too long for `make test`. Minutes.
 test-matrix: setup
 	@cd tests && ../$(BIN)/python -m train.matrix
-	@OFFBEAT_MATRIX=1 $(BIN)/pytest tests/train tests/process tests/simulate/test_server.py tests/collectives/test_odd_uses.py
+	@OFFBEAT_MATRIX=1 $(BIN)/pytest tests/train tests/process tests/server tests/simulate/test_server.py tests/test_cli.py tests/collectives/test_odd_uses.py
 
 bench: setup
 	@$(BIN)/python benchmarks/schedules.py

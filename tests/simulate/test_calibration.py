@@ -111,7 +111,7 @@ def test_work_for_gradients_is_told_from_work_for_updates_by_the_probe_that_has_
 
     def simulate(tried: Calibration, crowded: Probe) -> float:
         cluster = machine_of(tried, crowded.line, crowded.learners).cluster
-        return server.run(crowded.line, cluster, updates=200).seconds_per_update
+        return server.run(crowded.line, cluster, updates=40).seconds_per_update
 
     made = [probe._replace(update_s=simulate(true, probe)) for probe in (
         MADE_UP.probes[4], Probe("full-sync", 4, 1.0, TIMES, 0.0, 0.0))]  # fmt: skip
