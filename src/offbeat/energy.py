@@ -221,7 +221,7 @@ class Meter:
                 if uuid not in seen:
                     seen.add(uuid)
                     self._add(self._gauge(nvml, handle, f"{name} ({_text(nvml.nvmlDeviceGetName(handle))})"))
-            except Exception as error:
+            except Exception as error:  # as above: it is told, and nothing is stopped
                 self._miss(f"{name}: {_told(error)}")
 
     def _gauge(self, nvml: Any, handle: Any, name: str) -> _Counter | _Power:
@@ -236,7 +236,7 @@ class Meter:
         if self._opened is not None:
             try:
                 self._opened.nvmlShutdown()
-            except Exception as error:
+            except Exception as error:  # as above: it is told, and nothing is stopped
                 self._miss(f"NVML does not end: {_told(error)}")
             self._opened = None
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from offbeat.errors import OffbeatError, RequestError
+from offbeat.machine import machine_facts
 from offbeat.measure.predict import foresee_accuracy, predict
 from offbeat.measure.predictions import Predictions, Request, Row, order_of
 from offbeat.measure.probes import KEPT, probe_of
@@ -15,7 +16,7 @@ from offbeat.measure.trainings import Trained
 from offbeat.simulate.calibration import Calibration, Probe
 from offbeat.simulate.compute import Draws, parse_law
 from offbeat.trace import RunLog, Span
-from offbeat.train.calibrated import check, settings_of
+from offbeat.train.calibrated import check, of_another_machine, settings_of
 from offbeat.train.config import Config
 from offbeat.train.reading import changed, override, read_recipe
 from simulate.made_up import MADE_UP
@@ -101,6 +102,13 @@ def test_times_of_one_model_say_nothing_of_another() -> None:
             check(measured, changed(config("async", 4), change))
     with pytest.raises(RequestError, match="the calibration is of precision 'fp32', and this has 'bf16'"):
         check(measured, config("async", 4, precision="bf16"))
+
+
+def test_a_calibration_of_another_machine_is_told() -> None:
+    here = machine_facts()
+    assert of_another_machine(replace(EVEN, machine=here)) == ""
+    told = of_another_machine(replace(EVEN, machine={**here, "cores": here["cores"] + 1}))
+    assert told == f"the calibration is of another machine: {here['cores'] + 1} (cores) instead of {here['cores']}"
 
 
 def test_the_time_to_an_accuracy_is_foreseen_in_virtual_time() -> None:

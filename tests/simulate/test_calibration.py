@@ -22,6 +22,7 @@ from offbeat.simulate.calibration import (
     machine_of,
     read_calibration,
 )
+from offbeat.simulate.collective import Model
 from offbeat.simulate.compute import parse_law
 from offbeat.strategy import SERVER
 from offbeat.topology import build as topology
@@ -63,7 +64,7 @@ def test_a_simulated_probe_takes_as_long_as_it_took(learners: int, update_s: flo
         "ring",
         machine.cluster,
         topology("uniform", ranks=learners),
-        MADE_UP.model(),
+        Model.even(layers=1, size_bytes=MADE_UP.size_bytes, forward_share=1 / 3),
         updates=300,
         reduce_s=lambda size: machine.reduce_s,
     )
@@ -124,12 +125,6 @@ def test_delays_are_beside_the_computing() -> None:
     cluster = machine_of(MADE_UP, "full-sync", 2, delays=delays).cluster
     slow = server.run("full-sync", cluster, updates=50).seconds_per_update
     assert slow == pytest.approx(0.3 + 0.03 + 0.003, rel=0.02)
-
-
-def test_the_layers_make_a_model_for_overlap() -> None:
-    model = MADE_UP.model()
-    assert model.size_bytes == (1_000_000, 3_000_000)
-    assert model.forward_share == pytest.approx(0.25)
 
 
 def test_learners_share_gpus_where_there_are_some() -> None:

@@ -284,9 +284,12 @@ def _calibration(given: argparse.Namespace, config: Config) -> Calibration | Non
     from offbeat.simulate.calibration import read_calibration
 
     calibration = read_calibration(given.calibration)
-    from offbeat.train.calibrated import check
+    from offbeat.train.calibrated import check, of_another_machine
 
     check(calibration, config)
+    elsewhere = of_another_machine(calibration)
+    if elsewhere:
+        print(f"offbeat: {elsewhere}", file=sys.stderr)
     return calibration
 
 

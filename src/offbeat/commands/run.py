@@ -5,17 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import socket
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from offbeat.commands.base import Command, console, facts, json_argument, print_json, reader, say
 from offbeat.errors import OffbeatError, RequestError
+from offbeat.measure.bench import terminable
 from offbeat.spec import count_of, format_seconds, parse_count
 from offbeat.strategy import ALL_REDUCE, family_of
 
@@ -65,7 +62,7 @@ def _run(given: argparse.Namespace) -> None:
     from offbeat.server.slowness import parse
 
     parse(given.slow, given.learners)
-    with _terminable():
+    with terminable():
         if reduces:
             _run_ranks(given)
         else:
@@ -203,20 +200,6 @@ def _tell_end(given: argparse.Namespace, summary: dict[str, Any]) -> None:
         style="bold",
     )
     facts(out, rows)
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """A SIGTERM unwinds like Ctrl-C, so that nothing is left behind."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 COMMAND = Command(

@@ -14,9 +14,8 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple, TextIO
 
 from offbeat.commands.base import Command, console, json_argument, print_json
@@ -34,6 +33,7 @@ from offbeat.commands.view import (
     view_for,
 )
 from offbeat.errors import OffbeatError, RequestError
+from offbeat.measure.bench import terminable
 from offbeat.report.files import clean
 from offbeat.train.disk import is_alive
 from offbeat.train.rundir import FOLDER, RunDir, is_held
@@ -240,27 +240,13 @@ def _run(given: argparse.Namespace) -> None:
         elif given.once:
             print_once(run, look)
         else:
-            with _terminable():
+            with terminable():
                 look = follow(run, sys.stdout)
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
         why = safe(f"{type(error).__name__}: {error}")
         raise OffbeatError(f"{name}/live.json is not as a run writes it: {why}") from error
     if look.state in (FAILED, KILLED, NOTHING):
         raise OffbeatError(_fate(run, look))
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """A SIGTERM unwinds like Ctrl-C, so that the terminal is left as it was."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def follow(run: RunDir, out: TextIO) -> Look:

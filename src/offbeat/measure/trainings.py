@@ -18,35 +18,17 @@ from offbeat.errors import OffbeatError
 from offbeat.trace import RunLog, read_log
 from offbeat.train.config import Config
 from offbeat.train.launch import launch, prepare
-from offbeat.train.rundir import RunDir
+from offbeat.train.rundir import Evaluated, RunDir
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trained:
+class Trained(Evaluated):
     """What one run left."""
 
     config: Config  # with everything filled in
     log: RunLog
     metrics: tuple[Mapping[str, Any], ...]  # an evaluation each
     energy: Mapping[str, Any] | None  # energy.json
-
-    @property
-    def seconds(self) -> float:
-        return float(self.metrics[-1]["seconds"])
-
-    @property
-    def updates(self) -> int:
-        return int(self.metrics[-1]["update"])
-
-    @property
-    def samples(self) -> int:
-        """Applied ones."""
-        return int(self.metrics[-1]["samples"])
-
-    @property
-    def accuracy(self) -> float | None:
-        found = self.metrics[-1]["accuracy"]
-        return None if found is None else float(found)
 
     @property
     def _steady(self) -> tuple[float, int, int]:

@@ -44,7 +44,6 @@ from offbeat.report.model import (
     Timeline,
 )
 
-Chart = LineChart | BarChart | ShareChart | Timeline
 Data = dict[str, Any]  # what page.js reads; JSON has no better type
 
 DARK = "/* dark */"  # what follows it in page.css is a style of its own, which the reader's choice turns on and off

@@ -29,7 +29,6 @@ from offbeat.policies.barrier import KSync
 from offbeat.policies.stale import KAsync, KBatchAsync
 from offbeat.schedules import build, price
 from offbeat.simulate.cluster import Cluster, Wires
-from offbeat.simulate.collective import Model
 from offbeat.simulate.compute import Draws, Law
 from offbeat.simulate.cores import Cores, shared_s
 from offbeat.simulate.engine import COMPUTE, MEASURED, Floats
@@ -138,19 +137,6 @@ class Calibration:
         if batch == self.batch or len(self.batches) < 2:
             return 0.0
         return _line(self.batches, batch) - _line(self.batches, self.batch)
-
-    def model(self) -> Model:
-        """The layers, for a simulation with overlap of backward and reduction."""
-        layers = [layer for layer in self.layers if layer.size_bytes]
-        if not layers or not sum(layer.backward_s for layer in layers) > 0:
-            return Model.even(layers=1, size_bytes=self.size_bytes, forward_share=1 / 3)
-        forward = sum(layer.forward_s for layer in self.layers)
-        backward = sum(layer.backward_s for layer in self.layers)
-        return Model(
-            forward_share=forward / (forward + backward),
-            backward=tuple(layer.backward_s for layer in layers),
-            size_bytes=tuple(layer.size_bytes for layer in layers),
-        )
 
     def network(self) -> tuple[float, float]:
         """Bytes a second and latency of one port of every rank, from the reductions: the line that fits them best.
@@ -461,7 +447,3 @@ def _positive(value: Any) -> float:
 
 def _or_infinite(value: Any) -> float:
     return math.inf if value is None else _number(value)
-
-
-def with_self_check(calibration: Calibration, rows: Sequence[Mapping[str, Any]]) -> Calibration:
-    return replace(calibration, self_check=tuple(rows))

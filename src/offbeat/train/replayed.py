@@ -32,7 +32,7 @@ from offbeat.strategy import ALL_REDUCE, AUTO, NATIVE, family_of
 from offbeat.trace import read_log
 from offbeat.train.config import Config
 from offbeat.train.reading import changed
-from offbeat.train.rundir import RunDir
+from offbeat.train.rundir import Evaluated, RunDir
 from offbeat.train.tasks import Task
 from offbeat.train.trainer import Report
 from offbeat.train.virtual import Clock, timeline_of, train_virtually
@@ -45,34 +45,16 @@ UNLIKE = 0.05  # by which a learner's times differ from those of all before it i
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RealRun:
-    """What a run left. Times are of training, evaluation left out."""
+class RealRun(Evaluated):
+    """What a run left."""
 
     config: Config
     recorded: Recorded
     metrics: tuple[Mapping[str, Any], ...]  # an evaluation each
 
     @property
-    def seconds(self) -> float:
-        return float(self.metrics[-1]["seconds"])
-
-    @property
-    def updates(self) -> int:
-        return int(self.metrics[-1]["update"])
-
-    @property
-    def samples(self) -> int:
-        """Applied ones."""
-        return int(self.metrics[-1]["samples"])
-
-    @property
     def staleness(self) -> float:
         return float(self.metrics[-1].get("staleness") or 0.0)
-
-    @property
-    def accuracy(self) -> float | None:
-        found = self.metrics[-1].get("accuracy")
-        return None if found is None else float(found)
 
     def reached_s(self, target: float) -> float | None:
         """When an evaluation first had this accuracy."""

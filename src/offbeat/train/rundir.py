@@ -138,6 +138,31 @@ def _is_a(kind: type, value: Any) -> bool:
     return isinstance(value, kind | int) and not isinstance(value, bool) and abs(value) < 2**53  # not of infinity
 
 
+class Evaluated:
+    """What the evaluations of a run say of it, whoever holds them. Times are of training, evaluation left out."""
+
+    __slots__ = ()
+    metrics: tuple[Mapping[str, Any], ...]  # an evaluation each, one or more
+
+    @property
+    def seconds(self) -> float:
+        return float(self.metrics[-1]["seconds"])
+
+    @property
+    def updates(self) -> int:
+        return int(self.metrics[-1]["update"])
+
+    @property
+    def samples(self) -> int:
+        """Applied ones."""
+        return int(self.metrics[-1]["samples"])
+
+    @property
+    def accuracy(self) -> float | None:
+        found = self.metrics[-1].get("accuracy")
+        return None if found is None else float(found)
+
+
 class RunDir:
     """The names in a run's folder."""
 
