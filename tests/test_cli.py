@@ -199,7 +199,7 @@ WRONG = {
     "schedule ring --ranks 64 --svg x.svg": "too large to draw",
     "schedule ring --svg /proc/none/x.svg": "cannot write /proc/none/x.svg",
     "schedule ring --svg": "--svg: expected one argument",
-    "simulate k-sync:9 --learners 8": "'k-sync:9': K is 9, but there are 8 learners",
+    "simulate k-sync:9 --learners 8": "'k-sync:9': K=9 exceeds the 8 learners",
     "simulate k-sync:0": "'k-sync:0': k: expected a whole number from 1",
     "simulate k-sink:2": "unknown strategy 'k-sink'; did you mean 'k-sync'?",
     "simulate": "the following arguments are required: strategy",

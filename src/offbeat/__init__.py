@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from offbeat.collectives.backend import stats
     from offbeat.collectives.options import Options
     from offbeat.server.launch import join
+    from offbeat.strategy import register_policy, register_schedule
 
 __version__ = "0.1.0"
-__all__ = ["Options", "__version__", "join", "stats"]
+__all__ = ["Options", "__version__", "join", "register_policy", "register_schedule", "stats"]
 
 
 def __getattr__(name: str) -> Any:
@@ -32,6 +33,10 @@ def __getattr__(name: str) -> Any:
         from offbeat.server.launch import join
 
         return join
+    if name in ("register_policy", "register_schedule"):
+        from offbeat import strategy
+
+        return getattr(strategy, name)
     raise AttributeError(f"module 'offbeat' has no attribute '{name}'")
 
 

@@ -15,9 +15,10 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from offbeat import __version__
+from offbeat import __version__, plugins
 from offbeat.commands.base import Command
 from offbeat.errors import OffbeatError, RequestError, nearest, unknown
+from offbeat.signals import terminable
 
 COMMANDS = (
     "train", "watch", "evaluate", "recipes", "strategies", "schedule",
@@ -29,7 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        _dispatch(words)
+        with terminable():
+            _dispatch(words)
         if sys.stdout is not None:
             sys.stdout.flush()  # here, where a reader that has gone is known, and not at exit
     except OffbeatError as error:
@@ -85,6 +87,12 @@ def _parse(name: str, command: Command, words: list[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     command.arguments(parser)
+    parser.add_argument(
+        "--plugin",
+        action=_Plugin,
+        metavar="FILE_OR_MODULE",
+        help="load strategies of your own; may be given several times (docs/extending.md)",
+    )
     given, left_over = parser.parse_known_args(_join_negative(words))
     if left_over:
         word = left_over[0].partition("=")[0]
@@ -105,6 +113,13 @@ def _join_negative(words: list[str]) -> list[str]:
         else:
             joined.append(word)
     return joined
+
+
+class _Plugin(argparse.Action):
+    """Loaded as soon as it is read, so that options which name a strategy know it."""
+
+    def __call__(self, parser: object, namespace: object, values: object, option_string: str | None = None) -> None:
+        plugins.add(str(values))
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):

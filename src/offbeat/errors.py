@@ -44,6 +44,10 @@ class EventError(OffbeatError):
     """A policy was told of something that cannot have happened; its state is as before."""
 
 
+class PolicyError(OffbeatError):
+    """A policy failed, or broke a promise that it made about itself."""
+
+
 class ReplayError(OffbeatError):
     """A log, replayed through its policy, gave other commands than those it holds."""
 

@@ -105,6 +105,15 @@ def bind(spec: Spec, params: Sequence[Param]) -> dict[str, Any]:
     return {name.replace("-", "_"): value for name, value in values.items()}
 
 
+def fill(lines: Sequence[str], learners: int) -> list[str]:
+    """Lines of a table with numbers for so many learners: {half}, {quarter} and {most} (three quarters), 1 or more,
+    and {some}, half but 2 or more. A line that needs 2 is left out for one learner.
+    """
+    numbers = {"half": learners // 2, "quarter": learners // 4, "most": learners * 3 // 4}
+    values = {name: max(1, number) for name, number in numbers.items()} | {"some": max(2, learners // 2)}
+    return [line.format(**values) for line in lines if learners > 1 or "{some}" not in line]
+
+
 # --- what a word can mean ---------------------------------------------------------------------------
 
 _NUMBER = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-z/]*)\s*", re.ASCII)

@@ -1,17 +1,20 @@
-"""Every strategy a user can name: the one line that says how learners keep time.
+"""Every strategy a user can name.
 
 A strategy is a schedule (all-reduce) or a policy (parameter server). This gathers the tables of both kinds, so that the
-command line, the docs and the errors list the same names.
+command line, the docs and the errors list the same names; a row of one's own is registered here.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from offbeat import plugins
 from offbeat import spec as grammar
 from offbeat.errors import RequestError, unknown
+from offbeat.policies import table as policy_table
 from offbeat.policies.table import POLICIES, params_of
-from offbeat.schedules.algorithms import algorithms
+from offbeat.schedules.algorithms import Algorithm, algorithms
+from offbeat.schedules.algorithms import add_row as add_schedule
 from offbeat.spec import Param
 
 ALL_REDUCE = "all-reduce"
@@ -28,6 +31,7 @@ class Strategy:
     family: str
     summary: str
     params: tuple[Param, ...]
+    examples: tuple[str, ...] = ()
 
     def usage(self) -> str:
         """How it is written: `torus:SHAPE`, `ring[:order=...]`; what may be left out is in brackets."""
@@ -42,7 +46,7 @@ class Strategy:
 def strategies() -> dict[str, Strategy]:
     """All of them by name."""
     reduces = [
-        Strategy(name=row.name, family=ALL_REDUCE, summary=row.summary, params=row.params)
+        Strategy(name=row.name, family=ALL_REDUCE, summary=row.summary, params=row.params, examples=row.examples)
         for row in algorithms(ALL_REDUCE).values()
     ]
     reduces += [
@@ -50,7 +54,7 @@ def strategies() -> dict[str, Strategy]:
         Strategy(name=NATIVE, family=ALL_REDUCE, summary="torch's own backend: Gloo, NCCL on GPUs", params=()),
     ]
     policies = [
-        Strategy(name=row.name, family=SERVER, summary=row.summary, params=params_of(row.name))
+        Strategy(name=row.name, family=SERVER, summary=row.summary, params=params_of(row.name), examples=row.examples)
         for row in POLICIES.values()
     ]
     return {strategy.name: strategy for strategy in (*reduces, *policies)}
@@ -58,8 +62,10 @@ def strategies() -> dict[str, Strategy]:
 
 def family_of(line: str) -> str:
     """Which family runs a line like `ring` or `k-async:4`; a `RequestError` names what is near."""
-    known = strategies()
     name = grammar.parse(line).name
+    if name not in strategies():
+        plugins.load_known()
+    known = strategies()
     if name not in known:
         raise unknown("strategy", name, known)
     return known[name].family
@@ -71,3 +77,28 @@ def simulated_family_of(line: str) -> str:
     if grammar.parse(line).name in (AUTO, NATIVE):
         raise RequestError(f"'{line}' is decided by a running process group; name the schedule to simulate, like ring")
     return family
+
+
+def line_up(command: str, learners: int) -> list[str]:
+    """What a command tries by itself with so many learners: of the all-reduces first, then of the policies."""
+    plugins.load_known()
+    reduces = [
+        line for row in algorithms(ALL_REDUCE).values() for line in grammar.fill(row.lineups.get(command, ()), learners)
+    ]
+    return [*reduces, *policy_table.line_up(command, learners)]
+
+
+def register_policy(row: policy_table.Row) -> None:
+    """Make a policy known under its row's name, in this process; `--plugin` does it in every process of a run.
+
+    A `RequestError` where the name is taken, or the policy does not say all that a run needs to know.
+    """
+    plugins.check_new(row.name, strategies(), row.examples)
+    policy_table.add_row(row)
+
+
+def register_schedule(row: Algorithm) -> None:
+    """The same of an all-reduce or another collective; its lines are built and proved for some rank counts first."""
+    taken = strategies() if row.collective == ALL_REDUCE else algorithms(row.collective)
+    plugins.check_new(row.name, taken, row.examples)
+    add_schedule(row)

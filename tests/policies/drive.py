@@ -21,7 +21,8 @@ from offbeat.policies import (
     Resume,
     Send,
     Stopped,
-    Tick,
+    Wake,
+    Woke,
     create,
 )
 from offbeat.policies.events import as_text, from_text
@@ -30,7 +31,7 @@ from offbeat.policies.events import as_text, from_text
 def say(policy: Policy, line: str) -> list[str]:
     """The commands that answer an event, as lines."""
     event = from_text(line)
-    assert not isinstance(event, Apply | Drop | Cancel | Send | Resume)
+    assert not isinstance(event, Apply | Drop | Cancel | Send | Resume | Wake)
     commands = policy.handle(event)
     assert all(command.why for command in commands), "every command carries its reason"
     policy.check_invariants()
@@ -51,7 +52,8 @@ class World:
 
     `choices` lists the events that can happen next; `happen` makes one of them happen and checks what the policy says
     against its own books: versions rise by one an update, each ticket is applied or dropped at most once, cancelled
-    work is never applied, and a policy with a barrier never applies a gradient of another version.
+    work is never applied, and a policy with a barrier never applies a gradient of another version. Time passes between
+    any two events; a wake that was asked for may come late, but not before its time, and a later one replaces it.
     """
 
     def __init__(self, strategy: str, learners: int, policy: Policy | None = None) -> None:
@@ -65,22 +67,27 @@ class World:
         self.version = 0
         self.ticket = 0
         self.held: dict[int, int] = {}  # ticket -> version
+        self.most_held = 0  # at once, what has just arrived included unless it was dropped at once
+        self.now_s = 0.0
+        self.wake_at_s: float | None = None
         self.log: list[tuple[Event, tuple[Command, ...]]] = []
 
     def choices(self) -> list[Event]:
-        found: list[Event] = [Tick(float(len(self.log)))]
+        now = self.now_s
+        found: list[Event] = [] if self.wake_at_s is None else [Woke(max(now, self.wake_at_s))]
+        found += [] if self.policy.started else [Woke(now)]
         for learner in range(self.learners + 2):
             if learner not in self.present:
-                found.append(Joined(learner))
+                found.append(Joined(learner, now))
                 continue
-            found.append(Left(learner))
+            found.append(Left(learner, now))
             if self.owed[learner]:
                 version, cancelled = self.owed[learner][0]
-                found.append(Pushed(learner, self.ticket, version, 1 + learner % 3, 0.5 * learner, 1.0))
+                found.append(Pushed(learner, self.ticket, version, 1 + learner % 3, 0.5 * learner, 1.0, now))
                 if cancelled:
-                    found.append(Stopped(learner, version))
+                    found.append(Stopped(learner, version, now))
                 elif len(self.owed[learner]) == 1:
-                    found.append(Asked(learner))
+                    found.append(Asked(learner, now))
         return found
 
     def happen(self, event: Event) -> None:
@@ -98,16 +105,23 @@ class World:
                 self.owed[event.learner].pop(0)
             case Asked() if self.policy.rule.fetch_every == 0:
                 self.owed[event.learner].clear()
+            case Woke() if self.policy.started:
+                assert self.wake_at_s is not None and event.at_s >= self.wake_at_s
+                self.wake_at_s = None
             case _:
                 pass
+        self.now_s = event.at_s + 0.125
         commands = self.policy.handle(event)
         self.policy.check_invariants()
+        dropped = {command.ticket for command in commands if isinstance(command, Drop)}
+        self.most_held = max(self.most_held, len(self.held.keys() - dropped))
         self.log.append((event, commands))
         for command in commands:
             self._obey(command)
         if isinstance(event, Pushed) and cancelled:
             assert commands == (Drop(event.ticket),), "cancelled work is dropped, and nothing else happens"
         assert self.policy.version == self.version
+        assert self.policy.wake_at_s == self.wake_at_s, "the pending wake is the latest that was asked for"
         assert set(self.policy.held) == set(self.held), "what is neither applied nor dropped is held"
         working = {one for one in self.present if any(not cancelled for _, cancelled in self.owed[one])}
         assert {one for one, seat in self.policy.seats.items() if seat.computing} == working, (
@@ -141,6 +155,9 @@ class World:
                 last = self.log[-1][0]
                 assert isinstance(last, Pushed) and last.learner == learner
                 self.owed[learner].append((last.version, False))
+            case Wake(at_s, _):
+                assert at_s >= self.log[-1][0].at_s, "a wake is not in the past"
+                self.wake_at_s = at_s
 
     def run(self, draw: Callable[..., Any], most: int) -> None:
         for _ in range(draw(st.integers(0, most))):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.errors import RequestError
-from offbeat.policies import Apply, Asked, Cancel, Drop, Joined, Left, Pushed, Resume, Send, Stopped, Tick
+from offbeat.policies import Apply, Asked, Cancel, Drop, Joined, Left, Pushed, Resume, Send, Stopped, Wake, Woke
 from offbeat.policies.events import Command, Event, as_text, from_text
 
 whole = st.integers(0, 10**9)
@@ -20,7 +20,8 @@ things = st.one_of(
     st.builds(Pushed, whole, whole, whole, whole, maybe, maybe, number),
     st.builds(Stopped, whole, whole, number),
     st.builds(Asked, whole, number),
-    st.builds(Tick, number),
+    st.builds(Woke, number),
+    st.builds(Wake, number),
     st.builds(lambda some: Apply(tuple(t for t, _ in some), tuple(s for _, s in some)), gradients),
     st.builds(Drop, whole),
     st.builds(Cancel, whole),
@@ -37,7 +38,9 @@ def test_what_is_written_is_read_back(thing: Event | Command) -> None:
 def test_lines_read_as_they_are_meant() -> None:
     assert as_text(Pushed(2, 7, 40, 32, loss=0.5, at_s=12.84)) == "pushed 2 t7 v40 n32 loss=0.5 @12.84"
     assert from_text("pushed 2 t7 v40") == Pushed(2, 7, 40)
-    assert from_text("tick @3") == Tick(3.0)
+    assert from_text("woke @3") == Woke(3.0)
+    assert from_text("tick @3") == Woke(3.0)  # as version 0.1 wrote it
+    assert from_text("wake @3.5") == Wake(3.5)
     assert as_text(Apply((7, 9), (1.0, 1.0))) == "apply t7 t9"
     assert as_text(Apply((7, 9), (1.0, 0.5))) == "apply t7 t9 *1.0 *0.5"
 

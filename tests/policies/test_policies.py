@@ -30,12 +30,7 @@ from offbeat.policies.replay import decision
 from policies.drive import World, say, started
 
 SCENARIOS = sorted((Path(__file__).parents[1] / "scenarios").glob("*.txt"))
-LINES = [
-    "full-sync", "k-sync:2", "k-sync:1", "k-batch-sync:3", "k-batch-sync:9", "async", "k-async:2", "k-async:4",
-    "k-batch-async:3", "k-batch-async:9", "softsync:2", "ssp:0", "ssp:2", "stale-drop:0", "stale-drop:2",
-    "adaptive-k:1,window=2", "downpour:push=2,fetch=3", "local-sgd:3", "local-sgd:2,outer=nesterov",
-    "k-async:2,rate=inverse", "k-batch-async:3,rate=inverse-mean", "async:rate=drift:0.5",
-]  # fmt: skip
+LINES = [line for row in POLICIES.values() for line in row.examples]
 
 
 # --- exact stories --------------------------------------------------------------------------------------------
@@ -61,10 +56,11 @@ def test_scenario(path: Path) -> None:
 def test_nobody_is_sent_weights_before_all_have_joined_or_the_deadline_has_passed() -> None:
     policy = create("async", expect=3, start_by_s=10.0)
     assert say(policy, "joined 0") == []
-    assert say(policy, "tick @9.9") == []
+    assert say(policy, "woke @9.9") == []
     assert say(policy, "joined 1") == []
-    assert say(policy, "tick @10") == ["send 0", "send 1"]
-    assert say(policy, "tick @11") == []
+    assert say(policy, "woke @10") == ["send 0", "send 1"]
+    with pytest.raises(EventError, match="no wake is pending"):
+        say(policy, "woke @11")
     assert say(policy, "joined 2") == ["send 2"]
 
 
@@ -296,7 +292,7 @@ def break_policy(policy: Policy, how: str) -> None:
     policy.handle = handle  # type: ignore[method-assign]  # on purpose
     if how == "apply-late":
         policy.k += 1  # type: ignore[attr-defined]  # on purpose; the cap below is that of the right K
-        policy.most_held = lambda: 2  # type: ignore[method-assign]  # on purpose
+        policy.max_held = lambda learners: 2  # type: ignore[method-assign]  # on purpose
     if how == "no-leave":
         policy.on_leave = lambda learner: ()  # type: ignore[method-assign]  # on purpose
     if how == "resume-last":
@@ -394,10 +390,10 @@ def test_a_record_that_is_no_decision_does_not_replay(record: dict[str, object])
 @pytest.mark.parametrize(
     ("line", "expect", "says"),
     [
-        ("k-sync:9", 8, "K is 9, but there are 8 learners"),
-        ("k-async:9", 8, "K is 9, but there are 8 learners"),
-        ("adaptive-k:9", 8, "K is 9"),
-        ("softsync:9", 8, "N is 9"),
+        ("k-sync:9", 8, "K=9 exceeds the 8 learners"),
+        ("k-async:9", 8, "K=9 exceeds the 8 learners"),
+        ("adaptive-k:9", 8, "K=9"),
+        ("softsync:9", 8, "N=9"),
         ("k-sync:0", 8, "k: expected a whole number from 1"),
         ("k-sync", 8, "K is missing"),
         ("k-sink:2", 8, "did you mean 'k-sync'"),
@@ -424,9 +420,9 @@ def test_every_policy_is_a_small_class_of_its_own() -> None:
     import ast
     import inspect
 
-    from offbeat.policies import barrier, local, stale
+    from offbeat.policies import barrier, local, stale, timed
 
-    for module in (barrier, local, stale):
+    for module in (barrier, local, stale, timed):
         for node in ast.parse(inspect.getsource(module)).body:
             if isinstance(node, ast.ClassDef):
                 assert node.end_lineno is not None and node.end_lineno - node.lineno < 60, node.name

@@ -73,7 +73,7 @@ def test_models_may_be_on_a_gpu(line: str) -> None:
     ("words", "said"),
     [
         (["nowhere.py"], "there is no script nowhere.py"),
-        (["--sync", "k-sync:3", str(SCRIPT)], "K is 3, but there are 2 learners"),
+        (["--sync", "k-sync:3", str(SCRIPT)], "K=3 exceeds the 2 learners"),
         (["--sync", "k-snyc:3", str(SCRIPT)], "did you mean 'k-sync'?"),
         (["--slow", "expo:1", str(SCRIPT)], "did you mean 'exp'?"),
         (["--slow", "learner=2,factor=3", str(SCRIPT)], "there are 2 learners, numbered from 0"),

@@ -200,7 +200,7 @@ WRONG = {
     "an unknown field": (["--train.epoch", "3"], "did you mean '--train.epochs'?"),
     "a wrong type": (["--train.epochs", "many"], "train.epochs"),
     "out of bounds": (["--train.momentum", "1.5"], "train.momentum"),
-    "an impossible K": (["--sync", "k-sync:3", "--learners", "2"], "K is 3, but there are 2 learners"),
+    "an impossible K": (["--sync", "k-sync:3", "--learners", "2"], "K=3 exceeds the 2 learners"),
     "an unknown recipe": (["digits-cn"], "digits-cnn"),
     "an unknown strategy": (["--sync", "rign"], "did you mean 'ring'?"),
     "a model that cannot be built": (

@@ -11,8 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from offbeat.policies import Apply, Cancel, Drop, Policy, Pushed, Resume, Send
-from offbeat.policies.barrier import Barrier
+from offbeat.policies import Apply, Cancel, Drop, Policy, Pushed, Resume, Send, Wake, Woke
 from offbeat.policies.events import from_text
 from offbeat.policies.stale import StaleDrop
 from offbeat.server.coordinator import Coordinator
@@ -23,6 +22,7 @@ from server.rest_oracle import Key, LawError, RestOracle, Stay, Vector, demand
 
 WIDTH = 3  # numbers in a shard
 CLIP_EPSILON = 1e-6
+MOST_LATE_S = 20.0  # of a wake, where the coordinator was away
 
 
 class Truth(NamedTuple):
@@ -98,7 +98,9 @@ class Oracle:
         self.slots: dict[int, Key] = {}  # who was told to write there last
         self.committed = [0] * self.lanes
         self.buffers = [0] * self.lanes
-        self.seeded = False
+        self.seeded = self.policy_started = False
+        self.wake_s: float | None = None  # that was asked for last, and has not come
+        self.woke = 0
         self.rests = RestOracle(setting)
 
     def goes_on_from(self, before: Oracle) -> None:
@@ -198,6 +200,11 @@ class Oracle:
     def decided(self, record: dict[str, Any]) -> None:
         """A line of the run log."""
         event = from_text(record["event"])
+        if isinstance(event, Woke) and self.policy_started:
+            demand(self.wake_s is not None, "a wake that was asked for comes once", record)
+            demand(event.at_s >= (self.wake_s or 0.0), "a wake does not come before its time", record, self.wake_s)
+            self.wake_s = None
+            self.woke += 1
         if isinstance(event, Pushed):
             incarnation, seq = record["seq"]
             key = (event.learner, incarnation, seq)
@@ -221,9 +228,23 @@ class Oracle:
                 demand(bool(why), "every drop has a reason", command)
                 self.fate[self.keys[command.ticket]] = "dropped"
             elif isinstance(command, Send):
+                self.policy_started = True
                 self.due[command.learner] = len(self.updates)
+            elif isinstance(command, Wake):
+                self.wake_s = command.at_s
             else:
-                demand(isinstance(command, Cancel | Resume), "a command is one of five", command)
+                demand(isinstance(command, Cancel | Resume), "a command is one of six", command)
+
+    def check_wake(self, coordinator: Coordinator, now_s: float, *, revived: bool = False) -> None:
+        """After each message: the wake that was asked for last is pending, and is not forgotten over a restart."""
+        pending = coordinator.policy.wake_at_s
+        demand(pending == self.wake_s or coordinator.finished, "the pending wake is the one asked for last", pending)
+        if self.wake_s is not None and not coordinator.rests.holds_back and not coordinator.finished:
+            due_s = coordinator.next_wake_s
+            demand(due_s is not None, "a pending wake is not forgotten", self.wake_s, now_s)
+            demand(due_s is not None and due_s >= self.wake_s, "a wake is put off, never brought forward", due_s)
+            late_s = MOST_LATE_S if revived else 1.0
+            demand(due_s is not None and now_s <= due_s + late_s, "a wake comes when it is due", due_s, now_s)
 
     def _check_drift(self, key: Key, event: Pushed) -> None:
         if self._is_late(key):
@@ -249,7 +270,7 @@ class Oracle:
             demand(self.fate[key] == "held", "each push is applied at most once", key, self.fate[key])
             demand(not self._is_late(key), "a cancelled gradient is never applied", key)
             self.fate[key] = "applied"
-            if isinstance(self.policy, Barrier):
+            if self.policy.cancels:
                 demand(truth.version == version, "with a barrier gradients are of the current version", key, truth)
             if isinstance(self.policy, StaleDrop):
                 demand(version - truth.version <= self.policy.limit, "staleness is bounded", key, truth)
@@ -261,7 +282,7 @@ class Oracle:
         if k is not None and type(self.policy).__name__ in ("KBatchSync", "KBatchAsync"):
             demand(len(keys) == k, "an update has K gradients", keys)
         lr = self.truth[keys[-1]].lr
-        if isinstance(self.policy, Barrier) and all(self.truth[key].leases for key in keys):
+        if self.policy.cancels and all(self.truth[key].leases for key in keys):
             by_samples = sorted(zip(keys, scales, strict=True), key=lambda pair: self._batch(pair[0]))
             keys, scales = [key for key, _ in by_samples], tuple(scale for _, scale in by_samples)
         reads = tuple(tuple(version for _, version in self.read_at[key]) for key in keys)

@@ -6,7 +6,8 @@ from typing import Any
 
 from offbeat.leases import Answer, Lease
 from offbeat.policies import Cancel as CancelCommand
-from offbeat.policies import Command
+from offbeat.policies import Command, Wake
+from offbeat.policies import Woke as WokeEvent
 from offbeat.server.client import Client
 from offbeat.server.coordinator import Coordinator
 from offbeat.server.desk import Desk
@@ -31,6 +32,7 @@ from offbeat.server.wire import (
     Tick,
     Want,
     Welcome,
+    Woke,
 )
 from server.world import Kit
 
@@ -434,6 +436,45 @@ class LeadsTwice(Client):
         return super().receive(message)
 
 
+class ForgetsWakes(Coordinator):
+    """A coordinator that was brought back has no wake pending."""
+
+    def words(self) -> Any:
+        self.wake_s = None
+        return super().words()
+
+
+class WakesTwice(Coordinator):
+    """A wake that has come stays pending, and comes again."""
+
+    def _woke(self, message: Woke) -> None:
+        due_s = self.next_wake_s
+        super()._woke(message)
+        if due_s is not None and self.wake_s is None and self._at_s >= due_s:
+            self.policy.wake_at_s = due_s
+            self._tell(WokeEvent(self._at_s))
+
+
+class WakesEarly(Coordinator):
+    """A wake comes with the next tick."""
+
+    def _tick(self, message: Tick) -> None:
+        super()._tick(message)
+        if self.next_wake_s is not None and self._at_s < self.next_wake_s:
+            self.wake_s = self.policy.wake_at_s = self._at_s
+            self._woke(Woke())
+
+
+class KeepsTheFirstWake(Coordinator):
+    """A later wake does not replace the pending one."""
+
+    def _obey(self, command: Command) -> None:
+        before = self.wake_s
+        super()._obey(command)
+        if isinstance(command, Wake) and before is not None and before < command.at_s:
+            self.wake_s = self.policy.wake_at_s = before
+
+
 KITS: dict[str, Kit] = {
     "no duplicate check": Kit(coordinator=NoDuplicateCheck),
     "acknowledged before it is applied": Kit(coordinator=with_desk(AcknowledgesEarly)),
@@ -478,6 +519,11 @@ KITS: dict[str, Kit] = {
     "it rests while it computes": Kit(client=RestsAtWork),
     "that it rests is said once": Kit(client=RestsOnce),
     "it leads twice": Kit(client=LeadsTwice),
+    "a wake is lost at a restart": Kit(coordinator=ForgetsWakes),
+    "a wake comes twice": Kit(coordinator=WakesTwice),
+    "a wake comes early": Kit(coordinator=WakesEarly),
+    "a wake is not replaced": Kit(coordinator=KeepsTheFirstWake),
+    "wakes are not journalled": Kit(journals_wakes=False),
 }
 
 # Where it was seen first, for those that are rare.

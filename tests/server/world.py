@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from offbeat.errors import EventError
+from offbeat.policies import POLICIES
 from offbeat.server.client import Client
 from offbeat.server.coordinator import Coordinator
 from offbeat.server.session import Setting
@@ -41,6 +42,7 @@ from offbeat.server.wire import (
     Silent,
     Tick,
     Want,
+    Woke,
     addressee,
     decode_input,
     decode_output,
@@ -50,19 +52,9 @@ from server.actors import Learner, Memory, Server
 from server.oracle import WIDTH, Oracle
 from server.rest_oracle import LawError, Led, Vector
 
+# The first example of every row; and, since weights that were read are kept then, rates of both kinds.
 LINES = (
-    "full-sync",
-    "k-sync:2",
-    "k-batch-sync:3",
-    "async",
-    "k-async:2",
-    "k-batch-async:3",
-    "softsync:2",
-    "ssp:1",
-    "stale-drop:2",
-    "adaptive-k:1,window=2",
-    "downpour:push=2,fetch=1",
-    "local-sgd:2",
+    *(row.examples[0] for row in POLICIES.values()),
     "async:rate=inverse",
     "async:rate=drift:1.0",
     "async:rate=delay-compensated:0.1",
@@ -75,6 +67,10 @@ LINES = (
     "ssp:1,rate=inverse-mean",
     "downpour:push=1,fetch=2,rate=drift:1.0",
     "downpour:push=2,fetch=3,rate=delay-compensated:0.1",
+    "grace-sync:1,grace=2s",
+    "grace-sync:2,grace=1s,rate=drift:1.0",
+    "deadline-sync:4s",
+    "deadline-sync:2s,rate=delay-compensated:0.1",
 )
 
 # What may go wrong, and the chances from which a seed draws: at each message, or at each step of a process.
@@ -105,6 +101,7 @@ class Kit:
     shard: type[Shard] = Shard
     looks_at_fence: bool = True  # after reading
     journal_lag: int = 0  # messages at the end of the journal that a crash loses
+    journals_wakes: bool = True
 
 
 @dataclass(slots=True)
@@ -184,6 +181,7 @@ class World:
             self.oracle.goes_on_from(after.oracle)
         self.down = False
         self.journal: list[tuple[INPUT, float]] = []
+        self.wake_planned_s: float | None = None  # the earliest at which somebody looks whether a wake is due
         self.coordinator = self.kit.coordinator(self.setting, self.oracle.decided)
         self.servers = [Server(self, Memory(self, shard), 1) for shard in range(shards)]
         for server in self.servers:
@@ -299,7 +297,8 @@ class World:
         elif isinstance(message, Want):
             self.oracle.rests.wanted(message)
         was_seeded = self.coordinator.seeded
-        self.journal.append((message, self.now))
+        if self.kit.journals_wakes or not isinstance(message, Woke):
+            self.journal.append((message, self.now))
         said = self.coordinator.handle(message, self.now)
         if isinstance(message, Hello):
             row = self.coordinator.rows[message.learner]
@@ -309,6 +308,8 @@ class World:
         for one in said:
             self.oracle.said(one)
         self.oracle.check(self.coordinator, self.buffers)
+        self.oracle.check_wake(self.coordinator, self.now)
+        self._plan_wake()
         if self.happens("coordinator dies"):
             for one in said[: self.rng.randint(0, len(said))]:
                 self._from_coordinator(one)
@@ -330,6 +331,25 @@ class World:
         for word in self.coordinator.words():
             self._from_coordinator(word)
         self.oracle.check(self.coordinator, self.buffers)
+        self.oracle.check_wake(self.coordinator, self.now, revived=True)
+        self.wake_planned_s = None
+        self._plan_wake()
+
+    def _plan_wake(self) -> None:
+        """Somebody looks when it is due; whoever carries the messages may be late, but not early."""
+        due_s = self.coordinator.next_wake_s
+        if due_s is not None and (self.wake_planned_s is None or due_s < self.wake_planned_s):
+            self.wake_planned_s = max(due_s, self.now)
+            late_s = random.Random(f"{self.seed} {due_s}").choice((0.0, 0.0, 0.01, 0.2))  # draws nothing from `rng`
+            self.after(self.wake_planned_s + late_s - self.now, self._wake)
+
+    def _wake(self) -> None:
+        self.wake_planned_s = None
+        due_s = None if self.down else self.coordinator.next_wake_s
+        if due_s is not None and self.now >= due_s:
+            self._handle(Woke())
+        elif not self.down:
+            self._plan_wake()
 
     def _tick(self) -> None:
         self._handle(Tick())

@@ -158,7 +158,7 @@ def test_a_config_made_in_python_is_checked_at_birth_too() -> None:
         (
             Config,
             {"learners": 2, "sync": "softsync:3"},
-            "sync: 'softsync:3': N is 3, but there are 2 learners: it is at most that",
+            "sync: 'softsync:3': N=3 exceeds the 2 learners",
         ),
     ]
     for section, fields, expected in wrong:

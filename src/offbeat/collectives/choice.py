@@ -13,12 +13,10 @@ from offbeat import spec as grammar
 from offbeat import topology
 from offbeat.collectives.calls import Plan, plan
 from offbeat.errors import RequestError
-from offbeat.schedules import build, price
+from offbeat.schedules import auto_lines, build, price
 from offbeat.spec import format_rate, format_seconds, format_size
 from offbeat.strategy import ALL_REDUCE, AUTO, NATIVE, family_of
 
-# What needs no shape. On a host where everybody reaches everybody alike, shapes only add steps.
-_CANDIDATES = ("direct", "halving-doubling", "ring", "tree", "double-tree", "central")
 _MOST_PRICED = 64  # ranks; more would take seconds, and one host has fewer
 
 
@@ -86,7 +84,8 @@ class Choice:
                 ranks=self._ranks,
             )
             typical = max(1, 3 << size >> 2)  # the middle between two powers of two, so that all of them choose alike
-            prices = [price(build(line, ranks=self._ranks), host, typical).seconds for line in _CANDIDATES]
-            order = sorted(range(len(_CANDIDATES)), key=lambda i: prices[i])  # of equal ones the first
-            self._by_size[size] = [(prices[i], _CANDIDATES[i]) for i in order]
+            lines = auto_lines()
+            prices = [price(build(line, ranks=self._ranks), host, typical).seconds for line in lines]
+            order = sorted(range(len(lines)), key=lambda i: prices[i])  # of equal ones the first
+            self._by_size[size] = [(prices[i], lines[i]) for i in order]
         return self._by_size[size]

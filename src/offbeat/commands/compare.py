@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 
-from offbeat import spec as grammar
 from offbeat.commands.base import Command, busy, console, heading, json_argument, print_json, reader, say
 from offbeat.commands.cluster import add_cluster_arguments, cluster_of, simulate
 from offbeat.commands.race import race
 from offbeat.commands.virtual import add_recipe_arguments, refuse_without_recipe
+from offbeat.policies import create
 from offbeat.simulate.compare import WhatIf, advise, describe, horizon_s, look_at, what_if, why
 from offbeat.simulate.result import Result
 from offbeat.spec import count_of, parse_count
-from offbeat.strategy import ALL_REDUCE, simulated_family_of
+from offbeat.strategy import ALL_REDUCE, line_up, simulated_family_of
 
 _WIDE = 100
 
@@ -31,19 +31,6 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=reader(parse_count), metavar="N", help="runs of each (default 1)")
 
 
-def _default(learners: int) -> list[str]:
-    k = max(1, learners // 2)
-    return [
-        "full-sync",
-        f"k-sync:{k}",
-        f"k-batch-sync:{k}",
-        f"k-async:{k}",
-        f"k-batch-async:{k}",
-        "async",
-        "ssp:3",
-    ]
-
-
 def _run(given: argparse.Namespace) -> None:
     if given.recipe is not None:
         race(given)
@@ -51,7 +38,7 @@ def _run(given: argparse.Namespace) -> None:
     refuse_without_recipe(given)
     given.minibatches = given.minibatches or 500
     cluster = cluster_of(given)
-    names = given.strategies or _default(cluster.learners)
+    names = given.strategies or line_up("compare", cluster.learners)
     families = [simulated_family_of(name) for name in names]
     with busy("simulating"):
         machines = look_at(cluster)
@@ -63,7 +50,7 @@ def _run(given: argparse.Namespace) -> None:
             for name, family in zip(names, families, strict=True)
         ]
         found = None
-        subject = _subject(names, families)
+        subject = _subject(names, families, cluster.learners)
         if machines.slow and subject is not None:
             found = what_if(subject, cluster, machines, seconds)
             found = found if found.as_it_is else None  # nothing was applied: nothing to compare with
@@ -86,13 +73,13 @@ def _run(given: argparse.Namespace) -> None:
     say(out, "Which is best needs accuracy: more gradients a second may be worth less each (--recipe).", style="dim")
 
 
-def _subject(names: list[str], families: list[str]) -> str | None:
+def _subject(names: list[str], families: list[str], learners: int) -> str | None:
     """The policy whose loss to slow learners is looked at: one that waits for all, or else the first.
 
     An all-reduce waits like full-sync. A policy that needs weights cannot be simulated.
     """
-    waits = [name for name in names if grammar.parse(name).name in ("full-sync", "local-sgd")]
     policies = [name for name, family in zip(names, families, strict=True) if family != ALL_REDUCE]
+    waits = [name for name in policies if create(name, expect=learners).waits_for_all(learners)]
     return next(iter([*waits, *(["full-sync"] if ALL_REDUCE in families else []), *policies]), None)
 
 

@@ -23,7 +23,7 @@ from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.compare import describe, look_at
 from offbeat.simulate.race import Curve, Racer, advice, advised, chart_of, percent, ranked, words_of, worth_drawing
 from offbeat.spec import count_of, format_seconds
-from offbeat.strategy import ALL_REDUCE, simulated_family_of
+from offbeat.strategy import ALL_REDUCE, line_up, simulated_family_of
 
 if TYPE_CHECKING:
     from offbeat.train.config import Config, TrainConfig
@@ -43,16 +43,6 @@ class Entry(NamedTuple):
     changes: tuple[tuple[str, Any], ...] = ()  # of the training
 
 
-def default_strategies(learners: int) -> list[str]:
-    """Some of each kind, with small and large K, and with a rate by staleness."""
-    half, quarter = max(1, learners // 2), max(1, learners // 4)
-    most = max(1, learners * 3 // 4)
-    lines = ["ring", f"k-sync:{most}", f"k-batch-sync:{half}", f"k-async:{half}", f"k-async:{quarter}",
-             f"k-batch-async:{half}", f"k-batch-async:{quarter}", f"k-batch-async:{quarter},rate=inverse",
-             "async", "async:rate=inverse"]  # fmt: skip
-    return list(dict.fromkeys(lines))
-
-
 def race(given: argparse.Namespace) -> None:
     """`offbeat compare ... --recipe ... --target ...`."""
     if given.target is None:
@@ -66,7 +56,7 @@ def race(given: argparse.Namespace) -> None:
     if given.run_dir is not None:
         check_free(given.run_dir, resumes=False)
     cluster = cluster_of(given)
-    names = given.strategies or default_strategies(cluster.learners)
+    names = given.strategies or line_up("race", cluster.learners)
     if not given.strategies and cluster.failures is not None:
         names = [name for name in names if simulated_family_of(name) != ALL_REDUCE]  # they bear none
     machines = look_at(cluster)
@@ -190,7 +180,7 @@ def _run(given: argparse.Namespace, entry: Entry, live: Live, which: str) -> Rac
             raise RequestError(f"{config.name} has no accuracy, only a loss: there is no target to race to")
         if curves[-1].reached_s == 0:
             raise RequestError(f"--target {given.target:g}: a model that has learned nothing is there already")
-    return Racer(entry.strategy, tuple(curves), entry.variant, entry.option)
+    return Racer(entry.strategy, tuple(curves), entry.variant, entry.option, entry.cluster.learners)
 
 
 def _table(order: Sequence[Racer]) -> None:

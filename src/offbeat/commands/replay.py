@@ -16,6 +16,7 @@ from offbeat.errors import OffbeatError, RequestError
 from offbeat.simulate.calibration import Calibration, read_calibration
 from offbeat.simulate.race import percent
 from offbeat.spec import count_of, format_seconds, parse_count
+from offbeat.strategy import line_up
 
 if TYPE_CHECKING:
     from offbeat.train.replayed import Played, RealRun, Replay
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 SURE = 0.05  # a gain is told of if it is larger than this, and than what the run's own replay is off by
 TRUSTED = 0.10  # an error of the run's own replay beyond which the others are not to be believed
 ABOUT, _POINTS = 0.005, "half a point"  # of an accuracy: what another seed may well give, on a small test set
-OTHERS = ("ring", "full-sync", "async")  # and with K of half the learners, where no line is named
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -121,17 +121,8 @@ def _run(given: argparse.Namespace) -> None:
 
 
 def others_for(own: str, learners: int) -> list[str]:
-    """Some of each kind, and none that is another by another name.
-
-    With K of 1 the asynchronous ones are async, and both synchronous ones are one; of all learners both that count
-    learners are full-sync.
-    """
-    k = max(2, learners // 2)
-    names = (
-        ("k-sync", "k-batch-sync", "k-async", "k-batch-async") if k < learners else ("k-batch-sync", "k-batch-async")
-    )
-    with_k = [f"{name}:{k}" for name in names] if learners > 1 else []
-    return [line for line in (*OTHERS, *with_k) if line != own]
+    """Some of each kind, and none that is another by another name."""
+    return [line for line in line_up("replay", learners) if line != own]
 
 
 def _calibrated(calibration: Calibration, run: RealRun) -> list[str]:

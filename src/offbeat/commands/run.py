@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from offbeat.commands.base import Command, console, facts, json_argument, print_json, reader, say
 from offbeat.errors import OffbeatError, RequestError
-from offbeat.measure.bench import terminable
+from offbeat.signals import terminable
 from offbeat.spec import count_of, format_seconds, parse_count
 from offbeat.strategy import ALL_REDUCE, family_of
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offbeat import schedules, topology
+from offbeat import spec as grammar
 from offbeat.commands.base import (
     Command,
     busy,
@@ -79,7 +80,7 @@ def _one(given: argparse.Namespace, machine: Topology) -> None:
         schedule = schedules.build(given.algorithm, ranks=machine.ranks, collective=given.collective, root=given.root)
         schedules.verify(schedule)
         cost = schedules.price(schedule, machine, given.size, given.item_size)
-        rings = rings_of(machine) if schedule.name.startswith("ring") else None
+        rings = rings_of(machine) if grammar.parse(schedule.name).name == schedules.BASELINE else None
     bound_s = schedules.lower_bound_s(machine, given.size) if given.collective == "all-reduce" else None
     if given.svg is not None:
         write_file(given.svg, schedules.svg(schedule))
@@ -160,11 +161,11 @@ def _rank_all(given: argparse.Namespace, machine: Topology) -> None:
     wide = out.width >= _WIDE
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("algorithm", no_wrap=True)
-    for column in ("steps", *(("busiest rank sends",) if wide else ()), "time", "vs ring"):
+    for column in ("steps", *(("busiest rank sends",) if wide else ()), "time", f"vs {schedules.BASELINE}"):
         table.add_column(column, justify="right", no_wrap=True)
     if wide:
         table.add_column("where the time goes")
-    flat = next(ranked for ranked in ranking if ranked.line == "ring")
+    flat = next(ranked for ranked in ranking if ranked.line == schedules.BASELINE)
     for ranked in ranking:
         cost = ranked.price
         versus = f"{flat.price.seconds / cost.seconds:.2f}x" if cost.seconds else ""

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offbeat import timeline, topology
+from offbeat import plugins, timeline, topology
 from offbeat.commands.base import (
     Command,
     busy,
@@ -101,6 +101,7 @@ def _write_files(given: argparse.Namespace, result: Result, decisions: list[dict
             write_chrome_trace(given.trace, result.spans, name=f"offbeat simulate {given.strategy}")
         if given.log is not None:
             run = {"strategy": given.strategy, "expect": given.learners, "seed": given.seed, "simulated": True}
+            run |= plugins.facts()
             write_log(given.log, RunLog(run=run, spans=result.spans, decisions=tuple(decisions or ())))
     except OSError as error:
         name = str(error.filename).removesuffix(".unfinished")

@@ -20,7 +20,7 @@ from typing import Any
 from offbeat import metrics
 from offbeat.chart import Line, line_chart
 from offbeat.errors import RequestError
-from offbeat.measure.bench import Progress, terminable
+from offbeat.measure.bench import Progress
 from offbeat.measure.comparisons import (
     INTERVAL,
     Kept,
@@ -44,6 +44,7 @@ from offbeat.measure.comparisons import (
     shared_notes,
 )
 from offbeat.measure.scaling import NOT_PREDICTED
+from offbeat.signals import terminable
 from offbeat.spec import count_of, format_seconds
 from offbeat.train.config import Config
 

@@ -11,17 +11,14 @@ import importlib.util
 import math
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from offbeat import schedules
 from offbeat import spec as grammar
@@ -39,6 +36,7 @@ from offbeat.measure.results import (
     Times,
     size_label,
 )
+from offbeat.signals import terminable
 from offbeat.spec import count_of, format_size
 from offbeat.strategy import ALL_REDUCE, family_of
 
@@ -317,23 +315,6 @@ def _environment(request: Request) -> dict[str, str]:
 
 def _loopback() -> str:
     return "lo0" if sys.platform == "darwin" else "lo"
-
-
-@contextmanager
-def terminable() -> Iterator[None]:
-    """A SIGTERM unwinds like Ctrl-C, so that nothing is left behind."""
-
-    def stop(number: int, frame: FrameType | None) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 # --- the machine ----------------------------------------------------------------------------------------------------

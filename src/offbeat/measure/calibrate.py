@@ -21,15 +21,16 @@ from typing import Any
 from offbeat.errors import RequestError
 from offbeat.machine import machine_facts
 from offbeat.measure import bench, pushes
-from offbeat.measure.bench import MOST_RANKS, Progress, terminable
+from offbeat.measure.bench import MOST_RANKS, Progress
 from offbeat.measure.crew import Crew
 from offbeat.measure.predict import predict
 from offbeat.measure.probes import probe
 from offbeat.measure.served import environment, program
 from offbeat.measure.trainings import Trained, train_once
+from offbeat.signals import terminable
 from offbeat.simulate.calibration import PROBED, SERVED, TOGETHER, Calibration, Layer, Probe, Timed, fit_server_work
 from offbeat.spec import count_of
-from offbeat.strategy import ALL_REDUCE
+from offbeat.strategy import ALL_REDUCE, line_up
 from offbeat.train.calibrated import settings_of
 from offbeat.train.config import Config
 from offbeat.train.reading import as_json, changed
@@ -37,6 +38,7 @@ from offbeat.train.reading import as_json, changed
 REDUCED_BYTES = (4096, 262_144, 16 * 2**20)
 PUSHED_ITEMS = (10_000, 4_000_000)
 TIMES_S = 0.4  # of minibatches of one size
+MOST_CHECKED = 3  # strategies in the self-check
 PUSH_S = 0.7  # of pushes of one size
 
 
@@ -191,7 +193,7 @@ def check(
     if many == 1:
         return []
     rows = []
-    for line in checked(many):
+    for line in checked(calibration, many):
         config = changed(request.config, {"sync": line, "learners": many})
         trained = []
         for number in range(request.rounds):
@@ -202,12 +204,10 @@ def check(
     return rows
 
 
-def checked(learners: int) -> tuple[str, ...]:
+def checked(calibration: Calibration, learners: int) -> tuple[str, ...]:
     """Strategies that are no probes, nor the same as one by another name."""
-    if learners == 2:
-        return "k-batch-sync:2", "k-batch-async:2", "ssp:1"
-    half = max(2, learners // 2)
-    return f"k-sync:{half}", f"k-async:{half}", f"k-batch-async:{half}"
+    lines = line_up("check", learners)
+    return tuple(line for line in lines if not calibration.has(line, learners, plain=True))[:MOST_CHECKED]
 
 
 def train_for(config: Config, samples: int, folder: Path, updates: int = 150) -> Trained:

@@ -21,7 +21,7 @@ from offbeat.spec import format_seconds
 
 _LOOK_S = 0.5  # how often a process is looked at whose pipe says nothing
 _AFTERMATH_S = 0.5  # when one has died, its peers complain as well: the cause is sought among all of them
-_GRACE_S = 5.0
+_GRACE_S = 3.0
 _MOST_NOISE = 8192
 _NO_ANSWER: dict[str, Any] = {}
 

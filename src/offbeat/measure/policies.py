@@ -16,12 +16,13 @@ from typing import Any
 
 from offbeat.errors import OffbeatError, RequestError
 from offbeat.machine import machine_facts
-from offbeat.measure.bench import MOST_RANKS, Progress, terminable
+from offbeat.measure.bench import MOST_RANKS, Progress
 from offbeat.measure.served import environment, program, supervise
 from offbeat.policies import Apply, Pushed, create
 from offbeat.policies.events import EVENTS, from_text
 from offbeat.server.session import Setting
 from offbeat.server.supervisor import Plan
+from offbeat.signals import terminable
 from offbeat.simulate import server as simulator
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.compute import parse_law

@@ -18,9 +18,10 @@ from typing import Any
 
 from offbeat.errors import RequestError
 from offbeat.machine import machine_facts
-from offbeat.measure.bench import Progress, terminable
+from offbeat.measure.bench import Progress
 from offbeat.measure.calibrate import train_for
 from offbeat.measure.predict import predict
+from offbeat.signals import terminable
 from offbeat.simulate.calibration import Calibration
 from offbeat.train.config import Config
 from offbeat.train.launch import MOST_LEARNERS

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from offbeat.errors import OffbeatError
 from offbeat.measure.trainings import Trained, train_once
-from offbeat.simulate.calibration import PROBED, Probe
+from offbeat.simulate.calibration import Probe
+from offbeat.strategy import ALL_REDUCE, family_of
 from offbeat.trace import Span
 from offbeat.train.config import Config
 from offbeat.train.reading import changed
@@ -48,7 +49,7 @@ def probe_of(trained: Trained, line: str, learners: int) -> Probe:
     computed = [span for span in spans if span.what == "compute" and not span.cancelled]
     if not computed:
         raise OffbeatError("bench: a probe has computed nothing")
-    there_s, back_s = (_reduced if line == PROBED else _served)(spans, trained.seconds_per_update)
+    there_s, back_s = (_reduced if family_of(line) == ALL_REDUCE else _served)(spans, trained.seconds_per_update)
     return Probe(
         line=line,
         learners=learners,

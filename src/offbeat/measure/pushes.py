@@ -22,11 +22,12 @@ from typing import Any
 import offbeat
 from offbeat.errors import OffbeatError, RequestError, unknown
 from offbeat.machine import available_bytes, machine_facts
-from offbeat.measure.bench import MOST_RANKS, Progress, terminable
+from offbeat.measure.bench import MOST_RANKS, Progress
 from offbeat.measure.results import OURS, format_ratio
 from offbeat.measure.served import environment, program, supervise
 from offbeat.server.session import Setting
 from offbeat.server.supervisor import Plan
+from offbeat.signals import terminable
 from offbeat.spec import count_of, format_seconds, format_size
 
 PARAMETERS = 25_600_000

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from offbeat import metrics
 from offbeat.errors import RequestError
-from offbeat.measure.bench import Progress, terminable
+from offbeat.measure.bench import Progress
 from offbeat.measure.comparisons import (
     INTERVAL,
     Kept,
@@ -44,6 +44,7 @@ from offbeat.measure.comparisons import (
     relative,
     shared_notes,
 )
+from offbeat.signals import terminable
 from offbeat.spec import count_of
 from offbeat.train.config import Config
 

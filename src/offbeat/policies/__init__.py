@@ -14,12 +14,15 @@ from offbeat.policies.events import (
     Resume,
     Send,
     Stopped,
-    Tick,
+    Wake,
+    Woke,
 )
 from offbeat.policies.replay import recorded, replay
-from offbeat.policies.table import POLICIES, create
+from offbeat.policies.staleness import Staleness
+from offbeat.policies.table import EXAMPLES_FOR, POLICIES, Row, create, line_up, simplest
 
 __all__ = [
+    "EXAMPLES_FOR",
     "POLICIES",
     "Apply",
     "Asked",
@@ -33,10 +36,15 @@ __all__ = [
     "Policy",
     "Pushed",
     "Resume",
+    "Row",
     "Send",
+    "Staleness",
     "Stopped",
-    "Tick",
+    "Wake",
+    "Woke",
     "create",
+    "line_up",
     "recorded",
     "replay",
+    "simplest",
 ]

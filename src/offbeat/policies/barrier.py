@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from offbeat.policies.base import Policy
+from offbeat.policies import sentences
+from offbeat.policies.base import HoldsK, Policy
 from offbeat.policies.events import Command, Pushed
+from offbeat.policies.staleness import FRESH, Staleness
 
 
 class Barrier(Policy):
@@ -26,6 +28,12 @@ class Barrier(Policy):
         commands += [self.send(learner, "a new version for all") for learner in self.seats]
         return tuple(commands)
 
+    def expected_staleness(self, learners: int) -> Staleness:
+        return FRESH
+
+    def explain(self, result: sentences.Outcome) -> str:
+        return sentences.partial_barrier(result)
+
     def laws(self) -> dict[str, bool]:
         return {
             "all held gradients are of the current version": all(h.version == self.version for h in self.held.values())
@@ -39,7 +47,7 @@ class KSync(Barrier):
     one version counts once then, so that it cannot fill the update while another is slow.
     """
 
-    extra_state = ("again",)
+    extra_state: tuple[str, ...] = ("again",)
 
     def __init__(self, *, k: int | None, **common: Any) -> None:
         super().__init__(**common)
@@ -71,28 +79,33 @@ class KSync(Barrier):
             return self.cut(f"the first {self.k} of {len(self.seats)} are in")
         return ()
 
-    def most_held(self) -> int:
-        return self.k - 1 if self.k is not None else len({held.learner for held in self.held.values()})
+    def max_held(self, learners: int) -> int:
+        return learners if self.k is None else self.k
+
+    def gradients_per_update(self, learners: int) -> int:
+        return learners if self.k is None else self.k
+
+    def waits_for_all(self, learners: int) -> bool:
+        return self.gradients_per_update(learners) >= learners
+
+    def same_timing_as(self, learners: int) -> str | None:
+        return "full-sync" if self.k == learners else None
+
+    def explain(self, result: sentences.Outcome) -> str:
+        return sentences.barrier(result) if self.k is None else super().explain(result)
 
     def laws(self) -> dict[str, bool]:
         moves = self.open > 0 or not self.held or not self.seats
         return super().laws() | {"somebody is waited for": moves}
 
 
-class KBatchSync(Barrier):
+class KBatchSync(HoldsK, Barrier):
     """Wait for the first K minibatches, from whomever; who is done before computes another at the same weights."""
-
-    def __init__(self, *, k: int, **common: Any) -> None:
-        super().__init__(**common)
-        self.k = k
 
     def on_push(self, event: Pushed) -> tuple[Command, ...]:
         if len(self.held) >= self.k:
             return self.cut(f"the first {self.k} minibatches are in")
         return (self.resume(event.learner, f"{len(self.held)} of {self.k} are in; another at the same weights"),)
-
-    def most_held(self) -> int:
-        return self.k - 1
 
     def laws(self) -> dict[str, bool]:
         return super().laws() | {"nobody waits": not self.started or self.open == len(self.seats)}

@@ -7,16 +7,22 @@ For each learner a policy keeps a `Seat`: the version it was last given, the low
 whether a minibatch is open. After `Cancel` and `Send` the learner still owes one answer for the cancelled minibatch:
 `Stopped`, or, if it was faster than the word, a late `Pushed`, which is dropped.
 
-A new policy is a subclass: `on_push`, and where the defaults do not fit, `on_join`, `on_leave`, `on_ask`. It speaks
-through `send`, `resume`, `cancel`, `drop` and `apply`, which keep the books.
+A new policy is a subclass. It must have `on_push`, `max_held` and `gradients_per_update`; where the defaults do not
+fit also `on_join`, `on_leave`, `on_ask`, `on_wake`. It speaks through `send`, `resume`, `cancel`, `drop`, `apply` and
+`wake`, which keep the books.
+
+A policy is complete: whoever sizes memory, scales a learning rate, explains a result or restarts a run asks the policy
+(the section "what it says of itself") and never which class it is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any, NamedTuple
 
 from offbeat.errors import EventError, RequestError
+from offbeat.policies import sentences
 from offbeat.policies.events import (
     Apply,
     Asked,
@@ -30,10 +36,12 @@ from offbeat.policies.events import (
     Resume,
     Send,
     Stopped,
-    Tick,
+    Wake,
+    Woke,
     as_text,
 )
 from offbeat.policies.rates import CONSTANT, Rate
+from offbeat.policies.staleness import Staleness, estimated
 
 # A named tuple made without its constructor: a simulation makes millions of these.
 _new = tuple.__new__
@@ -73,6 +81,9 @@ class Policy:
     cancels = False  # whether it ever cancels, so that late pushes of old versions are to be expected
     needs_loss = False  # whether what it does depends on the losses that it is told
     waits = True  # whether a learner that has pushed may have to wait; if not, `on_push` says `send_again` at once
+    drops_held = False  # whether it ever drops another gradient than the one that has just arrived
+    extra_state: tuple[str, ...] = ()  # names of further attributes that are plain data, for snapshots
+    kept_over_restart: tuple[str, ...] = ()  # those of them that a run which goes on from a checkpoint begins with
 
     def __init__(self, *, expect: int, rate: Rate = CONSTANT, start_by_s: float | None = None) -> None:
         self.expect = expect
@@ -80,6 +91,8 @@ class Policy:
         self.needs_drift = rate.needs_drift
         self.start_by_s = start_by_s
         self.started = False
+        self.now_s = 0.0  # of the event that is being handled
+        self.wake_at_s: float | None = None  # the pending wake
         self.version = 0
         self.seats: dict[int, Seat] = {}
         self.held: dict[int, Pushed] = {}  # by ticket, in order of arrival
@@ -94,7 +107,7 @@ class Policy:
         """What is to be done about an event, in order."""
         if type(event) is not Pushed:
             return self._membership(event)
-        learner, ticket, version, samples, drift, _, _ = event
+        learner, ticket, version, samples, drift, _, self.now_s = event
         seat = self.seats.get(learner)
         if seat is None or not seat.computing or not seat.floor <= version <= seat.version:
             raise self._illegal(event, seat)
@@ -112,6 +125,10 @@ class Policy:
     def on_push(self, event: Pushed) -> tuple[Command, ...]:
         """The gradient is in `held` and its learner has stopped computing (if it may wait); say what happens now."""
         raise NotImplementedError
+
+    def on_wake(self) -> tuple[Command, ...]:
+        """The pending wake has come; there is none now. It may be about something that is settled since."""
+        return ()
 
     def _late(self, seat: Seat, event: Pushed) -> Drop:
         """A learner was faster than the word that cancelled it."""
@@ -142,15 +159,15 @@ class Policy:
 
     def _membership(self, event: Event) -> tuple[Command, ...]:
         """All events but a push, the most frequent first."""
+        self.now_s = event.at_s
         if isinstance(event, Stopped):
             stopped = self.seats.get(event.learner)
             if stopped is None or not self.cancels or not stopped.floor <= event.version < stopped.version:
                 raise self._illegal(event, stopped)
             stopped.floor = event.version + 1
             return ()
-        if isinstance(event, Tick):
-            due = self.start_by_s is not None and event.at_s >= self.start_by_s
-            return self._start("the deadline has passed") if due and self.seats and not self.started else ()
+        if isinstance(event, Woke):
+            return self._woke(event)
         seat = self.seats.get(event.learner)
         if isinstance(event, Joined):
             if seat is not None or event.learner < 0:
@@ -170,6 +187,16 @@ class Policy:
         if isinstance(event, Asked) and seat.computing:
             return self.on_ask(event.learner)
         raise self._illegal(event, seat)
+
+    def _woke(self, event: Woke) -> tuple[Command, ...]:
+        if not self.started:
+            due = self.start_by_s is not None and event.at_s >= self.start_by_s
+            return self._start("the deadline has passed") if due and self.seats else ()
+        if self.wake_at_s is None or event.at_s < self.wake_at_s:
+            pending = "no wake is pending" if self.wake_at_s is None else f"the pending wake is at {self.wake_at_s} s"
+            raise EventError(f"'{as_text(event)}' cannot be: {pending}")
+        self.wake_at_s = None
+        return self.on_wake()
 
     def _start(self, why: str) -> tuple[Command, ...]:
         self.started = True
@@ -229,6 +256,10 @@ class Policy:
         return Cancel(learner, why)
 
     def drop(self, ticket: int, why: str) -> Drop:
+        if ticket != self.last_ticket and not self.drops_held:
+            raise TypeError(
+                f"{type(self).__name__} drops a gradient that it held: its class must say drops_held = True"
+            )
         del self.held[ticket]
         self.dropped += 1
         return Drop(ticket, why)
@@ -239,6 +270,53 @@ class Policy:
         self.version += 1
         self.applied += len(tickets)
         return Apply(tickets, scales, why)
+
+    def wake(self, at_s: float, why: str) -> Wake:
+        """Ask to be told when this time has come; it replaces the wake that was pending."""
+        self.wake_at_s = at_s
+        return Wake(at_s, why)
+
+    # --- what it says of itself ------------------------------------------------------------------------------------
+
+    def max_held(self, learners: int) -> int:
+        """The most gradients that are held at once with so many learners, the one that has just arrived included.
+
+        One that is dropped on arrival is not held. Whoever runs the policy has room for so many, and no more.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not say how many gradients it holds: define max_held")
+
+    def gradients_per_update(self, learners: int) -> int:
+        """How many pushes are averaged in one update; the fewest where that varies."""
+        raise NotImplementedError(
+            f"{type(self).__name__} does not say how many gradients are in an update: define gradients_per_update"
+        )
+
+    def expected_staleness(self, learners: int) -> Staleness:
+        return estimated((learners - 1) / self.gradients_per_update(learners), "about (P-1)/K")
+
+    def waits_for_all(self, learners: int) -> bool:
+        """Whether every update waits for every learner, so that the slowest sets the pace."""
+        return False
+
+    def same_timing_as(self, learners: int) -> str | None:
+        """The simpler line that gives the same commands with so many learners (rates left aside), if there is one."""
+        return None
+
+    # What the server does with the mean of what learners have moved, where they push that (`rule.delta`): SGD.
+    outer_optimizer: Mapping[str, float] = {"lr": 1.0, "momentum": 0.0, "nesterov": 0.0}
+
+    def explain(self, result: sentences.Outcome) -> str:
+        """One sentence on a simulated result."""
+        return sentences.in_general(result)
+
+    def kept(self) -> dict[str, Any]:
+        """What `recall` makes of a fresh policy when the run goes on from a checkpoint; plain data."""
+        return {name: deepcopy(getattr(self, name)) for name in self.kept_over_restart}
+
+    def recall(self, kept: Mapping[str, Any]) -> None:
+        for name in self.kept_over_restart:
+            if name in kept:
+                setattr(self, name, deepcopy(kept[name]))
 
     # --- laws ----------------------------------------------------------------------------------------------------
 
@@ -253,7 +331,7 @@ class Policy:
             "nobody computes before the start": self.started or open_now == 0,
             "no seat is ahead of the version": all(seat.version <= self.version for seat in self.seats.values()),
             "no gradient is from the future": all(held.version <= self.version for held in self.held.values()),
-            "at most `most_held` gradients wait": len(self.held) <= self.most_held(),
+            "at most `max_held` gradients are held": len(self.held) <= self.max_held(self._learners_known()),
         }
         for law, holds in (laws | self.laws()).items():
             assert holds, f"{type(self).__name__}: {law}"
@@ -262,9 +340,9 @@ class Policy:
         """Further laws of one policy, by name, and whether they hold now."""
         return {}
 
-    def most_held(self) -> int:
-        """How many gradients may wait between events."""
-        return max(1, len(self.seats)) + self.expect
+    def _learners_known(self) -> int:
+        """Those that are here, were expected, or have a gradient held."""
+        return max(self.expect, len(self.seats.keys() | {held.learner for held in self.held.values()}))
 
     # --- snapshots -----------------------------------------------------------------------------------------------
 
@@ -276,10 +354,9 @@ class Policy:
             "version": self.version,
             "seats": [[learner, s.version, s.floor, s.computing] for learner, s in self.seats.items()],
             "held": [list(event) for event in self.held.values()],
+            "wake_at_s": self.wake_at_s,
             **{name: deepcopy(getattr(self, name)) for name in (*COUNTS, *self.extra_state)},
         }
-
-    extra_state: tuple[str, ...] = ()  # names of further attributes that are plain data
 
     def restore(self, state: dict[str, Any]) -> None:
         """Become what `snapshot` described; a snapshot of another policy is refused, and changes nothing."""
@@ -292,6 +369,31 @@ class Policy:
         except (KeyError, TypeError, ValueError) as error:
             raise RequestError(f"the snapshot is not whole: {error!r}") from None
         self.seats, self.held = seats, held
+        self.wake_at_s = state.get("wake_at_s")  # version 0.1 had no wakes
         self.open = sum(seat.computing for seat in seats.values())
         for name, value in plain.items():
             setattr(self, name, value)
+
+
+class EachGradient(Policy):
+    """Every gradient is an update of its own, or is dropped: none is held from one event to the next."""
+
+    def max_held(self, learners: int) -> int:
+        return 1
+
+    def gradients_per_update(self, learners: int) -> int:
+        return 1
+
+
+class HoldsK(Policy):
+    """K gradients make an update: the K-th that arrives, and none before it."""
+
+    def __init__(self, *, k: int, **common: Any) -> None:
+        super().__init__(**common)
+        self.k = k
+
+    def max_held(self, learners: int) -> int:
+        return self.k
+
+    def gradients_per_update(self, learners: int) -> int:
+        return self.k

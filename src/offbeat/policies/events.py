@@ -2,11 +2,12 @@
 
 Both are values with a one-line text form, used in logs and in scenario files; from_text(as_text(x)) == x.
 
-    joined 2 @0.5            left 2 @9.0          asked 2 @1.0            tick @30.0
+    joined 2 @0.5            left 2 @9.0          asked 2 @1.0            woke @30.0
     pushed 2 t7 v40 n32 loss=0.31 @12.84          stopped 2 v40 @12.9
-    apply t7 t9 *1.0 *0.5    drop t8    cancel 1    send 0    resume 0
+    apply t7 t9 *1.0 *0.5    drop t8    cancel 1    send 0    resume 0    wake @30.0
 
-`why` is for people: equality ignores it, and so does the text form.
+`why` is for people: equality ignores it, and so does the text form. Version 0.1 wrote `tick` where `woke` stands now;
+it is still read.
 
 Named tuples, since a simulation makes millions of them; each compares equal only to its own kind.
 """
@@ -63,13 +64,13 @@ class Asked(NamedTuple):
     at_s: float = 0.0
 
 
-class Tick(NamedTuple):
-    """Time has passed."""
+class Woke(NamedTuple):
+    """The time has come that the policy asked to be woken at, or that a run may start without all learners."""
 
     at_s: float = 0.0
 
 
-Event = Joined | Left | Pushed | Stopped | Asked | Tick
+Event = Joined | Left | Pushed | Stopped | Asked | Woke
 
 
 class Apply(NamedTuple):
@@ -108,9 +109,16 @@ class Resume(NamedTuple):
     why: str = ""
 
 
-Command = Apply | Drop | Cancel | Send | Resume
-EVENTS = (Joined, Left, Pushed, Stopped, Asked, Tick)
-COMMANDS = (Apply, Drop, Cancel, Send, Resume)
+class Wake(NamedTuple):
+    """Tell the policy `Woke` at this time, not before. One wake is pending at most: a later one replaces it."""
+
+    at_s: float
+    why: str = ""
+
+
+Command = Apply | Drop | Cancel | Send | Resume | Wake
+EVENTS = (Joined, Left, Pushed, Stopped, Asked, Woke)
+COMMANDS = (Apply, Drop, Cancel, Send, Resume, Wake)
 
 
 def _compare_by(kinds: Iterable[type], compared: slice) -> None:
@@ -152,13 +160,14 @@ _FIELDS: dict[type, tuple[tuple[str, str], ...]] = {
     ),
     Stopped: (("", "learner"), ("v", "version"), ("@", "at_s")),
     Asked: (("", "learner"), ("@", "at_s")),
-    Tick: (("@", "at_s"),),
+    Woke: (("@", "at_s"),),
     Drop: (("t", "ticket"),),
     Cancel: (("", "learner"),),
     Send: (("", "learner"),),
     Resume: (("", "learner"),),
+    Wake: (("@", "at_s"),),
 }
-_KINDS = {kind.__name__.lower(): kind for kind in (*_FIELDS, Apply)}
+_KINDS = {kind.__name__.lower(): kind for kind in (*_FIELDS, Apply)} | {"tick": Woke}
 _WHOLE = {"learner", "ticket", "version", "samples"}
 
 

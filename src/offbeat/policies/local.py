@@ -5,14 +5,22 @@ The rule a learner follows (`rule`) is data: whoever runs learners, real or simu
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from offbeat.policies import sentences
 from offbeat.policies.barrier import KSync
-from offbeat.policies.base import LearnerRule, Policy
+from offbeat.policies.base import EachGradient, LearnerRule, Policy
 from offbeat.policies.events import Command, Pushed
 
+# What the server does with the mean of what learners have moved: the options of SGD.
+OUTER: dict[str, Mapping[str, float]] = {
+    "average": Policy.outer_optimizer,
+    "nesterov": {"lr": 0.7, "momentum": 0.9, "nesterov": 1.0},
+}
 
-class Downpour(Policy):
+
+class Downpour(EachGradient):
     """Dean et al. 2012: push what was accrued every `push` minibatches, fetch weights every `fetch`, and never wait.
 
     A learner steps its own copy in between. A push may hold work from before its last fetch; its version is that of
@@ -31,8 +39,8 @@ class Downpour(Policy):
         self.issued -= 1  # the same stretch of work goes on, on newer weights
         return (self.send(learner, "it fetches"),)
 
-    def most_held(self) -> int:
-        return 0
+    def explain(self, result: sentences.Outcome) -> str:
+        return sentences.nobody_waits(result)
 
     def laws(self) -> dict[str, bool]:
         return {"nobody waits": not self.started or self.open == len(self.seats)}
@@ -48,4 +56,4 @@ class LocalSGD(KSync):
     def __init__(self, *, h: int, outer: str, **common: Any) -> None:
         super().__init__(k=None, **common)
         self.rule = LearnerRule(push_every=h, delta=True)
-        self.outer = outer
+        self.outer_optimizer = OUTER[outer]

@@ -5,6 +5,8 @@ In a log (`trace`) one line holds an event and the commands that answered it, in
     {"kind": "decision", "event": "pushed 2 t7 v40 n1 @12.84", "commands": ["apply t7", "send 2"], "why": [...]}
 
 The policy is rebuilt from what the run says of itself: `strategy`, `expect` and, where there was one, `start_by_s`.
+A strategy of a plugin is found only where the plugin is; the log names it, and it is not loaded from there: a log is
+data.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from offbeat import plugins
 from offbeat.errors import EventError, LogError, ReplayError, RequestError
 from offbeat.policies.base import Policy
 from offbeat.policies.events import EVENTS, Command, Event, as_text, from_text
@@ -35,15 +38,30 @@ def recorded(policy: Policy, write: Callable[[dict[str, Any]], object]) -> Calla
     return handle
 
 
+def policy_of(run: Mapping[str, Any]) -> Policy:
+    """A fresh policy as a log's first line describes it."""
+    line, expect, start_by_s = run.get("strategy"), run.get("expect"), run.get("start_by_s")
+    if not isinstance(line, str) or not isinstance(expect, int):
+        raise LogError("the log's first line does not say 'strategy' and 'expect': it is not the log of a policy")
+    try:
+        return create(line, expect=expect, start_by_s=start_by_s)
+    except RequestError as error:
+        raise RequestError(f"{error}{missing_plugins(run)}") from None
+
+
+def missing_plugins(run: Mapping[str, Any]) -> str:
+    """What to say where a strategy is unknown and the run was made with plugins that are not here."""
+    used = run.get("plugins")
+    missing = [str(name) for name in used if name not in plugins.named()] if isinstance(used, list) else []
+    return f"; the run was made with --plugin {' --plugin '.join(missing)}" if missing else ""
+
+
 def replay(run: Mapping[str, Any], decisions: Iterable[Mapping[str, Any]], *, check: bool = True) -> Policy:
     """Feed the events to a fresh policy and compare; returns the policy as it is at the end.
 
     `ReplayError` names the first event whose commands differ. With `check` the invariants are looked at after each.
     """
-    expect = run.get("expect")
-    if not isinstance(run.get("strategy"), str) or not isinstance(expect, int):
-        raise LogError("the log's first line does not say 'strategy' and 'expect': it is not the log of a policy")
-    policy = create(run["strategy"], expect=expect, start_by_s=run.get("start_by_s"))
+    policy = policy_of(run)
     for number, record in enumerate(decisions, start=1):
         event, logged = record.get("event"), record.get("commands")
         if not isinstance(event, str) or not isinstance(logged, list):

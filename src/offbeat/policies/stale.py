@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from offbeat.policies.base import Policy
+from offbeat.policies import sentences
+from offbeat.policies.base import EachGradient, HoldsK
 from offbeat.policies.events import Command, Pushed
+from offbeat.policies.staleness import Staleness, estimated, of_batches, of_waiting
 
 
-class KAsync(Policy):
+class KAsync(HoldsK):
     """Hold until K are in; those K learners wait and get the new weights, the others compute on."""
-
-    def __init__(self, *, k: int, **common: Any) -> None:
-        super().__init__(**common)
-        self.k = k
 
     def on_push(self, event: Pushed) -> tuple[Command, ...]:
         return self._if_due()
@@ -39,8 +37,17 @@ class KAsync(Policy):
                 commands.append(self.send(learner, "its gradient was applied"))
         return tuple(commands)
 
-    def most_held(self) -> int:
-        return self.k - 1
+    def expected_staleness(self, learners: int) -> Staleness:
+        return of_waiting(learners, self.k)
+
+    def waits_for_all(self, learners: int) -> bool:
+        return self.k >= learners
+
+    def same_timing_as(self, learners: int) -> str | None:
+        return "async" if self.k == 1 else "full-sync" if self.k == learners else None
+
+    def explain(self, result: sentences.Outcome) -> str:
+        return sentences.some_wait(result)
 
     def laws(self) -> dict[str, bool]:
         return {
@@ -48,14 +55,10 @@ class KAsync(Policy):
         }
 
 
-class KBatchAsync(Policy):
+class KBatchAsync(HoldsK):
     """Hold; the K-th gradient makes the update; whoever pushed gets the current weights at once. Nobody waits."""
 
     waits = False
-
-    def __init__(self, *, k: int, **common: Any) -> None:
-        super().__init__(**common)
-        self.k = k
 
     def on_push(self, event: Pushed) -> tuple[Command, ...]:
         if len(self.held) < self.k:
@@ -63,14 +66,20 @@ class KBatchAsync(Policy):
         update = self.apply(tuple(self.held), f"{self.k} are in")
         return update, self.send_again(event.learner, "it has pushed; nobody waits")
 
-    def most_held(self) -> int:
-        return self.k - 1
+    def expected_staleness(self, learners: int) -> Staleness:
+        return of_batches(learners, self.k)
+
+    def same_timing_as(self, learners: int) -> str | None:
+        return "async" if self.k == 1 else None
+
+    def explain(self, result: sentences.Outcome) -> str:
+        return sentences.nobody_waits(result)
 
     def laws(self) -> dict[str, bool]:
         return {"nobody waits": not self.started or self.open == len(self.seats)}
 
 
-class StaleDrop(Policy):
+class StaleDrop(EachGradient):
     """async, but a gradient that is more than `limit` versions old is dropped."""
 
     waits = False
@@ -87,8 +96,11 @@ class StaleDrop(Policy):
             fate = self.apply((event.ticket,), f"{age} versions old")
         return fate, self.send_again(event.learner, "it has pushed")
 
-    def most_held(self) -> int:
-        return 0
+    def expected_staleness(self, learners: int) -> Staleness:
+        return estimated(float(min(learners - 1, self.limit)), "at most the limit, about P - 1 below it")
+
+    def explain(self, result: sentences.Outcome) -> str:
+        return sentences.drops(result)
 
 
 class Clocks:
@@ -112,7 +124,7 @@ class Clocks:
             self.slowest += 1
 
 
-class StaleSync(Policy):
+class StaleSync(EachGradient):
     """Stale synchronous parallel (Ho et al. 2013): async, but nobody gets over `slack` pushes ahead of the slowest.
 
     A learner's clock is its own number of pushes; one who joins starts at the clock of the slowest.
@@ -159,6 +171,9 @@ class StaleSync(Policy):
         super().restore(state)
         self.clocks = clocks
 
+    def explain(self, result: sentences.Outcome) -> str:
+        return sentences.leash(result)
+
     def laws(self) -> dict[str, bool]:
         of, slowest = self.clocks.of, self.clocks.slowest
         return {
@@ -178,6 +193,7 @@ class AdaptiveK(KAsync):
 
     needs_loss = True
     extra_state = ("k", "losses", "before", "update_loss")
+    kept_over_restart = ("k", "losses", "before")
 
     def __init__(self, *, k: int, window: int, improvement: float, **common: Any) -> None:
         super().__init__(k=k, **common)
@@ -206,3 +222,19 @@ class AdaptiveK(KAsync):
         if self.before is not None and mean > self.before - self.improvement * abs(self.before):
             self.k = min(2 * self.k, max(self.k, len(self.seats)))
         self.before, self.losses = mean, []
+
+    def recall(self, kept: Mapping[str, Any]) -> None:
+        super().recall(kept)
+        self.k = min(self.k, self.expect)  # the run may go on with fewer learners
+
+    def max_held(self, learners: int) -> int:
+        return max(self.k, learners)
+
+    def expected_staleness(self, learners: int) -> Staleness:
+        return estimated(learners / self.k - 1, "P/K - 1 at first, less as K grows")
+
+    def same_timing_as(self, learners: int) -> str | None:
+        return None
+
+    def explain(self, result: sentences.Outcome) -> str:
+        return f"{super().explain(result)}; a simulation has no loss, so K stays as it began"

@@ -1,29 +1,44 @@
-"""The named policies. To add one, write its class and its row."""
+"""The named policies. To add one, write its class and its row; `register_policy` adds one from outside.
+
+A row says how the policy is written, and gives example lines: the tests, the docs and `offbeat strategies` use these,
+and the commands that try several strategies (`line_up`) take theirs from the row.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from offbeat import plugins
 from offbeat import spec as grammar
 from offbeat.errors import RequestError, unknown
 from offbeat.policies.barrier import KBatchSync, KSync
 from offbeat.policies.base import Policy
-from offbeat.policies.local import Downpour, LocalSGD
+from offbeat.policies.local import OUTER, Downpour, LocalSGD
 from offbeat.policies.rates import CONSTANT, RATES, parse_rate_rule
 from offbeat.policies.stale import AdaptiveK, KAsync, KBatchAsync, StaleDrop, StaleSync
-from offbeat.spec import Param, choice, parse_count
+from offbeat.policies.timed import DeadlineSync, GraceSync
+from offbeat.spec import Param, choice, parse_count, parse_seconds
+
+EXAMPLES_FOR = 4  # learners: every example line of a row can run with so many
+_TRIED = range(1, 9)  # learners with which a new row is asked everything once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A policy a user can name; `create(expect=, rate=, start_by_s=, **options)` makes it."""
+    """A policy a user can name; `create(expect=, rate=, start_by_s=, **options)` makes it.
+
+    `examples` are lines for 4 learners or more, the first for 2 or more. `lineups` are lines that a command tries by
+    itself, by the command's name ("compare", "race", "replay", "check"); `spec.fill` says what may stand in braces.
+    """
 
     name: str
     summary: str
     create: Callable[..., Policy]
     params: tuple[Param, ...] = ()
+    examples: tuple[str, ...] = ()
+    lineups: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 def _whole(text: str) -> int:
@@ -45,15 +60,28 @@ def _share(text: str) -> float:
     return value
 
 
+def _positive_seconds(text: str) -> float:
+    seconds = parse_seconds(text)
+    if not seconds:
+        raise RequestError(f"expected a time above 0, like 50ms; got '{text}'")
+    return seconds
+
+
 def _at_most(k: int, expect: int, name: str = "K") -> int:
     if k > expect:
-        raise RequestError(f"{name} is {k}, but there are {expect} learners: it is at most that")
+        raise RequestError(f"{name}={k} exceeds the {expect} learners")
     return k
 
 
 def _softsync(*, n: int, expect: int, **common: Any) -> Policy:
     _at_most(n, expect, "N")
     return KBatchAsync(k=expect // n, expect=expect, **common)
+
+
+def _backup(*, b: int, expect: int, **common: Any) -> Policy:
+    if b >= expect:
+        raise RequestError(f"B={b} leaves nobody to wait for: there are {expect} learners")
+    return KSync(k=expect - b, expect=expect, **common)
 
 
 def _k_of_p(policy: Callable[..., Policy]) -> Callable[..., Policy]:
@@ -66,120 +94,246 @@ def _k(help: str) -> Param:
 
 _RATE = Param(name="rate", read=parse_rate_rule, default=CONSTANT, help=f"{', '.join(RATES)} (default constant)")
 
-POLICIES: dict[str, Row] = {
-    row.name: row
-    for row in (
-        Row(
-            name="full-sync",
-            summary="wait for every learner, then one update for all",
-            create=lambda **common: KSync(k=None, **common),
+_ROWS = (
+    Row(
+        name="full-sync",
+        summary="wait for every learner, then one update for all",
+        create=lambda **common: KSync(k=None, **common),
+        examples=("full-sync",),
+        lineups={"compare": ("full-sync",), "replay": ("full-sync",)},
+    ),
+    Row(
+        name="k-sync",
+        summary="wait for the first K learners, cancel the others, start all again on the new weights",
+        create=_k_of_p(KSync),
+        params=(_k("learners to wait for, at most all"),),
+        examples=("k-sync:2", "k-sync:1", "k-sync:3"),
+        lineups={
+            "compare": ("k-sync:{half}",),
+            "race": ("k-sync:{most}",),
+            "replay": ("k-sync:{some}",),
+            "check": ("k-sync:{some}",),
+        },
+    ),
+    Row(
+        name="backup",
+        summary="full-sync that does not wait for the last B learners: k-sync with K = P - B",
+        create=_backup,
+        params=(Param(name="b", read=_whole, positional=True, required=True, help="backup learners, fewer than all"),),
+        examples=("backup:1", "backup:2"),
+    ),
+    Row(
+        name="grace-sync",
+        summary="wait for K learners, then GRACE more for the others; cancel who is late, start all again",
+        create=_k_of_p(GraceSync),
+        params=(
+            _k("learners to wait for, at most all"),
+            Param(name="grace", read=_positive_seconds, required=True, help="time for the others, like 50ms"),
         ),
-        Row(
-            name="k-sync",
-            summary="wait for the first K learners, cancel the others, start all again on the new weights",
-            create=_k_of_p(KSync),
-            params=(_k("learners to wait for, at most all"),),
-        ),
-        Row(
-            name="k-batch-sync",
-            summary="wait for the first K minibatches from whomever, cancel the rest, start all again",
-            create=KBatchSync,
-            params=(_k("minibatches to wait for, any number"),),
-        ),
-        Row(
-            name="async",
-            summary="apply each gradient as it comes; nobody waits",
-            create=lambda **common: KBatchAsync(k=1, **common),
-        ),
-        Row(
-            name="k-async",
-            summary="apply when K are in; those K wait and get the new weights, the others compute on",
-            create=_k_of_p(KAsync),
-            params=(_k("gradients in an update, at most as many as learners"),),
-        ),
-        Row(
-            name="k-batch-async",
-            summary="apply when K are in; nobody waits",
-            create=KBatchAsync,
-            params=(_k("gradients in an update, any number"),),
-        ),
-        Row(
-            name="softsync",
-            summary="k-batch-async with K = P/N: about N updates while all learners push once",
-            create=_softsync,
-            params=(Param(name="n", read=parse_count, positional=True, required=True, help="1 to all learners"),),
-        ),
-        Row(
-            name="ssp",
-            summary="async, but nobody runs more than S pushes ahead of the slowest",
-            create=StaleSync,
-            params=(Param(name="slack", read=_whole, positional=True, required=True, help="S, 0 or more"),),
-        ),
-        Row(
-            name="stale-drop",
-            summary="async, but gradients more than R versions old are dropped",
-            create=StaleDrop,
-            params=(Param(name="limit", read=_whole, positional=True, required=True, help="R, 0 or more"),),
-        ),
-        Row(
-            name="adaptive-k",
-            summary="k-async that starts with K and doubles it when the loss flattens",
-            create=_k_of_p(AdaptiveK),
-            params=(
-                _k("to start with"),
-                Param(name="window", read=parse_count, default=20, help="updates that are compared (default 20)"),
-                Param(
-                    name="improvement",
-                    read=_share,
-                    default=0.01,
-                    help="share by which the loss must fall from window to window (default 0.01)",
-                ),
+        examples=("grace-sync:2,grace=0.25s", "grace-sync:1,grace=1.5s", "grace-sync:3,grace=50ms"),
+    ),
+    Row(
+        name="deadline-sync",
+        summary="apply what is in S seconds after the weights were sent; cancel who is late, start all again",
+        create=lambda *, s, **common: DeadlineSync(seconds=s, **common),
+        params=(Param(name="s", read=_positive_seconds, positional=True, required=True, help="like 200ms"),),
+        examples=("deadline-sync:0.75s", "deadline-sync:3s"),
+    ),
+    Row(
+        name="k-batch-sync",
+        summary="wait for the first K minibatches from whomever, cancel the rest, start all again",
+        create=KBatchSync,
+        params=(_k("minibatches to wait for, any number"),),
+        examples=("k-batch-sync:3", "k-batch-sync:9"),
+        lineups={
+            "compare": ("k-batch-sync:{half}",),
+            "race": ("k-batch-sync:{half}",),
+            "replay": ("k-batch-sync:{some}",),
+        },
+    ),
+    Row(
+        name="k-async",
+        summary="apply when K are in; those K wait and get the new weights, the others compute on",
+        create=_k_of_p(KAsync),
+        params=(_k("gradients in an update, at most as many as learners"),),
+        examples=("k-async:2", "k-async:4", "k-async:2,rate=inverse"),
+        lineups={
+            "compare": ("k-async:{half}",),
+            "race": ("k-async:{half}", "k-async:{quarter}"),
+            "replay": ("k-async:{some}",),
+            "check": ("k-async:{some}",),
+        },
+    ),
+    Row(
+        name="k-batch-async",
+        summary="apply when K are in; nobody waits",
+        create=KBatchAsync,
+        params=(_k("gradients in an update, any number"),),
+        examples=("k-batch-async:3", "k-batch-async:9", "k-batch-async:3,rate=inverse-mean"),
+        lineups={
+            "compare": ("k-batch-async:{half}",),
+            "race": ("k-batch-async:{half}", "k-batch-async:{quarter}", "k-batch-async:{quarter},rate=inverse"),
+            "replay": ("k-batch-async:{some}",),
+            "check": ("k-batch-async:{some}",),
+        },
+    ),
+    Row(
+        name="async",
+        summary="apply each gradient as it comes; nobody waits",
+        create=lambda **common: KBatchAsync(k=1, **common),
+        examples=("async", "async:rate=inverse", "async:rate=drift:0.5"),
+        lineups={"compare": ("async",), "race": ("async", "async:rate=inverse"), "replay": ("async",)},
+    ),
+    Row(
+        name="softsync",
+        summary="k-batch-async with K = P/N: about N updates while all learners push once",
+        create=_softsync,
+        params=(Param(name="n", read=parse_count, positional=True, required=True, help="1 to all learners"),),
+        examples=("softsync:2",),
+    ),
+    Row(
+        name="ssp",
+        summary="async, but nobody runs more than S pushes ahead of the slowest",
+        create=StaleSync,
+        params=(Param(name="slack", read=_whole, positional=True, required=True, help="S, 0 or more"),),
+        examples=("ssp:1", "ssp:0", "ssp:2"),
+        lineups={"compare": ("ssp:3",), "check": ("ssp:1",)},
+    ),
+    Row(
+        name="stale-drop",
+        summary="async, but gradients more than R versions old are dropped",
+        create=StaleDrop,
+        params=(Param(name="limit", read=_whole, positional=True, required=True, help="R, 0 or more"),),
+        examples=("stale-drop:2", "stale-drop:0"),
+    ),
+    Row(
+        name="adaptive-k",
+        summary="k-async that starts with K and doubles it when the loss flattens",
+        create=_k_of_p(AdaptiveK),
+        params=(
+            _k("to start with"),
+            Param(name="window", read=parse_count, default=20, help="updates that are compared (default 20)"),
+            Param(
+                name="improvement",
+                read=_share,
+                default=0.01,
+                help="share by which the loss must fall from window to window (default 0.01)",
             ),
         ),
-        Row(
-            name="downpour",
-            summary="learners push every N and fetch every M minibatches, in their own time",
-            create=Downpour,
-            params=(
-                Param(name="push", read=parse_count, default=1, help="minibatches to a push (default 1)"),
-                Param(name="fetch", read=parse_count, default=1, help="minibatches to a fetch (default 1)"),
+        examples=("adaptive-k:1,window=2",),
+    ),
+    Row(
+        name="downpour",
+        summary="learners push every N and fetch every M minibatches, in their own time",
+        create=Downpour,
+        params=(
+            Param(name="push", read=parse_count, default=1, help="minibatches to a push (default 1)"),
+            Param(name="fetch", read=parse_count, default=1, help="minibatches to a fetch (default 1)"),
+        ),
+        examples=("downpour:push=2,fetch=1", "downpour:push=2,fetch=3"),
+    ),
+    Row(
+        name="local-sgd",
+        summary="H minibatches on each learner by itself, then the mean of all; outer=nesterov is DiLoCo",
+        create=LocalSGD,
+        params=(
+            Param(name="h", read=parse_count, positional=True, required=True, help="minibatches between means"),
+            Param(
+                name="outer",
+                read=choice(*OUTER),
+                default="average",
+                help="what the server does with the mean: average (default) or nesterov",
             ),
         ),
-        Row(
-            name="local-sgd",
-            summary="H minibatches on each learner by itself, then the mean of all; outer=nesterov is DiLoCo",
-            create=LocalSGD,
-            params=(
-                Param(name="h", read=parse_count, positional=True, required=True, help="minibatches between means"),
-                Param(
-                    name="outer",
-                    read=choice("average", "nesterov"),
-                    default="average",
-                    help="what the server does with the mean: average (default) or nesterov",
-                ),
-            ),
-        ),
-    )
-}
+        examples=("local-sgd:2", "local-sgd:3", "local-sgd:2,outer=nesterov"),
+    ),
+)
+POLICIES: dict[str, Row] = {row.name: row for row in _ROWS}
 
 
 def params_of(name: str) -> tuple[Param, ...]:
     """A policy's own parameters and those that all have."""
-    return (*POLICIES[name].params, _RATE)
+    return (*find(name).params, _RATE)
+
+
+def find(name: str) -> Row:
+    """The row of this name, also from a plugin; a `RequestError` names what is near."""
+    if name not in POLICIES:
+        plugins.load_known()
+    if name not in POLICIES:
+        raise unknown("policy", name, POLICIES)
+    return POLICIES[name]
 
 
 def create(text: str, *, expect: int, start_by_s: float | None = None) -> Policy:
     """The policy that a line like `k-async:4,rate=inverse` names, for a run that starts with `expect` learners.
 
-    It begins with no learners; nobody is sent weights before `expect` have joined, or a `Tick` passes `start_by_s`.
+    It begins with no learners; nobody is sent weights before `expect` have joined, or a `Woke` passes `start_by_s`.
     """
     spec = grammar.parse(text)
-    if spec.name not in POLICIES:
-        raise unknown("policy", spec.name, POLICIES)
+    row = find(spec.name)
     if expect < 1:
         raise RequestError(f"a run has 1 learner or more; got {expect}")
     options = grammar.bind(spec, params_of(spec.name))
     try:
-        return POLICIES[spec.name].create(expect=expect, start_by_s=start_by_s, **options)
+        return row.create(expect=expect, start_by_s=start_by_s, **options)
     except RequestError as error:
         raise RequestError(f"'{spec}': {error}") from None
+
+
+def add_row(row: Row) -> None:
+    """Into the table. Its examples are made and asked everything once: what is missing is told here, not in a run.
+
+    Whether its name is free among all strategies is for `strategy.register_policy` to check.
+    """
+    POLICIES[row.name] = row
+    try:
+        for line in row.examples:
+            _ask_everything(line)
+    except BaseException:
+        del POLICIES[row.name]
+        raise
+
+
+def _ask_everything(line: str) -> None:
+    for learners in _TRIED:
+        try:
+            policy = create(line, expect=learners)
+        except RequestError:
+            if learners >= EXAMPLES_FOR:
+                raise
+            continue
+        if not isinstance(policy, Policy):
+            raise RequestError(
+                f"'{line}': its row makes a {type(policy).__name__}, which is no offbeat.policies.Policy"
+            )
+        counts = policy.max_held(learners), policy.gradients_per_update(learners)
+        if not all(isinstance(count, int) and count >= 1 for count in counts):
+            raise RequestError(f"'{line}': max_held and gradients_per_update are whole numbers from 1; got {counts}")
+        if not policy.expected_staleness(learners).mean >= 0:
+            raise RequestError(f"'{line}': its expected staleness is below 0")
+        policy.restore(policy.snapshot())
+
+
+def simplest(line: str, learners: int) -> str:
+    """The simplest line with the same timing, so that a strategy is not taken for another by another name."""
+    return create(line, expect=learners).same_timing_as(learners) or line
+
+
+def line_up(command: str, learners: int) -> list[str]:
+    """The lines that a command tries by itself with so many learners, in the order of the table.
+
+    Lines that cannot run with so few learners are left out. What is another strategy by another name is called by the
+    simpler name, and tried once.
+    """
+    found: list[str] = []
+    for row in POLICIES.values():
+        for line in grammar.fill(row.lineups.get(command, ()), learners):
+            try:
+                policy = create(line, expect=learners)
+            except RequestError:
+                continue
+            simpler = policy.same_timing_as(learners)
+            rate = "" if policy.rate == CONSTANT else f":rate={policy.rate.text}"
+            found.append(line if simpler is None else f"{simpler}{rate}")
+    return list(dict.fromkeys(found))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from offbeat.metrics import DEFINITIONS
+from offbeat.policies import Staleness
 from offbeat.report import benchmarks, facts
 from offbeat.report.facts import Facts, straggler
 from offbeat.report.model import (
@@ -25,7 +26,7 @@ from offbeat.report.model import (
 )
 from offbeat.report.reading import RunRecord
 from offbeat.report.results import Result
-from offbeat.report.theory import Theory, staleness_theory
+from offbeat.report.theory import staleness_theory
 from offbeat.report.words import Group, percent
 from offbeat.spec import count_of
 from offbeat.trace import WHAT, Span
@@ -307,7 +308,7 @@ def staleness(known: Sequence[Facts]) -> Section | None:
 
 
 def _histogram(
-    staleness: Sequence[tuple[int, int]], theory: Theory | None
+    staleness: Sequence[tuple[int, int]], theory: Staleness | None
 ) -> list[tuple[str, int, float, float | None]]:
     """Age, how many, share, share by theory; a long tail is one row."""
     whole = sum(many for _, many in staleness)
@@ -324,16 +325,16 @@ def _histogram(
         rows.append((str(age), many, many / whole, None if theory is None else theory.share(age)))
     if rest_from <= largest:
         many = sum(many for age, many in staleness if age >= rest_from)
-        said = None if theory is None else theory.share_from(rest_from)
+        said = None if theory is None or theory.share_from is None else theory.share_from(rest_from)
         rows.append((f">={rest_from}", many, many / whole, said))
     return rows
 
 
 def _staleness_chart(
-    key: str, one: Facts, rows: Sequence[tuple[str, int, float, float | None]], theory: Theory | None
+    key: str, one: Facts, rows: Sequence[tuple[str, int, float, float | None]], theory: Staleness | None
 ) -> BarChart:
     series = [Bars(name="measured", values=tuple(row[2] for row in rows))]
-    if theory is not None:
+    if theory is not None and theory.share_from is not None:
         series.append(
             Bars(name=f"theory, {theory.given}" if theory.given else "theory",
                  values=tuple(row[3] for row in rows), style="dots")

@@ -1,6 +1,6 @@
 """Collectives as data: built, proved, priced and drawn. numpy and the standard library only."""
 
-from offbeat.schedules.algorithms import ALGORITHMS, COLLECTIVES, Algorithm, algorithms, build
+from offbeat.schedules.algorithms import ALGORITHMS, BASELINE, COLLECTIVES, Algorithm, algorithms, auto_lines, build
 from offbeat.schedules.cost import Price, lower_bound_s, price
 from offbeat.schedules.draw import svg
 from offbeat.schedules.grid import grid
@@ -10,6 +10,7 @@ from offbeat.schedules.rings import Rings, find_rings
 
 __all__ = [
     "ALGORITHMS",
+    "BASELINE",
     "COLLECTIVES",
     "Algorithm",
     "Price",
@@ -17,6 +18,7 @@ __all__ = [
     "Schedule",
     "Transfer",
     "algorithms",
+    "auto_lines",
     "build",
     "find_rings",
     "grid",

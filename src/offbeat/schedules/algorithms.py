@@ -1,20 +1,22 @@
 """The named collectives, and the table that lists them.
 
 To add one, write its function over a list of ranks and a list of chunks (from `phases`), and its row in
-the table below; the command line, the proof over all rank counts and the ranking read the table.
+the table below; the command line, the proof over all rank counts and the ranking read the table. A row from outside
+comes in by `offbeat.register_schedule`.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
+from offbeat import plugins
 from offbeat import spec as grammar
 from offbeat.errors import RequestError, nearest, unknown
 from offbeat.schedules.ir import Schedule, Steps
@@ -39,6 +41,7 @@ from offbeat.schedules.phases import (
     together,
     tree_reduce,
 )
+from offbeat.schedules.proof import verify
 from offbeat.spec import Param, choice, format_shape, parse_count, parse_shape
 
 Shape = tuple[int, ...]
@@ -216,7 +219,8 @@ class Algorithm:
 
     `chunks(ranks, **options)` says into how many chunks the vector is cut, and refuses options that do
     not fit; `phase(ranks, chunks, **options)` gives the steps; `shapes(ranks)` lists the ways to write it
-    for that many ranks.
+    for that many ranks. `total_bytes(ranks, size_bytes)` is what all ranks together send, if the row claims it: the
+    tests hold it to that. `examples` are lines for 4 ranks; `lineups` are lines that a command tries by itself.
     """
 
     name: str
@@ -226,6 +230,12 @@ class Algorithm:
     collective: str = "all-reduce"
     params: tuple[Param, ...] = ()
     shapes: Callable[[int], list[str]] | None = None
+    least_sides: int = 0  # shapes with fewer sides are another row in other words
+    most_shapes: int | None = None  # of which a ranking tries those with the fewest steps
+    total_bytes: Callable[[int, int], int] | None = None
+    auto: int = 0  # whether `auto` considers it on one host, and before which others of the same price: the lower first
+    examples: tuple[str, ...] = ()
+    lineups: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def lines(self, ranks: int) -> list[str]:
         """Every line that names this algorithm for so many ranks."""
@@ -235,6 +245,11 @@ class Algorithm:
 def _hierarchical_shapes(ranks: int) -> list[str]:
     splits = [format_shape(shape) for shape in _splits(ranks)]
     return [split + form for form in ("", ",outer=halving-doubling", ",leader") for split in splits]
+
+
+def fewest_bytes(ranks: int, size_bytes: int) -> int:
+    """What all ranks of an all-reduce must send together, and no more: 2M(P-1)."""
+    return 2 * size_bytes * (ranks - 1)
 
 
 _SHAPE = Param(
@@ -251,12 +266,18 @@ _PLAIN = (
         summary="one rank reduces and sends back; its port is shared by all others",
         chunks=_one,
         phase=central,
+        total_bytes=fewest_bytes,
+        auto=6,
+        examples=("central",),
     ),
     Algorithm(
         name="direct",
         summary="everybody to everybody, one piece each: 2 steps, for fully connected ranks",
         chunks=_as_many,
         phase=direct,
+        total_bytes=fewest_bytes,
+        auto=1,
+        examples=("direct",),
     ),
     Algorithm(
         name="ring",
@@ -264,18 +285,28 @@ _PLAIN = (
         chunks=_ring_chunks,
         phase=ring,
         params=(Param(name="order", read=parse_orders, help="the ranks in ring order, 0-3-2-1; several rings with +"),),
+        total_bytes=fewest_bytes,
+        auto=3,
+        examples=("ring", "ring:order=0-2-1-3"),
+        lineups={"race": ("ring",), "replay": ("ring",)},
     ),
     Algorithm(
         name="halving-doubling",
         summary="exchange halves, then double: fewest bytes, 2 log2 P steps (extra ranks fold in: +2)",
         chunks=power_of_two_below,
         phase=halving_doubling,
+        total_bytes=fewest_bytes,
+        auto=2,
+        examples=("halving-doubling",),
     ),
     Algorithm(
         name="tree",
         summary="binomial tree up and down: few steps, the whole vector in each; for small sizes",
         chunks=_one,
         phase=tree,
+        total_bytes=fewest_bytes,
+        auto=4,
+        examples=("tree",),
     ),
     Algorithm(
         name="double-tree",
@@ -292,6 +323,9 @@ _PLAIN = (
             ),
         ),
         shapes=lambda ranks: ["4", "16", "64"],
+        total_bytes=fewest_bytes,
+        auto=5,
+        examples=("double-tree", "double-tree:4"),
     ),
 )
 
@@ -314,6 +348,8 @@ _SHAPED = (
         phase=multiring,
         params=(_SHAPE,),
         shapes=lambda ranks: [format_shape(shape) for shape in _splits(ranks)],
+        total_bytes=fewest_bytes,
+        examples=("torus:2x2",),
     ),
     Algorithm(
         name="multiring",
@@ -322,6 +358,10 @@ _SHAPED = (
         phase=multiring,
         params=(_SHAPE,),
         shapes=lambda ranks: [format_shape(shape) for shape in _factorisations(ranks)],
+        least_sides=3,
+        most_shapes=24,
+        total_bytes=fewest_bytes,
+        examples=("multiring:2x2",),
     ),
     Algorithm(
         name="hierarchical",
@@ -349,6 +389,8 @@ _SHAPED = (
             ),
         ),
         shapes=_hierarchical_shapes,
+        total_bytes=fewest_bytes,
+        examples=("hierarchical:2x2", "hierarchical:2x2,leader"),
     ),
 )
 
@@ -402,6 +444,10 @@ ALGORITHMS: dict[tuple[str, str], Algorithm] = {
 COLLECTIVES = tuple(dict.fromkeys(collective for collective, _ in ALGORITHMS))
 
 
+EXAMPLES_FOR = 4  # ranks: every example line of a row can run on so many
+_TRIED = (1, 2, 3, 4, 5, 6, 8)  # ranks with which a new row is built and proved
+BASELINE = "ring"  # with what the others are compared
+
 MOST_PLACES = 64_000_000  # ranks * chunks: a ring on 8,000 ranks, two gigabytes of transfers
 
 
@@ -412,22 +458,65 @@ def algorithms(collective: str = "all-reduce") -> dict[str, Algorithm]:
     return {name: row for (of, name), row in ALGORITHMS.items() if of == collective}
 
 
+def find(name: str, collective: str = "all-reduce") -> Algorithm:
+    """The row of this name, also from a plugin; a `RequestError` names what is near."""
+    if name not in algorithms(collective):
+        plugins.load_known()
+    rows = algorithms(collective)
+    if name not in rows:
+        raise unknown(f"{collective} algorithm", name, rows)
+    return rows[name]
+
+
+def auto_lines() -> tuple[str, ...]:
+    """What `auto` considers on one host, where everybody reaches everybody alike and shapes only add steps."""
+    return tuple(row.name for row in sorted(algorithms().values(), key=lambda row: row.auto) if row.auto)
+
+
+def add_row(row: Algorithm) -> None:
+    """Into the table, if every line of it builds and is proved for some rank counts; a `ScheduleError` shows where not.
+
+    Whether its name is free among all strategies is for `strategy.register_schedule` to check.
+    """
+    algorithms(row.collective)  # refuses an unknown collective
+    ALGORITHMS[row.collective, row.name] = row
+    try:
+        for line in row.examples:
+            verify(build(line, ranks=EXAMPLES_FOR, collective=row.collective))
+        for ranks in _TRIED:
+            for line in row.lines(ranks):
+                schedule = build(line, ranks=ranks, collective=row.collective)
+                verify(schedule)
+                _check_bytes(row, schedule)
+    except BaseException:
+        del ALGORITHMS[row.collective, row.name]
+        raise
+
+
+def _check_bytes(row: Algorithm, schedule: Schedule) -> None:
+    if row.total_bytes is not None:
+        size = 16 * schedule.chunks
+        sent = sum(len(step) for step in schedule.steps) * 16
+        claimed = row.total_bytes(schedule.ranks, size)
+        if sent != claimed:
+            raise RequestError(
+                f"'{schedule.name}' on {schedule.ranks} ranks sends {sent} bytes for {size}; its row claims {claimed}"
+            )
+
+
 def build(text: str, *, ranks: int, collective: str = "all-reduce", root: int = 0) -> Schedule:
     """The schedule that a line like `ring` or `torus:4x2` names, for so many ranks.
 
     A `RequestError` says which word is wrong, or which shapes would fit. `root` is for broadcast and reduce.
     """
     spec = grammar.parse(text)
-    rows = algorithms(collective)
-    if spec.name not in rows:
-        raise unknown(f"{collective} algorithm", spec.name, rows)
+    row = find(spec.name, collective)
     if ranks < 1:
         raise RequestError(f"ranks must be 1 or more; got {ranks}")
     if not 0 <= root < ranks:
         raise RequestError(f"the root must be one of the ranks 0..{ranks - 1}; got {root}")
     if root and collective not in ("broadcast", "reduce"):
         raise RequestError(f"{collective} has no root; got root {root}")
-    row = rows[spec.name]
     options: dict[str, Any] = grammar.bind(spec, row.params)
     try:
         chunks = row.chunks(ranks, **options)

@@ -1,7 +1,7 @@
 """Every all-reduce priced on one topology, fastest first.
 
-A family (torus, hierarchical, ...) is tried in every shape that fits and is not a simpler family in other words. Only
-multirings may have too many: of them at most `MOST_SHAPES` are tried, those with the fewest steps.
+A family (torus, hierarchical, ...) is tried in every shape that fits and is not a simpler family in other words. Of a
+family that may have too many shapes, those with the fewest steps are tried.
 """
 
 from __future__ import annotations
@@ -9,13 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from offbeat import spec as grammar
-from offbeat.schedules.algorithms import Algorithm, algorithms, build, format_orders
+from offbeat.schedules.algorithms import BASELINE, Algorithm, algorithms, build, format_orders
 from offbeat.schedules.cost import Price, price
 from offbeat.schedules.rings import find_rings
 from offbeat.spec import count_of, format_seconds, format_size
 from offbeat.topology import Topology
-
-MOST_SHAPES = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +28,9 @@ class Ranked:
     @property
     def label(self) -> str:
         """The line, short enough for a table: a list of ring orders is only counted."""
-        if self.line.startswith("ring:order="):
-            return f"ring:order=... ({count_of(self.line.count('+') + 1, 'ring')})"
+        spec = grammar.parse(self.line)
+        if any(key == "order" for key, _ in spec.options):
+            return f"{spec.name}:order=... ({count_of(self.line.count('+') + 1, 'ring')})"
         return self.line
 
 
@@ -83,21 +82,20 @@ def explain(better: Ranked, worse: Ranked) -> str:
 
 def _lines(row: Algorithm, ranks: int) -> tuple[int, list[str]]:
     """How many shapes of a family are worth trying, and those that are tried."""
-    lines = [line for line in row.lines(ranks) if _worth_trying(line)]
-    if len(lines) > MOST_SHAPES and row.name == "multiring":  # the others have few
-        return len(lines), sorted(lines, key=lambda line: sum(_sides(line)))[:MOST_SHAPES]
+    lines = [line for line in row.lines(ranks) if _worth_trying(row, _sides(line))]
+    if row.most_shapes is not None and len(lines) > row.most_shapes:
+        return len(lines), sorted(lines, key=lambda line: sum(_sides(line)))[: row.most_shapes]
     return len(lines), lines
 
 
 def _ordered_rings(topology: Topology) -> tuple[int, list[str]]:
     orders = find_rings(topology).orders if topology.is_mesh() else ()
-    return (1, [f"ring:order={format_orders(orders)}"]) if orders else (0, [])
+    return (1, [f"{BASELINE}:order={format_orders(orders)}"]) if orders else (0, [])
 
 
-def _worth_trying(line: str) -> bool:
-    """Not a shape that is a simpler family in other words: a side of 1, or a multiring of two sides."""
-    sides = _sides(line)
-    return 1 not in sides and not (line.startswith("multiring") and len(sides) < 3)
+def _worth_trying(row: Algorithm, sides: tuple[int, ...]) -> bool:
+    """Not a shape that is a simpler family in other words: a side of 1, or too few sides."""
+    return 1 not in sides and len(sides) >= row.least_sides
 
 
 def _sides(line: str) -> tuple[int, ...]:

@@ -36,16 +36,11 @@ from offbeat.server.slowness import Slowness
 from offbeat.server.table import parts_of, table_of
 from offbeat.server.wire import Granted, Rest
 
-OUTER = {  # what the server does with the mean of what local-sgd's learners have moved
-    "average": {"lr": 1.0, "momentum": 0.0, "nesterov": 0.0},
-    "nesterov": {"lr": 0.7, "momentum": 0.9, "nesterov": 1.0},
-}
 
-
-def outer_of(outer: str, groups: int) -> list[dict[str, float]]:
-    """The hyperparameters of that, for each group of parameters."""
+def outer_of(outer: Mapping[str, float], groups: int) -> list[dict[str, float]]:
+    """The hyperparameters of a policy's outer optimizer (SGD), for each group of parameters."""
     sgd = optimizers.describe(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0))[1][0]
-    return [sgd | OUTER[outer]] * groups
+    return [sgd | dict(outer)] * groups
 
 
 class Minibatch:
@@ -93,10 +88,11 @@ class ServedLearner:
         policy = create(line, expect=learners)
         self._rule: LearnerRule = policy.rule
         self._cancels = policy.cancels
-        self._outer = getattr(policy, "outer", "average")
+        self._outer = policy.outer_optimizer
         self._slowness = Slowness(slow, learner=number, learners=learners, seed=seed) if slow else None
         self.at_rest: Callable[[Rest], bool] | None = None  # what is to be done in a rest; True ends the run
         self._link: Link | None = None
+        self._halt_wanted = False
         self._mode: Mode | None = None
         self._hooks: Hooks | None = None
         self._now: Minibatch | None = None  # that is open
@@ -154,6 +150,7 @@ class ServedLearner:
             in_place=in_place,
         )
         link = self._link = Link(self._door, self._token, self.number, table, self._rest)
+        link.halt_wanted = self._halt_wanted
         local_step = optimizer.step
         kind = Delta if self._rule.delta else Free if self._rule.fetch_every else Whole
         mode = self._mode = kind(link, parts, self._rule, local_step)
@@ -345,6 +342,12 @@ class ServedLearner:
         """Whether the run goes on without this learner, as far as is known: what it has read may be torn."""
         link = self._ready()[0]
         return not link.client.incarnation or link.is_fenced(link.client.incarnation)
+
+    def halt_soon(self) -> None:
+        """As `halt`, from a signal handler: said when it next waits for anything."""
+        self._halt_wanted = True
+        if self._link is not None:
+            self._link.halt_wanted = True
 
     def halt(self) -> None:
         """Ask for the end of the run: after a last rest, learners that wait for anything are told `RunOverError`."""

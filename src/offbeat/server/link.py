@@ -54,6 +54,7 @@ class Link:
         self.failed: OffbeatError | None = None
         self.closed = False
         self.rested_s = 0.0
+        self.halt_wanted = False  # whoever waits says so; may be set by a signal handler
         self.at_rest = at_rest  # what is to be done; True: the run is to end
         self._cancel = self.arena.cancel_word(learner)
         self._fence = self.arena.fence_word(learner)
@@ -101,6 +102,8 @@ class Link:
             while True:
                 if self.client.over:
                     raise RunOverError("the run is over")
+                if self.halt_wanted and not self.client.halting and self.client.incarnation:
+                    self._send(self.client.halt())
                 if self.client.refused is not None:
                     raise RequestError(f"the run sent learner {self.client.learner} away: {self.client.refused}")
                 if rests and (rest := self.client.take_rest()) is not None:

@@ -20,14 +20,15 @@ from typing import Any
 
 import msgspec
 
+from offbeat import plugins
 from offbeat.collectives import memory
 from offbeat.collectives.rendezvous import credentials, state_of
-from offbeat.errors import OffbeatError
+from offbeat.errors import OffbeatError, PolicyError
 from offbeat.server import door
 from offbeat.server.arena import Arena, Layout, stamp
 from offbeat.server.coordinator import Coordinator
 from offbeat.server.ledger import Ledger
-from offbeat.server.session import Setting
+from offbeat.server.session import Row, Setting
 from offbeat.server.table import Table
 from offbeat.server.wire import (
     FROM_LEARNER,
@@ -50,6 +51,7 @@ from offbeat.server.wire import (
     Tick,
     Welcome,
     WireError,
+    Woke,
     decode_input,
     encode,
 )
@@ -58,6 +60,7 @@ LOOK_S = 0.25  # between two looks at who still lives
 SILENCE_S = 3.0  # without a sign of life, after which a learner is given up
 BUSY_S = 60.0  # the same of one whose process runs
 TICK_S = 1.0
+STALL_S = 4.0  # in which nothing can happen any more, after which the run is ended; messages are said again every 2 s
 DRAIN_S = 5.0  # for the last updates, at the end
 _RECORD = struct.Struct("<dI")
 
@@ -80,8 +83,8 @@ class Boss(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     "arena": here is the memory, for this table. "ready": a server or the coordinator (`text`) works. "learner": this
     process has come, under this nonce. "begin": not all learners will come; begin with those that are there. "ended":
-    this learner will not come again. "say": something worth knowing. "finish": the run is over. "summary": what there
-    is to tell of it.
+    this learner will not come again. "say": something worth knowing. "failed": the run cannot go on, and why. "finish":
+    the run is over. "summary": what there is to tell of it.
     """
 
     what: str
@@ -168,6 +171,8 @@ class Post:
         self.ledger = Ledger(run.setting.learners)
         self.finishing_by_s: float | None = None
         self.ticked_s = 0.0
+        self.stalled_since_s: float | None = None
+        self.failed = False
         self.left: set[int] = set()  # learners that have said goodbye
         self.ended: set[int] = set()  # and those that will not be started again
         self.missing_since_s: dict[tuple[int, int], float] = {}
@@ -187,7 +192,7 @@ class Post:
         self.descriptor = descriptor
         facts = {"strategy": setting.line, "expect": setting.learners, "start_by_s": 0.0, "seed": self.run.seed}
         facts |= {"simulated": False, "rule": table.rule, "clip_norm": table.clip_norm, "gradients": table.gradients}
-        self.ledger.open(self.run.log, facts | (self.run.facts or {}))
+        self.ledger.open(self.run.log, facts | plugins.facts() | (self.run.facts or {}))
         self.machine = Coordinator(setting, self.ledger.decision)
 
     def _recover(self) -> None:
@@ -218,11 +223,30 @@ class Post:
         self._watch(self.boss, self._hear_boss)
         self._say(Boss(what="ready", text="coordinator"))
         while self.finishing_by_s is None or not self._is_drained():
-            for key, _ in self.selector.select(LOOK_S):
+            for key, _ in self.selector.select(self._sleep_s()):
                 key.data()
+            self._wake()
             self._look_around()
         summary = self.ledger.close(self.machine)
         self._say(Boss(what="summary", text=summary))
+
+    def _sleep_s(self) -> float:
+        """Until the policy is to be woken, or the next look at who still lives."""
+        due_s = None if self.machine is None else self.machine.next_wake_s
+        if due_s is None:
+            return LOOK_S
+        return min(LOOK_S, max(0.0, due_s - (time.monotonic() - self.run.start_s)))
+
+    def _wake(self) -> None:
+        due_s = None if self.machine is None else self.machine.next_wake_s
+        if due_s is not None and time.monotonic() - self.run.start_s >= due_s:
+            self._tell(Woke())
+
+    def _fail(self, why: str) -> None:
+        """The run cannot go on, and starting again would not help: the supervisor ends it."""
+        if not self.failed:
+            self.failed = True
+            self._say(Boss(what="failed", text=why))
 
     def _say(self, message: Boss) -> None:
         with contextlib.suppress(OSError):  # the supervisor is gone: so are we, soon
@@ -269,6 +293,21 @@ class Post:
         if now - self.ticked_s > TICK_S:
             self.ticked_s = now
             self._tell(Tick())
+        self._watch_for_a_stall(now)
+
+    def _watch_for_a_stall(self, now: float) -> None:
+        machine = self.machine
+        why = None if machine is None or self.finishing_by_s is not None else machine.stalled()
+        if machine is None or why is None or any(self._may_come(row) for row in machine.rows.values()):
+            self.stalled_since_s = None
+            return
+        self.stalled_since_s = now if self.stalled_since_s is None else self.stalled_since_s
+        if now - self.stalled_since_s > STALL_S:
+            self._fail(why)
+
+    def _may_come(self, row: Row) -> bool:
+        """Whether a learner that is not here may come, or come again: it is started again, or was only silent."""
+        return not row.here and row.learner not in self.left and row.learner not in self.ended
 
     def _patience_s(self, line: Line) -> float:
         """How long a learner may be silent: one that runs may just be busy, in one long call."""
@@ -383,12 +422,16 @@ class Post:
 
     def _tell(self, message: INPUT, data: bytes | None = None) -> None:
         machine = self.machine
-        if machine is None:
+        if machine is None or self.failed:
             return
         at_s = time.monotonic() - self.run.start_s
         self.journal.add(encode(message) if data is None else data, at_s)
         self._note(message)
-        answers = machine.handle(message, at_s)
+        try:
+            answers = machine.handle(message, at_s)
+        except PolicyError as error:
+            self._fail(str(error))
+            return
         self._note_rest(message)
         for answer in answers:
             self._carry(answer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,11 +34,9 @@ class Setting:
         self.policy()
 
     def policy(self) -> Policy:
-        """A fresh one. It begins at the first `Tick`, if not all are there before."""
+        """A fresh one. It begins when it is first woken, if not all are there before."""
         policy = create(self.line, expect=self.learners, start_by_s=0.0)
-        for name in policy.extra_state:
-            if self.memory is not None and name in self.memory:
-                setattr(policy, name, deepcopy(self.memory[name]))
+        policy.recall(self.memory or {})
         return policy
 
     @property
@@ -53,14 +50,15 @@ class Setting:
         rate = self.policy().rate
         return rate.needs_drift or rate.compensation > 0
 
-    def _most_held(self) -> int:
-        k = getattr(self.policy(), "k", 1)
-        return self.learners if k is None or "adaptive" in self.line else k
+    @property
+    def max_held(self) -> int:
+        """The most gradients that the policy holds at once, the one that has just arrived included."""
+        return self.policy().max_held(self.learners)
 
     @property
     def slots(self) -> int:
         """One for each learner to fill, and those of the gradients that wait for an update."""
-        return self.learners + self._most_held() - 1 + (1 if self.independent else 0)
+        return self.learners + self.max_held - 1 + (1 if self.independent else 0)
 
     @property
     def buffers(self) -> int:
@@ -68,7 +66,7 @@ class Setting:
         if not self.keeps_reads:
             return 2 + (self.learners if self.in_place else min(self.learners, 2))
         of_each = 3 if self.independent else 1  # that it reads, that it works on, and that its last push came from
-        return 2 + of_each * self.learners + self._most_held() - 1
+        return 2 + of_each * self.learners + self.max_held - 1
 
 
 class Row:

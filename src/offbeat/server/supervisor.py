@@ -40,7 +40,7 @@ from offbeat.server.wire import MOST_BYTES
 STOPPED_S = 2.0  # after which a stopped server or coordinator is replaced
 LOOK_S = 0.2
 MOST_DRAIN_S = 600.0
-GRACE_S = 5.0  # for learners to end when they are asked to
+GRACE_S = 3.0  # for learners to end when they are asked to
 MOST_DEATHS, DEATHS_S = 8, 20.0  # of one server or of the coordinator: more than so many in so long, and the run ends
 MOST_RESTARTS = 3  # of a learner that was killed
 _TOLD = (signal.SIGINT, signal.SIGTERM)
@@ -333,6 +333,9 @@ class Supervisor:
             self.tell("offbeat", message.text)
         elif message.what == "summary":
             self.summary = message.text
+        elif message.what == "failed":
+            self.kill_learners()  # they wait for what does not come: asking them would take long
+            raise OffbeatError(message.text)
         for descriptor in descriptors:
             os.close(descriptor)
         return True

@@ -163,6 +163,10 @@ class Tick(Message, frozen=True, tag="tick"):
     """Time has passed."""
 
 
+class Woke(Message, frozen=True, tag="woke"):
+    """The time has come at which the policy wanted to be woken."""
+
+
 class Finish(Message, frozen=True, tag="finish"):
     """The run is over: nobody will come any more."""
 
@@ -321,7 +325,7 @@ class Done(Message, frozen=True, tag="done"):
 FROM_STAY = Seeded | Push | Stop | Ask | Fetched | Want | GiveBack | Rested | Halt | Bye  # all that name it
 FROM_LEARNER = Hello | FROM_STAY
 TO_LEARNER = Welcome | Refused | Fenced | Go | Weights | Granted | Rest | Rise
-INPUT = FROM_LEARNER | Gone | Silent | Tick | Finish | Ready | Done
+INPUT = FROM_LEARNER | Gone | Silent | Tick | Woke | Finish | Ready | Done
 OUTPUT = TO_LEARNER | Cancel | Fence | Committed | Job
 
 T = TypeVar("T")

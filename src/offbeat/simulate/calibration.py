@@ -24,9 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from offbeat.errors import RequestError
-from offbeat.policies import create
-from offbeat.policies.barrier import KSync
-from offbeat.policies.stale import KAsync, KBatchAsync
+from offbeat.policies import create, simplest
 from offbeat.schedules import build, price
 from offbeat.simulate.cluster import Cluster, Wires
 from offbeat.simulate.compute import Draws, Law
@@ -39,7 +37,8 @@ from offbeat.topology import build as build_topology
 
 FORMAT = 1
 DRAWN = 200  # iterations from which a mean is taken
-PROBED, SERVED, TOGETHER = "ring", "async", "full-sync"  # of the probes: an all-reduce, and two with a server
+# What is probed: an all-reduce, and with a server a policy for which nobody waits and one that waits for all.
+PROBED, SERVED, TOGETHER = "ring", "async", "full-sync"
 
 
 class Probe(NamedTuple):
@@ -60,6 +59,11 @@ class Probe(NamedTuple):
     @property
     def family(self) -> str:
         return simulated_family_of(self.line)
+
+    @property
+    def together(self) -> bool:
+        """Whether its server waits for all learners."""
+        return self.family == SERVER and create(self.line, expect=self.learners).waits_for_all(self.learners)
 
 
 class Layer(NamedTuple):
@@ -101,8 +105,8 @@ class Calibration:
     self_check: tuple[Mapping[str, Any], ...] = ()
 
     def of(self, family: str) -> list[Probe]:
-        wanted = PROBED if family == ALL_REDUCE else SERVED
-        found = sorted((probe for probe in self.probes if probe.line == wanted), key=lambda probe: probe.learners)
+        probes = (probe for probe in self.probes if probe.family == family and not probe.together)
+        found = sorted(probes, key=lambda probe: probe.learners)
         if not found:
             raise RequestError(f"the calibration of '{self.recipe}' has no probe of the family '{family}'")
         return found
@@ -160,7 +164,7 @@ class Calibration:
 
     def reduction_factor(self, line: str, learners: int) -> float:
         """What an all-reduce takes as a part of the probed one, by the prices of both."""
-        if line == PROBED or learners == 1 or not self.reductions:
+        if learners == 1 or not self.reductions:
             return 1.0
         topology = self.topology(learners)
         ours, probed = (price(build(one, ranks=learners), topology, self.size_bytes).seconds for one in (line, PROBED))
@@ -169,14 +173,7 @@ class Calibration:
 
 def _called(line: str, learners: int) -> str:
     """One name for strategies that are the same with so many learners."""
-    if simulated_family_of(line) == ALL_REDUCE:
-        return line
-    policy = create(line, expect=learners)
-    if type(policy) in (KAsync, KBatchAsync) and policy.k == 1:  # type: ignore[attr-defined] # these have one
-        return SERVED
-    if type(policy) in (KSync, KAsync) and policy.k == learners:  # type: ignore[attr-defined] # these have one
-        return TOGETHER
-    return line
+    return line if simulated_family_of(line) == ALL_REDUCE else simplest(line, learners)
 
 
 def _line(points: Sequence[tuple[int, float]], at: float) -> float:
@@ -286,7 +283,7 @@ def fit_server_work(calibration: Calibration, simulate: Callable[[Calibration, P
     if not crowded:
         return calibration
     # With one kind of probe the two cannot be told apart: all of it is for gradients.
-    for_updates = range(9) if any(probe.line == TOGETHER for probe in crowded) else range(1)
+    for_updates = range(9) if any(probe.together for probe in crowded) else range(1)
     tried = [
         replace(calibration, server_work=gradient / 5, update_work=update / 4)
         for update in for_updates
@@ -402,8 +399,7 @@ def _check_sound(found: Calibration) -> None:
 
 
 def _probe(one: Mapping[str, Any]) -> Probe:
-    if one["line"] not in (PROBED, SERVED, TOGETHER):
-        raise RequestError(f"a probe is of {PROBED}, {SERVED} or {TOGETHER}; got {str(one['line'])[:40]!r}")
+    simulated_family_of(str(one["line"])[:200])  # refuses what is no strategy
     times = tuple(_number(time) for time in one["compute_s"])
     if not times or not sum(times) > 0:
         raise RequestError("a probe without compute times")

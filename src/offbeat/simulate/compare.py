@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from offbeat import spec as grammar
 from offbeat.errors import RequestError
 from offbeat.policies import create
+from offbeat.policies.sentences import percent
 from offbeat.simulate import server
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.result import Result
+from offbeat.strategy import ALL_REDUCE, simulated_family_of
 
 _MOST_SAMPLES, _ALL_SAMPLES = 2000, 400_000  # draws of each learner that are looked at, and of all together
 _WINDOWS = 8  # in each of which a persistently slow learner is slow
@@ -100,83 +101,14 @@ def describe(machines: Machines) -> str:
 
 def why(result: Result) -> str:
     """One line on where a strategy's time went and what its gradients were worth."""
-    name = grammar.parse(result.strategy).name
-    return _WHY.get(name, _all_reduce)(result)
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
+    if simulated_family_of(result.strategy) == ALL_REDUCE:
+        return _all_reduce(result)
+    return create(result.strategy, expect=result.learners).explain(result)
 
 
 def _all_reduce(result: Result) -> str:
-    sent = f", {_percent(result.send_share)} in reductions not hidden" if result.send_share else ""
-    return f"everybody waits for the slowest: {_percent(result.wait_share)} of the time{sent}; staleness 0"
-
-
-def _wires(result: Result) -> str:
-    """What is to be said where sending takes time: waiting is then for weights too."""
-    return f" (and for weights; {_percent(result.send_share)} sending)" if result.send_share > 0.005 else ""
-
-
-def _barrier(result: Result) -> str:
-    lost = "no work is lost" if not result.failed else f"{_percent(result.waste_share)} of the time is lost to failures"
-    waits = f"{_percent(result.wait_share)} of the time{_wires(result)}"
-    return f"everybody waits for the slowest: {waits}; {lost}, staleness 0"
-
-
-def _k_barrier(result: Result) -> str:
-    per_update = (result.cancelled + result.dropped) / max(1, result.updates)
-    if not per_update:
-        return _barrier(result)  # K is all
-    return (
-        f"does not wait for the slowest; {per_update:.1f} minibatches an update are cancelled, "
-        f"{_percent(result.waste_share)} of the time thrown away, {_percent(result.wait_share)} waiting; staleness 0"
-    )
-
-
-def _nobody_waits(result: Result) -> str:
-    waits = "nobody waits"
-    if result.wait_share + result.send_share > 0.005:
-        sends = f", {_percent(result.send_share)} sending" if result.send_share > 0.005 else ""
-        waits = f"nobody waits for others; {_percent(result.wait_share)} waiting for weights{sends}"
-    return f"{waits}; the price is gradients {result.staleness_mean:.2f} versions old on average"
-
-
-def _some_wait(result: Result) -> str:
-    return (
-        f"those who have pushed wait for the others of their update: {_percent(result.wait_share)} of the time"
-        f"{_wires(result)}; "
-        f"gradients {result.staleness_mean:.2f} versions old on average"
-    )
-
-
-def _leash(result: Result) -> str:
-    return (
-        f"those too far ahead wait for the slowest: {_percent(result.wait_share)} of the time{_wires(result)}; "
-        f"gradients {result.staleness_mean:.2f} versions old on average"
-    )
-
-
-def _drops(result: Result) -> str:
-    share = result.dropped / max(1, result.dropped + result.applied)
-    age = f"{result.staleness_mean:.2f} versions old"
-    return f"nobody waits, but {_percent(share)} of the gradients are too old and dropped; the rest {age} on average"
-
-
-_WHY: dict[str, Callable[[Result], str]] = {
-    "full-sync": _barrier,
-    "local-sgd": _barrier,
-    "k-sync": _k_barrier,
-    "k-batch-sync": _k_barrier,
-    "async": _nobody_waits,
-    "k-batch-async": _nobody_waits,
-    "softsync": _nobody_waits,
-    "downpour": _nobody_waits,
-    "k-async": _some_wait,
-    "adaptive-k": lambda result: f"{_some_wait(result)}; a simulation has no loss, so K stays as it began",
-    "ssp": _leash,
-    "stale-drop": _drops,
-}
+    sent = f", {percent(result.send_share)} in reductions not hidden" if result.send_share else ""
+    return f"everybody waits for the slowest: {percent(result.wait_share)} of the time{sent}; staleness 0"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,7 +193,7 @@ def advise(found: WhatIf) -> list[str]:
     return [
         f"{found.strategy} applies {found.as_it_is:.2f} minibatches/s; with {who} ({slower}) like the others it would "
         f"apply {found.as_fast:.2f}, and {found.as_fast_ideal:.2f} if nobody ever waited: "
-        f"{_percent(found.share_of_loss)} of the loss is {whose}",
+        f"{percent(found.share_of_loss)} of the loss is {whose}",
         f"{without}with {work} of the work for {'it' if one else 'each'}: {gain(found.lighter)}",
     ]
 

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from offbeat.errors import EventError, LogError, ReplayError, RequestError
-from offbeat.policies import Apply, Drop, Pushed, Stopped, create
+from offbeat.policies import Apply, Drop, Pushed, Stopped
 from offbeat.policies.events import EVENTS, as_text, from_text
+from offbeat.policies.replay import policy_of
 from offbeat.simulate.result import Result, Tally
 from offbeat.simulate.training import KEEP_EVERY, Step, Update, Work, in_order, needed_by, spent_of
 from offbeat.trace import RunLog
@@ -24,12 +25,12 @@ class LoggedTimeline:
 
     def __init__(self, log: RunLog) -> None:
         run = log.run
-        line, expect = run.get("strategy"), run.get("expect")
-        if not isinstance(line, str) or not isinstance(expect, int) or not log.decisions:
+        if not log.decisions:
             raise LogError("the log is not that of a run with a parameter server: it has no decisions")
-        self.log, self.line, self.expect = log, line, expect
         start_by_s = 0.0 if run.get("simulated") is False else None
-        self.policy = create(line, expect=expect, start_by_s=start_by_s)
+        self.policy = policy_of({**run, "start_by_s": start_by_s})
+        line = run["strategy"]
+        self.log, self.line, self.expect = log, line, run["expect"]
         if self.policy.rule.delta or self.policy.rule.fetch_every:
             raise RequestError(f"'{line}': what its learners did between pushes is not in the log")
         self.now = 0.0

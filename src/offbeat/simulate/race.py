@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from offbeat.chart import Line, line_chart
+from offbeat.policies import create
 from offbeat.spec import format_seconds
 from offbeat.strategy import ALL_REDUCE, family_of
 
@@ -51,6 +52,7 @@ class Racer(NamedTuple):
     curves: tuple[Curve, ...]
     variant: str = ""  # "without learner 3", "split by speed"
     option: str = ""  # what to write for it beside --sync, like --train.split auto
+    learners: int = 1
 
     @property
     def label(self) -> str:
@@ -136,7 +138,11 @@ def _overlap(fast: Racer, slow: Racer) -> bool:
 
 
 def _complexity(racer: Racer) -> int:
-    kind = 0 if family_of(racer.strategy) == ALL_REDUCE else 1 if racer.strategy == "full-sync" else 2
+    """An all-reduce, a server that waits for all, or any other policy; each as it is, or on other machines."""
+    kind = 0
+    if family_of(racer.strategy) != ALL_REDUCE:
+        policy = create(racer.strategy, expect=racer.learners)
+        kind = 1 if policy.waits_for_all(racer.learners) and not policy.rule.delta else 2
     return 2 * kind + bool(racer.variant)
 
 

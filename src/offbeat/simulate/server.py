@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import math
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from offbeat.errors import RequestError
@@ -28,6 +28,8 @@ from offbeat.policies import (
     Resume,
     Send,
     Stopped,
+    Wake,
+    Woke,
     create,
     recorded,
 )
@@ -46,6 +48,7 @@ from offbeat.simulate.engine import (
     REJOIN,
     RESUME,
     STOPPED,
+    WAKE,
     WEIGHTS,
 )
 from offbeat.simulate.links import FairLink
@@ -125,6 +128,7 @@ class Simulation:
         self.gradients: dict[int, tuple[int, int, float, int]] = {}
         self.sent = 0
         self.ticket = 0
+        self.wake = 0  # the number of the pending wake: an earlier one is void
         self.letters: dict[int, tuple[int, int, int]] = {}  # number -> (learner, its life, a version)
         self.letter = 0
         self.weights_for = [-1] * count  # the latest letter with weights
@@ -148,7 +152,7 @@ class Simulation:
         self.spans: list[Span] = []
         self.events = 0
         # So many entries of the heap without an update mean that there will be none.
-        self.patience = PATIENCE + 1_000 * count * self.rule.push_every + 20 * (getattr(self.policy, "k", None) or 0)
+        self.patience = PATIENCE + 1_000 * count * self.rule.push_every + 20 * self.policy.max_held(count)
         self.handlers: dict[int, Callable[[int, int], int]] = {
             FAIL: self._fail,
             STOPPED: self._stopped,
@@ -162,22 +166,44 @@ class Simulation:
             CROWD: self._worked,
             END: self._end,
             RESUME: self._resumed,
+            WAKE: self._wake,
         }
 
     # --- the loop ------------------------------------------------------------------------------------------------
 
     def go(self) -> None:
+        """To the end: by the quick loop where that is good for this run, else by the one for all."""
+        if self.is_plain:
+            self._all_join()
+            go_quickly(self)
+        else:
+            for _ in self.turns():
+                pass
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether `go_quickly` can do it: the same run at several times the speed, for simulations of many learners."""
+        plain = self.rule.push_every == 1 and not self.free and self.cluster.failures is None
+        return plain and self.instant and not self.keep_spans and not self.policy.drops_held
+
+    @property
+    def is_over(self) -> bool:
+        return self.policy.version >= self.updates
+
+    def _all_join(self) -> None:
         for learner in range(self.cluster.learners):
             self._rejoin(learner, 0)
-        plain = self.rule.push_every == 1 and not self.free and self.cluster.failures is None
-        if plain and self.instant and not self.keep_spans:
-            go_quickly(self)
+
+    def turns(self) -> Iterator[None]:
+        """The event loop: one entry of the heap after the other."""
+        self._all_join()
         taken, version = 0, 0
-        while self.policy.version < self.updates:
+        while not self.is_over:
             if not self.heap:
                 raise self.stands_still()
             self.now, kind, learner, number = heapq.heappop(self.heap)
             self.events += self.handlers[kind](learner, number)
+            yield
             taken = 0 if self.policy.version > version else taken + 1
             version = self.policy.version
             if taken > self.patience:
@@ -305,10 +331,18 @@ class Simulation:
                     self._work(self.cluster.cores.update_s, Job(None, 0, 0, urgent=True))
                 for ticket in command.tickets:
                     del self.gradients[ticket]
+            case Wake():
+                self.wake += 1
+                self._plan(max(self.now, command.at_s), WAKE, 0, self.wake)
             case Drop():
                 _, _, spent, minibatches = self.gradients.pop(command.ticket)
                 self.tally.dropped += minibatches
                 self.tally.waste_s += spent
+
+    def _wake(self, _: int, number: int) -> int:
+        if number == self.wake:
+            self._tell(Woke(self.now))
+        return 0
 
     def count_update(self) -> None:
         taken = self.policy.last_update

@@ -16,7 +16,6 @@ may still be computed on it. The same arguments give the same updates.
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -194,20 +193,14 @@ class ServedTimeline(Simulation):
             if self.free or self.rule.push_every > 1:
                 raise RequestError(f"'{strategy}': ends of epochs are not simulated where learners step by themselves")
 
+    @property
+    def is_over(self) -> bool:
+        return self.book.over
+
     def stream(self) -> Iterator[Update]:
-        for learner in range(self.cluster.learners):
-            self._rejoin(learner, 0)
-        taken = 0
-        while not self.book.over:
-            if not self.heap:
-                raise self.stands_still()
-            self.now, kind, learner, number = heapq.heappop(self.heap)
-            self.events += self.handlers[kind](learner, number)
+        for _ in self.turns():
             if self._away:
                 self._call_back()
-            taken = 0 if self._made else taken + 1
-            if taken > self.patience:
-                raise self.stands_still()
             yield from self._made
             self._made.clear()
 

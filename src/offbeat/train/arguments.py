@@ -35,8 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser, *, sections: Collection[str] 
     groups = {section: parser.add_argument_group(_TITLES[section]) for section in sections}
     for field in all_fields():
         section = field.key.rpartition(".")[0]
-        if get_origin(field.kind) is dict or section not in groups:
-            continue  # a dict: by --set
+        if get_origin(field.kind) is dict or section not in groups or field.key == "plugins":
+            continue  # a dict: by --set; plugins: every command has --plugin
         group = groups[section]
         names = [SHORT[field.key]] if field.key in SHORT else []
         several = field.key == "slow"

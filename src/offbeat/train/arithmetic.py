@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.func import functional_call, grad_and_value, vmap
 from torch.utils.data import default_collate
 
-from offbeat.policies import create
+from offbeat.policies import Policy, create
 from offbeat.server import optimizers
 from offbeat.server.data import Orders
 from offbeat.server.learner import outer_of
@@ -62,9 +62,9 @@ class Arithmetic:
         self._compensation = 0.0 if policy is None else policy.rate.compensation
         outer = None
         if policy is not None and policy.rule.delta:
-            outer = outer_of(policy.outer, len(trainer.optimizer.param_groups))  # type: ignore[attr-defined] # LocalSGD's
+            outer = outer_of(policy.outer_optimizer, len(trainer.optimizer.param_groups))
         self._whole = config.train.optimizer in WHOLE  # no rule for pieces: torch's own optimizer steps
-        no_rule = outer_of("average", len(trainer.optimizer.param_groups)) if self._whole else None
+        no_rule = outer_of(Policy.outer_optimizer, len(trainer.optimizer.param_groups)) if self._whole else None
         self.replica = Replica(
             trainer.model, trainer.optimizer, clip_norm=config.train.clip_norm, outer=outer or no_rule
         )

@@ -19,6 +19,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
+from offbeat import plugins
 from offbeat import spec as grammar
 from offbeat.errors import RequestError, nearest
 from offbeat.policies import create
@@ -152,6 +153,7 @@ class Config(Section, frozen=True, kw_only=True):
     cancelled: Annotated[
         Literal["again", "drop"], "samples of cancelled minibatches: computed again later, or dropped"
     ] = "again"
+    plugins: Annotated[tuple[str, ...], "files and modules with strategies of one's own, as --plugin loads them"] = ()
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
@@ -166,6 +168,7 @@ class Config(Section, frozen=True, kw_only=True):
             raise FieldError("device", f"expected auto, cpu, cuda or cuda:1; got {shown(self.device)}")
         if self.device == "cpu" and self.train.precision == "tf32":
             raise FieldError("train.precision", "tf32 is a GPU's; on the device 'cpu' take fp32 or bf16")
+        _load_plugins(self)
         _check_strategy(self)
         try:
             parse_slowness(self.slow, self.learners or MANY)
@@ -199,6 +202,16 @@ def _check_ranks(spec: grammar.Spec, options: dict[str, Any], ranks: int) -> Non
         algorithms()[spec.name].chunks(ranks, **options)
     except RequestError as error:
         raise RequestError(f"'{spec}': {error}") from None
+
+
+def _load_plugins(config: Config) -> None:
+    """Those that the run was started with, unless its strategy is known: the file may lie elsewhere by now."""
+    if config.plugins and config.sync.partition(":")[0] not in strategies():
+        for name in config.plugins:
+            try:
+                plugins.add(name)
+            except RequestError as error:
+                raise FieldError("plugins", str(error)) from None
 
 
 def _check_strategy(config: Config) -> None:

@@ -29,10 +29,12 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import TCPStore
 
+from offbeat import plugins
 from offbeat.errors import OffbeatError, PeerError, RequestError
 from offbeat.server.launch import through_store
 from offbeat.server.session import Setting
 from offbeat.server.supervisor import Plan, Supervisor
+from offbeat.signals import end_at_once
 from offbeat.spec import count_of
 from offbeat.strategy import ALL_REDUCE, family_of
 from offbeat.trace import read_log, write_chrome_trace
@@ -119,6 +121,8 @@ def prepare(
         check_free(run_dir)
     if resume is not None and RunDir(resume).is_simulated():
         raise RequestError(f"{resume} was trained in virtual time: it has no checkpoint to go on from")
+    if plugins.named():
+        config = changed(config, {"plugins": plugins.named()})
     if task is not None:
         config = changed(config, {"model": {"name": PROGRAM}, "data": {"name": PROGRAM}})
     cores = os.cpu_count() or 1
@@ -345,15 +349,19 @@ def _start(supervisor: Supervisor, start: Start) -> TCPStore | None:
 class _Asked:
     def __init__(self) -> None:
         self.number = 0
+        self.twice = False
 
 
 @contextmanager
 def _asked_to_end() -> Iterator[_Asked]:
-    """Notes the first Ctrl-C or SIGTERM; the second is raised."""
+    """Notes the first Ctrl-C or SIGTERM; the second is raised; a third ends everything at once."""
     asked = _Asked()
 
     def hear(number: int, frame: FrameType | None) -> None:
+        if asked.twice:
+            end_at_once(number)
         if asked.number:
+            asked.twice = True
             raise KeyboardInterrupt
         asked.number = number
 
@@ -407,7 +415,7 @@ def _train(start: Start, number: int, learners: int, report: Report) -> None:
     def hear(told: int, frame: FrameType | None) -> None:
         signals.append(told)
         for trainer in wanted:
-            trainer.stop_wanted = True
+            trainer.ask_to_stop()
 
     signal.signal(signal.SIGTERM, hear)
     if under_torchrun():  # forked learners are in sessions of their own, where Ctrl-C does not come
@@ -428,7 +436,7 @@ def _train(start: Start, number: int, learners: int, report: Report) -> None:
     )
     wanted.append(trainer)
     if signals:  # not assigned in one: another may come in between
-        trainer.stop_wanted = True
+        trainer.ask_to_stop()
     try:
         trainer.fit()
     finally:

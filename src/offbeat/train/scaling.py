@@ -23,9 +23,7 @@ from torch import Tensor, nn
 
 from offbeat import policies
 from offbeat.errors import RequestError, unknown
-from offbeat.policies.barrier import KBatchSync, KSync
 from offbeat.policies.rates import CONSTANT
-from offbeat.policies.stale import KAsync, KBatchAsync, StaleDrop
 from offbeat.strategy import SERVER, family_of
 from offbeat.train.config import TrainConfig
 from offbeat.train.lars import LAMB, LARS
@@ -38,18 +36,16 @@ _LAST_NORMS = {"BasicBlock": "bn2", "Bottleneck": "bn3"}
 def gradients_per_update(line: str, learners: int) -> int:
     """Minibatches whose gradients are averaged in one update of a strategy.
 
-    All-reduce and full-sync: all learners. The K policies: K (softsync:N floor(P/N), adaptive-k what it starts with).
-    All others 1: what a Downpour push has accrued is added up, not averaged, and in local SGD each learner steps by
-    itself, with the rate of one minibatch.
+    All-reduce: all learners. A policy says it itself: all of full-sync, K of the K policies (softsync:N floor(P/N),
+    adaptive-k what it starts with), 1 of async. Where learners push by how much they moved (local SGD) each steps by
+    itself, with the rate of one minibatch: 1. What a Downpour push has accrued is added up, not averaged: 1.
     """
     if learners < 1:
         raise RequestError(f"a run has 1 learner or more; got {learners}")
     if family_of(line) != SERVER:
         return learners
     policy = policies.create(line, expect=learners)
-    if policy.rule.delta or not isinstance(policy, KSync | KBatchSync | KAsync | KBatchAsync):
-        return 1
-    return learners if policy.k is None else policy.k
+    return 1 if policy.rule.delta else policy.gradients_per_update(learners)
 
 
 def minibatches_per_version(line: str, learners: int) -> int:
@@ -61,25 +57,15 @@ def minibatches_per_version(line: str, learners: int) -> int:
     """
     if family_of(line) != SERVER:
         return gradients_per_update(line, learners)
-    rule = policies.create(line, expect=learners).rule
-    return rule.push_every * (learners if rule.delta else gradients_per_update(line, learners))
+    policy = policies.create(line, expect=learners)
+    return policy.rule.push_every * policy.gradients_per_update(learners)
 
 
 def expected_staleness(line: str, learners: int) -> float:
-    """How old gradients will be on average: P/K - 1, or (P-1)/K where nobody waits, whatever the compute times."""
+    """How old gradients will be on average, as the policy says."""
     if family_of(line) != SERVER:
         return 0.0
-    policy = policies.create(line, expect=learners)
-    match policy:
-        case KSync() | KBatchSync():
-            return 0.0
-        case KAsync():
-            return learners / policy.k - 1
-        case KBatchAsync():
-            return (learners - 1) / policy.k
-        case StaleDrop():
-            return float(min(learners - 1, policy.limit))
-    return learners - 1.0
+    return policies.create(line, expect=learners).expected_staleness(learners).mean
 
 
 def for_stale_gradients(train: TrainConfig, line: str, learners: int) -> TrainConfig:

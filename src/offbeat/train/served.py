@@ -64,6 +64,10 @@ class ServedTrainer(Trainer):
             setting=setting_of(config, self.checkpoint),
         )
 
+    def ask_to_stop(self) -> None:
+        super().ask_to_stop()
+        self.learner.halt_soon()  # also while it waits, where no minibatch begins
+
     def fit(self) -> None:
         config, learner = self.config, self.learner
         train = config.train

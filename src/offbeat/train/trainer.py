@@ -140,6 +140,10 @@ class Trainer:
 
     # --- the model --------------------------------------------------------------------------------------------------
 
+    def ask_to_stop(self) -> None:
+        """Somebody has sent a signal: save and end at the next minibatch. Called from a signal handler."""
+        self.stop_wanted = True
+
     def _build(self) -> nn.Module:
         torch.manual_seed(self.config.seed)
         model = self.task.build()

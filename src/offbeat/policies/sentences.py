@@ -1,0 +1,99 @@
+"""The sentence that explains a simulated result: where the learners' time went, and what their gradients were worth.
+
+A policy chooses its own sentence (`Policy.explain`). `in_general` is true of every policy, and is the default.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Outcome(Protocol):
+    """What is read of a result; shares are of the learners' time."""
+
+    @property
+    def updates(self) -> int: ...
+    @property
+    def applied(self) -> int: ...
+    @property
+    def cancelled(self) -> int: ...
+    @property
+    def dropped(self) -> int: ...
+    @property
+    def failed(self) -> int: ...
+    @property
+    def waste_share(self) -> float: ...
+    @property
+    def send_share(self) -> float: ...
+    @property
+    def wait_share(self) -> float: ...
+    @property
+    def staleness_mean(self) -> float: ...
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def for_weights(result: Outcome) -> str:
+    """Where sending takes time, waiting is for weights too."""
+    return f" (and for weights; {percent(result.send_share)} sending)" if result.send_share > 0.005 else ""
+
+
+def in_general(result: Outcome) -> str:
+    """Numbers alone."""
+    parts = [f"{percent(result.wait_share)} of the time waiting{for_weights(result)}"]
+    if result.cancelled or result.dropped:
+        per_update = (result.cancelled + result.dropped) / max(1, result.updates)
+        parts.append(f"{per_update:.1f} minibatches an update cancelled or dropped")
+    if result.waste_share > 0.005:
+        parts.append(f"{percent(result.waste_share)} of the time thrown away")
+    return f"{'; '.join(parts)}; {ages(result)}"
+
+
+def ages(result: Outcome) -> str:
+    return f"gradients {result.staleness_mean:.2f} versions old on average"
+
+
+def barrier(result: Outcome) -> str:
+    lost = "no work is lost" if not result.failed else f"{percent(result.waste_share)} of the time is lost to failures"
+    waits = f"{percent(result.wait_share)} of the time{for_weights(result)}"
+    return f"everybody waits for the slowest: {waits}; {lost}, staleness 0"
+
+
+def partial_barrier(result: Outcome, instead: str = "does not wait for the slowest") -> str:
+    per_update = (result.cancelled + result.dropped) / max(1, result.updates)
+    if not per_update:
+        return barrier(result)  # all were waited for
+    return (
+        f"{instead}; {per_update:.1f} minibatches an update are cancelled, "
+        f"{percent(result.waste_share)} of the time thrown away, {percent(result.wait_share)} waiting; staleness 0"
+    )
+
+
+def nobody_waits(result: Outcome) -> str:
+    waits = "nobody waits"
+    if result.wait_share + result.send_share > 0.005:
+        sends = f", {percent(result.send_share)} sending" if result.send_share > 0.005 else ""
+        waits = f"nobody waits for others; {percent(result.wait_share)} waiting for weights{sends}"
+    return f"{waits}; the price is {ages(result)}"
+
+
+def some_wait(result: Outcome) -> str:
+    return (
+        f"those who have pushed wait for the others of their update: {percent(result.wait_share)} of the time"
+        f"{for_weights(result)}; {ages(result)}"
+    )
+
+
+def leash(result: Outcome) -> str:
+    return (
+        f"those too far ahead wait for the slowest: {percent(result.wait_share)} of the time{for_weights(result)}; "
+        f"{ages(result)}"
+    )
+
+
+def drops(result: Outcome) -> str:
+    share = result.dropped / max(1, result.dropped + result.applied)
+    age = f"{result.staleness_mean:.2f} versions old"
+    return f"nobody waits, but {percent(share)} of the gradients are too old and dropped; the rest {age} on average"
