@@ -19,10 +19,13 @@ PACKAGE = HERE / "src" / "offbeat"
 
 # A room imports only rooms above it. The torch-free ones use the standard library and numpy alone.
 TORCH_FREE = (
-    "errors", "spec", "topology", "trace", "timeline", "schedules", "policies", "strategy", "metrics", "leases",
-    "chart", "simulate", "datasets", "report",
+    "errors", "spec", "plugins", "topology", "trace", "timeline", "schedules", "policies", "strategy", "metrics",
+    "leases", "chart", "simulate", "datasets", "report",
 )  # fmt: skip
-ROOMS = (*TORCH_FREE, "machine", "energy", "collectives", "server", "train", "measure", "commands", "cli", "__main__")
+ROOMS = (
+    *TORCH_FREE, "signals", "machine", "energy", "collectives", "server", "train", "measure", "commands", "cli",
+    "__main__",
+)  # fmt: skip
 # What a torch-free room must not know: torch, the clock, sockets, threads, processes, unseeded randomness.
 BANNED_MODULES = {
     "asyncio", "concurrent", "datetime", "multiprocessing", "queue", "random", "secrets", "select", "selectors",

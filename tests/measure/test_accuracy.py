@@ -180,7 +180,7 @@ def test_a_recipe_without_an_accuracy_has_none_to_reach() -> None:
         ({"target": 0.0}, "--target is an accuracy above 0 and up to 1"),
         ({"target": 1.01}, "--target is an accuracy above 0 and up to 1"),
         ({"lines": ("ring", "ring")}, "--sync names a strategy twice"),
-        ({"lines": ("k-sync:3",)}, "'k-sync:3': K is 3, but there are 2 learners"),
+        ({"lines": ("k-sync:3",)}, "'k-sync:3': K=3 exceeds the 2 learners"),
         ({"learners": 65}, "from 1 to 64; got 65"),
         ({"seeds": 0}, "--seeds is 1 or more"),
         ({"price": -0.1}, "--price is of a device hour"),

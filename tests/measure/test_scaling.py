@@ -302,7 +302,7 @@ def test_a_kept_training_has_its_evaluations_and_no_log() -> None:
         ({"lines": ()}, "--sync names no strategy"),
         ({"lines": ("k-async:2", "k-async: 2")}, "--sync names a strategy twice"),
         ({"lines": ("digits-mlp",)}, "'digits-mlp' is a recipe: write it before the options"),
-        ({"lines": ("k-async:3",)}, "'k-async:3': K is 3, but there are 2 learners"),
+        ({"lines": ("k-async:3",)}, "'k-async:3': K=3 exceeds the 2 learners"),
         ({"lines": ("torus:2x2",)}, "'torus:2x2': a shape of 2x2 has 4 ranks, not 2"),
         ({"learners": (1,)}, "1 is the base; name a larger number too"),
         ({"learners": (2, 65)}, "from 1 to 64; got 65"),

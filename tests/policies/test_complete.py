@@ -148,7 +148,7 @@ def timed() -> Policy:
 def test_a_wake_before_its_time_or_without_one_cannot_be() -> None:
     policy = timed()
     before = policy.snapshot()
-    with pytest.raises(EventError, match="the pending wake is at 1.5 s"):
+    with pytest.raises(EventError, match=r"the pending wake is at 1\.5 s"):
         policy.handle(Woke(1.25))
     assert policy.snapshot() == before
     policy.handle(Woke(1.5))

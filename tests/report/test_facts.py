@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from offbeat.policies.staleness import EXPONENTIAL
 from offbeat.report.facts import Facts, facts_of, span_seconds, straggler
 from offbeat.report.reading import read_run
-from offbeat.report.theory import EXPONENTIAL, staleness_theory
+from offbeat.report.theory import staleness_theory
 from offbeat.report.words import summary
 from offbeat.simulate import server as simulator
 from offbeat.simulate.cluster import Cluster
@@ -272,10 +273,15 @@ def test_the_law_of_async_adds_up_and_has_its_mean() -> None:
     theory = staleness_theory("async", 4)
     assert theory is not None and theory.given == EXPONENTIAL and theory.share(1) == 0.25 * 0.75
     shares = [theory.share(age) or 0.0 for age in range(400)]
+    assert theory.share_from is not None
     assert sum(shares) == pytest.approx(1) and theory.share_from(2) == pytest.approx(1 - shares[0] - shares[1])
     assert sum(age * share for age, share in enumerate(shares)) == pytest.approx(theory.mean)
     sync = staleness_theory("ring", 4)
-    assert sync is not None and (sync.share(0), sync.share(1), sync.share_from(1)) == (1.0, 0.0, 0.0)
+    assert (
+        sync is not None
+        and sync.share_from is not None
+        and (sync.share(0), sync.share(1), sync.share_from(1)) == (1.0, 0.0, 0.0)
+    )
 
 
 @pytest.mark.parametrize("line", ["async", "k-async:2", "k-batch-async:3", "softsync:2"])
@@ -295,4 +301,4 @@ def test_the_simulator_spreads_staleness_as_theory_says(line: str, learners: int
     many = sum(simulated.staleness.values())
     for age in range(5):
         assert simulated.staleness[age] / many == pytest.approx(theory.share(age), abs=0.01)
-    assert sum(age * theory.share(age) for age in range(2000)) == pytest.approx(theory.mean)
+    assert sum(age * (theory.share(age) or 0.0) for age in range(2000)) == pytest.approx(theory.mean)

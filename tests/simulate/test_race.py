@@ -57,7 +57,7 @@ def racer(
         curve(one, seed, samples=samples, accuracy=accuracy, staleness=staleness, wait=wait, waste=waste)
         for seed, one in enumerate(times)
     )
-    return Racer(strategy, curves, variant, option)
+    return Racer(strategy, curves, 8, variant, option)
 
 
 def names(racers: list[Racer]) -> list[str]:
@@ -87,7 +87,7 @@ def test_the_median_is_a_run_that_was_and_the_slower_of_the_middle_two(
 
 def test_samples_and_their_pace_are_those_of_the_run_with_the_median_time() -> None:
     runs = (curve(2.0, 0, samples=100), curve(4.0, 1, samples=800), curve(9.0, 2, samples=900))
-    one = Racer("ring", runs)
+    one = Racer("ring", runs, 8)
     assert (one.samples_needed, one.samples_per_s) == (800, 200.0)
 
 

@@ -394,5 +394,5 @@ def test_impossible_clusters_are_refused() -> None:
             Cluster(learners=learners, law=law, speeds=speeds)
     with pytest.raises(RequestError, match="1 update or more"):
         server.run("async", Cluster(learners=1, law=law), updates=0)
-    with pytest.raises(RequestError, match="K is 9"):
+    with pytest.raises(RequestError, match="K=9"):
         server.run("k-sync:9", Cluster(learners=8, law=law), updates=1)

@@ -27,7 +27,7 @@ WIDTHS = (1, 2, 7, 64, 1000)
 AHEAD = (
     "full-sync", "k-sync:4", "k-batch-sync:5", "async", "k-async:3", "k-batch-async:4", "softsync:2,rate=inverse",
     "softsync:6,rate=inverse-mean", "ssp:2", "stale-drop:3", "downpour:push=2,fetch=3", "downpour:push=3,fetch=2",
-    "downpour", "local-sgd:3", "local-sgd:1",
+    "downpour", "local-sgd:3", "local-sgd:1", "backup:2", "grace-sync:2,grace=0.3s", "deadline-sync:0.9s",
 )  # fmt: skip
 LOCK_STEP = (
     "adaptive-k:1,window=4,improvement=0.1", "async:rate=drift:0.5", "k-sync:2,rate=drift:0.5",

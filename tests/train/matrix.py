@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from offbeat import spec as grammar
-from offbeat.policies import Apply, Drop, Pushed
+from offbeat.policies import Apply, Drop, Pushed, create
 from offbeat.policies.events import from_text
 from offbeat.policies.replay import replay
-from offbeat.strategy import ALL_REDUCE, SERVER, family_of
+from offbeat.strategy import ALL_REDUCE, SERVER, family_of, strategies
 from offbeat.trace import RunLog, read_log
 from offbeat.train import launch
 from offbeat.train.reading import changed
@@ -33,7 +33,6 @@ from offbeat.train.recipes import RECIPES
 
 RECIPE = "digits-cnn"
 ENDED = "the run ended before its update was full"
-SYNCHRONOUS = ("full-sync", "k-sync", "k-batch-sync")  # and every all-reduce
 
 
 class Way(NamedTuple):
@@ -66,7 +65,10 @@ class Row(NamedTuple):
 
     @property
     def is_synchronous(self) -> bool:
-        return family_of(self.sync) == ALL_REDUCE or grammar.parse(self.sync).name in SYNCHRONOUS
+        if family_of(self.sync) == ALL_REDUCE:
+            return True
+        policy = create(self.sync, expect=self.learners)
+        return policy.expected_staleness(self.learners).mean == 0 and not policy.rule.delta
 
     @property
     def least(self) -> float:
@@ -74,7 +76,7 @@ class Row(NamedTuple):
         return 0.95 if self.is_synchronous else 0.94
 
 
-ROWS = (
+SPECIAL = (
     Row("central", 3),
     Row("direct", 3),
     Row("ring", 2),
@@ -106,6 +108,15 @@ ROWS = (
     Row("k-async:2,rate=inverse-mean", 3),
     Row("async:rate=drift:0.1", 3),
     Row("async:rate=delay-compensated:0.04", 3),
+)
+# All that have no row above take the first example of their own.
+ROWS = (
+    *SPECIAL,
+    *(
+        Row(known.examples[0], 4)
+        for known in strategies().values()
+        if known.name not in {grammar.parse(row.sync).name for row in SPECIAL}
+    ),
 )
 
 

@@ -41,6 +41,9 @@ LINES = (
     ("full-sync", 8, 8),
     ("full-sync:rate=inverse", 8, 8),
     ("k-sync:6", 6, 6),
+    ("backup:2", 6, 6),
+    ("grace-sync:5,grace=50ms", 5, 5),
+    ("deadline-sync:50ms", 8, 8),
     ("k-batch-sync:12", 12, 12),
     ("async", 1, 1),
     ("k-async:4", 4, 4),
@@ -73,7 +76,7 @@ def test_every_policy_has_its_row_above() -> None:
 
 def test_a_line_that_cannot_be_is_refused() -> None:
     for line, learners, words in (
-        ("k-sync:9", 8, "K is 9, but there are 8"),
+        ("k-sync:9", 8, "K=9 exceeds the 8 learners"),
         ("rong", 8, "unknown strategy"),
         ("ring", 0, "1 learner or more; got 0"),
         ("async", 0, "1 learner or more; got 0"),

@@ -180,7 +180,7 @@ def _run(given: argparse.Namespace, entry: Entry, live: Live, which: str) -> Rac
             raise RequestError(f"{config.name} has no accuracy, only a loss: there is no target to race to")
         if curves[-1].reached_s == 0:
             raise RequestError(f"--target {given.target:g}: a model that has learned nothing is there already")
-    return Racer(entry.strategy, tuple(curves), entry.variant, entry.option, entry.cluster.learners)
+    return Racer(entry.strategy, tuple(curves), entry.cluster.learners, entry.variant, entry.option)
 
 
 def _table(order: Sequence[Racer]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from offbeat import plugins
 from offbeat.commands.base import Command, console, json_argument, print_json, print_params, row_json, say
 from offbeat.errors import unknown
 from offbeat.strategy import strategies
@@ -15,12 +16,14 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(given: argparse.Namespace) -> None:
+    plugins.load_known()
     known = strategies()
     if given.name is not None and given.name not in known:
         raise unknown("strategy", given.name, known)
     chosen = list(known.values()) if given.name is None else [known[given.name]]
     if given.json:
-        rows = [row_json(one.name, one.summary, one.params) | {"family": one.family} for one in chosen]
+        rows = [row_json(one.name, one.summary, one.params) | {"family": one.family, "examples": list(one.examples)}
+                for one in chosen]  # fmt: skip
         print_json({"strategies": rows})
         return
     out = console()
@@ -33,6 +36,8 @@ def _run(given: argparse.Namespace) -> None:
         say(out, f"  {one.usage().ljust(width)}  {one.summary}")
         if given.name is not None:
             print_params(out, one.params)
+            if one.examples:
+                say(out, f"  for example: {', '.join(one.examples)}")
 
 
 COMMAND = Command(

@@ -42,7 +42,8 @@ def for_weights(result: Outcome) -> str:
 
 def in_general(result: Outcome) -> str:
     """Numbers alone."""
-    parts = [f"{percent(result.wait_share)} of the time waiting{for_weights(result)}"]
+    waits = f"{percent(result.wait_share)} of the time waiting" if result.wait_share > 0.005 else "nobody waits"
+    parts = [f"{waits}{for_weights(result)}"]
     if result.cancelled or result.dropped:
         per_update = (result.cancelled + result.dropped) / max(1, result.updates)
         parts.append(f"{per_update:.1f} minibatches an update cancelled or dropped")

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from offbeat.errors import EventError, PolicyError, RequestError
+from offbeat.errors import EventError, PolicyError
 from offbeat.leases import LeaseBook
 from offbeat.policies import Apply as ApplyCommand
 from offbeat.policies import Asked, Command, Drop, Event, Joined, Left, Pushed, Resume, Send, Stopped, Wake
@@ -30,11 +30,14 @@ from offbeat.policies import Cancel as CancelCommand
 from offbeat.policies import Woke as WokeEvent
 from offbeat.policies.replay import decision
 from offbeat.server.desk import Desk
+from offbeat.server.guard import GuardedPolicy
 from offbeat.server.lanes import Work
 from offbeat.server.laws import check
 from offbeat.server.lending import Lending
 from offbeat.server.rests import Rests
 from offbeat.server.session import NONCES_KEPT, Gradient, Row, Setting
+from offbeat.server.standing import standing_of
+from offbeat.server.wakes import PendingWake
 from offbeat.server.wire import (
     FROM_STAY,
     INPUT,
@@ -66,7 +69,6 @@ from offbeat.server.wire import (
     Woke,
 )
 
-MOST_NAMED = 8  # learners in one line
 MOST_BAD = 20  # more than a loss scale may be halved; non-finite gradients in a row, after which a learner is sent away
 
 
@@ -75,19 +77,12 @@ class Coordinator(Lending):
 
     def __init__(self, setting: Setting, write: Callable[[dict[str, Any]], object] | None = None) -> None:
         self.setting = setting
-        self.policy = setting.policy()
         self.write = write
         self.rows = {learner: Row(learner) for learner in range(setting.learners)}
         self.desk = Desk(setting)
-        self.max_held = self.policy.max_held(setting.learners)
-        if self.desk.slots < setting.learners + self.max_held - 1:
-            raise RequestError(
-                f"'{setting.line}' holds up to {self.max_held} gradients, and there is room for {self.desk.slots} with "
-                f"{setting.learners} learners"
-            )
-        self.wake_s: float | None = None  # when the policy is to be woken; pauses put it off
-        self._wake_set_s = 0.0
-        self._paused_s: float | None = None  # since when a pause holds everybody back
+        self.guard = GuardedPolicy(setting, self.desk.slots)
+        self.policy = self.guard.policy
+        self.wake = PendingWake()
         self.rests = Rests(setting)
         self.gradients: dict[int, Gradient] = {}
         self.ticket = 0
@@ -132,29 +127,17 @@ class Coordinator(Lending):
         self._out = []
         self._handlers[type(message)](message)
         self._settle_down()
-        self._put_off_wake()
+        self.wake.pause(self._at_s, paused=self.rests.holds_back)
         return self._out
-
-    # --- time -------------------------------------------------------------------------------------------------------
 
     @property
     def next_wake_s(self) -> float | None:
-        """When a `Woke` is due; none in a pause, which is no time of training."""
-        return None if self.finished or self.rests.holds_back else self.wake_s
+        """When a `Woke` is due."""
+        return None if self.finished else self.wake.due_s
 
     def _woke(self, message: Woke) -> None:
-        if self.next_wake_s is not None and self._at_s >= self.next_wake_s:
-            self.wake_s = None
+        if self.wake.take(self._at_s):
             self._tell(WokeEvent(self._at_s))
-
-    def _put_off_wake(self) -> None:
-        """After a pause, by as long as it held everybody back."""
-        if self.rests.holds_back:
-            self._paused_s = self._at_s if self._paused_s is None else self._paused_s
-        elif self._paused_s is not None:
-            if self.wake_s is not None:
-                self.wake_s += self._at_s - max(self._paused_s, self._wake_set_s)
-            self._paused_s = None
 
     # --- coming and going -------------------------------------------------------------------------------------------
 
@@ -438,21 +421,12 @@ class Coordinator(Lending):
         if self.finished:
             return
         extra, self._extra = self._extra, {}
-        try:
-            commands = self.policy.handle(event)
-        except EventError:
-            raise
-        except Exception as error:  # of a policy's own code
-            raise PolicyError(f"the policy '{self.setting.line}' failed: {type(error).__name__}: {error}") from error
+        commands = self.guard.handle(event)
         if self.write is not None:
             self.write(decision(event, commands) | extra)
         for command in commands:
             self._obey(command)
-        if len(self.policy.held) > self.max_held:
-            raise PolicyError(
-                f"the policy '{self.setting.line}' holds {len(self.policy.held)} gradients, and says that with "
-                f"{self.setting.learners} learners it holds {self.max_held} at most (max_held)"
-            )
+        self.guard.check_room()
 
     def _obey(self, command: Command) -> None:
         if isinstance(command, ApplyCommand):
@@ -474,7 +448,7 @@ class Coordinator(Lending):
             row = self.rows[command.learner]
             self.desk.grant(row, self.policy.seats[command.learner].version, weights=False)
         elif isinstance(command, Wake):
-            self.wake_s, self._wake_set_s = command.at_s, self._at_s
+            self.wake.set(command.at_s, self._at_s)
         else:
             raise PolicyError(f"the policy '{self.setting.line}' gave {command!r}, which is no command")
 
@@ -603,21 +577,7 @@ class Coordinator(Lending):
         return Rest(row.learner, row.incarnation, self.rests.number, True, self.rests.facts)
 
     def standing(self) -> dict[str, Any]:
-        """Where the run stands, for who saves it: what is not in the weights yet counts as not computed yet."""
-        applied = sum(self.staleness.values())
-        return {
-            "version": min(lane.version for lane in self.desk.lanes),
-            "seeded": self.seeded,
-            "epoch_end": self.rests.at_epoch_end,
-            "halt": self.rests.halting,
-            "book": None if self.book is None else self.book.snapshot(all_back=True),
-            "memory": self.policy.kept(),
-            "gradients": applied,
-            "staleness": sum(age * many for age, many in self.staleness.items()) / applied if applied else 0.0,
-            "samples": dict(self.samples),
-            "held": sum(count for gradient in self.gradients.values() for _, count in gradient.epochs),
-            "seconds": self.rests.began_s - self.begun_s - sum(end - start for start, end in self.rests.times),
-        }
+        return standing_of(self)
 
     # --- books ------------------------------------------------------------------------------------------------------
 
@@ -632,31 +592,6 @@ class Coordinator(Lending):
 
     def in_updates(self) -> set[int]:
         return {ticket for lane in self.desk.lanes for work in lane.queue for ticket in work.tickets}
-
-    def stalled(self) -> str | None:
-        """What everybody waits for, where nothing can happen any more but that a learner comes; None where it can.
-
-        Nothing can, where nobody computes, no update or measurement is under way, no pause is due and no wake pending.
-        """
-        here = [row for row in self.rows.values() if row.here]
-        if not self.seeded or self.finished or not here or self.rests.holds_back or self.wake_s is not None:
-            return None
-        if not self.desk.idle or self.inbox or any(row.go is not None and row.go.seq > row.answered for row in here):
-            return None
-        waits = [f"learner {row.learner} waits for {self._waits_for(row)}" for row in here]
-        more = f", and {len(waits) - MOST_NAMED} more" if len(waits) > MOST_NAMED else ""
-        return (
-            f"'{self.setting.line}' stands still at update {self.policy.version}: no learner computes, no update is "
-            f"under way and no wake is pending; {', '.join(waits[:MOST_NAMED])}{more}"
-        )
-
-    def _waits_for(self, row: Row) -> str:
-        if row.grant is not None:
-            return f"room for its gradient ({len(self.gradients)} gradients are held in {self.desk.slots} slots)"
-        if row.want is not None:
-            return "samples"
-        held = any(gradient.learner == row.learner for gradient in self.gradients.values())
-        return "the policy to apply its gradient" if held else "the policy to send it weights"
 
     def check(self) -> None:
         """AssertionError, naming the law, where the books do not add up. For tests, and at the end of a run."""

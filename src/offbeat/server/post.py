@@ -29,6 +29,7 @@ from offbeat.server.arena import Arena, Layout, stamp
 from offbeat.server.coordinator import Coordinator
 from offbeat.server.ledger import Ledger
 from offbeat.server.session import Row, Setting
+from offbeat.server.stalls import stall_of
 from offbeat.server.table import Table
 from offbeat.server.wire import (
     FROM_LEARNER,
@@ -297,7 +298,7 @@ class Post:
 
     def _watch_for_a_stall(self, now: float) -> None:
         machine = self.machine
-        why = None if machine is None or self.finishing_by_s is not None else machine.stalled()
+        why = None if machine is None or self.finishing_by_s is not None else stall_of(machine)
         if machine is None or why is None or any(self._may_come(row) for row in machine.rows.values()):
             self.stalled_since_s = None
             return

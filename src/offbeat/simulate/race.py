@@ -50,9 +50,9 @@ class Racer(NamedTuple):
 
     strategy: str
     curves: tuple[Curve, ...]
+    learners: int
     variant: str = ""  # "without learner 3", "split by speed"
     option: str = ""  # what to write for it beside --sync, like --train.split auto
-    learners: int = 1
 
     @property
     def label(self) -> str:
