@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 import offbeat
-from offbeat.policies import Command, Policy, Pushed, Row
+from offbeat.policies import Command, Policy, Pushed, Row, Staleness
+from offbeat.policies.staleness import FRESH
 from offbeat.schedules import Algorithm
 from offbeat.schedules.phases import Chunks, Phase, Ranks, sends
 from offbeat.spec import Param, parse_count, parse_seconds
@@ -38,48 +39,54 @@ class Pool(Policy):
 
 
 class Metronome(Policy):
-    """An update at every beat of a clock, of whatever has come since the last one; learners wait for it."""
+    """An update at every beat of a clock, of whatever is in by then; who still computes is cancelled."""
 
-    extra_state = ("beats",)
+    cancels = True
 
     def __init__(self, *, period: float, **common: Any) -> None:
         super().__init__(**common)
         self.period = period
-        self.beats = 0
 
     def on_push(self, event: Pushed) -> tuple[Command, ...]:
+        if sum(held.learner == event.learner for held in self.held.values()) > 1:  # it left, and came back
+            return (self.drop(event.ticket, "it has one in this beat"),)
         return () if self.wake_at_s is not None else (self.wake(self.now_s + self.period, "the next beat"),)
 
     def on_wake(self) -> tuple[Command, ...]:
-        self.beats += 1
-        waiting = {held.learner for held in self.held.values()}
-        update = self.apply(tuple(self.held), f"beat {self.beats}")
-        return update, *(self.send(one, "a new beat") for one in self.seats if one in waiting)
+        late = [learner for learner, seat in self.seats.items() if seat.computing]
+        update = self.apply(tuple(self.held), f"{len(self.held)} are in at the beat")
+        cancels = [self.cancel(learner, "late for the beat") for learner in late]
+        return update, *cancels, *(self.send(learner, "a new beat") for learner in self.seats)
 
     def max_held(self, learners: int) -> int:
-        return 2 * learners  # a learner that leaves and comes back may have two
+        return learners
 
     def gradients_per_update(self, learners: int) -> int:
         return 1
 
+    def expected_staleness(self, learners: int) -> Staleness:
+        return FRESH
+
 
 class Hoard(Policy):
-    """Every learner computes `rounds` minibatches at the same weights, and goes on while others do; one update of all.
+    """`rounds` minibatches of every learner at the same weights, then one update of all; who is done first waits.
 
-    It holds rounds * P gradients, more than there are learners. Who is done before waits.
+    It holds rounds * P gradients: more than there are learners.
     """
 
-    extra_state = ("left",)
+    extra_state = ("done",)
 
     def __init__(self, *, rounds: int, **common: Any) -> None:
         super().__init__(**common)
         self.rounds = rounds
-        self.left: dict[str, int] = {}  # how many each learner has still to push in this version
+        self.done: dict[str, int] = {}  # minibatches of each learner in this version; JSON has no whole numbers as keys
 
     def on_push(self, event: Pushed) -> tuple[Command, ...]:
         name = str(event.learner)
-        self.left[name] = self.left.get(name, self.rounds) - 1
-        if self.left[name] > 0:
+        if self.done.get(name, 0) == self.rounds:  # it was done, left, and came back
+            return self.drop(event.ticket, "it has done its rounds"), *self._if_due()
+        self.done[name] = self.done.get(name, 0) + 1
+        if self.done[name] < self.rounds:
             return (self.resume(event.learner, "another at the same weights"),)
         return self._if_due()
 
@@ -89,15 +96,18 @@ class Hoard(Policy):
     def _if_due(self) -> tuple[Command, ...]:
         if self.open or not self.held:
             return ()
-        self.left = {}
+        self.done = {}
         update = self.apply(tuple(self.held), "all rounds of all learners")
         return update, *(self.send(one, "a new version") for one in self.seats)
 
     def max_held(self, learners: int) -> int:
-        return 2 * self.rounds * learners  # twice, where all leave and come back in one version
+        return self.rounds * learners
 
     def gradients_per_update(self, learners: int) -> int:
         return self.rounds * learners
+
+    def expected_staleness(self, learners: int) -> Staleness:
+        return FRESH
 
 
 def recursive_doubling(ranks: Ranks, chunks: Chunks) -> Phase:

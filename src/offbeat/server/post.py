@@ -61,7 +61,7 @@ LOOK_S = 0.25  # between two looks at who still lives
 SILENCE_S = 3.0  # without a sign of life, after which a learner is given up
 BUSY_S = 60.0  # the same of one whose process runs
 TICK_S = 1.0
-STALL_S = 4.0  # in which nothing can happen any more, after which the run is ended; messages are said again every 2 s
+STALL_S = 3.0  # in which nothing can happen any more, after which the run is ended; messages are said again every 2 s
 DRAIN_S = 5.0  # for the last updates, at the end
 _RECORD = struct.Struct("<dI")
 

@@ -1,0 +1,77 @@
+"""Policies that do not keep what they say, or say nothing at all: a run must end, in one line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import offbeat
+from offbeat.policies import Command, Policy, Pushed, Row
+from offbeat.policies.base import EachGradient
+
+
+class Mute(EachGradient):
+    """Never answers a push."""
+
+    def max_held(self, learners: int) -> int:
+        return 100 * learners
+
+    def on_push(self, event: Pushed) -> tuple[Command, ...]:
+        return ()
+
+
+class Unsent(EachGradient):
+    """Never sends weights to anybody."""
+
+    def on_push(self, event: Pushed) -> tuple[Command, ...]:
+        return ()
+
+    def on_start(self, learner: int, why: str) -> tuple[Command, ...]:
+        return ()
+
+
+class Liar(Policy):
+    """Holds six, and says that it holds three."""
+
+    waits = False
+
+    def on_push(self, event: Pushed) -> tuple[Command, ...]:
+        update = (self.apply(tuple(self.held), "six"),) if len(self.held) == 6 else ()
+        return *update, self.send_again(event.learner, "go on")
+
+    def max_held(self, learners: int) -> int:
+        return 3
+
+    def gradients_per_update(self, learners: int) -> int:
+        return 6
+
+
+class Crash(EachGradient):
+    """Raises at its fifth push."""
+
+    def on_push(self, event: Pushed) -> tuple[Command, ...]:
+        if event.ticket == 5:
+            raise KeyError("no such thing")
+        return self.apply((event.ticket,), "asynchronous"), self.send(event.learner, "go on")
+
+
+class Sleeper(EachGradient):
+    """Nothing happens for five seconds after the first push, but a wake is pending: that is no stall."""
+
+    def on_push(self, event: Pushed) -> tuple[Command, ...]:
+        if self.version == 0 and len(self.held) == len(self.seats):
+            return (self.wake(self.now_s + 5.0, "sleep"),)
+        return () if self.version == 0 else (self.apply((event.ticket,), "awake"), self.send(event.learner, "go on"))
+
+    def on_wake(self) -> tuple[Command, ...]:
+        return self.apply(tuple(self.held), "awake"), *(self.send(one, "go on") for one in self.seats)
+
+    def max_held(self, learners: int) -> int:
+        return learners
+
+
+def _row(name: str, create: Any) -> Row:
+    return Row(name=name, summary=f"broken: {create.__doc__}", create=create, examples=(name,))
+
+
+for made in (Mute, Unsent, Liar, Crash, Sleeper):
+    offbeat.register_policy(_row(made.__name__.lower(), made))

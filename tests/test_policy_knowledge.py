@@ -1,0 +1,183 @@
+"""What a policy or a schedule is like is said by itself: nobody else asks for its class, its `k` or its name.
+
+The check reads the syntax tree of every file outside `policies/` and `schedules/algorithms.py`. It knows a name of a
+row when it stands there as text, and when it stands there as a constant that some module gave it.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from offbeat import policies
+from offbeat.policies import POLICIES, Policy, barrier, base, local, stale, timed
+from offbeat.schedules import algorithms
+
+HERE = Path(__file__).parents[1]
+SOURCE = HERE / "src" / "offbeat"
+NAMES = {*POLICIES, *algorithms()}
+CLASSES = {
+    name
+    for module in (barrier, base, local, stale, timed)
+    for name, one in vars(module).items()
+    if inspect.isclass(one) and issubclass(one, Policy) and one is not Policy
+}
+MODULES = {"policies", "barrier", "base", "local", "stale", "timed"}
+ASKED = {"k", "slack", "limit", "quorum"}  # attributes of single policies
+OTHER_TABLES = {"topology.py"}  # it has names of its own, and some are the same: ring, torus
+
+
+def files() -> dict[str, str]:
+    own = [path for path in sorted(SOURCE.rglob("*.py")) if path.parent.name != "policies"]
+    return {
+        str(path.relative_to(SOURCE)): path.read_text(encoding="utf-8")
+        for path in own
+        if str(path.relative_to(SOURCE)) != "schedules/algorithms.py"
+    }
+
+
+def constants(text: str) -> dict[str, ast.expr]:
+    """Names that a module gives to an expression once, at its top."""
+    found: dict[str, ast.expr] = {}
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                if isinstance(target, ast.Name):
+                    found[target.id] = node.value
+                elif isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                    pairs = zip(target.elts, node.value.elts, strict=False)
+                    found |= {name.id: value for name, value in pairs if isinstance(name, ast.Name)}
+    return found
+
+
+def row_names(node: ast.expr, known: Mapping[str, ast.expr]) -> Iterator[str]:
+    """The names of rows that an expression is, or holds in a tuple, list, set or dict, or in front of a ':'."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        name = node.value.partition(":")[0]
+        if name in NAMES:
+            yield name
+    elif isinstance(node, ast.Name) and node.id in known:
+        yield from row_names(known[node.id], {})
+    elif isinstance(node, ast.Tuple | ast.List | ast.Set):
+        for one in node.elts:
+            yield from row_names(one, known)
+    elif isinstance(node, ast.JoinedStr) and node.values:
+        first = node.values[0]
+        if isinstance(first, ast.Constant):
+            yield from row_names(first, known)
+
+
+def complaints(text: str, imported: Mapping[str, ast.expr] | None = None) -> list[str]:
+    """What a file knows of single policies or schedules, and should ask them."""
+    found: list[str] = []
+    known = {**(imported or {}), **constants(text)}
+
+    def complain(node: ast.AST, what: str) -> None:
+        found.append(f"line {getattr(node, 'lineno', 0)}: {what}")
+
+    for node in ast.walk(ast.parse(text)):
+        match node:
+            case ast.ImportFrom(module=str(module), names=names) if module.startswith("offbeat.policies"):
+                for alias in names:
+                    if alias.name in CLASSES:
+                        complain(node, f"imports {alias.name}")
+            case ast.Name(id=name) if name in CLASSES:
+                complain(node, f"names the class {name}")
+            case ast.Attribute(value=one, attr=name) if name in CLASSES and MODULES & set(ast.unparse(one).split(".")):
+                complain(node, f"names the class {name}")
+            case ast.Compare(left=left, comparators=others):
+                for one in (left, *others):
+                    for name in row_names(one, known):
+                        complain(node, f"compares with '{name}'")
+            case ast.Call(func=ast.Attribute(attr="startswith" | "removeprefix" | "endswith"), args=arguments):
+                for one in arguments:
+                    for name in row_names(one, known):
+                        complain(node, f"asks whether it starts with '{name}'")
+            case ast.Dict(keys=keys):
+                for key in keys:
+                    for name in row_names(key, known) if key is not None else ():
+                        complain(node, f"has the key '{name}'")
+            case ast.MatchValue(value=value):
+                for name in row_names(value, known):
+                    complain(node, f"matches '{name}'")
+            case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[_, ast.Constant(value=str(name)), *_]):
+                if name in ASKED:
+                    complain(node, f"asks for the attribute '{name}'")
+            case ast.Attribute(value=one, attr=name) if name in ASKED and ast.unparse(one).endswith("policy"):
+                complain(node, f"asks for the attribute '{name}'")
+            case ast.Call(func=ast.Name(id="isinstance" | "type"), args=[first, *_]):
+                if ast.unparse(first).endswith("policy"):
+                    complain(node, "asks for the type of a policy")
+            case _:
+                pass
+    return found
+
+
+def imported_constants(text: str, everything: Mapping[str, Mapping[str, ast.expr]]) -> dict[str, ast.expr]:
+    """What a file imports from other files outside of the two that may know names."""
+    found: dict[str, ast.expr] = {}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.startswith("offbeat."):
+            path = node.module.removeprefix("offbeat.").replace(".", "/")
+            theirs = everything.get(f"{path}.py", everything.get(f"{path}/__init__.py", {}))
+            found |= {alias.asname or alias.name: theirs[alias.name] for alias in node.names if alias.name in theirs}
+    return found
+
+
+def test_nobody_asks_which_policy_or_schedule_it_is() -> None:
+    texts = files()
+    everything = {path: constants(text) for path, text in texts.items()}
+    found = {
+        path: wrong
+        for path, text in texts.items()
+        if path not in OTHER_TABLES and (wrong := complaints(text, imported_constants(text, everything)))
+    }
+    assert found == {}
+
+
+KNEW = (  # where such knowledge stood before
+    "server/session.py", "server/coordinator.py", "server/learner.py", "train/scaling.py", "report/theory.py",
+    "simulate/calibration.py", "simulate/server.py", "simulate/compare.py", "simulate/race.py", "measure/calibrate.py",
+    "schedules/ranking.py", "commands/race.py", "commands/compare.py", "commands/replay.py",
+)  # fmt: skip
+PLANTED = {
+    "an import": "from offbeat.policies.stale import KAsync\n",
+    "a class of the package": "from offbeat import policies\nfound = policies.stale.KBatchAsync\n",
+    "a comparison": "found = given == 'full-sync'\n",
+    "a line": "found = line != 'k-async:2'\n",
+    "in a tuple": "found = name in ('ssp', 'other')\n",
+    "in a named tuple": "BOTH = ('local-sgd', 'other')\nfound = name in BOTH\n",
+    "by a constant": "SERVED = 'async'\nfound = line == SERVED\n",
+    "by two constants": "ONE, TWO = 'ring', 'async'\nfound = line == TWO\n",
+    "startswith": "found = line.startswith('ring:order=')\n",
+    "a key": "found = {'softsync': 1}\n",
+    "a case": "match name:\n    case 'downpour':\n        pass\n",
+    "a k": "found = policy.k\n",
+    "a k by name": "found = getattr(self.policy, 'k', 1)\n",
+    "a type": "found = type(policy) is object\n",
+    "isinstance": "found = isinstance(self.policy, object)\n",
+}
+
+
+@pytest.mark.parametrize("path", KNEW)
+@pytest.mark.parametrize("how", PLANTED)
+def test_what_is_planted_is_found(path: str, how: str) -> None:
+    text = (SOURCE / path).read_text(encoding="utf-8")
+    assert complaints(text) == []
+    assert len(complaints(f"{text}\n{PLANTED[how]}")) >= 1
+
+
+def test_a_constant_that_is_imported_is_known() -> None:
+    everything = {"strategy.py": constants("PLAIN = 'async'\n")}
+    text = "from offbeat.strategy import PLAIN\nfound = line == PLAIN\n"
+    assert complaints(text, imported_constants(text, everything)) == ["line 2: compares with 'async'"]
+
+
+def test_the_check_knows_every_policy_and_every_all_reduce() -> None:
+    assert {"full-sync", "grace-sync", "ring", "torus"} <= NAMES
+    assert {"KSync", "KBatchAsync", "StaleSync", "DeadlineSync", "LocalSGD"} <= CLASSES
+    assert policies.POLICIES is POLICIES
