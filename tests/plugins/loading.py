@@ -23,9 +23,10 @@ def untouched() -> Iterator[None]:
     try:
         yield
     finally:
-        for table, before in ((POLICIES, tables[0]), (ALGORITHMS, tables[1])):
-            for name in table.keys() - before.keys():
-                del table[name]  # type: ignore[attr-defined]  # of either kind
+        for policy in POLICIES.keys() - tables[0].keys():
+            del POLICIES[policy]
+        for schedule in ALGORITHMS.keys() - tables[1].keys():
+            del ALGORITHMS[schedule]
         for name in set(sys.modules) - modules:
             if name.startswith("offbeat_plugin"):
                 del sys.modules[name]

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import heapq
 import random
+import re
 import sys
 import time
 from collections import Counter
@@ -479,13 +480,15 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--most-failures", type=int, default=1)
     parser.add_argument("--most-text", type=int, default=300, help="characters that are shown of a failure")
+    parser.add_argument("--only", default="", metavar="REGEX", help="lines that it is found in, like 'grace|deadline'")
     parser.add_argument("--planted", action="store_true", help="show at which seed each planted bug is found")
     given = parser.parse_args()
     began_s = time.perf_counter()
-    events = updates = rests = halted = failures = longest = 0
+    events = updates = rests = wakes = halted = failures = longest = 0
     faults: Counter[str] = Counter()
+    lines = [line for line in LINES if re.search(given.only, line)]
     for seed in range(given.first, given.first + given.seeds):
-        world = World(seed)
+        world = World(seed, line=lines[seed % len(lines)] if given.only else None)
         try:
             story = world.run()
         except Exception as error:
@@ -501,9 +504,10 @@ def main() -> int:
         halted += story.halted
         longest = max(longest, story.calm_events)
         faults += story.faults
+        wakes += world.oracle.woke
     took_s = time.perf_counter() - began_s
     print(
-        f"{given.seeds} seeds, {events} events, {updates} updates, {rests} rests, {faults.total()} faults, "
+        f"{given.seeds} seeds, {events} events, {updates} updates, {rests} rests, {wakes} wakes, {faults.total()} faults, "
         f"{halted} saved and gone on with: "
         f"{failures} failed, {took_s:.0f} s; "
         f"the longest way to the end without faults took {longest} events"
