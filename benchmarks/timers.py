@@ -69,7 +69,9 @@ def main() -> int:
     law = f"{LAW} learner={SLOW},factor={FACTOR:g}"
     facts = machine_facts()
     print(f"{LEARNERS} learners, {law}; {facts['cores']} cores, load {facts['load']}\n")
-    print(f"{'policy':<26}{'updates':>8}{'real':>12}{'simulated':>12}{'off':>8}  updates made by a wake, and their waits")
+    print(
+        f"{'policy':<26}{'updates':>8}{'real':>12}{'simulated':>12}{'off':>8}  updates made by a wake, and their waits"
+    )
     failed = False
     for line in LINES:
         create(line, expect=LEARNERS)

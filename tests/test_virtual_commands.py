@@ -160,7 +160,7 @@ def test_a_race_ranks_advises_and_draws(offbeat: Offbeat, tmp_path: Path) -> Non
         (f"simulate async {SHORT} --epoch-ends --failures 5,1", "failures are not simulated together"),
         (f"simulate ring {SHORT} --failures 5,1", "cannot go on when a learner fails"),
         (f"simulate native {SHORT}", "decided by a running process group"),
-        (f"simulate k-async:9 {SHORT}", "there are 4 learners"),
+        (f"simulate k-async:9 {SHORT}", "exceeds the 4 learners"),
         (f"simulate async {SHORT} --show 3", "--show is not for a recipe"),
         (f"simulate async {SHORT} --target 1.5", "at most 1"),
         (f"simulate async {SHORT} --set seed=3", "--set seed"),

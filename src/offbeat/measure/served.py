@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from offbeat import plugins
 from offbeat.errors import OffbeatError
 from offbeat.server.supervisor import Plan, Supervisor
 from offbeat.spec import format_seconds
@@ -34,8 +35,9 @@ def program(module: str, *words: str) -> list[str]:
 
 
 def environment(own: Mapping[str, str]) -> dict[str, str]:
-    """One torch thread a learner; a run that this process itself is part of is not joined."""
-    outer = {name: value for name, value in os.environ.items() if not name.startswith("OFFBEAT_")}
+    """One torch thread a learner; a run that this process itself is part of is not joined. Plugins are known to all."""
+    kept = (name for name in os.environ if not name.startswith("OFFBEAT_") or name == plugins.VARIABLE)
+    outer = {name: os.environ[name] for name in kept}
     return {**outer, **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1"), **own}
 
 

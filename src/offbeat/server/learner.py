@@ -92,7 +92,7 @@ class ServedLearner:
         self._slowness = Slowness(slow, learner=number, learners=learners, seed=seed) if slow else None
         self.at_rest: Callable[[Rest], bool] | None = None  # what is to be done in a rest; True ends the run
         self._link: Link | None = None
-        self._halt_wanted = False
+        self._halt_wanted = self._has_begun = False
         self._mode: Mode | None = None
         self._hooks: Hooks | None = None
         self._now: Minibatch | None = None  # that is open
@@ -150,7 +150,6 @@ class ServedLearner:
             in_place=in_place,
         )
         link = self._link = Link(self._door, self._token, self.number, table, self._rest)
-        link.halt_wanted = self._halt_wanted
         local_step = optimizer.step
         kind = Delta if self._rule.delta else Free if self._rule.fetch_every else Whole
         mode = self._mode = kind(link, parts, self._rule, local_step)
@@ -171,6 +170,8 @@ class ServedLearner:
         if optimizer.state and kept is None and not self._rule.delta and not self._rule.fetch_every:
             self.notes += ("the optimizer's state is not taken over: the servers begin without any",)
         mode.come()
+        self._has_begun = True
+        link.halt_wanted = self._halt_wanted
         self._since_s = time.monotonic()
         self._replace_step(optimizer, local_step, parts.trained)
         given: list[Any] = [model, optimizer]
@@ -344,9 +345,9 @@ class ServedLearner:
         return not link.client.incarnation or link.is_fenced(link.client.incarnation)
 
     def halt_soon(self) -> None:
-        """As `halt`, from a signal handler: said when it next waits for anything."""
+        """As `halt`, from a signal handler: said when it next waits for anything, once the run has begun."""
         self._halt_wanted = True
-        if self._link is not None:
+        if self._has_begun and self._link is not None:
             self._link.halt_wanted = True
 
     def halt(self) -> None:

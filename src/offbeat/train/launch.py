@@ -29,7 +29,6 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from offbeat import plugins
 from offbeat.errors import OffbeatError, PeerError, RequestError
 from offbeat.server.launch import through_store
 from offbeat.server.session import Setting
@@ -121,8 +120,6 @@ def prepare(
         check_free(run_dir)
     if resume is not None and RunDir(resume).is_simulated():
         raise RequestError(f"{resume} was trained in virtual time: it has no checkpoint to go on from")
-    if plugins.named():
-        config = changed(config, {"plugins": plugins.named()})
     if task is not None:
         config = changed(config, {"model": {"name": PROGRAM}, "data": {"name": PROGRAM}})
     cores = os.cpu_count() or 1

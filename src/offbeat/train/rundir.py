@@ -27,10 +27,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from offbeat import plugins
 from offbeat.errors import OffbeatError, RequestError
 from offbeat.train.config import Config
 from offbeat.train.disk import opened_folder, read_file
-from offbeat.train.reading import as_json, from_json
+from offbeat.train.reading import as_json, changed, from_json
 
 FOLDER = "runs"
 MOST_LIVE_BYTES = 16 << 20  # of live.json: many times what thousands of learners tell
@@ -204,6 +205,9 @@ class RunDir:
     # --- config -----------------------------------------------------------------------------------------------------
 
     def write_config(self, config: Config) -> None:
+        """With the plugins that this process was told of, so that whoever goes on with the run loads them."""
+        if plugins.named():
+            config = changed(config, {"plugins": plugins.named()})
         try:
             self.config.write_text(as_json(config), encoding="utf-8")
         except OSError as error:

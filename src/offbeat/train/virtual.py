@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from offbeat import topology
+from offbeat import plugins, topology
 from offbeat.errors import RequestError
 from offbeat.server.table import parts_of
 from offbeat.simulate.books import Batch, Epochs, Stream, pieces_of
@@ -381,6 +381,7 @@ class VirtualTrainer(Trainer):
             "compute": self._law,
             "clip_norm": self.config.train.clip_norm,
             "epochs": STREAM if self._streams else "one after the other",
+            **plugins.facts(),
         }
         write_log(self.run.log(1), RunLog(run=facts, spans=spans, decisions=tuple(decisions)))
         write_chrome_trace(self.run.trace, spans, name=self.config.name)
