@@ -1,10 +1,10 @@
-"""Policies that are woken by a clock, for real and simulated with the same draws: 4 learners, one of them 6 times slower.
+"""Policies that are woken by a clock, for real and simulated with the same draws; one of 4 learners is 6 times slower.
 
     python benchmarks/timers.py
 
-For every policy: seconds per update, and by the log of the real run how long each update that a wake made waited for it,
-counted from when the policy asked for the wake. It ends with 1 where a policy is more than 10 % off its simulation, or a
-wake came before its time.
+For every policy: seconds per update, and by the log of the real run how long the updates that a wake made have waited,
+counted from when the policy asked for the wake. It ends with 1 where a policy is more than 10 % off its simulation, or
+a wake came before its time.
 """
 
 from __future__ import annotations
@@ -69,9 +69,7 @@ def main() -> int:
     law = f"{LAW} learner={SLOW},factor={FACTOR:g}"
     facts = machine_facts()
     print(f"{LEARNERS} learners, {law}; {facts['cores']} cores, load {facts['load']}\n")
-    print(
-        f"{'policy':<26}{'updates':>8}{'real':>12}{'simulated':>12}{'off':>8}  updates made by a wake, and their waits"
-    )
+    print(f"{'policy':<26}{'updates':>8}{'real':>12}{'simulated':>12}{'off':>8}  made by a wake, and their waits")
     failed = False
     for line in LINES:
         create(line, expect=LEARNERS)

@@ -273,12 +273,8 @@ def test_an_all_reduce_that_is_wrong_is_refused() -> None:
     with untouched():
         plugins.add(str(OWN))
         row = schedules.algorithms()[REDUCE]
-    common: dict[str, Any] = {
-        "summary": "wrong",
-        "chunks": row.chunks,
-        "examples": ("half-doubling",),
-        "name": "half-doubling",
-    }
+    name = "half-doubling"
+    common: dict[str, Any] = {"name": name, "summary": "wrong", "chunks": row.chunks, "examples": (name,)}
     before = set(strategies())
     with pytest.raises(ScheduleError):
         register_schedule(Algorithm(phase=lambda ranks, chunks: row.phase(ranks, chunks)[:-1], **common))

@@ -507,8 +507,8 @@ def main() -> int:
         wakes += world.oracle.woke
     took_s = time.perf_counter() - began_s
     print(
-        f"{given.seeds} seeds, {events} events, {updates} updates, {rests} rests, {wakes} wakes, {faults.total()} faults, "
-        f"{halted} saved and gone on with: "
+        f"{given.seeds} seeds, {events} events, {updates} updates, {rests} rests, {wakes} wakes, "
+        f"{faults.total()} faults, {halted} saved and gone on with: "
         f"{failures} failed, {took_s:.0f} s; "
         f"the longest way to the end without faults took {longest} events"
     )
