@@ -22,7 +22,7 @@ from server.rest_oracle import Key, LawError, RestOracle, Stay, Vector, demand
 
 WIDTH = 3  # numbers in a shard
 CLIP_EPSILON = 1e-6
-MOST_LATE_S = 20.0  # of a wake, where the coordinator was away
+MOST_LATE_S = 0.5  # of a wake that is due, while there is a coordinator
 
 
 class Truth(NamedTuple):
@@ -235,7 +235,7 @@ class Oracle:
             else:
                 demand(isinstance(command, Cancel | Resume), "a command is one of six", command)
 
-    def check_wake(self, coordinator: Coordinator, now_s: float, *, revived: bool = False) -> None:
+    def check_wake(self, coordinator: Coordinator, now_s: float, up_since_s: float) -> None:
         """After each message: the wake that was asked for last is pending, and is not forgotten over a restart."""
         pending = coordinator.policy.wake_at_s
         demand(pending == self.wake_s or coordinator.finished, "the pending wake is the one asked for last", pending)
@@ -243,8 +243,8 @@ class Oracle:
             due_s = coordinator.next_wake_s
             demand(due_s is not None, "a pending wake is not forgotten", self.wake_s, now_s)
             demand(due_s is not None and due_s >= self.wake_s, "a wake is put off, never brought forward", due_s)
-            late_s = MOST_LATE_S if revived else 1.0
-            demand(due_s is not None and now_s <= due_s + late_s, "a wake comes when it is due", due_s, now_s)
+            in_time = due_s is not None and now_s <= max(due_s, up_since_s) + MOST_LATE_S
+            demand(in_time, "a wake comes when it is due", due_s, now_s)
 
     def _check_drift(self, key: Key, event: Pushed) -> None:
         if self._is_late(key):

@@ -182,6 +182,7 @@ class World:
             self.oracle.goes_on_from(after.oracle)
         self.down = False
         self.journal: list[tuple[INPUT, float]] = []
+        self.up_since_s = 0.0  # that this coordinator is there
         self.wake_planned_s: float | None = None  # the earliest at which somebody looks whether a wake is due
         self.coordinator = self.kit.coordinator(self.setting, self.oracle.decided)
         self.servers = [Server(self, Memory(self, shard), 1) for shard in range(shards)]
@@ -309,7 +310,7 @@ class World:
         for one in said:
             self.oracle.said(one)
         self.oracle.check(self.coordinator, self.buffers)
-        self.oracle.check_wake(self.coordinator, self.now)
+        self.oracle.check_wake(self.coordinator, self.now, self.up_since_s)
         self._plan_wake()
         if self.happens("coordinator dies"):
             for one in said[: self.rng.randint(0, len(said))]:
@@ -332,7 +333,8 @@ class World:
         for word in self.coordinator.words():
             self._from_coordinator(word)
         self.oracle.check(self.coordinator, self.buffers)
-        self.oracle.check_wake(self.coordinator, self.now, revived=True)
+        self.up_since_s = self.now
+        self.oracle.check_wake(self.coordinator, self.now, self.up_since_s)
         self.wake_planned_s = None
         self._plan_wake()
 

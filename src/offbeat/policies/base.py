@@ -17,6 +17,7 @@ A policy is complete: whoever sizes memory, scales a learning rate, explains a r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any, NamedTuple
@@ -273,6 +274,8 @@ class Policy:
 
     def wake(self, at_s: float, why: str) -> Wake:
         """Ask to be told when this time has come; it replaces the wake that was pending."""
+        if not math.isfinite(at_s):
+            raise ValueError(f"a wake is at a finite time; got {at_s}")
         self.wake_at_s = at_s
         return Wake(at_s, why)
 

@@ -399,18 +399,19 @@ def _check_sound(found: Calibration) -> None:
 
 
 def _probe(one: Mapping[str, Any]) -> Probe:
-    simulated_family_of(str(one["line"])[:200])  # refuses what is no strategy
     times = tuple(_number(time) for time in one["compute_s"])
     if not times or not sum(times) > 0:
         raise RequestError("a probe without compute times")
-    return Probe(
-        one["line"],
+    found = Probe(
+        str(one["line"])[:200],
         _whole(one["learners"]),
         _positive(one["update_s"]),
         times,
         _number(one["there_s"]),
         _number(one["back_s"]),
     )
+    _ = found.together  # refuses what is no strategy, or none for so many learners
+    return found
 
 
 def _timed(one: Mapping[str, Any]) -> Timed:
