@@ -90,7 +90,7 @@ FAULTS: dict[str, tuple[float, ...]] = {
 RESTING = 0.3  # of the worlds have rests
 RETRY_S = 3.0
 TICK_S = 2.0
-MOST_CALM_EVENTS = 6_000  # that a run may take to its end when nothing goes wrong any more
+MOST_CALM_EVENTS = 15_000  # that a run may take to its end when nothing goes wrong any more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
