@@ -71,30 +71,7 @@ def go_quickly(simulation: Simulation) -> None:
         if kind == END:
             break
         for command in commands:
-            if isinstance(command, Apply):
-                simulation.count_update()
-            elif isinstance(command, Drop):  # what was pushed just now
-                simulation.tally.dropped += 1
-                wasted += now - began
-            elif isinstance(command, Cancel):
-                other = command.learner
-                cut_short = now - since[other]
-                computed += cut_short
-                wasted += cut_short
-                doing[other] = "wait"
-                since[other] = now
-                turn[other] += 1
-                stopped.append((other, version[other]))
-            elif isinstance(command, Wake):
-                simulation.wake += 1
-                entry = (max(now, command.at_s), WAKE, 0, simulation.wake, now, 0)
-                slot = int(entry[0] * per_s)
-                if slot > day:
-                    (slots.get(slot) or begin_slot(slot)).append(entry)
-                else:
-                    insort(today, entry, at_entry)
-            else:
-                assert isinstance(command, Send | Resume), command
+            if isinstance(command, (Send, Resume)):  # first, since most are
                 other = command.learner
                 waited += now - since[other]
                 doing[other] = "compute"
@@ -110,6 +87,29 @@ def go_quickly(simulation: Simulation) -> None:
                     if at_entry > 4096:
                         del today[:at_entry]
                         at_entry = 0
+                    insort(today, entry, at_entry)
+            elif isinstance(command, Cancel):
+                other = command.learner
+                cut_short = now - since[other]
+                computed += cut_short
+                wasted += cut_short
+                doing[other] = "wait"
+                since[other] = now
+                turn[other] += 1
+                stopped.append((other, version[other]))
+            elif isinstance(command, Apply):
+                simulation.count_update()
+            elif isinstance(command, Drop):  # what was pushed just now
+                simulation.tally.dropped += 1
+                wasted += now - began
+            else:
+                assert isinstance(command, Wake), command
+                simulation.wake += 1
+                entry = (max(now, command.at_s), WAKE, 0, simulation.wake, now, 0)
+                slot = int(entry[0] * per_s)
+                if slot > day:
+                    (slots.get(slot) or begin_slot(slot)).append(entry)
+                else:
                     insort(today, entry, at_entry)
         if stopped:
             simulation.tally.cancelled += len(stopped)
