@@ -37,6 +37,8 @@ def add(name: str) -> None:
     """Load a plugin, and let every process that is started from here know of it."""
     if _is_file(name):
         name = str(Path(name).absolute())
+    if os.pathsep in name:
+        raise RequestError(f"plugin '{name}': its name cannot have a '{os.pathsep}', which joins names in {VARIABLE}")
     load(name)
     if name not in named():
         os.environ[VARIABLE] = os.pathsep.join((*named(), name))

@@ -298,6 +298,12 @@ def test_a_file_that_does_not_load_is_told_with_its_line(text: str, says: str, t
         plugins.add(str(tmp_path / "mine.py"))
 
 
+def test_a_path_that_cannot_be_handed_on_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a:b.py").write_text("", encoding="utf-8")
+    with untouched(), pytest.raises(RequestError, match="cannot have a ':'"):
+        plugins.add(str(tmp_path / "a:b.py"))
+
+
 def test_a_plugin_is_loaded_once() -> None:
     with untouched():
         plugins.add(str(OWN))

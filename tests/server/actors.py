@@ -95,7 +95,7 @@ class Learner:
                 yield None
             elif world.samples and not self._has_batch():
                 yield from self._get_batch(wait=True)
-            elif self.rng.random() < world.looks and self.client.weights is None:
+            elif self.rng.random() < world.looks and client.weights is None and (client.seq or client.go is not None):
                 yield from self._look_at_weights()
             elif client.go is None:
                 yield from self._idle()
