@@ -26,8 +26,12 @@ CLASSES = {
     for name, one in vars(module).items()
     if inspect.isclass(one) and issubclass(one, Policy) and one is not Policy
 }
+OWN_FILES = {"barrier", "local", "stale", "timed"}  # where the classes are
 MODULES = {"policies", "barrier", "base", "local", "stale", "timed"}
-ASKED = {"k", "slack", "limit", "quorum"}  # attributes of single policies
+ASKED = {"k", "slack", "limit", "quorum", "grace", "window", "improvement", "seconds"}  # attributes of single policies
+SEARCHES = {
+    "startswith", "endswith", "removeprefix", "find", "index", "count", "match", "fullmatch", "search", "get",
+}  # fmt: skip
 OTHER_TABLES = {"topology.py"}  # it has names of its own, and some are the same: ring, torus
 
 
@@ -41,9 +45,11 @@ def files() -> dict[str, str]:
 
 
 def constants(text: str) -> dict[str, ast.expr]:
-    """Names that a module gives to an expression once, at its top."""
+    """Names that are given to an expression anywhere in a module: at its top, in a class or in a function."""
     found: dict[str, ast.expr] = {}
-    for node in ast.parse(text).body:
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.AnnAssign | ast.NamedExpr) and isinstance(node.target, ast.Name) and node.value:
+            found[node.target.id] = node.value
         if isinstance(node, ast.Assign):
             for target in node.targets:
                 if isinstance(target, ast.Name):
@@ -54,21 +60,41 @@ def constants(text: str) -> dict[str, ast.expr]:
     return found
 
 
-def row_names(node: ast.expr, known: Mapping[str, ast.expr]) -> Iterator[str]:
-    """The names of rows that an expression is, or holds in a tuple, list, set or dict, or in front of a ':'."""
+def row_names(node: ast.expr, known: Mapping[str, ast.expr], depth: int = 0) -> Iterator[str]:
+    """The names of rows and classes that an expression is, or holds in a container, or in front of a ':'."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        name = node.value.partition(":")[0]
-        if name in NAMES:
-            yield name
-    elif isinstance(node, ast.Name) and node.id in known:
-        yield from row_names(known[node.id], {})
+        for word in node.value.split():
+            name = word.partition(":")[0]
+            if name in NAMES or name in CLASSES:
+                yield name
+    elif isinstance(node, ast.Name | ast.Attribute):
+        name = node.id if isinstance(node, ast.Name) else node.attr
+        if name in known and depth < 3 and (isinstance(node, ast.Name) or ast.unparse(node.value) == "self"):
+            yield from row_names(known[name], known, depth + 1)
     elif isinstance(node, ast.Tuple | ast.List | ast.Set):
         for one in node.elts:
-            yield from row_names(one, known)
+            yield from row_names(one, known, depth)
+    elif isinstance(node, ast.Dict):
+        for key in node.keys:
+            yield from row_names(key, known, depth) if key is not None else ()
+    elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("frozenset", "set", "tuple", "list"):
+        for one in node.args:
+            yield from row_names(one, known, depth)
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "split":
+        yield from row_names(node.func.value, known, depth)
     elif isinstance(node, ast.JoinedStr) and node.values:
         first = node.values[0]
         if isinstance(first, ast.Constant):
-            yield from row_names(first, known)
+            yield from row_names(first, known, depth)
+
+
+def parts_of_names(node: ast.Compare) -> Iterator[str]:
+    """`"adaptive" in line`: a piece of a row's name that is looked for in a text."""
+    for left, how, right in zip((node.left, *node.comparators), node.ops, node.comparators, strict=False):
+        text = left.value if isinstance(left, ast.Constant) and isinstance(left.value, str) else ""
+        in_text = isinstance(how, ast.In | ast.NotIn) and isinstance(right, ast.Name | ast.Attribute)
+        if in_text and len(text) > 3 and any(text in name for name in NAMES):
+            yield text
 
 
 def complaints(text: str, imported: Mapping[str, ast.expr] | None = None) -> list[str]:
@@ -83,8 +109,16 @@ def complaints(text: str, imported: Mapping[str, ast.expr] | None = None) -> lis
         match node:
             case ast.ImportFrom(module=str(module), names=names) if module.startswith("offbeat.policies"):
                 for alias in names:
-                    if alias.name in CLASSES:
+                    if alias.name in CLASSES or (module == "offbeat.policies" and alias.name in OWN_FILES):
                         complain(node, f"imports {alias.name}")
+            case ast.Import(names=names):
+                for alias in names:
+                    if alias.name.removeprefix("offbeat.policies.") in OWN_FILES:
+                        complain(node, f"imports {alias.name}")
+            case ast.Call(func=ast.Name(id="dict"), keywords=keywords):
+                for keyword in keywords:
+                    if keyword.arg in NAMES:
+                        complain(node, f"has the key '{keyword.arg}'")
             case ast.Name(id=name) if name in CLASSES:
                 complain(node, f"names the class {name}")
             case ast.Attribute(value=one, attr=name) if name in CLASSES and MODULES & set(ast.unparse(one).split(".")):
@@ -93,10 +127,12 @@ def complaints(text: str, imported: Mapping[str, ast.expr] | None = None) -> lis
                 for one in (left, *others):
                     for name in row_names(one, known):
                         complain(node, f"compares with '{name}'")
-            case ast.Call(func=ast.Attribute(attr="startswith" | "removeprefix" | "endswith"), args=arguments):
+                for name in parts_of_names(node):
+                    complain(node, f"looks for '{name}'")
+            case ast.Call(func=ast.Attribute(attr=called), args=arguments) if called in SEARCHES:
                 for one in arguments:
                     for name in row_names(one, known):
-                        complain(node, f"asks whether it starts with '{name}'")
+                        complain(node, f"looks for '{name}'")
             case ast.Dict(keys=keys):
                 for key in keys:
                     for name in row_names(key, known) if key is not None else ():
@@ -107,8 +143,11 @@ def complaints(text: str, imported: Mapping[str, ast.expr] | None = None) -> lis
             case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[_, ast.Constant(value=str(name)), *_]):
                 if name in ASKED:
                     complain(node, f"asks for the attribute '{name}'")
-            case ast.Attribute(value=one, attr=name) if name in ASKED and ast.unparse(one).endswith("policy"):
+            case ast.Attribute(value=one, attr=name) if name == "k" or (name in ASKED and "policy" in ast.unparse(one)):
                 complain(node, f"asks for the attribute '{name}'")
+            case ast.Subscript(value=one, slice=key) if ast.unparse(one).endswith(("POLICIES", "ALGORITHMS")):
+                for name in row_names(key, known):
+                    complain(node, f"takes the row '{name}'")
             case ast.Call(func=ast.Name(id="isinstance" | "type"), args=[first, *_]):
                 if ast.unparse(first).endswith("policy"):
                     complain(node, "asks for the type of a policy")
@@ -159,6 +198,22 @@ PLANTED = {
     "a k": "found = policy.k\n",
     "a k by name": "found = getattr(self.policy, 'k', 1)\n",
     "a type": "found = type(policy) is object\n",
+    "an annotated constant": "BOTH: tuple[str, ...] = ('local-sgd', 'other')\nfound = name in BOTH\n",
+    "a local tuple": "def f(name):\n    both = ('local-sgd', 'other')\n    return name in both\n",
+    "of a class": "class X:\n    both = ('local-sgd',)\n    def f(self, name):\n        return name in self.both\n",
+    "a frozenset": "BOTH = frozenset({'ssp'})\nfound = name in BOTH\n",
+    "of constants": "ONE = 'async'\nBOTH = (ONE, 'other')\nfound = name in BOTH\n",
+    "split": "found = name in 'full-sync local-sgd'.split()\n",
+    "a class by name": "found = policy.__class__.__name__ == 'KAsync'\n",
+    "a part of a name": "found = 'adaptive' in line\n",
+    "find": "found = line.find('k-async') == 0\n",
+    "a pattern": "import re\nfound = re.match('k-async', line)\n",
+    "another's k": "found = one.k\n",
+    "another attribute": "found = getattr(policy, 'grace', 0)\n",
+    "a module": "from offbeat.policies import stale as s\nfound = s.KAsync\n",
+    "a module by its path": "import offbeat.policies.stale as s\nfound = s.KAsync\n",
+    "a keyword": "found = dict(ssp=1).get(name)\n",
+    "a row": "found = policies.POLICIES['ssp']\n",
     "isinstance": "found = isinstance(self.policy, object)\n",
 }
 

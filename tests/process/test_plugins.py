@@ -263,6 +263,25 @@ def test_a_row_that_is_wrong_is_refused_and_leaves_nothing(changes: dict[str, An
     assert set(strategies()) == before
 
 
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"kept_over_restart": ("nothing",)}, "must be in extra_state too"),
+        ({"extra_state": ("size", "seen"), "seen": {1, 2}}, "plain data, as JSON has it"),
+        ({"extra_state": ("seen",), "seen": {1: 2}}, "plain data, as JSON has it"),
+        ({"rule": (1, 0)}, "not a LearnerRule"),
+        ({"same_timing_as": lambda self, learners: "nonsense"}, "unknown policy 'nonsense'"),
+        ({"max_held": lambda self, learners: 0}, "whole numbers from 1"),
+    ],
+)
+def test_a_policy_that_says_what_cannot_be_is_refused(changes: dict[str, Any], says: str) -> None:
+    row = pool_row()
+    kind = type(row.create(size=2, expect=2))
+    wrong = pool_row(create=type("Wrong", (kind,), changes))
+    with untouched(), pytest.raises(RequestError, match=says):
+        register_policy(wrong)
+
+
 def test_a_policy_that_does_not_say_what_it_holds_is_refused(tmp_path: Path) -> None:
     text = OWN.read_text(encoding="utf-8").replace("def max_held", "def something_else", 1)
     broken = tmp_path / "broken.py"

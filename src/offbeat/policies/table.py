@@ -6,15 +6,16 @@ and the commands that try several strategies (`line_up`) take theirs from the ro
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from offbeat import plugins
 from offbeat import spec as grammar
 from offbeat.errors import RequestError, unknown
 from offbeat.policies.barrier import KBatchSync, KSync
-from offbeat.policies.base import Policy
+from offbeat.policies.base import LearnerRule, Policy
 from offbeat.policies.local import OUTER, Downpour, LocalSGD
 from offbeat.policies.rates import CONSTANT, RATES, parse_rate_rule
 from offbeat.policies.stale import AdaptiveK, KAsync, KBatchAsync, StaleDrop, StaleSync
@@ -295,6 +296,23 @@ def add_row(row: Row) -> None:
         raise
 
 
+class _Nothing(NamedTuple):
+    """A result in which nothing has happened, to ask for a sentence."""
+
+    updates: int = 1
+    applied: int = 1
+    cancelled: int = 0
+    dropped: int = 0
+    failed: int = 0
+    waste_share: float = 0.0
+    send_share: float = 0.0
+    wait_share: float = 0.0
+    staleness_mean: float = 0.0
+
+
+_NOTHING = _Nothing()
+
+
 def _ask_everything(line: str) -> None:
     for learners in _TRIED:
         try:
@@ -312,7 +330,23 @@ def _ask_everything(line: str) -> None:
             raise RequestError(f"'{line}': max_held and gradients_per_update are whole numbers from 1; got {counts}")
         if not policy.expected_staleness(learners).mean >= 0:
             raise RequestError(f"'{line}': its expected staleness is below 0")
-        policy.restore(policy.snapshot())
+        if not isinstance(policy.rule, LearnerRule):
+            raise RequestError(f"'{line}': its rule is a {type(policy.rule).__name__}, not a LearnerRule")
+        if not set(policy.kept_over_restart) <= set(policy.extra_state):
+            raise RequestError(f"'{line}': what is in kept_over_restart must be in extra_state too")
+        policy.waits_for_all(learners)
+        policy.explain(_NOTHING)
+        simpler = policy.same_timing_as(learners)
+        if simpler is not None:
+            create(simpler, expect=learners)
+        state = policy.snapshot()
+        try:
+            plain = json.loads(json.dumps(state)) == state
+        except (TypeError, ValueError):
+            plain = False
+        if not plain:
+            raise RequestError(f"'{line}': what extra_state names must be plain data, as JSON has it")
+        policy.restore(state)
 
 
 def simplest(line: str, learners: int) -> str:
