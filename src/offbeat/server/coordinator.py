@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from offbeat.errors import EventError, PolicyError
+from offbeat.errors import EventError
 from offbeat.leases import LeaseBook
 from offbeat.policies import Apply as ApplyCommand
 from offbeat.policies import Asked, Command, Drop, Event, Joined, Left, Pushed, Resume, Send, Stopped, Wake
@@ -449,8 +449,6 @@ class Coordinator(Lending):
             self.desk.grant(row, self.policy.seats[command.learner].version, weights=False)
         elif isinstance(command, Wake):
             self.wake.set(command.at_s, self._at_s)
-        else:
-            raise PolicyError(f"the policy '{self.setting.line}' gave {command!r}, which is no command")
 
     def _update(self, command: ApplyCommand) -> None:
         gradients = [self.gradients[ticket] for ticket in command.tickets]

@@ -7,7 +7,8 @@ starting the coordinator again would lead to the same place.
 from __future__ import annotations
 
 from offbeat.errors import EventError, PolicyError, RequestError
-from offbeat.policies import Command, Event, Policy
+from offbeat.policies import Apply, Command, Drop, Event, Policy, Pushed, Wake
+from offbeat.policies.events import COMMANDS, as_text
 from offbeat.server.session import Setting
 
 
@@ -25,12 +26,35 @@ class GuardedPolicy:
             )
 
     def handle(self, event: Event) -> tuple[Command, ...]:
+        """What the policy says, if it can be carried out."""
+        tickets = set(self.policy.held)
+        if isinstance(event, Pushed):
+            tickets.add(event.ticket)
         try:
-            return self.policy.handle(event)
+            commands = tuple(self.policy.handle(event))
         except EventError:
             raise
-        except Exception as error:  # in the policy's own code
-            raise PolicyError(f"the policy '{self.line}' failed: {type(error).__name__}: {error}") from error
+        except (Exception, SystemExit) as error:  # in the policy's own code
+            said = " ".join(str(error).split())
+            raise PolicyError(f"the policy '{self.line}' failed: {type(error).__name__}: {said}") from error
+        for command in commands:
+            wrong = self._wrong(command, tickets)
+            if wrong:
+                raise PolicyError(f"the policy '{self.line}' answers '{as_text(event)}' with {wrong}")
+        return commands
+
+    def _wrong(self, command: object, tickets: set[int]) -> str:
+        """What is wrong with a command, in words; `tickets` are those that nothing was said of yet."""
+        if not isinstance(command, COMMANDS):
+            return f"{command!r}, which is no command"
+        if isinstance(command, Apply | Drop):
+            named = command.tickets if isinstance(command, Apply) else (command.ticket,)
+            if not named or len(set(named)) < len(named) or not tickets.issuperset(named):
+                return f"'{as_text(command)}', but it holds {sorted(tickets)}"
+            tickets.difference_update(named)
+        elif not isinstance(command, Wake) and command.learner not in self.policy.seats:
+            return f"'{as_text(command)}', but that learner is not here"
+        return ""
 
     def check_room(self) -> None:
         """After its commands were carried out."""
