@@ -262,7 +262,7 @@ def _launch(start: Start, accounts: Accounts, tell: Callable[[str, str], None]) 
                     supervisor.kill_learners()
             said = supervisor.finish()
             del store
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit):
             supervisor.kill_learners()
             raise
         finally:
@@ -359,7 +359,7 @@ def _asked_to_end() -> Iterator[_Asked]:
             end_at_once(number)
         if asked.number:
             asked.twice = True
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
         asked.number = number
 
     before = {number: signal.signal(number, hear) for number in (signal.SIGINT, signal.SIGTERM)}
