@@ -30,13 +30,14 @@ GROUP = "offbeat.strategies"
 
 def named() -> tuple[str, ...]:
     """The plugins that this process was told of by name: files as absolute paths, and modules."""
-    return tuple(filter(None, os.environ.get(VARIABLE, "").split(os.pathsep)))
+    names = filter(None, os.environ.get(VARIABLE, "").split(os.pathsep))
+    return tuple(str(Path(name).resolve()) if _is_file(name) else name for name in names)
 
 
 def add(name: str) -> None:
     """Load a plugin, and let every process that is started from here know of it."""
     if _is_file(name):
-        name = str(Path(name).absolute())
+        name = str(Path(name).resolve())
     if os.pathsep in name:
         raise RequestError(f"plugin '{name}': its name cannot have a '{os.pathsep}', which joins names in {VARIABLE}")
     load(name)
@@ -97,7 +98,7 @@ def _is_file(name: str) -> bool:
 
 
 def _load_file(path: Path) -> None:
-    module_name = f"offbeat_plugin_{hashlib.sha256(str(path.absolute()).encode()).hexdigest()[:16]}"
+    module_name = f"offbeat_plugin_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]}"
     if module_name in sys.modules:
         return
     if not path.is_file():

@@ -18,12 +18,12 @@ class _Stop:
     """The handler; it is installed once, however deep the `with terminable()` that ask for it are nested."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.asked = 0  # the first signal
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self.asked:
             end_at_once(number)
-        self.asked = True
+        self.asked = number
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(128 + number)
@@ -43,6 +43,13 @@ def terminable() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def check() -> None:
+    """Raise again what a first signal has raised: Python drops what is raised in some callbacks, as those of a fork."""
+    stop = signal.getsignal(signal.SIGTERM)
+    if isinstance(stop, _Stop) and stop.asked:
+        raise SystemExit(128 + stop.asked)
 
 
 def end_at_once(number: int) -> NoReturn:

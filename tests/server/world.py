@@ -407,7 +407,9 @@ class World:
 
     def _halt(self) -> None:
         """One of those who are there wants the run to end."""
-        there = [place.process for place in self.places if place.process.client.incarnation and not place.done]
+        there = [place.process for place in self.places if place.process.client.seq and not place.done]
+        if not there and not all(place.done for place in self.places):  # real learners ask once the run has begun
+            self.after(1.0, self._halt)
         for process in there[: self.rng.randint(1, 2)]:
             if not process.dead and not process.paused:
                 process.say(process.client.halt())

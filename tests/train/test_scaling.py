@@ -43,7 +43,7 @@ LINES = (
     ("k-sync:6", 6, 6),
     ("backup:2", 6, 6),
     ("grace-sync:5,grace=50ms", 5, 5),
-    ("deadline-sync:50ms", 8, 8),
+    ("deadline-sync:50ms", 1, 1),
     ("k-batch-sync:12", 12, 12),
     ("async", 1, 1),
     ("k-async:4", 4, 4),

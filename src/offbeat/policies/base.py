@@ -253,11 +253,14 @@ class Policy:
 
     def cancel(self, learner: int, why: str) -> Cancel:
         """Must be followed by `send` to the same learner."""
+        if not self.cancels:
+            raise TypeError(f"{type(self).__name__} cancels: its class must say cancels = True")
         self.cancelled += 1
         return Cancel(learner, why)
 
     def drop(self, ticket: int, why: str) -> Drop:
-        if ticket != self.last_ticket and not self.drops_held:
+        arrives = ticket == self.last_ticket and self.held[ticket].at_s == self.now_s
+        if not arrives and not self.drops_held:
             raise TypeError(
                 f"{type(self).__name__} drops a gradient that it held: its class must say drops_held = True"
             )

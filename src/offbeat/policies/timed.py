@@ -92,8 +92,11 @@ class DeadlineSync(KSync):
         commands = super().cut(why)
         return (*commands, self._begin()) if self.seats else commands
 
+    def gradients_per_update(self, learners: int) -> int:
+        return 1  # the fewest: a schedule of the learning rate that counts on more would end too early
+
     def waits_for_all(self, learners: int) -> bool:
         return False
 
     def explain(self, result: sentences.Outcome) -> str:
-        return sentences.partial_barrier(result, f"waits {format_seconds(self.seconds)} at most")
+        return sentences.partial_barrier(result, f"waits {format_seconds(self.seconds)}, or for the first")

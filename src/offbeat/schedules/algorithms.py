@@ -470,6 +470,7 @@ def find(name: str, collective: str = "all-reduce") -> Algorithm:
 
 def auto_lines() -> tuple[str, ...]:
     """What `auto` considers on one host, where everybody reaches everybody alike and shapes only add steps."""
+    plugins.load_known()
     return tuple(row.name for row in sorted(algorithms().values(), key=lambda row: row.auto) if row.auto)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from offbeat import plugins
 from offbeat import spec as grammar
 from offbeat.schedules.algorithms import BASELINE, Algorithm, algorithms, build, format_orders
 from offbeat.schedules.cost import Price, price
@@ -40,6 +41,7 @@ def rank(topology: Topology, size_bytes: int, item_bytes: int = 1, *, every_shap
     Of shapes within 1 % of each other the best is the one that the machine itself has, then the shorter line. On a mesh
     of direct links the rings found there are a family of their own, `ring:order=...`.
     """
+    plugins.load_known()
     own_shape = grammar.parse(topology.name).args[:1]
     families = [_lines(row, topology.ranks) for row in algorithms().values()]
     families.append(_ordered_rings(topology))

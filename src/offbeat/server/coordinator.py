@@ -426,7 +426,6 @@ class Coordinator(Lending):
             self.write(decision(event, commands) | extra)
         for command in commands:
             self._obey(command)
-        self.guard.check_room()
 
     def _obey(self, command: Command) -> None:
         if isinstance(command, ApplyCommand):

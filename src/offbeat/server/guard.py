@@ -37,6 +37,12 @@ class GuardedPolicy:
         except (Exception, SystemExit) as error:  # in the policy's own code
             said = " ".join(str(error).split())
             raise PolicyError(f"the policy '{self.line}' failed: {type(error).__name__}: {said}") from error
+        dropped = {command.ticket for command in commands if isinstance(command, Drop)}
+        if len(tickets - dropped) > self.max_held:
+            raise PolicyError(
+                f"the policy '{self.line}' holds {len(tickets)} gradients, and says that with {self.learners} learners "
+                f"it holds {self.max_held} at most (max_held)"
+            )
         for command in commands:
             wrong = self._wrong(command, tickets)
             if wrong:
@@ -55,12 +61,3 @@ class GuardedPolicy:
         elif not isinstance(command, Wake) and command.learner not in self.policy.seats:
             return f"'{as_text(command)}', but that learner is not here"
         return ""
-
-    def check_room(self) -> None:
-        """After its commands were carried out."""
-        held = len(self.policy.held)
-        if held > self.max_held:
-            raise PolicyError(
-                f"the policy '{self.line}' holds {held} gradients, and says that with {self.learners} learners it "
-                f"holds {self.max_held} at most (max_held)"
-            )
