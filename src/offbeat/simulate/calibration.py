@@ -399,6 +399,7 @@ def _check_sound(found: Calibration) -> None:
 
 
 def _probe(one: Mapping[str, Any]) -> Probe:
+    simulated_family_of(str(one["line"])[:200])
     times = tuple(_number(time) for time in one["compute_s"])
     if not times or not sum(times) > 0:
         raise RequestError("a probe without compute times")
