@@ -40,7 +40,7 @@ class GuardedPolicy:
         dropped = {command.ticket for command in commands if isinstance(command, Drop)}
         if len(tickets - dropped) > self.max_held:
             raise PolicyError(
-                f"the policy '{self.line}' holds {len(tickets)} gradients, and says that with {self.learners} learners "
+                f"the policy '{self.line}' holds {len(tickets - dropped)} gradients, and says that with {self.learners} learners "
                 f"it holds {self.max_held} at most (max_held)"
             )
         for command in commands:
