@@ -38,9 +38,10 @@ class GuardedPolicy:
             said = " ".join(str(error).split())
             raise PolicyError(f"the policy '{self.line}' failed: {type(error).__name__}: {said}") from error
         dropped = {command.ticket for command in commands if isinstance(command, Drop)}
-        if len(tickets - dropped) > self.max_held:
+        held = len(tickets - dropped)
+        if held > self.max_held:
             raise PolicyError(
-                f"the policy '{self.line}' holds {len(tickets - dropped)} gradients, and says that with {self.learners} learners "
+                f"the policy '{self.line}' holds {held} gradients, and says that with {self.learners} learners "
                 f"it holds {self.max_held} at most (max_held)"
             )
         for command in commands:
