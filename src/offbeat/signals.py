@@ -5,28 +5,44 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from sys import UnraisableHookArgs
 
 TOLD = (signal.SIGINT, signal.SIGTERM)
 
 
 class _Stop:
-    """The handler; it is installed once, however deep the `with terminable()` that ask for it are nested."""
+    """The handler; it is installed once, however deep the `with terminable()` that ask for it are nested.
+
+    Python drops what is raised in some callbacks (of the garbage collector, a fork, a finalizer) and calls
+    `sys.unraisablehook` instead. What this has raised is raised again then, a moment later.
+    """
 
     def __init__(self) -> None:
-        self.asked = 0  # the first signal
+        self._asked: BaseException | None = None  # raised by the first signal
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+        if self._asked is not None:
             end_at_once(number)
-        self.asked = number
-        if number == signal.SIGINT:
-            raise KeyboardInterrupt
-        raise SystemExit(128 + number)
+        self._asked = KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
+        raise self._asked
+
+    def raise_again(self, dropped: UnraisableHookArgs) -> bool:
+        if self._asked is None or dropped.exc_value is not self._asked:
+            return False
+        number = signal.SIGINT if isinstance(self._asked, KeyboardInterrupt) else signal.SIGTERM
+        self._asked = None
+        later = threading.Timer(0.01, os.kill, (os.getpid(), number))  # not now: this too may be in the callback
+        later.daemon = True
+        later.start()
+        return True
 
 
 @contextlib.contextmanager
@@ -36,20 +52,20 @@ def terminable() -> Iterator[None]:
     if not here or isinstance(signal.getsignal(signal.SIGTERM), _Stop):
         yield
         return
-    stop = _Stop()
+    stop, hook = _Stop(), sys.unraisablehook
+
+    def dropped(args: UnraisableHookArgs) -> None:
+        if not stop.raise_again(args):
+            hook(args)
+
     before = {number: signal.signal(number, stop) for number in TOLD}
+    sys.unraisablehook = dropped
     try:
         yield
     finally:
+        sys.unraisablehook = hook
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def check() -> None:
-    """Raise again what a first signal has raised: Python drops what is raised in some callbacks, as those of a fork."""
-    stop = signal.getsignal(signal.SIGTERM)
-    if isinstance(stop, _Stop) and stop.asked:
-        raise SystemExit(128 + stop.asked)
 
 
 def end_at_once(number: int) -> NoReturn:

@@ -204,6 +204,29 @@ def test_a_signal_ends_a_command_soon(name: str, number: int, tmp_path: Path) ->
     assert "Traceback" not in ended.err
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_that_comes_while_python_drops_exceptions_ends_the_command_too(number: int, tmp_path: Path) -> None:
+    """As in a finalizer, a callback of the garbage collector or of a fork: here for a second."""
+
+    class Slow:
+        def __del__(self) -> None:
+            mark()
+            time.sleep(1.0)
+
+    def plant() -> None:
+        original = simulator.go_quickly
+
+        def patched(*given: Any) -> Any:
+            Slow()
+            return original(*given)
+
+        simulator.go_quickly = patched
+
+    ended, took_s = end_by(tmp_path, forever(tmp_path)["simulate"][0], plant, number)
+    assert (ended.code, ended.left, ended.err) == (128 + number, [], "")
+    assert took_s < SOON_S
+
+
 def stubborn(folder: Path) -> list[str]:
     """A script that does not heed SIGTERM."""
     script = folder / "script.py"

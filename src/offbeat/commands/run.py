@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from offbeat.commands.base import Command, console, facts, json_argument, print_json, reader, say
 from offbeat.errors import OffbeatError, RequestError
-from offbeat.signals import check, terminable
+from offbeat.signals import terminable
 from offbeat.spec import count_of, format_seconds, parse_count
 from offbeat.strategy import ALL_REDUCE, family_of
 
@@ -95,7 +95,6 @@ def _supervise(given: argparse.Namespace, plan: Plan) -> None:
     try:
         supervisor.start()
         while supervisor.learners_left:
-            check()
             supervisor.turn()
         said = supervisor.finish()
         exits = dict(supervisor.exits)

@@ -33,7 +33,7 @@ from offbeat.errors import OffbeatError, PeerError, RequestError
 from offbeat.server.launch import through_store
 from offbeat.server.session import Setting
 from offbeat.server.supervisor import Plan, Supervisor
-from offbeat.signals import check, end_at_once
+from offbeat.signals import end_at_once
 from offbeat.spec import count_of
 from offbeat.strategy import ALL_REDUCE, family_of
 from offbeat.trace import read_log, write_chrome_trace
@@ -352,7 +352,6 @@ class _Asked:
 @contextmanager
 def _asked_to_end() -> Iterator[_Asked]:
     """Notes the first Ctrl-C or SIGTERM; the second is raised; a third ends everything at once."""
-    check()
     asked = _Asked()
 
     def hear(number: int, frame: FrameType | None) -> None:
