@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from offbeat.errors import RequestError
+from offbeat.server import optimizers
 from offbeat.server.optimizers import RULES, Hyper, describe, state_names, update
 
 Options = dict[str, Any]
@@ -355,3 +356,32 @@ def test_an_option_that_shards_cannot_keep_is_refused_by_name(rule: str, option:
 def test_an_unknown_rule_is_refused_with_the_nearest() -> None:
     with pytest.raises(RequestError, match="unknown update rule 'adamv'; did you mean 'adam"):
         state_names("adamv", [])
+
+
+def test_a_damped_sgd_lowers_its_momentum_first_and_then_its_rate() -> None:
+    hyper = {"lr": 0.1, "momentum": 0.9}
+    assert optimizers.damped("sgd", hyper, 1.0) == hyper
+    assert optimizers.damped("sgd", hyper, 0.25) == pytest.approx({"lr": 0.1, "momentum": 0.6})
+    assert optimizers.damped("sgd", hyper, 0.05) == pytest.approx({"lr": 0.05, "momentum": 0.0})
+    for damping in (0.5, 0.1, 0.03):
+        damped = optimizers.damped("sgd", hyper, damping)
+        assert damped["lr"] / (1 - damped["momentum"]) == pytest.approx(damping * 1.0)
+    assert optimizers.damped("adam", {"lr": 0.1, "beta1": 0.9}, 0.25) == pytest.approx({"lr": 0.1, "beta1": 0.6})
+    assert optimizers.damped("adagrad", {"lr": 0.1}, 0.25) == {"lr": 0.1}
+
+
+def test_two_momenta_do_not_multiply() -> None:
+    outer = {"lr": 0.7, "momentum": 0.9, "nesterov": 1.0}
+    weights = [torch.nn.Parameter(torch.zeros(1))]
+
+    def step_of(optimizer: torch.optim.Optimizer, *, corrects: bool) -> float:
+        (hyper,) = optimizers.outer_of(outer, optimizer, corrects=corrects)
+        return hyper["lr"] / (1 - hyper["momentum"])
+
+    assert step_of(torch.optim.SGD(weights, lr=0.1, momentum=0.9), corrects=True) == pytest.approx(1.0)
+    assert step_of(torch.optim.SGD(weights, lr=0.1, momentum=0.5), corrects=True) == pytest.approx(3.5)
+    assert step_of(torch.optim.SGD(weights, lr=0.1), corrects=True) == pytest.approx(7.0)
+    assert step_of(torch.optim.AdamW(weights), corrects=True) == pytest.approx(7.0)
+    assert step_of(torch.optim.SGD(weights, lr=0.1, momentum=0.9), corrects=False) == pytest.approx(7.0)
+    average = {"lr": 1.0, "momentum": 0.0, "nesterov": 0.0}
+    assert optimizers.outer_of(average, torch.optim.SGD(weights, lr=0.1, momentum=0.9), corrects=True)[0]["lr"] == 1.0

@@ -13,17 +13,16 @@ from torch import nn
 from offbeat.errors import RequestError
 from offbeat.server.optimizers import RULES, describe
 from offbeat.strategy import SERVER, strategies
-from offbeat.train.config import TrainConfig
+from offbeat.train.config import Config, TrainConfig
 from offbeat.train.lars import LAMB, LARS
 from offbeat.train.scaling import (
     Pace,
-    expected_staleness,
-    for_stale_gradients,
     gradients_per_update,
     groups_of,
     minibatches_per_version,
     optimizer_of,
     pace_of,
+    staleness_note,
     zero_last_norms,
 )
 
@@ -321,28 +320,20 @@ def test_the_last_norm_of_every_residual_block_starts_at_zero_and_no_other() -> 
 
 
 @pytest.mark.parametrize(
-    ("line", "staleness", "momentum"),
+    ("line", "says"),
     [
-        ("ring", 0.0, 0.9),
-        ("full-sync", 0.0, 0.9),
-        ("k-sync:2", 0.0, 0.9),
-        ("local-sgd:4", 0.0, 0.9),
-        ("k-async:2", 1.0, 0.8),
-        ("k-batch-async:2", 1.5, 0.75),
-        ("softsync:2", 1.5, 0.75),
-        ("async", 3.0, 0.6),
-        ("stale-drop:2", 2.0, 0.7),
-        ("async:rate=inverse", 3.0, 0.9),  # its own rate makes stale gradients count less
-        ("async:rate=delay-compensated:0.04", 3.0, 0.6),
+        ("ring", ""),
+        ("full-sync", ""),
+        ("k-sync:2", ""),
+        ("local-sgd:4", ""),
+        ("k-async:2", "1 versions old (P/K - 1): steps are shortened to 0.5 of their length, momentum 0.9 -> 0.8 "),
+        ("async", "3 versions old (P - 1): steps are shortened to 0.25 of their length, momentum 0.9 -> 0.6 "),
+        ("downpour:push=2,fetch=2", "to 0.0833 of their length, lr 0.1 -> 0.0833, momentum 0.9 -> 0 "),
     ],
 )
-def test_momentum_is_lowered_by_the_staleness_of_the_line(line: str, staleness: float, momentum: float) -> None:
-    train = TrainConfig(momentum=0.9, nesterov=True)
-    assert expected_staleness(line, 4) == staleness
-    assert for_stale_gradients(train, line, 4).momentum == momentum
-    assert for_stale_gradients(TrainConfig(momentum=0.9, stale_momentum="kept"), line, 4).momentum == 0.9
-
-
-def test_momentum_does_not_fall_below_0_and_then_there_is_nothing_to_look_ahead_by() -> None:
-    lowered = for_stale_gradients(TrainConfig(momentum=0.5, nesterov=True), "async", 8)
-    assert (lowered.momentum, lowered.nesterov) == (0.0, False)
+def test_what_staleness_does_to_the_step_is_told_in_one_line(line: str, says: str) -> None:
+    config = Config(sync=line, learners=4, train=TrainConfig(rate=0.1, momentum=0.9))
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
+    note = staleness_note(config, 4, optimizer)
+    assert says in note if says else note == ""
+    assert staleness_note(msgspec.structs.replace(config, staleness="keep"), 4, optimizer) == ""

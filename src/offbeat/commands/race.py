@@ -19,6 +19,7 @@ from offbeat.commands.base import console, heading, print_json, say, write_file
 from offbeat.commands.cluster import cluster_of
 from offbeat.commands.virtual import Live, clock_of, config_of, curve_of, machines_of, task_for, title_of, trained
 from offbeat.errors import RequestError
+from offbeat.policies.damping import CORRECT
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.compare import describe, look_at
 from offbeat.simulate.race import Curve, Racer, advice, advised, chart_of, percent, ranked, words_of, worth_drawing
@@ -26,7 +27,7 @@ from offbeat.spec import count_of, format_seconds
 from offbeat.strategy import ALL_REDUCE, line_up, simulated_family_of
 
 if TYPE_CHECKING:
-    from offbeat.train.config import Config, TrainConfig
+    from offbeat.train.config import Config
     from offbeat.train.tasks import Task
 
 
@@ -92,7 +93,7 @@ def race(given: argparse.Namespace) -> None:
     heading(out, f"{title}, to {percent(given.target)}, {count_of(given.seeds, 'seed')} from {given.seed}")
     for line in lines:
         say(out, line)
-    say(out, f"the rate: {_rate_of(config.train)}; who is first may depend on it: try half and twice")
+    say(out, f"the rate: {_rate_of(config)}; who is first may depend on it: try half and twice")
     out.print()
     _table(order)
     for racer in order:
@@ -102,14 +103,14 @@ def race(given: argparse.Namespace) -> None:
     say(out, f"computed in {format_seconds(took)}", style="dim")
 
 
-def _rate_of(train: TrainConfig) -> str:
+def _rate_of(config: Config) -> str:
     """The same for all of them: what they have been raced at."""
+    train = config.train
     scaled = "for all updates" if train.scaling == "none" else f"for {count_of(train.rate_batch, 'sample')}"
     how = "" if train.scaling == "none" else f", {train.scaling} scaling"
     momentum = f", momentum {train.momentum:g}" if train.optimizer in ("sgd", "lars") else ""
-    if train.momentum and train.optimizer == "sgd" and train.stale_momentum == "lowered":
-        momentum += " (lowered where gradients are stale)"
-    return f"{train.rate:g} {scaled}{how}{momentum}"
+    stale = ", shorter steps for stale gradients" if config.staleness == CORRECT else ""
+    return f"{train.rate:g} {scaled}{how}{momentum}{stale}"
 
 
 def _variants(entries: Sequence[Entry], slow: Sequence[int]) -> list[Entry]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from offbeat.commands.base import Command, console, facts, json_argument, print_json, reader, say
 from offbeat.errors import OffbeatError, RequestError
+from offbeat.policies.damping import CORRECT, KEEP
 from offbeat.signals import terminable
 from offbeat.spec import count_of, format_seconds, parse_count
 from offbeat.strategy import ALL_REDUCE, family_of
@@ -50,6 +51,12 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         help="samples of cancelled minibatches: computed again later (default), or counted as dropped",
     )
     parser.add_argument(
+        "--staleness",
+        choices=(CORRECT, KEEP),
+        default=CORRECT,
+        help="stale gradients: the servers shorten their steps (default), or keep them as the optimizer says",
+    )
+    parser.add_argument(
         "--threads", type=reader(parse_count), default=1, metavar="N", help="torch threads a learner (default 1)"
     )
     json_argument(parser)
@@ -73,7 +80,16 @@ def _run_server(given: argparse.Namespace) -> None:
     from offbeat.server.session import Setting
     from offbeat.server.supervisor import Plan
 
-    setting = Setting(line=given.sync, learners=given.learners, shards=given.servers, again=given.cancelled == "again")
+    setting = Setting(
+        line=given.sync,
+        learners=given.learners,
+        shards=given.servers,
+        again=given.cancelled == "again",
+        corrects=given.staleness == CORRECT,
+    )
+    corrected = setting.policy().staleness_note()
+    if corrected:
+        print(f"offbeat: {corrected}", file=sys.stderr)
     log = None if given.log is None else given.log.absolute()
     if log is not None and (log.is_dir() or not log.parent.is_dir()):
         raise RequestError(f"cannot write {given.log}: it is a folder, or is in none")

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from offbeat.errors import EventError, RequestError
 from offbeat.policies import sentences
+from offbeat.policies.damping import Damping
 from offbeat.policies.events import (
     Apply,
     Asked,
@@ -91,6 +92,7 @@ class Policy:
         self.rate = rate
         self.needs_drift = rate.needs_drift
         self.start_by_s = start_by_s
+        self.damping: Damping | None = None  # of stale updates, where the run corrects them
         self.started = False
         self.now_s = 0.0  # of the event that is being handled
         self.wake_at_s: float | None = None  # the pending wake
@@ -271,9 +273,32 @@ class Policy:
     def apply(self, tickets: tuple[int, ...], why: str) -> Apply:
         self.last_update = gradients = [self.held.pop(ticket) for ticket in tickets]
         scales = self.rate.scales(gradients, self.version)
+        damping = 1.0
+        if self.damping is not None:
+            ages = [self.version - gradient.version for gradient in gradients]
+            damping = self.damping.of(ages, sum(scales) / len(scales))
         self.version += 1
         self.applied += len(tickets)
-        return Apply(tickets, scales, why)
+        return Apply(tickets, scales, why, damping)
+
+    def correct_staleness(self) -> None:
+        """From now on the steps of updates with stale gradients are shortened; see `damping`."""
+        learners = self.expect
+        self.damping = Damping(
+            expected=self.expected_staleness(learners).mean,
+            added_up=1 if self.rule.delta else self.rule.push_every,
+            learners=learners,
+        )
+
+    def staleness_note(self, how: str = "") -> str:
+        """What is done about stale gradients, in one line; nothing where nothing is. `how`: by the optimizer."""
+        if self.damping is None or self.damping.now() == 1.0:
+            return ""
+        expected = self.expected_staleness(self.expect)
+        return (
+            f"gradients are expected to be {expected.mean:.3g} versions old ({expected.formula}): steps are shortened "
+            f"to {self.damping.now():.3g} of their length{how} (--staleness keep turns this off)"
+        )
 
     def wake(self, at_s: float, why: str) -> Wake:
         """Ask to be told when this time has come; it replaces the wake that was pending."""
@@ -317,9 +342,12 @@ class Policy:
 
     def kept(self) -> dict[str, Any]:
         """What `recall` makes of a fresh policy when the run goes on from a checkpoint; plain data."""
-        return {name: deepcopy(getattr(self, name)) for name in self.kept_over_restart}
+        measured = {} if self.damping is None else {"staleness_mean": self.damping.mean}
+        return measured | {name: deepcopy(getattr(self, name)) for name in self.kept_over_restart}
 
     def recall(self, kept: Mapping[str, Any]) -> None:
+        if self.damping is not None and "staleness_mean" in kept:
+            self.damping.mean = kept["staleness_mean"]
         for name in self.kept_over_restart:
             if name in kept:
                 setattr(self, name, deepcopy(kept[name]))
@@ -361,6 +389,7 @@ class Policy:
             "seats": [[learner, s.version, s.floor, s.computing] for learner, s in self.seats.items()],
             "held": [list(event) for event in self.held.values()],
             "wake_at_s": self.wake_at_s,
+            "staleness_mean": None if self.damping is None else self.damping.mean,
             **{name: deepcopy(getattr(self, name)) for name in (*COUNTS, *self.extra_state)},
         }
 
@@ -376,6 +405,8 @@ class Policy:
             raise RequestError(f"the snapshot is not whole: {error!r}") from None
         self.seats, self.held = seats, held
         self.wake_at_s = state.get("wake_at_s")  # version 0.1 had no wakes
+        if self.damping is not None and state.get("staleness_mean") is not None:
+            self.damping.mean = state["staleness_mean"]
         self.open = sum(seat.computing for seat in seats.values())
         for name, value in plain.items():
             setattr(self, name, value)

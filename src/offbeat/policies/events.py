@@ -14,7 +14,7 @@ Named tuples, since a simulation makes millions of them; each compares equal onl
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from offbeat.errors import RequestError, unknown
@@ -74,11 +74,15 @@ Event = Joined | Left | Pushed | Stopped | Asked | Woke
 
 
 class Apply(NamedTuple):
-    """Change the parameters by the optimizer fed with (1/n) * sum(scales[i] * gradient[i]); version + 1."""
+    """Change the parameters by the optimizer fed with (1/n) * sum(scales[i] * gradient[i]); version + 1.
+
+    The step is to be `damping` times as long in the end, however the optimizer does that (see `damping`).
+    """
 
     tickets: tuple[int, ...]
     scales: tuple[float, ...]
     why: str = ""
+    damping: float = 1.0
 
 
 class Drop(NamedTuple):
@@ -121,25 +125,26 @@ EVENTS = (Joined, Left, Pushed, Stopped, Asked, Woke)
 COMMANDS = (Apply, Drop, Cancel, Send, Resume, Wake)
 
 
-def _compare_by(kinds: Iterable[type], compared: slice) -> None:
+def _compare_by(kinds: Iterable[type], compared: Callable[[Any], tuple[Any, ...]]) -> None:
     """Make these equal only to their own kind, and only in the compared fields."""
 
     def equal(self: Any, other: Any) -> bool:
-        return type(self) is type(other) and tuple.__eq__(self[compared], other[compared])
+        return type(self) is type(other) and compared(self) == compared(other)
 
     def different(self: Any, other: Any) -> bool:
         return not equal(self, other)
 
     def digest(self: Any) -> int:
-        return hash((type(self), self[compared]))
+        return hash((type(self), compared(self)))
 
     for kind in kinds:
         for name, method in (("__eq__", equal), ("__ne__", different), ("__hash__", digest)):
             setattr(kind, name, method)
 
 
-_compare_by(EVENTS, slice(None))
-_compare_by(COMMANDS, slice(-1))  # all but `why`
+_compare_by(EVENTS, tuple)
+_compare_by((Drop, Cancel, Send, Resume, Wake), lambda command: command[:-1])  # all but `why`
+_compare_by((Apply,), lambda command: (command.tickets, command.scales, command.damping))
 
 
 # --- text -------------------------------------------------------------------------------------------------------
@@ -178,7 +183,8 @@ def as_text(thing: Event | Command) -> str:
     if isinstance(thing, Apply):
         ones = all(scale == 1.0 for scale in thing.scales)
         scales = [] if ones else [f"*{scale!r}" for scale in thing.scales]
-        return " ".join([word, *(f"t{ticket}" for ticket in thing.tickets), *scales])
+        damped = [] if thing.damping == 1.0 else [f"x{thing.damping!r}"]
+        return " ".join([word, *(f"t{ticket}" for ticket in thing.tickets), *scales, *damped])
     words = [f"{mark}{value}" for mark, name in _FIELDS[kind] if (value := getattr(thing, name)) is not None]
     return " ".join([word, *words])
 
@@ -193,9 +199,10 @@ def from_text(text: str) -> Event | Command:
         if kind is Apply:
             tickets = tuple(int(w[1:]) for w in words if w.startswith("t"))
             scales = tuple(float(w[1:]) for w in words if w.startswith("*")) or (1.0,) * len(tickets)
-            if len(tickets) + sum(w.startswith("*") for w in words) != len(words) or len(scales) != len(tickets):
+            damping = [float(w[1:]) for w in words if w.startswith("x")]
+            if len(words) != sum(w[0] in "t*x" for w in words) or len(scales) != len(tickets) or len(damping) > 1:
                 raise ValueError
-            return Apply(tickets, scales)
+            return Apply(tickets, scales, damping=damping[0] if damping else 1.0)
         values = {}
         fields = list(_FIELDS[kind])
         for given in words:

@@ -12,6 +12,7 @@ from offbeat.policies import sentences
 from offbeat.policies.barrier import KSync
 from offbeat.policies.base import EachGradient, LearnerRule, Policy
 from offbeat.policies.events import Command, Pushed
+from offbeat.policies.staleness import Staleness, estimated
 
 # What the server does with the mean of what learners have moved: the options of SGD.
 OUTER: dict[str, Mapping[str, float]] = {
@@ -38,6 +39,13 @@ class Downpour(EachGradient):
     def on_ask(self, learner: int) -> tuple[Command, ...]:
         self.issued -= 1  # the same stretch of work goes on, on newer weights
         return (self.send(learner, "it fetches"),)
+
+    def expected_staleness(self, learners: int) -> Staleness:
+        """A learner computes on while its weights are under way, and a push is as old as the oldest in it."""
+        push, fetch = self.rule.push_every, self.rule.fetch_every
+        minibatches = 1.5 + (fetch - 1) / 2 + (push - 1)
+        formula = "about P (3/2 + (FETCH-1)/2 + PUSH-1) / PUSH - 1"
+        return estimated(max(0.0, learners / push * minibatches - 1), formula)
 
     def explain(self, result: sentences.Outcome) -> str:
         return sentences.nobody_waits(result)

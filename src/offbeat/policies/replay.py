@@ -4,7 +4,8 @@ In a log (`trace`) one line holds an event and the commands that answered it, in
 
     {"kind": "decision", "event": "pushed 2 t7 v40 n1 @12.84", "commands": ["apply t7", "send 2"], "why": [...]}
 
-The policy is rebuilt from what the run says of itself: `strategy`, `expect` and, where there was one, `start_by_s`.
+The policy is rebuilt from what the run says of itself: `strategy`, `expect` and, where there was one, `start_by_s`;
+`staleness` says whether the steps of stale updates were shortened.
 A strategy of a plugin is found only where the plugin is; the log names it, and it is not loaded from there: a log is
 data.
 """
@@ -17,6 +18,7 @@ from typing import Any
 from offbeat import plugins
 from offbeat.errors import EventError, LogError, ReplayError, RequestError
 from offbeat.policies.base import Policy
+from offbeat.policies.damping import CORRECT
 from offbeat.policies.events import EVENTS, Command, Event, as_text, from_text
 from offbeat.policies.table import create
 
@@ -44,7 +46,8 @@ def policy_of(run: Mapping[str, Any]) -> Policy:
     if not isinstance(line, str) or not isinstance(expect, int):
         raise LogError("the log's first line does not say 'strategy' and 'expect': it is not the log of a policy")
     try:
-        return create(line, expect=expect, start_by_s=start_by_s)
+        corrects = run.get("staleness") == CORRECT
+        return create(line, expect=expect, start_by_s=start_by_s, corrects=corrects)
     except RequestError as error:
         raise RequestError(f"{error}{missing_plugins(run)}") from None
 

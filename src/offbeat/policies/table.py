@@ -266,10 +266,11 @@ def find(name: str) -> Row:
     return POLICIES[name]
 
 
-def create(text: str, *, expect: int, start_by_s: float | None = None) -> Policy:
+def create(text: str, *, expect: int, start_by_s: float | None = None, corrects: bool = False) -> Policy:
     """The policy that a line like `k-async:4,rate=inverse` names, for a run that starts with `expect` learners.
 
     It begins with no learners; nobody is sent weights before `expect` have joined, or a `Woke` passes `start_by_s`.
+    With `corrects` the steps of updates with stale gradients are shortened (see `damping`).
     """
     spec = grammar.parse(text)
     row = find(spec.name)
@@ -277,9 +278,12 @@ def create(text: str, *, expect: int, start_by_s: float | None = None) -> Policy
         raise RequestError(f"a run has 1 learner or more; got {expect}")
     options = grammar.bind(spec, params_of(spec.name))
     try:
-        return row.create(expect=expect, start_by_s=start_by_s, **options)
+        policy = row.create(expect=expect, start_by_s=start_by_s, **options)
     except RequestError as error:
         raise RequestError(f"'{spec}': {error}") from None
+    if corrects:
+        policy.correct_staleness()
+    return policy
 
 
 def add_row(row: Row) -> None:

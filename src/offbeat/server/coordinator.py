@@ -465,6 +465,7 @@ class Coordinator(Lending):
             scales=scales,
             reads=tuple(tuple(b for b, _ in g.pieces) for g in gradients) if self.desk.keeps_reads else (),
             compensation=self.policy.rate.compensation,
+            damping=command.damping,
             hyper=hyper,
             skip=tuple(sorted(absent)),
         )

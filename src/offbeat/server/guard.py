@@ -58,6 +58,8 @@ class GuardedPolicy:
             named = command.tickets if isinstance(command, Apply) else (command.ticket,)
             if not named or len(set(named)) < len(named) or not tickets.issuperset(named):
                 return f"'{as_text(command)}', but it holds {sorted(tickets)}"
+            if isinstance(command, Apply) and not 0 < command.damping <= 1:
+                return f"'{as_text(command)}', but a damping is above 0 and at most 1"
             tickets.difference_update(named)
         elif not isinstance(command, Wake) and command.learner not in self.policy.seats:
             return f"'{as_text(command)}', but that learner is not here"

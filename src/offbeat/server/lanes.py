@@ -29,6 +29,7 @@ class Work:
     scales: tuple[float, ...] = ()
     reads: tuple[tuple[int, ...], ...] = ()  # per gradient: the buffer of each lane
     compensation: float = 0.0
+    damping: float = 1.0
     hyper: tuple[Hyper, ...] = ()
     skip: tuple[int, ...] = ()
     drift: bool = False
@@ -91,6 +92,7 @@ class Lane:
                 reads=tuple(buffers[self.index] for buffers in work.reads),
                 compensation=work.compensation,
                 clip=1.0 if self.clip is None else self.clip,
+                damping=work.damping,
                 hyper=work.hyper,
                 skip=work.skip,
             )

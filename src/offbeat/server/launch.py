@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from offbeat.errors import OffbeatError, RequestError
+from offbeat.errors import OffbeatError, RequestError, unknown
 from offbeat.policies import create
+from offbeat.policies.damping import CORRECT, KEEP
 from offbeat.server.learner import ServedLearner
 from offbeat.server.reduced import ReducedLearner
 from offbeat.strategy import ALL_REDUCE, family_of
@@ -30,23 +31,28 @@ DEFAULT = "async"
 _KEY = "services"
 
 
-def join(sync: str | None = None, *, servers: int = 1, threads: int | None = 1) -> ServedLearner | ReducedLearner:
+def join(
+    sync: str | None = None, *, servers: int = 1, threads: int | None = 1, staleness: str = CORRECT
+) -> ServedLearner | ReducedLearner:
     """Become a learner of the run that this program was started in.
 
     `sync` is the strategy; what `offbeat run --sync` or OFFBEAT_SYNC says goes before it. `servers` counts where this
-    call starts the run itself (under torchrun, or alone). Learners use one torch thread each; with `threads` None that
-    is left alone.
+    call starts the run itself (under torchrun, or alone), and so does `staleness`: "correct" makes the servers shorten
+    the steps of stale gradients, "keep" leaves them as the optimizer says. Learners use one torch thread each; with
+    `threads` None that is left alone.
     """
     if threads is not None:
         torch.set_num_threads(threads)
     told = os.environ
     line = told.get("OFFBEAT_SYNC") or sync or DEFAULT
     reduces = family_of(line) == ALL_REDUCE
+    if staleness not in (CORRECT, KEEP):
+        raise unknown("staleness", staleness, (CORRECT, KEEP))
     slow = tuple(told.get("OFFBEAT_SLOW", "").split())
     seed = int(told.get("OFFBEAT_SEED", "0"))
     if reduces:
         return ReducedLearner(line, slow=slow, seed=seed)
-    return join_run(line, servers=servers, slow=slow, seed=seed, setting={})
+    return join_run(line, servers=servers, slow=slow, seed=seed, setting={"corrects": staleness == CORRECT})
 
 
 def join_run(line: str, *, servers: int, slow: Sequence[str], seed: int, setting: Mapping[str, Any]) -> ServedLearner:

@@ -37,12 +37,6 @@ from offbeat.server.table import parts_of, table_of
 from offbeat.server.wire import Granted, Rest
 
 
-def outer_of(outer: Mapping[str, float], groups: int) -> list[dict[str, float]]:
-    """The hyperparameters of a policy's outer optimizer (SGD), for each group of parameters."""
-    sgd = optimizers.describe(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0))[1][0]
-    return [sgd | dict(outer)] * groups
-
-
 class Minibatch:
     """One minibatch. `loss` may be set, for policies that look at it; `samples` where the loader cannot know it."""
 
@@ -137,7 +131,7 @@ class ServedLearner:
         parts, groups = parts_of(model, optimizer)
         rule, hypers = optimizers.describe(optimizer)
         if self._rule.delta:
-            hypers = outer_of(self._outer, len(optimizer.param_groups))
+            hypers = optimizers.outer_of(self._outer, optimizer)
             rule = "sgd"
         table = table_of(
             model,
@@ -156,6 +150,13 @@ class ServedLearner:
         if kept is not None:
             mode.arena.check_kept(kept)
             mode.kept = kept
+        if self._rule.delta and mode.arena.setting.corrects:
+            hypers = optimizers.outer_of(self._outer, optimizer, corrects=True)
+            if hypers[0]["momentum"] != self._outer["momentum"]:
+                self.notes += (
+                    f"outer momentum {self._outer['momentum']:g} -> {hypers[0]['momentum']:.3g}: the learners' own "
+                    "optimizer has momentum too (--staleness keep turns this off)",
+                )
         fixed = tuple(hypers)
         self._describe = (lambda: fixed) if self._rule.delta else lambda: tuple(optimizers.describe(optimizer)[1])
         self._hooks = Hooks(

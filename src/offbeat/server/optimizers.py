@@ -60,6 +60,37 @@ def state_names(rule: str, hypers: Sequence[Hyper]) -> tuple[str, ...]:
     return tuple(name for name, option in vectors.items() if option is None or any(hyper[option] for hyper in hypers))
 
 
+def damped(rule: str, hyper: Hyper, damping: float) -> Hyper:
+    """The hyperparameters with which a step is `damping` times as long in the end.
+
+    SGD: a gradient moves the weights by lr / (1 - momentum) in the end; the momentum is lowered, then the rate. Adam:
+    how long its step is does not depend on its first moment, but how late it comes does, and that is lowered. Adagrad
+    is left alone: its steps grow shorter by themselves where gradients are large.
+    """
+    if damping == 1.0 or rule == "adagrad":
+        return hyper
+    name = "momentum" if rule == "sgd" else "beta1"
+    lowered = max(0.0, 1 - (1 - hyper[name]) / damping)
+    if rule != "sgd":
+        return hyper | {name: lowered}
+    return hyper | {name: lowered, "lr": hyper["lr"] * damping * (1 - lowered) / (1 - hyper[name])}
+
+
+def outer_of(outer: Mapping[str, float], optimizer: torch.optim.Optimizer, *, corrects: bool = False) -> list[Hyper]:
+    """The hyperparameters of a policy's outer optimizer (SGD), for each group of the learners' own optimizer.
+
+    With `corrects` the two together make a step no longer than the one of them that makes the longer: each multiplies
+    it by lr / (1 - momentum) (DiLoCo's outer one by 7; the learners' own, with a momentum of 0.9, by 10).
+    """
+    sgd = describe(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0))[1][0] | dict(outer)
+    hypers = []
+    for group in optimizer.param_groups:
+        own = 1 / (1 - group["momentum"]) if "momentum" in group and corrects else 1.0
+        shorter = min(own, sgd["lr"] / (1 - sgd["momentum"]))
+        hypers.append(damped("sgd", sgd, 1 / shorter) if shorter > 1 else sgd)
+    return hypers
+
+
 def update(
     rule: str,
     hyper: Hyper,

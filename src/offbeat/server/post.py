@@ -24,6 +24,7 @@ from offbeat import plugins
 from offbeat.collectives import memory
 from offbeat.collectives.rendezvous import credentials, state_of
 from offbeat.errors import OffbeatError, PolicyError
+from offbeat.policies.damping import CORRECT, KEEP
 from offbeat.server import door
 from offbeat.server.arena import Arena, Layout, stamp
 from offbeat.server.coordinator import Coordinator
@@ -193,6 +194,7 @@ class Post:
         self.descriptor = descriptor
         facts = {"strategy": setting.line, "expect": setting.learners, "start_by_s": 0.0, "seed": self.run.seed}
         facts |= {"simulated": False, "rule": table.rule, "clip_norm": table.clip_norm, "gradients": table.gradients}
+        facts |= {"staleness": CORRECT if setting.corrects else KEEP}
         self.ledger.open(self.run.log, facts | plugins.facts() | (self.run.facts or {}))
         self.machine = Coordinator(setting, self.ledger.decision)
 

@@ -46,7 +46,9 @@ def retrain(
         if timeline.hyper is None:
             raise ReplayError(f"update {update.version}: what the optimizer was told is not in the log")
         numbers, reads = [work.number for work in update.works], [work.version for work in update.works]
-        replica.apply(numbers, update.scales, timeline.hyper, compensation=compensation, reads=reads)
+        replica.apply(
+            numbers, update.scales, timeline.hyper, damping=update.damping, compensation=compensation, reads=reads
+        )
         if update.needed is not None:
             replica.keep(update.needed)
     replica.write_model(replica.current)

@@ -106,6 +106,7 @@ class Replica:
         scales: Sequence[float],
         hyper: Sequence[Hyper],
         *,
+        damping: float = 1.0,
         compensation: float = 0.0,
         reads: Sequence[int] = (),
     ) -> None:
@@ -120,6 +121,7 @@ class Replica:
             target=self.version + 1,
             slots=tuple(numbers),
             scales=tuple(scales),
+            damping=damping,
             hyper=tuple(hyper),
             skip=tuple(sorted(frozenset.intersection(*(self._absent[number] for number in numbers)))),
             compensation=compensation,

@@ -19,6 +19,7 @@ class Setting:
     line: str
     learners: int
     shards: int = 1
+    corrects: bool = False  # the steps of updates with stale gradients are shortened
     again: bool = True  # what was cancelled is computed later; else it is counted as dropped
     clip_norm: float = 0.0  # 0: no clipping
     start_by_s: float | None = None  # begin with whoever is there by then
@@ -35,7 +36,7 @@ class Setting:
 
     def policy(self) -> Policy:
         """A fresh one. It begins when it is first woken, if not all are there before."""
-        policy = create(self.line, expect=self.learners, start_by_s=0.0)
+        policy = create(self.line, expect=self.learners, start_by_s=0.0, corrects=self.corrects)
         policy.recall(self.memory or {})
         return policy
 

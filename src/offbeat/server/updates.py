@@ -73,7 +73,7 @@ class Updates:
                     continue
                 optimizers.update(
                     self.table.rule,
-                    job.hyper[group],
+                    optimizers.damped(self.table.rule, job.hyper[group], job.damping),
                     step,
                     source[part],
                     self._gradient(job, part, source),

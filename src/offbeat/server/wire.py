@@ -310,6 +310,7 @@ class Job(Message, frozen=True, tag="job"):
     reads: tuple[int, ...] = ()  # the buffer that each gradient was computed on, where a rate needs it
     compensation: float = 0.0
     clip: float = 1.0
+    damping: float = 1.0  # of the step; see `optimizers.damped`
     hyper: tuple[Hyper, ...] = ()
     skip: tuple[int, ...] = ()  # parameters without a gradient in all of them
 

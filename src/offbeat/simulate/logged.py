@@ -81,7 +81,8 @@ class LoggedTimeline:
         tally.applied += len(taken)
         tally.samples += sum(work.samples for work in taken)
         needed = frozenset(needed_by(policy)) if policy.version % KEEP_EVERY == 0 else None
-        return Update(policy.version, self.now, taken, scales, told, spent_of(tally), needed=needed)
+        spent, damping = spent_of(tally), command.damping
+        return Update(policy.version, self.now, taken, scales, told, spent, damping=damping, needed=needed)
 
     def result(self) -> Result:
         return Result.of(

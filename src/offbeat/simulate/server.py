@@ -96,10 +96,12 @@ class Simulation:
         updates: int,
         keep_spans: int,
         write: Callable[[dict[str, Any]], object] | None,
+        *,
+        corrects: bool = False,
     ) -> None:
         count = cluster.learners
         self.cluster, self.updates, self.keep_spans = cluster, updates, keep_spans
-        self.policy = create(strategy, expect=count)
+        self.policy = create(strategy, expect=count, corrects=corrects)
         self.handle: Callable[[Event], tuple[Command, ...]] = (
             self.policy.handle if write is None else recorded(self.policy, write)
         )

@@ -81,6 +81,7 @@ class Update(NamedTuple):
     told: int  # the version whose learning rate is taken: that of who pushed last
     spent: Spent
     dropped: Mapping[str, int] = {}  # samples by reason, up to now
+    damping: float = 1.0  # of the step
     needed: frozenset[int] | None = None  # versions that works of later updates may be at; None: not looked at
 
     @property
@@ -172,9 +173,11 @@ class ServedTimeline(Simulation):
         *,
         keep_spans: int = 0,
         write: Callable[[dict[str, Any], Work | None], object] | None = None,
+        corrects: bool = False,
     ) -> None:
         self._write = write
-        super().__init__(strategy, cluster, 10**12, keep_spans, None if write is None else self._add_batch)
+        wanted = None if write is None else self._add_batch
+        super().__init__(strategy, cluster, 10**12, keep_spans, wanted, corrects=corrects)
         self.strategy, self.book = strategy, book
         self.lock_step = self.policy.needs_drift or self.policy.needs_loss
         self.ask: Callable[[Work], Answer] | None = None  # in lock step: about a gradient that has arrived
@@ -258,9 +261,8 @@ class ServedTimeline(Simulation):
                     self.book.settle(step.batch)
             version = self.policy.version
             needed = self._needed() if version % self._keep_every == 0 else None
-            self._made.append(
-                Update(version, self.now, works, scales, told, spent_of(self.tally), self.book.dropped, needed)
-            )
+            spent, dropped = spent_of(self.tally), self.book.dropped
+            self._made.append(Update(version, self.now, works, scales, told, spent, dropped, command.damping, needed))
         elif isinstance(command, Drop):
             for step in self._arrived.pop(command.ticket).steps:
                 self.book.give_back(step.batch, command.why.split(":")[0])

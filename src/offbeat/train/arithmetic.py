@@ -27,9 +27,9 @@ from torch.func import functional_call, grad_and_value, vmap
 from torch.utils.data import default_collate
 
 from offbeat.policies import Policy, create
+from offbeat.policies.damping import CORRECT
 from offbeat.server import optimizers
 from offbeat.server.data import Orders
-from offbeat.server.learner import outer_of
 from offbeat.server.replica import Replica
 from offbeat.server.wire import Hyper
 from offbeat.simulate.books import Batch, samples_of
@@ -62,9 +62,10 @@ class Arithmetic:
         self._compensation = 0.0 if policy is None else policy.rate.compensation
         outer = None
         if policy is not None and policy.rule.delta:
-            outer = outer_of(policy.outer_optimizer, len(trainer.optimizer.param_groups))
+            corrects = config.staleness == CORRECT
+            outer = optimizers.outer_of(policy.outer_optimizer, trainer.optimizer, corrects=corrects)
         self._whole = config.train.optimizer in WHOLE  # no rule for pieces: torch's own optimizer steps
-        no_rule = outer_of(Policy.outer_optimizer, len(trainer.optimizer.param_groups)) if self._whole else None
+        no_rule = optimizers.outer_of(Policy.outer_optimizer, trainer.optimizer) if self._whole else None
         self.replica = Replica(
             trainer.model, trainer.optimizer, clip_norm=config.train.clip_norm, outer=outer or no_rule
         )
@@ -398,7 +399,7 @@ class Arithmetic:
             return
         hyper = self.hyper_at(update.told)
         reads = [work.version for work in works] if self._compensation else ()
-        self.replica.apply(numbers, scales, hyper, compensation=self._compensation, reads=reads)
+        self.replica.apply(numbers, scales, hyper, damping=update.damping, compensation=self._compensation, reads=reads)
 
     def hyper_at(self, version: int) -> list[Hyper]:
         """The hyperparameters that a learner tells the servers with a push of that version."""

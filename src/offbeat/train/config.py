@@ -91,10 +91,6 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     rate_batch: Annotated[Count, "samples in the update that the rate is meant for"] = 32
     momentum: Annotated[BelowOne, "of the rules that have one: sgd, lars"] = 0.9
     nesterov: Annotated[bool, "look ahead by the momentum"] = False
-    stale_momentum: Annotated[
-        Literal["lowered", "kept"],
-        "where gradients are stale: lowered, as staleness acts like it; or kept",
-    ] = "lowered"
     weight_decay: Annotated[From0, "how much of the weights an update takes away, times the rate"] = 0.0
     decay_all: Annotated[bool, "decay norm scales and biases too"] = False
     zero_last_norm: Annotated[bool, "residual blocks begin as the identity"] = True
@@ -153,6 +149,9 @@ class Config(Section, frozen=True, kw_only=True):
     cancelled: Annotated[
         Literal["again", "drop"], "samples of cancelled minibatches: computed again later, or dropped"
     ] = "again"
+    staleness: Annotated[
+        Literal["correct", "keep"], "steps of stale gradients: made shorter by their staleness, or kept as they are"
+    ] = "correct"
     plugins: Annotated[tuple[str, ...], "files and modules with strategies of one's own, as --plugin loads them"] = ()
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()

@@ -76,6 +76,7 @@ class UnknownKeyError(FieldError):
 
 def changed(config: Config, changes: Mapping[str, Any]) -> Config:
     """The config with other values in some fields: `{"sync": "ring", "train": {"epochs": 5}}`."""
+    changes = _of_version_0_1(changes)
     top: dict[str, Any] = {field.name: getattr(config, field.name) for field in fields_of(Config)}
     for key, value in changes.items():
         if key not in top:
@@ -87,6 +88,16 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
         else:
             top[key] = value
     return Config(**top)
+
+
+def _of_version_0_1(changes: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`train.stale_momentum` is `staleness` now."""
+    train = changes.get("train")
+    if not isinstance(train, Mapping) or "stale_momentum" not in train:
+        return changes
+    said = {"lowered": "correct", "kept": "keep"}.get(train["stale_momentum"], train["stale_momentum"])
+    rest = {key: value for key, value in train.items() if key != "stale_momentum"}
+    return {"staleness": said, **changes, "train": rest}
 
 
 def _merged(section: str, old: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

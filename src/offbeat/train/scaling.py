@@ -17,15 +17,15 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor, nn
 
 from offbeat import policies
 from offbeat.errors import RequestError, unknown
-from offbeat.policies.rates import CONSTANT
+from offbeat.policies.damping import CORRECT
+from offbeat.server import optimizers
 from offbeat.strategy import SERVER, family_of
-from offbeat.train.config import TrainConfig
+from offbeat.train.config import Config, TrainConfig
 from offbeat.train.lars import LAMB, LARS
 
 WHOLE = ("lars", "lamb")  # optimizers that need whole tensors
@@ -61,27 +61,17 @@ def minibatches_per_version(line: str, learners: int) -> int:
     return policy.rule.push_every * policy.gradients_per_update(learners)
 
 
-def expected_staleness(line: str, learners: int) -> float:
-    """How old gradients will be on average, as the policy says."""
-    if family_of(line) != SERVER:
-        return 0.0
-    return policies.create(line, expect=learners).expected_staleness(learners).mean
-
-
-def for_stale_gradients(train: TrainConfig, line: str, learners: int) -> TrainConfig:
-    """The same with the momentum that stale gradients bear: staleness acts as momentum does (Mitliagkas et al. 2016).
-
-    rate / (1 - momentum) is what a gradient moves the weights by in the end. It is divided by 1 + staleness, as far as
-    lowering the momentum can. Where the line's own rate makes stale gradients count less, nothing is changed.
-    """
-    if train.stale_momentum == "kept" or not train.momentum or family_of(line) != SERVER or train.optimizer != "sgd":
-        return train
-    policy = policies.create(line, expect=learners)
-    if policy.rate != CONSTANT and not policy.rate.compensation:  # compensating does not make the step shorter
-        return train
-    lowered = 1 - (1 - train.momentum) * (1 + expected_staleness(line, learners))
-    momentum = max(0.0, round(lowered, 6))
-    return msgspec.structs.replace(train, momentum=momentum, nesterov=train.nesterov and momentum > 0)
+def staleness_note(config: Config, learners: int, optimizer: torch.optim.Optimizer) -> str:
+    """What the servers will do about stale gradients, in one line; nothing where they do nothing."""
+    if family_of(config.sync) != SERVER:
+        return ""
+    policy = policies.create(config.sync, expect=learners, corrects=config.staleness == CORRECT)
+    if policy.damping is None or policy.rule.delta:
+        return ""
+    rule, (hyper, *_) = optimizers.describe(optimizer)
+    damped = optimizers.damped(rule, hyper, policy.damping.now())
+    changed = [f"{name} {hyper[name]:.3g} -> {damped[name]:.3g}" for name in hyper if damped[name] != hyper[name]]
+    return policy.staleness_note(f", {', '.join(changed)}" if changed else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from offbeat.policies import create
+from offbeat.policies.damping import CORRECT
 from offbeat.server.launch import join_run
 from offbeat.server.learner import ServedLearner
 from offbeat.server.link import RunOverError
@@ -33,6 +34,7 @@ def setting_of(config: Config, checkpoint: Checkpoint | None) -> dict[str, Any]:
     kept = None if checkpoint is None else checkpoint.state["standing"]["server"]
     return {
         "again": config.cancelled == "again",
+        "corrects": config.staleness == CORRECT,
         "rest_epochs": True,
         "rest_every": config.save.every_updates,
         "book": None if kept is None else kept["book"],

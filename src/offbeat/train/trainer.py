@@ -31,7 +31,7 @@ from offbeat.train.norms import average_buffers
 from offbeat.train.parts import Part, buffers_of, decode, load_buffers, part_of
 from offbeat.train.precision import Precision
 from offbeat.train.rundir import RunDir
-from offbeat.train.scaling import expected_staleness, for_stale_gradients, optimizer_of, pace_of, zero_last_norms
+from offbeat.train.scaling import optimizer_of, pace_of, staleness_note, zero_last_norms
 from offbeat.train.tasks import Task, collate_of, count_right
 from offbeat.train.tensorboard import Board
 
@@ -115,8 +115,7 @@ class Trainer:
         self.moved = mover(self.device)
         self.model = self._build()
         self._norms = tuple(one for one in self.model.modules() if isinstance(one, nn.modules.batchnorm._BatchNorm))
-        self.stepping = for_stale_gradients(train, config.sync, learners)
-        self.optimizer = optimizer_of(self.model, self.stepping)
+        self.optimizer = optimizer_of(self.model, train)
         self.precision = Precision(train.precision, self.device)
         self.pace = pace_of(train, line=config.sync, learners=learners, samples=self.samples)
         self.checkpoint = checkpoint
@@ -266,13 +265,8 @@ class Trainer:
         """By the first learner, when all is ready."""
         config = self.config
         told = self.pace.words(config.train, line=config.sync, learners=self.learners)
-        notes = self.begun_with = [*([told] if told else []), *self.notes]
-        if self.stepping.momentum != config.train.momentum:
-            old = expected_staleness(config.sync, self.learners)
-            notes.append(
-                f"momentum {config.train.momentum:g} -> {self.stepping.momentum:g}: gradients will be {old:.3g} "
-                "versions old, which acts like momentum (--train.stale-momentum kept leaves it)"
-            )
+        stale = staleness_note(config, self.learners, self.optimizer)
+        notes = self.begun_with = [*([told] if told else []), *([stale] if stale else []), *self.notes]
         self.report(
             {
                 "kind": "begin",

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from offbeat import plugins, topology
 from offbeat.errors import RequestError
+from offbeat.policies.damping import CORRECT
 from offbeat.server.table import parts_of
 from offbeat.simulate.books import Batch, Epochs, Stream, pieces_of
 from offbeat.simulate.cluster import Cluster
@@ -179,7 +180,8 @@ def timeline_of(config: Config, clock: Clock, samples: int, *, write: Write | No
         kind = Epochs if clock.ends_of_epochs else Stream
         again = config.cancelled == "again"
         book = kind(samples=samples, sizes=(size,) * learners, epochs=train.epochs, again=again)
-        return _Marked(config.sync, cluster, book, keep_spans=spans, write=write)
+        corrects = config.staleness == CORRECT
+        return _Marked(config.sync, cluster, book, keep_spans=spans, write=write, corrects=corrects)
     simulated_family_of(config.sync)  # refuses what only a running group decides
     shares = _shares(train.split, cluster)
     sizes = (size,) * learners
@@ -305,7 +307,7 @@ class VirtualTrainer(Trainer):
         at, arithmetic = self.at, self.arithmetic
         if self._twin is None:
             self._twin = self._build().eval()
-        trained = parts_of(self._twin, optimizer_of(self._twin, self.stepping))[0].trained
+        trained = parts_of(self._twin, optimizer_of(self._twin, self.config.train))[0].trained
         arithmetic.replica.write_model(arithmetic.replica.current, trained)
         load_buffers(self._twin, arithmetic.mean_buffers())
         loss, accuracy = evaluate(self._twin, self.task, self.precision, self.moved)
@@ -375,6 +377,7 @@ class VirtualTrainer(Trainer):
             "strategy": self.config.sync,
             "expect": self.learners,
             "learners": self.learners,
+            "staleness": self.config.staleness,
             "simulated": True,
             "seed": self.config.seed,
             "name": self.config.name,
