@@ -4,32 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.errors import RequestError, ScheduleError
-from offbeat.schedules import ALGORITHMS, Schedule, Transfer, algorithms, build, verify
+from offbeat.schedules import ALGORITHMS, Schedule, Transfer, algorithms, build, proof, verify
+from offbeat.schedules.ir import Steps, Table
 from schedules.oracle import is_correct
 
-Steps = list[list[Transfer]]
+Lists = list[list[Transfer]]
 
 
-def planted(schedule: Schedule, bug: Callable[[Steps], object]) -> Schedule:
+def planted(schedule: Schedule, bug: Callable[[Lists], object]) -> Schedule:
     steps = [list(step) for step in schedule.steps]
     bug(steps)
     return Schedule(schedule.name, schedule.collective, schedule.ranks, schedule.chunks, steps, schedule.root)
 
 
-def swap(steps: Steps, one: int, other: int) -> None:
+def swap(steps: Lists, one: int, other: int) -> None:
     steps[one], steps[other] = steps[other], steps[one]
 
 
-def change(steps: Steps, step: int, **fields: int | bool) -> None:
+def change(steps: Lists, step: int, **fields: int | bool) -> None:
     steps[step][0] = steps[step][0]._replace(**fields)  # type: ignore[arg-type]  # the names are a Transfer's
 
 
-BUGS: dict[str, tuple[str, Callable[[Steps], object], str]] = {
+BUGS: dict[str, tuple[str, Callable[[Lists], object], str]] = {
     "a chunk is lost": ("ring", lambda s: s[1].pop(2), "without rank"),
     "a chunk is lost in the all-gather": ("ring", lambda s: s[4].pop(0), "without rank"),
     "a transfer is made twice in one step": ("ring", lambda s: s[0].append(s[0][0]), "twice"),
@@ -143,16 +145,62 @@ def test_many_additions_of_one_contribution_do_not_wrap_around() -> None:
         verify(Schedule("wrap", "reduce", 2, 1, [many]))
 
 
-def test_large_schedules_are_proved_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    from offbeat.schedules import proof
+def recursive_doubling(ranks: int, chunks: int) -> Schedule:
+    """Partners add each other's sum in each step: right, but every sum is used twice."""
+    steps = [
+        [Transfer(rank, rank ^ distance, chunk, True) for rank in range(ranks) for chunk in range(chunks)]
+        for distance in (1 << bit for bit in range(ranks.bit_length() - 1))
+    ]
+    return Schedule("recursive-doubling", "all-reduce", ranks, chunks, steps)
 
+
+def test_sums_that_are_used_twice_are_proved_by_counting_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proof, "_BLOCK_BYTES", 4 * 8 * 8 * 3)  # three chunks at a time
-    for line in ("ring", "torus:2x4", "double-tree:5"):
-        verify(build(line, ranks=8))
-    with pytest.raises(ScheduleError, match="rank 7 ends with chunk 0"):
-        verify(planted(build("ring", ranks=8), lambda s: s[-1].pop(6)))
-    with pytest.raises(ScheduleError, match="rank 5 ends with chunk 6"):
-        verify(planted(build("ring", ranks=8), lambda s: s[-1].pop(4)))
+    right = recursive_doubling(8, 7)
+    assert not proof._in_trees(right).any()
+    verify(right)
+    with pytest.raises(ScheduleError, match="rank 0 ends with chunk 5 without rank 7"):
+        verify(planted(right, lambda s: s[0].remove(Transfer(7, 6, 5, True))))
+
+
+@pytest.mark.parametrize("collective, name", ALGORITHMS)
+def test_every_algorithm_is_proved_by_trees_alone(collective: str, name: str) -> None:
+    for ranks in (2, 7, 8, 12):
+        for line in algorithms(collective)[name].lines(ranks):
+            assert proof._in_trees(build(line, ranks=ranks, collective=collective)).all()
+
+
+DAMAGE: dict[str, tuple[Callable[[Table, int], Table], str]] = {
+    "lost": (lambda rows, at: np.delete(rows, at, axis=0), "without rank"),
+    "made twice": (lambda rows, at: np.insert(rows, at, rows[at], axis=0), "twice|write the same place"),
+    "added instead of copied, or copied instead of added": (
+        lambda rows, at: _set(rows, at, 3, 1 - rows[at, 3]),
+        "twice|without rank",
+    ),
+    "sent elsewhere": (lambda rows, at: _set(rows, at, 1, (rows[at, 1] + 77) % 256), "twice|without rank|same place"),
+    "of another chunk": (lambda rows, at: _set(rows, at, 2, (rows[at, 2] + 77) % 256), "twice|without rank|same place"),
+}
+
+
+def _set(rows: Table, at: int, column: int, value: int) -> Table:
+    changed = rows.copy()
+    changed[at, column] = value
+    return changed
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("line", ["torus:16x16", "halving-doubling", "hierarchical:32x8"])
+def test_one_wrong_transfer_of_a_hundred_thousand_is_found(line: str, damage: str) -> None:
+    change, says = DAMAGE[damage]
+    right = build(line, ranks=256)
+    tables = [right.steps.rows(step) for step in range(len(right.steps))]
+    chance = np.random.default_rng(0)
+    for _ in range(2):
+        step = int(chance.integers(len(tables)))
+        at = int(chance.integers(len(tables[step])))
+        damaged = [*tables[:step], change(tables[step], at), *tables[step + 1 :]]
+        with pytest.raises(ScheduleError, match=says):
+            verify(Schedule("damaged", "all-reduce", 256, right.chunks, Steps(damaged)))
 
 
 def test_unknown_collectives_and_wrong_chunk_counts_are_refused() -> None:

@@ -9,7 +9,7 @@ Links are shared within a step, and each direction of a cable is a link of its o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,20 +67,25 @@ def price(schedule: Schedule, topology: Topology, size_bytes: int, item_bytes: i
     if size_bytes * schedule.ranks > MOST:
         raise RequestError(f"a size of {size_bytes} bytes on {schedule.ranks} ranks is too large to be counted exactly")
     lengths = chunk_items(size_bytes // item_bytes, schedule.chunks) * item_bytes
-    table, bounds = schedule.steps.table, schedule.steps.bounds
-    carried = lengths[table[:, 2]].astype(np.float64)  # exact: whole numbers below 2**53
-    pair = table[:, 0].astype(np.int64) * schedule.ranks + table[:, 1]
-    pairs, which = np.unique(pair, return_inverse=True)
+    by_step = list(_pairs_by_step(schedule))
+    pairs = np.unique(
+        np.concatenate(
+            [np.empty(0, np.int64), *(np.unique(pair) for pair in {id(pair): pair for pair in by_step}.values())]
+        )
+    )
     ways = _Ways(topology, pairs // schedule.ranks, pairs % schedule.ranks)
     load = np.zeros(len(ways.names))
     waited = np.zeros(len(ways.names))
+    sent = np.zeros(len(pairs))
     seconds = latency = 0.0
-    for step in range(len(schedule.steps)):
-        rows = slice(bounds[step], bounds[step + 1])
-        messages = np.bincount(which[rows], weights=carried[rows], minlength=len(pairs))
-        present = np.bincount(which[rows], minlength=len(pairs)) > 0
-        if not present.any():
+    for step, pair in enumerate(by_step):
+        if not len(pair):
             continue
+        if step == 0 or pair is not by_step[step - 1]:
+            which = np.searchsorted(pairs, pair)
+            present = np.bincount(which, minlength=len(pairs)) > 0
+        carried = lengths[schedule.steps.rows(step)[:, 2]]
+        messages = np.bincount(which, weights=carried, minlength=len(pairs))  # exact: whole numbers below 2**53
         on_link = np.bincount(ways.link, weights=messages[ways.pair], minlength=len(ways.names))
         busy = on_link / ways.bytes_per_s
         slowest = np.maximum.reduceat(busy[ways.link], ways.first)
@@ -89,16 +94,16 @@ def price(schedule: Schedule, topology: Topology, size_bytes: int, item_bytes: i
         route = ways.link[ways.first[last] : ways.first[last] + ways.links[last]]
         waited[route[busy[route].argmax()]] += took[last]
         load += on_link
+        sent += messages
         seconds += float(took[last])
         latency += float(ways.latency_s[last])
-    sent = np.bincount(table[:, 0], weights=carried, minlength=schedule.ranks)
     worst = int(waited.argmax()) if len(waited) else -1
     busiest = load / ways.bytes_per_s
     alike = np.isclose(busiest, busiest[worst], rtol=1e-3) if worst >= 0 else np.zeros(0, bool)
     return Price(
         seconds=seconds,
         steps=len(schedule.steps),
-        bytes_per_rank=tuple(int(n) for n in sent),
+        bytes_per_rank=tuple(int(n) for n in np.bincount(pairs // schedule.ranks, sent, schedule.ranks)),
         bytes_per_link={name: int(n) for name, n in zip(ways.names, load, strict=True)},
         latency_s=latency,
         bottleneck=ways.names[worst] if worst >= 0 else "none",
@@ -106,6 +111,17 @@ def price(schedule: Schedule, topology: Topology, size_bytes: int, item_bytes: i
         bottleneck_s=float(waited[alike].sum()),
         equally_busy=max(0, int(alike.sum()) - 1),
     )
+
+
+def _pairs_by_step(schedule: Schedule) -> Iterator[npt.NDArray[np.int64]]:
+    """Of the rows of each step, source * ranks + target; while they do not change, as in a ring, the same array."""
+    before = np.empty(0, np.int64)
+    for step in range(len(schedule.steps)):
+        rows = schedule.steps.rows(step)
+        pair = rows[:, 0].astype(np.int64) * schedule.ranks + rows[:, 1]
+        if not np.array_equal(pair, before):
+            before = pair
+        yield before
 
 
 def chunk_items(items: int, chunks: int) -> npt.NDArray[np.int64]:

@@ -138,8 +138,8 @@ class Schedule:
         held = steps if isinstance(steps, Steps) else Steps.of(steps)
         for column, limit, what in ((0, ranks, "rank"), (1, ranks, "rank"), (2, chunks, "chunk")):
             values = held.table[:, column]
-            wrong = np.flatnonzero((values < 0) | (values >= limit))
-            if wrong.size:
+            if len(values) and not 0 <= values.min() <= values.max() < limit:
+                wrong = np.flatnonzero((values < 0) | (values >= limit))
                 step = int(np.searchsorted(held.bounds, wrong[0], side="right"))
                 transfer = Transfer(*held.table[wrong[0]].tolist())
                 raise RequestError(f"schedule '{name}': step {step} has '{transfer}', but {what}s are 0..{limit - 1}")

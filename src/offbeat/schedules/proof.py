@@ -5,12 +5,16 @@ sender's multiset, an overwrite replaces by it. At the end the places that the c
 exactly what it promises. Counts, not sets: a contribution that is added twice is a wrong sum, and is refused at
 once, wherever it is: no collective needs one, not even in a place that does not count at the end.
 
-Chunks never meet each other, so they are proved in blocks and memory stays bounded.
+Chunks never meet each other, so each is proved by itself, and there are two ways. Where no value of a chunk is added
+twice, every sum is a tree and its leaves are all different: their number is enough to know that all ranks are in it.
+That takes a few integers a transfer (`_in_trees`). The chunks that are left, because a value is legally used again or
+because something is wrong, are counted out rank by rank, in blocks, so that memory stays bounded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -58,13 +62,15 @@ def verify(schedule: Schedule) -> None:
     if schedule.collective not in PROMISES:
         raise unknown("collective", schedule.collective, PROMISES)
     _check_chunks(schedule)
-    _check_transfers(schedule)
+    _check_senders(schedule)
+    left = np.flatnonzero(~_in_trees(schedule))
+    _check_collisions(schedule, left)
     block = max(1, _BLOCK_BYTES // (4 * schedule.ranks**2))
-    for first in range(0, schedule.chunks, block):
-        chunks = range(first, min(schedule.chunks, first + block))
-        counts = _start(schedule, chunks)
+    for first in range(0, len(left), block):
+        chunks = left[first : first + block]
+        counts = _start(schedule, len(chunks))
         for step, rows in _rows_by_step(schedule, chunks):
-            _apply(schedule, step, rows, counts, chunks.start)
+            _apply(schedule, step, rows, np.searchsorted(chunks, rows[:, 2]), counts)
         _check_promise(schedule, chunks, counts)
 
 
@@ -75,10 +81,11 @@ def progress(schedule: Schedule) -> Iterator[tuple[npt.NDArray[np.int64], npt.ND
     with anything in it that does not belong there has a share of 0.
     """
     _, due = PROMISES[schedule.collective](schedule, np.arange(schedule.chunks))
-    counts = _start(schedule, range(schedule.chunks))
+    counts = _start(schedule, schedule.chunks)
     for step in range(-1, len(schedule.steps)):
         if step >= 0:
-            _apply(schedule, step, schedule.steps.rows(step), counts, 0)
+            rows = schedule.steps.rows(step)
+            _apply(schedule, step, rows, rows[:, 2].astype(np.int64), counts)
         belongs = (counts <= due[None]).all(axis=2)
         held = counts.sum(axis=2, dtype=np.int64)
         yield held, np.where(belongs, held / due.sum(axis=1), 0.0)
@@ -97,54 +104,130 @@ def _check_chunks(schedule: Schedule) -> None:
         )
 
 
-def _check_transfers(schedule: Schedule) -> None:
-    """What needs no run: nothing to itself, and no overwrite of a place that the same step writes too."""
-    steps = schedule.steps
-    table = steps.table
-    number = np.repeat(np.arange(len(steps), dtype=np.int64), np.diff(steps.bounds))
+def _check_senders(schedule: Schedule) -> None:
+    table = schedule.steps.table
     itself = np.flatnonzero(table[:, 0] == table[:, 1])
     if itself.size:
-        row = int(itself[0])
-        raise _wrong(schedule, int(number[row]), table[row], f"rank {table[row, 0]} sends to itself")
-    place = (number * schedule.ranks + table[:, 1]) * schedule.chunks + table[:, 2]
+        row = table[itself[0]]
+        raise _wrong(schedule, int(_steps_of(schedule, itself[:1])[0]), row, f"rank {row[0]} sends to itself")
+
+
+# --- by trees ------------------------------------------------------------------------------------------------------
+
+
+def _in_trees(schedule: Schedule) -> npt.NDArray[np.bool_]:
+    """Of each chunk: whether it keeps its promise and every sum in it is a tree.
+
+    Values are numbered: first each place's own, then the sums in the order in which they are made. While no value is
+    added twice, each is a part of one sum at most. Then no sum has a contribution twice, and a sum with as many leaves
+    as there are ranks has all of them.
+    """
+    ranks, chunks, steps = schedule.ranks, schedule.chunks, schedule.steps
+    places = ranks * chunks
+    held = np.arange(places, dtype=np.int32)  # the value in each place
+    leaves = np.ones(places + np.count_nonzero(steps.table[:, 3]), np.int32)  # of each value
+    uses = np.zeros(len(leaves), np.int32)
+    writer = np.empty(places, np.int32)  # the last row of a step that writes this place
+    shown = np.ones(chunks, bool)
+    values = places
+    for step in range(len(steps)):
+        source, target, chunk, reduce = steps.rows(step).T.astype(np.int64)
+        into, read = target * chunks + chunk, held[source * chunks + chunk]  # all reads come before the writes
+        row = np.arange(len(into), dtype=np.int32)
+        writer[into] = row
+        several = into[writer[into] != row]  # places that are written more than once
+        adds = reduce != 0
+        if not adds.all():
+            over = into[~adds]
+            held[over] = read[~adds]
+            if several.size:
+                shown[chunk[~adds][np.isin(over, several)]] = False
+            into, read, chunk = into[adds], read[adds], chunk[adds]
+        if not into.size:
+            continue
+        grown, first = leaves[read], np.arange(len(into))
+        if several.size:
+            order = np.argsort(into, kind="stable")
+            into, read, chunk = into[order], read[order], chunk[order]
+            first = np.flatnonzero(np.diff(into, prepend=-1))
+            grown = np.add.reduceat(leaves[read], first)
+        into = into[first]
+        before = held[into]
+        new = slice(values, values + len(into))
+        leaves[new] = leaves[before] + grown
+        held[into] = np.arange(new.start, new.stop, dtype=np.int32)
+        values = new.stop
+        np.add.at(uses, before, 1)
+        np.add.at(uses, read, 1)
+        shown[chunk[first][uses[before] > 1]] = False
+        shown[chunk[uses[read] > 1]] = False
+    return shown & _kept(schedule, held.reshape(ranks, chunks), leaves)
+
+
+def _kept(schedule: Schedule, held: npt.NDArray[np.int32], leaves: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+    """Of each chunk: whether its holders end with the sum of all ranks, or with the value of the one rank promised."""
+    kept = np.empty(schedule.chunks, bool)
+    block = max(1, _BLOCK_BYTES // (16 * schedule.ranks))
+    for first in range(0, schedule.chunks, block):
+        chunks = np.arange(first, min(schedule.chunks, first + block))
+        holders, promised = PROMISES[schedule.collective](schedule, chunks)
+        due = promised.sum(axis=1)
+        own = promised.argmax(axis=1) * schedule.chunks + chunks
+        ends = held[:, chunks]
+        right = np.where(due == schedule.ranks, leaves[ends] == schedule.ranks, (due == 1) & (ends == own))
+        kept[chunks] = (right | ~holders).all(axis=0)
+    return kept
+
+
+# --- by counting ---------------------------------------------------------------------------------------------------
+
+
+def _rows_of(schedule: Schedule, chunks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The numbers of the rows of the table that move one of these chunks."""
+    ours = np.zeros(schedule.chunks, bool)
+    ours[chunks] = True
+    return np.flatnonzero(ours[schedule.steps.table[:, 2]])
+
+
+def _steps_of(schedule: Schedule, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    return np.searchsorted(schedule.steps.bounds, rows, side="right") - 1
+
+
+def _check_collisions(schedule: Schedule, chunks: npt.NDArray[np.int64]) -> None:
+    """No overwrite of a place that the same step writes too."""
+    rows = _rows_of(schedule, chunks)
+    table, step = schedule.steps.table[rows], _steps_of(schedule, rows)
+    place = (step * schedule.ranks + table[:, 1]) * schedule.chunks + table[:, 2]
     order = np.argsort(place, kind="stable")
     same = place[order][1:] == place[order][:-1]
     overwrites = table[order, 3] == 0
     collides = np.flatnonzero(same & (overwrites[1:] | overwrites[:-1]))
     if collides.size:
         one, other = sorted(order[collides[0] : collides[0] + 2].tolist())
-        raise _wrong(
-            schedule,
-            int(number[one]),
-            table[one],
-            f"'{_transfer(table[one])}' and '{_transfer(table[other])}' write the same place in one step",
-        )
+        what = f"'{_transfer(table[one])}' and '{_transfer(table[other])}' write the same place in one step"
+        raise _wrong(schedule, int(step[one]), table[one], what)
 
 
-def _start(schedule: Schedule, chunks: range) -> Counts:
+def _start(schedule: Schedule, chunks: int) -> Counts:
     ranks = schedule.ranks
-    counts: Counts = np.zeros((ranks, len(chunks), ranks), np.uint32)
+    counts: Counts = np.zeros((ranks, chunks, ranks), np.uint32)
     everyone = np.arange(ranks)
     counts[everyone, :, everyone] = 1
     return counts
 
 
-def _rows_by_step(schedule: Schedule, chunks: range) -> Iterator[tuple[int, Table]]:
+def _rows_by_step(schedule: Schedule, chunks: npt.NDArray[np.int64]) -> Iterator[tuple[int, Table]]:
     """The transfers of these chunks, a step at a time; steps without any are left out."""
-    steps = schedule.steps
-    if len(chunks) == schedule.chunks:
-        yield from ((step, steps.rows(step)) for step in range(len(steps)) if len(steps.rows(step)))
-        return
-    ours = np.flatnonzero((steps.table[:, 2] >= chunks.start) & (steps.table[:, 2] < chunks.stop))
-    step_of = np.searchsorted(steps.bounds, ours, side="right") - 1
+    rows = _rows_of(schedule, chunks)
+    step_of = _steps_of(schedule, rows)
     starts = np.flatnonzero(np.diff(step_of, prepend=-1))
-    for start, stop in zip(starts, [*starts[1:], len(ours)], strict=True):
-        yield int(step_of[start]), steps.table[ours[start:stop]]
+    for start, stop in pairwise([*starts, len(rows)]):
+        yield int(step_of[start]), schedule.steps.table[rows[start:stop]]
 
 
-def _apply(schedule: Schedule, step: int, rows: Table, counts: Counts, first: int) -> None:
-    source, target, chunk, reduce = rows.T
-    at = chunk - first
+def _apply(schedule: Schedule, step: int, rows: Table, at: npt.NDArray[np.int64], counts: Counts) -> None:
+    """One step; `at` says where in `counts` the chunk of each row is."""
+    source, target, _, reduce = rows.T
     read = counts[source, at]  # a copy: all reads of a step come before its writes
     adds = reduce != 0
     counts[target[~adds], at[~adds]] = read[~adds]
@@ -164,8 +247,8 @@ def _apply(schedule: Schedule, step: int, rows: Table, counts: Counts, first: in
         raise _wrong(schedule, step, wrong, f"'{_transfer(wrong)}' counts rank {contributor}'s contribution twice")
 
 
-def _check_promise(schedule: Schedule, chunks: range, counts: Counts) -> None:
-    holders, promised = PROMISES[schedule.collective](schedule, np.arange(chunks.start, chunks.stop))
+def _check_promise(schedule: Schedule, chunks: npt.NDArray[np.int64], counts: Counts) -> None:
+    holders, promised = PROMISES[schedule.collective](schedule, chunks)
     wrong = (counts != promised[None]).any(axis=2) & holders
     if not wrong.any():
         return
@@ -176,7 +259,7 @@ def _check_promise(schedule: Schedule, chunks: range, counts: Counts) -> None:
         parts.append(f"without rank{_some(due - held)}")
     if held - due:
         parts.append(f"with rank{_some(held - due)} that does not belong there")
-    chunk = chunks.start + at
+    chunk = int(chunks[at])
     raise _error(
         schedule,
         Mark(len(schedule.steps), rank, f"c{chunk}: rank{_some(held)}"),
