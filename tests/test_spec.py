@@ -79,13 +79,26 @@ def test_bind_names_what_is_wrong(text: str, says: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("0", 0), ("100MB", 10**8), ("64MiB", 64 * 2**20), ("1.5kB", 1500), ("2.3GB", 2_300_000_000), ("1 TB", 10**12)],
+    [
+        ("0", 0),
+        ("100MB", 10**8),
+        ("64MiB", 64 * 2**20),
+        ("1.5kB", 1500),
+        ("2.3GB", 2_300_000_000),
+        ("1 TB", 10**12),
+        ("25.6Mparams", 102_400_000),
+        ("25.6M parameters", 102_400_000),
+        ("7B params", 28 * 10**9),
+        ("3params", 12),
+    ],
 )
 def test_sizes(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["-3", "", "MB", "1.5", "3XB", "3mb", "1e999", "nan", "1_000", "١٢"])
+@pytest.mark.parametrize(
+    "text", ["-3", "", "MB", "1.5", "3XB", "3mb", "1e999", "nan", "1_000", "١٢", "25.6M", "7G", "params"]
+)
 def test_what_is_not_a_size_is_refused(text: str) -> None:
     with pytest.raises(RequestError):
         parse_size(text)

@@ -30,7 +30,8 @@ class Spec:
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
-            small = self.name.lower() if _NAME.fullmatch(self.name.lower()) else "ring"
+            plain = self.name.lower().replace("_", "-")
+            small = plain if _NAME.fullmatch(plain) else "ring"
             raise RequestError(f"a name is small letters, digits and '-', like '{small}'; got '{self.name}'")
         seen = set()
         for word in [*self.args, *(part for option in self.options for part in option)]:
@@ -149,9 +150,18 @@ def _quantity(text: str, units: Mapping[str, float], what: str, example: str) ->
     return value
 
 
+_PARAMETERS = {
+    f"{p}{noun}": 4.0 * n for p, n in (_PREFIXES | {"B": 10**9}).items() for noun in ("params", "parameters")
+}
+
+
 def parse_size(text: str) -> int:
-    """Bytes: `100MB`, `64MiB`, `4096`."""
-    value = _quantity(text, SIZES, "a size", "100MB or 64MiB")
+    """Bytes: `100MB`, `64MiB`, `4096`; or parameters of 4 bytes: `25.6Mparams`, `7B parameters`."""
+    written = text.replace(" ", "")
+    if written.endswith(tuple(filter(None, _PREFIXES))):
+        raise RequestError(f"'{text}' may be bytes or parameters: write {written}B, or {written}params (4 bytes each)")
+    counts = written.endswith(("params", "parameters"))
+    value = _quantity(written, _PARAMETERS if counts else SIZES, "a size", "100MB, 64MiB or 25.6Mparams")
     if value < 0 or abs(value - round(value)) > 1e-15 * value:  # 258.9GB is not exact in binary, and is meant to be
         raise RequestError(f"a size is a whole number of bytes, 0 or more; got '{text}'")
     return round(value)

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 
 from offbeat import plugins
 from offbeat import spec as grammar
-from offbeat.errors import RequestError, unknown
+from offbeat.errors import RequestError
 from offbeat.policies import table as policy_table
 from offbeat.policies.table import POLICIES, params_of
 from offbeat.schedules.algorithms import Algorithm, algorithms
 from offbeat.schedules.algorithms import add_row as add_schedule
 from offbeat.spec import Param
+from offbeat.synonyms import unknown_strategy
 
 ALL_REDUCE = "all-reduce"
 SERVER = "parameter server"
@@ -67,7 +68,7 @@ def family_of(line: str) -> str:
         plugins.load_known()
     known = strategies()
     if name not in known:
-        raise unknown("strategy", name, known)
+        raise unknown_strategy("strategy", name, known)
     return known[name].family
 
 

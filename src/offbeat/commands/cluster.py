@@ -41,7 +41,12 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--slow", type=reader(_slow), metavar="F,ENTER,LEAVE", help="periods F times slower; chances a minibatch")
     add("--failures", type=reader(_failures), metavar="UP,DOWN", help="mean seconds until a failure, and until back")
-    add("--size", type=reader(parse_size), default=0, help="of gradient and weights (default 0: free communication)")
+    add(
+        "--size",
+        type=reader(parse_size),
+        default=0,
+        help="of gradient and weights, like 100MB or 25.6Mparams (default 0: free communication)",
+    )
     add("--latency", type=reader(parse_seconds), default=0.0, help="of a message to or from a server (default 0)")
     add("--learner-bandwidth", type=reader(parse_rate), default=math.inf, metavar="RATE", help="of a learner's link")
     add("--server-bandwidth", type=reader(parse_rate), default=math.inf, metavar="RATE", help="of a server's link")

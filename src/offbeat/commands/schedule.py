@@ -42,7 +42,12 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("algorithm", nargs="?", help="ring, torus:4x2, hierarchical:2x4, ...; left out: all are ranked")
     add("--ranks", type=reader(parse_count), metavar="P", help="how many (default: what a shape says, or 8)")
-    add("--size", type=reader(parse_size), default=100_000_000, help="of the vector (default 100MB)")
+    add(
+        "--size",
+        type=reader(parse_size),
+        default=100_000_000,
+        help="of the vector, in bytes or parameters: 100MB (default), 25.6Mparams (4 bytes each)",
+    )
     add("--item-size", type=reader(parse_count), default=1, metavar="BYTES", help="not cut apart (default 1)")
     add("--topology", default="uniform", help="see offbeat topology (default uniform)")
     add(

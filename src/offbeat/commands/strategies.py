@@ -6,8 +6,8 @@ import argparse
 
 from offbeat import plugins
 from offbeat.commands.base import Command, console, json_argument, print_json, print_params, row_json, say
-from offbeat.errors import unknown
 from offbeat.strategy import strategies
+from offbeat.synonyms import unknown_strategy
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +19,7 @@ def _run(given: argparse.Namespace) -> None:
     plugins.load_known()
     known = strategies()
     if given.name is not None and given.name not in known:
-        raise unknown("strategy", given.name, known)
+        raise unknown_strategy("strategy", given.name, known)
     chosen = list(known.values()) if given.name is None else [known[given.name]]
     if given.json:
         rows = [row_json(one.name, one.summary, one.params) | {"family": one.family, "examples": list(one.examples)}

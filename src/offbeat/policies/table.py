@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from offbeat import plugins
 from offbeat import spec as grammar
-from offbeat.errors import RequestError, unknown
+from offbeat.errors import RequestError
 from offbeat.policies.barrier import KBatchSync, KSync
 from offbeat.policies.base import LearnerRule, Policy
 from offbeat.policies.local import OUTER, Downpour, LocalSGD
@@ -21,6 +21,7 @@ from offbeat.policies.rates import CONSTANT, RATES, parse_rate_rule
 from offbeat.policies.stale import AdaptiveK, KAsync, KBatchAsync, StaleDrop, StaleSync
 from offbeat.policies.timed import DeadlineSync, GraceSync
 from offbeat.spec import Param, choice, parse_count, parse_seconds
+from offbeat.synonyms import unknown_strategy
 
 EXAMPLES_FOR = 4  # learners: every example line of a row can run with so many
 _TRIED = range(1, 9)  # learners with which a new row is asked everything once
@@ -262,7 +263,7 @@ def find(name: str) -> Row:
     if name not in POLICIES:
         plugins.load_known()
     if name not in POLICIES:
-        raise unknown("policy", name, POLICIES)
+        raise unknown_strategy("policy", name, POLICIES)
     return POLICIES[name]
 
 

@@ -43,6 +43,7 @@ from offbeat.schedules.phases import (
 )
 from offbeat.schedules.proof import verify
 from offbeat.spec import Param, choice, format_shape, parse_count, parse_shape
+from offbeat.synonyms import unknown_strategy
 
 Shape = tuple[int, ...]
 Orders = tuple[tuple[int, ...], ...]
@@ -464,7 +465,7 @@ def find(name: str, collective: str = "all-reduce") -> Algorithm:
         plugins.load_known()
     rows = algorithms(collective)
     if name not in rows:
-        raise unknown(f"{collective} algorithm", name, rows)
+        raise unknown_strategy(f"{collective} algorithm", name, rows)
     return rows[name]
 
 
