@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 
 from offbeat import __version__
 from offbeat.cli import COMMANDS, load, main
+from offbeat.commands import base
 from offbeat.policies import replay
 from offbeat.schedules import algorithms
 from offbeat.strategy import strategies
@@ -118,6 +121,30 @@ def test_a_picture_is_written_where_asked(offbeat: Offbeat, tmp_path: Path) -> N
     path = tmp_path / "new" / "ring.svg"
     assert offbeat(f"schedule ring --ranks 4 --svg {path}")[0] == 0
     assert path.read_text().startswith("<svg")
+
+
+def test_long_work_says_what_it_does_on_stderr_and_short_work_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with base.stages("building"):
+        pass
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr(base, "_LONG_S", 0.0)
+    spoken = threading.Event()
+    monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
+    with base.stages("building") as tell:
+        while not stream.getvalue():
+            spoken.wait(0.001)
+        tell("proving")
+    assert stream.getvalue() == "offbeat: building ...\noffbeat: proving ...\n"
+
+
+def test_a_nested_topology_is_shown_ranked_and_simulated(offbeat: Offbeat) -> None:
+    assert "1.25 GB/s, 2 us: node 0 socket 0 > core" in offbeat("topology cluster:2xdgx1")[1]
+    found = json.loads(offbeat("schedule --topology cluster:2xdgx1 --size 1MB --json")[1])
+    assert (found["ranks"], found["advised"]) == (16, "halving-doubling")
+    code, out, _ = offbeat("simulate hierarchical:2x8 --learners 16 --topology cluster:2xdgx1 --size 100MB --updates 5")
+    assert code == 0 and "hierarchical:2x8" in out
 
 
 SIMULATED_KEYS = {

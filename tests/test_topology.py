@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from offbeat.errors import RequestError
-from offbeat.topology import TOPOLOGIES, Link, Topology, build, edge_name
+from offbeat.topology import TOPOLOGIES, Link, Topology, build, edge_name, ranks_of
 
 EXAMPLES = {"cluster": "cluster:2x4", "torus": "torus:4x2"}
 
@@ -80,6 +80,57 @@ def test_a_cluster_route_crosses_the_core_only_between_nodes() -> None:
     assert topology.latency_s(3, 4) == pytest.approx(5e-6)
 
 
+NESTED = [f"cluster:2x{EXAMPLES.get(name, name)}" for name in TOPOLOGIES]
+
+
+@pytest.mark.parametrize("line", [*NESTED, "cluster:2xcluster:2xdgx1"])
+def test_a_node_may_be_any_topology_and_keeps_its_own_routes(line: str) -> None:
+    ranks = ranks_of(line)
+    assert ranks is not None
+    whole, half = build(line, ranks=ranks), build(line.partition("x")[2], ranks=ranks // 2)
+    assert all(whole.links[target, source] == link for (source, target), link in whole.links.items())
+    for source in range(ranks):
+        for target in range(ranks):
+            if source == target:
+                continue
+            route = [edge_name(edge) for edge in whole.route(source, target)]
+            ports = sum(edge.endswith(" > core") for edge in route)
+            if source // half.ranks == target // half.ranks:
+                inside = half.route(source % half.ranks, target % half.ranks)
+                assert len(route) == len(inside) and ports == 0
+            else:
+                assert ports == 1
+
+
+def test_two_dgx1_are_joined_by_one_port_each() -> None:
+    topology = build("cluster:2xdgx1:p100,across=100Gbit/s,across-latency=2us,nvlink=20GB/s", ranks=16)
+    assert topology.route(8, 11) == ((8, 11),)
+    assert topology.links[8, 9] == Link(1e-6, 20e9)
+    assert [edge_name(edge) for edge in topology.route(7, 8)] == [
+        "rank 7 > node 0 pcie 3",
+        "node 0 pcie 3 > node 0 socket 1",
+        "node 0 socket 1 > node 0 socket 0",
+        "node 0 socket 0 > core",
+        "core > node 1 socket 0",
+        "node 1 socket 0 > node 1 pcie 0",
+        "node 1 pcie 0 > rank 8",
+    ]
+    assert topology.links["node 0 socket 0", "core"] == Link(1e-6, 12.5e9)
+
+
+def test_groups_are_the_ranks_of_a_node_or_of_a_side() -> None:
+    lines = {"cluster:2x4": (4,), "torus:2x4": (2,), "cluster:2xdgx1": (8,), "cluster:2xcluster:4x8": (8, 32)}
+    lines |= {"cluster:2xtorus:2x2x3": (2, 4, 12), "uniform": ()}
+    for line, groups in lines.items():
+        assert build(line, ranks=ranks_of(line) or 8).groups == groups
+
+
+def test_a_line_says_how_many_ranks_it_has() -> None:
+    lines = {"uniform": None, "dgx1": None, "cluster:4x8": 32, "torus:2x2x3": 12, "cluster:3xdgx1": 24}
+    lines |= {"cluster:3xtorus:2x2": 12, "cluster:2xcluster:2x8": 32, "cluster:2xcluster:2xdgx1,p100": 32}
+    assert {line: ranks_of(line) for line in lines} == lines
+
+
 def test_ranks_forward_on_a_ring_by_the_shorter_way() -> None:
     topology = build("ring", ranks=6)
     assert topology.route(0, 2) == ((0, 1), (1, 2))
@@ -104,6 +155,12 @@ def test_torus_neighbours_are_one_hop_apart() -> None:
         ("dgx1", 9, "8 GPUs"),
         ("dgx1:a100", 8, "unknown choice"),
         ("uniform", 0, "1 or more"),
+        ("cluster:2xdgx2", 16, "did you mean 'dgx1'"),
+        ("cluster:2xdgx1", 15, "15 ranks are not as many on each of 2 nodes"),
+        ("cluster:2xdgx1", 18, "dgx1 has 8 GPUs; 9 ranks"),
+        ("cluster:2xdgx1,inside=1GB/s", 16, "'dgx1:inside=1GB/s': unknown option 'inside'"),
+        ("cluster:2xdgx1,across=1gb/s", 16, "did you mean 'GB/s' or 'Gb/s'"),
+        ("cluster:2xtorus:2x2", 16, "4 ranks, not 8"),
         ("uniform:bandwidth=0GB/s", 4, "at least 1 byte a second"),
         ("uniform:latency=-1us", 4, "0 or more"),
     ],

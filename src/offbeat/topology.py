@@ -5,6 +5,9 @@ are `Link`s. A physical full-duplex cable is two edges, one each way. A route ta
 where several do, the one whose edges were declared first. Only where `forwards` is set do ranks pass
 on traffic that is not theirs.
 
+Topologies nest: `cluster:2xdgx1` is two `dgx1`, each with one port to the core. Options that are not of the network are
+those of the node, so `cluster:4xcluster:2x8,inside=20GB/s,across=1GB/s` is three levels.
+
 What it must not know: schedules, messages, time. Latency is added up along a route; sharing of links
 is decided by whoever puts traffic on them.
 
@@ -15,14 +18,18 @@ of NVLink (1 us) and PCIe (1 us a hop) are assumptions. All are options.
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import accumulate
+from math import prod
+from operator import mul
+from typing import Any, NamedTuple
 
 from offbeat import spec as grammar
 from offbeat.errors import RequestError, unknown
-from offbeat.spec import Param, format_shape, parse_rate, parse_seconds, parse_shape
+from offbeat.spec import Param, Spec, format_shape, parse_rate, parse_seconds, parse_shape
 
 Vertex = int | str
 Edge = tuple[Vertex, Vertex]
@@ -43,12 +50,16 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """Ranks 0..ranks-1, the links between them and their switches, and the routes that follow."""
+    """Ranks 0..ranks-1, the links between them and their switches, and the routes that follow.
+
+    `groups` are the numbers of consecutive ranks that belong together, smallest first: those of a node, of a side.
+    """
 
     name: str
     ranks: int
     links: Mapping[Edge, Link]
     forwards: bool = False
+    groups: tuple[int, ...] = ()
     _ways: dict[Vertex, tuple[Vertex, ...]] = field(init=False, repr=False, compare=False)
     # Of each source: from where every vertex found so far was reached, and what is still to be looked at.
     _found: dict[int, tuple[dict[Vertex, Vertex], deque[Vertex]]] = field(
@@ -229,9 +240,7 @@ def _dgx1(
 
 
 def _fit(name: str, shape: Sequence[int], ranks: int) -> None:
-    count = 1
-    for side in shape:
-        count *= side
+    count = prod(shape)
     if count != ranks:
         text = format_shape(shape)
         raise RequestError(
@@ -241,13 +250,19 @@ def _fit(name: str, shape: Sequence[int], ranks: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Builder:
-    """One row of the table: a kind of machine a user can name."""
+    """One row of the table: a kind of machine a user can name.
+
+    As a node of a cluster it has its port to the core at `port`: a switch, a rank that forwards, or (None) a switch of
+    its own to which every rank has a link. `sides` says how ranks are ordered in a shape: consecutive ones first.
+    """
 
     name: str
     summary: str
     build: Callable[..., Links]
     params: tuple[Param, ...]
     forwards: bool = False
+    port: Vertex | None = None
+    sides: Callable[[tuple[int, ...]], tuple[int, ...]] = tuple
 
 
 def _bandwidth(default: str, name: str = "bandwidth", help: str = "of a link, each way") -> Param:
@@ -263,6 +278,10 @@ def _shape(help: str) -> Param:
 
 
 _PORTS = (_bandwidth("10Gbit/s", help="of a rank's port, each way"), _latency("4us", help="of a route"))
+_NETWORK = (
+    _bandwidth("10Gbit/s", "across", "of a node's port"),
+    _latency("4us", "across-latency", "of a trip over the core, added"),
+)
 _CABLES = (_bandwidth("10Gbit/s"), _latency("4us"))
 _PCIE = _bandwidth("12GB/s", "pcie", "of a PCIe 3 x16 link")
 _QPI = _bandwidth("19.2GB/s", "qpi", "between the sockets")
@@ -275,24 +294,27 @@ TOPOLOGIES: dict[str, Builder] = {
             summary="every rank on one port of a switch that never blocks",
             build=_star,
             params=_PORTS,
+            port="switch",
         ),
         Builder(
             name="cluster",
-            summary="two levels: ranks in nodes, one port of each node to a core",
+            summary="two levels: ranks in nodes, one port of each node to a core; nodes may be other topologies",
             build=_cluster,
             params=(
-                _shape("NODESxPER_NODE, like 4x8"),
+                _shape("NODESxPER_NODE, like 4x8; or NODESxTOPOLOGY, like 2xdgx1, with the options of both"),
                 _bandwidth("50GB/s", "inside", "of a rank's port inside its node"),
-                _bandwidth("10Gbit/s", "across", "of a node's port"),
                 _latency("1us", "inside-latency", "of a route inside"),
-                _latency("4us", "across-latency", "of a trip over the core, added"),
+                *_NETWORK,
             ),
+            port="core",
+            sides=lambda shape: shape[::-1],
         ),
         Builder(
             name="box",
             summary="one machine: two sockets joined by QPI, half of the ranks behind a PCIe switch each",
             build=_box,
             params=(_PCIE, _QPI, _latency("1us", help="of a hop")),
+            port="socket 0",
         ),
         Builder(
             name="dgx1",
@@ -316,12 +338,14 @@ TOPOLOGIES: dict[str, Builder] = {
                 _QPI,
                 _latency("1us", "pcie-latency", "of a hop over PCIe"),
             ),
+            port="socket 0",
         ),
         Builder(
             name="nvswitch",
             summary="every GPU on one switch with all of its NVLinks",
             build=_star,
             params=(_bandwidth("143.7GB/s", help="of a GPU, each way"), _latency("1us", help="of a route")),
+            port="switch",
         ),
         Builder(
             name="hub-spoke",
@@ -329,6 +353,7 @@ TOPOLOGIES: dict[str, Builder] = {
             build=_hub_spoke,
             params=_CABLES,
             forwards=True,
+            port=0,
         ),
         Builder(
             name="fully-connected",
@@ -342,6 +367,7 @@ TOPOLOGIES: dict[str, Builder] = {
             build=_ring,
             params=_CABLES,
             forwards=True,
+            port=0,
         ),
         Builder(
             name="torus",
@@ -349,9 +375,45 @@ TOPOLOGIES: dict[str, Builder] = {
             build=_torus,
             params=(_shape("like 4x8 or 4x4x4; the first side is that of consecutive ranks"), *_CABLES),
             forwards=True,
+            port=0,
         ),
     )
 }
+
+
+class _Nested(NamedTuple):
+    """`cluster:2xdgx1:p100,across=1GB/s`: so many nodes, the line of one, and what is said of the network."""
+
+    nodes: int
+    node: Spec
+    network: Spec
+
+
+def _nested(spec: Spec) -> _Nested | None:
+    match = re.fullmatch(r"([1-9][0-9]{0,8})x([a-z].*)", spec.args[0]) if spec.name == "cluster" and spec.args else None
+    if match is None:
+        return None
+    network = {param.name for param in _NETWORK}
+    node = grammar.parse(match[2])
+    return _Nested(
+        nodes=int(match[1]),
+        node=Spec(
+            name=node.name,
+            args=(*node.args, *spec.args[1:]),
+            options=tuple((key, value) for key, value in spec.options if key not in network),
+        ),
+        network=Spec(name=spec.name, options=tuple(option for option in spec.options if option[0] in network)),
+    )
+
+
+def ranks_of(text: str) -> int | None:
+    """How many ranks a line itself speaks of, by a shape; nodes that do not say how many they have have 8."""
+    spec = grammar.parse(text)
+    nested = _nested(spec)
+    if nested is not None:
+        return nested.nodes * (ranks_of(str(nested.node)) or 8)
+    shaped = spec.name in TOPOLOGIES and any(param.name == "shape" for param in TOPOLOGIES[spec.name].params)
+    return prod(parse_shape(spec.args[0])) if shaped and spec.args else None
 
 
 def build(text: str, *, ranks: int) -> Topology:
@@ -361,6 +423,38 @@ def build(text: str, *, ranks: int) -> Topology:
         raise unknown("topology", spec.name, TOPOLOGIES)
     if ranks < 1:
         raise RequestError(f"ranks must be 1 or more; got {ranks}")
+    nested = _nested(spec)
+    if nested is not None:
+        return _join(str(spec), nested, ranks)
     builder = TOPOLOGIES[spec.name]
     options: dict[str, Any] = grammar.bind(spec, builder.params)
-    return Topology(name=str(spec), ranks=ranks, links=builder.build(ranks, **options), forwards=builder.forwards)
+    return Topology(
+        name=str(spec),
+        ranks=ranks,
+        links=builder.build(ranks, **options),
+        forwards=builder.forwards,
+        groups=tuple(accumulate(builder.sides(options.get("shape", ())), mul))[:-1],
+    )
+
+
+def _join(name: str, nested: _Nested, ranks: int) -> Topology:
+    """Copies of one topology, each with one port to a core."""
+    each, left = divmod(ranks, nested.nodes)
+    if left or not each:
+        raise RequestError(f"topology {name}: {ranks} ranks are not as many on each of {nested.nodes} nodes")
+    node = build(str(nested.node), ranks=each)
+    network = grammar.bind(nested.network, _NETWORK)
+    bandwidth, latency = network["across"], network["across_latency"]
+    port = TOPOLOGIES[nested.node.name].port
+    links: Links = {}
+    for number in range(nested.nodes):
+
+        def own(vertex: Vertex, number: int = number) -> Vertex:
+            return number * each + vertex if isinstance(vertex, int) else f"node {number} {vertex}"
+
+        links |= {(own(source), own(target)): link for (source, target), link in node.links.items()}
+        if port is None:
+            for rank in range(each):
+                _both_ways(links, own(rank), own("port"), Link(0.0, bandwidth))
+        _both_ways(links, own("port" if port is None else port), "core", Link(latency / 2, bandwidth))
+    return Topology(name=name, ranks=ranks, links=links, forwards=node.forwards, groups=(*node.groups, each))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import log2
 
 import pytest
 
 from offbeat.errors import RequestError
 from offbeat.schedules import Schedule, Transfer, algorithms, build, lower_bound_s, price
-from offbeat.schedules.ranking import explain, rank
+from offbeat.schedules.ranking import Ranked, advice, advised, explain, rank, recommended
 from offbeat.topology import Edge, Link, Topology
 from offbeat.topology import build as topology
 from schedules.oracle import bytes_sent
@@ -119,9 +120,58 @@ def test_on_a_cluster_hierarchical_beats_the_flat_ring_and_it_is_said_why() -> N
 
 
 def test_on_equal_machines_with_a_large_size_the_answer_is_ring() -> None:
-    ranking = rank(topology("uniform", ranks=16), 10**10)
-    flat = next(ranked for ranked in ranking if ranked.line == "ring")
-    assert explain(ranking[0], flat) == "ring is within 1 % of the fastest: use it"
+    machine = topology("uniform", ranks=16)
+    ranking = rank(machine, 10**10)
+    assert recommended(ranking).line == "ring"
+    assert advice(ranking, machine) == ["ring is within 0.0 % of direct, the fastest: use it"]
+    assert advice([recommended(ranking)], machine) == ["ring is the fastest: use it"]
+
+
+def ranked(line: str, seconds: float, fits: int = 0) -> Ranked:
+    cost = price(build("ring", ranks=2), uniform(2), 1000)
+    return Ranked(line=line, price=replace(cost, seconds=seconds), tried=1, shapes=1, fits=fits)
+
+
+def test_within_2_percent_of_the_fastest_a_shape_that_fits_is_advised() -> None:
+    fastest, fitting = ranked("torus:128x2", 1.0), ranked("hierarchical:32x8", 1.0199, fits=1)
+    assert advised([fastest, fitting, ranked("ring", 2.0, fits=2)]) is fitting
+    assert advised([fastest, ranked("hierarchical:32x8", 1.021, fits=1)]) is fastest
+    flatter = ranked("torus:8x32", 1.019, fits=1)
+    assert advised([ranked("multiring:2x4x32", 1.0, fits=1), fitting, flatter]) is flatter
+    assert advised([fitting, ranked("multiring:2x4x32", 1.0, fits=2)]).line == "multiring:2x4x32"
+
+
+@pytest.mark.parametrize("across", ["10Gbit/s", "100Gbit/s", "50GB/s"])
+@pytest.mark.parametrize("size", [100_000, 10_000_000])
+def test_of_every_family_the_shape_that_fits_the_nodes_is_taken_where_it_is_close(across: str, size: int) -> None:
+    machine = topology(f"cluster:6x4,across={across}", ranks=24)
+    every = rank(machine, size, every_shape=True)
+    fitting = {"torus:4x6", "hierarchical:6x4", "hierarchical:6x4,leader", "hierarchical:6x4,outer=halving-doubling"}
+    fitting |= {"multiring:4x2x3", "multiring:4x3x2", "multiring:2x2x6", "multiring:2x2x2x3", "multiring:2x2x3x2"}
+    assert {ranked.line for ranked in every if ranked.fits} == fitting
+    for chosen in rank(machine, size):
+        family = [one for one in every if one.line.partition(":")[0] == chosen.line.partition(":")[0]]
+        close = 1.02 * min(one.price.seconds for one in family)
+        assert chosen.fits or not any(one.fits and one.price.seconds <= close for one in family)
+
+
+def test_the_advice_states_its_rule_where_it_is_not_the_fastest() -> None:
+    machine = topology("cluster:6x4,across=2GB/s", ranks=24)
+    ranking = rank(machine, 3_000_000)
+    assert (ranking[0].line, advised(ranking).line) == ("multiring:4x2x3", "torus:4x6")
+    assert advice(ranking, machine)[1].endswith(
+        "faster; of shapes within 2 % of the fastest, one that fits this machine's groups of 4 ranks goes first, "
+        "then the one with fewer sides"
+    )
+
+
+def test_two_dgx1_are_priced_by_the_port_between_them() -> None:
+    machine = topology("cluster:2xdgx1,across=1GB/s", ranks=16)
+    cost = price(build("hierarchical:2x8", ranks=16), machine, 100_000_000)
+    assert cost.bottleneck == "node 0 socket 0 > core"
+    assert cost.bytes_per_link[cost.bottleneck] == 100_000_000
+    assert cost.seconds > 0.1
+    assert advised(rank(machine, 100_000_000)).fits == 1
 
 
 def test_the_ranking_is_sorted_and_holds_each_family_once() -> None:

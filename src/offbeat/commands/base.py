@@ -7,6 +7,8 @@ import json
 import math
 import shutil
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -18,6 +20,8 @@ from offbeat.errors import RequestError
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+_LONG_S = 2.0  # what takes longer says what it does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +84,38 @@ def busy(what: str) -> AbstractContextManager[object]:
     from rich.console import Console
 
     return Console(stderr=True).status(what)
+
+
+@contextmanager
+def stages(first: str) -> Iterator[Callable[[str], None]]:
+    """What is being worked on, told by stages: a moving line on a terminal; elsewhere plain lines, if it takes long."""
+    if sys.stderr.isatty():
+        from rich.console import Console
+
+        with Console(stderr=True).status(first) as status:
+            yield lambda text: status.update(text)
+        return
+    current, spoke_at = first, math.inf
+
+    def speak() -> None:
+        nonlocal spoke_at
+        spoke_at = time.monotonic()
+        print(f"offbeat: {current} ...", file=sys.stderr, flush=True)
+
+    def tell(text: str) -> None:
+        nonlocal current
+        current = text
+        if time.monotonic() - spoke_at > 5 * _LONG_S:
+            speak()
+
+    timer = threading.Timer(_LONG_S, speak)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield tell
+    finally:
+        timer.cancel()
+        timer.join()
 
 
 @contextmanager
@@ -153,12 +189,10 @@ def ranks_of(lines: Sequence[str]) -> int | None:
 
     Two that disagree are refused, since no number of ranks would do.
     """
+    from offbeat import topology
     from offbeat.schedules.algorithms import algorithms, parse_orders
-    from offbeat.topology import TOPOLOGIES
 
-    tables = [(row.name, row.params) for row in algorithms().values()]
-    tables += [(row.name, row.params) for row in TOPOLOGIES.values()]
-    shaped = {name for name, params in tables if any(param.name == "shape" for param in params)}
+    shaped = {row.name for row in algorithms().values() if any(param.name == "shape" for param in row.params)}
     said: dict[str, int] = {}
     for line in lines:
         spec = grammar.parse(line)
@@ -168,6 +202,8 @@ def ranks_of(lines: Sequence[str]) -> int | None:
                 said[line] = math.prod(grammar.parse_shape(spec.args[0]))
             elif order is not None:
                 said[line] = len(parse_orders(order)[0])
+            elif (count := topology.ranks_of(line)) is not None:
+                said[line] = count
         except RequestError as error:
             raise RequestError(f"'{spec}': {error}") from None
     if len(set(said.values())) > 1:

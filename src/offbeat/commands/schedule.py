@@ -11,7 +11,6 @@ from offbeat import schedules, topology
 from offbeat import spec as grammar
 from offbeat.commands.base import (
     Command,
-    busy,
     console,
     facts,
     heading,
@@ -20,13 +19,14 @@ from offbeat.commands.base import (
     ranks_of,
     reader,
     say,
+    stages,
     write_file,
 )
 from offbeat.commands.rings import print_rings, rings_of
 from offbeat.errors import RequestError
 from offbeat.metrics import BUS_FACTORS, bus_bandwidth
 from offbeat.schedules import Price, Schedule
-from offbeat.schedules.ranking import Ranked, explain, rank
+from offbeat.schedules.ranking import Ranked, advice, rank, recommended
 from offbeat.simulate.calibration import read_calibration
 from offbeat.spec import count_of, format_rate, format_seconds, format_size, parse_count, parse_size
 from offbeat.topology import Topology
@@ -81,9 +81,11 @@ def _run(given: argparse.Namespace) -> None:
 
 
 def _one(given: argparse.Namespace, machine: Topology) -> None:
-    with busy(f"building and proving {given.algorithm}"):
+    with stages(f"building {given.algorithm} for {count_of(machine.ranks, 'rank')}") as tell:
         schedule = schedules.build(given.algorithm, ranks=machine.ranks, collective=given.collective, root=given.root)
+        tell(f"proving {len(schedule.steps.table):,} transfers")
         schedules.verify(schedule)
+        tell(f"pricing {len(schedule.steps.table):,} transfers on {machine.name}")
         cost = schedules.price(schedule, machine, given.size, given.item_size)
         rings = rings_of(machine) if grammar.parse(schedule.name).name == schedules.BASELINE else None
     bound_s = schedules.lower_bound_s(machine, given.size) if given.collective == "all-reduce" else None
@@ -154,12 +156,17 @@ def _rank_all(given: argparse.Namespace, machine: Topology) -> None:
 
     if given.svg is not None or given.collective != "all-reduce" or given.root:
         raise RequestError("schedule: --svg, --collective and --root need an algorithm, like ring")
-    with busy(f"pricing every all-reduce on {count_of(machine.ranks, 'rank')}"):
-        ranking = rank(machine, given.size, given.item_size, every_shape=given.all)
+    with stages(f"pricing every all-reduce on {count_of(machine.ranks, 'rank')}") as tell:
+        ranking = rank(
+            machine, given.size, given.item_size, every_shape=given.all, tell=lambda line: tell(f"pricing {line}")
+        )
         rings = rings_of(machine)
     if given.json:
         rows = [_price_json(ranked.line, machine.ranks, ranked.price) for ranked in ranking]
-        print_json({"topology": machine.name, "ranks": machine.ranks, "size_bytes": given.size, "ranking": rows})
+        print_json(
+            {"topology": machine.name, "ranks": machine.ranks, "size_bytes": given.size}
+            | {"advised": recommended(ranking).line, "ranking": rows}
+        )
         return
     out = console()
     heading(out, f"all-reduce of {format_size(given.size)} on {count_of(machine.ranks, 'rank')}, {machine.name}")
@@ -177,7 +184,8 @@ def _rank_all(given: argparse.Namespace, machine: Topology) -> None:
         sent, where = ([format_size(max(cost.bytes_per_rank))], [cost.why()]) if wide else ([], [])
         table.add_row(_best_of(ranked, given.all), str(cost.steps), *sent, format_seconds(cost.seconds), versus, *where)
     out.print(table)
-    say(out, explain(ranking[0], flat))
+    for sentence in advice(ranking, machine):
+        say(out, sentence)
     print_rings(out, machine, rings)
 
 

@@ -231,6 +231,8 @@ class Algorithm:
     collective: str = "all-reduce"
     params: tuple[Param, ...] = ()
     shapes: Callable[[int], list[str]] | None = None
+    # Of a shape, or of none: the sides along which ranks are grouped, that of consecutive ranks first.
+    consecutive_first: Callable[[int, Shape], Shape] = lambda ranks, shape: shape
     least_sides: int = 0  # shapes with fewer sides are another row in other words
     most_shapes: int | None = None  # of which a ranking tries those with the fewest steps
     total_bytes: Callable[[int, int], int] | None = None
@@ -296,6 +298,7 @@ _PLAIN = (
         summary="exchange halves, then double: fewest bytes, 2 log2 P steps (extra ranks fold in: +2)",
         chunks=power_of_two_below,
         phase=halving_doubling,
+        consecutive_first=lambda ranks, shape: (2,) * (ranks.bit_length() - 1) if ranks.bit_count() == 1 else (),
         total_bytes=fewest_bytes,
         auto=2,
         examples=("halving-doubling",),
@@ -314,6 +317,7 @@ _PLAIN = (
         summary="two binary trees with half of the data each, chunk after chunk in a pipeline",
         chunks=_double_tree_chunks,
         phase=double_tree,
+        consecutive_first=lambda ranks, shape: (),  # what it takes is no shape
         params=(
             Param(
                 name="per-tree",
@@ -390,6 +394,7 @@ _SHAPED = (
             ),
         ),
         shapes=_hierarchical_shapes,
+        consecutive_first=lambda ranks, shape: shape[::-1],
         total_bytes=fewest_bytes,
         examples=("hierarchical:2x2", "hierarchical:2x2,leader"),
     ),

@@ -1,12 +1,19 @@
 """Every all-reduce priced on one topology, fastest first.
 
-A family (torus, hierarchical, ...) is tried in every shape that fits and is not a simpler family in other words. Of a
-family that may have too many shapes, those with the fewest steps are tried.
+A family (torus, hierarchical, ...) is tried in every shape that has so many ranks and is not a simpler family in other
+words. Of a family that may have too many shapes, those that fit the machine and have the fewest steps are tried.
+
+The rule among nearly equal ones: of shapes whose time is within 2 % of the fastest, the best is the one that fits the
+machine. A shape fits a group of consecutive ranks, such as the ranks of a node, when it has a side, or several sides
+together, that are exactly this group: torus:8x32, hierarchical:32x8 and multiring:2x4x32 fit nodes of 8.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 
 from offbeat import plugins
 from offbeat import spec as grammar
@@ -16,15 +23,21 @@ from offbeat.schedules.rings import find_rings
 from offbeat.spec import count_of, format_seconds, format_size
 from offbeat.topology import Topology
 
+CLOSE = 1.02  # times that differ by less are not told apart: the model leaves more out than that
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranked:
-    """A line and its price; `tried` of the `shapes` of its family were priced to find it."""
+    """A line and its price; `tried` of the `shapes` of its family were priced to find it.
+
+    `fits` is how many of the machine's groups of ranks are sides of its shape.
+    """
 
     line: str
     price: Price
     tried: int
     shapes: int
+    fits: int = 0
 
     @property
     def label(self) -> str:
@@ -35,36 +48,67 @@ class Ranked:
         return self.line
 
 
-def rank(topology: Topology, size_bytes: int, item_bytes: int = 1, *, every_shape: bool = False) -> list[Ranked]:
+def rank(
+    topology: Topology,
+    size_bytes: int,
+    item_bytes: int = 1,
+    *,
+    every_shape: bool = False,
+    tell: Callable[[str], object] = lambda line: None,
+) -> list[Ranked]:
     """The best shape of each family, or every shape that was tried, fastest first.
 
-    Of shapes within 1 % of each other the best is the one that the machine itself has, then the shorter line. On a mesh
-    of direct links the rings found there are a family of their own, `ring:order=...`.
+    On a mesh of direct links the rings found there are a family of their own, `ring:order=...`. `tell` is given each
+    line before it is priced.
     """
     plugins.load_known()
-    own_shape = grammar.parse(topology.name).args[:1]
-    families = [_lines(row, topology.ranks) for row in algorithms().values()]
+    families = [_lines(row, topology) for row in algorithms().values()]
     families.append(_ordered_rings(topology))
     found: list[Ranked] = []
     for shapes, lines in families:
         priced = []
-        for line in lines:
+        for line, fits in lines.items():
+            tell(line)
             cost = price(build(line, ranks=topology.ranks), topology, size_bytes, item_bytes)
-            priced.append(Ranked(line=line, price=cost, tried=len(lines), shapes=shapes))
-        if every_shape or not priced:
-            found += priced
-            continue
-        close = 1.01 * min(ranked.price.seconds for ranked in priced)
-        best = [ranked for ranked in priced if ranked.price.seconds <= close]
-        found.append(min(best, key=lambda one: (grammar.parse(one.line).args[:1] != own_shape, len(one.line))))
+            priced.append(Ranked(line=line, price=cost, tried=len(lines), shapes=shapes, fits=fits))
+        found += priced if every_shape or not priced else [advised(priced)]
     return sorted(found, key=lambda ranked: ranked.price.seconds)
 
 
+def advised(ranking: Sequence[Ranked]) -> Ranked:
+    """Of those within 2 % of the fastest, what fits the machine best; then fewer sides, then the shorter line."""
+    close = CLOSE * min(ranked.price.seconds for ranked in ranking)
+    best = [ranked for ranked in ranking if ranked.price.seconds <= close]
+    return min(best, key=lambda ranked: (-ranked.fits, len(_sides(ranked.line)), len(ranked.line)))
+
+
+def recommended(ranking: Sequence[Ranked]) -> Ranked:
+    """The baseline where it is within 2 % of the best, since it is the simplest; else the best."""
+    flat, best = _baseline(ranking), advised(ranking)
+    return flat if flat.price.seconds <= CLOSE * best.price.seconds else best
+
+
+def advice(ranking: Sequence[Ranked], topology: Topology) -> list[str]:
+    """What to use and why; a second sentence where another is faster by so little that it does not count."""
+    best, fastest = recommended(ranking), ranking[0]
+    slower = best.price.seconds / fastest.price.seconds - 1 if fastest.price.seconds else 0.0
+    if best.line == BASELINE:
+        near = f"within {100 * slower:.1f} % of {fastest.label}, the fastest" if slower else "the fastest"
+        return [f"{best.label} is {near}: use it"]
+    reasons = [explain(best, _baseline(ranking))]
+    if slower >= 0.0005:
+        groups = " and ".join(str(group) for group in topology.groups)
+        fitting = f"one that fits this machine's groups of {groups} ranks goes first, then " if groups else ""
+        reasons.append(
+            f"{fastest.label} is {100 * slower:.1f} % faster; "
+            f"of shapes within 2 % of the fastest, {fitting}the one with fewer sides"
+        )
+    return reasons
+
+
 def explain(better: Ranked, worse: Ranked) -> str:
-    """By how much one is faster than the other, and why; or that it is not."""
+    """By how much one is faster than the other, and why."""
     fast, slow = better.price, worse.price
-    if slow.seconds <= 1.01 * fast.seconds:
-        return f"{worse.label} is within 1 % of the fastest: use it"
     times = slow.seconds / fast.seconds
     reasons = []
     ours, theirs = (format_size(cost.bytes_per_link[cost.bottleneck]) for cost in (fast, slow))
@@ -82,17 +126,27 @@ def explain(better: Ranked, worse: Ranked) -> str:
     return f"{better.label} is {times:.2f}x as fast as {worse.label}: {'; '.join(reasons)}"
 
 
-def _lines(row: Algorithm, ranks: int) -> tuple[int, list[str]]:
-    """How many shapes of a family are worth trying, and those that are tried."""
-    lines = [line for line in row.lines(ranks) if _worth_trying(row, _sides(line))]
-    if row.most_shapes is not None and len(lines) > row.most_shapes:
-        return len(lines), sorted(lines, key=lambda line: sum(_sides(line)))[: row.most_shapes]
-    return len(lines), lines
+def _baseline(ranking: Sequence[Ranked]) -> Ranked:
+    return next(ranked for ranked in ranking if ranked.line == BASELINE)
 
 
-def _ordered_rings(topology: Topology) -> tuple[int, list[str]]:
+def _lines(row: Algorithm, topology: Topology) -> tuple[int, dict[str, int]]:
+    """How many shapes of a family are worth trying; those that are tried, and how many groups of ranks each fits."""
+    lines = {line: _sides(line) for line in row.lines(topology.ranks)}
+    lines = {line: sides for line, sides in lines.items() if _worth_trying(row, sides)}
+    fits = {line: _fits(row.consecutive_first(topology.ranks, sides), topology) for line, sides in lines.items()}
+    tried = sorted(lines, key=lambda line: (-fits[line], sum(lines[line]))) if row.most_shapes else list(lines)
+    return len(lines), {line: fits[line] for line in tried[: row.most_shapes]}
+
+
+def _fits(sides: tuple[int, ...], topology: Topology) -> int:
+    """How many groups of consecutive ranks are a side, or some sides together, that begins with the first."""
+    return len(set(accumulate(sides, mul)) & set(topology.groups))
+
+
+def _ordered_rings(topology: Topology) -> tuple[int, dict[str, int]]:
     orders = find_rings(topology).orders if topology.is_mesh() else ()
-    return (1, [f"{BASELINE}:order={format_orders(orders)}"]) if orders else (0, [])
+    return (1, {f"{BASELINE}:order={format_orders(orders)}": 0}) if orders else (0, {})
 
 
 def _worth_trying(row: Algorithm, sides: tuple[int, ...]) -> bool:
