@@ -81,9 +81,9 @@ class Topology:
         """The edges from one rank to another, in order; a `RequestError` where there is no way."""
         if source == target:
             raise RequestError(f"topology '{self.name}': rank {source} needs no route to itself")
-        came_from = self._search(source, target)
-        edges: list[Edge] = []
-        here: Vertex = target
+        here = self._before(source, target)
+        came_from, _ = self._found[source]
+        edges: list[Edge] = [(here, target)]
         while here != source:
             edges.append((came_from[here], here))
             here = came_from[here]
@@ -101,20 +101,25 @@ class Topology:
         """What all ranks together can send at once."""
         return sum(link.bytes_per_s for (source, _), link in self.links.items() if isinstance(source, int))
 
-    def _search(self, source: int, target: int) -> dict[Vertex, Vertex]:
-        """Breadth first from `source`, as far as needed; the next search from there goes on where this one ended."""
+    def _before(self, source: int, target: int) -> Vertex:
+        """The last vertex on the way. Breadth first, as far as needed; the next search goes on from there.
+
+        A vertex with a link to `target` is not looked at further: a switch may lead to thousands of others.
+        """
         came_from, queue = self._found.setdefault(source, ({source: source}, deque([source])))
-        while queue and target not in came_from:
-            here = queue.popleft()
-            if isinstance(here, int) and here != source and not self.forwards:
-                continue
-            for there in self._ways.get(here, ()):
-                if there not in came_from:
-                    came_from[there] = here
-                    queue.append(there)
-        if target not in came_from:
-            raise RequestError(f"topology '{self.name}': no way from rank {source} to rank {target}")
-        return came_from
+        if target in came_from:
+            return came_from[target]
+        while queue:
+            here = queue[0]
+            if here == source or self.forwards or not isinstance(here, int):
+                if (here, target) in self.links:
+                    return here
+                for there in self._ways.get(here, ()):
+                    if there not in came_from:
+                        came_from[there] = here
+                        queue.append(there)
+            queue.popleft()
+        raise RequestError(f"topology '{self.name}': no way from rank {source} to rank {target}")
 
 
 def edge_name(edge: Edge) -> str:

@@ -130,6 +130,7 @@ def _in_trees(schedule: Schedule) -> npt.NDArray[np.bool_]:
     writer = np.empty(places, np.int32)  # the last row of a step that writes this place
     shown = np.ones(chunks, bool)
     values = places
+    once = np.int32(1)  # of the type of `uses`: numpy adds it 20 times as fast
     for step in range(len(steps)):
         source, target, chunk, reduce = steps.rows(step).T.astype(np.int64)
         into, read = target * chunks + chunk, held[source * chunks + chunk]  # all reads come before the writes
@@ -157,8 +158,8 @@ def _in_trees(schedule: Schedule) -> npt.NDArray[np.bool_]:
         leaves[new] = leaves[before] + grown
         held[into] = np.arange(new.start, new.stop, dtype=np.int32)
         values = new.stop
-        np.add.at(uses, before, 1)
-        np.add.at(uses, read, 1)
+        np.add.at(uses, before, once)
+        np.add.at(uses, read, once)
         shown[chunk[first][uses[before] > 1]] = False
         shown[chunk[uses[read] > 1]] = False
     return shown & _kept(schedule, held.reshape(ranks, chunks), leaves)
