@@ -328,7 +328,7 @@ def test_the_last_norm_of_every_residual_block_starts_at_zero_and_no_other() -> 
         ("local-sgd:4", ""),
         ("k-async:2", "1 versions old (P/K - 1): steps are shortened to 0.5 of their length, momentum 0.9 -> 0.8 "),
         ("async", "3 versions old (P - 1): steps are shortened to 0.25 of their length, momentum 0.9 -> 0.6 "),
-        ("downpour:push=2,fetch=2", "to 0.0833 of their length, lr 0.1 -> 0.0833, momentum 0.9 -> 0 "),
+        ("downpour:push=2,fetch=2", "to 0.0909 of their length, lr 0.1 -> 0.0909, momentum 0.9 -> 0 "),
     ],
 )
 def test_what_staleness_does_to_the_step_is_told_in_one_line(line: str, says: str) -> None:

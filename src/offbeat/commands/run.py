@@ -87,9 +87,6 @@ def _run_server(given: argparse.Namespace) -> None:
         again=given.cancelled == "again",
         corrects=given.staleness == CORRECT,
     )
-    corrected = setting.policy().staleness_note()
-    if corrected:
-        print(f"offbeat: {corrected}", file=sys.stderr)
     log = None if given.log is None else given.log.absolute()
     if log is not None and (log.is_dir() or not log.parent.is_dir()):
         raise RequestError(f"cannot write {given.log}: it is a folder, or is in none")
@@ -101,6 +98,9 @@ def _run_server(given: argparse.Namespace) -> None:
         log=log,
         facts={"learners": given.learners, "servers": given.servers, "script": Path(given.script).name},
     )
+    corrected = setting.policy().staleness_note()
+    if corrected:
+        print(f"offbeat: {corrected}", file=sys.stderr)
     _supervise(given, plan)
 
 

@@ -44,8 +44,8 @@ class Downpour(EachGradient):
         """A learner computes on while its weights are under way, and a push is as old as the oldest in it."""
         push, fetch = self.rule.push_every, self.rule.fetch_every
         minibatches = 1.5 + (fetch - 1) / 2 + (push - 1)
-        formula = "about P (3/2 + (FETCH-1)/2 + PUSH-1) / PUSH - 1"
-        return estimated(max(0.0, learners / push * minibatches - 1), formula)
+        formula = "about (P-1) (3/2 + (FETCH-1)/2 + PUSH-1) / PUSH"
+        return estimated((learners - 1) * minibatches / push, formula)
 
     def explain(self, result: sentences.Outcome) -> str:
         return sentences.nobody_waits(result)
