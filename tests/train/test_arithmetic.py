@@ -321,8 +321,10 @@ def test_a_gradient_that_is_not_finite_is_left_out_and_training_goes_on(line: st
     last = [record for record in heard if record["kind"] == "evaluated"][-1]
     dropped = last["dropped"]["not finite"]
     assert dropped == 3 * each
-    updates, per_update = outcome.end["updates"], {"async": 4, "k-sync:2": 8}.get(line, 36)
-    assert last["samples"] + dropped == updates * per_update >= 240
+    assert last["samples"] + sum(outcome.dropped.values()) == 240
+    per_update = {"async": 4, "k-sync:2": 8}.get(line, 36)
+    full = math.floor if line == "k-batch-async:9" else math.ceil  # it waits for 9; others take what is left
+    assert outcome.end["updates"] == full(240 / per_update)
     assert all(one.isfinite().all() for one in outcome.weights.values())
     assert outcome.points[-1].loss is not None and outcome.points[0].loss is not None
     assert outcome.points[-1].loss < outcome.points[0].loss

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offbeat.policies import create
 from offbeat.server.slowness import parse as parse_slowness
 from offbeat.simulate.calibration import Calibration, Delays, Machine, machine_of
 from offbeat.simulate.result import Result
@@ -94,16 +93,8 @@ def clock_of(config: Config, machine: Machine) -> Clock:
         cluster=machine.cluster,
         bucket_bytes=None,
         reduce_s=(lambda size: machine.reduce_s) if reduces else None,
-        ends_of_epochs=not _steps_alone(config),
+        ends_of_epochs=True,
     )
-
-
-def _steps_alone(config: Config) -> bool:
-    """Learners that take steps of their own have no ends of epochs in a simulation."""
-    if simulated_family_of(config.sync) == ALL_REDUCE:
-        return False
-    rule = create(config.sync, expect=config.learners).rule
-    return rule.fetch_every > 0 or rule.push_every > 1
 
 
 def _timeline(config: Config, clock: Clock, samples: int) -> Timeline:

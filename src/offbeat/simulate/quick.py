@@ -98,7 +98,7 @@ def go_quickly(simulation: Simulation) -> None:
                 turn[other] += 1
                 stopped.append((other, version[other]))
             elif isinstance(command, Apply):
-                simulation.count_update()
+                simulation.count_update(len(command.tickets))
             elif isinstance(command, Drop):  # what was pushed just now
                 simulation.tally.dropped += 1
                 wasted += now - began

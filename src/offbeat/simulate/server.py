@@ -229,18 +229,22 @@ class Simulation:
         self._close(learner)
         self.done[learner] += 1
         pushes = self.done[learner] % self.rule.push_every == 0
-        if pushes:
-            self.sent += 1
-            spent, self.unpushed_s[learner] = self.unpushed_s[learner], 0.0
-            self.flying[self.sent] = (learner, self.oldest[learner], spent, self.rule.push_every)
-            self._packed(learner, self.sent)
-            self.doing[learner] = "send"
-            if self.pushing[learner] in self.flying:
-                self.queued[learner] = self.sent
-                return 1  # one at a time: it waits until the one before is there, and `_arrive` goes on
-            self._transmit(learner, self.sent)
-        self._go_on(learner, computes=self.free or not pushes)
+        if not pushes or self._push(learner, self.rule.push_every):
+            self._go_on(learner, computes=self.free or not pushes)
         return 1
+
+    def _push(self, learner: int, minibatches: int) -> bool:
+        """What it has computed sets out; False: one at a time, it waits for the one before, and `_arrive` goes on."""
+        self.sent += 1
+        spent, self.unpushed_s[learner] = self.unpushed_s[learner], 0.0
+        self.flying[self.sent] = (learner, self.oldest[learner], spent, minibatches)
+        self._packed(learner, self.sent)
+        self.doing[learner] = "send"
+        if self.pushing[learner] in self.flying:
+            self.queued[learner] = self.sent
+            return False
+        self._transmit(learner, self.sent)
+        return True
 
     def _go_on(self, learner: int, *, computes: bool) -> None:
         """After a minibatch and perhaps the start of a push: fetch if it is time, and begin the next minibatch."""
@@ -328,7 +332,7 @@ class Simulation:
             case Cancel():
                 self._post(CANCEL, command.learner, self.policy.version)
             case Apply():
-                self.count_update()
+                self.count_update(sum([self.gradients[ticket][3] for ticket in command.tickets]))
                 if self.cluster.cores is not None and self.cluster.cores.update_s:
                     self._work(self.cluster.cores.update_s, Job(None, 0, 0, urgent=True))
                 for ticket in command.tickets:
@@ -346,11 +350,11 @@ class Simulation:
             self._tell(Woke(self.now))
         return 0
 
-    def count_update(self) -> None:
+    def count_update(self, minibatches: int) -> None:
         taken = self.policy.last_update
         before = self.policy.version - 1
         self.tally.staleness.update([before - gradient.version for gradient in taken])
-        self.tally.applied += len(taken) * self.rule.push_every
+        self.tally.applied += minibatches
         self.tally.samples += sum([gradient.samples for gradient in taken])
 
     def _send(self, learner: int) -> None:
@@ -507,10 +511,10 @@ class Simulation:
         self._plan(self.now + down, REJOIN, learner, 0)
         return 0
 
-    def _rejoin(self, learner: int, number: int) -> int:
+    def _rejoin(self, learner: int, done: int) -> int:
         self.since[learner] = self.now
         self.doing[learner] = "wait"
-        self.done[learner] = 0
+        self.done[learner] = done
         if self.cluster.failures is not None:
             life = self.life[learner]
             up, _ = failure_times(self.cluster.failures, self.cluster.seed, int(self.draws.ids[learner]), life)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 
 from offbeat.errors import RequestError
 from offbeat.policies import Apply, Command, Drop, Left, Policy, Pushed
-from offbeat.simulate.books import Batch, Book, Epochs, samples_of
+from offbeat.simulate.books import Batch, Epochs, samples_of
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.collective import Rounds
 from offbeat.simulate.engine import ASIDE, REJOIN
@@ -163,13 +163,16 @@ class Timeline(Protocol):
 
 
 class ServedTimeline(Simulation):
-    """The server's simulation with samples. Without an end of its own: it ends when its book is over."""
+    """The server's simulation with samples. Without an end of its own: it ends when its book is over.
+
+    Where learners push every H minibatches, they also push what they have where there are no more samples to take.
+    """
 
     def __init__(
         self,
         strategy: str,
         cluster: Cluster,
-        book: Book,
+        book: Epochs,
         *,
         keep_spans: int = 0,
         write: Callable[[dict[str, Any], Work | None], object] | None = None,
@@ -190,11 +193,6 @@ class ServedTimeline(Simulation):
         self._keep_every = max(1, min(KEEP_EVERY, cluster.learners // 8))  # a look takes as long as there are learners
         self._away: list[int] = []  # learners without samples, in the order of stepping aside
         self.handlers[ASIDE] = self._aside
-        if isinstance(book, Epochs):
-            if cluster.failures is not None:
-                raise RequestError("failures are not simulated together with ends of epochs; leave one of them out")
-            if self.free or self.rule.push_every > 1:
-                raise RequestError(f"'{strategy}': ends of epochs are not simulated where learners step by themselves")
 
     @property
     def is_over(self) -> bool:
@@ -228,8 +226,8 @@ class ServedTimeline(Simulation):
 
     def _begin(self, learner: int) -> None:
         batch = self.book.take(learner)
-        if batch is None:  # not at once: the policy may be in the middle of its commands
-            self._plan(self.now, ASIDE, learner, self.turn[learner])
+        if batch is None:
+            self._without_samples(learner)
             return
         fetched = self.next_version[learner]
         super()._begin(learner)
@@ -276,6 +274,8 @@ class ServedTimeline(Simulation):
         super()._close(learner, cancelled=cancelled)
 
     def _fail(self, learner: int, number: int) -> int:
+        if number != self.life[learner]:
+            return 0  # it has stepped aside since
         lost = [sent for sent, gradient in self.flying.items() if gradient[0] == learner]
         for step in [*self._steps[learner], *(step for sent in lost for step in self._works.pop(sent).steps)]:
             self.book.put_back(step.batch)
@@ -284,9 +284,28 @@ class ServedTimeline(Simulation):
 
     # --- the end of an epoch ------------------------------------------------------------------------------------------
 
+    def _without_samples(self, learner: int) -> None:
+        """As a real learner: it pushes what it has computed, and steps aside when that is answered."""
+        steps = len(self._steps[learner])
+        if steps and not self.free:
+            self.done[learner] = 0
+        if steps and not (self._push(learner, steps) and self.free):
+            return  # and comes here again, with nothing, when it may go on
+        if self.free and self.doing[learner] != "wait":
+            self._close(learner)
+            self.doing[learner] = "wait"
+        # Not at once: the policy may be in the middle of its commands.
+        self._plan(self.now, ASIDE, learner, self.turn[learner])
+
+    def _arrive(self, learner: int, number: int) -> int:
+        arrived = super()._arrive(learner, number)
+        if arrived and self.free and self.doing[learner] == "wait":
+            self._plan(self.now, ASIDE, learner, self.turn[learner])
+        return arrived
+
     def _aside(self, learner: int, number: int) -> int:
         """A learner without samples leaves until there are some, so that nobody waits for it."""
-        if number != self.turn[learner] or self.doing[learner] != "wait":
+        if number != self.turn[learner] or self.doing[learner] != "wait" or self.pushing[learner] in self.flying:
             return 0
         if self.book.free:  # some have come back at this very moment
             self._begin(learner)
@@ -294,6 +313,7 @@ class ServedTimeline(Simulation):
         self._close(learner)
         self.doing[learner] = "away"
         self.next_version[learner] = None
+        self.fetching[learner] = False
         self.turn[learner] += 1
         self.life[learner] += 1
         self._away.append(learner)
@@ -306,7 +326,7 @@ class ServedTimeline(Simulation):
             self.book.settle_held()
         if self.book.free:
             for learner in self._away:
-                self._plan(self.now, REJOIN, learner, 0)
+                self._plan(self.now, REJOIN, learner, self.done[learner])
             self._away.clear()
 
     # --- books --------------------------------------------------------------------------------------------------------

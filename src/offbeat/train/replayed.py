@@ -198,11 +198,7 @@ class Replay:
             )
         starts = self._law("ways") if self._source(line) == RECORDED else None
         cluster = replace(cluster, wires=Wires(size_bytes=0, latency_s=beside_s / 2), starts=starts)
-        rule = create(line, expect=learners).rule
-        steps_alone = rule.fetch_every > 0 or rule.push_every > 1
-        if steps_alone:
-            notes = (*notes, f"{line}: learners step by themselves, and their ends of epochs are not simulated")
-        return config, Clock(cluster=cluster, ends_of_epochs=not steps_alone), notes
+        return config, Clock(cluster=cluster, ends_of_epochs=True), notes
 
     def _law(self, what: str) -> Law:
         if what not in self._laws:

@@ -23,6 +23,7 @@ from torch import Tensor
 from offbeat import plugins, topology
 from offbeat.errors import RequestError
 from offbeat.policies.damping import CORRECT
+from offbeat.policies import create
 from offbeat.server.table import parts_of
 from offbeat.simulate.books import Batch, Epochs, Stream, pieces_of
 from offbeat.simulate.cluster import Cluster
@@ -62,7 +63,7 @@ class Clock:
     layers: Model = NOTHING  # what an all-reduce has to send
     bucket_bytes: int | None = 25_000_000  # None: no overlap
     reduce_s: Callable[[int], float] | None = None  # of so many bytes, where it was measured
-    ends_of_epochs: bool = False  # learners wait for each other there, as they do in a real run
+    ends_of_epochs: bool = False  # learners wait for each other there, as in a real run; see `has_ends`
 
 
 class Point(NamedTuple):
@@ -171,13 +172,23 @@ def check_clock(config: Config, clock: Clock, task: Task) -> None:
     timeline_of(config, clock, len(task.train))  # type: ignore[arg-type]  # a map-style set has a length
 
 
+def has_ends(config: Config, clock: Clock) -> bool:
+    """Whether learners wait for each other at the ends of epochs.
+
+    They always do where they push every H minibatches: at an end they push what they have, so that without ends a run
+    in which H minibatches are more than an epoch has would be another one.
+    """
+    served = family_of(config.sync) == SERVER
+    return clock.ends_of_epochs or (served and create(config.sync, expect=config.learners).rule.push_every > 1)
+
+
 def timeline_of(config: Config, clock: Clock, samples: int, *, write: Write | None = None) -> Timeline:
     """When a training happens. With `write` it is told every decision, and all spans are kept."""
     train, cluster, learners = config.train, clock.cluster, config.learners
     size = train.batch_size * train.accumulate
     spans = 0 if write is None else ALL
     if family_of(config.sync) == SERVER:
-        kind = Epochs if clock.ends_of_epochs else Stream
+        kind = Epochs if has_ends(config, clock) else Stream
         again = config.cancelled == "again"
         book = kind(samples=samples, sizes=(size,) * learners, epochs=train.epochs, again=again)
         corrects = config.staleness == CORRECT
@@ -239,7 +250,8 @@ class VirtualTrainer(Trainer):
         if not 0 < every < math.inf:
             raise RequestError(f"epochs from look to look are above 0; got {every}")
         super().__init__(config, task, run or RunDir(Path()), number=0, learners=config.learners, report=report)
-        self._streams = _streams(clock)
+        ends = has_ends(config, clock) if isinstance(clock, Clock) else clock.log.run.get("epochs") != STREAM
+        self._streams = not ends
         if self._streams:
             self.pace = pace_of(
                 config.train, line=config.sync, learners=self.learners, samples=self.samples, ends=False
@@ -258,6 +270,7 @@ class VirtualTrainer(Trainer):
         self._taken = 0  # samples of updates: applied, or not finite
         self._through = 0  # and those that were dropped
         self._staleness: Counter[int] = Counter()  # of gradients
+        self._minibatches = 0  # that were applied: a gradient may be of several
         self._late: Mapping[str, int] = {}  # samples that were not applied, by reason
         self._spent = Spent(0.0, 0.0, 0.0, 0.0)
         self._stops = False
@@ -276,6 +289,8 @@ class VirtualTrainer(Trainer):
         self.tell_beginning()
         self._look()
         train(self.timeline, self.arithmetic, width=self._width, after=self._after)
+        if isinstance(self.timeline, ServedTimeline) and not self._stops:
+            self._late = self.timeline.book.dropped
         if self.points[-1].update != self.at.update:
             self._look()
         self._end_here()
@@ -289,6 +304,7 @@ class VirtualTrainer(Trainer):
         self._spent = update.spent
         ages = [update.version - 1 - work.version for work in update.works]
         self._staleness.update(ages)
+        self._minibatches += sum(len(work.steps) for work in update.works)
         old = (at.staleness or 0.0) * at.gradients + sum(ages)
         at.gradients += len(ages)
         at.staleness = old / at.gradients
@@ -404,16 +420,11 @@ class VirtualTrainer(Trainer):
         )
 
     def _how(self) -> str:
-        many, arithmetic = self.at.gradients, self.arithmetic
+        many, arithmetic = self._minibatches, self.arithmetic
         if arithmetic.together and arithmetic.as_one and self._width > 1:
             return f"{many:,} minibatches, up to {self._width} at a time"
         why = f" ({arithmetic.why_alone})" if arithmetic.why_alone else ""
         return f"{many:,} minibatches, one by one{why}"
-
-
-def _streams(clock: Clock | LoggedTimeline) -> bool:
-    """Whether updates do not mind the ends of epochs."""
-    return not clock.ends_of_epochs if isinstance(clock, Clock) else clock.log.run.get("epochs") == STREAM
 
 
 def _finite(number: float | None) -> float | None:
