@@ -174,6 +174,16 @@ def test_a_race_ranks_advises_and_draws(offbeat: Offbeat, tmp_path: Path) -> Non
         (f"simulate async {SHORT} --set seed=3", "--set seed"),
         (f"simulate async {SHORT} --device cuda:77", "is not here"),
         ("simulate async --recipe nope", "no recipe"),
+        *(
+            (f"{line} --learners 999999999", "takes about 2 TB of memory (2 kB each), and")
+            for line in (
+                "simulate async",
+                "simulate local-sgd:4 --recipe digits-mlp",
+                "compare",
+                "compare ring async",
+                "compare ring async --recipe digits-mlp --target 0.9",
+            )
+        ),
         ("simulate async --look-every 3", "--recipe"),
         ("compare ring --seeds 5", "--recipe"),
         ("compare ring --epochs 5", "--recipe"),

@@ -10,9 +10,10 @@ from pathlib import Path
 from offbeat import topology
 from offbeat.commands.base import reader
 from offbeat.errors import RequestError
+from offbeat.machine import available_bytes
 from offbeat.simulate import collective, server
 from offbeat.simulate.calibration import Delays, Machine, machine_of, read_calibration
-from offbeat.simulate.cluster import Cluster, Wires
+from offbeat.simulate.cluster import Cluster, Wires, check_memory
 from offbeat.simulate.collective import Model
 from offbeat.simulate.compute import LAWS, Failures, SlowPeriods, parse_law
 from offbeat.simulate.result import Result
@@ -72,6 +73,7 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
 
 def cluster_of(given: argparse.Namespace) -> Cluster:
     """The machines. With a calibration those of a server's strategies; `machine_for` has them for any."""
+    check_memory(given.learners, available_bytes())
     if given.calibration is not None:
         return machine_for(given, "async").cluster
     if given.network is not None:

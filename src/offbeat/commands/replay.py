@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 from offbeat.commands.base import Command, console, heading, json_argument, print_json, read_accuracy, reader, say
 from offbeat.commands.virtual import Live, task_for
 from offbeat.errors import OffbeatError, RequestError
+from offbeat.machine import available_bytes
 from offbeat.simulate.calibration import Calibration, read_calibration
+from offbeat.simulate.cluster import check_memory
 from offbeat.simulate.race import percent
 from offbeat.spec import count_of, format_seconds, parse_count
 from offbeat.strategy import line_up
@@ -64,6 +66,7 @@ def _run(given: argparse.Namespace) -> None:
         raise RequestError(f"--seed is 0 or more; got {given.seed}")
     if given.no_accuracy and given.target is not None:
         raise RequestError("--target is an accuracy, and --no-accuracy asks for none: leave one of them out")
+    check_memory(given.learners or 0, available_bytes())
     calibration = None if given.calibration is None else read_calibration(given.calibration)
     run = read_run(given.run)
     notes = [] if calibration is None else _calibrated(calibration, run)

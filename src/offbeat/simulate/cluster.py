@@ -8,6 +8,20 @@ from dataclasses import dataclass, replace
 from offbeat.errors import RequestError
 from offbeat.simulate.compute import Draws, Failures, Law, SlowPeriods
 from offbeat.simulate.cores import Cores
+from offbeat.spec import format_size
+
+LEARNER_BYTES = 2_000  # that simulating one learner takes: its state, events and next draws (0.7 to 1.5 kB measured)
+
+
+def check_memory(learners: int, available_bytes: int | None) -> None:
+    """`RequestError` where simulating so many takes more memory than there is; None: the system does not tell."""
+    needed_bytes = learners * LEARNER_BYTES
+    if available_bytes is not None and needed_bytes > available_bytes:
+        raise RequestError(
+            f"--learners {learners}: simulating them takes about {format_size(needed_bytes)} of memory "
+            f"({format_size(LEARNER_BYTES)} each), and {format_size(available_bytes)} are available here; "
+            f"simulate at most {available_bytes // LEARNER_BYTES:,}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
