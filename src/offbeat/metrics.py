@@ -7,7 +7,8 @@ Scaling is weak (the batch of a learner stays the same) unless a name says stron
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from offbeat.errors import RequestError, unknown
@@ -34,7 +35,14 @@ DEFINITIONS: Mapping[str, Definition] = {
         "bytes/s", "size / seconds * factor of the collective (BUS_FACTORS); of all-to-all, the size of one rank's part"
     ),
     "time to accuracy": Definition(
-        "s", "training seconds until the test metric first reaches the target, evaluation left out"
+        "s",
+        "training seconds until the test metric reaches the target and holds it (the first evaluation that is there "
+        "with the median of it and the next two), evaluation left out",
+    ),
+    "accuracy": Definition(
+        "",
+        "share of the test set that is right; in brackets its 95 % interval (Wilson), by the size of that set. Two are "
+        "told apart where the 95 % interval of their difference (Newcombe) is without 0",
     ),
     "energy": Definition("J", "joules as measured by GPU counters or RAPL, or 'not measured'"),
     "cost": Definition("", "devices * hours * price of a device hour, as given by the user"),
@@ -106,9 +114,85 @@ def bus_bandwidth(collective: str, ranks: int, size_bytes: float, seconds: float
     return size_bytes / _positive("seconds", seconds) * BUS_FACTORS[collective].of(_positive("ranks", ranks))
 
 
+# --- a target, and when it is reached -------------------------------------------------------------------------------
+
+
+def reached_at(values: Sequence[float], target: float) -> int | None:
+    """Which evaluation reached the target: the first that is there with the median of it and the next two.
+
+    A value that is there once, by chance, does not count. Two of three decide the median, so a curve that ends with
+    two in a row has reached it; one whose last value alone is there has not. For a loss give -values and -target.
+    """
+    there = [value >= target for value in values]
+    return next((at for at, one in enumerate(there) if one and any(there[at + 1 : at + 3])), None)
+
+
+def highest_reached(values: Sequence[float]) -> float | None:
+    """The highest target that these have reached, by `reached_at`; None: there are fewer than two."""
+    return max((min(one, max(values[at + 1 : at + 3])) for at, one in enumerate(values[:-1])), default=None)
+
+
 def time_to_accuracy(points: Iterable[tuple[float, float]], target: float) -> float | None:
-    """From (training seconds, metric) in order of time: when the metric first reaches `target`, or None."""
-    return next((seconds for seconds, metric in points if metric >= target), None)
+    """From (training seconds, metric) in order of time: when the metric reached `target`, or None."""
+    points = tuple(points)
+    at = reached_at([metric for _, metric in points], target)
+    return None if at is None else points[at][0]
+
+
+# --- how sure an accuracy is ------------------------------------------------------------------------------------------
+
+Z = 1.959964  # of a normal distribution, 95 % are within so many standard deviations
+
+
+def interval(accuracy: float, samples: int) -> tuple[float, float]:
+    """The 95 % interval of a share that was measured on so many samples (Wilson 1927): sound near 0 and 1 too."""
+    spread = Z * Z / _positive("samples", samples)
+    middle = (accuracy + spread / 2) / (1 + spread)
+    half = Z * math.sqrt(accuracy * (1 - accuracy) / samples + spread / (4 * samples)) / (1 + spread)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def format_accuracy(accuracy: float, samples: int | None) -> str:
+    """`98.1 % (96.1-99.1)`: with its interval, where the size of the test set is known."""
+    text = f"{100 * accuracy:.1f} %"
+    if not samples:
+        return text
+    low, high = interval(accuracy, samples)
+    return f"{text} ({100 * low:.1f}-{100 * high:.1f})"
+
+
+class Score(NamedTuple):
+    """What a ranking knows of a run."""
+
+    accuracy: float
+    samples: int | None  # of the test set; None: not known, and every difference counts
+    seconds: float  # that decide between those whose accuracies are tied
+
+    def is_above(self, other: Score, *, within: float = 0.0) -> bool:
+        """Whether it is better by more than `within` and by more than chance gives.
+
+        The latter: the 95 % interval of the difference of two shares (Newcombe 1998) does not reach 0. It takes the
+        test sets for independent, and so is careful where they are the same.
+        """
+        more = self.accuracy - other.accuracy
+        if more <= within + 1e-9:
+            return False
+        if not self.samples or not other.samples:
+            return True
+        below = self.accuracy - interval(self.accuracy, self.samples)[0]
+        above = interval(other.accuracy, other.samples)[1] - other.accuracy
+        return more > math.hypot(below, above)
+
+
+def ranking(scores: Sequence[Score], *, within: float = 0.0) -> list[list[int]]:
+    """Their places, the best accuracies first: groups of who is not below the best of the group, the fastest first."""
+    left = sorted(range(len(scores)), key=lambda at: (-scores[at].accuracy, scores[at].seconds))
+    groups = []
+    while left:
+        tied = [at for at in left if not scores[left[0]].is_above(scores[at], within=within)]
+        groups.append(sorted(tied, key=lambda at: scores[at].seconds))
+        left = [at for at in left if at not in tied]
+    return groups
 
 
 def cost(devices: int, seconds: float, price_per_device_hour: float) -> float:

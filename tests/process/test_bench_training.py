@@ -227,7 +227,7 @@ CONFIG = changed(RECIPES["digits-softmax"].config, {"train": {"epochs": 3}})
 
 
 def kept(rate: float, right: float, joules: float | None) -> Kept:
-    return Kept(rate, 3.0, right, ((1.0, 10, 0.5), (2.0, 20, 0.9), (3.0, 30, right)), joules, ())
+    return Kept(rate, 3.0, right, 359, ((1.0, 10, 0.5), (2.0, 20, 0.9), (3.0, 30, right)), joules, ())
 
 
 @pytest.fixture

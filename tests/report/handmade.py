@@ -77,7 +77,7 @@ def write_result(path: Path, measured: str, rows: Sequence[Line], **more: Any) -
 
 
 def any_run(folder: Path, *, strategy: str = "async", learners: int = 2, accuracy: float = 0.5, **more: Any) -> Path:
-    """Two learners that push twice each, and one evaluation."""
+    """Two learners that push twice each, and two evaluations at the end."""
     log = [
         span(0, "compute", 0.0, 1.0, 0),
         decision("pushed 0 t1 v0 n8 @1.0", "apply t1", "send 0"),
@@ -93,6 +93,6 @@ def any_run(folder: Path, *, strategy: str = "async", learners: int = 2, accurac
         "config": config(strategy, learners),
         "head": {"strategy": strategy, "learners": learners, "expect": learners},
         "log": log,
-        "metrics": [evaluation(4, 3.0, accuracy, loss=1.0, samples=32, dropped={})],
+        "metrics": [evaluation(4, 3.0, accuracy, loss=1.0, samples=32, dropped={})] * 2,  # so that it is held
     }
     return write_run(folder, **(given | more))

@@ -163,7 +163,7 @@ def test_a_run_that_stopped_before_its_epochs_and_its_goal_is_stopped_early(
     tmp_path: Path, epoch: float | None, stop_at: float, ended: str
 ) -> None:
     told = config("async", 2, epochs=100, stop_at=stop_at)
-    found = facts(tmp_path / "a", config=told, metrics=[evaluation(4, 3.0, 0.5, epoch=epoch)])
+    found = facts(tmp_path / "a", config=told, metrics=[evaluation(4, 3.0, 0.5, epoch=epoch)] * 2)
     assert (found.ended, found.finished) == (ended, not ended)
 
 

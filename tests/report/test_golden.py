@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from offbeat.metrics import DEFINITIONS
+from offbeat.metrics import DEFINITIONS, interval
 from offbeat.report import facts as own
 from offbeat.report.build import build
 from offbeat.report.facts import EnergyFacts, Facts, Point, Straggler, facts_of, straggler
@@ -104,7 +104,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
             log=LATE,
             metrics=[
                 evaluation(2, 3.0, 0.5, loss=1.0, samples=32, dropped={}),
-                evaluation(3, 6.0, 0.75, loss=0.5, samples=48, dropped={"late": 8, "left over": 4}),
+                *[evaluation(3, 6.0, 0.75, loss=0.5, samples=48, dropped={"late": 8, "left over": 4})] * 2,
             ],
             energy={
                 "seconds": 8.0,
@@ -120,7 +120,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
             log=RING,
             metrics=[
                 evaluation(2, 5.0, 0.25, loss=2.0, samples=32, dropped={}),
-                evaluation(4, 10.0, EVEN, loss=0.25, samples=64, dropped={}),
+                *[evaluation(4, 10.0, EVEN, loss=0.25, samples=64, dropped={})] * 2,
             ],
             machine={"cores": 2},
         ),
@@ -135,7 +135,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
             config=config("ring", 4),
             metrics=[
                 evaluation(2, 5.0, 0.75, loss=0.5, samples=64, dropped={}),
-                evaluation(3, 7.5, 0.75, loss=0.375, samples=96, dropped={}),
+                evaluation(3, 7.5, 0.75, test_samples=64, loss=0.375, samples=96, dropped={}),
             ],
         ),
         write_result(
@@ -205,7 +205,7 @@ def test_every_fact_of_a_server_run_is_the_one_computed_on_paper(inputs: Inputs)
         seconds=6.0,
         samples=48,
         samples_dropped=12,
-        curve=(Point(3.0, 2, 0.5, 1.0), Point(6.0, 3, 0.75, 0.5)),
+        curve=(Point(3.0, 2, 0.5, 1.0), *[Point(6.0, 3, 0.75, 0.5)] * 2),
         staleness=((0, 6),),
         applied=6,
         dropped=1,
@@ -255,7 +255,7 @@ def test_every_fact_of_an_all_reduce_is_the_one_computed_on_paper(inputs: Inputs
         seconds=10.0,
         samples=64,
         samples_dropped=0,
-        curve=(Point(5.0, 2, 0.25, 2.0), Point(10.0, 4, EVEN, 0.25)),
+        curve=(Point(5.0, 2, 0.25, 2.0), *[Point(10.0, 4, EVEN, 0.25)] * 2),
         staleness=((0, 8),),
         applied=8,
         dropped=0,
@@ -282,22 +282,22 @@ COST_4 = 30.0  # 4 devices, 7.5 s
 
 ROWS: dict[str, tuple[tuple[str, ...], list[tuple[Any, ...]]]] = {
     "accuracy": (
-        ("run", "accuracy at the end", "best accuracy", "loss at the end", "lowest loss", "target",
-         "time to target (s)", "updates to target"),
+        ("run", "accuracy at the end", "at least", "at most", "best accuracy", "loss at the end", "lowest loss",
+         "target", "time to target (s)", "updates to target"),
         [
-            ("late", 0.75, 0.75, 0.5, 0.5, 0.75, 6.0, 3),
-            ("even", EVEN, EVEN, 0.25, 0.25, 0.75, 10.0, 4),
-            ("stale", None, None, None, None, None, None, None),
-            ("four", 0.75, 0.75, 0.375, 0.375, 0.75, 5.0, 2),
+            ("late", 0.75, None, None, 0.75, 0.5, 0.5, 0.75, 6.0, 3),
+            ("even", EVEN, None, None, EVEN, 0.25, 0.25, 0.75, 10.0, 4),
+            ("stale", None, None, None, None, None, None, None, None, None),
+            ("four", 0.75, *interval(0.75, 64), 0.75, 0.375, 0.375, 0.75, 5.0, 2),
         ],
     ),
     "evaluations": (
         ("run", "training time (s)", "updates", "accuracy", "test error", "test loss"),
         [
             ("late", 3.0, 2, 0.5, 0.5, 1.0),
-            ("late", 6.0, 3, 0.75, 0.25, 0.5),
+            *[("late", 6.0, 3, 0.75, 0.25, 0.5)] * 2,
             ("even", 5.0, 2, 0.25, 0.75, 2.0),
-            ("even", 10.0, 4, EVEN, 1 - EVEN, 0.25),
+            *[("even", 10.0, 4, EVEN, 1 - EVEN, 0.25)] * 2,
             ("four", 5.0, 2, 0.75, 0.25, 0.5),
             ("four", 7.5, 3, 0.75, 0.25, 0.375),
         ],
@@ -503,12 +503,12 @@ def test_charts_hold_the_numbers_on_paper(page: Page) -> None:
     error = items["error-seconds"]
     assert isinstance(error, LineChart) and error.levels == ((0.25, "target 75.0 %"),)
     assert [(one.name, one.points) for one in error.series] == [
-        ("late", ((3.0, 0.5), (6.0, 0.25))),
-        ("even", ((5.0, 0.75), (10.0, 1 - EVEN))),
+        ("late", ((3.0, 0.5), (6.0, 0.25), (6.0, 0.25))),
+        ("even", ((5.0, 0.75), (10.0, 1 - EVEN), (10.0, 1 - EVEN))),
         ("four", ((5.0, 0.25), (7.5, 0.25))),
     ]
     updates = items["error-updates"]
-    assert isinstance(updates, LineChart) and updates.series[0].points == ((2.0, 0.5), (3.0, 0.25))
+    assert isinstance(updates, LineChart) and updates.series[0].points == ((2.0, 0.5), (3.0, 0.25), (3.0, 0.25))
     stale = items["staleness-3"]
     assert isinstance(stale, BarChart) and stale.categories == ("0", "1", "2")
     assert [(bars.values, bars.style) for bars in stale.series] == [
@@ -538,11 +538,12 @@ def test_the_summary_says_who_was_first_who_is_slow_and_what_was_lost(page: Page
         "One run each: a difference may be chance.",
         "Not ranked against each other: k-sync:2 with 3 learners and async with 2 simulated learners differ in "
         "simulated (no, yes).",
-        "k-sync:2 with 3 learners reached 75.0 % in 6 s (3 updates), 8 samples applied a second; it took 96 J "
+        "k-sync:2 with 3 learners ended at 75.0 % after 6 s (3 updates), 8 samples applied a second; it took 96 J "
         "at least (not measured: no counter of the GPU); it cost 18.",
-        "ring with 2 learners reached 75.8 % in 10 s (4 updates), 6 samples applied a second; it cost 20.",
+        "ring with 2 learners ended at 75.8 % after 10 s (4 updates), 6 samples applied a second; it cost 20.",
         "async with 2 simulated learners ran for 3 s (4 updates), 11 samples applied a second; it would cost 6.",
-        "ring with 4 learners reached 75.0 % in 7.5 s (3 updates), 13 samples applied a second; it cost 30.",
+        "ring with 4 learners ended at 75.0 % (63.2-84.0) after 7.5 s (3 updates), 13 samples applied a second; it "
+        "cost 30.",
         "Learner 1 is a straggler in 1 of 4 runs: its minibatches take 2.0x as long as the others' (typically 2 s "
         "against 1 s). The other waited 40 % of its time under ring with 2 learners.",
         "k-sync:2 with 3 learners threw away 30.3 % of the learners' time: 2 minibatches were cancelled and "

@@ -28,12 +28,13 @@ def ranking(page: Page) -> list[str]:
 
 def targets(page: Page) -> list[Any]:
     tables = [item for section in page.sections for item in section.items if isinstance(item, Table)]
-    return [row[5] for row in next(table for table in tables if table.key == "accuracy").rows]
+    return [row[7] for row in next(table for table in tables if table.key == "accuracy").rows]
 
 
 def run(folder: Path, *points: tuple[float, float], line: str = "async", **more: Any) -> Path:
-    """A run with an evaluation at each of these seconds and accuracies."""
-    curve = [evaluation(at, *point) for at, point in enumerate(points, start=1)]
+    """A run with an evaluation at each of these seconds and accuracies; one more, of a moment later, holds the last."""
+    held = [(points[-1][0] + 0.01, points[-1][1])] if points else []
+    curve = [evaluation(at, *point) for at, point in enumerate([*points, *held], start=1)]
     return any_run(folder, **({"strategy": line, "metrics": curve} | more))
 
 
@@ -139,7 +140,7 @@ def test_a_run_that_is_not_finished_neither_sets_the_target_nor_is_ranked(tmp_pa
     said = ranking(page)
     assert "downpour is not ranked: it is unfinished." in said and targets(page) == [0.9] * 4
     assert "native is not ranked: it was stopped after epoch 16 of 100." in said and "95" not in said[0]
-    assert any("reached 95.0 % in 1 s (1 update) so far" in one for one in page.summary)
+    assert any("ended at 95.0 % after 1.01 s (2 updates) so far" in one for one in page.summary)
     assert any("(1 update), stopped after epoch 16 of 100" in one for one in page.summary)
     kinds = [row[4] for section in page.sections if section.key == "runs" for item in section.items
              if isinstance(item, Table) for row in item.rows]  # fmt: skip

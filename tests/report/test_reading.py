@@ -23,7 +23,7 @@ from report.handmade import any_run, decision, evaluation, span, write_result, w
 def test_a_whole_run_is_read_without_a_problem(tmp_path: Path) -> None:
     run = read_run(any_run(tmp_path / "a", machine={"cores": 2}, energy={"seconds": 1.0, "joules": 2.0}))
     assert run.problems == () and run.finished and not run.simulated
-    assert (run.name, len(run.metrics), len(run.legs[0].spans), len(run.legs[0].decisions)) == ("a", 1, 5, 4)
+    assert (run.name, len(run.metrics), len(run.legs[0].spans), len(run.legs[0].decisions)) == ("a", 2, 5, 4)
     assert run.machine == {"cores": 2} and run.energy[0].joules == 2.0
     assert run.legs[0].decisions[0].applies == ((1,),) and run.legs[0].run["strategy"] == "async"
 

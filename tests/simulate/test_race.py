@@ -31,6 +31,7 @@ def curve(
         reached_updates=None if reached_s is None else 10,
         reached_samples=None if reached_s is None else samples,
         accuracy=accuracy,
+        test_samples=359,
         best=accuracy,
         seconds=100.0,
         updates=100,
@@ -114,6 +115,15 @@ def test_the_fastest_is_first_and_who_did_not_get_there_is_ranked_by_the_end() -
     assert names(ranked(racers)) == ["k-async:2", "ring", "k-sync:3", "async"]
 
 
+def test_who_ended_within_chance_of_each_other_is_ranked_by_time() -> None:
+    ended = {"async": (0.80, 9.0), "ring": (0.81, 20.0), "k-sync:3": (0.60, 1.0)}
+    racers = [
+        Racer(name, (curve(None, accuracy=right)._replace(seconds=seconds),), 8)
+        for name, (right, seconds) in ended.items()
+    ]
+    assert names(ranked(racers)) == ["async", "ring", "k-sync:3"], "a point on 359 samples is noise"
+
+
 def test_a_rank_is_by_the_median_and_not_by_the_luckiest_run() -> None:
     assert names(ranked([racer("async", 1.0, 9.0, 9.0), racer("ring", 4.0, 4.0, 4.0)])) == ["ring", "async"]
 
@@ -166,9 +176,11 @@ def test_of_two_that_are_equally_simple_the_faster_is_advised() -> None:
 
 def test_nobody_is_advised_if_nobody_got_there() -> None:
     racers = [racer("ring", None, accuracy=0.4), racer("async", None, None, 1.0, accuracy=0.7)]
+    racers.append(racer("k-async:2", None, accuracy=0.68))
     assert advised(racers) is None
     assert advice(racers, 0.93, MACHINES) == [
-        "nobody reached 93.0 %; the best end was 70.0 %, with async",
+        "nobody reached 93.0 %; the best end was 70.0 % (65.1-74.5), with async",
+        "not told apart from it on 359 test samples: k-async:2",
         "more epochs (--epochs), another learning rate (--rate) or a lower --target would tell them apart",
     ]
 
@@ -222,7 +234,7 @@ def test_a_variant_comes_with_what_to_write_and_with_the_plain_one_beside_it() -
         "use ring, split by speed: 93.0 % after 2 s (500 samples/s, 1,000 samples to the target)",
         "write --train.split auto",
         "1.50x as fast as ring, without learner 3 (3 s): 1.50x the samples a second, 1.00x the samples to get there",
-        "async did not get there: it ended at 85.0 %",
+        "async did not get there: it ended at 85.0 % (80.9-88.3)",
         "4.00x as fast as ring (8 s): 4.00x the samples a second, 1.00x the samples to get there",
         "the machines: equal learners",
     ]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from offbeat.commands.base import console, facts, heading, print_json, read_accuracy, reader, say, table
 from offbeat.errors import OffbeatError, RequestError
+from offbeat.metrics import format_accuracy
 from offbeat.spec import choice, count_of, format_seconds, parse_count
 from offbeat.train.arguments import add_arguments as add_recipe_arguments
 from offbeat.train.arguments import given as changes_of
@@ -367,7 +368,6 @@ def _off(value: float) -> str:
 
 
 def print_scaling(result: ScalingResult) -> None:
-    from offbeat.measure.comparisons import percent
     from offbeat.measure.results import format_ms
     from offbeat.measure.scaling import STRONG, definitions, ranking
 
@@ -392,7 +392,7 @@ def print_scaling(result: ScalingResult) -> None:
             f"{row.speedup.median:.2f}x",
             f"{100 * row.efficiency:.0f} %",
             _shown(row.overhead_s, lambda seconds: format_ms(1e3 * seconds)),
-            _shown(row.accuracy, percent),
+            "-" if row.accuracy is None else format_accuracy(row.accuracy, row.test_samples),
         ]
         for row in result.rows
     ]
@@ -436,7 +436,6 @@ def print_accuracy(result: AccuracyResult) -> None:
     rows = []
     for row in result.rows:
         found = row.seconds_to_target
-        spread = "" if row.accuracy_std is None else f" +- {100 * row.accuracy_std:.1f}"
         rows.append(
             [
                 row.line,
@@ -444,11 +443,12 @@ def print_accuracy(result: AccuracyResult) -> None:
                 "-" if found is None else f"{format_seconds(found.low)} to {format_seconds(found.high)}",
                 f"{row.reached} of {len(row.runs)}",
                 _shown(row.updates_to_target, lambda updates: f"{updates:,.0f}"),
-                f"{percent(row.accuracy_mean).removesuffix(' %')}{spread} %",
+                format_accuracy(row.accuracy_mean, row.test_samples),
+                _shown(row.accuracy_std, percent),
                 format_seconds(row.seconds),
             ]
         )
-    columns = ["strategy", "to target", "of seeds", "reached", "updates", "accuracy", "whole run"]
+    columns = ["strategy", "to target", "of seeds", "reached", "updates", "accuracy", "std", "whole run"]
     hidden = [] if out.width >= _WIDE else [2]
     table(out, _without(hidden, columns), [_without(hidden, row) for row in rows])
     more = {

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from offbeat.commands.base import Command, console, facts, json_argument, print_json
 from offbeat.errors import RequestError
+from offbeat.metrics import format_accuracy
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +54,7 @@ def _run(given: argparse.Namespace) -> None:
     except RuntimeError as error:
         raise RequestError(f"the weights do not fit the model of {run.path}: {str(error).splitlines()[0]}") from None
     torch.set_num_threads(config.train.threads)  # as the run had: other sums have other last bits
-    loss, accuracy = evaluate(model.to(device), task, Precision(config.train.precision, device), mover(device))
+    loss, accuracy, tests = evaluate(model.to(device), task, Precision(config.train.precision, device), mover(device))
     samples = len(task.test)  # type: ignore[arg-type]  # a map-style set has a length: the task was checked
     if given.json:
         print_json(
@@ -67,7 +68,7 @@ def _run(given: argparse.Namespace) -> None:
         return
     rows = [("loss", f"{loss:.4f}"), ("samples", f"{samples:,}")]
     if accuracy is not None:
-        rows.insert(0, ("accuracy", f"{100 * accuracy:.2f} %"))
+        rows.insert(0, ("accuracy", format_accuracy(accuracy, tests)))
     facts(console(), rows)
 
 

@@ -203,7 +203,7 @@ def _table(order: Sequence[Racer]) -> None:
             _seconds(racer.median_s),
             *([_seconds(times[0]), _seconds(times[-1])] if wide else []),
             *(["-" if middle == math.inf else f"{middle:,.0f}"] if wide else []),
-            percent(racer.accuracy),
+            racer.right,
             f"{racer.staleness:.1f}",
         )
     console().print(table)
@@ -238,6 +238,7 @@ def _as_json(
                 "seconds_to_target": None if racer.median_s == math.inf else racer.median_s,
                 "samples_per_s": racer.samples_per_s,
                 "accuracy": racer.accuracy,
+                "test_samples": racer.test_samples,
                 "staleness_mean": racer.staleness,
                 "wait_share": racer.wait_share,
                 "waste_share": racer.waste_share,

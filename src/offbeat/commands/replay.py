@@ -45,7 +45,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "--target",
         type=reader(read_accuracy),
         metavar="X",
-        help="the accuracy to reach (default: what the run ended with)",
+        help="the accuracy to reach (default: the highest that the run reached and held)",
     )
     add("--no-accuracy", action="store_true", help="only the times: nothing is trained")
     add(
@@ -85,7 +85,7 @@ def _run(given: argparse.Namespace) -> None:
     measured = learners == run.config.learners  # else its own strategy was never run so
     own, why_not = _own(replay, own_line, needed=measured or not any(line != own_line for line in lines))
     others = sorted((replay(line) for line in dict.fromkeys(lines) if line != own_line), key=lambda one: one.seconds)
-    target = None if given.no_accuracy else given.target or run.accuracy
+    target = None if given.no_accuracy else given.target or run.highest_reached
     if target is not None:
         with Live(f"training {run.config.name} in virtual time") as live:
             own = own and _trained(replay, own, task, target, live)
@@ -101,7 +101,8 @@ def _run(given: argparse.Namespace) -> None:
             f"well differ by {_POINTS}"
         )
     if target is None and not given.no_accuracy:
-        notes.append(f"{run.config.name} has no accuracy, only a loss: there are only times for as many samples")
+        why = "has no accuracy, only a loss" if run.accuracy is None else "has one evaluation, too few for an accuracy"
+        notes.append(f"{run.config.name} {why}: there are only times for as many samples")
     if others:
         notes.append(
             "another strategy loads the machine otherwise, which a replay does not know: it is less sure of others"
@@ -282,7 +283,7 @@ def _off_by(run: RealRun, own: Played | None, error: float | None, target: float
 
 
 def _best(run: RealRun) -> float:
-    return max((float(one["accuracy"]) for one in run.metrics if one.get("accuracy") is not None), default=0.0)
+    return run.highest_reached or 0.0
 
 
 def _misses(accuracy: float, target: float) -> bool:

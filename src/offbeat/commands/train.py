@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from offbeat.train.launch import Result
 
 _RESULT = (
-    "name", "accuracy", "loss", "strategy", "learners", "updates", "epochs", "samples_per_s", "seconds",
+    "name", "accuracy", "test_samples", "loss", "strategy", "learners", "updates", "epochs", "samples_per_s", "seconds",
     "staleness_mean", "wait_share", "joules", "stopped", "run_dir",
 )  # fmt: skip
 

@@ -18,6 +18,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from offbeat.commands.progress import Progress, Record, Row
+from offbeat.metrics import format_accuracy
 from offbeat.spec import count_of
 
 if TYPE_CHECKING:
@@ -143,7 +144,8 @@ def summary(state: Progress) -> list[tuple[str, str]]:
         of_best = []
         if best is not None and best["accuracy"] > (end.get("accuracy") or 0.0):
             of_best = [f"best {_percent(best['accuracy'])} after epoch {best['epoch']}"]
-        add("accuracy", *_said("{}", _percent, end.get("accuracy")), *of_best)
+        right = _said("{}", lambda share: format_accuracy(share, end.get("test_samples")), end.get("accuracy"))
+        add("accuracy", *right, *of_best)
         add("loss", *_said("{}", _loss, end.get("loss")))
         made = _said("{}", lambda many: f"{many:,} update{'' if many == 1 else 's'}", end.get("updates"))
         add("time", *_said("{}", _seconds, end.get("seconds")), *made)

@@ -18,6 +18,7 @@ from offbeat import topology
 from offbeat.commands.base import busy, console, facts, heading, print_json, read_accuracy, reader, write_file
 from offbeat.commands.cluster import cluster_of, model_of
 from offbeat.errors import OffbeatError, RequestError
+from offbeat.metrics import format_accuracy, highest_reached
 from offbeat.simulate.calibration import machine_of
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.race import Curve, chart_of, percent
@@ -316,7 +317,8 @@ def curve_of(outcome: Outcome, seed: int, target: float | None) -> Curve:
         reached_updates=None if reached is None else reached.update,
         reached_samples=None if reached is None else reached.samples,
         accuracy=last.accuracy,
-        best=max((one.accuracy for one in outcome.points if one.accuracy is not None), default=None),
+        test_samples=last.test_samples,
+        best=highest_reached([one.accuracy for one in outcome.points if one.accuracy is not None]),
         seconds=last.seconds,
         updates=last.update,
         samples=last.samples,
@@ -354,15 +356,19 @@ def _facts(
     rows: list[tuple[str, str]] = []
     if given.target is not None:
         if curve.reached_s is None:
-            best = "there is no accuracy, only a loss" if curve.best is None else f"the best was {percent(curve.best)}"
+            best = f"the highest that was is {percent(curve.best or 0.0)}"
+            best = "there is no accuracy, only a loss" if curve.accuracy is None else best
             rows.append(("target", f"{percent(given.target)} was not reached: {best}"))
-            if curve.best is not None:
+            if curve.accuracy is not None:
                 rows.append(
                     ("", "try another rate (--rate), more epochs (--epochs) or smaller minibatches (--batch-size)")
                 )
         else:
             at = f"{format_seconds(curve.reached_s)}, {curve.reached_updates:,} updates"
             rows.append(("target", f"{percent(given.target)} after {at} and {curve.reached_samples:,} samples"))
+    if curve.accuracy is not None:
+        right = format_accuracy(curve.accuracy, curve.test_samples)
+        rows.append(("accuracy", f"{right} at the end, on {curve.test_samples:,} test samples"))
     each = curve.seconds / curve.updates if curve.updates else 0.0
     rows.append(("updates", f"{curve.updates:,} in {format_seconds(curve.seconds)}: {format_seconds(each)} each"))
     rows.append(("staleness", f"{curve.staleness:.2f} on average"))
@@ -397,6 +403,7 @@ def _as_json(
         "target_updates": curve.reached_updates,
         "target_samples": curve.reached_samples,
         "accuracy": curve.accuracy,
+        "test_samples": curve.test_samples,
         "seconds": curve.seconds,
         "updates": curve.updates,
         "samples": curve.samples,

@@ -1,8 +1,9 @@
 """`offbeat bench accuracy`: how long each strategy takes to an accuracy, trained for real.
 
 Every strategy is trained with every seed, in turn, through all its epochs: it is not stopped at the target, so that
-where it ends is known too. The time to the target is that of the first evaluation, at the end of an epoch, which is
-there. Ranked are those that got there with every seed, and who is within the spread of another is not told from it.
+where it ends is known too. The time to the target is that of the evaluation, at the end of an epoch, which has reached
+it (`metrics.reached_at`). Ranked are those that got there with every seed, and who is within the spread of another is
+not told from it.
 
 What it must not know: how a training is run (it is given the function), and how the result is printed.
 """
@@ -122,7 +123,9 @@ class Row:
     @property
     def updates_to_target(self) -> float | None:
         return median_of(
-            next((updates for _, updates, accuracy in run.points if accuracy >= self.target), None) for run in self.runs
+            None if at is None else run.points[at][1]
+            for run in self.runs
+            for at in [metrics.reached_at([accuracy for _, _, accuracy in run.points], self.target)]
         )
 
     @property
@@ -132,6 +135,10 @@ class Row:
     @property
     def accuracy_mean(self) -> float:
         return statistics.fmean(self.accuracies)
+
+    @property
+    def test_samples(self) -> int | None:
+        return self.runs[0].test_samples
 
     @property
     def accuracy_std(self) -> float | None:
@@ -178,6 +185,7 @@ class Row:
             "seconds_to_target_high": None if found is None else found.high,
             "updates_to_target": self.updates_to_target,
             "accuracy_mean": self.accuracy_mean,
+            "test_samples": self.test_samples,
             "accuracy_std": self.accuracy_std,
             "seconds": self.seconds,
             "joules": self.joules,
@@ -211,7 +219,7 @@ def ranking(rows: Sequence[Row], target: float) -> list[str]:
         if not row.always:
             lines.append(
                 f"{row.line}: not ranked: {row.reached} of {count_of(len(row.runs), 'seed')} reached "
-                f"{percent(target)}; it ended at {percent(row.accuracy_mean)}"
+                f"{percent(target)}; it ended at {metrics.format_accuracy(row.accuracy_mean, row.test_samples)}"
             )
     return lines
 
@@ -294,7 +302,7 @@ def definitions(request: Request) -> dict[str, str]:
         "updates_to_target": "updates made until then, median over the seeds that reached it",
         "reached": "seeds with which the target was reached; ranked are those with all of them",
         "accuracy_mean": f"at the end of {count_of(request.config.train.epochs, 'epoch')}, mean over seeds; "
-        "accuracy_std: their standard deviation (n - 1)",
+        f"accuracy_std: their standard deviation (n - 1); {definition('accuracy')}",
         "seconds": "of training of a whole run, evaluation left out; median over seeds",
         "joules": f"of a run, median; {definition('energy')}",
         "joules_to_target": "joules of the run * seconds to the target / seconds of the run: power is taken as even",

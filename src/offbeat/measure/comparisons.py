@@ -148,6 +148,7 @@ class Kept(NamedTuple):
     samples_per_s: float  # applied ones
     seconds: float  # of training
     accuracy: float | None  # at the end
+    test_samples: int | None  # of which it is a share
     points: tuple[tuple[float, int, float], ...]  # (seconds, updates, accuracy) of each evaluation
     joules: float | None
     not_measured: tuple[str, ...]  # why energy, or a part of it, is not known
@@ -163,6 +164,7 @@ def keep(run: Run) -> Kept:
         samples_per_s=run.samples_per_s,
         seconds=run.seconds,
         accuracy=run.accuracy,
+        test_samples=next((one.get("test_samples") for one in reversed(run.metrics)), None),
         points=tuple(
             (float(one["seconds"]), int(one["update"]), float(one["accuracy"]))
             for one in run.metrics

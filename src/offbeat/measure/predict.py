@@ -17,7 +17,7 @@ from offbeat.strategy import ALL_REDUCE, simulated_family_of
 from offbeat.train.calibrated import check
 from offbeat.train.config import Config
 from offbeat.train.tasks import task_of
-from offbeat.train.virtual import Clock, timeline_of, train_virtually
+from offbeat.train.virtual import Clock, reached_by, timeline_of, train_virtually
 
 OTHER = 1_000_003  # a prediction draws delays of its own: those of the run are chance, and chance is not foreseen
 
@@ -79,11 +79,11 @@ def _first(marks: list[tuple[float, int, int]], samples: int) -> tuple[float, in
 
 
 def foresee_accuracy(calibration: Calibration, config: Config, target: float) -> float | None:
-    """Seconds until the accuracy is there at the end of an epoch, in virtual time on the predicted machine; or None."""
+    """Seconds until an epoch ends with the accuracy reached, in virtual time on the predicted machine; or None."""
     task = task_of(config)
     predicted = predict(calibration, config, len(task.train))  # type: ignore[arg-type] # a map-style set has a length
     outcome = train_virtually(config, clock_of(config, predicted.machine), task=task, every=1.0)
-    point = next((one for one in outcome.points[1:] if one.accuracy is not None and one.accuracy >= target), None)
+    point = reached_by(outcome.points[1:], target)
     return None if point is None else point.seconds
 
 

@@ -191,6 +191,10 @@ class Row:
         return statistics.fmean(found) if len(found) == len(self.runs) else None
 
     @property
+    def test_samples(self) -> int | None:
+        return self.runs[0].test_samples
+
+    @property
     def error(self) -> float | None:
         return relative(self.predicted_s, self.seconds.median)
 
@@ -220,6 +224,7 @@ class Row:
             "efficiency": self.efficiency,
             "overhead_s": self.overhead_s,
             "accuracy": self.accuracy,
+            "test_samples": self.test_samples,
             "predicted_s": self.predicted_s,
             "error": self.error,
             "joules": self.joules,
@@ -253,11 +258,12 @@ def _differs(row: Row, base: Row) -> str:
 def _worse(row: Row, best: Row | None, within: float) -> str:
     if row.accuracy is None or best is None or best.accuracy is None:
         return "its accuracy is not known"
-    below = best.accuracy - row.accuracy
-    if below <= within + 1e-9:
+    score, highest = (metrics.Score(one.accuracy or 0.0, one.test_samples, 0.0) for one in (row, best))
+    if not highest.is_above(score, within=within):
         return ""
-    points = f"{100 * below:.1f}".removesuffix(".0")
-    return f"its accuracy {percent(row.accuracy)} is {points} points below the {percent(best.accuracy)} of {best.label}"
+    points = f"{100 * (best.accuracy - row.accuracy):.1f}".removesuffix(".0")
+    told = metrics.format_accuracy(row.accuracy, row.test_samples)
+    return f"its accuracy {told} is {points} points below the {percent(best.accuracy)} of {best.label}"
 
 
 def are_alike(one: Row, other: Row) -> bool:
@@ -326,7 +332,8 @@ class ScalingResult:
 
 def definitions(request: Request) -> dict[str, str]:
     strong = "strong " if request.kind == STRONG else ""
-    ranked = f"same precision and device as the base, accuracy at most {percent(request.accuracy_within)} below"
+    within = percent(request.accuracy_within)
+    ranked = f"same precision and device as the base, accuracy at most {within}, or what may be chance, below"
     return {
         "seconds": "T(n): seconds in which n minibatches are applied, n * batch / throughput; of a synchronous "
         f"strategy one iteration; median over rounds, {INTERVAL}",
@@ -336,7 +343,8 @@ def definitions(request: Request) -> dict[str, str]:
         "speedup": f"{definition(f'{strong}speedup')}; of each round against its own T(1), then the median",
         "efficiency": definition(f"{strong}efficiency"),
         "overhead_s": "not defined where the batch per learner differs" if strong else definition("overhead"),
-        "accuracy": f"at the end of {count_of(request.config.train.epochs, 'epoch')}, mean over rounds",
+        "accuracy": f"at the end of {count_of(request.config.train.epochs, 'epoch')}, mean over rounds; "
+        f"{definition('accuracy')}",
         "base": definition("base"),
         "ranked": f"{ranked} the best one's; others are shown only",
         "predicted_s": "T(n) simulated on the calibrated machine; error = predicted / measured - 1",

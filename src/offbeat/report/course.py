@@ -201,6 +201,7 @@ def _accuracy_table(known: Sequence[Facts], targets: Mapping[int, float | None])
         (
             one.label,
             one.accuracy,
+            *one.interval,
             one.best_accuracy,
             one.loss,
             one.best_loss,
@@ -215,7 +216,9 @@ def _accuracy_table(known: Sequence[Facts], targets: Mapping[int, float | None])
         title="Accuracy and time to it",
         columns=(
             Column("run"),
-            Column("accuracy at the end", "percent"),
+            Column("accuracy at the end", "percent", DEFINITIONS["accuracy"].formula),
+            Column("at least", "percent"),
+            Column("at most", "percent"),
             Column("best accuracy", "percent"),
             Column("loss at the end", "number"),
             Column("lowest loss", "number"),

@@ -64,6 +64,7 @@ class Point(NamedTuple):
     update: int | None
     accuracy: float | None
     loss: float | None
+    test_samples: int | None = None  # that the accuracy is a share of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,30 +128,54 @@ class Facts:
         return max((point.accuracy for point in self.curve if point.accuracy is not None), default=None)
 
     @property
+    def highest_reached(self) -> float | None:
+        """The highest target that it would have reached."""
+        return metrics.highest_reached(self._accuracies)
+
+    @property
+    def score(self) -> metrics.Score | None:
+        """For a ranking by the accuracy at the end."""
+        samples = self.curve[-1].test_samples if self.curve else None
+        return None if self.accuracy is None else metrics.Score(self.accuracy, samples, self.seconds or 0.0)
+
+    @property
+    def right(self) -> str | None:
+        """The accuracy at the end, with its interval."""
+        return None if self.score is None else metrics.format_accuracy(self.score.accuracy, self.score.samples)
+
+    @property
+    def interval(self) -> tuple[float | None, float | None]:
+        """Of the accuracy at the end, where the size of the test set is known."""
+        score = self.score
+        return (None, None) if score is None or not score.samples else metrics.interval(score.accuracy, score.samples)
+
+    @property
     def best_loss(self) -> float | None:
         return min((point.loss for point in self.curve if point.loss is not None), default=None)
 
     def seconds_to(self, target: float | None) -> float | None:
-        """Training seconds until the accuracy first reaches the target."""
-        if target is None:
-            return None
-        points = [(point.seconds, point.accuracy) for point in self.curve if point.accuracy is not None]
-        return metrics.time_to_accuracy(points, target)
+        """Training seconds until the accuracy has reached the target."""
+        _, there = self._reached(target)
+        return None if there is None else there.seconds
 
     def interval_to(self, target: float) -> float | None:
-        """Seconds from the evaluation before the one that first reached the target; from 0 where it was the first."""
-        before = 0.0
-        for point in self.curve:
-            if point.accuracy is not None:
-                if point.accuracy >= target:
-                    return point.seconds - before
-                before = point.seconds
-        return None
+        """Seconds from the evaluation before the one that reached the target; from 0 where it was the first."""
+        before, there = self._reached(target)
+        return None if there is None else there.seconds - before.seconds
 
     def updates_to(self, target: float | None) -> int | None:
-        if target is None:
-            return None
-        return next((p.update for p in self.curve if p.accuracy is not None and p.accuracy >= target), None)
+        _, there = self._reached(target)
+        return None if there is None else there.update
+
+    def _reached(self, target: float | None) -> tuple[Point, Point | None]:
+        """The evaluation that reached the target, after the one before it."""
+        known = [Point(0.0, 0, None, None), *(point for point in self.curve if point.accuracy is not None)]
+        at = None if target is None else metrics.reached_at(self._accuracies, target)
+        return (known[0], None) if at is None else (known[at], known[at + 1])
+
+    @property
+    def _accuracies(self) -> list[float]:
+        return [point.accuracy for point in self.curve if point.accuracy is not None]
 
     @property
     def staleness_mean(self) -> float | None:
@@ -285,7 +310,9 @@ def facts_of(run: RunRecord) -> Facts:
         seconds=seconds,
         samples=samples,
         samples_dropped=dropped,
-        curve=tuple(Point(one.seconds or 0.0, one.update, one.accuracy, one.loss) for one in run.metrics),
+        curve=tuple(
+            Point(one.seconds or 0.0, one.update, one.accuracy, one.loss, one.test_samples) for one in run.metrics
+        ),
         staleness=tuple(sorted(staleness.items())),
         applied=applied,
         dropped=books.dropped,
@@ -307,7 +334,8 @@ def _ended(run: RunRecord) -> str:
     epoch = run.metrics[-1].epoch if run.metrics else None
     if not epochs or epoch is None or epoch > epochs - 0.5:  # a simulated stream of samples has no exact end
         return ""
-    if wanted and any(one.accuracy is not None and one.accuracy >= wanted for one in run.metrics):
+    known = [one.accuracy for one in run.metrics if one.accuracy is not None]
+    if wanted and metrics.reached_at(known, wanted) is not None:
         return ""
     return f"stopped after epoch {epoch:g} of {epochs}"
 

@@ -47,6 +47,7 @@ class Evaluation(NamedTuple):
     update: int | None
     seconds: float | None
     accuracy: float | None
+    test_samples: int | None  # of which it is a share
     loss: float | None
     samples: int | None
     dropped: int | None
@@ -191,6 +192,7 @@ def _evaluation(record: Mapping[str, Any]) -> Evaluation:
         update=files.count(record.get("update")),
         seconds=files.from_zero(record.get("seconds")),
         accuracy=files.share(record.get("accuracy")),
+        test_samples=files.count(record.get("test_samples")),
         loss=files.number(record.get("loss")),
         samples=files.count(record.get("samples")),
         dropped=None if many is None else sum(one or 0 for one in many),

@@ -92,9 +92,9 @@ def groups_of(runs: Sequence[RunRecord], facts: Sequence[Facts], target: float |
             groups.append(Group(tuple(members), target, tuple(ranked), given=True))
             continue
         best = _best(members, facts)
-        ranked = [at for at in members if facts[at].finished and facts[at].accuracy is not None
+        ranked = [at for at in members if facts[at].finished and facts[at].highest_reached is not None
                   and (best is None or _below(facts[at], facts[best]) <= 0)]  # fmt: skip
-        reached = [one for at in ranked if (one := facts[at].best_accuracy) is not None]
+        reached = [one for at in ranked if (one := facts[at].highest_reached) is not None]
         groups.append(Group(tuple(members), min(reached) if len(ranked) > 1 else None, tuple(ranked)))
     return tuple(groups)
 
@@ -106,11 +106,10 @@ def _best(members: Sequence[int], facts: Sequence[Facts]) -> int | None:
 
 
 def _below(one: Facts, best: Facts) -> float:
-    """By how much it ended below the best; 0 within `WORSE`, or where one of them has no accuracy."""
-    if one.accuracy is None or best.accuracy is None:
+    """By how much it ended below the best; 0 within `WORSE` and what is chance, or where one has no accuracy."""
+    if one.score is None or best.score is None:
         return 0.0
-    less = best.accuracy - one.accuracy
-    return less if less > WORSE + 1e-9 else 0.0
+    return best.score.accuracy - one.score.accuracy if best.score.is_above(one.score, within=WORSE) else 0.0
 
 
 def _differing(runs: Sequence[RunRecord], names: Sequence[str]) -> list[str]:
@@ -244,12 +243,12 @@ def _not_ranked(group: Group, facts: Sequence[Facts], names: Sequence[str]) -> I
             if at not in group.ranked:
                 why = "it is unfinished" if one.ended == "so far" else f"it was {one.ended}"
                 yield f"{name} is not ranked: {why}."
-        elif one.accuracy is None and group.target is not None and not group.given:
-            yield f"{name} is not ranked: it has no accuracy."
+        elif one.highest_reached is None and group.target is not None and not group.given:
+            yield f"{name} is not ranked: it has {'no accuracy' if one.accuracy is None else 'one evaluation'}."
         elif less and best is not None and (not group.given or at in group.ranked):
             how = "is ranked by the target given, and" if group.given else "is not ranked:"
             points = f"{100 * less:.1f} points below that of {names[best]}"
-            yield f"{name} {how} its accuracy {percent(one.accuracy or 0.0)} is {points}."
+            yield f"{name} {how} its accuracy {one.right} is {points}."
 
 
 def _of_run(one: Facts, name: str, price: float | None) -> Iterator[str]:
@@ -275,9 +274,9 @@ def _of_run(one: Facts, name: str, price: float | None) -> Iterator[str]:
         best = one.best_accuracy or 0.0
         if percent(best) != percent(one.accuracy):
             more.insert(0, f"its best was {percent(best)}")
-        did = f"reached {percent(one.accuracy)} in {time}"
+        did = f"ended at {one.right} after {time}"
     elif one.loss is not None:
-        did = f"reached a loss of {one.loss:.4g} in {time}"
+        did = f"ended with a loss of {one.loss:.4g} after {time}"
     else:
         did = f"ran for {time}"
     yield "; ".join([f"{name} {did}{made}{so_far}{speed}", *more]) + "."

@@ -1,9 +1,9 @@
 """Strategies on a race to an accuracy: who is first, by how much, why, and what to do.
 
 Time to the target is what it takes to get there in samples, divided by the samples applied a second: a strategy may be
-faster and need more of them. Both are told. A race is run several times (seeds): its time is the median, and two whose
-times overlap are not told apart unless their medians are far from each other; then the simpler one is advised, an
-all-reduce before everything else.
+faster and need more of them. Both are told. A target is reached when it is held (`metrics.reached_at`). A race is run
+several times (seeds): its time is the median, and two whose times overlap are not told apart unless their medians are
+far from each other; then the simpler one is advised, an all-reduce before everything else.
 
 This file knows nothing of how the curves were computed.
 """
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from offbeat.chart import Line, line_chart
+from offbeat.metrics import Score, format_accuracy, ranking
 from offbeat.policies import create
 from offbeat.spec import format_seconds
 from offbeat.strategy import ALL_REDUCE, family_of
@@ -36,7 +37,8 @@ class Curve(NamedTuple):
     reached_updates: int | None
     reached_samples: int | None
     accuracy: float | None  # at the end
-    best: float | None
+    test_samples: int | None  # of which it is a share
+    best: float | None  # the highest that was reached
     seconds: float
     updates: int
     samples: int
@@ -92,6 +94,15 @@ class Racer(NamedTuple):
         return statistics.median(one.accuracy or 0.0 for one in self.curves)
 
     @property
+    def test_samples(self) -> int | None:
+        return self.curves[0].test_samples
+
+    @property
+    def right(self) -> str:
+        """The accuracy in words."""
+        return format_accuracy(self.accuracy, self.test_samples)
+
+    @property
     def staleness(self) -> float:
         return statistics.median(one.staleness for one in self.curves)
 
@@ -109,8 +120,16 @@ def percent(share: float) -> str:
 
 
 def ranked(racers: Sequence[Racer]) -> list[Racer]:
-    """The fastest first; those that did not get there by where they ended."""
-    return sorted(racers, key=lambda one: (one.median_s, -one.accuracy))
+    """The fastest first; those that did not get there by where they ended, as far as that can be told apart."""
+    there = sorted((one for one in racers if one.median_s < math.inf), key=lambda one: one.median_s)
+    return [*there, *(one for tied in not_there(racers) for one in tied)]
+
+
+def not_there(racers: Sequence[Racer]) -> list[list[Racer]]:
+    """Those that did not reach the target, the best accuracies at the end first: groups that are tied, by time."""
+    rest = [one for one in racers if one.median_s == math.inf]
+    scores = [Score(one.accuracy, one.test_samples, statistics.median(c.seconds for c in one.curves)) for one in rest]
+    return [[rest[at] for at in tied] for tied in ranking(scores)]
 
 
 def advised(racers: Sequence[Racer]) -> Racer | None:
@@ -172,9 +191,12 @@ def advice(racers: Sequence[Racer], target: float, machines: str) -> list[str]:
     chosen = advised(racers)
     order = ranked(racers)
     if chosen is None:
-        best = max(racers, key=lambda one: one.accuracy)
+        tied = not_there(racers)[0]
+        best = max(tied, key=lambda one: one.accuracy)
+        others = [one.label for one in tied if one is not best]
         return [
-            f"nobody reached {percent(target)}; the best end was {percent(best.accuracy)}, with {best.label}",
+            f"nobody reached {percent(target)}; the best end was {best.right}, with {best.label}",
+            *([f"not told apart from it on {best.test_samples:,} test samples: {', '.join(others)}"] if others else []),
             "more epochs (--epochs), another learning rate (--rate) or a lower --target would tell them apart",
         ]
     plain = family_of(chosen.strategy) == ALL_REDUCE and not chosen.variant
@@ -213,7 +235,7 @@ def _spread(racer: Racer) -> str:
 def _against(one: Racer, other: Racer) -> str:
     """Why one is faster than another, or as fast and simpler."""
     if other.median_s == math.inf:
-        return f"{other.label} did not get there: it ended at {percent(other.accuracy)}"
+        return f"{other.label} did not get there: it ended at {other.right}"
     time = format_seconds(other.median_s)
     if other.median_s < one.median_s:
         ratio = one.median_s / other.median_s

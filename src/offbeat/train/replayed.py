@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from offbeat import spec as grammar
 from offbeat.errors import LogError, RequestError
+from offbeat.metrics import highest_reached, time_to_accuracy
 from offbeat.policies import create
 from offbeat.simulate.calibration import Calibration, Probe
 from offbeat.simulate.cluster import Cluster, Wires
@@ -35,7 +36,7 @@ from offbeat.train.reading import changed
 from offbeat.train.rundir import Evaluated, RunDir
 from offbeat.train.tasks import Task
 from offbeat.train.trainer import Report
-from offbeat.train.virtual import Clock, timeline_of, train_virtually
+from offbeat.train.virtual import Clock, reached_by, timeline_of, train_virtually
 
 PLENTY = 8  # times the run's epochs: what drops much needs more of them for as many applied samples
 STANDS_FOR = "ring"  # an all-reduce that only a running group chooses
@@ -57,11 +58,16 @@ class RealRun(Evaluated):
         return float(self.metrics[-1].get("staleness") or 0.0)
 
     def reached_s(self, target: float) -> float | None:
-        """When an evaluation first had this accuracy."""
-        found = (
-            one["seconds"] for one in self.metrics if one.get("accuracy") is not None and one["accuracy"] >= target
-        )
-        return next(map(float, found), None)
+        """When the accuracy had reached the target."""
+        return time_to_accuracy(((float(one["seconds"]), one["accuracy"]) for one in self._known), target)
+
+    @property
+    def highest_reached(self) -> float | None:
+        return highest_reached([float(one["accuracy"]) for one in self._known])
+
+    @property
+    def _known(self) -> list[Mapping[str, Any]]:
+        return [one for one in self.metrics if one.get("accuracy") is not None]
 
     @property
     def ends_s(self) -> float:
@@ -93,7 +99,7 @@ def read_run(path: Path) -> RealRun:
 
 
 class Reached(NamedTuple):
-    """Of a training in virtual time: when the accuracy was there, if it ever was, and the best that there was."""
+    """Of a training in virtual time: when it had reached the target, if it ever had, and the highest it reached."""
 
     seconds: float | None
     best: float
@@ -170,10 +176,10 @@ class Replay:
         config, clock, _ = self._set_up(played.strategy)
         config = changed(config, {"train": {"stop_at": target}})
         outcome = train_virtually(config, clock, task=task, hear=hear, every=1.0)
-        looks = [point for point in outcome.points[1:] if point.accuracy is not None]
-        there = next((point for point in looks if (point.accuracy or 0.0) >= target), None)
+        there = reached_by(outcome.points[1:], target)
         seconds = None if there is None else there.seconds + self.run.ends_s * there.samples
-        return replace(played, reached=Reached(seconds, max((point.accuracy or 0.0 for point in looks), default=0.0)))
+        best = highest_reached([point.accuracy for point in outcome.points[1:] if point.accuracy is not None])
+        return replace(played, reached=Reached(seconds, best or 0.0))
 
     def _set_up(self, line: str) -> tuple[Config, Clock, tuple[str, ...]]:
         """The training, its clock, and what is to be said of it."""

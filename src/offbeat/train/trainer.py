@@ -17,12 +17,13 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from offbeat.metrics import reached_at
 from offbeat.server.data import seed_of
 from offbeat.strategy import SERVER, family_of
 from offbeat.train.checkpoint import Checkpoint, Saver, write_weights
@@ -324,9 +325,7 @@ class Trainer:
         stop = at.halt
         if at.epoch_end or is_last or at.halt:
             self.last = self._evaluate(twin, at, mine)
-            accuracy = self.last["accuracy"]
-            reached = config.train.stop_at > 0 and accuracy is not None and accuracy >= config.train.stop_at
-            stop = stop or (reached and not is_last)
+            stop = stop or (self._has_reached(config.train.stop_at) and not is_last)
             if is_last or stop:
                 at.drop_held("the run ended before its update was full")
             self.last |= {"dropped": at.dropped, "held": at.held}
@@ -344,6 +343,13 @@ class Trainer:
             self._end(twin, at, "" if is_last else "asked to stop" if at.halt else "the accuracy is there")
         return stop or is_last
 
+    def _has_reached(self, target: float) -> bool:
+        """Whether all evaluations, also of learners that led before this one, have reached an accuracy; 0: never."""
+        if not target:
+            return False
+        known = [*self.run.read_metrics(), self.last]
+        return reached_at([one["accuracy"] for one in known if one["accuracy"] is not None], target) is not None
+
     def _evaluated_twin(self, parts: Mapping[int, Part]) -> nn.Module:
         if self._twin is None:
             self._twin = self._build()
@@ -360,7 +366,7 @@ class Trainer:
             self.note(f"cannot write {self.run.metrics}: {error.strerror}")
 
     def _evaluate(self, twin: nn.Module, at: Standing, parts: Mapping[int, Part]) -> dict[str, Any]:
-        loss, accuracy = evaluate(twin, self.task, self.precision, self.moved)
+        loss, accuracy, tests = evaluate(twin, self.task, self.precision, self.moved)
         busy = sum(part.compute_s for part in parts.values())
         waited = sum(part.wait_s for part in parts.values())
         counted = sum(part.samples for part in parts.values())
@@ -370,6 +376,7 @@ class Trainer:
             "epoch": at.epoch,
             "update": at.update,
             "accuracy": accuracy,
+            "test_samples": tests,
             "loss": _finite(loss),
             "train_loss": _finite(losses / counted) if counted else None,
             "seconds": at.seconds,
@@ -408,6 +415,7 @@ class Trainer:
         return {
             "kind": "end",
             "accuracy": self.last.get("accuracy"),
+            "test_samples": self.last.get("test_samples"),
             "loss": self.last.get("loss"),
             "strategy": self.config.sync,
             "learners": self.learners,
@@ -432,10 +440,16 @@ def _finite(number: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def evaluate(
-    model: nn.Module, task: Task, precision: Precision, moved: Callable[[Any], Any]
-) -> tuple[float, float | None]:
-    """Mean loss over the test set, and the share that is right where that has a meaning."""
+class Evaluation(NamedTuple):
+    """What a model is worth on a test set."""
+
+    loss: float  # the mean
+    accuracy: float | None  # the share that is right, where that has a meaning
+    samples: int | None  # that the accuracy is a share of
+
+
+def evaluate(model: nn.Module, task: Task, precision: Precision, moved: Callable[[Any], Any]) -> Evaluation:
+    """On the whole test set."""
     loader: DataLoader[Any] = DataLoader(task.test, batch_size=EVALUATED, collate_fn=collate_of(task.test))
     total, right, judged, seen = 0.0, 0, 0, 0
     was_training = model.training
@@ -453,7 +467,7 @@ def evaluate(
             if found is not None:
                 right, judged = right + found[0], judged + found[1]
     model.train(was_training)
-    return total / max(seen, 1), right / judged if judged else None
+    return Evaluation(total / max(seen, 1), right / judged if judged else None, judged or None)
 
 
 def size_of(batch: Any) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from torch import Tensor
 from offbeat import plugins, topology
 from offbeat.errors import RequestError
 from offbeat.policies.damping import CORRECT
+from offbeat.metrics import reached_at
 from offbeat.policies import create
 from offbeat.server.table import parts_of
 from offbeat.simulate.books import Batch, Epochs, Stream, pieces_of
@@ -75,6 +76,7 @@ class Point(NamedTuple):
     loss: float | None
     accuracy: float | None
     train_loss: float | None  # since the look before
+    test_samples: int | None  # that the accuracy is a share of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +102,14 @@ class Outcome:
         return sum(age * many for age, many in self.staleness.items()) / max(1, self.gradients)
 
     def reached(self, target: float) -> Point | None:
-        """The first look at which the accuracy was there."""
-        return next((point for point in self.points if point.accuracy is not None and point.accuracy >= target), None)
+        """The look at which the accuracy had reached the target (`metrics.reached_at`)."""
+        return reached_by(self.points, target)
+
+
+def reached_by(points: Iterable[Point], target: float) -> Point | None:
+    known = [point for point in points if point.accuracy is not None]
+    at = reached_at([point.accuracy for point in known if point.accuracy is not None], target)
+    return None if at is None else known[at]
 
 
 def train_virtually(
@@ -313,9 +321,9 @@ class VirtualTrainer(Trainer):
         if self._through < self._next_look:
             return False
         self._next_look = (self._through // self._every + 1) * self._every
-        point = self._look()
+        self._look()
         wanted = self.config.train.stop_at
-        self._stops = bool(wanted and point.accuracy is not None and point.accuracy >= wanted)
+        self._stops = bool(wanted and reached_by(self.points[1:], wanted))
         return self._stops
 
     def _look(self) -> Point:
@@ -326,10 +334,10 @@ class VirtualTrainer(Trainer):
         trained = parts_of(self._twin, optimizer_of(self._twin, self.config.train))[0].trained
         arithmetic.replica.write_model(arithmetic.replica.current, trained)
         load_buffers(self._twin, arithmetic.mean_buffers())
-        loss, accuracy = evaluate(self._twin, self.task, self.precision, self.moved)
+        loss, accuracy, tests = evaluate(self._twin, self.task, self.precision, self.moved)
         told = arithmetic.loss_sum / arithmetic.loss_of if arithmetic.loss_of else None
         arithmetic.loss_sum, arithmetic.loss_of = 0.0, 0
-        point = Point(at.seconds, at.update, at.applied, _finite(loss), accuracy, _finite(told))
+        point = Point(at.seconds, at.update, at.applied, _finite(loss), accuracy, _finite(told), tests)
         self.points.append(point)
         if at.update:
             self._tell_look(point)
@@ -343,6 +351,7 @@ class VirtualTrainer(Trainer):
             "epoch": round(self._through / self.samples, 4),
             "update": at.update,
             "accuracy": point.accuracy,
+            "test_samples": point.test_samples,
             "loss": point.loss,
             "train_loss": point.train_loss,
             "seconds": at.seconds,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from offbeat.metrics import format_accuracy
 from offbeat.spec import count_of, format_seconds
 from offbeat.strategy import ALL_REDUCE, family_of
 from offbeat.train.config import Config
@@ -23,7 +24,8 @@ def summary_of(config: Config, end: Mapping[str, Any], metrics: Sequence[Mapping
     accuracy, loss = end.get("accuracy"), end.get("loss")
     if accuracy is not None:
         told = "that is not a number" if loss is None else f"of {loss:.4f}"
-        lines.append(f"On the test set {100 * accuracy:.2f} % are right, with a loss {told}.")
+        right = format_accuracy(accuracy, end.get("test_samples"))
+        lines.append(f"On the test set {right} are right, with a loss {told}.")
         best = max(metrics, key=lambda record: record.get("accuracy") or 0.0, default=None)
         if best is not None and (best.get("accuracy") or 0.0) > accuracy:
             lines.append(f"The best was {100 * best['accuracy']:.2f} %, after epoch {best['epoch']}.")
