@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from offbeat.metrics import reached_at
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.compute import parse_law
 from offbeat.train.rundir import RunDir
@@ -46,9 +47,9 @@ def real(line: str, folder: Path, given: argparse.Namespace) -> RunDir:
 
 
 def first(times: list[tuple[float, float]], target: float) -> tuple[float, int]:
-    """Seconds and the number of the epoch at whose end the accuracy was there first."""
-    found = ((at, epoch) for epoch, (at, right) in enumerate(times, start=1) if right >= target)
-    return next(found, (float("nan"), 0))
+    """Seconds and the number of the epoch at whose end the accuracy had reached the target."""
+    at = reached_at([right for _, right in times], target)
+    return (float("nan"), 0) if at is None else (times[at][0], at + 1)
 
 
 def virtual(run: RunDir, seed: int) -> list[tuple[float, float]]:

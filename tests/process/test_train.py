@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from offbeat.metrics import format_accuracy
 from offbeat.server.supervisor import Supervisor
 from process.test_ddp_script import Ended as Finished
 from process.test_ddp_script import bounded, free_port
@@ -115,14 +116,20 @@ def test_evaluate_gives_what_the_run_said(trained: tuple[Path, str, str]) -> Non
     assert ended.code == 0
     assert (ended.result["accuracy"], ended.result["loss"]) == (result["accuracy"], result["loss"])
     ended = offbeat(folder, "evaluate", "run")
-    assert f"{100 * result['accuracy']:.2f} %" in ended.out
-    assert f"{100 * result['accuracy']:.2f} % are right" in (folder / "run" / "summary.txt").read_text()
+    right = format_accuracy(result["accuracy"], result["test_samples"])
+    assert right in ended.out and f"{right} are right" in (folder / "run" / "summary.txt").read_text()
+
+
+def test_a_run_ends_when_the_accuracy_that_is_wanted_is_held(tmp_path: Path) -> None:
+    """Every model has 0.1 %: one evaluation touches it, and the second holds it."""
+    ended = offbeat(tmp_path, *train_words("ring", 1, train__epochs=5, train__stop_at=0.001), "--json")
+    assert (ended.code, ended.result["epochs"]) == (0, 2)
 
 
 def test_quiet_leaves_the_summary(tmp_path: Path) -> None:
     ended = offbeat(tmp_path, *train_words("ring", 2, train__epochs=1), "--quiet")
     assert (ended.code, ended.err) == (0, "")
-    assert re.fullmatch(r"accuracy +\d+\.\d %", ended.out.splitlines()[0])
+    assert re.fullmatch(r"accuracy +\d+\.\d % \(\d+\.\d-\d+\.\d\)", ended.out.splitlines()[0])
     assert "epoch 1/1" not in ended.out and "note:" not in ended.out
 
 

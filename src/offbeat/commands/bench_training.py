@@ -396,7 +396,7 @@ def print_scaling(result: ScalingResult) -> None:
         ]
         for row in result.rows
     ]
-    hidden = [*([7] if strong else []), *([] if wide else [3, 4])]
+    hidden = [*([7] if strong and wide else []), *([] if wide else [3, 4, 7])]
     table(out, _without(hidden, columns), [_without(hidden, row) for row in rows])
     more = {
         "predicted ms": [_shown(row.predicted_s, lambda seconds: format_ms(1e3 * seconds)) for row in result.rows],
@@ -449,7 +449,7 @@ def print_accuracy(result: AccuracyResult) -> None:
             ]
         )
     columns = ["strategy", "to target", "of seeds", "reached", "updates", "accuracy", "std", "whole run"]
-    hidden = [] if out.width >= _WIDE else [2]
+    hidden = [] if out.width >= _WIDE else [2, 6, 7]
     table(out, _without(hidden, columns), [_without(hidden, row) for row in rows])
     more = {
         "predicted": [_shown(row.predicted_s, format_seconds) for row in result.rows],

@@ -105,7 +105,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     ] = "per-learner"
     split: Annotated[str, "of a synchronous update between learners: equal, auto, or shares like 3:1"] = "equal"
     loss: Annotated[str, "module:function(outputs, targets), the mean over samples; empty: cross-entropy"] = ""
-    stop_at: Annotated[Share, "end when the accuracy is there, like 0.97; 0: go through all epochs"] = 0.0
+    stop_at: Annotated[Share, "end when this accuracy is reached and held, like 0.97; 0: go through all epochs"] = 0.0
     threads: Annotated[Count, "of torch, in each learner"] = 1
 
     def __post_init__(self) -> None:
