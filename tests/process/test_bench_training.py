@@ -268,7 +268,10 @@ def test_scaling_is_printed_with_its_base_its_ranking_and_its_notes(capsys: pyte
     assert first == ["k-batch-async:2", "2", "42.7", "1.50x", "75", "%", "91.0", "%", "(87.6-93.5)"]
     assert second == ["k-batch-async:2", "2", "40", "-6.2", "%", "125", "J", "0.00167"]
     assert "fastest of those that learn as well: one learner alone (1,000 samples/s)" in lines
-    assert any("not ranked: its accuracy 91.0 % (87.6-93.5) is 6 points below the 97.0 % of one learner" in line for line in lines)
+    assert any(
+        "not ranked: its accuracy 91.0 % (87.6-93.5) is 6 points below the 97.0 % of one learner" in line
+        for line in lines
+    )
     assert "note: energy: not measured: no counters" in lines
     table = lines[: lines.index("fastest of those that learn as well: one learner alone (1,000 samples/s)")]
     assert max(len(line) for line in table[2:]) <= 80
