@@ -317,6 +317,13 @@ def test_steps_are_counted_from_the_end_of_the_epoch_on() -> None:
     assert [works[0].version for works in updates] == list(range(8))
 
 
+def test_downpour_goes_on_counting_over_the_end_of_an_epoch() -> None:
+    """As a real learner does: 3 minibatches an epoch, of which the 2nd, 4th and 6th push, and so does an odd end."""
+    cluster = Cluster(learners=2, law=parse_law("constant:1"), speeds=(1.0, 0.1))
+    _, updates = epochs_of("downpour:push=2,fetch=5", cluster, samples=4 * SIZE)
+    assert [len(work.steps) for works in updates for work in works if work.learner == 0] == [2, 1, 1, 2] * 2
+
+
 def test_a_push_is_there_before_its_learner_steps_aside() -> None:
     """Downpour sends beside computing: it must not leave while what it has pushed is on its way."""
     said: list[str] = []

@@ -313,7 +313,6 @@ class ServedTimeline(Simulation):
         self._close(learner)
         self.doing[learner] = "away"
         self.next_version[learner] = None
-        self.fetching[learner] = False
         self.turn[learner] += 1
         self.life[learner] += 1
         self._away.append(learner)
