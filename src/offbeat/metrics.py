@@ -152,6 +152,11 @@ def interval(accuracy: float, samples: int) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
+def known_interval(accuracy: float | None, samples: int | None) -> tuple[float, float] | tuple[None, None]:
+    """The same where both are known."""
+    return (None, None) if accuracy is None or not samples else interval(accuracy, samples)
+
+
 def format_accuracy(accuracy: float, samples: int | None) -> str:
     """`98.1 % (96.1-99.1)`: with its interval, where the size of the test set is known."""
     text = f"{100 * accuracy:.1f} %"

@@ -162,7 +162,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
             [
                 {"strategy": "ring", "learners": 2, "seeds": 2, "reached": 2, "seconds_to_target": 4.0,
                  "seconds_to_target_low": 3.0, "seconds_to_target_high": 5.0, "updates_to_target": 8,
-                 "accuracy_mean": 0.875, "accuracy_std": 0.125, "seconds": 6.0, "joules": 20.0,
+                 "accuracy_mean": 0.875, "test_samples": 64, "accuracy_std": 0.125, "seconds": 6.0, "joules": 20.0,
                  "joules_to_target": 15.0, "cost": 2.0, "cost_to_target": 1.0, "predicted_s": 5.0},
                 {"strategy": "async", "learners": 4, "seeds": 2, "reached": 0, "accuracy_mean": 0.5,
                  "accuracy_std": 0.0, "seconds": 6.0},
@@ -305,11 +305,11 @@ ROWS: dict[str, tuple[tuple[str, ...], list[tuple[Any, ...]]]] = {
     "races": (
         ("benchmark", "strategy", "learners", "target", "seeds", "reached it", "time to target (s)",
          "time to target: low (s)", "time to target: high (s)", "updates to target", "mean accuracy",
-         "its standard deviation", "training time (s)"),
+         "at least", "at most", "its standard deviation", "training time (s)"),
         [
-            ("race", "ring", 2, 0.75, 2, 2, 4.0, 3.0, 5.0, 8, 0.875, 0.125, 6.0),
-            ("race", "async", 4, 0.75, 2, 0, None, None, None, None, 0.5, 0.0, 6.0),
-            ("race", "ring", 4, 0.75, 2, 1, 2.0, None, None, None, None, None, None),
+            ("race", "ring", 2, 0.75, 2, 2, 4.0, 3.0, 5.0, 8, 0.875, *interval(0.875, 64), 0.125, 6.0),
+            ("race", "async", 4, 0.75, 2, 0, None, None, None, None, 0.5, None, None, 0.0, 6.0),
+            ("race", "ring", 4, 0.75, 2, 1, 2.0, None, None, None, None, None, None, None, None),
         ],
     ),
     "race-curves": (

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from offbeat.metrics import DEFINITIONS
+from offbeat.metrics import DEFINITIONS, known_interval
 from offbeat.report.files import share, shorten
 from offbeat.report.model import BarChart, Bars, Cell, Column, Item, LineChart, Section, Series, Table
 from offbeat.report.results import Result
@@ -180,7 +180,8 @@ def races(results: Sequence[Result]) -> list[Item]:
         rows += [
             (result.label, row["strategy"], row["learners"], target, row["seeds"],
              row["reached"], row["seconds_to_target"], row["seconds_to_target_low"], row["seconds_to_target_high"],
-             row["updates_to_target"], row["accuracy_mean"], row["accuracy_std"], row["seconds"])
+             row["updates_to_target"], row["accuracy_mean"], *known_interval(row["accuracy_mean"], row["test_samples"]),
+             row["accuracy_std"], row["seconds"])
             for row in result.rows
         ]  # fmt: skip
     if rows:
@@ -195,7 +196,9 @@ def races(results: Sequence[Result]) -> list[Item]:
             Column("time to target: low (s)", "seconds"),
             Column("time to target: high (s)", "seconds"),
             Column("updates to target", "number"),
-            Column("mean accuracy", "percent"),
+            Column("mean accuracy", "percent", DEFINITIONS["accuracy"].formula),
+            Column("at least", "percent"),
+            Column("at most", "percent"),
             Column("its standard deviation", "percent"),
             Column("training time (s)", "seconds"),
         )

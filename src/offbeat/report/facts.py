@@ -146,8 +146,7 @@ class Facts:
     @property
     def interval(self) -> tuple[float | None, float | None]:
         """Of the accuracy at the end, where the size of the test set is known."""
-        score = self.score
-        return (None, None) if score is None or not score.samples else metrics.interval(score.accuracy, score.samples)
+        return metrics.known_interval(self.accuracy, self.curve[-1].test_samples if self.curve else None)
 
     @property
     def best_loss(self) -> float | None:
