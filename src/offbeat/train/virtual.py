@@ -22,9 +22,9 @@ from torch import Tensor
 
 from offbeat import plugins, topology
 from offbeat.errors import RequestError
-from offbeat.policies.damping import CORRECT
 from offbeat.metrics import reached_at
 from offbeat.policies import create
+from offbeat.policies.damping import CORRECT
 from offbeat.server.table import parts_of
 from offbeat.simulate.books import Batch, Epochs, Stream, pieces_of
 from offbeat.simulate.cluster import Cluster
