@@ -20,7 +20,7 @@ PACKAGE = HERE / "src" / "offbeat"
 # A room imports only rooms above it. The torch-free ones use the standard library and numpy alone.
 TORCH_FREE = (
     "errors", "spec", "synonyms", "plugins", "topology", "trace", "timeline", "schedules", "policies", "strategy",
-    "metrics", "leases", "chart", "simulate", "datasets", "report",
+    "metrics", "learning", "leases", "chart", "simulate", "datasets", "report",
 )  # fmt: skip
 ROOMS = (
     *TORCH_FREE, "signals", "machine", "energy", "collectives", "server", "train", "measure", "commands", "cli",

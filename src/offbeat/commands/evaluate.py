@@ -54,7 +54,9 @@ def _run(given: argparse.Namespace) -> None:
     except RuntimeError as error:
         raise RequestError(f"the weights do not fit the model of {run.path}: {str(error).splitlines()[0]}") from None
     torch.set_num_threads(config.train.threads)  # as the run had: other sums have other last bits
-    loss, accuracy, tests = evaluate(model.to(device), task, Precision(config.train.precision, device), mover(device))
+    loss, accuracy, tests, _ = evaluate(
+        model.to(device), task, Precision(config.train.precision, device), mover(device)
+    )
     samples = len(task.test)  # type: ignore[arg-type]  # a map-style set has a length: the task was checked
     if given.json:
         print_json(

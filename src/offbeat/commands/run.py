@@ -216,6 +216,8 @@ def _tell_end(given: argparse.Namespace, summary: dict[str, Any]) -> None:
         style="bold",
     )
     facts(out, rows)
+    if summary.get("warning"):
+        say(out, f"warning: {summary['warning']}", style="bold yellow")
 
 
 COMMAND = Command(

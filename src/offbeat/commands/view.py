@@ -452,6 +452,8 @@ class PlainView:
         state.hear(record)
         if record["kind"] == "died":
             self._write(died_line(record))
+        if record.get("warns"):
+            self._write(f"warning: {record['text']}")
         if self._quiet:
             return
         match record["kind"]:
@@ -459,7 +461,7 @@ class PlainView:
                 self._tell("  ".join(text for text, _ in _about(record)))
                 for note in record.get("notes") or ():
                     self._write(f"note: {_clean(note)}")
-            case "note":
+            case "note" if not record.get("warns"):
                 self._write(f"note: {record['text']}")
             case "evaluated":
                 self._tell(evaluation_line(record, state.epochs))
@@ -523,6 +525,8 @@ class LiveView:
             case "begin":
                 self._show(heading_lines(record, self._out.width))
                 self._apart = False
+            case "note" if record.get("warns"):
+                self._above(f"warning: {record['text']}", "bold yellow")
             case "note":
                 self._above(f"note: {record['text']}", "dim")
             case "died":

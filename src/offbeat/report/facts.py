@@ -284,6 +284,8 @@ def facts_of(run: RunRecord) -> Facts:
         updates = (sum(whole) if of_server else max(whole, default=0)) or None
         samples = books.samples_applied if of_server else None
         dropped = _never_applied(run, books) if of_server else None
+    if last is not None and last.warning:
+        problems.append(last.warning)
     again = _made_again(run.legs, books.applies, last.update if last is not None else None)
     if again:
         words = f"{again:,} update{' was' if again == 1 else 's were'} made again after a resume"

@@ -52,6 +52,7 @@ class Evaluation(NamedTuple):
     samples: int | None
     dropped: int | None
     epoch: float | None
+    warning: str = ""  # that the training does not learn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,6 +198,7 @@ def _evaluation(record: Mapping[str, Any]) -> Evaluation:
         samples=files.count(record.get("samples")),
         dropped=None if many is None else sum(one or 0 for one in many),
         epoch=files.from_zero(record.get("epoch")),
+        warning=files.text(record.get("warning")),
     )
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
+from array import array
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+from offbeat.learning import sign_of, warning_of
 from offbeat.server.coordinator import Coordinator
 from offbeat.server.wire import INPUT, Push, Stop
 from offbeat.trace import LogWriter, Span
@@ -26,6 +30,7 @@ class Ledger:
         self.minibatches = [0] * learners
         self.stopped: list[tuple[int, float]] = []  # learner, and seconds that it had computed
         self.rests: list[tuple[float, float]] = []
+        self.losses = array("d")  # of pushes that say it, in the order of their arrival
         self.first_s: float | None = None
         self.last_s = 0.0
 
@@ -48,6 +53,8 @@ class Ledger:
         began, ended = message.began_s, message.ended_s
         if not 0 <= began < ended:  # a minibatch that was cancelled before it began
             return
+        if isinstance(message, Push) and message.loss is not None:
+            self.losses.append(message.loss)
         stopped = isinstance(message, Stop)
         version = message.version
         before = self._ended_s.get(name[:2])
@@ -103,6 +110,20 @@ class Ledger:
                 total += max(0.0, self.compute_s[learner] / self.minibatches[learner] - spent)
         return total
 
+    def _warning(self, machine: Coordinator) -> str | None:
+        """That the run has not learned, as far as its losses show: their last quarter beside the one before."""
+        many, quarter = len(self.losses), len(self.losses) // 4
+        past: dict[str, Any] = {"epoch": 1, "samples": 0}
+        now: dict[str, Any] = {"epoch": 2, "samples": machine.counts["applied"]}
+        now["dropped"] = {"not finite": machine.samples["dropped: not finite"]}
+        if quarter >= machine.setting.learners:
+            before, last = (self.losses[many - end * quarter : many - (end - 1) * quarter] for end in (2, 1))
+            past["train_loss"], now["train_loss"] = fmean(before), fmean(last)
+            now["start_loss"] = fmean(self.losses[: machine.setting.learners])
+            now |= {} if math.isfinite(now["train_loss"]) else {"loss": None}
+        sign = sign_of([past, now], ended=True) if machine.counts["received"] else None
+        return None if sign is None else warning_of(sign, "a lower learning rate")
+
     def close(self, machine: Coordinator | None) -> str:
         """The end: the log gets its name, and the summary is one JSON object."""
         if self._writer is not None:
@@ -135,5 +156,6 @@ class Ledger:
             "wait_s": self.wait_s,
             "minibatches": self.minibatches,
             "unfinished": len(machine.in_updates()),
+            "warning": self._warning(machine),
         }  # fmt: skip
         return json.dumps(summary)

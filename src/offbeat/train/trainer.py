@@ -15,7 +15,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,7 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from offbeat.learning import Sign, sign_of, warning_of
 from offbeat.metrics import reached_at
+from offbeat.policies.damping import CORRECT
 from offbeat.server.data import seed_of
 from offbeat.strategy import SERVER, family_of
 from offbeat.train.checkpoint import Checkpoint, Saver, write_weights
@@ -128,6 +131,7 @@ class Trainer:
         self.stop_wanted = False  # somebody has sent a signal
         self.compute_s = self.wait_s = 0.0
         self.seen = 0  # samples that this learner has computed
+        self._first_loss: Tensor | float | None = None
         self._losses: list[tuple[Tensor | float, int]] = []  # since the last rest, with their samples
         self._loss_sum, self._loss_of = 0.0, 0
         self._told_s = 0.0
@@ -225,6 +229,7 @@ class Trainer:
         if len(self._losses) > 64:
             self._read_losses()
         self.seen += samples
+        self._first_loss = loss.detach() if self._first_loss is None else self._first_loss
         self._losses.append((loss.detach(), samples))
 
     def forget(self, samples: int) -> None:
@@ -329,6 +334,7 @@ class Trainer:
             if is_last or stop:
                 at.drop_held("the run ended before its update was full")
             self.last |= {"dropped": at.dropped, "held": at.held}
+            self.look_for_trouble(self.run.read_metrics(), ended=is_last or stop)
             if not self.still_leads():
                 return False
             self._add_metrics()
@@ -342,6 +348,27 @@ class Trainer:
         if is_last or stop:
             self._end(twin, at, "" if is_last else "asked to stop" if at.halt else "the accuracy is there")
         return stop or is_last
+
+    def look_for_trouble(self, before: Sequence[Mapping[str, Any]], *, ended: bool) -> None:
+        """Says what the latest evaluation says, if the training does not learn; once, until it says something else."""
+        sign = sign_of([*before, self.last], ended=ended)
+        if sign is None:
+            return
+        self.last["sign"] = sign.name
+        self.last["warning"] = warning_of(sign, self._remedy(sign))
+        if not before or before[-1].get("sign") != sign.name:
+            self.report({"kind": "note", "text": self.last["warning"], "warns": True})
+
+    def _remedy(self, sign: Sign) -> str:
+        config, rate = self.config, self.config.train.rate
+        if config.staleness != CORRECT and (self.last.get("staleness") or 0) >= 0.5:
+            return "--staleness correct: gradients are stale"
+        lower = f"--train.rate {rate / 10:g} (now {rate:g})"
+        if config.train.momentum > 0.95 and config.train.optimizer in ("sgd", "lars"):
+            lower += f", --train.momentum 0.9 (now {config.train.momentum:g})"
+        if config.train.precision == "fp16" and sign.name in ("nothing applied", "not finite"):
+            lower += ", --train.precision bf16"
+        return f"{lower}, and check that labels and inputs belong together"
 
     def _has_reached(self, target: float) -> bool:
         """Whether all evaluations, also of learners that led before this one, have reached an accuracy; 0: never."""
@@ -366,7 +393,7 @@ class Trainer:
             self.note(f"cannot write {self.run.metrics}: {error.strerror}")
 
     def _evaluate(self, twin: nn.Module, at: Standing, parts: Mapping[int, Part]) -> dict[str, Any]:
-        loss, accuracy, tests = evaluate(twin, self.task, self.precision, self.moved)
+        loss, accuracy, tests, chance = evaluate(twin, self.task, self.precision, self.moved)
         busy = sum(part.compute_s for part in parts.values())
         waited = sum(part.wait_s for part in parts.values())
         counted = sum(part.samples for part in parts.values())
@@ -377,8 +404,10 @@ class Trainer:
             "update": at.update,
             "accuracy": accuracy,
             "test_samples": tests,
+            "chance": chance,
             "loss": _finite(loss),
             "train_loss": _finite(losses / counted) if counted else None,
+            "start_loss": self._start_loss(),
             "seconds": at.seconds,
             "samples": at.applied,
             "samples_per_s": at.applied / at.seconds if at.seconds else 0.0,
@@ -386,6 +415,13 @@ class Trainer:
             "staleness": at.staleness,
             "rate": self.pace.rate(max(0, at.update - 1 + self.shift)),
         }
+
+    def _start_loss(self) -> float | None:
+        """Of the first minibatch of the run, as far as it is known."""
+        known = self.run.read_metrics()
+        if known:
+            return known[0].get("start_loss")
+        return None if self._first_loss is None else _finite(float(self._first_loss))
 
     def _save(
         self, twin: nn.Module, at: Standing, parts: Mapping[int, bytes], kept: Mapping[str, Mapping[str, Tensor]]
@@ -417,6 +453,7 @@ class Trainer:
             "accuracy": self.last.get("accuracy"),
             "test_samples": self.last.get("test_samples"),
             "loss": self.last.get("loss"),
+            "warning": self.last.get("warning"),
             "strategy": self.config.sync,
             "learners": self.learners,
             "updates": at.update,
@@ -446,12 +483,14 @@ class Evaluation(NamedTuple):
     loss: float  # the mean
     accuracy: float | None  # the share that is right, where that has a meaning
     samples: int | None  # that the accuracy is a share of
+    chance: float | None  # the accuracy of always naming the most frequent target
 
 
 def evaluate(model: nn.Module, task: Task, precision: Precision, moved: Callable[[Any], Any]) -> Evaluation:
     """On the whole test set."""
     loader: DataLoader[Any] = DataLoader(task.test, batch_size=EVALUATED, collate_fn=collate_of(task.test))
     total, right, judged, seen = 0.0, 0, 0, 0
+    targeted: Counter[int] = Counter()
     was_training = model.training
     model.eval()
     with torch.no_grad():
@@ -466,8 +505,12 @@ def evaluate(model: nn.Module, task: Task, precision: Precision, moved: Callable
             found = count_right(outputs, targets)
             if found is not None:
                 right, judged = right + found[0], judged + found[1]
+                named, times = targets[targets >= 0].unique(return_counts=True)
+                targeted.update(dict(zip(named.tolist(), times.tolist(), strict=True)))
     model.train(was_training)
-    return Evaluation(total / max(seen, 1), right / judged if judged else None, judged or None)
+    if not judged:
+        return Evaluation(total / max(seen, 1), None, None, None)
+    return Evaluation(total / seen, right / judged, judged, max(targeted.values()) / judged)
 
 
 def size_of(batch: Any) -> int:

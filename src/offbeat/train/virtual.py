@@ -281,6 +281,8 @@ class VirtualTrainer(Trainer):
         self._minibatches = 0  # that were applied: a gradient may be of several
         self._late: Mapping[str, int] = {}  # samples that were not applied, by reason
         self._spent = Spent(0.0, 0.0, 0.0, 0.0)
+        self._evaluations: list[dict[str, Any]] = []
+        self._chance: float | None = None
         self._stops = False
         self._ended: dict[str, Any] = {}
 
@@ -334,7 +336,7 @@ class VirtualTrainer(Trainer):
         trained = parts_of(self._twin, optimizer_of(self._twin, self.config.train))[0].trained
         arithmetic.replica.write_model(arithmetic.replica.current, trained)
         load_buffers(self._twin, arithmetic.mean_buffers())
-        loss, accuracy, tests = evaluate(self._twin, self.task, self.precision, self.moved)
+        loss, accuracy, tests, self._chance = evaluate(self._twin, self.task, self.precision, self.moved)
         told = arithmetic.loss_sum / arithmetic.loss_of if arithmetic.loss_of else None
         arithmetic.loss_sum, arithmetic.loss_of = 0.0, 0
         point = Point(at.seconds, at.update, at.applied, _finite(loss), accuracy, _finite(told), tests)
@@ -352,8 +354,10 @@ class VirtualTrainer(Trainer):
             "update": at.update,
             "accuracy": point.accuracy,
             "test_samples": point.test_samples,
+            "chance": self._chance,
             "loss": point.loss,
             "train_loss": point.train_loss,
+            "start_loss": self.points[0].loss,
             "seconds": at.seconds,
             "samples": at.applied,
             "samples_per_s": at.applied / at.seconds if at.seconds else 0.0,
@@ -363,6 +367,8 @@ class VirtualTrainer(Trainer):
             "dropped": self._dropped(),
             "simulated": True,
         }
+        self.look_for_trouble(self._evaluations, ended=False)
+        self._evaluations.append(self.last)
         if self._writes:
             self._add_metrics()
         self.report(self.last)
@@ -382,6 +388,8 @@ class VirtualTrainer(Trainer):
         assert self._twin is not None
         if not self._stops:
             self.at.epoch = self.config.train.epochs
+        if "sign" not in self.last:
+            self.look_for_trouble(self._evaluations[:-1], ended=True)
         self._ended = self._end_record(self.at, "the accuracy is there" if self._stops else "")
         self._ended["simulated"] = True
         if self._writes:

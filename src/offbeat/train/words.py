@@ -40,6 +40,8 @@ def summary_of(config: Config, end: Mapping[str, Any], metrics: Sequence[Mapping
     if dropped:
         told = ", ".join(f"{many} ({why})" for why, many in dropped.items())
         lines.append(f"Samples that were not applied: {told}.")
+    if end.get("warning"):
+        lines.append(f"Warning: {end['warning']}.")
     if end.get("stopped"):
         lines.append(f"It ended before its last epoch: {end.get('why')}.")
         if not end.get("simulated"):
