@@ -326,8 +326,8 @@ def test_the_last_norm_of_every_residual_block_starts_at_zero_and_no_other() -> 
         ("full-sync", ""),
         ("k-sync:2", ""),
         ("local-sgd:4", ""),
-        ("k-async:2", "1 versions old (P/K - 1): steps are shortened to 0.5 of their length, momentum 0.9 -> 0.8 "),
-        ("async", "3 versions old (P - 1): steps are shortened to 0.25 of their length, momentum 0.9 -> 0.6 "),
+        ("k-async:2", "staleness 1 (P/K - 1): steps are shortened to 0.5 of their length, momentum 0.9 -> 0.8 "),
+        ("async", "staleness 3 (P - 1): steps are shortened to 0.25 of their length, momentum 0.9 -> 0.6 "),
         ("downpour:push=2,fetch=2", "to 0.0909 of their length, lr 0.1 -> 0.0909, momentum 0.9 -> 0 "),
     ],
 )

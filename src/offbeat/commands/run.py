@@ -14,7 +14,7 @@ from offbeat.commands.base import Command, console, facts, json_argument, print_
 from offbeat.errors import OffbeatError, RequestError
 from offbeat.policies.damping import CORRECT, KEEP
 from offbeat.signals import terminable
-from offbeat.spec import count_of, format_seconds, parse_count
+from offbeat.spec import count_of, format_seconds, format_size, parse_count
 from offbeat.strategy import ALL_REDUCE, family_of
 
 if TYPE_CHECKING:
@@ -209,6 +209,9 @@ def _tell_end(given: argparse.Namespace, summary: dict[str, Any]) -> None:
         rows.append(
             ("learners", f"{100 * busy / (busy + waits):.1f} % computing, {100 * waits / (busy + waits):.1f} % waiting")
         )
+    sizes = [format_size(summary[name]) for name in ("sent_bytes", "received_bytes")]
+    ratio = f"; computing : communication and waiting = {busy / waits:.2g} : 1" if waits else ""
+    rows.append(("traffic", f"learners sent {sizes[0]} of gradients and received {sizes[1]} of weights{ratio}"))
     out.print()
     say(
         out,

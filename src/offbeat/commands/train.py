@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _RESULT = (
     "name", "accuracy", "test_samples", "loss", "strategy", "learners", "updates", "epochs", "samples_per_s", "seconds",
-    "staleness_mean", "wait_share", "joules", "warning", "stopped", "run_dir",
+    "staleness_mean", "wait_share", "sent_bytes", "received_bytes", "joules", "warning", "stopped", "run_dir",
 )  # fmt: skip
 
 

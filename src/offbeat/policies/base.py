@@ -296,8 +296,8 @@ class Policy:
             return ""
         expected = self.expected_staleness(self.expect)
         return (
-            f"gradients are expected to be {expected.mean:.3g} versions old ({expected.formula}): steps are shortened "
-            f"to {self.damping.now():.3g} of their length{how} (--staleness keep turns this off)"
+            f"expected staleness {expected.mean:.3g} ({expected.formula}): steps are shortened to "
+            f"{self.damping.now():.3g} of their length{how} (--staleness keep turns this off)"
         )
 
     def wake(self, at_s: float, why: str) -> Wake:

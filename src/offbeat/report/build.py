@@ -35,7 +35,7 @@ from offbeat.report.model import (
 from offbeat.report.reading import RunRecord
 from offbeat.report.results import Result
 from offbeat.report.words import Group, groups_of, percent
-from offbeat.spec import count_of
+from offbeat.spec import count_of, format_size
 
 MOST_BARS = 400_000
 
@@ -129,14 +129,24 @@ def _communication(known: Sequence[Facts], results: Sequence[Result]) -> Section
                 rows=tuple(rows),
             )
         )
-    if not items:
+    traffic = tuple(sentence for one in known if (sentence := _traffic(one)))
+    if not items and not traffic:
         return None
     text = "What it costs to keep time with others: what one learner alone would not need."
     if rows:
         text += " Of runs: the time in which learners do not compute, waiting for slower ones included."
     if any(one.inside_waiting for one in known):
         text += f" {course.INSIDE_WAITING}"
-    return Section(key="communication", title="Communication overhead", items=tuple(items), words=(text,))
+    return Section(key="communication", title="Communication overhead", items=tuple(items), words=(text, *traffic))
+
+
+def _traffic(one: Facts) -> str:
+    if one.sent_bytes is None or one.received_bytes is None:
+        return ""
+    text = f"Learners of {one.label} sent {format_size(one.sent_bytes)} and received {format_size(one.received_bytes)}"
+    idle = one.not_computing_share
+    ratio = f"; computing : not computing = {(1 - idle) / idle:.2g} : 1" if idle else ""
+    return f"{text} of gradients and weights{ratio}."
 
 
 def _as_float(value: Cell) -> float | None:

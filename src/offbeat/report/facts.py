@@ -102,6 +102,8 @@ class Facts:
     unused: int  # gradients that were pushed, and neither applied nor dropped
     by_learner: tuple[LearnerFacts, ...]
     energy: EnergyFacts
+    sent_bytes: int | None = None  # by all learners
+    received_bytes: int | None = None
     problems: tuple[str, ...] = ()
 
     @property
@@ -321,6 +323,8 @@ def facts_of(run: RunRecord) -> Facts:
         unused=books.unused,
         by_learner=learners,
         energy=_energy(run),
+        sent_bytes=None if last is None else last.sent_bytes,
+        received_bytes=None if last is None else last.received_bytes,
         problems=tuple(problems),
     )
 

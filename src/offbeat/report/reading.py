@@ -53,6 +53,8 @@ class Evaluation(NamedTuple):
     dropped: int | None
     epoch: float | None
     warning: str = ""  # that the training does not learn
+    sent_bytes: int | None = None  # by all learners, up to then
+    received_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +201,8 @@ def _evaluation(record: Mapping[str, Any]) -> Evaluation:
         dropped=None if many is None else sum(one or 0 for one in many),
         epoch=files.from_zero(record.get("epoch")),
         warning=files.text(record.get("warning")),
+        sent_bytes=files.count(record.get("sent_bytes")),
+        received_bytes=files.count(record.get("received_bytes")),
     )
 
 

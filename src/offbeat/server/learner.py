@@ -334,6 +334,16 @@ class ServedLearner:
         return 0.0 if self._link is None else self._link.rested_s
 
     @property
+    def sent_bytes(self) -> int:
+        """Of gradients, as they travel."""
+        return 0 if self._mode is None else self._mode.sent_bytes
+
+    @property
+    def received_bytes(self) -> int:
+        """Of weights; none where the model's parameters are the servers' memory."""
+        return 0 if self._mode is None else self._mode.received_bytes
+
+    @property
     def place(self) -> tuple[int, int]:
         """Epoch and position of the first sample of the batch that was handed out last; of a lease."""
         leases = self._batch.leases

@@ -14,7 +14,7 @@ from typing import Any
 
 from offbeat.learning import sign_of, warning_of
 from offbeat.server.coordinator import Coordinator
-from offbeat.server.wire import INPUT, Push, Stop
+from offbeat.server.wire import INPUT, Fetched, Push, Stop
 from offbeat.trace import LogWriter, Span
 
 
@@ -30,6 +30,8 @@ class Ledger:
         self.minibatches = [0] * learners
         self.stopped: list[tuple[int, float]] = []  # learner, and seconds that it had computed
         self.rests: list[tuple[float, float]] = []
+        self.push_bytes = self.fetch_bytes = 0  # of one
+        self.fetches = 0
         self.losses = array("d")  # of pushes that say it, in the order of their arrival
         self.first_s: float | None = None
         self.last_s = 0.0
@@ -44,6 +46,8 @@ class Ledger:
 
     def hear(self, message: INPUT) -> None:
         """A minibatch that was pushed or given up, with its times."""
+        if isinstance(message, Fetched):
+            self.fetches += 1
         if not isinstance(message, Push | Stop):
             return
         learner, name = message.learner, (message.learner, message.incarnation, message.seq)
@@ -155,6 +159,8 @@ class Ledger:
             "compute_s": self.compute_s,
             "wait_s": self.wait_s,
             "minibatches": self.minibatches,
+            "sent_bytes": counts["received"] * self.push_bytes,
+            "received_bytes": self.fetches * self.fetch_bytes,
             "unfinished": len(machine.in_updates()),
             "warning": self._warning(machine),
         }  # fmt: skip

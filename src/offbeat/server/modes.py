@@ -52,6 +52,7 @@ class Mode:
         self.link, self.parts, self.rule, self.local_step = link, parts, rule, local_step
         self.arena = link.arena
         self.version = 0  # of the weights that the model has
+        self.sent_bytes = self.received_bytes = 0  # gradients, and weights
         self.loaded = (0, 0)  # incarnation and pin under which it got them: later ones are larger
         self.start_s = link.admission.start_s
         self.kept: Mapping[str, Tensor] | None = None  # what the run goes on from, if this learner is asked for it
@@ -104,6 +105,7 @@ class Mode:
             link.say(lambda client: client.stop())
 
     def load(self, pieces: tuple[tuple[int, int], ...], *, extra: bool) -> None:
+        self.received_bytes += self.arena.weights[0].nbytes
         self.arena.fetch(self.parts, pieces, extra=extra)
 
     def load_last(self) -> None:
@@ -130,6 +132,7 @@ class Mode:
     ) -> None:
         """The slot is full: say so."""
         link = self.link
+        self.sent_bytes += self.arena.slots[0].nbytes
         if finite is None:
             finite = self.arena.is_finite(link.client.slot)
         ended_s = time.monotonic()
@@ -456,6 +459,7 @@ class Free(Mode):
                 taken = (self._reading, None if self._staged is None else self._staged[0])
                 vector = next(one for one in self._staging if all(one is not other for other in taken))
             self.arena.gather(pieces, out=vector)
+            self.received_bytes += vector.nbytes
             self.link.say(lambda client: client.fetched(pin))
             with self._lock:
                 newer = self._staged is None or (incarnation, pin) > self._staged[2]

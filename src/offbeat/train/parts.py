@@ -7,11 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
 from torch import Tensor, nn
+
+
+class Traffic(NamedTuple):
+    """Bytes of gradients and weights that a learner has sent and received."""
+
+    sent: int = 0
+    received: int = 0
+
+    def plus(self, other: Traffic | None) -> Traffic | None:
+        return None if other is None else Traffic(self.sent + other.sent, self.received + other.received)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -22,6 +32,7 @@ class Part:
     wait_s: float = 0.0
     loss: float = 0.0  # mean over the samples since the last rest
     samples: int = 0  # how many these are
+    traffic: Traffic | None = None  # None: not counted
     scaler: dict[str, float] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     optimizer: dict[str, Tensor] = field(default_factory=dict)
@@ -32,6 +43,8 @@ class Part:
             "clock": torch.tensor([self.compute_s, self.wait_s, self.loss, self.samples], dtype=torch.float64),
             "spans": self.spans,
         }
+        if self.traffic is not None:
+            tensors["traffic"] = torch.tensor(self.traffic, dtype=torch.int64)
         for name, number in self.scaler.items():
             tensors[f"scaler.{name}"] = torch.tensor(float(number), dtype=torch.float64)
         for kind, group in (("buffer", self.buffers), ("optimizer", self.optimizer)):
@@ -56,6 +69,7 @@ def part_of(tensors: Mapping[str, Tensor]) -> Part:
         wait_s=wait_s,
         loss=loss,
         samples=int(samples),
+        traffic=Traffic(*tensors["traffic"].tolist()) if "traffic" in tensors else None,
         scaler={name: float(number) for name, number in under("scaler.").items()},
         buffers=under("buffer."),
         optimizer=under("optimizer."),

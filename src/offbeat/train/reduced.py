@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
+from offbeat.collectives.backend import stats
 from offbeat.errors import OffbeatError
 from offbeat.server.data import seed_of
 from offbeat.server.slowness import Slowness
@@ -29,7 +30,7 @@ from offbeat.strategy import NATIVE
 from offbeat.trace import LogWriter, Span
 from offbeat.train.config import shares_of
 from offbeat.train.norms import synchronise
-from offbeat.train.parts import decode, load_optimizer, optimizer_tensors
+from offbeat.train.parts import Traffic, decode, load_optimizer, optimizer_tensors
 from offbeat.train.plan import Pass, Update, speeds_to_shares, updates
 from offbeat.train.tasks import collate_of
 from offbeat.train.trainer import Trainer
@@ -74,6 +75,14 @@ class ReducedTrainer(Trainer):
         self._ledger = [0, 0]  # samples of this epoch, and a sum over which they were
         self._measured: list[tuple[float, int]] = []  # seconds and samples, since the last look at speeds
         self._looks = 0
+
+    def traffic(self) -> Traffic | None:
+        if not self._together:
+            return Traffic()
+        if self.config.sync == NATIVE:  # torch's own does not count
+            return None
+        counted = stats()
+        return Traffic(counted.sent_bytes, counted.received_bytes)
 
     def _first_shares(self) -> tuple[float, ...]:
         given = shares_of(self.config.train.split)

@@ -23,7 +23,7 @@ from offbeat.server.link import RunOverError
 from offbeat.server.wire import Rest
 from offbeat.train.checkpoint import Checkpoint
 from offbeat.train.config import Config
-from offbeat.train.parts import Part, load_optimizer, optimizer_tensors
+from offbeat.train.parts import Part, Traffic, load_optimizer, optimizer_tensors
 from offbeat.train.scaling import optimizer_of
 from offbeat.train.tasks import collate_of
 from offbeat.train.trainer import Standing, Trainer, piece_of, size_of
@@ -65,6 +65,9 @@ class ServedTrainer(Trainer):
             seed=config.seed,
             setting=setting_of(config, self.checkpoint),
         )
+
+    def traffic(self) -> Traffic | None:
+        return Traffic(self.learner.sent_bytes, self.learner.received_bytes)
 
     def ask_to_stop(self) -> None:
         super().ask_to_stop()

@@ -32,7 +32,7 @@ from offbeat.strategy import SERVER, family_of
 from offbeat.train.checkpoint import Checkpoint, Saver, write_weights
 from offbeat.train.config import Config
 from offbeat.train.norms import average_buffers
-from offbeat.train.parts import Part, buffers_of, decode, load_buffers, part_of
+from offbeat.train.parts import Part, Traffic, buffers_of, decode, load_buffers, part_of
 from offbeat.train.precision import Precision
 from offbeat.train.rundir import RunDir
 from offbeat.train.scaling import optimizer_of, pace_of, staleness_note, zero_last_norms
@@ -131,6 +131,7 @@ class Trainer:
         self.stop_wanted = False  # somebody has sent a signal
         self.compute_s = self.wait_s = 0.0
         self.seen = 0  # samples that this learner has computed
+        self._traffic_before = Traffic()  # of the parts of the run before this one
         self._first_loss: Tensor | float | None = None
         self._losses: list[tuple[Tensor | float, int]] = []  # since the last rest, with their samples
         self._loss_sum, self._loss_of = 0.0, 0
@@ -162,6 +163,7 @@ class Trainer:
         part = self._own_part(checkpoint)
         if part is not None:
             self.compute_s, self.wait_s = part.compute_s, part.wait_s
+            self._traffic_before = part.traffic or Traffic()
 
     def load_own(self, checkpoint: Checkpoint) -> None:
         """What each learner has for itself."""
@@ -300,9 +302,14 @@ class Trainer:
             wait_s=self.wait_s,
             loss=self._loss_sum / self._loss_of if self._loss_of else 0.0,
             samples=self._loss_of,
+            traffic=self._traffic_before.plus(self.traffic()),
             scaler={} if self.precision.scaler is None else dict(self.precision.scaler.state()),
             buffers={name: buffer.clone() for name, buffer in buffers_of(self.model).items()},
         )
+
+    def traffic(self) -> Traffic | None:
+        """What this process has sent and received for the training; None: it cannot tell."""
+        return None
 
     # --- a rest, as the one who leads --------------------------------------------------------------------------------
 
@@ -398,6 +405,7 @@ class Trainer:
         waited = sum(part.wait_s for part in parts.values())
         counted = sum(part.samples for part in parts.values())
         losses = sum(part.loss * part.samples for part in parts.values())
+        moved = [part.traffic for part in parts.values() if part.traffic is not None]
         return {
             "kind": "evaluated",
             "epoch": at.epoch,
@@ -412,6 +420,8 @@ class Trainer:
             "samples": at.applied,
             "samples_per_s": at.applied / at.seconds if at.seconds else 0.0,
             "wait_share": waited / (busy + waited) if busy + waited else 0.0,
+            "sent_bytes": sum(one.sent for one in moved) if moved else None,
+            "received_bytes": sum(one.received for one in moved) if moved else None,
             "staleness": at.staleness,
             "rate": self.pace.rate(max(0, at.update - 1 + self.shift)),
         }
@@ -461,6 +471,8 @@ class Trainer:
             "seconds": at.seconds,
             "staleness_mean": at.staleness,
             "wait_share": self.last.get("wait_share", 0.0),
+            "sent_bytes": self.last.get("sent_bytes"),
+            "received_bytes": self.last.get("received_bytes"),
             "epochs": at.epoch,
             "run_dir": str(self.run.path),
             "stopped": bool(why),

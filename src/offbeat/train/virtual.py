@@ -25,6 +25,7 @@ from offbeat.errors import RequestError
 from offbeat.metrics import reached_at
 from offbeat.policies import create
 from offbeat.policies.damping import CORRECT
+from offbeat.schedules.algorithms import fewest_bytes
 from offbeat.server.table import parts_of
 from offbeat.simulate.books import Batch, Epochs, Stream, pieces_of
 from offbeat.simulate.cluster import Cluster
@@ -278,6 +279,7 @@ class VirtualTrainer(Trainer):
         self._taken = 0  # samples of updates: applied, or not finite
         self._through = 0  # and those that were dropped
         self._staleness: Counter[int] = Counter()  # of gradients
+        self._sent_bytes = self._received_bytes = 0
         self._minibatches = 0  # that were applied: a gradient may be of several
         self._late: Mapping[str, int] = {}  # samples that were not applied, by reason
         self._spent = Spent(0.0, 0.0, 0.0, 0.0)
@@ -314,6 +316,7 @@ class VirtualTrainer(Trainer):
         self._spent = update.spent
         ages = [update.version - 1 - work.version for work in update.works]
         self._staleness.update(ages)
+        self._count_traffic(update)
         self._minibatches += sum(len(work.steps) for work in update.works)
         old = (at.staleness or 0.0) * at.gradients + sum(ages)
         at.gradients += len(ages)
@@ -327,6 +330,17 @@ class VirtualTrainer(Trainer):
         wanted = self.config.train.stop_at
         self._stops = bool(wanted and reached_by(self.points[1:], wanted))
         return self._stops
+
+    def _count_traffic(self, update: Update) -> None:
+        """Pushes and fetches of whole vectors; in an all-reduce, the fewest bytes that can be sent."""
+        size_bytes = self.arithmetic.replica.current.nbytes
+        if family_of(self.config.sync) != SERVER:
+            sent = received = fewest_bytes(self.learners, size_bytes)
+        else:
+            sent = len(update.works) * size_bytes
+            received = sum(step.fetched >= 0 for work in update.works for step in work.steps) * size_bytes
+        self._sent_bytes += sent
+        self._received_bytes += received
 
     def _look(self) -> Point:
         """Evaluate, and tell."""
@@ -362,6 +376,8 @@ class VirtualTrainer(Trainer):
             "samples": at.applied,
             "samples_per_s": at.applied / at.seconds if at.seconds else 0.0,
             "wait_share": (spent.wait_s + spent.send_s) / whole if whole else 0.0,
+            "sent_bytes": self._sent_bytes,
+            "received_bytes": self._received_bytes,
             "staleness": at.staleness,
             "rate": self.pace.rate(max(0, at.update - 1)),
             "dropped": self._dropped(),
