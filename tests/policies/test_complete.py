@@ -10,8 +10,11 @@ from hypothesis import strategies as st
 
 from offbeat.errors import EventError, RequestError
 from offbeat.policies import EXAMPLES_FOR, POLICIES, Joined, Policy, Pushed, Wake, Woke, create, line_up, simplest
+from offbeat.policies.memory import vectors_of
 from offbeat.policies.table import params_of
+from offbeat.server.arena import Layout
 from offbeat.server.session import Setting
+from offbeat.server.table import Table
 from offbeat.simulate import server
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.compute import parse_law
@@ -117,6 +120,15 @@ def test_a_server_has_room_for_what_the_policy_holds(line: str) -> None:
         setting = Setting(line=line, learners=learners)
         policy = setting.policy()
         assert setting.slots == learners + policy.max_held(learners) - 1 + (policy.rule.fetch_every > 0)
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_the_memory_that_is_told_is_what_a_server_allocates(line: str) -> None:
+    items = 2**20
+    table = Table((items,), (0,), 0, "float32", "float32", "sgd", ("momentum_buffer",), 0.0, False, "")
+    allocated = Layout(table, Setting(line=line, learners=EXAMPLES_FOR)).size_bytes
+    told = vectors_of(create(line, expect=EXAMPLES_FOR), EXAMPLES_FOR).size_bytes(4 * items)
+    assert told <= allocated <= told + 64 * 4096  # the words of learners and servers, in whole pages
 
 
 @pytest.mark.parametrize("line", LINES)

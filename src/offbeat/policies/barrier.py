@@ -12,6 +12,7 @@ from offbeat.policies import sentences
 from offbeat.policies.base import HoldsK, Policy
 from offbeat.policies.events import Command, Pushed
 from offbeat.policies.staleness import FRESH, Staleness
+from offbeat.policies.waiting import ComputeTimes, UpdateTime, of_barrier, of_flow
 
 
 class Barrier(Policy):
@@ -88,6 +89,10 @@ class KSync(Barrier):
     def waits_for_all(self, learners: int) -> bool:
         return self.gradients_per_update(learners) >= learners
 
+    def expected_update(self, learners: int, times: ComputeTimes) -> UpdateTime | None:
+        alone = self.rule.push_every == 1
+        return of_barrier(self.gradients_per_update(learners), learners, times) if alone else None
+
     def same_timing_as(self, learners: int) -> str | None:
         return "full-sync" if self.k == learners else None
 
@@ -106,6 +111,9 @@ class KBatchSync(HoldsK, Barrier):
         if len(self.held) >= self.k:
             return self.cut(f"the first {self.k} minibatches are in")
         return (self.resume(event.learner, f"{len(self.held)} of {self.k} are in; another at the same weights"),)
+
+    def expected_update(self, learners: int, times: ComputeTimes) -> UpdateTime | None:
+        return of_flow(self.k, learners, times) if times.is_memoryless else None
 
     def laws(self) -> dict[str, bool]:
         return super().laws() | {"nobody waits": not self.started or self.open == len(self.seats)}

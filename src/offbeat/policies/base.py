@@ -44,6 +44,7 @@ from offbeat.policies.events import (
 )
 from offbeat.policies.rates import CONSTANT, Rate
 from offbeat.policies.staleness import Staleness, estimated
+from offbeat.policies.waiting import ComputeTimes, UpdateTime
 
 # A named tuple made without its constructor: a simulation makes millions of these.
 _new = tuple.__new__
@@ -324,6 +325,10 @@ class Policy:
 
     def expected_staleness(self, learners: int) -> Staleness:
         return estimated((learners - 1) / self.gradients_per_update(learners), "about (P-1)/K")
+
+    def expected_update(self, learners: int, times: ComputeTimes) -> UpdateTime | None:
+        """Seconds per update if learners are alike and the network takes no time; None where no theory is known."""
+        return None
 
     def waits_for_all(self, learners: int) -> bool:
         """Whether every update waits for every learner, so that the slowest sets the pace."""

@@ -13,6 +13,7 @@ from offbeat.policies.barrier import KSync
 from offbeat.policies.base import EachGradient, LearnerRule, Policy
 from offbeat.policies.events import Command, Pushed
 from offbeat.policies.staleness import Staleness, estimated
+from offbeat.policies.waiting import ComputeTimes, UpdateTime, of_flow
 
 # What the server does with the mean of what learners have moved: the options of SGD.
 OUTER: dict[str, Mapping[str, float]] = {
@@ -46,6 +47,9 @@ class Downpour(EachGradient):
         minibatches = 1.5 + (fetch - 1) / 2 + (push - 1)
         formula = "about (P-1) (3/2 + (FETCH-1)/2 + PUSH-1) / PUSH"
         return estimated((learners - 1) * minibatches / push, formula)
+
+    def expected_update(self, learners: int, times: ComputeTimes) -> UpdateTime | None:
+        return of_flow(self.rule.push_every, learners, times)
 
     def explain(self, result: sentences.Outcome) -> str:
         return sentences.nobody_waits(result)

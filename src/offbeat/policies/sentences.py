@@ -28,6 +28,8 @@ class Outcome(Protocol):
     @property
     def wait_share(self) -> float: ...
     @property
+    def fetch_share(self) -> float: ...  # part of wait_share: weights are on their way
+    @property
     def staleness_mean(self) -> float: ...
 
 
@@ -35,15 +37,22 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
-def for_weights(result: Outcome) -> str:
-    """Where sending takes time, waiting is for weights too."""
-    return f" (and for weights; {percent(result.send_share)} sending)" if result.send_share > 0.005 else ""
+def for_others(result: Outcome) -> float:
+    """The share of the time in which learners wait for each other, and not for the network."""
+    return max(0.0, result.wait_share - result.fetch_share)
+
+
+def on_the_way(result: Outcome) -> str:
+    """What the network takes, where it takes time."""
+    if result.send_share + result.fetch_share <= 0.005:
+        return ""
+    return f", {percent(result.send_share)} sending gradients, {percent(result.fetch_share)} receiving weights"
 
 
 def in_general(result: Outcome) -> str:
     """Numbers alone."""
-    waits = f"{percent(result.wait_share)} of the time waiting" if result.wait_share > 0.005 else "nobody waits"
-    parts = [f"{waits}{for_weights(result)}"]
+    waits = f"{percent(for_others(result))} of the time waiting" if for_others(result) > 0.005 else "nobody waits"
+    parts = [f"{waits}{on_the_way(result)}"]
     if result.cancelled or result.dropped:
         per_update = (result.cancelled + result.dropped) / max(1, result.updates)
         parts.append(f"{per_update:.1f} minibatches an update cancelled or dropped")
@@ -58,7 +67,7 @@ def ages(result: Outcome) -> str:
 
 def barrier(result: Outcome) -> str:
     lost = "no work is lost" if not result.failed else f"{percent(result.waste_share)} of the time is lost to failures"
-    waits = f"{percent(result.wait_share)} of the time{for_weights(result)}"
+    waits = f"{percent(for_others(result))} of the time{on_the_way(result)}"
     return f"everybody waits for the slowest: {waits}; {lost}, staleness 0"
 
 
@@ -68,28 +77,25 @@ def partial_barrier(result: Outcome, instead: str = "does not wait for the slowe
         return barrier(result)  # all were waited for
     return (
         f"{instead}; {per_update:.1f} minibatches an update are cancelled, "
-        f"{percent(result.waste_share)} of the time thrown away, {percent(result.wait_share)} waiting; staleness 0"
+        f"{percent(result.waste_share)} of the time thrown away, {percent(for_others(result))} waiting"
+        f"{on_the_way(result)}; staleness 0"
     )
 
 
 def nobody_waits(result: Outcome) -> str:
-    waits = "nobody waits"
-    if result.wait_share + result.send_share > 0.005:
-        sends = f", {percent(result.send_share)} sending" if result.send_share > 0.005 else ""
-        waits = f"nobody waits for others; {percent(result.wait_share)} waiting for weights{sends}"
-    return f"{waits}; the price is {ages(result)}"
+    return f"nobody waits for others{on_the_way(result)}; the price is {ages(result)}"
 
 
 def some_wait(result: Outcome) -> str:
     return (
-        f"those who have pushed wait for the others of their update: {percent(result.wait_share)} of the time"
-        f"{for_weights(result)}; {ages(result)}"
+        f"those who have pushed wait for the others of their update: {percent(for_others(result))} of the time"
+        f"{on_the_way(result)}; {ages(result)}"
     )
 
 
 def leash(result: Outcome) -> str:
     return (
-        f"those too far ahead wait for the slowest: {percent(result.wait_share)} of the time{for_weights(result)}; "
+        f"those too far ahead wait for the slowest: {percent(for_others(result))} of the time{on_the_way(result)}; "
         f"{ages(result)}"
     )
 
@@ -97,4 +103,7 @@ def leash(result: Outcome) -> str:
 def drops(result: Outcome) -> str:
     share = result.dropped / max(1, result.dropped + result.applied)
     age = f"{result.staleness_mean:.2f} versions old"
-    return f"nobody waits, but {percent(share)} of the gradients are too old and dropped; the rest {age} on average"
+    return (
+        f"nobody waits for others{on_the_way(result)}, but {percent(share)} of the gradients are too old and dropped; "
+        f"the rest {age} on average"
+    )

@@ -15,6 +15,7 @@ from offbeat.policies import sentences
 from offbeat.policies.base import EachGradient, HoldsK
 from offbeat.policies.events import Command, Pushed
 from offbeat.policies.staleness import Staleness, estimated, of_batches, of_waiting
+from offbeat.policies.waiting import ComputeTimes, UpdateTime, of_barrier, of_flow
 
 
 class KAsync(HoldsK):
@@ -39,6 +40,11 @@ class KAsync(HoldsK):
 
     def expected_staleness(self, learners: int) -> Staleness:
         return of_waiting(learners, self.k)
+
+    def expected_update(self, learners: int, times: ComputeTimes) -> UpdateTime | None:
+        if self.k == 1:
+            return of_flow(1, learners, times)
+        return of_barrier(self.k, learners, times) if times.is_memoryless or self.k >= learners else None
 
     def waits_for_all(self, learners: int) -> bool:
         return self.k >= learners
@@ -68,6 +74,9 @@ class KBatchAsync(HoldsK):
 
     def expected_staleness(self, learners: int) -> Staleness:
         return of_batches(learners, self.k)
+
+    def expected_update(self, learners: int, times: ComputeTimes) -> UpdateTime | None:
+        return of_flow(self.k, learners, times)
 
     def same_timing_as(self, learners: int) -> str | None:
         return "async" if self.k == 1 else None

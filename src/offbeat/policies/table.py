@@ -312,10 +312,24 @@ class _Nothing(NamedTuple):
     waste_share: float = 0.0
     send_share: float = 0.0
     wait_share: float = 0.0
+    fetch_share: float = 0.0
     staleness_mean: float = 0.0
 
 
 _NOTHING = _Nothing()
+
+
+class _Always(NamedTuple):
+    """A law of compute times, to ask for the theory."""
+
+    mean_s: float = 1.0
+    is_memoryless: bool = True
+
+    def kth_s(self, k: int, learners: int) -> float:
+        return self.mean_s
+
+
+_ALWAYS = _Always()
 
 
 def _ask_everything(line: str) -> None:
@@ -340,6 +354,7 @@ def _ask_everything(line: str) -> None:
         if not set(policy.kept_over_restart) <= set(policy.extra_state):
             raise RequestError(f"'{line}': what is in kept_over_restart must be in extra_state too")
         policy.waits_for_all(learners)
+        policy.expected_update(learners, _ALWAYS)
         policy.explain(_NOTHING)
         simpler = policy.same_timing_as(learners)
         if simpler is not None:

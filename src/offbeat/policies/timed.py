@@ -10,6 +10,7 @@ from typing import Any
 from offbeat.policies import sentences
 from offbeat.policies.barrier import KSync
 from offbeat.policies.events import Command
+from offbeat.policies.waiting import ComputeTimes, UpdateTime
 from offbeat.spec import format_seconds
 
 
@@ -46,6 +47,9 @@ class GraceSync(KSync):
 
     def same_timing_as(self, learners: int) -> str | None:
         return "full-sync" if self.quorum == learners else None
+
+    def expected_update(self, learners: int, times: ComputeTimes) -> UpdateTime | None:
+        return None  # it depends on the clock
 
     def explain(self, result: sentences.Outcome) -> str:
         grace = format_seconds(self.grace)
@@ -97,6 +101,9 @@ class DeadlineSync(KSync):
 
     def waits_for_all(self, learners: int) -> bool:
         return False
+
+    def expected_update(self, learners: int, times: ComputeTimes) -> UpdateTime | None:
+        return None  # it depends on the clock
 
     def explain(self, result: sentences.Outcome) -> str:
         return sentences.partial_barrier(result, f"waits {format_seconds(self.seconds)}, or for the first")

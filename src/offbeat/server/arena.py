@@ -18,6 +18,7 @@ from torch import Tensor
 from offbeat.collectives import memory
 from offbeat.collectives.sync import Word
 from offbeat.errors import RequestError
+from offbeat.policies.memory import STATE_COPIES
 from offbeat.server.session import Setting
 from offbeat.server.table import DTYPES, Parts, Table
 from offbeat.server.updates import CHUNK, Updates
@@ -40,7 +41,9 @@ class Layout:
         self.extra = self._take(table.extra * self.item)
         self.weights = [self._take(table.items * self.item) for _ in range(setting.buffers)]
         self.slots = [self._take(table.items * DTYPES[table.gradients].itemsize) for _ in range(setting.slots)]
-        self.states = [{name: self._take(table.items * self.item) for name in table.states} for _ in range(2)]
+        self.states = [
+            {name: self._take(table.items * self.item) for name in table.states} for _ in range(STATE_COPIES)
+        ]
         self.steps = [[self._take(8 * len(table.sizes)) for _ in range(2)] for _ in range(setting.shards)]
         self.size_bytes = self._end
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from offbeat.errors import RequestError
 from offbeat.policies import Policy, create
+from offbeat.policies.memory import Vectors, keeps_reads, vectors_of
 from offbeat.server.wire import Go, Granted, Hyper, Want, Weights
 
 NONCES_KEPT = 64  # of each learner: a Hello that was long on its way is no newcomer
@@ -48,26 +49,19 @@ class Setting:
     @property
     def keeps_reads(self) -> bool:
         """Whether the weights that a gradient was computed on are needed when it is applied."""
-        rate = self.policy().rate
-        return rate.needs_drift or rate.compensation > 0
-
-    @property
-    def max_held(self) -> int:
-        """The most gradients that the policy holds at once, the one that has just arrived included."""
-        return self.policy().max_held(self.learners)
+        return keeps_reads(self.policy())
 
     @property
     def slots(self) -> int:
-        """One for each learner to fill, and those of the gradients that wait for an update."""
-        return self.learners + self.max_held - 1 + (1 if self.independent else 0)
+        return self._vectors.gradients
 
     @property
     def buffers(self) -> int:
-        """The current one, the next one, and those that are being read."""
-        if not self.keeps_reads:
-            return 2 + (self.learners if self.in_place else min(self.learners, 2))
-        of_each = 3 if self.independent else 1  # that it reads, that it works on, and that its last push came from
-        return 2 + of_each * self.learners + self.max_held - 1
+        return self._vectors.weights
+
+    @property
+    def _vectors(self) -> Vectors:
+        return vectors_of(self.policy(), self.learners, in_place=self.in_place)
 
 
 class Row:

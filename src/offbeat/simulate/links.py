@@ -31,6 +31,7 @@ class FairLink:
         self.classes: dict[float, _Class] = {}
         self.now_s = 0.0
         self.started = 0
+        self.is_full = False  # transfers would be faster if it were
 
     def start(self, now_s: float, who: int, size_bytes: float, cap: float = math.inf) -> None:
         self._advance(now_s)
@@ -92,3 +93,4 @@ class FairLink:
             group.bytes_per_s = min(group.cap, left / many)
             left -= group.bytes_per_s * len(group.waiting)
             many -= len(group.waiting)
+        self.is_full = bool(groups) and left <= 1e-9 * self.bytes_per_s < 1e-9 * _ENDLESS

@@ -14,11 +14,15 @@ from offbeat.trace import Span
 class Tally:
     """Counts while a simulation runs; seconds are of all learners together."""
 
-    __slots__ = ("applied", "cancelled", "dropped", "failed", "samples", "seconds", "staleness", "waste_s")
+    __slots__ = (
+        "applied", "cancelled", "dropped", "failed", "fetch_s", "full_s", "samples", "seconds", "staleness", "waste_s",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.seconds = {"compute": 0.0, "send": 0.0, "wait": 0.0}  # by what was done
         self.waste_s = 0.0  # of compute: cancelled, dropped or lost
+        self.fetch_s = 0.0  # of wait: the answer was on its way
+        self.full_s = 0.0  # the server's link was full, of the run's seconds
         self.staleness: Counter[int] = Counter()
         self.applied = 0  # minibatches
         self.samples = 0  # of these
@@ -32,7 +36,8 @@ class Result:
     """Shares are of the learners' time: busy + waste + send + wait = 1.
 
     busy: computing what was or may still be applied. waste: computing what was cancelled, dropped or lost.
-    send: sending a gradient. wait: for weights. Staleness is over the gradients applied.
+    send: sending a gradient. wait: from then to the next minibatch; `fetch_share` of it the weights were on their way,
+    and the rest was waiting for others. Staleness is over the gradients applied.
     """
 
     strategy: str
@@ -50,6 +55,8 @@ class Result:
     waste_share: float
     send_share: float
     wait_share: float
+    fetch_share: float  # part of wait_share
+    full_share: float  # of the seconds: the server's link was full, in at least one direction
     spans: tuple[Span, ...]
 
     @classmethod
@@ -82,6 +89,8 @@ class Result:
             waste_share=tally.waste_s / whole,
             send_share=send / whole,
             wait_share=wait / whole,
+            fetch_share=tally.fetch_s / whole,
+            full_share=tally.full_s / seconds if seconds else 0.0,
             spans=spans,
         )
 
@@ -112,6 +121,10 @@ class Result:
         return (
             math.sqrt(sum((age - mean) ** 2 * many for age, many in self.staleness.items()) / count) if count else 0.0
         )
+
+    def network_json(self) -> dict[str, float]:
+        """Beside `as_json`, whose digests of version 0.1 the tests hold."""
+        return {"fetch_share": self.fetch_share, "full_share": self.full_share}
 
     def as_json(self) -> dict[str, Any]:
         return {
