@@ -12,6 +12,7 @@ from offbeat.spec import (
     Spec,
     bind,
     count_of,
+    expand,
     format_rate,
     format_seconds,
     format_size,
@@ -142,3 +143,16 @@ def test_formatted_times_and_rates_are_close_when_read_again(value: float) -> No
 
 def test_counts_have_their_plural() -> None:
     assert [count_of(n, "rank") for n in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]
+
+
+def test_a_range_stands_for_a_line_of_each() -> None:
+    assert expand("k-sync:2..4") == ["k-sync:2", "k-sync:3", "k-sync:4"]
+    assert expand("async") == ["async"] and expand("k-sync:3..3") == ["k-sync:3"]
+    assert expand("downpour:push=1..2,fetch=3..4") == [
+        "downpour:push=1,fetch=3", "downpour:push=1,fetch=4", "downpour:push=2,fetch=3", "downpour:push=2,fetch=4",
+    ]  # fmt: skip
+    assert expand("grace-sync:1..2,grace=0.5s") == ["grace-sync:1,grace=0.5s", "grace-sync:2,grace=0.5s"]
+    with pytest.raises(RequestError, match=r"a range goes up, like 1\.\.3; got '3\.\.1'"):
+        expand("k-sync:3..1")
+    with pytest.raises(RequestError, match="more than 1000 lines"):
+        expand("downpour:push=1..40,fetch=1..40")

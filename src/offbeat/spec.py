@@ -2,6 +2,8 @@
 
     NAME[:ARG[,ARG...][,KEY=VALUE...]]        torus:4x8     hierarchical:4x8,leader,outer=ring
 
+A range in place of a whole number, `k-sync:1..8`, stands for a line of each (`expand`).
+
 Laws: `parse(str(spec)) == spec`. A table row declares its parameters once (`Param`); `bind` reads a
 spec against them, so every wrong word is named in the same way everywhere.
 Units: MB = 10^6 bytes, MiB = 2^20 bytes; Gbit/s and GB/s are different things and both are read.
@@ -9,6 +11,8 @@ Units: MB = 10^6 bytes, MiB = 2^20 bytes; Gbit/s and GB/s are different things a
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +22,8 @@ from offbeat.errors import RequestError, nearest, unknown
 
 _NAME = re.compile(r"[a-z][a-z0-9-]*")
 _WORD = re.compile(r"[^\s,=]+")
+_RANGE = re.compile(r"([0-9]{1,9})\.\.([0-9]{1,9})")
+MOST_LINES = 1000  # that a line with ranges may stand for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +69,36 @@ def parse(text: str) -> Spec:
         else:
             args.append(word.strip())
     return Spec(name=name, args=tuple(args), options=tuple(options))
+
+
+def expand(text: str) -> list[str]:
+    """The lines that a line with ranges stands for: `k-sync:1..3` is k-sync:1, k-sync:2 and k-sync:3."""
+    spec = parse(text)
+    words = [*spec.args, *(value for _, value in spec.options)]
+    choices = [_range_of(word, text) for word in words]
+    if math.prod(map(len, choices)) > MOST_LINES:
+        raise RequestError(f"'{text}' stands for more than {MOST_LINES} lines; give a shorter range")
+    args = len(spec.args)
+    return [
+        str(
+            Spec(
+                name=spec.name,
+                args=chosen[:args],
+                options=tuple((key, value) for (key, _), value in zip(spec.options, chosen[args:], strict=True)),
+            )
+        )
+        for chosen in itertools.product(*choices)
+    ]
+
+
+def _range_of(word: str, text: str) -> list[str]:
+    match = _RANGE.fullmatch(word)
+    if match is None:
+        return [word]
+    first, last = (int(number) for number in match.groups())
+    if first > last:
+        raise RequestError(f"'{text}': a range goes up, like {last}..{first}; got '{word}'")
+    return [str(number) for number in range(first, min(last, first + MOST_LINES) + 1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

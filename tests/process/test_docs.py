@@ -37,8 +37,9 @@ def test_commands_in_the_docs_print_what_is_shown(
 ) -> None:
     for number, (command, lines) in enumerate(shown(page)):
         program, *words = shlex.split(command)
-        if "--seeds" in words and not os.environ.get("OFFBEAT_MATRIX"):
-            continue  # a race takes long: make test-matrix
+        sweeps = re.search(r"--learners \d+ \d|\d\.\.\d", command)
+        if ("--seeds" in words or sweeps) and not os.environ.get("OFFBEAT_MATRIX"):
+            continue  # a race takes long, and a sweep some seconds: make test-matrix
         trains = "--recipe" in words or words[0] == "train"
         if program == "python" or words[0] == "run" or trains:  # in a process of its own
             if not os.environ.get("OFFBEAT_MATRIX"):

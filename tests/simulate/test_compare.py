@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from offbeat.cli import main
+from offbeat.simulate import server
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.compare import advise, describe, look_at, what_if
 from offbeat.simulate.compute import SlowPeriods, parse_law
@@ -39,7 +40,7 @@ def test_a_period_that_passes_is_not_taken_for_a_slow_learner(seed: int) -> None
 def test_what_the_straggler_costs_is_what_the_arithmetic_says() -> None:
     """With constant times: full-sync takes 3 s for 8 gradients; 7 learners take 1 s; a third of the work takes 1 s."""
     cluster = Cluster(learners=8, law=parse_law("constant:1"), speeds=(1, 1, 1, 1 / 3))
-    found = what_if("full-sync", cluster, look_at(cluster), 300.0)
+    found = what_if("full-sync", cluster, look_at(cluster), 300)
     assert found.slow == (3,) and found.slower == pytest.approx(3) and found.shares == (0.33,)
     assert found.as_it_is == pytest.approx(8 / 3, rel=0.01)
     assert found.as_fast == pytest.approx(8, rel=0.01)
@@ -51,7 +52,7 @@ def test_what_the_straggler_costs_is_what_the_arithmetic_says() -> None:
 
 
 def test_with_chance_as_well_only_a_part_of_the_loss_is_the_stragglers() -> None:
-    found = what_if("full-sync", STRAGGLER, look_at(STRAGGLER), 500.0)
+    found = what_if("full-sync", STRAGGLER, look_at(STRAGGLER), 500)
     assert 0.7 < found.share_of_loss < 0.95
     assert found.without is not None and found.without > 2 * found.as_it_is
     assert found.lighter > found.without
@@ -62,7 +63,7 @@ def test_several_slow_learners_are_judged_together() -> None:
     cluster = Cluster(learners=8, law=parse_law("constant:1"), speeds=(1, 1, 1, 1, 0.25, 0.25, 0.25, 0.25))
     machines = look_at(cluster)
     assert sorted(machines.slow) == [4, 5, 6, 7]
-    found = what_if("full-sync", cluster, machines, 400.0)
+    found = what_if("full-sync", cluster, machines, 400)
     assert found.as_it_is == pytest.approx(2, rel=0.01)
     assert found.as_fast == pytest.approx(8, rel=0.01)
     assert found.without == pytest.approx(4, rel=0.01)
@@ -78,7 +79,7 @@ def test_with_two_learners_the_slower_one_is_the_slow_one() -> None:
 
 def test_what_cannot_run_without_the_slow_ones_is_not_said() -> None:
     cluster = Cluster(learners=4, law=parse_law("constant:1"), speeds=(1, 1, 0.25, 0.25))
-    found = what_if("k-sync:4", cluster, look_at(cluster), 100.0)
+    found = what_if("k-sync:4", cluster, look_at(cluster), 100)
     assert found.without is None and advise(found)[1].startswith("with 0.25")
 
 
@@ -116,7 +117,7 @@ def test_the_three_pictures_differ_as_they_should(capsys: pytest.CaptureFixture[
 def test_every_strategy_has_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
     server = "full-sync k-sync:2 k-batch-sync:2 async k-async:2 k-batch-async:2 softsync:2 ssp:1 stale-drop:1"
     others = "adaptive-k:1 downpour:push=2,fetch=2 local-sgd:4 ring torus:2x2"
-    found = compare(capsys, f"{server} {others} --learners 4 --compute exp:1 --size 1MB")
+    found = compare(capsys, f"{server} {others} --learners 4 --compute exp:1 --size 1MB --updates 100")
     assert len(found) == 15
     for name, row in found.items():
         if name:
@@ -132,7 +133,7 @@ def test_machines_that_are_unequal_without_a_few_slow_ones_are_not_called_equal(
 @pytest.mark.parametrize(
     "line",
     [
-        "k-batch-async:100000 --learners 2 --minibatches 1",
+        "k-batch-async:10000 --learners 2 --minibatches 1",
         "k-sync:2 local-sgd:1000 --learners 2 --minibatches 1",
         "local-sgd:1000 --learners 4 --minibatches 1 --speeds 1,1,1,0.3",
         "k-sync:8 --learners 8 --compute gamma:1,0.1 --speeds 1,1,1,1,1,1,1,0.333",
@@ -152,3 +153,74 @@ def test_compare_names_no_winner(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "--learners", "4"]) == 0
     out = capsys.readouterr().out
     assert "needs accuracy" in out and "best strategy" not in out and "winner" not in out
+
+
+NETWORK = "--learners 16 --compute gamma:1,0.1 --size 100MB --network 10Gbit/s"
+
+
+def test_a_full_link_is_named_and_not_the_slowest_learner(capsys: pytest.CaptureFixture[str]) -> None:
+    """16 learners x 100 MB at 1.25 GB/s: 1.28 s to the server and 1.28 s back, where computing takes 1.2 s."""
+    found = compare(capsys, f"full-sync async {NETWORK}")
+    row = found["full-sync"]
+    assert row["limited_by"] == "the server's link" and 2 < row["gains_without"]["the server's link"] + 1 < 3
+    assert found[""]["headline"].startswith("full-sync: limited by the server's link (full 75 %")
+    assert row["full_share"] == pytest.approx(2 * 1.28 / row["seconds_per_update"], rel=0.05)
+    assert row["fetch_share"] > 0.3 and row["wait_share"] - row["fetch_share"] < 0.1  # the link is waited for
+    assert "receiving weights" in row["why"]
+
+
+def test_two_links_of_one_rate_are_named_together(capsys: pytest.CaptureFixture[str]) -> None:
+    """One learner: without its own link the server's is as slow, and the other way round."""
+    found = compare(capsys, "async --learners 1 --compute constant:1 --size 1GB --network 1GB/s")
+    assert found["async"]["limited_by"] == "the links of server and learners"
+    assert found["async"]["gains_without"]["the links of server and learners"] == pytest.approx(2, rel=0.02)
+
+
+def test_an_all_reduce_is_limited_by_its_own_network(capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = "--learners 8 --compute constant:10ms --no-overlap"
+    slow = compare(capsys, f"ring {cluster} --size 100MB --network 1GB/s,1us")["ring"]
+    far = compare(capsys, f"ring {cluster} --size 1kB --network 1GB/s,1ms")["ring"]
+    assert (slow["limited_by"], far["limited_by"]) == ("the network's bandwidth", "the network's latency")
+    assert slow["gains_without"]["the network's bandwidth"] == pytest.approx(2 * 7 / 8 * 0.1 / 0.01, rel=0.01)
+    assert far["gains_without"]["the network's latency"] == pytest.approx(14e-3 / 0.01, rel=0.01)
+
+
+def test_computing_alone_is_blamed_where_nothing_else_is(capsys: pytest.CaptureFixture[str]) -> None:
+    found = compare(capsys, "full-sync async --learners 4 --compute constant:1")
+    assert found["full-sync"]["limited_by"] is None and found["full-sync"]["why"].startswith("limited by computing")
+    assert found[""]["headline"] == "full-sync: limited by computing alone"
+
+
+def test_a_strategy_without_an_update_is_told_as_such(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody is up long enough for 20 minibatches in a row; the other strategy is compared all the same."""
+    monkeypatch.setattr(server, "PATIENCE", 1_000)
+    line = "local-sgd:20 async --learners 2 --compute constant:1 --failures 1,1 --minibatches 100"
+    found = compare(capsys, line)
+    assert found["local-sgd:20"]["updates"] == 0 and "the run stands still" in found["local-sgd:20"]["why"]
+    assert found["async"]["updates"] > 0 and found[""]["headline"].startswith("async: ")
+    assert main(["compare", *line.split()]) == 0
+    assert "no update" in capsys.readouterr().out
+
+
+def test_an_update_of_too_many_minibatches_is_refused_by_estimate(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("compare", "simulate"):
+        assert main([command, "local-sgd:999999999"]) == 2
+        assert "one update takes 7999999992 minibatches" in capsys.readouterr().err
+
+
+def test_the_memory_of_a_server_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """full-sync on 16: 31 slots, 4 buffers and 2 of momentum; async holds one gradient beside those that are filled."""
+    found = compare(capsys, f"full-sync async ring {NETWORK} --updates 20")
+    vectors = {name: row["server_bytes"] and row["server_bytes"] / 1e8 for name, row in found.items() if name}
+    assert vectors == {"full-sync": 16 + 15 + 4 + 2, "async": 16 + 4 + 2, "ring": None}
+    assert main(["compare", "full-sync", *NETWORK.split(), "--updates", "20"]) == 0
+    assert "3.7 GB" in capsys.readouterr().out
+
+
+def test_compare_takes_as_many_updates_as_it_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    found = compare(capsys, "full-sync async --learners 4 --updates 30")
+    assert [found[name]["updates"] for name in ("full-sync", "async")] == [30, 30]
+    found = compare(capsys, "full-sync async --learners 4 --minibatches 30")
+    assert [found[name]["updates"] for name in ("full-sync", "async")] == [30, 120]

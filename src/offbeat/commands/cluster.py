@@ -11,19 +11,25 @@ from offbeat import topology
 from offbeat.commands.base import reader
 from offbeat.errors import RequestError
 from offbeat.machine import available_bytes
-from offbeat.simulate import collective, server
 from offbeat.simulate.calibration import Delays, Machine, machine_of, read_calibration
 from offbeat.simulate.cluster import Cluster, Wires, check_memory
 from offbeat.simulate.collective import Model
 from offbeat.simulate.compute import LAWS, Failures, SlowPeriods, parse_law
-from offbeat.simulate.result import Result
+from offbeat.simulate.setup import Setup
 from offbeat.spec import parse_count, parse_rate, parse_seconds, parse_size
-from offbeat.strategy import ALL_REDUCE, simulated_family_of
 
 
 def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--learners", type=reader(parse_count), default=8, metavar="P", help="how many (default 8)")
+    parser.set_defaults(counts=(8,), late_words=())
+    add(
+        "--learners",
+        action=_Learners,
+        nargs="+",
+        default=8,
+        metavar="P",
+        help="how many (default 8); several, like 2 4 8 16, make a sweep",
+    )
     laws = ", ".join(LAWS)
     add("--compute", type=reader(parse_law), metavar="LAW", help=f"{laws} (default exp:1)")
     add(
@@ -69,6 +75,27 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--bucket", type=reader(parse_size), default=25_000_000, help="of an overlapped all-reduce (default 25MB)")
     add("--no-overlap", action="store_true", help="reduce only when backward is done")
+
+
+class _Learners(argparse.Action):
+    """One number or more: `counts` are all, `learners` is the first, `late_words` are strategies that come after them.
+
+    `--learners 2 4 full-sync` is read as it is meant: argparse itself would take the name for a number.
+    """
+
+    def __call__(
+        self, parser: object, namespace: argparse.Namespace, values: object, option_string: str | None = None
+    ) -> None:
+        words = [str(word) for word in values] if isinstance(values, list) else []
+        numbers = len(words)
+        while numbers > 1 and words[numbers - 1][0].isalpha():
+            numbers -= 1
+        try:
+            namespace.counts = tuple(dict.fromkeys(parse_count(word) for word in words[:numbers]))
+        except RequestError as error:
+            raise argparse.ArgumentError(self, str(error)) from None
+        namespace.learners = namespace.counts[0]
+        namespace.late_words = words[numbers:]
 
 
 def cluster_of(given: argparse.Namespace) -> Cluster:
@@ -126,42 +153,22 @@ def model_of(given: argparse.Namespace) -> Model:
     return Model.even(layers=given.layers, size_bytes=given.size, forward_share=given.forward_share)
 
 
-def simulate(
-    given: argparse.Namespace,
-    strategy: str,
-    cluster: Cluster,
-    *,
-    updates: int,
-    until_s: float = math.inf,
-    keep_spans: int = 0,
-    decisions: list[dict[str, object]] | None = None,
-) -> Result:
-    """The strategy on the cluster, by the family that runs it."""
-    if simulated_family_of(strategy) != ALL_REDUCE:
-        return server.run(
-            strategy,
-            cluster,
-            updates=updates,
-            until_s=until_s,
-            keep_spans=keep_spans,
-            write=None if decisions is None else decisions.append,
-        )
+def setup_of(given: argparse.Namespace, strategy: str, cluster: Cluster) -> Setup:
+    """The strategy on the cluster, and on its network if it is an all-reduce."""
+    setup = Setup(strategy=strategy, cluster=cluster)
+    if not setup.reduces:
+        return setup
+    setup = replace(setup, model=model_of(given))
     if given.calibration is not None:
         own = machine_for(given, strategy)
-        return collective.run(
-            strategy,
-            replace(own.cluster, seed=cluster.seed, speeds=cluster.speeds),
-            topology.build("uniform", ranks=cluster.learners),
-            model_of(given),
-            updates=updates,
-            keep_spans=keep_spans,
-            reduce_s=lambda size: own.reduce_s,
+        return replace(
+            setup,
+            cluster=replace(own.cluster, seed=cluster.seed, speeds=cluster.speeds),
+            topology=topology.build("uniform", ranks=cluster.learners),
+            reduce_s=lambda size_bytes: own.reduce_s,
         )
-    machine = topology.build(given.topology, ranks=cluster.learners)
     bucket = None if given.no_overlap else given.bucket
-    return collective.run(
-        strategy, cluster, machine, model_of(given), updates=updates, bucket_bytes=bucket, keep_spans=keep_spans
-    )
+    return replace(setup, topology=topology.build(given.topology, ranks=cluster.learners), bucket_bytes=bucket)
 
 
 def _network(text: str) -> tuple[float, float]:

@@ -20,14 +20,17 @@ from offbeat.commands.base import (
     reader,
     say,
 )
-from offbeat.commands.cluster import add_cluster_arguments, cluster_of, model_of, simulate
+from offbeat.commands.cluster import add_cluster_arguments, cluster_of, model_of, setup_of
+from offbeat.commands.sweep import add_sweep_arguments, batch_of, is_sweep, one_count, sweep
 from offbeat.commands.virtual import add_recipe_arguments, refuse_without_recipe, simulate_recipe
 from offbeat.errors import RequestError
 from offbeat.simulate.collective import bucket_curve
 from offbeat.simulate.compare import why
 from offbeat.simulate.result import Result
+from offbeat.simulate.setup import Setup
+from offbeat.simulate.sweep import Point
+from offbeat.simulate.theory import alone_s
 from offbeat.spec import count_of, format_seconds, format_size, parse_count
-from offbeat.strategy import ALL_REDUCE, simulated_family_of
 from offbeat.trace import RunLog, Span, write_chrome_trace, write_log
 
 if TYPE_CHECKING:
@@ -37,9 +40,19 @@ _VERSION_STYLES = ("blue", "green", "magenta", "cyan", "yellow", "red")
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "%(prog)s STRATEGY [--learners P] [--compute LAW] [--recipe RECIPE --target X] [options]"
-    parser.add_argument("strategy", help="k-async:4, softsync:2,rate=inverse, ring, ...; see offbeat strategies")
-    parser.add_argument("--updates", type=reader(parse_count), metavar="N", help="(default 1000; a recipe has epochs)")
+    parser.usage = "%(prog)s STRATEGY [--learners P ...] [--compute LAW] [--recipe RECIPE --target X] [options]"
+    parser.add_argument(
+        "strategy",
+        nargs="*",
+        metavar="STRATEGY",
+        help="k-async:4, softsync:2,rate=inverse, ring, ...; see offbeat strategies; k-sync:1..8 is a sweep",
+    )
+    parser.add_argument(
+        "--updates",
+        type=reader(parse_count),
+        metavar="N",
+        help="(default: those of 500 minibatches of each learner, within bounds; a recipe has epochs)",
+    )
     add_cluster_arguments(parser)
     parser.add_argument("--show", type=reader(_whole), metavar="N", help="updates in the timeline (default 3)")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="all spans, for Perfetto or chrome://tracing")
@@ -47,6 +60,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "--log", type=Path, metavar="FILE", help="the run log: every decision of the policy, and all spans"
     )
     parser.add_argument("--curve", action="store_true", help="of an all-reduce: the time as buckets get smaller")
+    add_sweep_arguments(parser)
     json_argument(parser)
     add_recipe_arguments(parser)
 
@@ -56,18 +70,30 @@ def _whole(text: str) -> int:
 
 
 def _run(given: argparse.Namespace) -> None:
+    lines = [*given.strategy, *given.late_words]
+    if not lines:
+        raise RequestError("simulate: the following arguments are required: strategy")
+    if len(lines) > 1:
+        raise RequestError(f"simulate: unknown argument '{lines[1]}'; it takes one strategy, and compare takes several")
+    given.strategy = lines[0]
     if given.recipe is not None:
+        one_count(given, "--recipe")
         for word in ("updates", "trace", "log", "curve", "show"):
             if getattr(given, word):
                 instead = "--epochs" if word == "updates" else "the files in its folder (--run-dir)"
                 raise RequestError(f"--{word} is not for a recipe: it has {instead}")
         simulate_recipe(given)
         return
+    if is_sweep(given, lines):
+        sweep(given, lines)
+        return
+    batch = batch_of(given)
     refuse_without_recipe(given)
-    given.updates = given.updates or 1000
     given.show = 3 if given.show is None else given.show
     cluster = cluster_of(given)
-    reduces = simulated_family_of(given.strategy) == ALL_REDUCE
+    setup = setup_of(given, given.strategy, cluster)
+    given.updates = given.updates or setup.updates_for()
+    reduces = setup.reduces
     if given.curve:
         if given.calibration is not None:
             raise RequestError("--curve needs the layers' times and a topology of one's own: leave --calibration out")
@@ -80,16 +106,17 @@ def _run(given: argparse.Namespace) -> None:
     keep = given.updates if wants_all else 0 if given.json else given.show
     start = time.perf_counter()
     with busy(f"simulating {given.strategy}"):
-        result = simulate(given, given.strategy, cluster, updates=given.updates, keep_spans=keep, decisions=decisions)
+        write = None if decisions is None else decisions.append
+        result = setup.run(given.updates, keep_spans=keep, write=write)
     took = time.perf_counter() - start
     _write_files(given, result, decisions)
     if given.json:
-        print_json(result.as_json() | {"events_per_s": result.events / took})
+        print_json(result.as_json() | result.network_json() | {"events_per_s": result.events / took})
         return
     out = console()
     heading(out, f"{given.strategy}, {count_of(given.learners, 'learner')}, {cluster.law.text}, seed {given.seed}")
     _timeline(out, result, given.show)
-    facts(out, _facts(result, took))
+    facts(out, _facts(result, took) + _scaling(setup, result, batch, given.epoch_samples))
 
 
 def _write_files(given: argparse.Namespace, result: Result, decisions: list[dict[str, object]] | None) -> None:
@@ -129,6 +156,20 @@ def _facts(result: Result, took: float) -> list[tuple[str, str]]:
         ("simulated", f"{result.events} events in {format_seconds(took)}, {result.events / took:,.0f} a second"),
     ]  # fmt: skip
     return [row for row in found if row[0] != "lost" or result.cancelled or result.dropped or result.failed]
+
+
+def _scaling(setup: Setup, result: Result, batch: int, epoch_samples: int | None) -> list[tuple[str, str]]:
+    """Beside one learner alone; nothing where that one would take forever."""
+    if alone_s(setup.cluster) == math.inf:
+        return []
+    point = Point(line=setup.strategy, setup=setup, result=result, theory=None, batch=batch)
+    found = (
+        f"T(1) {format_seconds(point.alone_s)}, T({point.learners}) {format_seconds(point.iteration_s)}: "
+        f"speed-up {point.speedup:.3g}, efficiency {100 * point.efficiency:.1f} %, "
+        f"overhead {format_seconds(point.overhead_s)} (one learner alone is the base; weak scaling)"
+    )
+    epoch = [] if epoch_samples is None else [("epoch", format_seconds(epoch_samples / point.samples_per_s))]
+    return [("scaling", found), *epoch]
 
 
 def _timeline(out: Console, result: Result, updates: int) -> None:
@@ -196,6 +237,7 @@ target. Its folder has what a real run's has.""",
     examples=(
         "simulate k-sync:4 --learners 8 --compute shifted-exp:1,1",
         "simulate softsync:2,rate=inverse --learners 30 --compute gamma:1,0.25 --updates 5000",
+        "simulate k-sync:1..8 --learners 8 --compute exp:1 --updates 2000",
         "simulate async --size 100MB --learner-bandwidth 1GB/s --server-bandwidth 1GB/s --speeds 1,1,0.3",
         "simulate ring --learners 40 --compute constant:370ms --forward-share 0.338 --size 1.2GB "
         "--topology uniform:bandwidth=5.85GB/s,latency=20us --curve",

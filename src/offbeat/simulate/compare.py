@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from offbeat.errors import RequestError
 from offbeat.policies import create
 from offbeat.policies.sentences import percent
-from offbeat.simulate import server
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.result import Result
+from offbeat.simulate.setup import Setup
 from offbeat.strategy import ALL_REDUCE, simulated_family_of
 
 _MOST_SAMPLES, _ALL_SAMPLES = 2000, 400_000  # draws of each learner that are looked at, and of all together
 _WINDOWS = 8  # in each of which a persistently slow learner is slow
-_SLOWER = 1.3  # than the median, in the mean, to be called persistently slow
+SLOWER = 1.3  # than the median, in the mean, to be called persistently slow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,15 +49,15 @@ def look_at(cluster: Cluster) -> Machines:
     drawn = [[time_of(learner) for _ in range(samples)] for learner in range(cluster.learners)]
     means = [statistics.fmean(times) for times in drawn]
     middle = statistics.median_low(statistics.median(times) for times in drawn)
-    typical = _typical_s(means)
+    typical = typical_s(means)
     part = samples // _WINDOWS
 
     def always_slow(times: list[float]) -> bool:
         """By medians, since a heavy tail moves a mean, and in every part of the time, since periods pass."""
         parts = (times[first : first + part] for first in range(0, part * _WINDOWS, part))
-        return all(statistics.median(some) > _SLOWER * middle for some in parts)
+        return all(statistics.median(some) > SLOWER * middle for some in parts)
 
-    slow = [one for one, times in enumerate(drawn) if means[one] > _SLOWER * typical and always_slow(times)]
+    slow = [one for one, times in enumerate(drawn) if means[one] > SLOWER * typical and always_slow(times)]
     evened = [[time / mean for time in times] for times, mean in zip(drawn, means, strict=True)]
     return Machines(
         mean_s=tuple(means),
@@ -67,14 +67,14 @@ def look_at(cluster: Cluster) -> Machines:
     )
 
 
-def _typical_s(means: Sequence[float]) -> float:
+def typical_s(means: Sequence[float]) -> float:
     """The mean time that a learner has if it is not slow: of two equal halves, that of the faster one."""
     return statistics.median_low(means)
 
 
 def describe(machines: Machines) -> str:
     """The cluster in a sentence."""
-    typical = _typical_s(machines.mean_s)
+    typical = typical_s(machines.mean_s)
     if len(machines.mean_s) == 1:
         return "one learner: nobody to wait for"
     if machines.slow:
@@ -83,7 +83,7 @@ def describe(machines: Machines) -> str:
         whom = "it" if len(machines.slow) == 1 else "them"
         return f"persistently slow: {names}{more}; a barrier waits for {whom} every time"
     ratio = max(machines.mean_s) / min(machines.mean_s)
-    if ratio > _SLOWER and machines.spread <= 0.5:
+    if ratio > SLOWER and machines.spread <= 0.5:
         return (
             f"unequal learners (the slowest takes {ratio:.1f}x the time of the fastest): the slowest of all takes "
             f"{machines.slowest_of_all:.2f}x the mean, and a barrier makes everybody wait for it"
@@ -95,7 +95,7 @@ def describe(machines: Machines) -> str:
         )
     return (
         f"equal learners (standard deviation {machines.spread:.2f}x the mean): the slowest of all takes "
-        f"{machines.slowest_of_all:.2f}x the mean, so a barrier costs little"
+        f"{machines.slowest_of_all:.2f}x the mean, so a barrier adds little to computing"
     )
 
 
@@ -107,7 +107,7 @@ def why(result: Result) -> str:
 
 
 def _all_reduce(result: Result) -> str:
-    sent = f", {percent(result.send_share)} in reductions not hidden" if result.send_share else ""
+    sent = f", {percent(result.send_share)} in reductions not hidden" if result.send_share > 0.005 else ""
     return f"everybody waits for the slowest: {percent(result.wait_share)} of the time{sent}; staleness 0"
 
 
@@ -134,9 +134,9 @@ class WhatIf:
         return (self.as_fast - self.as_it_is) / (self.as_fast_ideal - self.as_it_is)
 
 
-def what_if(strategy: str, cluster: Cluster, machines: Machines, seconds: float) -> WhatIf:
+def what_if(strategy: str, cluster: Cluster, machines: Machines, minibatches: int | None = None) -> WhatIf:
     """Run the strategy with the slow learners as fast as the others, without them, and with less work for them."""
-    typical = _typical_s(machines.mean_s)
+    typical = typical_s(machines.mean_s)
     slower = {learner: machines.mean_s[learner] / typical for learner in machines.slow}
     speeds = [*cluster.speeds, *[1.0] * (cluster.learners - len(cluster.speeds))]
     faster = [speed * slower.get(learner, 1.0) for learner, speed in enumerate(speeds)]
@@ -148,7 +148,8 @@ def what_if(strategy: str, cluster: Cluster, machines: Machines, seconds: float)
         rest = rest.without(learner) if rest.learners > 1 else rest
 
     def rate(machine: Cluster) -> float:
-        return server.run(strategy, machine, updates=10**9, until_s=seconds).samples_per_s
+        setup = Setup(strategy=strategy, cluster=machine)
+        return setup.run(setup.updates_for(minibatches)).samples_per_s
 
     others = cluster.learners - len(slower)
     return WhatIf(
@@ -196,8 +197,3 @@ def advise(found: WhatIf) -> list[str]:
         f"{percent(found.share_of_loss)} of the loss is {whose}",
         f"{without}with {work} of the work for {'it' if one else 'each'}: {gain(found.lighter)}",
     ]
-
-
-def horizon_s(machines: Machines, minibatches: int) -> float:
-    """So long that a typical learner computes so many minibatches."""
-    return _typical_s(machines.mean_s) * minibatches

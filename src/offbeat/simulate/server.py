@@ -60,6 +60,10 @@ Entry = tuple[float, int, int, int]
 PATIENCE = 200_000  # entries of the heap without an update, beside those that learners may need
 
 
+class StandsStillError(RequestError):
+    """No update will come any more: of what was asked for nothing is wrong but that."""
+
+
 def run(
     strategy: str,
     cluster: Cluster,
@@ -118,6 +122,7 @@ class Simulation:
         self.life = [0] * count
         self.doing = ["away"] * count  # or compute, send, wait
         self.since = array("d", [0.0]) * count  # when it began that
+        self.answered = array("d", [0.0]) * count  # when the policy last told it to go on
         self.version = array("q", [0]) * count  # of the weights it works on
         self.next_version: list[int | None] = [None] * count  # weights that are there for its next minibatch
         self.void_below = [0] * count  # work at older versions than this was cancelled
@@ -150,6 +155,7 @@ class Simulation:
         shared = math.inf if wires is None else wires.server_bytes_per_s * wires.shards
         self.links = (FairLink(shared), FairLink(shared))  # to the server, from the server
         self.link_turn = [0, 0]
+        self.full_since: float | None = None  # one of them
         self.tally = Tally()
         self.spans: list[Span] = []
         self.events = 0
@@ -215,9 +221,9 @@ class Simulation:
         self.updates = self.policy.version
         return 0
 
-    def stands_still(self) -> RequestError:
+    def stands_still(self) -> StandsStillError:
         at = f"at update {self.policy.version}"
-        return RequestError(
+        return StandsStillError(
             f"the run stands still {at}, {self.now:.4g} s: no update in the last {self.patience} events, or nothing "
             "left to happen; are learners up long enough to finish, and links fast enough?"
         )
@@ -311,6 +317,10 @@ class Simulation:
         return 0
 
     def _watch(self, which: int) -> None:
+        """Something has begun or ended on a link: look when the next one ends, and count how long it is full."""
+        if self.full_since is not None:
+            self.tally.full_s += self.now - self.full_since
+        self.full_since = self.now if self.links[0].is_full or self.links[1].is_full else None
         self.link_turn[which] += 1
         end = self.links[which].next_end_s()
         if end < math.inf:
@@ -325,8 +335,10 @@ class Simulation:
     def _obey(self, command: Command) -> None:
         match command:
             case Send():
+                self.answered[command.learner] = self.now
                 self._send(command.learner)
             case Resume():
+                self.answered[command.learner] = self.now
                 if not self.free:  # else it goes on anyway
                     self._post(RESUME, command.learner, self.policy.version)
             case Cancel():
@@ -399,6 +411,8 @@ class Simulation:
 
     def _begin(self, learner: int) -> None:
         """Start the next minibatch, on new weights if there are any."""
+        if self.doing[learner] == "wait":
+            self.tally.fetch_s += self.now - max(self.since[learner], self.answered[learner])
         self._close(learner)
         weights = self.next_version[learner]
         if weights is not None:

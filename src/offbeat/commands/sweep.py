@@ -1,0 +1,176 @@
+"""Sweeps of simulate and compare: several numbers of learners, or a range in a strategy's line."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from offbeat.commands.base import busy, console, heading, print_json, reader, say, table, write_file
+from offbeat.commands.cluster import cluster_of, setup_of
+from offbeat.commands.virtual import refuse_without_recipe
+from offbeat.errors import RequestError
+from offbeat.metrics import DEFINITIONS
+from offbeat.simulate.setup import Setup
+from offbeat.simulate.sweep import Point, Ratio, measure, picture, ratios
+from offbeat.spec import count_of, expand, format_seconds, parse_count
+from offbeat.strategy import line_up
+
+_NOT_HERE = ("trace", "log", "curve", "show", "minibatches")
+
+
+def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw a sweep")
+    parser.add_argument(
+        "--epoch-samples", type=reader(parse_count), metavar="N", help="samples in an epoch: tell the seconds it takes"
+    )
+
+
+def lines_of(lines: Sequence[str]) -> list[str]:
+    """With their ranges written out."""
+    return [one for line in lines for one in expand(line)]
+
+
+def is_sweep(given: argparse.Namespace, lines: Sequence[str]) -> bool:
+    if len(given.counts) > 1 or any(len(expand(line)) > 1 for line in lines):
+        return True
+    if given.svg is not None:
+        raise RequestError("--svg draws a sweep: give several --learners, or a range like k-sync:1..8")
+    return False
+
+
+def one_count(given: argparse.Namespace, option: str) -> None:
+    if len(given.counts) > 1:
+        raise RequestError(f"{option} goes with one number of learners; got {', '.join(map(str, given.counts))}")
+    if given.svg is not None or given.epoch_samples is not None:
+        word = "--svg" if given.svg is not None else "--epoch-samples"
+        raise RequestError(f"{word} does not go with {option}: it draws its own picture, and has its own data")
+
+
+def batch_of(given: argparse.Namespace) -> int:
+    """Samples in a minibatch, where nothing is trained: 1 unless --batch-size says it."""
+    from offbeat.train.arguments import take
+
+    words = take(given, "train.batch_size")
+    try:
+        return 1 if words is None else parse_count(words)
+    except RequestError as error:
+        raise RequestError(f"--batch-size: {error}") from None
+
+
+def sweep(given: argparse.Namespace, lines: Sequence[str]) -> None:
+    """Every line with every number of learners: a table, a picture if asked for, or one JSON object."""
+    batch = batch_of(given)
+    refuse_without_recipe(given)
+    for word in _NOT_HERE:
+        if getattr(given, word, None):
+            raise RequestError(f"--{word} does not go with a sweep; name one strategy and one number of learners")
+    if not lines:  # those that are written the same whatever the number of learners
+        tried = [line_up("compare", learners) for learners in given.counts]
+        lines = [line for line in tried[0] if all(line in others for others in tried)]
+    setups, left_out = _setups(given, lines)
+    with busy("simulating"):
+        points = [measure(line, setup, updates=given.updates, batch=batch) for line, setup in setups]
+    compared = ratios(points) if len(given.counts) > 1 else []
+    what = f"{' '.join(lines)}, {', '.join(map(str, given.counts))} learners, {points[0].setup.cluster.law.text}"
+    if given.svg is not None:
+        write_file(given.svg, picture(points, title=f"{what}, seed {given.seed}"))
+    if given.json:
+        print_json(
+            {
+                "sweep": [point.as_json(given.epoch_samples) for point in points],
+                "ratios": [_ratio_json(one) for one in compared],
+                "left_out": left_out,
+            }
+        )
+        return
+    _show(given, f"{what}, seed {given.seed}", points, compared, left_out)
+
+
+def _setups(given: argparse.Namespace, lines: Sequence[str]) -> tuple[list[tuple[str, Setup]], list[str]]:
+    """All that is to be simulated, by the line that asked for it, and what cannot be with so few learners."""
+    setups: list[tuple[str, Setup]] = []
+    left_out: list[str] = []
+    for line, learners in ((line, learners) for line in lines for learners in given.counts):
+        given.learners = learners
+        cluster = cluster_of(given)
+        for strategy in expand(line):
+            try:
+                setup = setup_of(given, strategy, cluster)
+                setup.updates_for()
+                setups.append((line, setup))
+            except RequestError as error:
+                if len(given.counts) == 1:
+                    raise
+                left_out.append(f"with {count_of(learners, 'learner')}: {error}")
+    if not setups:
+        raise RequestError(left_out[0])
+    return setups, left_out
+
+
+def _show(
+    given: argparse.Namespace, what: str, points: list[Point], compared: list[Ratio], left_out: list[str]
+) -> None:
+    out = console()
+    heading(out, what)
+    columns = ["strategy", "P", "s/update", "theory", "T(P)", "speed-up", "efficiency", "overhead", "samples/s"]
+    rows = [_cells(point, given.epoch_samples) for point in points]
+    table(out, columns + (["epoch"] if given.epoch_samples else []), rows)
+    if compared:
+        say(out, f"times as long an update as {compared[0].other}", style="bold")
+        table(
+            out,
+            ["strategy", "P", "ratio", "theory", "off", "P H_P"],
+            [
+                [
+                    one.strategy,
+                    str(one.learners),
+                    f"{one.ratio:.4g}",
+                    "-" if one.theory is None else f"{one.theory:.4g}",
+                    "-" if one.theory is None else f"{100 * (one.ratio / one.theory - 1):+.1f} %",
+                    "-" if one.p_h_p is None else f"{one.p_h_p:.4g}",
+                ]
+                for one in compared
+            ],
+        )
+    for line in left_out:
+        say(out, f"left out {line}")
+    network = "" if points[0].setup.cluster.wires is None else " (computing alone, without the network)"
+    formulas = dict.fromkeys(point.theory.formula for point in points if point.theory is not None)
+    if formulas:
+        say(out, f"theory: {', '.join(formulas)}{network}; X: compute time, X_(K:P): K-th smallest of P", style="dim")
+    say(out, f"T(1) = {format_seconds(points[0].alone_s)}: one learner alone, which sends nothing", style="dim")
+    say(out, "T(P): seconds in which P minibatches are applied, an iteration under a barrier for all", style="dim")
+    for name in ("speedup", "efficiency", "overhead"):
+        say(out, f"{name} = {DEFINITIONS[name].formula}", style="dim")
+    if given.svg is not None:
+        say(out, f"picture: {given.svg}")
+
+
+def _cells(point: Point, epoch_samples: int | None) -> list[str]:
+    update_s, theory = point.result.seconds_per_update, "-"
+    if point.theory is not None:
+        theory = f"{format_seconds(point.theory.seconds)} ({100 * (update_s / point.theory.seconds - 1):+.1f} %)"
+    cells = [
+        point.strategy,
+        str(point.learners),
+        format_seconds(update_s),
+        theory,
+        format_seconds(point.iteration_s),
+        f"{point.speedup:.3g}",
+        f"{100 * point.efficiency:.1f} %",
+        format_seconds(point.overhead_s),
+        f"{point.samples_per_s:.4g}",
+    ]
+    return cells + ([format_seconds(epoch_samples / point.samples_per_s)] if epoch_samples else [])
+
+
+def _ratio_json(one: Ratio) -> dict[str, object]:
+    return {
+        "strategy": one.strategy,
+        "other": one.other,
+        "learners": one.learners,
+        "ratio": one.ratio,
+        "theory": one.theory,
+        "p_h_p": one.p_h_p,
+    }

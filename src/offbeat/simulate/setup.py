@@ -1,0 +1,103 @@
+"""One strategy on its machines, ready to be simulated by the family that runs it, and for how long."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from offbeat.errors import RequestError
+from offbeat.policies import create
+from offbeat.schedules import build, price
+from offbeat.simulate import collective, server
+from offbeat.simulate.cluster import Cluster
+from offbeat.simulate.collective import Model
+from offbeat.simulate.result import Result
+from offbeat.strategy import ALL_REDUCE, simulated_family_of
+from offbeat.topology import Topology
+
+# Minibatches applied in a simulation that nobody gave a length: 500 of each learner, within bounds, but no more begun
+# than the third number. The start is a part of every run, and short beside 50 of each. With a network they cost ten
+# times as much to simulate, and the mean scatters less.
+_EACH, _EACH_AT_LEAST = 500, 50
+_FREE, _SENT, _CAREFUL = (8_000, 40_000, 400_000), (4_000, 16_000, 32_000), (100_000, 100_000, 1_000_000)
+_UPDATES, _CAREFUL_UPDATES = 20, 3_000  # at least, as far as the third number allows
+_MOST = 20_000_000  # minibatches of a single update
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """The machines for one strategy. The last four are for an all-reduce."""
+
+    strategy: str
+    cluster: Cluster
+    topology: Topology | None = None
+    model: Model | None = None
+    bucket_bytes: int | None = None
+    reduce_s: Callable[[int], float] | None = None  # of so many bytes, where that is not to be priced
+
+    @property
+    def reduces(self) -> bool:
+        return simulated_family_of(self.strategy) == ALL_REDUCE
+
+    def minibatches_per_update(self) -> int:
+        """That are applied."""
+        if self.reduces:
+            return self.cluster.learners
+        policy = create(self.strategy, expect=self.cluster.learners)
+        return policy.gradients_per_update(self.cluster.learners) * policy.rule.push_every
+
+    def begun_per_update(self) -> int:
+        """Those that are cancelled included: what a simulation costs."""
+        cancels = not self.reduces and create(self.strategy, expect=self.cluster.learners).cancels
+        return max(self.minibatches_per_update(), self.cluster.learners if cancels else 1)
+
+    def updates_for(self, minibatches: int | None = None, *, careful: bool = False) -> int:
+        """Updates that apply so many minibatches of each learner; left out: as many as make a steady mean.
+
+        `careful`: a mean to about half a percent, to stand beside theory; a network costs too much to simulate for it.
+        """
+        per_update, begun, learners = self.minibatches_per_update(), self.begun_per_update(), self.cluster.learners
+        if begun > _MOST:
+            raise RequestError(
+                f"'{self.strategy}': one update takes {begun} minibatches, and a simulation has at most {_MOST}"
+            )
+        if minibatches is not None:
+            return math.ceil(minibatches * learners / per_update)
+        careful = careful and self.cluster.wires is None
+        least, most, begun_at_most = _CAREFUL if careful else _FREE if self.cluster.wires is None else _SENT
+        applied = max(_EACH_AT_LEAST * learners, min(most, max(least, _EACH * learners)))
+        wanted = max(math.ceil(applied / per_update), _CAREFUL_UPDATES if careful else _UPDATES)
+        return max(1, min(wanted, max(begun_at_most, _EACH_AT_LEAST * learners) // begun))
+
+    def reduction_s(self) -> Callable[[int], float]:
+        """What a reduction of so many bytes takes."""
+        if self.reduce_s is not None:
+            return self.reduce_s
+        assert self.topology is not None
+        topology, schedule = self.topology, build(self.strategy, ranks=self.cluster.learners)
+        return cache(lambda size_bytes: price(schedule, topology, size_bytes).seconds)
+
+    def run(
+        self,
+        updates: int,
+        *,
+        keep_spans: int = 0,
+        write: Callable[[dict[str, Any]], object] | None = None,
+    ) -> Result:
+        """Simulate so many updates; the decisions of a policy go to `write`."""
+        if not self.reduces:
+            return server.run(self.strategy, self.cluster, updates=updates, keep_spans=keep_spans, write=write)
+        assert self.topology is not None and self.model is not None
+        return collective.run(
+            self.strategy,
+            self.cluster,
+            self.topology,
+            self.model,
+            updates=updates,
+            bucket_bytes=self.bucket_bytes,
+            keep_spans=keep_spans,
+            reduce_s=self.reduce_s,
+        )

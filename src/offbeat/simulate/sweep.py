@@ -1,0 +1,229 @@
+"""A sweep: strategies at several numbers of learners, or at several values of K, beside the theory of waiting.
+
+Scaling is weak, and the base is one learner alone, which sends nothing: T(1) is its mean compute time. T(P) is the
+time in which P minibatches are applied, which under a barrier for all is one iteration.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from offbeat import metrics
+from offbeat.chart import Line, Run, line_chart
+from offbeat.errors import RequestError
+from offbeat.policies.waiting import UpdateTime
+from offbeat.simulate.result import Result
+from offbeat.simulate.setup import Setup
+from offbeat.simulate.theory import alone_s, expected_update, harmonic
+from offbeat.spec import expand
+
+_UNITS = ((1.0, "seconds"), (1e-3, "milliseconds"), (1e-6, "microseconds"), (1e-9, "nanoseconds"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One strategy with one number of learners."""
+
+    line: str  # as it was given, maybe with a range
+    setup: Setup
+    result: Result
+    theory: UpdateTime | None  # of computing alone
+    batch: int  # samples in a minibatch
+
+    @property
+    def strategy(self) -> str:
+        return self.setup.strategy
+
+    @property
+    def learners(self) -> int:
+        return self.setup.cluster.learners
+
+    @property
+    def alone_s(self) -> float:
+        """T(1)."""
+        return alone_s(self.setup.cluster)
+
+    @property
+    def iteration_s(self) -> float:
+        """T(P)."""
+        return self.learners / self.result.minibatches_per_s
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.result.minibatches_per_s * self.batch
+
+    @property
+    def speedup(self) -> float:
+        return metrics.speedup(self.learners, self.alone_s, self.iteration_s)
+
+    @property
+    def efficiency(self) -> float:
+        return metrics.efficiency(self.alone_s, self.iteration_s)
+
+    @property
+    def overhead_s(self) -> float:
+        return metrics.overhead_s(self.alone_s, self.iteration_s)
+
+    def as_json(self, epoch_samples: int | None) -> dict[str, object]:
+        return {
+            "strategy": self.strategy,
+            "learners": self.learners,
+            "updates": self.result.updates,
+            "seconds_per_update": self.result.seconds_per_update,
+            "theory_s": None if self.theory is None else self.theory.seconds,
+            "formula": None if self.theory is None else self.theory.formula,
+            "alone_s": self.alone_s,
+            "iteration_s": self.iteration_s,
+            "speedup": self.speedup,
+            "efficiency": self.efficiency,
+            "overhead_s": self.overhead_s,
+            "samples_per_s": self.samples_per_s,
+            "epoch_s": None if epoch_samples is None else epoch_samples / self.samples_per_s,
+            "staleness_mean": self.result.staleness_mean,
+        }
+
+
+def measure(line: str, setup: Setup, *, updates: int | None, batch: int) -> Point:
+    """Simulate one point; a `RequestError` where the mean compute time is infinite: nothing scales from that."""
+    if alone_s(setup.cluster) == math.inf:
+        raise RequestError(f"T(1) is the mean compute time, and that of '{setup.cluster.law.text}' is infinite")
+    result = setup.run(updates or setup.updates_for(careful=True))
+    return Point(line=line, setup=setup, result=result, theory=expected_update(setup), batch=batch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ratio:
+    """How many times as long an update of one strategy takes as one of another, with so many learners."""
+
+    strategy: str
+    other: str
+    learners: int
+    ratio: float
+    theory: float | None
+    p_h_p: float | None  # P H_P, about P log P: that of a barrier for all over updates of one gradient, if X is exp
+
+
+def ratios(points: Sequence[Point]) -> list[Ratio]:
+    """Of every strategy to the one that was named last, number of learners by number of learners."""
+    last = {point.learners: point for point in points if point.strategy == points[-1].strategy}
+    found = []
+    for point in points:
+        other = last.get(point.learners)
+        if other is None or other.strategy == point.strategy:
+            continue
+        both = None if point.theory is None or other.theory is None else point.theory.seconds / other.theory.seconds
+        waits = point.setup.minibatches_per_update() == point.learners and not point.result.staleness_mean
+        single = other.setup.minibatches_per_update() == 1
+        found.append(
+            Ratio(
+                strategy=point.strategy,
+                other=other.strategy,
+                learners=point.learners,
+                ratio=point.result.seconds_per_update / other.result.seconds_per_update,
+                theory=both,
+                p_h_p=point.learners * harmonic(point.learners) if waits and single else None,
+            )
+        )
+    return found
+
+
+# --- the picture ------------------------------------------------------------------------------------------------------
+
+
+def picture(points: Sequence[Point], *, title: str) -> str:
+    """Seconds per update, beside theory, against the learners or the range; below it the ratio, where there is one."""
+    by_learners = len({point.learners for point in points}) > 1
+    names = list(dict.fromkeys(point.strategy if by_learners else point.line for point in points))
+    places = {id(point): _place(point, by_learners) for point in points}
+    all_x = sorted({x for x in places.values() if x is not None})
+    if not all_x:
+        raise RequestError("a picture is of several --learners, or of one range in a line, like k-sync:1..8")
+    largest = max(point.result.seconds_per_update for point in points)
+    scale, unit = next(((one, name) for one, name in _UNITS if largest > one), _UNITS[-1])
+
+    def curve(name: str, theory: bool) -> Run:
+        found = []
+        for point in points:
+            if name != (point.strategy if by_learners else point.line):
+                continue
+            value = point.result.seconds_per_update
+            if theory:
+                if point.theory is None:
+                    continue
+                value = point.theory.seconds
+            x = places[id(point)]
+            found += [
+                (at, value / scale) for at in (all_x if x is None else [x])
+            ]  # without a range: the same all along
+        return tuple(found)
+
+    lines = []
+    for name in names:
+        known = curve(name, theory=True)
+        lines.append(_simulated(name, curve(name, theory=False), beside_theory=bool(known)))
+        formula = next((p.theory.formula for p in points if name in (p.strategy, p.line) and p.theory), "")
+        lines += [Line(f"theory {formula}", (known,))] if known else []
+    x_label = "learners" if by_learners else ", ".join(line for line in names if len(expand(line)) > 1)
+    charts = [line_chart(lines, title=title, x_label=x_label, y_label=f"{unit} per update")]
+    compared = ratios(points) if by_learners else []
+    if compared:
+        charts.append(_ratio_chart(compared))
+    return stacked(charts)
+
+
+def _simulated(label: str, points: Run, *, beside_theory: bool) -> Line:
+    """Dots on the line of the theory, or a line of their own where there is none."""
+    return Line(label, tuple((point,) for point in points) if beside_theory else (points,))
+
+
+def _place(point: Point, by_learners: bool) -> float | None:
+    """Where a point is on the x axis: its learners, or the number of its line's range; None for no range."""
+    if by_learners:
+        return float(point.learners)
+    lines = expand(point.line)
+    if len(lines) == 1:
+        return None
+    start = next(at for at, letter in enumerate(point.line) if point.line[at : at + 2] == "..")
+    head = point.line[:start].rstrip("0123456789")
+    number = point.strategy[len(head) :]
+    digits = number[: len(number) - len(number.lstrip("0123456789"))]
+    if point.line.count("..") > 1:
+        raise RequestError(f"'{point.line}' has several ranges, and a picture one x axis; leave --svg out")
+    return float(digits)
+
+
+def _ratio_chart(compared: Sequence[Ratio]) -> str:
+    lines = []
+    for name in dict.fromkeys(one.strategy for one in compared):
+        own = [one for one in compared if one.strategy == name]
+        theory = tuple((float(one.learners), one.theory) for one in own if one.theory is not None)
+        p_h_p = tuple((float(one.learners), one.p_h_p) for one in own if one.p_h_p is not None)
+        simulated = tuple((float(one.learners), one.ratio) for one in own)
+        lines.append(_simulated(f"{name} / {own[0].other}", simulated, beside_theory=bool(theory)))
+        same = len(theory) == len(p_h_p) and all(
+            math.isclose(a, b) for (_, a), (_, b) in zip(theory, p_h_p, strict=True)
+        )
+        lines += [Line("theory", (theory,))] if theory and not same else []
+        lines += [Line("P H_P", (p_h_p,))] if p_h_p else []
+    return line_chart(
+        lines, title=f"times as long an update as {compared[0].other}", x_label="learners", y_label="ratio"
+    )
+
+
+def stacked(charts: Sequence[str]) -> str:
+    """Charts of one width, one below the other, as one SVG."""
+    if len(charts) == 1:
+        return charts[0]
+    sizes = [
+        [int(chart.split(f' {side}="', 1)[1].split('"', 1)[0]) for side in ("width", "height")] for chart in charts
+    ]
+    width, height = sizes[0][0], sum(size[1] for size in sizes)
+    placed = [
+        chart.replace("<svg ", f'<svg y="{sum(size[1] for size in sizes[:at])}" ', 1) for at, chart in enumerate(charts)
+    ]
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">\n'
+        f"{''.join(placed)}</svg>\n"
+    )
