@@ -75,9 +75,10 @@ def expand(text: str) -> list[str]:
     """The lines that a line with ranges stands for: `k-sync:1..3` is k-sync:1, k-sync:2 and k-sync:3."""
     spec = parse(text)
     words = [*spec.args, *(value for _, value in spec.options)]
-    choices = [_range_of(word, text) for word in words]
-    if math.prod(map(len, choices)) > MOST_LINES:
+    numbers = [_numbers_of(word, text) for word in words]
+    if math.prod(len(some) for some in numbers if some is not None) > MOST_LINES:
         raise RequestError(f"'{text}' stands for more than {MOST_LINES} lines; give a shorter range")
+    choices = [[word] if some is None else map(str, some) for word, some in zip(words, numbers, strict=True)]
     args = len(spec.args)
     return [
         str(
@@ -91,14 +92,24 @@ def expand(text: str) -> list[str]:
     ]
 
 
-def _range_of(word: str, text: str) -> list[str]:
+def range_of(text: str) -> range | None:
+    """The numbers of the only range in a line, in the order of `expand`; None where there is no range."""
+    spec = parse(text)
+    words = [*spec.args, *(value for _, value in spec.options)]
+    found = [numbers for word in words if (numbers := _numbers_of(word, text)) is not None]
+    if len(found) > 1:
+        raise RequestError(f"'{text}' has several ranges; here it may have one")
+    return found[0] if found else None
+
+
+def _numbers_of(word: str, text: str) -> range | None:
     match = _RANGE.fullmatch(word)
     if match is None:
-        return [word]
+        return None
     first, last = (int(number) for number in match.groups())
     if first > last:
         raise RequestError(f"'{text}': a range goes up, like {last}..{first}; got '{word}'")
-    return [str(number) for number in range(first, min(last, first + MOST_LINES) + 1)]
+    return range(first, last + 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,8 +17,8 @@ from offbeat.cli import main
 from offbeat.simulate.limits import LATENCY, LEARNER_LINKS, LINKS, SCATTER, SERVER_LINK
 
 MATRIX = bool(os.environ.get("OFFBEAT_MATRIX"))
-CLUSTERS = 40 if MATRIX else 3
-AGREE = 0.03  # seconds per update of the two commands
+CLUSTERS = 40 if MATRIX else 2
+AGREE = 0.03  # seconds per update of the two commands, where one of them goes on for twice as long
 NEAR = 0.97  # of the best what-if: two causes that gain as much are told apart by chance
 ENDLESS = "1e15B/s"
 
@@ -40,10 +40,10 @@ def offbeat(capsys: pytest.CaptureFixture[str]) -> Json:
 def random_cluster(seed: int) -> tuple[Options, float]:
     """Its options, and the mean compute time."""
     chance = random.Random(seed)
-    learners = chance.choice([2, 3, 4, 6, 8, 12, 16, 32])
+    learners = chance.choice([2, 3, 4, 6, 8, 12, 16])
     mean = chance.choice([0.05, 0.2, 1.0])
     law = chance.choice(
-        [f"exp:{mean}", f"gamma:{mean},0.1", f"gamma:{mean},0.5", f"lognormal:{mean},1", f"constant:{mean}"]
+        [f"exp:{mean}", f"gamma:{mean},0.1", f"gamma:{mean},0.5", f"lognormal:{mean},0.5", f"constant:{mean}"]
     )
     network = {
         "size": f"{chance.choice([1, 10, 100])}MB",
@@ -77,13 +77,14 @@ def what_ifs(cluster: Options, mean: float) -> dict[str, Options]:
 @pytest.mark.parametrize("seed", range(CLUSTERS))
 def test_compare_and_simulate_agree_and_the_headline_names_what_gains_most(offbeat: Json, seed: int) -> None:
     cluster, mean = random_cluster(seed)
-    strategies = ["full-sync", *random.Random(seed).sample(line_pool(int(cluster["learners"])), 4 if MATRIX else 2)]
+    strategies = ["full-sync", *random.Random(seed).sample(line_pool(int(cluster["learners"])), 3 if MATRIX else 1)]
     compared = offbeat("compare", *strategies, **cluster)
     rows = {row["strategy"]: row for row in compared["strategies"]}
     for strategy in strategies:
-        longer = str(2 * rows[strategy]["updates"])
+        compared_s, longer = rows[strategy]["seconds_per_update"], str(2 * rows[strategy]["updates"])
+        assert offbeat("simulate", strategy, **cluster)["seconds_per_update"] == compared_s
         simulated = offbeat("simulate", strategy, **cluster, updates=longer)["seconds_per_update"]
-        assert rows[strategy]["seconds_per_update"] == pytest.approx(simulated, rel=AGREE), (strategy, cluster)
+        assert compared_s == pytest.approx(simulated, rel=AGREE), (strategy, cluster)
 
     reason = rows["full-sync"]["limited_by"]
     assert reason in compared["headline"] and compared["headline"].startswith("full-sync: ")

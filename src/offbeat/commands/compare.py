@@ -11,7 +11,6 @@ from offbeat.commands.race import race
 from offbeat.commands.sweep import add_sweep_arguments, batch_of, is_sweep, lines_of, one_count, sweep
 from offbeat.commands.virtual import add_recipe_arguments, refuse_without_recipe
 from offbeat.errors import RequestError
-from offbeat.policies import create
 from offbeat.policies.memory import vectors_of
 from offbeat.simulate.compare import Machines, WhatIf, advise, describe, look_at, what_if, why
 from offbeat.simulate.limits import Limit, limit_of
@@ -42,17 +41,11 @@ class _Row(NamedTuple):
             return self.note
         return f"{self.limit.text(self.result.full_share)}; {why(self.result)}"
 
-    @property
-    def waits_for_all(self) -> bool:
-        learners = self.setup.cluster.learners
-        return self.setup.reduces or create(self.strategy, expect=learners).waits_for_all(learners)
-
     def server_bytes(self, size_bytes: int) -> int | None:
         """Memory of all servers together, with SGD's momentum."""
         if self.setup.reduces or not size_bytes:
             return None
-        learners = self.setup.cluster.learners
-        return vectors_of(create(self.strategy, expect=learners), learners).size_bytes(size_bytes)
+        return vectors_of(self.setup.policy(), self.setup.cluster.learners).size_bytes(size_bytes)
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,7 +85,7 @@ def _run(given: argparse.Namespace) -> None:
     epoch = None if given.epoch_samples is None else given.epoch_samples / batch_of(given)
     refuse_without_recipe(given)
     cluster = cluster_of(given)
-    setups = [setup_of(given, name, cluster) for name in lines or line_up("compare", cluster.learners)]
+    setups = [setup_of(given, name, cluster) for name in lines_of(lines) or line_up("compare", cluster.learners)]
     with busy("simulating"):
         machines = look_at(cluster)
         rows = []
@@ -132,7 +125,7 @@ def _run(given: argparse.Namespace) -> None:
 def _subject(rows: list[_Row]) -> _Row | None:
     """The strategy of the headline: one that waits for all, or else the first."""
     made = [row for row in rows if row.result is not None]
-    return next(iter([*(row for row in made if row.waits_for_all), *made]), None)
+    return next(iter([*(row for row in made if row.setup.waits_for_all), *made]), None)
 
 
 def _advised(subject: _Row | None, machines: Machines, minibatches: int | None) -> WhatIf | None:

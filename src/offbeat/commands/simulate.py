@@ -27,10 +27,9 @@ from offbeat.errors import RequestError
 from offbeat.simulate.collective import bucket_curve
 from offbeat.simulate.compare import why
 from offbeat.simulate.result import Result
-from offbeat.simulate.setup import Setup
-from offbeat.simulate.sweep import Point
+from offbeat.simulate.sweep import Point, point_of
 from offbeat.simulate.theory import alone_s
-from offbeat.spec import count_of, format_seconds, format_size, parse_count
+from offbeat.spec import count_of, expand, format_seconds, format_size, parse_count
 from offbeat.trace import RunLog, Span, write_chrome_trace, write_log
 
 if TYPE_CHECKING:
@@ -75,9 +74,11 @@ def _run(given: argparse.Namespace) -> None:
         raise RequestError("simulate: the following arguments are required: strategy")
     if len(lines) > 1:
         raise RequestError(f"simulate: unknown argument '{lines[1]}'; it takes one strategy, and compare takes several")
-    given.strategy = lines[0]
+    given.strategy, *more = expand(lines[0])
     if given.recipe is not None:
         one_count(given, "--recipe")
+        if more:
+            raise RequestError(f"--recipe trains one strategy, and '{lines[0]}' stands for several; use compare")
         for word in ("updates", "trace", "log", "curve", "show"):
             if getattr(given, word):
                 instead = "--epochs" if word == "updates" else "the files in its folder (--run-dir)"
@@ -110,13 +111,15 @@ def _run(given: argparse.Namespace) -> None:
         result = setup.run(given.updates, keep_spans=keep, write=write)
     took = time.perf_counter() - start
     _write_files(given, result, decisions)
+    point = point_of(given.strategy, setup, result, batch=batch) if alone_s(cluster) < math.inf else None
     if given.json:
-        print_json(result.as_json() | result.network_json() | {"events_per_s": result.events / took})
+        scaling = {} if point is None else point.as_json(given.epoch_samples)
+        print_json(result.as_json() | result.network_json() | scaling | {"events_per_s": result.events / took})
         return
     out = console()
     heading(out, f"{given.strategy}, {count_of(given.learners, 'learner')}, {cluster.law.text}, seed {given.seed}")
     _timeline(out, result, given.show)
-    facts(out, _facts(result, took) + _scaling(setup, result, batch, given.epoch_samples))
+    facts(out, _facts(result, took) + ([] if point is None else _scaling(point, given.epoch_samples)))
 
 
 def _write_files(given: argparse.Namespace, result: Result, decisions: list[dict[str, object]] | None) -> None:
@@ -158,11 +161,8 @@ def _facts(result: Result, took: float) -> list[tuple[str, str]]:
     return [row for row in found if row[0] != "lost" or result.cancelled or result.dropped or result.failed]
 
 
-def _scaling(setup: Setup, result: Result, batch: int, epoch_samples: int | None) -> list[tuple[str, str]]:
-    """Beside one learner alone; nothing where that one would take forever."""
-    if alone_s(setup.cluster) == math.inf:
-        return []
-    point = Point(line=setup.strategy, setup=setup, result=result, theory=None, batch=batch)
+def _scaling(point: Point, epoch_samples: int | None) -> list[tuple[str, str]]:
+    """Beside one learner alone."""
     found = (
         f"T(1) {format_seconds(point.alone_s)}, T({point.learners}) {format_seconds(point.iteration_s)}: "
         f"speed-up {point.speedup:.3g}, efficiency {100 * point.efficiency:.1f} %, "

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from offbeat.errors import RequestError
-from offbeat.policies import create
+from offbeat.policies import Policy, create
 from offbeat.schedules import build, price
 from offbeat.simulate import collective, server
 from offbeat.simulate.cluster import Cluster
@@ -22,8 +22,8 @@ from offbeat.topology import Topology
 # than the third number. The start is a part of every run, and short beside 50 of each. With a network they cost ten
 # times as much to simulate, and the mean scatters less.
 _EACH, _EACH_AT_LEAST = 500, 50
-_FREE, _SENT, _CAREFUL = (8_000, 40_000, 400_000), (4_000, 16_000, 32_000), (100_000, 100_000, 1_000_000)
-_UPDATES, _CAREFUL_UPDATES = 20, 3_000  # at least, as far as the third number allows
+_FREE, _SENT, _CAREFUL = (8_000, 40_000, 400_000), (4_000, 16_000, 24_000), (100_000, 100_000, 1_000_000)
+_UPDATES, _CAREFUL_UPDATES = 1_000, 3_000  # at least, as far as the third number allows
 _MOST = 20_000_000  # minibatches of a single update
 
 
@@ -42,16 +42,24 @@ class Setup:
     def reduces(self) -> bool:
         return simulated_family_of(self.strategy) == ALL_REDUCE
 
+    @property
+    def waits_for_all(self) -> bool:
+        return self.reduces or self.policy().waits_for_all(self.cluster.learners)
+
+    def policy(self) -> Policy:
+        """A fresh one; not for an all-reduce."""
+        return create(self.strategy, expect=self.cluster.learners)
+
     def minibatches_per_update(self) -> int:
         """That are applied."""
         if self.reduces:
             return self.cluster.learners
-        policy = create(self.strategy, expect=self.cluster.learners)
+        policy = self.policy()
         return policy.gradients_per_update(self.cluster.learners) * policy.rule.push_every
 
     def begun_per_update(self) -> int:
         """Those that are cancelled included: what a simulation costs."""
-        cancels = not self.reduces and create(self.strategy, expect=self.cluster.learners).cancels
+        cancels = not self.reduces and self.policy().cancels
         return max(self.minibatches_per_update(), self.cluster.learners if cancels else 1)
 
     def updates_for(self, minibatches: int | None = None, *, careful: bool = False) -> int:

@@ -7,7 +7,7 @@ time in which P minibatches are applied, which under a barrier for all is one it
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from offbeat import metrics
@@ -17,7 +17,7 @@ from offbeat.policies.waiting import UpdateTime
 from offbeat.simulate.result import Result
 from offbeat.simulate.setup import Setup
 from offbeat.simulate.theory import alone_s, expected_update, harmonic
-from offbeat.spec import expand
+from offbeat.spec import expand, range_of
 
 _UNITS = ((1.0, "seconds"), (1e-3, "milliseconds"), (1e-6, "microseconds"), (1e-9, "nanoseconds"))
 
@@ -89,7 +89,10 @@ def measure(line: str, setup: Setup, *, updates: int | None, batch: int) -> Poin
     """Simulate one point; a `RequestError` where the mean compute time is infinite: nothing scales from that."""
     if alone_s(setup.cluster) == math.inf:
         raise RequestError(f"T(1) is the mean compute time, and that of '{setup.cluster.law.text}' is infinite")
-    result = setup.run(updates or setup.updates_for(careful=True))
+    return point_of(line, setup, setup.run(updates or setup.updates_for(careful=True)), batch=batch)
+
+
+def point_of(line: str, setup: Setup, result: Result, *, batch: int) -> Point:
     return Point(line=line, setup=setup, result=result, theory=expected_update(setup), batch=batch)
 
 
@@ -114,7 +117,7 @@ def ratios(points: Sequence[Point]) -> list[Ratio]:
         if other is None or other.strategy == point.strategy:
             continue
         both = None if point.theory is None or other.theory is None else point.theory.seconds / other.theory.seconds
-        waits = point.setup.minibatches_per_update() == point.learners and not point.result.staleness_mean
+        waits = point.setup.waits_for_all and point.setup.minibatches_per_update() == point.learners
         single = other.setup.minibatches_per_update() == 1
         found.append(
             Ratio(
@@ -135,36 +138,30 @@ def ratios(points: Sequence[Point]) -> list[Ratio]:
 def picture(points: Sequence[Point], *, title: str) -> str:
     """Seconds per update, beside theory, against the learners or the range; below it the ratio, where there is one."""
     by_learners = len({point.learners for point in points}) > 1
-    names = list(dict.fromkeys(point.strategy if by_learners else point.line for point in points))
-    places = {id(point): _place(point, by_learners) for point in points}
-    all_x = sorted({x for x in places.values() if x is not None})
+    placed = [(point.strategy if by_learners else point.line, _place(point, by_learners), point) for point in points]
+    all_x = sorted({x for _, x, _ in placed if x is not None})
     if not all_x:
         raise RequestError("a picture is of several --learners, or of one range in a line, like k-sync:1..8")
     largest = max(point.result.seconds_per_update for point in points)
     scale, unit = next(((one, name) for one, name in _UNITS if largest > one), _UNITS[-1])
 
-    def curve(name: str, theory: bool) -> Run:
-        found = []
-        for point in points:
-            if name != (point.strategy if by_learners else point.line):
-                continue
-            value = point.result.seconds_per_update
-            if theory:
-                if point.theory is None:
-                    continue
-                value = point.theory.seconds
-            x = places[id(point)]
-            found += [
-                (at, value / scale) for at in (all_x if x is None else [x])
-            ]  # without a range: the same all along
-        return tuple(found)
+    def curve(name: str, seconds: Callable[[Point], float | None]) -> Run:
+        """A line without a range is the same all along."""
+        return tuple(
+            (at, value / scale)
+            for own, x, point in placed
+            if own == name and (value := seconds(point)) is not None
+            for at in (all_x if x is None else [x])
+        )
 
     lines = []
+    names = list(dict.fromkeys(name for name, _, _ in placed))
     for name in names:
-        known = curve(name, theory=True)
-        lines.append(_simulated(name, curve(name, theory=False), beside_theory=bool(known)))
-        formula = next((p.theory.formula for p in points if name in (p.strategy, p.line) and p.theory), "")
-        lines += [Line(f"theory {formula}", (known,))] if known else []
+        theory = curve(name, lambda point: None if point.theory is None else point.theory.seconds)
+        simulated = curve(name, lambda point: point.result.seconds_per_update)
+        lines.append(_simulated(name, simulated, beside_theory=bool(theory)))
+        formula = next((point.theory.formula for own, _, point in placed if own == name and point.theory), "")
+        lines += [Line(f"theory {formula}", (theory,))] if theory else []
     x_label = "learners" if by_learners else ", ".join(line for line in names if len(expand(line)) > 1)
     charts = [line_chart(lines, title=title, x_label=x_label, y_label=f"{unit} per update")]
     compared = ratios(points) if by_learners else []
@@ -182,16 +179,8 @@ def _place(point: Point, by_learners: bool) -> float | None:
     """Where a point is on the x axis: its learners, or the number of its line's range; None for no range."""
     if by_learners:
         return float(point.learners)
-    lines = expand(point.line)
-    if len(lines) == 1:
-        return None
-    start = next(at for at, letter in enumerate(point.line) if point.line[at : at + 2] == "..")
-    head = point.line[:start].rstrip("0123456789")
-    number = point.strategy[len(head) :]
-    digits = number[: len(number) - len(number.lstrip("0123456789"))]
-    if point.line.count("..") > 1:
-        raise RequestError(f"'{point.line}' has several ranges, and a picture one x axis; leave --svg out")
-    return float(digits)
+    numbers = range_of(point.line)
+    return None if numbers is None else float(numbers[expand(point.line).index(point.strategy)])
 
 
 def _ratio_chart(compared: Sequence[Ratio]) -> str:

@@ -10,7 +10,6 @@ from functools import cache
 import numpy as np
 
 from offbeat import spec as grammar
-from offbeat.policies import create
 from offbeat.policies.waiting import UpdateTime, of_barrier
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.compute import LAWS, Law
@@ -108,6 +107,5 @@ def expected_update(setup: Setup) -> UpdateTime | None:
     if setup.reduces:
         found: UpdateTime | None = of_barrier(cluster.learners, cluster.learners, times)
     else:
-        policy = create(setup.strategy, expect=cluster.learners)
-        found = policy.expected_update(cluster.learners, times)
+        found = setup.policy().expected_update(cluster.learners, times)
     return found if found is not None and math.isfinite(found.seconds) else None
