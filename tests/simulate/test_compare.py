@@ -194,11 +194,11 @@ def test_computing_alone_is_blamed_where_nothing_else_is(capsys: pytest.CaptureF
 def test_a_strategy_without_an_update_is_told_as_such(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody is up long enough for 20 minibatches in a row; the other strategy is compared all the same."""
+    """Nobody is up long enough for 15 minibatches in a row; the other strategy is compared all the same."""
     monkeypatch.setattr(server, "PATIENCE", 1_000)
-    line = "local-sgd:20 async --learners 2 --compute constant:1 --failures 1,1 --minibatches 100"
+    line = "local-sgd:15 async --learners 2 --compute constant:1 --failures 0.5,1 --minibatches 20"
     found = compare(capsys, line)
-    assert found["local-sgd:20"]["updates"] == 0 and "the run stands still" in found["local-sgd:20"]["why"]
+    assert found["local-sgd:15"]["updates"] == 0 and "the run stands still" in found["local-sgd:15"]["why"]
     assert found["async"]["updates"] > 0 and found[""]["headline"].startswith("async: ")
     assert main(["compare", *line.split()]) == 0
     assert "no update" in capsys.readouterr().out

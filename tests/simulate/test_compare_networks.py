@@ -17,7 +17,7 @@ from offbeat.cli import main
 from offbeat.simulate.limits import LATENCY, LEARNER_LINKS, LINKS, SCATTER, SERVER_LINK
 
 MATRIX = bool(os.environ.get("OFFBEAT_MATRIX"))
-CLUSTERS = 40 if MATRIX else 2
+CLUSTERS = range(40) if MATRIX else (1, 14)  # these two are small
 AGREE = 0.03  # seconds per update of the two commands, where one of them goes on for twice as long
 NEAR = 0.97  # of the best what-if: two causes that gain as much are told apart by chance
 ENDLESS = "1e15B/s"
@@ -74,7 +74,7 @@ def what_ifs(cluster: Options, mean: float) -> dict[str, Options]:
     return found | ({"the slow learner 0": cluster | {"speeds": "1"}} if "speeds" in cluster else {})
 
 
-@pytest.mark.parametrize("seed", range(CLUSTERS))
+@pytest.mark.parametrize("seed", CLUSTERS)
 def test_compare_and_simulate_agree_and_the_headline_names_what_gains_most(offbeat: Json, seed: int) -> None:
     cluster, mean = random_cluster(seed)
     strategies = ["full-sync", *random.Random(seed).sample(line_pool(int(cluster["learners"])), 3 if MATRIX else 1)]
