@@ -22,7 +22,7 @@ from offbeat.metrics import format_accuracy, highest_reached
 from offbeat.simulate.calibration import machine_of
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.race import Curve, chart_of, percent
-from offbeat.spec import count_of, format_rate, format_seconds, parse_count
+from offbeat.spec import count_of, format_rate, format_seconds, format_size, parse_count
 from offbeat.strategy import ALL_REDUCE, simulated_family_of
 
 if TYPE_CHECKING:
@@ -325,6 +325,7 @@ def curve_of(outcome: Outcome, seed: int, target: float | None) -> Curve:
         staleness=outcome.staleness_mean,
         waste_share=spent.waste_s / whole,
         wait_share=(spent.wait_s + spent.send_s) / whole,
+        warning=outcome.end.get("warning") or "",
     )
 
 
@@ -372,6 +373,8 @@ def _facts(
     each = curve.seconds / curve.updates if curve.updates else 0.0
     rows.append(("updates", f"{curve.updates:,} in {format_seconds(curve.seconds)}: {format_seconds(each)} each"))
     rows.append(("staleness", f"{curve.staleness:.2f} on average"))
+    sizes = [format_size(outcome.end[name] or 0) for name in ("sent_bytes", "received_bytes")]
+    rows.append(("traffic", f"learners sent {sizes[0]} and received {sizes[1]} of gradients and weights"))
     busy_share = 1 - curve.wait_share - curve.waste_share
     rows.append(
         (
@@ -384,6 +387,7 @@ def _facts(
         told = ", ".join(f"{many:,} ({why})" for why, many in outcome.dropped.items())
         rows.append(("not applied", f"samples: {told}"))
     rows += [("note", note) for note in outcome.notes]
+    rows += [("warning", curve.warning)] if curve.warning else []
     rows.append(("computed", f"{outcome.how} in {format_seconds(took)}"))
     rows.append(("run", f"{folder}{os.sep}"))
     return rows
@@ -404,6 +408,9 @@ def _as_json(
         "target_samples": curve.reached_samples,
         "accuracy": curve.accuracy,
         "test_samples": curve.test_samples,
+        "warning": curve.warning or None,
+        "sent_bytes": outcome.end["sent_bytes"],
+        "received_bytes": outcome.end["received_bytes"],
         "seconds": curve.seconds,
         "updates": curve.updates,
         "samples": curve.samples,

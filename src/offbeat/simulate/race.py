@@ -45,6 +45,7 @@ class Curve(NamedTuple):
     staleness: float
     waste_share: float
     wait_share: float
+    warning: str = ""  # that it does not learn
 
 
 class Racer(NamedTuple):
@@ -183,6 +184,8 @@ def words_of(racer: Racer) -> str:
         parts.append(f"{100 * racer.wait_share:.0f} % of the time waiting")
     if racer.waste_share > 0.005:
         parts.append(f"{100 * racer.waste_share:.0f} % thrown away")
+    if all(curve.warning for curve in racer.curves):
+        parts.append(racer.curves[0].warning)
     return ", ".join(parts)
 
 
