@@ -199,10 +199,12 @@ def from_text(text: str) -> Event | Command:
         if kind is Apply:
             tickets = tuple(int(w[1:]) for w in words if w.startswith("t"))
             scales = tuple(float(w[1:]) for w in words if w.startswith("*")) or (1.0,) * len(tickets)
-            damping = [float(w[1:]) for w in words if w.startswith("x")]
-            if len(words) != sum(w[0] in "t*x" for w in words) or len(scales) != len(tickets) or len(damping) > 1:
+            damping, *more = [float(w[1:]) for w in words if w.startswith("x")] or [1.0]
+            if len(words) != sum(w[0] in "t*x" for w in words) or len(scales) != len(tickets) or not tickets:
                 raise ValueError
-            return Apply(tickets, scales, damping=damping[0] if damping else 1.0)
+            if more or not 0 < damping <= 1:
+                raise ValueError
+            return Apply(tickets, scales, damping=damping)
         values = {}
         fields = list(_FIELDS[kind])
         for given in words:
