@@ -98,6 +98,8 @@ def _supervise(order: dict[str, Any], folder: Path) -> NoReturn:
     words = [
         "run",
         *order["words"],
+        "--staleness",
+        "keep",  # the sums that are expected are of whole steps
         "--log",
         str(folder / "log"),
         "--json",

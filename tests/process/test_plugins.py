@@ -130,7 +130,7 @@ def test_virtual_training_has_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("line", [*(POLICY_LINES if MATRIX else POLICY_LINES[:1]), REDUCE])
 def test_offbeat_run_has_it_in_every_process(line: str) -> None:
-    code, out, err = offbeat_run("--learners", "3", "--sync", line, *PLUGIN)
+    code, out, err = offbeat_run("--learners", "3", "--sync", line, "--staleness", "keep", *PLUGIN)
     assert (code, err) == (0, "")
     assert "learner 0 | accuracy" in out
     if line != REDUCE:

@@ -100,8 +100,7 @@ class KSync(Barrier):
         return sentences.barrier(result) if self.k is None else super().explain(result)
 
     def laws(self) -> dict[str, bool]:
-        moves = self.open > 0 or not self.held or not self.seats
-        return super().laws() | {"somebody is waited for": moves}
+        return super().laws() | {"somebody is waited for": self.open > 0 or not (self.held and self.seats)}
 
 
 class KBatchSync(HoldsK, Barrier):
