@@ -77,11 +77,47 @@ def test_what_a_rule_takes_off_counts() -> None:
     assert update.scales[0] * update.damping == pytest.approx(1 / 4, rel=1e-3)
 
 
-def test_a_push_that_adds_up_gradients_is_divided_by_their_number() -> None:
-    one, four = (create(f"downpour:push={push},fetch=1", expect=4, corrects=True) for push in (1, 4))
-    assert one.damping is not None and four.damping is not None
-    four.damping.mean = one.damping.mean
-    assert four.damping.now() == pytest.approx(one.damping.now() / 4, abs=1e-6)
+@pytest.mark.parametrize(
+    ("line", "learners", "scaling", "damping"),
+    [
+        ("k-batch-async:4", 4, 4, 1 / (1 + 3 / 4 * 4)),
+        ("softsync:2", 4, 2, 1 / (1 + 3 / 2 * 2)),
+        ("k-async:2", 4, 2, 1 / (1 + 1 * 2)),
+        ("async", 30, 1 / 8, 1 / (1 + 29 / 8)),  # a rate that was lowered for small minibatches
+        ("full-sync", 4, 4, 1.0),
+        ("local-sgd:4", 4, 1, 1.0),
+    ],
+)
+def test_a_scaled_step_is_shortened_by_the_staleness_in_steps_of_one_minibatch(
+    line: str, learners: int, scaling: float, damping: float
+) -> None:
+    policy = create(line, expect=learners, corrects=True, scaling=scaling)
+    assert policy.damping is not None
+    assert policy.damping.now() == pytest.approx(damping, abs=1e-6)
+
+
+def test_a_push_that_adds_up_gradients_is_a_longer_step() -> None:
+    policy = create("downpour:push=4,fetch=1", expect=4, corrects=True)
+    assert policy.damping is not None
+    policy.damping.mean = 2.0
+    assert policy.damping.now() == pytest.approx(1 / (1 + 2 * 4), abs=1e-6)
+
+
+@pytest.mark.parametrize("staleness", [1, 3])
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
+def test_with_momentum_too_the_way_that_a_gradient_goes_in_the_end_decides(staleness: int, momentum: float) -> None:
+    """lr / (1 - momentum) times c: a step of 1 / (1 + t) of it is stable, one of pi / (1 + t) is not."""
+
+    def ends_at(way: float) -> float:
+        weights, step = [1.0] * (staleness + 1), 0.0
+        for _ in range(3000):
+            step = momentum * step - way * (1 - momentum) * weights[-1 - staleness]
+            weights.append(weights[-1] + step)
+            if abs(weights[-1]) > 1e9:
+                break
+        return abs(weights[-1])
+
+    assert ends_at(1 / (1 + staleness)) < 1e-6 < 1e6 < ends_at(3.15 / (1 + staleness))
 
 
 def test_the_measured_staleness_is_in_snapshots_and_kept_over_a_restart() -> None:

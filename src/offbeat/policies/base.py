@@ -282,14 +282,14 @@ class Policy:
         self.applied += len(tickets)
         return Apply(tickets, scales, why, damping)
 
-    def correct_staleness(self) -> None:
-        """From now on the steps of updates with stale gradients are shortened; see `damping`."""
-        learners = self.expect
-        self.damping = Damping(
-            expected=self.expected_staleness(learners).mean,
-            added_up=1 if self.rule.delta else self.rule.push_every,
-            learners=learners,
-        )
+    def correct_staleness(self, scaling: float = 1.0) -> None:
+        """From now on the steps of updates with stale gradients are shortened; see `damping`.
+
+        `scaling`: by how much the learning rate was multiplied for the gradients that are averaged in an update.
+        """
+        added_up = 1 if self.rule.delta else self.rule.push_every
+        expected = self.expected_staleness(self.expect).mean
+        self.damping = Damping(expected=expected, length=scaling * added_up, learners=self.expect)
 
     def staleness_note(self, how: str = "") -> str:
         """What is done about stale gradients, in one line; nothing where nothing is. `how`: by the optimizer."""

@@ -2,11 +2,21 @@
 
 A gradient that is t versions old acts on weights that t other steps have moved since. On a quadratic of curvature c
 the step stays stable while lr c < 2 sin(pi / (2(2t+1))): 2, 1, .445, .209 for t = 0, 1, 3, 7, so about as 1 / (1 + t).
-That is the damping of an update: the step, in the end, is to be 1 / (1 + mean staleness) of what it would be.
+Momentum does not change that: what counts is lr / (1 - momentum), how far a gradient moves the weights in the end. But
+without staleness momentum bears steps many times as long, which is why a rate that is good for fresh gradients says
+little about stale ones, and least of all one that was multiplied by the number of gradients in an update.
 
-The mean is the one that the policy expects at the start, and more and more the one that is measured. What a rate rule
-(`rate=inverse`) has taken off already counts: the two together come to 1 / (1 + mean). A push that adds up several
-gradients (Downpour) makes a step as many times as long, and is divided by that as well.
+So the staleness is counted in steps of one minibatch. Where a step is f times as long as that of one minibatch, since
+the linear scaling rule multiplied the rate or since a push adds up several gradients (Downpour), t updates are t f
+such steps, and the damping is
+
+    1 / (1 + t f)
+
+With t = 0 nothing is shortened, and the linear scaling rule holds. With large t a step is 1 / t of one minibatch's,
+however many gradients are in it: the rule of softsync (Zhang, Gupta, Lian, Liu 2016).
+
+The mean of t is the one that the policy expects at the start, and more and more the one that is measured. What a rate
+rule (`rate=inverse`) has taken off already counts: the two together come to the above.
 
 How an optimizer makes its step shorter is its own (`server.optimizers.damped`): SGD lowers its momentum first, since
 staleness acts like momentum (Mitliagkas, Zhang, Hadjis, Ré 2016).
@@ -22,11 +32,11 @@ _DIGITS = 6  # of a damping: it is in the log of every update
 
 
 class Damping:
-    """The damping of a run's updates, one after the other."""
+    """The damping of a run's updates, one after the other; `length`: of a step, in steps of one minibatch."""
 
-    def __init__(self, *, expected: float, added_up: int, learners: int) -> None:
+    def __init__(self, *, expected: float, length: float, learners: int) -> None:
         self.mean = expected  # staleness
-        self._added_up = added_up  # gradients in a push
+        self._length = length
         self._weight = 1 / (_WINDOW * learners)
 
     def of(self, ages: Sequence[int], scale: float) -> float:
@@ -36,6 +46,4 @@ class Damping:
         return self.now(scale)
 
     def now(self, scale: float = 1.0) -> float:
-        if self.mean == 0 and self._added_up == 1:
-            return 1.0
-        return min(1.0, round(1 / ((1 + self.mean) * self._added_up * scale), _DIGITS)) if scale > 0 else 1.0
+        return min(1.0, round(1 / ((1 + self.mean * self._length) * scale), _DIGITS)) if scale > 0 else 1.0

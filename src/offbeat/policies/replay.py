@@ -12,6 +12,7 @@ data.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -46,8 +47,10 @@ def policy_of(run: Mapping[str, Any]) -> Policy:
     if not isinstance(line, str) or not isinstance(expect, int):
         raise LogError("the log's first line does not say 'strategy' and 'expect': it is not the log of a policy")
     try:
-        corrects = run.get("staleness") == CORRECT
-        return create(line, expect=expect, start_by_s=start_by_s, corrects=corrects)
+        corrects, scaling = run.get("staleness") == CORRECT, run.get("scaling", 1.0)
+        if not isinstance(scaling, int | float) or not 0 < scaling < math.inf:
+            raise LogError(f"the log's first line says 'scaling' {scaling!r}: expected a number above 0")
+        return create(line, expect=expect, start_by_s=start_by_s, corrects=corrects, scaling=scaling)
     except RequestError as error:
         raise RequestError(f"{error}{missing_plugins(run)}") from None
 

@@ -267,11 +267,14 @@ def find(name: str) -> Row:
     return POLICIES[name]
 
 
-def create(text: str, *, expect: int, start_by_s: float | None = None, corrects: bool = False) -> Policy:
+def create(
+    text: str, *, expect: int, start_by_s: float | None = None, corrects: bool = False, scaling: float = 1.0
+) -> Policy:
     """The policy that a line like `k-async:4,rate=inverse` names, for a run that starts with `expect` learners.
 
     It begins with no learners; nobody is sent weights before `expect` have joined, or a `Woke` passes `start_by_s`.
-    With `corrects` the steps of updates with stale gradients are shortened (see `damping`).
+    With `corrects` the steps of updates with stale gradients are shortened (see `damping`); `scaling` is by how much
+    the learning rate was multiplied for the number of gradients in an update.
     """
     spec = grammar.parse(text)
     row = find(spec.name)
@@ -283,7 +286,7 @@ def create(text: str, *, expect: int, start_by_s: float | None = None, corrects:
     except RequestError as error:
         raise RequestError(f"'{spec}': {error}") from None
     if corrects:
-        policy.correct_staleness()
+        policy.correct_staleness(scaling)
     return policy
 
 

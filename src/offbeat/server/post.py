@@ -194,7 +194,7 @@ class Post:
         self.descriptor = descriptor
         facts = {"strategy": setting.line, "expect": setting.learners, "start_by_s": 0.0, "seed": self.run.seed}
         facts |= {"simulated": False, "rule": table.rule, "clip_norm": table.clip_norm, "gradients": table.gradients}
-        facts |= {"staleness": CORRECT if setting.corrects else KEEP}
+        facts |= {"staleness": CORRECT if setting.corrects else KEEP, "scaling": setting.scaling}
         self.ledger.push_bytes = self.arena.slots[0].nbytes
         self.ledger.fetch_bytes = 0 if table.in_place else self.arena.weights[0].nbytes
         self.ledger.open(self.run.log, facts | plugins.facts() | (self.run.facts or {}))

@@ -21,6 +21,7 @@ class Setting:
     learners: int
     shards: int = 1
     corrects: bool = False  # the steps of updates with stale gradients are shortened
+    scaling: float = 1.0  # the learning rate was multiplied by this, for the number of gradients in an update
     again: bool = True  # what was cancelled is computed later; else it is counted as dropped
     clip_norm: float = 0.0  # 0: no clipping
     start_by_s: float | None = None  # begin with whoever is there by then
@@ -37,7 +38,7 @@ class Setting:
 
     def policy(self) -> Policy:
         """A fresh one. It begins when it is first woken, if not all are there before."""
-        policy = create(self.line, expect=self.learners, start_by_s=0.0, corrects=self.corrects)
+        policy = create(self.line, expect=self.learners, start_by_s=0.0, corrects=self.corrects, scaling=self.scaling)
         policy.recall(self.memory or {})
         return policy
 

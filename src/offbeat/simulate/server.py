@@ -102,10 +102,11 @@ class Simulation:
         write: Callable[[dict[str, Any]], object] | None,
         *,
         corrects: bool = False,
+        scaling: float = 1.0,
     ) -> None:
         count = cluster.learners
         self.cluster, self.updates, self.keep_spans = cluster, updates, keep_spans
-        self.policy = create(strategy, expect=count, corrects=corrects)
+        self.policy = create(strategy, expect=count, corrects=corrects, scaling=scaling)
         self.handle: Callable[[Event], tuple[Command, ...]] = (
             self.policy.handle if write is None else recorded(self.policy, write)
         )

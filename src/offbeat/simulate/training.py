@@ -177,10 +177,11 @@ class ServedTimeline(Simulation):
         keep_spans: int = 0,
         write: Callable[[dict[str, Any], Work | None], object] | None = None,
         corrects: bool = False,
+        scaling: float = 1.0,
     ) -> None:
         self._write = write
         wanted = None if write is None else self._add_batch
-        super().__init__(strategy, cluster, 10**12, keep_spans, wanted, corrects=corrects)
+        super().__init__(strategy, cluster, 10**12, keep_spans, wanted, corrects=corrects, scaling=scaling)
         self.strategy, self.book = strategy, book
         self.lock_step = self.policy.needs_drift or self.policy.needs_loss
         self.ask: Callable[[Work], Answer] | None = None  # in lock step: about a gradient that has arrived

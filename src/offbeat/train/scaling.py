@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -61,11 +61,31 @@ def minibatches_per_version(line: str, learners: int) -> int:
     return policy.rule.push_every * policy.gradients_per_update(learners)
 
 
+class Correction(TypedDict):
+    """What is done about stale gradients, as `policies.create` takes it."""
+
+    corrects: bool
+    scaling: float
+
+
+def correction_of(config: Config, learners: int) -> Correction:
+    return {
+        "corrects": config.staleness == CORRECT,
+        "scaling": factor_of(config.train, line=config.sync, learners=learners),
+    }
+
+
+def factor_of(train: TrainConfig, *, line: str, learners: int, most: float = math.inf) -> float:
+    """By how much the rate is multiplied: the samples averaged in an update, at most `most`, to `rate_batch`."""
+    share = min(gradients_per_update(line, learners) * train.batch_size * train.accumulate, most) / train.rate_batch
+    return {"linear": share, "sqrt": math.sqrt(share), "none": 1.0}[train.scaling]
+
+
 def staleness_note(config: Config, learners: int, optimizer: torch.optim.Optimizer) -> str:
     """What the servers will do about stale gradients, in one line; nothing where they do nothing."""
     if family_of(config.sync) != SERVER:
         return ""
-    policy = policies.create(config.sync, expect=learners, corrects=config.staleness == CORRECT)
+    policy = policies.create(config.sync, expect=learners, **correction_of(config, learners))
     if policy.damping is None or policy.rule.delta:
         return ""
     rule, (hyper, *_) = optimizers.describe(optimizer)
@@ -141,8 +161,7 @@ def pace_of(train: TrainConfig, *, line: str, learners: int, samples: int, ends:
     minibatch = train.batch_size * train.accumulate
     if samples < 1:
         raise RequestError(f"expected 1 or more samples to train on; got {samples}")
-    share = min(gradients_per_update(line, learners) * minibatch, samples) / train.rate_batch
-    factor = {"linear": share, "sqrt": math.sqrt(share), "none": 1.0}[train.scaling]
+    factor = factor_of(train, line=line, learners=learners, most=samples)
     whole, rest = divmod(samples, minibatches_per_version(line, learners) * minibatch)
     least = 1 if family_of(line) == SERVER else learners * train.accumulate
     per_epoch: float = max(1, whole + (rest >= least))

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from offbeat.policies import create
-from offbeat.policies.damping import CORRECT
 from offbeat.server.launch import join_run
 from offbeat.server.learner import ServedLearner
 from offbeat.server.link import RunOverError
@@ -24,7 +23,7 @@ from offbeat.server.wire import Rest
 from offbeat.train.checkpoint import Checkpoint
 from offbeat.train.config import Config
 from offbeat.train.parts import Part, Traffic, load_optimizer, optimizer_tensors
-from offbeat.train.scaling import optimizer_of
+from offbeat.train.scaling import correction_of, optimizer_of
 from offbeat.train.tasks import collate_of
 from offbeat.train.trainer import Standing, Trainer, piece_of, size_of
 
@@ -34,7 +33,7 @@ def setting_of(config: Config, checkpoint: Checkpoint | None) -> dict[str, Any]:
     kept = None if checkpoint is None else checkpoint.state["standing"]["server"]
     return {
         "again": config.cancelled == "again",
-        "corrects": config.staleness == CORRECT,
+        **correction_of(config, config.learners),
         "rest_epochs": True,
         "rest_every": config.save.every_updates,
         "book": None if kept is None else kept["book"],

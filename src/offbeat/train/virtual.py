@@ -24,7 +24,6 @@ from offbeat import plugins, topology
 from offbeat.errors import RequestError
 from offbeat.metrics import reached_at
 from offbeat.policies import create
-from offbeat.policies.damping import CORRECT
 from offbeat.schedules.algorithms import fewest_bytes
 from offbeat.server.table import parts_of
 from offbeat.simulate.books import Batch, Epochs, Stream, pieces_of
@@ -43,7 +42,7 @@ from offbeat.train.parts import load_buffers
 from offbeat.train.plan import cut, speeds_to_shares, updates
 from offbeat.train.reading import changed
 from offbeat.train.rundir import RunDir
-from offbeat.train.scaling import optimizer_of, pace_of
+from offbeat.train.scaling import correction_of, optimizer_of, pace_of
 from offbeat.train.tasks import Task, task_of
 from offbeat.train.trainer import Report, Trainer, evaluate
 from offbeat.train.words import summary_of
@@ -200,8 +199,8 @@ def timeline_of(config: Config, clock: Clock, samples: int, *, write: Write | No
         kind = Epochs if has_ends(config, clock) else Stream
         again = config.cancelled == "again"
         book = kind(samples=samples, sizes=(size,) * learners, epochs=train.epochs, again=again)
-        corrects = config.staleness == CORRECT
-        return _Marked(config.sync, cluster, book, keep_spans=spans, write=write, corrects=corrects)
+        correction = correction_of(config, learners)
+        return _Marked(config.sync, cluster, book, keep_spans=spans, write=write, **correction)
     simulated_family_of(config.sync)  # refuses what only a running group decides
     shares = _shares(train.split, cluster)
     sizes = (size,) * learners
@@ -427,6 +426,7 @@ class VirtualTrainer(Trainer):
             "expect": self.learners,
             "learners": self.learners,
             "staleness": self.config.staleness,
+            "scaling": correction_of(self.config, self.learners)["scaling"],
             "simulated": True,
             "seed": self.config.seed,
             "name": self.config.name,
