@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from offbeat.policies import Apply, Joined, Policy, Pushed, create
+from offbeat.policies import Apply, Joined, Policy, Pushed, Woke, create
 from offbeat.policies.events import as_text, from_text
 
 
@@ -100,7 +100,18 @@ def test_a_push_that_adds_up_gradients_is_a_longer_step() -> None:
     policy = create("downpour:push=4,fetch=1", expect=4, corrects=True)
     assert policy.damping is not None
     policy.damping.mean = 2.0
-    assert policy.damping.now() == pytest.approx(1 / (1 + 2 * 4), abs=1e-6)
+    assert policy.damping.now() == pytest.approx(1 / (1 + 2 * 4 * 3 / 4), abs=1e-6)  # a quarter is its own
+
+
+def test_a_deadline_that_few_keep_shortens_the_step_that_was_scaled_for_all() -> None:
+    for scaling, first, second in ((4.0, 1.0, 0.25), (1.0, 1.0, 1.0)):  # 1: a rate that nobody has scaled
+        policy = create("deadline-sync:1s", expect=4, corrects=True, scaling=scaling)
+        for learner in range(4):
+            policy.handle(Joined(learner))
+        commands = [*(policy.handle(Pushed(learner, learner, 0)) for learner in range(4))]
+        assert [one.damping for one in commands[-1] if isinstance(one, Apply)] == [first]
+        policy.handle(Pushed(2, 4, 1, at_s=0.5))
+        assert [one.damping for one in policy.handle(Woke(1.0)) if isinstance(one, Apply)] == [second]
 
 
 @pytest.mark.parametrize("staleness", [1, 3])

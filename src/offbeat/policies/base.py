@@ -84,6 +84,7 @@ class Policy:
     cancels = False  # whether it ever cancels, so that late pushes of old versions are to be expected
     needs_loss = False  # whether what it does depends on the losses that it is told
     waits = True  # whether a learner that has pushed may have to wait; if not, `on_push` says `send_again` at once
+    shortens_small_updates = False  # whether one of fewer gradients than the learning rate counts on is a shorter step
     drops_held = False  # whether it ever drops another gradient than the one that has just arrived
     extra_state: tuple[str, ...] = ()  # names of further attributes that are plain data, for snapshots
     kept_over_restart: tuple[str, ...] = ()  # those of them that a run which goes on from a checkpoint begins with
@@ -277,7 +278,8 @@ class Policy:
         damping = 1.0
         if self.damping is not None:
             ages = [self.version - gradient.version for gradient in gradients]
-            damping = self.damping.of(ages, sum(scales) / len(scales))
+            counted_on = self.gradients_per_update(self.expect) if self.shortens_small_updates else 1
+            damping = self.damping.of(ages, sum(scales) / len(scales), min(1.0, len(tickets) / counted_on))
         self.version += 1
         self.applied += len(tickets)
         return Apply(tickets, scales, why, damping)
@@ -287,9 +289,11 @@ class Policy:
 
         `scaling`: by how much the learning rate was multiplied for the gradients that are averaged in an update.
         """
-        added_up = 1 if self.rule.delta else self.rule.push_every
+        added_up: float = 1 if self.rule.delta else self.rule.push_every
+        if self.rule.fetch_every:  # learners step their own copies: of what was applied since, their own part is there
+            added_up *= (self.expect - 1) / self.expect
         expected = self.expected_staleness(self.expect).mean
-        self.damping = Damping(expected=expected, length=scaling * added_up, learners=self.expect)
+        self.damping = Damping(expected=expected, scaling=scaling, added_up=added_up, learners=self.expect)
 
     def staleness_note(self, how: str = "") -> str:
         """What is done about stale gradients, in one line; nothing where nothing is. `how`: by the optimizer."""
@@ -318,7 +322,10 @@ class Policy:
         raise NotImplementedError(f"{type(self).__name__} does not say how many gradients it holds: define max_held")
 
     def gradients_per_update(self, learners: int) -> int:
-        """How many pushes are averaged in one update; the fewest where that varies."""
+        """How many pushes are averaged in one update; the fewest where that varies.
+
+        The most with `shortens_small_updates`. The learning rate is multiplied by it, and its schedule counts on it.
+        """
         raise NotImplementedError(
             f"{type(self).__name__} does not say how many gradients are in an update: define gradients_per_update"
         )

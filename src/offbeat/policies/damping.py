@@ -32,18 +32,26 @@ _DIGITS = 6  # of a damping: it is in the log of every update
 
 
 class Damping:
-    """The damping of a run's updates, one after the other; `length`: of a step, in steps of one minibatch."""
+    """The damping of a run's updates, one after the other.
 
-    def __init__(self, *, expected: float, length: float, learners: int) -> None:
+    `scaling`: by how much the learning rate was multiplied; `added_up`: gradients in a push that are new to others.
+    """
+
+    def __init__(self, *, expected: float, scaling: float, added_up: float, learners: int) -> None:
         self.mean = expected  # staleness
-        self._length = length
+        self._scaled = scaling > 1
+        self._length = scaling * added_up  # of a step, in steps of one minibatch
         self._weight = 1 / (_WINDOW * learners)
 
-    def of(self, ages: Sequence[int], scale: float) -> float:
-        """Of an update with gradients of these ages, which a rule has scaled by `scale` on average."""
+    def of(self, ages: Sequence[int], scale: float, share: float = 1.0) -> float:
+        """Of an update with gradients of these ages, which a rule has scaled by `scale` on average.
+
+        `share`: of the gradients that the rate was multiplied for. With fewer the linear scaling rule has a lower rate.
+        """
         for age in ages:
             self.mean += (age - self.mean) * self._weight
-        return self.now(scale)
+        return self.now(scale, share if self._scaled else 1.0)
 
-    def now(self, scale: float = 1.0) -> float:
-        return min(1.0, round(1 / ((1 + self.mean * self._length) * scale), _DIGITS)) if scale > 0 else 1.0
+    def now(self, scale: float = 1.0, share: float = 1.0) -> float:
+        length = self._length * share
+        return min(1.0, round(share / ((1 + self.mean * length) * scale), _DIGITS)) if scale > 0 else 1.0

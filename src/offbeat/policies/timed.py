@@ -63,6 +63,7 @@ class DeadlineSync(KSync):
     """
 
     extra_state = ("again", "overdue")
+    shortens_small_updates = True
 
     def __init__(self, *, seconds: float, **common: Any) -> None:
         super().__init__(k=None, **common)
@@ -97,7 +98,7 @@ class DeadlineSync(KSync):
         return (*commands, self._begin()) if self.seats else commands
 
     def gradients_per_update(self, learners: int) -> int:
-        return 1  # the fewest: a schedule of the learning rate that counts on more would end too early
+        return learners  # if the deadline is long enough; an update of fewer is a shorter step
 
     def waits_for_all(self, learners: int) -> bool:
         return False

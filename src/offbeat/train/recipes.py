@@ -2,7 +2,7 @@
 
 The rates are for one learner's minibatch (`rate_batch`); with more learners they are scaled and warmed up to, as the
 config says. They are long enough for strategies with stale gradients, whose steps are shorter (`policies.damping`), to
-come within two points of full-sync (`benchmarks/learning.py`). Nothing here loads torch, so that listing them costs nothing.
+come near full-sync (`benchmarks/learning.py`). Nothing here loads torch, so that listing them costs nothing.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _ALL = (
         "Fashion-MNIST, one hidden layer: 87 % in 10 epochs, the fastest",
         ModelConfig(name="mlp"),
         _FASHION,
-        TrainConfig(epochs=10, batch_size=64, rate_batch=64, rate=0.03, schedule="cosine", warmup_epochs=1.0),
+        TrainConfig(epochs=10, batch_size=64, rate_batch=64, rate=0.04, schedule="cosine", warmup_epochs=1.0),
     ),
     _recipe(
         "fashion-resnet18",
