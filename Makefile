@@ -4,6 +4,8 @@ PIP_FLAGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# Tests run on two cores, file by file: most of a test's time is one process. More workers make timings unsteady.
+WORKERS ?= 2
 
 .PHONY: setup demo test test-torch test-ecosystem test-faults test-world test-matrix bench clean
 
@@ -23,7 +25,7 @@ test: setup
 	@$(BIN)/ruff check --no-cache .
 	@$(BIN)/ruff format --no-cache --check -q .
 	@$(BIN)/mypy
-	@$(BIN)/pytest
+	@$(BIN)/pytest -n $(WORKERS) --dist loadfile
 
 # PyTorch's own tests of torch.distributed, with Gloo and with this backend: the same must run and pass. Minutes.
 test-torch: setup
@@ -45,7 +47,7 @@ test-world: setup
 # Every strategy trains the digits, and the ledger of samples is checked; then all that is too long for `make test`. Minutes.
 test-matrix: setup
 	@cd tests && ../$(BIN)/python -m train.matrix
-	@OFFBEAT_MATRIX=1 $(BIN)/pytest tests/train tests/process tests/server tests/simulate/test_server.py tests/test_cli.py tests/collectives/test_odd_uses.py
+	@OFFBEAT_MATRIX=1 $(BIN)/pytest tests/train tests/process tests/server tests/simulate/test_server.py tests/simulate/test_compare_networks.py tests/test_cli.py tests/collectives/test_odd_uses.py
 
 bench: setup
 	@$(BIN)/python benchmarks/schedules.py

@@ -37,8 +37,8 @@ def lines(learners: int) -> list[str]:
         BASE, "central", "direct", "ring", "halving-doubling", "tree", "double-tree", *grids, "auto", "native",
         f"k-sync:{half}", "backup:1", f"grace-sync:{half},grace=20ms", "deadline-sync:0.2s", f"k-batch-sync:{learners}",
         f"k-async:{half}", f"k-batch-async:{learners}", "async", "softsync:2", "ssp:1", "stale-drop:4",
-        f"adaptive-k:{half}", "downpour", "downpour:push=2,fetch=2", "local-sgd:4", "local-sgd:4,outer=nesterov", "async:rate=inverse",
-        "async:rate=inverse-mean", "async:rate=drift:0.1", "async:rate=delay-compensated:0.04",
+        f"adaptive-k:{half}", "downpour", "downpour:push=2,fetch=2", "local-sgd:4", "local-sgd:4,outer=nesterov",
+        "async:rate=inverse", "async:rate=inverse-mean", "async:rate=drift:0.1", "async:rate=delay-compensated:0.04",
         "softsync:2,rate=inverse",
     ]  # fmt: skip
     left_out = set(strategies()) - {line.partition(":")[0] for line in found}

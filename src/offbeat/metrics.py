@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from offbeat.errors import RequestError, unknown
+from offbeat.spec import format_size
 
 
 class Definition(NamedTuple):
@@ -164,6 +165,14 @@ def format_accuracy(accuracy: float, samples: int | None) -> str:
         return text
     low, high = interval(accuracy, samples)
     return f"{text} ({100 * low:.1f}-{100 * high:.1f})"
+
+
+def format_traffic(sent_bytes: int, received_bytes: int, idle_share: float | None = None) -> str:
+    """What learners have sent and received, and how much they computed beside what they did not."""
+    text = f"sent {format_size(sent_bytes)} and received {format_size(received_bytes)} of gradients and weights"
+    if not idle_share:
+        return text
+    return f"{text}; computing : communication and waiting = {(1 - idle_share) / idle_share:.2g} : 1"
 
 
 class Score(NamedTuple):

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from offbeat.commands.base import Command, console, facts, json_argument, print_json, reader, say
 from offbeat.errors import OffbeatError, RequestError
+from offbeat.metrics import format_traffic
 from offbeat.policies.damping import CORRECT, KEEP
 from offbeat.signals import terminable
-from offbeat.spec import count_of, format_seconds, format_size, parse_count
+from offbeat.spec import count_of, format_seconds, parse_count
 from offbeat.strategy import ALL_REDUCE, family_of
 
 if TYPE_CHECKING:
@@ -209,9 +210,8 @@ def _tell_end(given: argparse.Namespace, summary: dict[str, Any]) -> None:
         rows.append(
             ("learners", f"{100 * busy / (busy + waits):.1f} % computing, {100 * waits / (busy + waits):.1f} % waiting")
         )
-    sizes = [format_size(summary[name]) for name in ("sent_bytes", "received_bytes")]
-    ratio = f"; computing : communication and waiting = {busy / waits:.2g} : 1" if waits else ""
-    rows.append(("traffic", f"learners sent {sizes[0]} of gradients and received {sizes[1]} of weights{ratio}"))
+    idle = waits / (busy + waits) if busy + waits else None
+    rows.append(("traffic", f"learners {format_traffic(summary['sent_bytes'], summary['received_bytes'], idle)}"))
     out.print()
     say(
         out,

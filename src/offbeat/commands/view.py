@@ -18,7 +18,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from offbeat.commands.progress import Progress, Record, Row
-from offbeat.metrics import format_accuracy
+from offbeat.metrics import format_accuracy, format_traffic
 from offbeat.spec import count_of
 
 if TYPE_CHECKING:
@@ -152,6 +152,10 @@ def summary(state: Progress) -> list[tuple[str, str]]:
         add("speed", *_said("{} samples/s", _number, end.get("samples_per_s")))
         add("waiting", *_said("{} of the learners' time", _whole_percent, end.get("wait_share")))
         add("staleness", *_said("{} on average", "{:.2f}".format, end.get("staleness_mean")))
+        sent, received = end.get("sent_bytes"), end.get("received_bytes")
+        if sent is not None and received is not None:
+            add("traffic", f"learners {format_traffic(sent, received, end.get('wait_share'))}")
+        add("warning", *_said("{}", _clean, end.get("warning")))
     add("energy", *_burnt(state.energy))
     if state.saved is not None:
         add("saved", f"update {state.saved['update']}", *_said("{}", _clean, state.saved.get("path")))

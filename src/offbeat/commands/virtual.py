@@ -18,11 +18,11 @@ from offbeat import topology
 from offbeat.commands.base import busy, console, facts, heading, print_json, read_accuracy, reader, write_file
 from offbeat.commands.cluster import cluster_of, model_of
 from offbeat.errors import OffbeatError, RequestError
-from offbeat.metrics import format_accuracy, highest_reached
+from offbeat.metrics import format_accuracy, format_traffic, highest_reached
 from offbeat.simulate.calibration import machine_of
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.race import Curve, chart_of, percent
-from offbeat.spec import count_of, format_rate, format_seconds, format_size, parse_count
+from offbeat.spec import count_of, format_rate, format_seconds, parse_count
 from offbeat.strategy import ALL_REDUCE, simulated_family_of
 
 if TYPE_CHECKING:
@@ -373,8 +373,8 @@ def _facts(
     each = curve.seconds / curve.updates if curve.updates else 0.0
     rows.append(("updates", f"{curve.updates:,} in {format_seconds(curve.seconds)}: {format_seconds(each)} each"))
     rows.append(("staleness", f"{curve.staleness:.2f} on average"))
-    sizes = [format_size(outcome.end[name] or 0) for name in ("sent_bytes", "received_bytes")]
-    rows.append(("traffic", f"learners sent {sizes[0]} and received {sizes[1]} of gradients and weights"))
+    moved = (outcome.end["sent_bytes"] or 0, outcome.end["received_bytes"] or 0)
+    rows.append(("traffic", f"learners {format_traffic(*moved, curve.wait_share)}"))
     busy_share = 1 - curve.wait_share - curve.waste_share
     rows.append(
         (

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from offbeat.metrics import DEFINITIONS
+from offbeat.metrics import DEFINITIONS, format_traffic
 from offbeat.report import benchmarks, course, facts, words
 from offbeat.report.facts import Facts, facts_of
 from offbeat.report.files import LABEL, clean, shorten
@@ -35,7 +35,7 @@ from offbeat.report.model import (
 from offbeat.report.reading import RunRecord
 from offbeat.report.results import Result
 from offbeat.report.words import Group, groups_of, percent
-from offbeat.spec import count_of, format_size
+from offbeat.spec import count_of
 
 MOST_BARS = 400_000
 
@@ -143,10 +143,7 @@ def _communication(known: Sequence[Facts], results: Sequence[Result]) -> Section
 def _traffic(one: Facts) -> str:
     if one.sent_bytes is None or one.received_bytes is None:
         return ""
-    text = f"Learners of {one.label} sent {format_size(one.sent_bytes)} and received {format_size(one.received_bytes)}"
-    idle = one.not_computing_share
-    ratio = f"; computing : not computing = {(1 - idle) / idle:.2g} : 1" if idle else ""
-    return f"{text} of gradients and weights{ratio}."
+    return f"Learners of {one.label} {format_traffic(one.sent_bytes, one.received_bytes, one.not_computing_share)}."
 
 
 def _as_float(value: Cell) -> float | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from offbeat.metrics import format_accuracy
-from offbeat.spec import count_of, format_seconds, format_size
+from offbeat.metrics import format_accuracy, format_traffic
+from offbeat.spec import count_of, format_seconds
 from offbeat.strategy import ALL_REDUCE, family_of
 from offbeat.train.config import Config
 
@@ -33,11 +33,9 @@ def summary_of(config: Config, end: Mapping[str, Any], metrics: Sequence[Mapping
         lines.append(f"On the test set the loss is {loss:.4f}.")
     lines.append(f"It applied {end.get('samples_per_s', 0.0):,.0f} samples a second; learners waited for")
     lines[-1] += f" {100 * end.get('wait_share', 0.0):.1f} % of the time."
-    share, sent = end.get("wait_share", 0.0), end.get("sent_bytes")
-    if sent is not None:
-        sizes = f"sent {format_size(sent)} and received {format_size(end.get('received_bytes', 0))}"
-        ratio = f"; computing : communication and waiting = {(1 - share) / share:.2g} : 1" if share else ""
-        lines.append(f"Learners {sizes} of gradients and weights{ratio}.")
+    if end.get("sent_bytes") is not None:
+        told = format_traffic(end["sent_bytes"], end.get("received_bytes") or 0, end.get("wait_share"))
+        lines.append(f"Learners {told}.")
     staleness = end.get("staleness_mean")
     if staleness is not None:
         lines.append(f"Gradients were {staleness:.2f} versions old on average when they were applied.")
