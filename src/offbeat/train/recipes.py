@@ -62,10 +62,10 @@ _ALL = (
     ),
     _recipe(
         "fashion-mlp",
-        "Fashion-MNIST, one hidden layer: 87 % in 10 epochs, the fastest",
+        "Fashion-MNIST, one hidden layer: 88 % in 12 epochs, the fastest",
         ModelConfig(name="mlp"),
         _FASHION,
-        TrainConfig(epochs=10, batch_size=64, rate_batch=64, rate=0.04, schedule="cosine", warmup_epochs=1.0),
+        TrainConfig(epochs=12, batch_size=64, rate_batch=64, rate=0.03, schedule="cosine", warmup_epochs=1.0),
     ),
     _recipe(
         "fashion-resnet18",
