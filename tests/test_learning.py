@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
-from offbeat.learning import Sign, sign_of, warning_of
+from offbeat.learning import Sign, sign_of, sign_of_losses, warning_of, warning_of_losses
 
 
 def curve(*losses: float | None, accuracies: tuple[float, ...] = (), start: float = 2.3) -> list[dict[str, Any]]:
@@ -83,6 +84,22 @@ def test_a_run_that_is_stopped_right_after_an_evaluation_has_no_sign() -> None:
 
 def test_what_an_older_version_wrote_has_no_sign() -> None:
     assert name_of([{"epoch": 1, "samples": 10, "accuracy": 0.1, "loss": 2.3}], ended=True) == ""
+
+
+def test_where_most_targets_are_one_class_the_loss_decides() -> None:
+    one = {"epoch": 1, "samples": 100, "accuracy": 0.9, "chance": 0.9, "test_samples": 100, "start_loss": 0.7}
+    assert sign_of([one | {"train_loss": 0.2}], ended=True) is None
+    found = sign_of([one | {"train_loss": 0.69}], ended=True)
+    assert found is not None and found.name == "guessing"
+
+
+def test_losses_alone_tell_too() -> None:
+    falling, flat = [1.0 / (1 + step) for step in range(40)], [1.0, 1.02] * 20
+    assert sign_of_losses(falling, 2) is None and sign_of_losses(flat[:7], 2) is None  # too few
+    found = sign_of_losses(flat, 2)
+    assert found is not None and "unless it began with trained weights" in warning_of_losses(found)
+    broken = sign_of_losses([*falling[:30], *[math.nan] * 10], 2)
+    assert broken is not None and broken.name == "not finite"
 
 
 def test_the_warning_is_one_line_with_what_to_try() -> None:

@@ -98,7 +98,7 @@ def test_sizes(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["-3", "", "MB", "1.5", "3XB", "3mb", "1e999", "nan", "1_000", "١٢", "25.6M", "7G", "params"]
+    "text", ["-3", "", "MB", "1.5", "3XB", "3mb", "1e999", "nan", "1_000", "١٢", "25.6M", "7G", "7B", "params"]
 )
 def test_what_is_not_a_size_is_refused(text: str) -> None:
     with pytest.raises(RequestError):

@@ -48,6 +48,10 @@ class PolicyError(OffbeatError):
     """A policy failed, or broke a promise that it made about itself."""
 
 
+class Terminated(SystemExit):
+    """A signal has ended the command: whoever catches what other people's code raises must not catch this."""
+
+
 class ReplayError(OffbeatError):
     """A log, replayed through its policy, gave other commands than those it holds."""
 

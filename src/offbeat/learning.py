@@ -12,13 +12,16 @@ end of a run. Evaluations are the records of metrics.jsonl.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from offbeat.metrics import format_accuracy, interval
 
 _AS_HIGH = 0.95  # of the loss at the start
 _RISE = 1.1  # from one evaluation to the next
+_MOSTLY = 0.5  # of the targets in one class
 _SMALL = 0.5  # of the loss at the start: below it, a rise is noise
 
 
@@ -52,15 +55,37 @@ def sign_of(evaluations: Sequence[Mapping[str, Any]], *, ended: bool) -> Sign | 
     return None
 
 
+def sign_of_losses(losses: Sequence[float], first: int) -> Sign | None:
+    """Of a run without evaluations, by the losses of its minibatches: the last quarter beside the one before.
+
+    `first`: so many are the loss at the start. With fewer than four times as many nothing is said.
+    """
+    many, quarter = len(losses), len(losses) // 4
+    if quarter < max(1, first):
+        return None
+    before, last = (losses[many - end * quarter : many - (end - 1) * quarter] for end in (2, 1))
+    now: dict[str, Any] = {"epoch": 2, "samples": 1, "train_loss": fmean(last), "start_loss": fmean(losses[:first])}
+    now |= {} if math.isfinite(fmean(last)) else {"loss": None}
+    return sign_of([{"epoch": 1, "samples": 0, "train_loss": fmean(before)}, now], ended=True)
+
+
 def warning_of(sign: Sign, remedy: str) -> str:
     """The line that is told; `remedy` is what to try."""
     return f"this training does not learn: {sign.text}; try {remedy}"
+
+
+def warning_of_losses(sign: Sign) -> str:
+    """The same for a loop of one's own, of which no more is known than its losses."""
+    trained = ", unless it began with trained weights" if sign.name == "as at the start" else ""
+    return warning_of(sign, f"a lower learning rate{trained}")
 
 
 def _guesses(evaluation: Mapping[str, Any]) -> bool:
     accuracy, samples, chance = (evaluation.get(name) for name in ("accuracy", "test_samples", "chance"))
     if accuracy is None or chance is None or not samples:
         return False
+    if chance > _MOSTLY and not _as_high(evaluation):
+        return False  # most targets are one class: the accuracy tells little, and the loss falls
     return interval(accuracy, samples)[0] <= float(chance)
 
 

@@ -22,7 +22,7 @@ from collections.abc import Container, Iterable
 from pathlib import Path
 
 from offbeat import spec as grammar
-from offbeat.errors import RequestError
+from offbeat.errors import RequestError, Terminated
 
 VARIABLE = "OFFBEAT_PLUGINS"
 GROUP = "offbeat.strategies"
@@ -55,6 +55,8 @@ def load(name: str) -> None:
             if "" not in sys.path and here not in sys.path:  # an installed command does not look there by itself
                 sys.path.insert(0, here)
             importlib.import_module(name)
+    except Terminated:
+        raise
     except (Exception, SystemExit) as error:
         raise RequestError(f"plugin '{name}' cannot be loaded: {_cause(error)}") from error
 
@@ -69,6 +71,8 @@ def load_known() -> None:
         if point.module not in sys.modules:
             try:
                 importlib.import_module(point.module)
+            except Terminated:
+                raise
             except (Exception, SystemExit) as error:
                 sys.modules[point.module] = None  # type: ignore[assignment]  # as Python marks what cannot be imported
                 print(f"offbeat: entry point '{point.name}' ({point.module}): {_cause(error)}", file=sys.stderr)
@@ -119,6 +123,10 @@ def _cause(error: BaseException) -> str:
     text = " ".join(str(error).split())[:300]
     if isinstance(error, RequestError | FileNotFoundError | ModuleNotFoundError):
         return text
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
-    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {text}"  # it names the line itself
+    house = str(Path(__file__).parent)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(house)]
+    frames = [frame for frame in frames if "importlib" not in frame.filename]
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {text}{where}"

@@ -12,6 +12,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
+from offbeat.errors import Terminated
+
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs
 
@@ -31,7 +33,7 @@ class _Stop:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self._asked is not None:
             end_at_once(number)
-        self._asked = KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
+        self._asked = KeyboardInterrupt() if number == signal.SIGINT else Terminated(128 + number)
         raise self._asked
 
     def raise_again(self, dropped: UnraisableHookArgs) -> bool:

@@ -207,6 +207,8 @@ def parse_size(text: str) -> int:
     written = text.replace(" ", "")
     if written.endswith(tuple(filter(None, _PREFIXES))):
         raise RequestError(f"'{text}' may be bytes or parameters: write {written}B, or {written}params (4 bytes each)")
+    if re.fullmatch(r"[0-9.]{1,3}B", text):
+        raise RequestError(f"'{text}' may be bytes or billions of parameters: write {written[:-1]}, or {written}params")
     counts = written.endswith(("params", "parameters"))
     value = _quantity(written, _PARAMETERS if counts else SIZES, "a size", "100MB, 64MiB or 25.6Mparams")
     if value < 0 or abs(value - round(value)) > 1e-15 * value:  # 258.9GB is not exact in binary, and is meant to be

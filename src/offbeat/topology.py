@@ -33,6 +33,7 @@ from offbeat.spec import Param, Spec, format_shape, parse_rate, parse_seconds, p
 
 Vertex = int | str
 Edge = tuple[Vertex, Vertex]
+MOST_RANKS = 1_000_000  # more links than that fill the memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,8 +427,8 @@ def build(text: str, *, ranks: int) -> Topology:
     spec = grammar.parse(text)
     if spec.name not in TOPOLOGIES:
         raise unknown("topology", spec.name, TOPOLOGIES)
-    if ranks < 1:
-        raise RequestError(f"ranks must be 1 or more; got {ranks}")
+    if not 1 <= ranks <= MOST_RANKS:
+        raise RequestError(f"topology {spec}: from 1 to {MOST_RANKS:,} ranks can be built; got {ranks:,}")
     nested = _nested(spec)
     if nested is not None:
         return _join(str(spec), nested, ranks)

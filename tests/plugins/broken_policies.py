@@ -69,9 +69,51 @@ class Sleeper(EachGradient):
         return learners
 
 
+class Crowds(EachGradient):
+    """Sends weights to everybody, also to those that compute."""
+
+    def on_push(self, event: Pushed) -> tuple[Command, ...]:
+        return self.apply((event.ticket,), "one"), *(self.send(one, "for all") for one in self.seats)
+
+
+class Abandons(EachGradient):
+    """Cancels and sends nothing."""
+
+    cancels = True
+
+    def on_push(self, event: Pushed) -> tuple[Command, ...]:
+        update = self.apply((event.ticket,), "one")
+        late = [one for one, seat in self.seats.items() if seat.computing and seat.version < self.version]
+        return update, *(self.cancel(one, "late") for one in late), self.send(event.learner, "go on")
+
+
+class Hasty(EachGradient):
+    """Cancels work on the current weights."""
+
+    cancels = True
+
+    def on_push(self, event: Pushed) -> tuple[Command, ...]:
+        late = [one for one, seat in self.seats.items() if seat.computing]
+        return tuple(self.cancel(one, "no reason") for one in late)
+
+
+class Babbles(EachGradient):
+    """Answers with something that is no command."""
+
+    def on_push(self, event: Pushed) -> tuple[Command, ...]:
+        return self.apply((event.ticket,), "one"), self.send(event.learner, "go on"), "hello"  # type: ignore[return-value]  # the point
+
+
+class Wasteful(EachGradient):
+    """Drops everything."""
+
+    def on_push(self, event: Pushed) -> tuple[Command, ...]:
+        return self.drop(event.ticket, "no"), self.send(event.learner, "go on")
+
+
 def _row(name: str, create: Any) -> Row:
     return Row(name=name, summary=f"broken: {create.__doc__}", create=create, examples=(name,))
 
 
-for made in (Mute, Unsent, Liar, Crash, Sleeper):
+for made in (Mute, Unsent, Liar, Crash, Sleeper, Crowds, Abandons, Hasty, Babbles, Wasteful):
     offbeat.register_policy(_row(made.__name__.lower(), made))

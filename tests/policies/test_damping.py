@@ -143,6 +143,16 @@ def test_the_measured_staleness_is_in_snapshots_and_kept_over_a_restart() -> Non
     assert later.damping.mean == policy.damping.mean < 3
 
 
+@pytest.mark.parametrize(("line", "learners"), [("full-sync", 4), ("async", 8), ("k-async:2", 4)])
+def test_the_staleness_of_another_strategy_or_of_other_learners_is_not_kept(line: str, learners: int) -> None:
+    policy = started("async", 4)
+    rounds(policy, 100, learners=2)
+    other = create(line, expect=learners, corrects=True)
+    other.recall(policy.kept())
+    assert other.damping is not None
+    assert other.damping.mean == other.expected_staleness(learners).mean
+
+
 def test_a_damping_is_a_part_of_the_command_and_of_its_text() -> None:
     update = Apply((7, 9), (1.0, 0.5), "why", 0.25)
     assert as_text(update) == "apply t7 t9 *1.0 *0.5 x0.25"

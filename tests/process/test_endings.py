@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
+from offbeat import cli
 from offbeat.server import guard, post
 from offbeat.server.session import Setting
 from offbeat.server.supervisor import Supervisor
 from offbeat.simulate import server as simulator
 from offbeat.train.served import ServedTrainer
-from plugins.loading import BROKEN
+from plugins.loading import BROKEN, untouched
 from train.programs import Ended, Program, left_files, offbeat, resume_words, train_words
 
 PLUGIN = ("--plugin", str(BROKEN))
@@ -60,6 +61,47 @@ def test_a_policy_that_raises_ends_the_run(tmp_path: Path) -> None:
     ended = offbeat(tmp_path, *train_words("crash", 2), *PLUGIN)
     assert (ended.code, ended.left) == (1, [])
     assert last_line(ended) == "offbeat: the policy 'crash' failed: KeyError: 'no such thing'"
+
+
+SAID = {
+    "crash": "the policy 'crash' failed: KeyError: 'no such thing'",
+    "crowds": "the policy 'crowds' failed: TypeError: Crowds sends weights to learner",
+    "hasty": "computes on the current weights: apply first",
+    "babbles": "'hello', which is no command",
+}
+
+
+@pytest.mark.parametrize("line", [*SAID, "abandons"])
+def test_a_policy_that_breaks_the_rules_ends_a_training_in_one_line(line: str, tmp_path: Path) -> None:
+    ended = offbeat(tmp_path, *train_words(line, 2), *PLUGIN)
+    assert (ended.code, ended.left) == (1, [])
+    says = SAID.get(line, "the policy 'abandons' cancels learner")
+    assert says in last_line(ended) and "Traceback" not in ended.err
+
+
+@pytest.mark.parametrize("more", [(), ("--json",), ("--latency", "1ms", "--json")])
+@pytest.mark.parametrize("line", SAID)
+def test_and_every_loop_of_the_simulator(line: str, more: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    with untouched():
+        assert cli.main(["simulate", line, "--learners", "2", "--updates", "20", *more, *PLUGIN]) == 1
+    err = capsys.readouterr().err
+    assert SAID[line] in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_a_policy_that_never_makes_an_update_is_not_simulated_for_ever(
+    more: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with untouched():
+        assert cli.main(["simulate", "wasteful", "--learners", "2", "--updates", "20", *more, *PLUGIN]) == 2
+    assert "the run stands still at update 0" in capsys.readouterr().err
+
+
+def test_more_gradients_than_there_is_room_for_are_refused_at_once(tmp_path: Path) -> None:
+    ended = offbeat(tmp_path, *train_words("k-batch-async:900000000", 2))
+    assert (ended.code, ended.left) == (2, [])
+    says = "'k-batch-async:900000000' holds up to 900,000,000 gradients; there is room for 1,000,000"
+    assert last_line(ended).endswith(says)
 
 
 def one_slot_too_few() -> None:
@@ -258,6 +300,13 @@ def test_a_second_signal_ends_a_training_at_once(tmp_path: Path) -> None:
     ended, took_s = end_by(tmp_path, train_words("async", 2), before, signal.SIGTERM, signal.SIGTERM)
     assert (ended.code, ended.left) == (143, [])
     assert took_s < AT_ONCE_S
+
+
+def test_a_signal_ends_a_training_whose_minibatches_take_too_long(tmp_path: Path) -> None:
+    before = marked(ServedTrainer, "_minibatch", then_s=60.0)
+    ended, took_s = end_by(tmp_path, train_words("async", 2), before, signal.SIGTERM)
+    assert (ended.code, ended.left) == (143, []) and took_s < SOON_S
+    assert "ended without saving; --resume goes on from the last checkpoint" in ended.err + ended.out
 
 
 def test_a_signal_ends_a_run_whose_learners_all_wait(tmp_path: Path) -> None:

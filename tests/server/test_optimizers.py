@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise, product
 from typing import Any
 
@@ -359,15 +359,40 @@ def test_an_unknown_rule_is_refused_with_the_nearest() -> None:
 
 
 def test_a_damped_sgd_lowers_its_momentum_first_and_then_its_rate() -> None:
-    hyper = {"lr": 0.1, "momentum": 0.9}
+    hyper = {"lr": 0.1, "momentum": 0.9, "dampening": 0.0}
     assert optimizers.damped("sgd", hyper, 1.0) == hyper
-    assert optimizers.damped("sgd", hyper, 0.25) == pytest.approx({"lr": 0.1, "momentum": 0.6})
-    assert optimizers.damped("sgd", hyper, 0.05) == pytest.approx({"lr": 0.05, "momentum": 0.0})
+    assert optimizers.damped("sgd", hyper, 0.25) == pytest.approx(hyper | {"momentum": 0.6})
+    assert optimizers.damped("sgd", hyper, 0.05) == pytest.approx(hyper | {"lr": 0.05, "momentum": 0.0})
     for damping in (0.5, 0.1, 0.03):
         damped = optimizers.damped("sgd", hyper, damping)
         assert damped["lr"] / (1 - damped["momentum"]) == pytest.approx(damping * 1.0)
     assert optimizers.damped("adam", {"lr": 0.1, "beta1": 0.9}, 0.25) == pytest.approx({"lr": 0.1, "beta1": 0.6})
     assert optimizers.damped("adagrad", {"lr": 0.1}, 0.25) == {"lr": 0.1}
+
+
+@pytest.mark.parametrize("damping", [0.5, 0.25, 0.05])
+@pytest.mark.parametrize(("momentum", "dampening"), [(0.0, 0.0), (0.9, 0.0), (0.5, 0.5), (0.9, 0.9)])
+def test_one_gradient_moves_a_damped_sgd_as_far_as_it_says(momentum: float, dampening: float, damping: float) -> None:
+    """By torch's own SGD: one gradient, then none, and how far the weight is in the end."""
+
+    def way(hyper: Mapping[str, float]) -> float:
+        weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        sgd = torch.optim.SGD([weight], lr=hyper["lr"], momentum=hyper["momentum"], dampening=hyper["dampening"])
+        for step in range(400):
+            weight.grad = torch.full_like(weight, float(step == 1))  # the first step has no dampening in torch
+            sgd.step()
+        return -float(weight.detach())
+
+    hyper = {"lr": 0.1, "momentum": momentum, "dampening": dampening}
+    assert way(optimizers.damped("sgd", hyper, damping)) == pytest.approx(damping * way(hyper), rel=1e-6)
+
+
+def test_a_momentum_that_never_fades_is_left_and_its_rate_damped() -> None:
+    hyper = {"lr": 0.1, "momentum": 1.0, "dampening": 0.0}
+    assert optimizers.damped("sgd", hyper, 0.5) == {"lr": 0.05, "momentum": 1.0, "dampening": 0.0}
+    weights = [torch.nn.Parameter(torch.zeros(1))]
+    outer = {"lr": 0.7, "momentum": 0.9, "nesterov": 1.0}
+    assert optimizers.outer_of(outer, torch.optim.SGD(weights, lr=0.1, momentum=1.0), corrects=True)
 
 
 def test_two_momenta_do_not_multiply() -> None:

@@ -42,7 +42,7 @@ LINES = (
     ("k-sync:6", 6, 6),
     ("backup:2", 6, 6),
     ("grace-sync:5,grace=50ms", 5, 5),
-    ("deadline-sync:50ms", 1, 1),
+    ("deadline-sync:50ms", 8, 8),  # if all are in time
     ("k-batch-sync:12", 12, 12),
     ("async", 1, 1),
     ("k-async:4", 4, 4),
@@ -326,9 +326,13 @@ def test_the_last_norm_of_every_residual_block_starts_at_zero_and_no_other() -> 
         ("full-sync", ""),
         ("k-sync:2", ""),
         ("local-sgd:4", ""),
-        ("k-async:2", "staleness 1 (P/K - 1): steps are shortened to 0.5 of their length, momentum 0.9 -> 0.8 "),
+        ("k-async:2", "staleness 1 (P/K - 1): steps are shortened to 0.333 of their length, momentum 0.9 -> 0.7 "),
         ("async", "staleness 3 (P - 1): steps are shortened to 0.25 of their length, momentum 0.9 -> 0.6 "),
-        ("downpour:push=2,fetch=2", "to 0.0909 of their length, lr 0.1 -> 0.0909, momentum 0.9 -> 0 "),
+        (
+            "k-batch-async:4",
+            "staleness 0.75 ((P-1)/K): steps are shortened to 0.25 of their length, momentum 0.9 -> 0.6 ",
+        ),
+        ("downpour:push=2,fetch=2", "to 0.129 of their length, momentum 0.9 -> 0.225 "),
     ],
 )
 def test_what_staleness_does_to_the_step_is_told_in_one_line(line: str, says: str) -> None:
@@ -337,3 +341,10 @@ def test_what_staleness_does_to_the_step_is_told_in_one_line(line: str, says: st
     note = staleness_note(config, 4, optimizer)
     assert says in note if says else note == ""
     assert staleness_note(msgspec.structs.replace(config, staleness="keep"), 4, optimizer) == ""
+
+
+def test_the_line_says_what_is_done_to_this_optimizer() -> None:
+    config, weights = Config(sync="async", learners=2), [nn.Parameter(torch.zeros(1))]
+    assert staleness_note(config, 2, torch.optim.Adagrad(weights)) == ""  # nothing
+    note = staleness_note(config, 2, torch.optim.AdamW(weights))
+    assert "(P - 1): beta1 0.9 -> 0.8 (" in note and "shortened" not in note

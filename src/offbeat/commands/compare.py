@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from typing import NamedTuple
 
 from offbeat.commands.base import Command, busy, console, heading, json_argument, print_json, reader, say
@@ -119,6 +120,8 @@ def _run(given: argparse.Namespace) -> None:
         out.print()
     if given.size:
         say(out, _memory_words(given), style="dim")
+        if given.network is None and len({row.setup.reduces for row in rows}) > 1:
+            say(out, _network_words(given), style="dim")
     say(out, "Which is best needs accuracy: more gradients a second may be worth less each (--recipe).", style="dim")
 
 
@@ -134,6 +137,15 @@ def _advised(subject: _Row | None, machines: Machines, minibatches: int | None) 
         return None
     found = what_if(subject.strategy, subject.setup.cluster, machines, minibatches)
     return found if found.as_fast > 1.05 * found.as_it_is else None
+
+
+def _network_words(given: argparse.Namespace) -> str:
+    ends = [given.learner_bandwidth, given.server_bandwidth]
+    links = "links that take no time" if all(map(math.isinf, ends)) else "the links of --learner-, --server-bandwidth"
+    return (
+        f"networks differ: servers have {links}, all-reduces the topology {given.topology}; "
+        "--network RATE,LATENCY gives all the same"
+    )
 
 
 def _memory_words(given: argparse.Namespace) -> str:

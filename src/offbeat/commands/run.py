@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from offbeat.server.supervisor import Plan
 
 _DEFAULT_LEARNERS = 2
+_SUMMARY = "offbeat/summary"  # where the ranks of an all-reduce leave theirs, in their store
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -105,7 +107,8 @@ def _run_server(given: argparse.Namespace) -> None:
     _supervise(given, plan)
 
 
-def _supervise(given: argparse.Namespace, plan: Plan) -> None:
+def _supervise(given: argparse.Namespace, plan: Plan, of_ranks: Callable[[], dict[str, Any]] | None = None) -> None:
+    """`of_ranks`: what the ranks of a process group say of themselves at the end."""
     from offbeat.server.supervisor import Supervisor
 
     supervisor = Supervisor(plan, _teller(given))
@@ -118,6 +121,7 @@ def _supervise(given: argparse.Namespace, plan: Plan) -> None:
     finally:
         supervisor.close()
     summary = json.loads(said) if said else {"strategy": given.sync, "learners": given.learners}
+    summary |= of_ranks() if of_ranks is not None else {}
     summary["exits"] = {str(learner): code for learner, code in sorted(exits.items())}
     summary["restarts"] = supervisor.recoveries
     _tell_end(given, summary)
@@ -146,12 +150,11 @@ def _run_ranks(given: argparse.Namespace) -> None:
         plan = Plan(
             setting=Setting(line="full-sync", learners=given.learners),
             learner=_words(given),
-            environment=_environment(given),
+            environment=_environment(given) | {"OFFBEAT_SUMMARY": _SUMMARY},
             restarts=0,
             store_port=port,
         )
-        _supervise(given, plan)
-        del store
+        _supervise(given, plan, lambda: json.loads(store.get(_SUMMARY)) if store.check([_SUMMARY]) else {})
 
 
 def _words(given: argparse.Namespace) -> list[str]:
@@ -181,9 +184,22 @@ def _tell_end(given: argparse.Namespace, summary: dict[str, Any]) -> None:
     if given.json:
         print_json(summary)
         return
-    if "pushes" not in summary:
+    if "updates" not in summary:
         return
     out = console()
+    rows = _of_server(summary) if "pushes" in summary else [("updates", f"{summary['updates']}")]
+    if summary.get("sent_bytes") is not None:
+        told = format_traffic(summary["sent_bytes"], summary["received_bytes"], summary.get("wait_share"))
+        rows.append(("traffic", f"learners {told}"))
+    out.print()
+    servers = f", {count_of(given.servers, 'server')}" if "pushes" in summary else ""
+    say(out, f"{summary['strategy']}, {count_of(given.learners, 'learner')}{servers}", style="bold")
+    facts(out, rows)
+    if summary.get("warning"):
+        say(out, f"warning: {summary['warning']}", style="bold yellow")
+
+
+def _of_server(summary: dict[str, Any]) -> list[tuple[str, str]]:
     pushes = summary["pushes"]
     per = summary["seconds_per_update"]
     each = f": {format_seconds(per)} each" if per else ""
@@ -210,17 +226,7 @@ def _tell_end(given: argparse.Namespace, summary: dict[str, Any]) -> None:
         rows.append(
             ("learners", f"{100 * busy / (busy + waits):.1f} % computing, {100 * waits / (busy + waits):.1f} % waiting")
         )
-    idle = waits / (busy + waits) if busy + waits else None
-    rows.append(("traffic", f"learners {format_traffic(summary['sent_bytes'], summary['received_bytes'], idle)}"))
-    out.print()
-    say(
-        out,
-        f"{summary['strategy']}, {count_of(given.learners, 'learner')}, {count_of(given.servers, 'server')}",
-        style="bold",
-    )
-    facts(out, rows)
-    if summary.get("warning"):
-        say(out, f"warning: {summary['warning']}", style="bold yellow")
+    return rows
 
 
 COMMAND = Command(

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 ROWS = 12  # of the table of a run
 SECTIONS = ("model", "data", "train")  # of a recipe: the rest of it is about real machines
+_ALSO = ("staleness",)  # but for this
 LOOK_EVERY = 0.25  # epochs
 PLAIN_EVERY_S = 10.0  # between two plain lines
 
@@ -60,7 +61,7 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--device", help="that computes: cpu (default), cuda or cuda:1")
     add("--run-dir", type=Path, metavar="FOLDER", help="of what is written (default runs/NAME-TIME)")
-    add_arguments(parser, sections=SECTIONS)
+    add_arguments(parser, sections=SECTIONS, also=_ALSO)
 
 
 def refuse_without_recipe(given: argparse.Namespace) -> None:
@@ -82,7 +83,7 @@ def config_of(given: argparse.Namespace, strategy: str, *, seed: int, learners: 
     simulated_family_of(strategy)  # refuses what cannot be simulated, by its name
     changes = changes_of(given)
     for key in changes:
-        if key.partition(".")[0] not in SECTIONS:
+        if key.partition(".")[0] not in (*SECTIONS, *_ALSO):
             raise RequestError(
                 f"--set {key}: here only fields of {', '.join(SECTIONS)} are set so, like train.epochs=5"
             )

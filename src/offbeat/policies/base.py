@@ -82,7 +82,8 @@ class Policy:
 
     rule = LearnerRule()
     cancels = False  # whether it ever cancels, so that late pushes of old versions are to be expected
-    needs_loss = False  # whether what it does depends on the losses that it is told
+    needs_loss = False  # whether what it does depends on the losses that it is told; a simulation has none
+    needs_drift = False  # whether it must be told how far the weights have moved; a rate may need it too
     waits = True  # whether a learner that has pushed may have to wait; if not, `on_push` says `send_again` at once
     shortens_small_updates = False  # whether one of fewer gradients than the learning rate counts on is a shorter step
     drops_held = False  # whether it ever drops another gradient than the one that has just arrived
@@ -92,7 +93,7 @@ class Policy:
     def __init__(self, *, expect: int, rate: Rate = CONSTANT, start_by_s: float | None = None) -> None:
         self.expect = expect
         self.rate = rate
-        self.needs_drift = rate.needs_drift
+        self.needs_drift = type(self).needs_drift or rate.needs_drift
         self.start_by_s = start_by_s
         self.damping: Damping | None = None  # of stale updates, where the run corrects them
         self.started = False
@@ -103,6 +104,7 @@ class Policy:
         self.held: dict[int, Pushed] = {}  # by ticket, in order of arrival
         self.last_update: list[Pushed] = []  # the gradients of the latest update, for whoever reports staleness
         self.open = 0  # seats that are computing
+        self.unsent: set[int] = set()  # who was cancelled and is to be sent weights, in the same answer
         self.last_ticket = -1  # tickets rise, so that no push can be applied twice
         self.issued = self.applied = self.dropped = self.cancelled = self.lost = 0
 
@@ -238,6 +240,12 @@ class Policy:
             seat.computing = True
             seat.floor = self.version
             self.open += 1
+        elif learner in self.unsent:
+            self.unsent.remove(learner)
+        elif not self.rule.fetch_every:  # those fetch while they compute
+            raise TypeError(
+                f"{type(self).__name__} sends weights to learner {learner}, which computes: cancel it first"
+            )
         seat.version = self.version
         self.issued += 1
         return _new(Send, (learner, why))
@@ -256,9 +264,14 @@ class Policy:
         return Resume(learner, why)
 
     def cancel(self, learner: int, why: str) -> Cancel:
-        """Must be followed by `send` to the same learner."""
+        """Must be followed by `send` to the same learner, of weights that are newer than those it computes on."""
+        seat = self.seats[learner]
         if not self.cancels:
             raise TypeError(f"{type(self).__name__} cancels: its class must say cancels = True")
+        if not seat.computing or seat.version >= self.version:
+            state = "does not compute" if not seat.computing else "computes on the current weights: apply first"
+            raise TypeError(f"{type(self).__name__} cancels learner {learner}, which {state}")
+        self.unsent.add(learner)
         self.cancelled += 1
         return Cancel(learner, why)
 
@@ -292,18 +305,18 @@ class Policy:
         added_up: float = 1 if self.rule.delta else self.rule.push_every
         if self.rule.fetch_every:  # learners step their own copies: of what was applied since, their own part is there
             added_up *= (self.expect - 1) / self.expect
-        expected = self.expected_staleness(self.expect).mean
-        self.damping = Damping(expected=expected, scaling=scaling, added_up=added_up, learners=self.expect)
+        self.damping = Damping(expected=self._expected(), scaling=scaling, added_up=added_up, learners=self.expect)
 
-    def staleness_note(self, how: str = "") -> str:
-        """What is done about stale gradients, in one line; nothing where nothing is. `how`: by the optimizer."""
+    def _expected(self) -> float:
+        return self.expected_staleness(self.expect).mean
+
+    def staleness_note(self, what: str = "") -> str:
+        """What is done about stale gradients, in one line; nothing where nothing is. `what`: by a known optimizer."""
         if self.damping is None or self.damping.now() == 1.0:
             return ""
         expected = self.expected_staleness(self.expect)
-        return (
-            f"expected staleness {expected.mean:.3g} ({expected.formula}): steps are shortened to "
-            f"{self.damping.now():.3g} of their length{how} (--staleness keep turns this off)"
-        )
+        done = what or f"SGD's steps are shortened to {self.damping.now():.3g} of their length, Adam's beta1 is lowered"
+        return f"expected staleness {expected.mean:.3g} ({expected.formula}): {done} (--staleness keep turns this off)"
 
     def wake(self, at_s: float, why: str) -> Wake:
         """Ask to be told when this time has come; it replaces the wake that was pending."""
@@ -354,12 +367,13 @@ class Policy:
 
     def kept(self) -> dict[str, Any]:
         """What `recall` makes of a fresh policy when the run goes on from a checkpoint; plain data."""
-        measured = {} if self.damping is None else {"staleness_mean": self.damping.mean}
+        measured = {} if self.damping is None else {"staleness": [self._expected(), self.damping.mean]}
         return measured | {name: deepcopy(getattr(self, name)) for name in self.kept_over_restart}
 
     def recall(self, kept: Mapping[str, Any]) -> None:
-        if self.damping is not None and "staleness_mean" in kept:
-            self.damping.mean = kept["staleness_mean"]
+        expected, measured = kept.get("staleness", (None, 0.0))
+        if self.damping is not None and expected == self._expected():  # else it was another strategy, or other learners
+            self.damping.mean = measured
         for name in self.kept_over_restart:
             if name in kept:
                 setattr(self, name, deepcopy(kept[name]))

@@ -143,7 +143,7 @@ def _communication(known: Sequence[Facts], results: Sequence[Result]) -> Section
 def _traffic(one: Facts) -> str:
     if one.sent_bytes is None or one.received_bytes is None:
         return ""
-    return f"Learners of {one.label} {format_traffic(one.sent_bytes, one.received_bytes, one.not_computing_share)}."
+    return f"Learners of {one.label} {format_traffic(one.sent_bytes, one.received_bytes, one.wait_share)}."
 
 
 def _as_float(value: Cell) -> float | None:

@@ -103,6 +103,7 @@ class Facts:
     by_learner: tuple[LearnerFacts, ...]
     energy: EnergyFacts
     sent_bytes: int | None = None  # by all learners
+    wait_share: float | None = None  # of the learners' time, as the run itself has counted it
     received_bytes: int | None = None
     problems: tuple[str, ...] = ()
 
@@ -325,6 +326,7 @@ def facts_of(run: RunRecord) -> Facts:
         energy=_energy(run),
         sent_bytes=None if last is None else last.sent_bytes,
         received_bytes=None if last is None else last.received_bytes,
+        wait_share=None if last is None else last.wait_share,
         problems=tuple(problems),
     )
 

@@ -55,6 +55,7 @@ class Evaluation(NamedTuple):
     warning: str = ""  # that the training does not learn
     sent_bytes: int | None = None  # by all learners, up to then
     received_bytes: int | None = None
+    wait_share: float | None = None  # of the learners' time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,6 +204,7 @@ def _evaluation(record: Mapping[str, Any]) -> Evaluation:
         warning=files.text(record.get("warning")),
         sent_bytes=files.count(record.get("sent_bytes")),
         received_bytes=files.count(record.get("received_bytes")),
+        wait_share=files.share(record.get("wait_share")),
     )
 
 

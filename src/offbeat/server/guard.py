@@ -6,7 +6,7 @@ starting the coordinator again would lead to the same place.
 
 from __future__ import annotations
 
-from offbeat.errors import EventError, PolicyError, RequestError
+from offbeat.errors import EventError, PolicyError, RequestError, Terminated
 from offbeat.policies import Apply, Command, Drop, Event, Policy, Pushed, Wake
 from offbeat.policies.events import COMMANDS, as_text
 from offbeat.server.session import Setting
@@ -32,7 +32,7 @@ class GuardedPolicy:
             tickets.add(event.ticket)
         try:
             commands = tuple(self.policy.handle(event))
-        except EventError:
+        except (EventError, Terminated):
             raise
         except (Exception, SystemExit) as error:  # in the policy's own code
             said = " ".join(str(error).split())
@@ -44,6 +44,9 @@ class GuardedPolicy:
                 f"the policy '{self.line}' holds {held} gradients, and says that with {self.learners} learners "
                 f"it holds {self.max_held} at most (max_held)"
             )
+        if self.policy.unsent:
+            who = min(self.policy.unsent)
+            raise PolicyError(f"the policy '{self.line}' cancels learner {who} and sends it no weights")
         for command in commands:
             wrong = self._wrong(command, tickets)
             if wrong:

@@ -152,11 +152,8 @@ class ServedLearner:
             mode.kept = kept
         if self._rule.delta and mode.arena.setting.corrects:
             hypers = optimizers.outer_of(self._outer, optimizer, corrects=True)
-            if hypers[0]["momentum"] != self._outer["momentum"]:
-                self.notes += (
-                    f"outer momentum {self._outer['momentum']:g} -> {hypers[0]['momentum']:.3g}: the learners' own "
-                    "optimizer has momentum too (--staleness keep turns this off)",
-                )
+            told = optimizers.outer_note(self._outer, hypers)
+            self.notes += (told,) if told else ()
         fixed = tuple(hypers)
         self._describe = (lambda: fixed) if self._rule.delta else lambda: tuple(optimizers.describe(optimizer)[1])
         self._hooks = Hooks(

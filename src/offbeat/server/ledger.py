@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from array import array
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
-from offbeat.learning import sign_of, warning_of
+from offbeat.learning import sign_of, sign_of_losses, warning_of_losses
 from offbeat.server.coordinator import Coordinator
 from offbeat.server.wire import INPUT, Fetched, Push, Stop
 from offbeat.trace import LogWriter, Span
@@ -115,18 +113,13 @@ class Ledger:
         return total
 
     def _warning(self, machine: Coordinator) -> str | None:
-        """That the run has not learned, as far as its losses show: their last quarter beside the one before."""
-        many, quarter = len(self.losses), len(self.losses) // 4
-        past: dict[str, Any] = {"epoch": 1, "samples": 0}
-        now: dict[str, Any] = {"epoch": 2, "samples": machine.counts["applied"]}
-        now["dropped"] = {"not finite": machine.samples["dropped: not finite"]}
-        if quarter >= machine.setting.learners:
-            before, last = (self.losses[many - end * quarter : many - (end - 1) * quarter] for end in (2, 1))
-            past["train_loss"], now["train_loss"] = fmean(before), fmean(last)
-            now["start_loss"] = fmean(self.losses[: machine.setting.learners])
-            now |= {} if math.isfinite(now["train_loss"]) else {"loss": None}
-        sign = sign_of([past, now], ended=True) if machine.counts["received"] else None
-        return None if sign is None else warning_of(sign, "a lower learning rate")
+        """That the run has not learned, as far as its losses show."""
+        if not machine.counts["received"]:
+            return None
+        dropped = {"not finite": machine.samples["dropped: not finite"]}
+        sign = sign_of([{"epoch": 1, "samples": machine.counts["applied"], "dropped": dropped}], ended=True)
+        sign = sign or sign_of_losses(self.losses, machine.setting.learners)
+        return None if sign is None else warning_of_losses(sign)
 
     def close(self, machine: Coordinator | None) -> str:
         """The end: the log gets its name, and the summary is one JSON object."""
@@ -158,6 +151,7 @@ class Ledger:
             "samples": dict(machine.samples),
             "compute_s": self.compute_s,
             "wait_s": self.wait_s,
+            "wait_share": sum(self.wait_s) / max(sum(self.compute_s) + sum(self.wait_s), 1e-9),
             "minibatches": self.minibatches,
             "sent_bytes": counts["received"] * self.push_bytes,
             "received_bytes": self.fetches * self.fetch_bytes,

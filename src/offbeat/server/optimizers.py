@@ -13,6 +13,7 @@ This file knows nothing of processes, memory or messages. Hyperparameters travel
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -70,10 +71,15 @@ def damped(rule: str, hyper: Hyper, damping: float) -> Hyper:
     if damping == 1.0 or rule == "adagrad":
         return hyper
     name = "momentum" if rule == "sgd" else "beta1"
+    if hyper[name] >= 1:  # steps that never fade: only the rate is left
+        return hyper | {"lr": hyper["lr"] * damping}
     lowered = max(0.0, 1 - (1 - hyper[name]) / damping)
     if rule != "sgd":
         return hyper | {name: lowered}
-    return hyper | {name: lowered, "lr": hyper["lr"] * damping * (1 - lowered) / (1 - hyper[name])}
+    rate = hyper["lr"] * damping * (1 - lowered) / (1 - hyper[name])
+    if not lowered and hyper[name]:  # without momentum torch has no dampening either
+        rate *= 1 - hyper["dampening"]
+    return hyper | {name: lowered, "lr": rate}
 
 
 def outer_of(outer: Mapping[str, float], optimizer: torch.optim.Optimizer, *, corrects: bool = False) -> list[Hyper]:
@@ -85,10 +91,21 @@ def outer_of(outer: Mapping[str, float], optimizer: torch.optim.Optimizer, *, co
     sgd = describe(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0))[1][0] | dict(outer)
     hypers = []
     for group in optimizer.param_groups:
-        own = 1 / (1 - group["momentum"]) if "momentum" in group and corrects else 1.0
+        momentum = group.get("momentum", 0.0) if corrects else 0.0
+        own = 1 / (1 - momentum) if momentum < 1 else math.inf
         shorter = min(own, sgd["lr"] / (1 - sgd["momentum"]))
         hypers.append(damped("sgd", sgd, 1 / shorter) if shorter > 1 else sgd)
     return hypers
+
+
+def outer_note(outer: Mapping[str, float], hypers: Sequence[Hyper]) -> str:
+    """What `outer_of` has changed, in one line; nothing if nothing."""
+    if hypers[0]["momentum"] == outer["momentum"]:
+        return ""
+    return (
+        f"outer momentum {outer['momentum']:g} -> {hypers[0]['momentum']:.3g}: the learners' own optimizer has "
+        "momentum too (--staleness keep turns this off)"
+    )
 
 
 def update(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -12,10 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from offbeat.collectives.backend import stats
+from offbeat.learning import sign_of_losses, warning_of_losses
 from offbeat.server.slowness import Slowness
 from offbeat.strategy import NATIVE
 
@@ -43,6 +46,8 @@ class ReducedLearner:
         self._slowness = Slowness(slow, learner=self.number, learners=self.learners, seed=seed) if slow else None
         self._seed = seed
         self._now: Round | None = None
+        self._losses: list[float | torch.Tensor] = []
+        self._busy_s = 0.0  # in minibatches, with what they wait for
         self._owns_group = not dist.is_initialized()
         if self._owns_group:
             os.environ.setdefault("OFFBEAT_STRATEGY", line)
@@ -95,15 +100,44 @@ class ReducedLearner:
 
     @contextmanager
     def minibatch(self) -> Iterator[Round]:
-        self._now = Round()
+        self._now = now = Round()
         try:
-            yield self._now
+            yield now
         finally:
             self._now = None
+            self._busy_s += time.monotonic() - now.began_s
+            if now.loss is not None:
+                self._losses.append(now.loss.detach() if isinstance(now.loss, torch.Tensor) else now.loss)
 
     def finish(self) -> None:
         """Wait until all learners are done: they have the same weights."""
         dist.barrier()
+        key = os.environ.get("OFFBEAT_SUMMARY")  # `offbeat run` reads it
+        if key is None or not self._owns_group:
+            return
+        summary = self._summary()
+        if self.number == 0:
+            store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+            store.set(key, json.dumps(summary))
+
+    def _summary(self) -> dict[str, Any]:
+        """What all ranks have done together. Waiting: for ranks that came later, as far as this backend sees it."""
+        counted = None if self.strategy == NATIVE else stats()
+        sent, received, waited = (
+            (0, 0, 0.0) if counted is None else (counted.sent_bytes, counted.received_bytes, counted.waited_s)
+        )
+        sign = sign_of_losses([float(loss) for loss in self._losses], 1)
+        mine = [sent, received, waited, self._busy_s, sign is not None]
+        total = torch.tensor(mine, dtype=torch.float64)
+        dist.all_reduce(total)
+        sent, received, waited, busy, warned = total.tolist()
+        return {
+            "updates": self.version,
+            "sent_bytes": None if counted is None else int(sent),
+            "received_bytes": None if counted is None else int(received),
+            "wait_share": None if counted is None or not busy else min(1.0, waited / busy),
+            "warning": warning_of_losses(sign) if sign is not None and warned > self.learners / 2 else None,
+        }
 
     def close(self) -> None:
         atexit.unregister(self.close)

@@ -10,6 +10,7 @@ from offbeat.policies import Policy, create
 from offbeat.policies.memory import Vectors, keeps_reads, vectors_of
 from offbeat.server.wire import Go, Granted, Hyper, Want, Weights
 
+MOST_SLOTS = 1_000_000  # for gradients, of a run
 NONCES_KEPT = 64  # of each learner: a Hello that was long on its way is no newcomer
 
 
@@ -34,7 +35,17 @@ class Setting:
     def __post_init__(self) -> None:
         if self.learners < 1 or self.shards < 1:
             raise RequestError(f"a run has 1 learner and 1 server or more; got {self.learners} and {self.shards}")
-        self.policy()
+        try:
+            slots = self.slots
+        except RequestError:
+            raise
+        except Exception as error:  # in the code of a policy from outside
+            said = f"with {self.learners} learners: {type(error).__name__}: {error}"
+            raise RequestError(f"'{self.line}' cannot say how many gradients it holds {said}") from error
+        if slots > MOST_SLOTS:
+            raise RequestError(
+                f"'{self.line}' holds up to {slots - self.learners + 1:,} gradients; there is room for {MOST_SLOTS:,}"
+            )
 
     def policy(self) -> Policy:
         """A fresh one. It begins when it is first woken, if not all are there before."""

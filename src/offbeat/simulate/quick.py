@@ -37,14 +37,16 @@ def go_quickly(simulation: Simulation) -> None:
     per_s = calendar.slots_per_s
     # Where nobody cancels, no entry is void; where nobody waits, a single command is a `Send` to who has pushed.
     cancels, waits = policy.cancels, policy.waits
-    computed = waited = wasted = 0.0
+    computed = waited = wasted = now = 0.0
+    patience, seen, idle, at_update = simulation.patience, policy.version, 0, 0
     stopped: list[tuple[int, int]] = []
     while policy.version < updates:
         while True:
             while at_entry == len(today):
                 at_entry = 0
                 day = begin_day()
-                if day < 0:
+                if day < 0 or ticket - at_update > patience:
+                    simulation.now = now
                     raise simulation.stands_still()
             now, kind, learner, number, began, at_version = today[at_entry]
             at_entry += 1
@@ -55,7 +57,7 @@ def go_quickly(simulation: Simulation) -> None:
             ticket += 1
             computed += now - began
             commands = handle(new(Pushed, (learner, ticket, at_version, samples[learner], None, None, now)))
-            if waits or len(commands) != 1:
+            if waits or len(commands) != 1 or commands[0].__class__ is not Send:
                 doing[learner] = "wait"
                 since[learner] = now
                 break
@@ -70,6 +72,12 @@ def go_quickly(simulation: Simulation) -> None:
                 insort(today, (at, FINISH, learner, number, now, policy.version), at_entry)
         if kind == END:
             break
+        idle += 1
+        if policy.version > seen:
+            seen, idle, at_update = policy.version, 0, ticket
+        elif idle > patience:
+            simulation.now = now
+            raise simulation.stands_still()
         for command in commands:
             if isinstance(command, (Send, Resume)):  # first, since most are
                 other = command.learner
@@ -103,7 +111,8 @@ def go_quickly(simulation: Simulation) -> None:
                 simulation.tally.dropped += 1
                 wasted += now - began
             else:
-                assert isinstance(command, Wake), command
+                if not isinstance(command, Wake):
+                    raise simulation.no_command(command)
                 simulation.wake += 1
                 entry = (max(now, command.at_s), WAKE, 0, simulation.wake, now, 0)
                 slot = int(entry[0] * per_s)

@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from offbeat.errors import RequestError
+from offbeat.errors import PolicyError, RequestError
 from offbeat.policies import (
     Apply,
     Asked,
@@ -33,6 +33,7 @@ from offbeat.policies import (
     create,
     recorded,
 )
+from offbeat.policies.failures import policy_failures
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.compute import failure_times
 from offbeat.simulate.cores import Crowd, Job
@@ -106,6 +107,7 @@ class Simulation:
     ) -> None:
         count = cluster.learners
         self.cluster, self.updates, self.keep_spans = cluster, updates, keep_spans
+        self.line = strategy
         self.policy = create(strategy, expect=count, corrects=corrects, scaling=scaling)
         self.handle: Callable[[Event], tuple[Command, ...]] = (
             self.policy.handle if write is None else recorded(self.policy, write)
@@ -182,12 +184,13 @@ class Simulation:
 
     def go(self) -> None:
         """To the end: by the quick loop where that is good for this run, else by the one for all."""
-        if self.is_plain:
-            self._all_join()
-            go_quickly(self)
-        else:
+        if not self.is_plain:
             for _ in self.turns():
                 pass
+            return
+        with policy_failures(self.line, self.policy):
+            self._all_join()
+            go_quickly(self)
 
     @property
     def is_plain(self) -> bool:
@@ -205,6 +208,10 @@ class Simulation:
 
     def turns(self) -> Iterator[None]:
         """The event loop: one entry of the heap after the other."""
+        with policy_failures(self.line, self.policy):
+            yield from self._turns()
+
+    def _turns(self) -> Iterator[None]:
         self._all_join()
         taken, version = 0, 0
         while not self.is_over:
@@ -357,6 +364,11 @@ class Simulation:
                 _, _, spent, minibatches = self.gradients.pop(command.ticket)
                 self.tally.dropped += minibatches
                 self.tally.waste_s += spent
+            case _:
+                raise self.no_command(command)
+
+    def no_command(self, said: object) -> PolicyError:
+        return PolicyError(f"the policy '{self.line}' answers with {said!r}, which is no command")
 
     def _wake(self, _: int, number: int) -> int:
         if number == self.wake:

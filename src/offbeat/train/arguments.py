@@ -30,14 +30,21 @@ _METAVARS = {int: "N", float: "X", bool: "true|false", "sync": "STRATEGY", "slow
 _DEST = "config:"  # before the names in the namespace, so that a command's own never meet them
 
 
-def add_arguments(parser: argparse.ArgumentParser, *, sections: Collection[str] = tuple(_TITLES)) -> None:
-    """Add them all, or those of some sections, in groups; those that are not given leave no trace."""
+def add_arguments(
+    parser: argparse.ArgumentParser, *, sections: Collection[str] = tuple(_TITLES), also: Collection[str] = ()
+) -> None:
+    """Add them all, or those of some sections, in groups; those that are not given leave no trace.
+
+    `also`: fields of the run itself, where the section of the run is left out.
+    """
     groups = {section: parser.add_argument_group(_TITLES[section]) for section in sections}
     for field in all_fields():
         section = field.key.rpartition(".")[0]
-        if get_origin(field.kind) is dict or section not in groups or field.key == "plugins":
+        if get_origin(field.kind) is dict or field.key == "plugins":
             continue  # a dict: by --set; plugins: every command has --plugin
-        group = groups[section]
+        if section not in groups and field.key not in also:
+            continue
+        group = groups.get(section, next(reversed(groups.values())))
         names = [SHORT[field.key]] if field.key in SHORT else []
         several = field.key == "slow"
         group.add_argument(

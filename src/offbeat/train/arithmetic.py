@@ -64,6 +64,8 @@ class Arithmetic:
         if policy is not None and policy.rule.delta:
             corrects = config.staleness == CORRECT
             outer = optimizers.outer_of(policy.outer_optimizer, trainer.optimizer, corrects=corrects)
+            told = optimizers.outer_note(policy.outer_optimizer, outer)
+            trainer.notes += [told] if told else []
         self._whole = config.train.optimizer in WHOLE  # no rule for pieces: torch's own optimizer steps
         no_rule = optimizers.outer_of(Policy.outer_optimizer, trainer.optimizer) if self._whole else None
         self.replica = Replica(

@@ -133,6 +133,9 @@ class SaveConfig(Section, frozen=True, kw_only=True):
     every_epochs: Annotated[Whole, "epochs from checkpoint to checkpoint; 0: only at the end"] = 1
     every_updates: Annotated[Whole, "updates from checkpoint to checkpoint; 0: not in the middle of an epoch"] = 0
     keep: Annotated[Count, "checkpoints that are kept, the latest"] = 3
+    grace_s: Annotated[
+        Above0, "seconds that minibatches under way have after SIGTERM or Ctrl-C; then it ends without saving"
+    ] = 3.0
     tensorboard: Annotated[bool, "write TensorBoard's event files too"] = False
 
 

@@ -52,6 +52,10 @@ from offbeat.train.trainer import Report, Trainer, device_of
 MARK = b"\x1e"  # before a record (RFC 7464)
 # After one of an all-reduce is lost: for the others to come to the same group, and to see it and save what they have.
 FORMING_S, PARTING_S = 1.0, 60.0
+_UNSAVED = (
+    "minibatches take longer than there is time (--save.grace-s): ended without saving; --resume goes on from the last "
+    "checkpoint"
+)
 MOST_LEARNERS = 256  # processes that one machine is asked for
 MOST_BY_DEFAULT = 4  # more take larger steps than small data sets bear
 # What learners load sooner or later, torch's first step of an optimizer the largest of it: a second of work.
@@ -231,6 +235,9 @@ def _launch(start: Start, accounts: Accounts, tell: Callable[[str, str], None]) 
         if record["kind"] == "heeding":
             heeding.add(record["learner"])
             return
+        if record["kind"] == "halted":
+            asked.halted = record["now"]
+            return
         if record["kind"] == "begin":
             lost.patience_s = PARTING_S
         if record["kind"] == "end":
@@ -258,6 +265,9 @@ def _launch(start: Start, accounts: Accounts, tell: Callable[[str, str], None]) 
                     told = True
                     hear({"kind": "note", "text": "asked to stop: saving (once more ends it at once)"})
                     supervisor.ask_to_end()
+                if asked.is_too_long(start.config.save.grace_s):
+                    hear({"kind": "note", "text": _UNSAVED})
+                    raise KeyboardInterrupt if asked.number == signal.SIGINT else SystemExit(128 + asked.number)
                 if lost.is_enough(supervisor.exits):
                     supervisor.kill_learners()
             said = supervisor.finish()
@@ -344,9 +354,22 @@ def _start(supervisor: Supervisor, start: Start) -> TCPStore | None:
 
 
 class _Asked:
+    """Whether a signal has asked for the end."""
+
     def __init__(self) -> None:
         self.number = 0
         self.twice = False
+        self.halted = False  # all learners stand still, and one of them saves
+        self._since_s: float | None = None
+
+    def is_too_long(self, grace_s: float) -> bool:
+        """Whether learners have not come to the end of their minibatches, so that nothing can be saved in time."""
+        if not self.number or self.halted:
+            self._since_s = None
+            return False
+        now = time.monotonic()
+        self._since_s = now if self._since_s is None else self._since_s
+        return now - self._since_s > grace_s
 
 
 @contextmanager

@@ -90,8 +90,12 @@ def staleness_note(config: Config, learners: int, optimizer: torch.optim.Optimiz
         return ""
     rule, (hyper, *_) = optimizers.describe(optimizer)
     damped = optimizers.damped(rule, hyper, policy.damping.now())
-    changed = [f"{name} {hyper[name]:.3g} -> {damped[name]:.3g}" for name in hyper if damped[name] != hyper[name]]
-    return policy.staleness_note(f", {', '.join(changed)}" if changed else "")
+    shown = [(name, f"{hyper[name]:.3g}", f"{damped[name]:.3g}") for name in hyper]
+    changed = [f"{name} {before} -> {after}" for name, before, after in shown if before != after]
+    if not changed:
+        return ""
+    shorter = [f"steps are shortened to {policy.damping.now():.3g} of their length"] if rule == "sgd" else []
+    return policy.staleness_note(", ".join([*shorter, *changed]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,6 +42,7 @@ from offbeat.train.tensorboard import Board
 Report = Callable[[Mapping[str, Any]], None]
 PROGRESS_S = 0.25  # between two records of a learner's progress
 EVALUATED = 256  # samples at a time
+_VERY_STALE = 30  # versions: with steps so short, a training that does not move is no sign of a rate too high
 
 
 @dataclass(slots=True, kw_only=True)
@@ -326,7 +327,14 @@ class Trainer:
         return True
 
     def look(self, at: Standing, parts: Mapping[int, bytes]) -> bool:
-        """Evaluate, save, tell; whether the run is to end now."""
+        """Evaluate, save, tell; whether the run is to end now. Meanwhile all learners stand still."""
+        self.report({"kind": "halted", "now": True})
+        over = self._evaluate_and_save(at, parts)
+        if not over:
+            self.report({"kind": "halted", "now": False})
+        return over
+
+    def _evaluate_and_save(self, at: Standing, parts: Mapping[int, bytes]) -> bool:
         config = self.config
         is_last = at.epoch >= config.train.epochs
         mine = {learner: decode(data) for learner, data in sorted(parts.items())}
@@ -370,6 +378,8 @@ class Trainer:
         config, rate = self.config, self.config.train.rate
         if config.staleness != CORRECT and (self.last.get("staleness") or 0) >= 0.5:
             return "--staleness correct: gradients are stale"
+        if (self.last.get("staleness") or 0) >= _VERY_STALE:
+            return "more epochs, or a strategy with less staleness: steps are as short as gradients are stale"
         lower = f"--train.rate {rate / 10:g} (now {rate:g})"
         if config.train.momentum > 0.95 and config.train.optimizer in ("sgd", "lars"):
             lower += f", --train.momentum 0.9 (now {config.train.momentum:g})"

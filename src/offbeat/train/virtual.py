@@ -361,6 +361,7 @@ class VirtualTrainer(Trainer):
     def _tell_look(self, point: Point) -> None:
         at, spent = self.at, self._spent
         whole = spent.compute_s + spent.send_s + spent.wait_s
+        self._write_last()
         self.last = {
             "kind": "evaluated",
             "epoch": round(self._through / self.samples, 4),
@@ -384,9 +385,12 @@ class VirtualTrainer(Trainer):
         }
         self.look_for_trouble(self._evaluations, ended=False)
         self._evaluations.append(self.last)
-        if self._writes:
-            self._add_metrics()
         self.report(self.last)
+
+    def _write_last(self) -> None:
+        """An evaluation is written when the next one is made, or at the end, when all is known of it."""
+        if self._writes and self._evaluations:
+            self._add_metrics()
 
     def _dropped(self) -> dict[str, int]:
         bad = self.arithmetic.not_finite
@@ -405,6 +409,7 @@ class VirtualTrainer(Trainer):
             self.at.epoch = self.config.train.epochs
         if "sign" not in self.last:
             self.look_for_trouble(self._evaluations[:-1], ended=True)
+        self._write_last()
         self._ended = self._end_record(self.at, "the accuracy is there" if self._stops else "")
         self._ended["simulated"] = True
         if self._writes:
