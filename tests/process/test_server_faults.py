@@ -284,8 +284,9 @@ def test_nothing_stays_behind_when_the_supervisor_is_killed(runs: Nursery, tmp_p
 
 
 def test_processes_that_load_data_go_with_the_supervisor_too(runs: Nursery, tmp_path: Path) -> None:
+    """Learners are programs here: one that was forked, and forks its loaders in turn, was seen to wait for ever."""
     blow = Blow("learner", "compute", 5, "kill the supervisor")
-    ended = runs.run(tmp_path, Order(blows=(blow,), workers=1))[0]
+    ended = runs.run(tmp_path, Order(blows=(blow,), program=True, workers=1, limit_s=120.0))[0]
     assert ended.code == -9 and not ended.result["timed_out"], str(ended)
     check_nothing_left(ended)
 
