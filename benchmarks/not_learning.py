@@ -31,7 +31,7 @@ def sets():
 def offbeat(folder: str, *words: str) -> tuple[str, float]:
     """The warning, if there was one, and the accuracy."""
     done = subprocess.run(
-        [sys.executable, "-m", "offbeat", *words, "--json"],
+        [sys.executable, "-m", "offbeat", words[0], "--json", *words[1:]],
         capture_output=True, text=True, timeout=300, check=False, cwd=folder,
     )  # fmt: skip
     if done.returncode:

@@ -93,6 +93,14 @@ def test_where_most_targets_are_one_class_the_loss_decides() -> None:
     assert found is not None and found.name == "guessing"
 
 
+def test_an_accuracy_that_was_there_and_is_lost_counts_at_the_end() -> None:
+    past = {"epoch": 1, "samples": 100, "accuracy": 0.543, "chance": 0.1, "test_samples": 359}
+    now = {"epoch": 30, "samples": 3000, "accuracy": 0.223, "chance": 0.1, "test_samples": 359}
+    assert sign_of([past, now], ended=False) is None
+    assert sign_of([past, now], ended=True) == Sign("fallen back", "the accuracy fell from 54.3 % (epoch 1) to 22.3 %")
+    assert sign_of([past, now | {"accuracy": 0.5}], ended=True) is None
+
+
 def test_losses_alone_tell_too() -> None:
     falling, flat = [1.0 / (1 + step) for step in range(40)], [1.0, 1.02] * 20
     assert sign_of_losses(falling, 2) is None and sign_of_losses(flat[:7], 2) is None  # too few

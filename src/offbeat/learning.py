@@ -5,6 +5,7 @@
     guessing          the accuracy cannot be told from that of always naming the most frequent class
     as at the start   the mean training loss is no lower than that of the first minibatch
     rising            it is higher than an epoch before, and not small
+    fallen back       at the end the accuracy is far below, and by more than chance, what it was before
 
 A training may begin slowly, so `guessing` and `as at the start` count when they were so an epoch before too, and at the
 end of a run. Evaluations are the records of metrics.jsonl.
@@ -21,6 +22,7 @@ from offbeat.metrics import format_accuracy, interval
 
 _AS_HIGH = 0.95  # of the loss at the start
 _RISE = 1.1  # from one evaluation to the next
+_FALLEN = 0.8  # of the best accuracy
 _MOSTLY = 0.5  # of the targets in one class
 _SMALL = 0.5  # of the loss at the start: below it, a rise is noise
 
@@ -52,7 +54,17 @@ def sign_of(evaluations: Sequence[Mapping[str, Any]], *, ended: bool) -> Sign | 
         return Sign("as at the start", f"training loss {loss:.3g} is no lower than at the start ({start:.3g})")
     if loss is not None and start is not None and last is not None and loss > max(_RISE * last, _SMALL * start):
         return Sign("rising", f"training loss rises: {last:.3g}, then {loss:.3g} ({start:.3g} at the start)")
-    return None
+    return _fallen_back(evaluations) if ended else None
+
+
+def _fallen_back(evaluations: Sequence[Mapping[str, Any]]) -> Sign | None:
+    now, samples = evaluations[-1].get("accuracy"), evaluations[-1].get("test_samples")
+    best = max(evaluations, key=lambda one: one.get("accuracy") or 0.0)
+    highest = best.get("accuracy") or 0.0
+    if now is None or not samples or now > _FALLEN * highest or interval(now, samples)[1] >= highest:
+        return None
+    text = f"the accuracy fell from {100 * highest:.1f} % (epoch {best.get('epoch') or 0:g}) to {100 * now:.1f} %"
+    return Sign("fallen back", text)
 
 
 def sign_of_losses(losses: Sequence[float], first: int) -> Sign | None:
