@@ -302,9 +302,7 @@ class Policy:
 
         `scaling`: by how much the learning rate was multiplied for the gradients that are averaged in an update.
         """
-        added_up: float = 1 if self.rule.delta else self.rule.push_every
-        if self.rule.fetch_every:  # learners step their own copies: of what was applied since, their own part is there
-            added_up *= (self.expect - 1) / self.expect
+        added_up = 1 if self.rule.delta else self.rule.push_every
         self.damping = Damping(expected=self._expected(), scaling=scaling, added_up=added_up, learners=self.expect)
 
     def _expected(self) -> float:

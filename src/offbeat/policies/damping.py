@@ -34,10 +34,10 @@ _DIGITS = 6  # of a damping: it is in the log of every update
 class Damping:
     """The damping of a run's updates, one after the other.
 
-    `scaling`: by how much the learning rate was multiplied; `added_up`: gradients in a push that are new to others.
+    `scaling`: by how much the learning rate was multiplied; `added_up`: gradients in a push.
     """
 
-    def __init__(self, *, expected: float, scaling: float, added_up: float, learners: int) -> None:
+    def __init__(self, *, expected: float, scaling: float, added_up: int, learners: int) -> None:
         self.mean = expected  # staleness
         self._scaled = scaling > 1
         self._length = scaling * added_up  # of a step, in steps of one minibatch
