@@ -332,7 +332,10 @@ def test_the_last_norm_of_every_residual_block_starts_at_zero_and_no_other() -> 
             "k-batch-async:4",
             "staleness 0.75 ((P-1)/K): steps are shortened to 0.25 of their length, momentum 0.9 -> 0.6 ",
         ),
-        ("downpour:push=2,fetch=2", "to 0.1 of their length, momentum 0.9 -> 0 "),
+        (
+            "downpour:push=2,fetch=2",
+            "PUSH): steps are shortened to 0.1 of their length, momentum 0.9 -> 0 ",
+        ),
     ],
 )
 def test_what_staleness_does_to_the_step_is_told_in_one_line(line: str, says: str) -> None:

@@ -147,6 +147,8 @@ class ServedLearner:
         local_step = optimizer.step
         kind = Delta if self._rule.delta else Free if self._rule.fetch_every else Whole
         mode = self._mode = kind(link, parts, self._rule, local_step)
+        if self._rule.fetch_every and mode.arena.setting.corrects:
+            mode.local_step = optimizers.without_velocity(optimizer)
         if kept is not None:
             mode.arena.check_kept(kept)
             mode.kept = kept

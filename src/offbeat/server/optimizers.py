@@ -73,7 +73,7 @@ def damped(rule: str, hyper: Hyper, damping: float) -> Hyper:
     name = "momentum" if rule == "sgd" else "beta1"
     if hyper[name] >= 1:  # steps that never fade: only the rate is left
         return hyper | {"lr": hyper["lr"] * damping}
-    lowered = max(0.0, 1 - (1 - hyper[name]) / damping)
+    lowered = max(0.0, round(1 - (1 - hyper[name]) / damping, 12))
     if rule != "sgd":
         return hyper | {name: lowered}
     rate = hyper["lr"] * damping * (1 - lowered) / (1 - hyper[name])
@@ -96,6 +96,22 @@ def outer_of(outer: Mapping[str, float], optimizer: torch.optim.Optimizer, *, co
         shorter = min(own, sgd["lr"] / (1 - sgd["momentum"]))
         hypers.append(damped("sgd", sgd, 1 / shorter) if shorter > 1 else sgd)
     return hypers
+
+
+def without_velocity(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
+    """The optimizer's step without the momentum of steps before, for a copy whose weights are fetched again and again.
+
+    As in DistBelief, where a learner steps its own copy by rate * gradient: what momentum has gathered along weights
+    that are gone since leads the copy away from what the servers have, and gradients that are computed there with it.
+    """
+    step = optimizer.step
+
+    def plain() -> object:
+        for state in optimizer.state.values():
+            state.pop("momentum_buffer", None)
+        return step()
+
+    return plain
 
 
 def outer_note(outer: Mapping[str, float], hypers: Sequence[Hyper]) -> str:

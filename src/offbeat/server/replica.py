@@ -153,6 +153,12 @@ class Replica:
             version: one for version, one in self.weights.items() if version in versions or version == self.version
         }
 
+    def forget(self, state: str) -> None:
+        """Sets a vector of the optimizer's state back to what it is at first, where the optimizer has it."""
+        for states in self.states:
+            if state in states:
+                states[state].zero_()
+
     def load(self, vector: Tensor) -> None:
         """Go on from these weights; the optimizer's state stays."""
         self.current.copy_(vector)

@@ -293,6 +293,8 @@ class Arithmetic:
             if not rule.delta:
                 accrued = accrued + own.slots[_TRIED]
             trainer.set_rate(version)
+            if not rule.delta and trainer.config.staleness == CORRECT:  # as `optimizers.without_velocity`
+                own.forget("momentum_buffer")
             own.apply([_TRIED], [1.0], optimizers.describe(trainer.optimizer)[1])
             own.keep(())
             total += float(loss) * sum(count for _, _, count in step.batch)
