@@ -283,8 +283,8 @@ def test_nothing_stays_behind_when_the_supervisor_is_killed(runs: Nursery, tmp_p
     print(f"\nsupervisor killed, {at}: all gone after {most:.3f} s at most in {len(found)} runs", flush=True)
 
 
-def test_processes_that_load_data_go_with_the_supervisor_too(runs: Nursery, tmp_path: Path) -> None:
-    """Learners are programs here: one that was forked, and forks its loaders in turn, was seen to wait for ever."""
+def test_loaders_go_too(runs: Nursery, tmp_path: Path) -> None:
+    """Processes that load data go with the supervisor. Its name is short: their sockets lie in a folder of it."""
     blow = Blow("learner", "compute", 5, "kill the supervisor")
     ended = runs.run(tmp_path, Order(blows=(blow,), program=True, workers=1, limit_s=120.0))[0]
     assert ended.code == -9 and not ended.result["timed_out"], str(ended)
@@ -303,9 +303,7 @@ def test_a_run_that_is_told_to_end_ends_and_leaves_nothing_behind(
         check_nothing_left(ended)
 
 
-def test_the_command_itself_with_learners_that_are_programs_survives_a_killed_learner(
-    runs: Nursery, tmp_path: Path
-) -> None:
+def test_programs_survive(runs: Nursery, tmp_path: Path) -> None:
     """As a user starts it, with a process that loads data beside each learner."""
     blow = Blow("learner", "fill", 4, number=1)
     ended = runs.run(tmp_path, Order(blows=(blow,), program=True, workers=1, limit_s=120.0))[0]

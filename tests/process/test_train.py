@@ -176,7 +176,18 @@ def loss(outputs, targets):
 def test_model_data_and_loss_may_be_the_users_own(sync: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MINE, encoding="utf-8")
     own = ["--model.name", "mine:model", "--data.name", "mine:data", "--train.loss", "mine:loss"]
-    small = ["--train.epochs", "3", "--train.batch-size", "8", "--run-dir", "run", "--set", "model.options.width=5"]
+    small = [
+        "--train.epochs",
+        "3",
+        "--rate",
+        "0.05",
+        "--train.batch-size",
+        "8",
+        "--run-dir",
+        "run",
+        "--set",
+        "model.options.width=5",
+    ]
     words = ["train", "digits-softmax", "--sync", sync, "--learners", "2", *own, *small]
     ended = offbeat(tmp_path, *words)
     assert (ended.code, ended.err) == (0, "")
