@@ -15,6 +15,11 @@ from offbeat.policies.base import Policy
 _HOUSE = __name__.partition(".")[0]
 
 
+def is_foreign(policy: Policy) -> bool:
+    """Whether it is from outside this package."""
+    return type(policy).__module__.partition(".")[0] != _HOUSE
+
+
 @contextmanager
 def policy_failures(line: str, policy: Policy) -> Iterator[None]:
     """In it, what a policy raises becomes a `PolicyError`; what this package itself raises stays what it is."""
@@ -23,8 +28,7 @@ def policy_failures(line: str, policy: Policy) -> Iterator[None]:
     except (OffbeatError, Terminated):
         raise
     except (Exception, SystemExit) as error:
-        outside = type(policy).__module__.partition(".")[0] != _HOUSE
-        if not outside and not _is_of(policy, error):
+        if not is_foreign(policy) and not _is_of(policy, error):
             raise
         said = " ".join(str(error).split())
         raise PolicyError(f"the policy '{line}' failed: {type(error).__name__}: {said}") from error
