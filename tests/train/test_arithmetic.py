@@ -444,7 +444,7 @@ def test_every_rate_changes_the_weights() -> None:
     task = small_task(96)
     lines = ["async", "async:rate=inverse", "async:rate=drift:0.001", "async:rate=delay-compensated:2"]
     changes = {**PLAIN, "epochs": 2, "momentum": 0.0}
-    found = [virtually(task, sync=line, learners=5, train=changes) for line in lines]
+    found = [virtually(task, sync=line, learners=5, staleness="keep", train=changes) for line in lines]
     assert {one.points[-1].seconds for one in found} == {found[0].points[-1].seconds}  # the same gradients, in order
     for at, one in enumerate(found):
         assert all(distance(state(one), state(other)) > 1e-4 for other in found[:at])

@@ -15,7 +15,9 @@ such steps, and the damping is
 With t = 0 nothing is shortened, and the linear scaling rule holds. With large t a step is 1 / t of one minibatch's,
 however many gradients are in it: the rule of softsync (Zhang, Gupta, Lian, Liu 2016).
 
-The mean of t is the one that the policy expects at the start, and more and more the one that is measured. What a rate
+The mean of t is the one that the policy expects at the start, and more and more the one that is measured. An update
+whose gradients are older than that counts with their own age: on a busy machine a learner is held up for a while, and
+what it then pushes is the step that makes a loss jump. What a rate
 rule (`rate=inverse`) has taken off already counts: the two together come to the above.
 
 How an optimizer makes its step shorter is its own (`server.optimizers.damped`): SGD lowers its momentum first, since
@@ -50,8 +52,11 @@ class Damping:
         """
         for age in ages:
             self.mean += (age - self.mean) * self._weight
-        return self.now(scale, share if self._scaled else 1.0)
+        return self._at(max(self.mean, sum(ages) / len(ages)), scale, share if self._scaled else 1.0)
 
-    def now(self, scale: float = 1.0, share: float = 1.0) -> float:
+    def now(self) -> float:
+        return self._at(self.mean, 1.0, 1.0)
+
+    def _at(self, staleness: float, scale: float, share: float) -> float:
         length = self._length * share
-        return min(1.0, round(share / ((1 + self.mean * length) * scale), _DIGITS)) if scale > 0 else 1.0
+        return min(1.0, round(share / ((1 + staleness * length) * scale), _DIGITS)) if scale > 0 else 1.0

@@ -42,11 +42,15 @@ class Downpour(EachGradient):
         return (self.send(learner, "it fetches"),)
 
     def expected_staleness(self, learners: int) -> Staleness:
-        """A learner computes on while its weights are under way, and a push is as old as the oldest in it."""
+        """A learner computes on while its weights are under way, and a push is as old as the oldest in it.
+
+        Its own pushes since count too: the weights that come are without those on their way.
+        """
         push, fetch = self.rule.push_every, self.rule.fetch_every
-        minibatches = 1.5 + (fetch - 1) / 2 + (push - 1)
-        formula = "about (P-1) (3/2 + (FETCH-1)/2 + PUSH-1) / PUSH"
-        return estimated((learners - 1) * minibatches / push, formula)
+        own = 1 + (fetch - 1) / 2
+        others = (learners - 1) * (own + push - 1 / 2)
+        formula = "about ((P-1) (3/2 + (FETCH-1)/2 + PUSH-1) + 1 + (FETCH-1)/2) / PUSH"
+        return estimated((others + own) / push, formula)
 
     def expected_update(self, learners: int, times: ComputeTimes) -> UpdateTime | None:
         return of_flow(self.rule.push_every, learners, times)
