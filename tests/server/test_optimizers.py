@@ -14,7 +14,7 @@ from torch import Tensor
 
 from offbeat.errors import RequestError
 from offbeat.server import optimizers
-from offbeat.server.optimizers import RULES, Hyper, describe, state_names, update
+from offbeat.server.optimizers import RULES, Hyper, describe, notes_of, state_names, update
 
 Options = dict[str, Any]
 Case = tuple[str, Options]
@@ -340,7 +340,7 @@ def test_a_subclass_is_refused_by_its_name() -> None:
 
 @pytest.mark.parametrize(
     ("rule", "option"),
-    [*product(RULES, ["fused", "differentiable"]), *product(["adam", "adamw"], ["capturable"])],
+    [*product(RULES, ["differentiable"]), *product(["adam", "adamw"], ["capturable"])],
 )
 def test_an_option_that_shards_cannot_keep_is_refused_by_name(rule: str, option: str) -> None:
     groups: list[Options] = [
@@ -351,6 +351,14 @@ def test_an_option_that_shards_cannot_keep_is_refused_by_name(rule: str, option:
     name = type(optimizer).__name__
     with pytest.raises(RequestError, match=f"^{name} cannot run .* with {option}=True, since .*; leave {option} out$"):
         describe(optimizer)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_fused_optimizer_runs_by_its_plain_rule_with_a_note(rule: str) -> None:
+    plain, fused = (OPTIMIZERS[rule]([{"params": [torch.nn.Parameter(torch.zeros(2))]}]) for _ in range(2))
+    fused.param_groups[0]["fused"] = True
+    assert describe(fused) == describe(plain)
+    assert notes_of(plain) == () and "the servers run the plain rule" in notes_of(fused)[0]
 
 
 def test_an_unknown_rule_is_refused_with_the_nearest() -> None:

@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from offbeat.collectives import choice, rendezvous
 from offbeat.collectives.counters import Stats
-from offbeat.collectives.options import Options
+from offbeat.collectives.options import Options, mark_joined
 from offbeat.collectives.process_group import OffbeatGroup
 from offbeat.errors import OffbeatError, RequestError
 from offbeat.strategy import AUTO, NATIVE
@@ -23,6 +23,7 @@ def create(given: Any, options: Any) -> dist.ProcessGroup:
     Without any, the first group does as the environment says; others do as the first one, but for a strategy that does
     not fit their number of ranks (a torus of all ranks, in a group of some): that becomes `auto`.
     """
+    mark_joined()
     rank, ranks = given.group_rank, given.group_size
     names = list(given.global_ranks_in_group) or list(range(ranks))
     try:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from offbeat import spec as grammar
 from offbeat.errors import RequestError
 
 STRATEGY, MOVE, ARENA = "OFFBEAT_STRATEGY", "OFFBEAT_MOVE", "OFFBEAT_ARENA"
 _SMALLEST_ARENA = 64 * 1024
+
+
+def mark_joined() -> None:
+    """Tell `offbeat run` that its script has become a learner."""
+    told = os.environ.get("OFFBEAT_JOINED")
+    if told is not None:
+        with contextlib.suppress(OSError):
+            Path(told).touch()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

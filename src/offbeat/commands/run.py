@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,7 +73,8 @@ def _run(given: argparse.Namespace) -> None:
     from offbeat.server.slowness import parse
 
     parse(given.slow, given.learners)
-    with terminable():
+    with terminable(), tempfile.TemporaryDirectory(prefix="offbeat-run-") as folder:
+        given.joined = Path(folder) / "joined"
         if reduces:
             _run_ranks(given)
         else:
@@ -125,12 +127,18 @@ def _supervise(given: argparse.Namespace, plan: Plan, of_ranks: Callable[[], dic
     summary["exits"] = {str(learner): code for learner, code in sorted(exits.items())}
     summary["restarts"] = supervisor.recoveries
     _tell_end(given, summary)
-    failed = [learner for learner, code in exits.items() if code]
+    failed = {learner: code for learner, code in exits.items() if code}
+    if not failed and not given.joined.exists():
+        raise RequestError(
+            f"run: {Path(given.script).name} never called offbeat.join(): {given.learners} copies of it ran, each by "
+            "itself"
+        )
     if plan.store_port is None and (said is None or summary.get("unfinished")):
         raise OffbeatError("run: the last updates were not made: the servers did not answer")
     if failed:
         names = ", ".join(map(str, sorted(failed)))
-        raise OffbeatError(f"run: {count_of(len(failed), 'learner')} failed: {names}")
+        kind = RequestError if set(failed.values()) == {RequestError.exit_code} else OffbeatError
+        raise kind(f"run: {count_of(len(failed), 'learner')} failed: {names}")
 
 
 def _run_ranks(given: argparse.Namespace) -> None:
@@ -163,7 +171,8 @@ def _words(given: argparse.Namespace) -> list[str]:
 
 def _environment(given: argparse.Namespace) -> dict[str, str]:
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(given.threads))
-    own = {"OFFBEAT_SYNC": given.sync, "OFFBEAT_SEED": str(given.seed), "OFFBEAT_SLOW": " ".join(given.slow)}
+    own = {"OFFBEAT_JOINED": str(given.joined)}
+    own |= {"OFFBEAT_SYNC": given.sync, "OFFBEAT_SEED": str(given.seed), "OFFBEAT_SLOW": " ".join(given.slow)}
     return {**os.environ, **threads, **own}
 
 

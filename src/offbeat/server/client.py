@@ -18,6 +18,8 @@ from offbeat.server.wire import (
     TO_LEARNER,
     Ask,
     Bye,
+    Call,
+    Called,
     Cancel,
     Fenced,
     Fetched,
@@ -29,6 +31,7 @@ from offbeat.server.wire import (
     Hyper,
     Lease,
     Message,
+    Pause,
     Push,
     Refused,
     Rest,
@@ -65,14 +68,17 @@ class Client:
         self.leases: tuple[Lease, ...] = ()  # of the minibatch that is open
         self.granted: Granted | None = None
         self.weights: Weights | None = None
+        self.called: Called | None = None
         self.rest: Rest | None = None  # that it was called to, and has not come to yet
         self.over = False  # the run is
         self._rests = (0, False)  # the last one that it has come to, and whether it led it
         self._rested: Rested | None = None  # it stands still
         self.halting = False  # it wants the run to end
+        self.pausing = False  # it wants a rest that it leads
         self._answer: Push | Stop | Seeded | None = None
         self._want: Want | None = None
         self._ask: Ask | None = None
+        self._call: Call | None = None
         self._fetched: tuple[Fetched, ...] = ()  # the last ones
         self._seeds = True  # it may still be asked for the initial weights
         self._numbers = 0
@@ -108,6 +114,11 @@ class Client:
                 self._want, self.granted = None, message
                 self.void = max(self.void, message.void)
                 self._forget_void()
+        elif isinstance(message, Called):
+            if self._call is not None and message.number == self._call.number:
+                self._call, self.called = None, message
+                self.void = max(self.void, message.void)
+                self._forget_void()
         elif isinstance(message, Rest):
             if (message.number, message.lead) > self._rests:
                 self.rest = message
@@ -138,8 +149,8 @@ class Client:
         self.before = self.incarnation or self.before
         self.nonce = next(self.nonces)
         self.incarnation = self.seq = self.void = 0
-        self.go = self.granted = self.weights = None
-        self._answer = self._want = self._ask = self._rested = self.rest = None
+        self.go = self.granted = self.weights = self.called = None
+        self._answer = self._want = self._ask = self._call = self._rested = self.rest = None
         self._rests = (0, False)
         self._fetched = ()
         self.working = self.must_seed = self.fenced = False
@@ -247,6 +258,17 @@ class Client:
         self.granted = None
         return [self._want]
 
+    @property
+    def calls(self) -> bool:
+        """Whether it has made a call as the incarnation that it is, answered or not."""
+        return self._call is not None or self.called is not None
+
+    def call(self, number: int, what: str, data: bytes) -> list[Message]:
+        """To the other learners; without `what` its answer is not waited for any more."""
+        call = Call(self.learner, self.incarnation, number, what, data, 0 if self.working else self.seq)
+        self._call, self.called = call if what else None, None
+        return [call] if self.incarnation else []
+
     def give_back(self, leases: tuple[int, ...], *, unused: bool = False) -> list[Message]:
         here = self.incarnation and not self.gone
         return [GiveBack(self.learner, self.incarnation, leases, unused)] if here else []
@@ -256,6 +278,7 @@ class Client:
         rest, self.rest = self.rest, None
         if rest is not None:
             self._rests = rest.number, rest.lead
+            self.pausing = self.pausing and not rest.lead
         return rest
 
     def rested(self, rest: Rest, *, stop: bool = False) -> list[Message]:
@@ -274,6 +297,11 @@ class Client:
         self.halting = True
         return [Halt(self.learner, self.incarnation)] if self.incarnation and not self.over else []
 
+    def pause(self) -> list[Message]:
+        """A rest is wanted that it leads. Said again until it does."""
+        self.pausing = True
+        return [Pause(self.learner, self.incarnation)] if self.incarnation and not self.over else []
+
     def bye(self) -> list[Message]:
         said: list[Message] = [Bye(self.learner, self.incarnation)] if self.incarnation and not self.gone else []
         self.gone = True
@@ -287,7 +315,8 @@ class Client:
             return []
         said: list[Message] = [] if self.working or self.go is not None else [self._hello()]
         if self.incarnation:
-            asked = (*self._fetched, self._answer, self._want, self._ask, self._rested)
+            asked = (*self._fetched, self._answer, self._want, self._ask, self._call, self._rested)
             said += [one for one in asked if one is not None]
             said += self.halt() if self.halting else []
+            said += self.pause() if self.pausing else []
         return said

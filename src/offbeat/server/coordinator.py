@@ -29,6 +29,7 @@ from offbeat.policies import Asked, Command, Drop, Event, Joined, Left, Pushed, 
 from offbeat.policies import Cancel as CancelCommand
 from offbeat.policies import Woke as WokeEvent
 from offbeat.policies.replay import decision
+from offbeat.server.calls import Calls
 from offbeat.server.desk import Desk
 from offbeat.server.guard import GuardedPolicy
 from offbeat.server.lanes import Work
@@ -44,6 +45,7 @@ from offbeat.server.wire import (
     OUTPUT,
     Ask,
     Bye,
+    Call,
     Cancel,
     Committed,
     Done,
@@ -55,6 +57,7 @@ from offbeat.server.wire import (
     Gone,
     Halt,
     Hello,
+    Pause,
     Push,
     Ready,
     Refused,
@@ -84,6 +87,7 @@ class Coordinator(Lending):
         self.policy = self.guard.policy
         self.wake = PendingWake()
         self.rests = Rests(setting)
+        self.calls = Calls()
         self.gradients: dict[int, Gradient] = {}
         self.ticket = 0
         self.table = ""
@@ -111,6 +115,8 @@ class Coordinator(Lending):
             GiveBack: self._give_back,
             Rested: self._rested,
             Halt: self._halt,
+            Pause: self._pause,
+            Call: self._call,
             Bye: self._bye,
             Gone: self._gone,
             Silent: self._silent,
@@ -229,10 +235,11 @@ class Coordinator(Lending):
         if not row.here:
             return
         row.here = False
+        self.rests.askers.discard((row.learner, row.incarnation))
         self.counts[f"gone: {why}"] += 1
         self._out.append(Fence(row.learner, row.incarnation))
         self.desk.clear(row, may_wake=may_wake)
-        row.go = row.want = row.weights = None
+        row.go = row.want = row.weights = row.call = None
         if self.book is not None:
             for lease in self.book.lose(row.learner):
                 self.samples["computed again: lost with its learner"] += lease.count
@@ -519,7 +526,7 @@ class Coordinator(Lending):
         while True:
             measured = {push.learner for push, _ in self.inbox}
             for row in self.rows.values():
-                if row.want is not None and row.learner not in measured:
+                if (row.want is not None or row.call is not None) and row.learner not in measured:
                     self._unseat(row)  # the others need not wait for it; what it has pushed counts
             if not self.rests.holds_back:
                 self._out += desk.give_out(self.rows.values())
@@ -528,8 +535,39 @@ class Coordinator(Lending):
                 pieces = self.inbox[0][1].pieces
                 desk.add(Work(tickets=(), reads=(tuple(buffer for buffer, _ in pieces),), drift=True))
             self._out += desk.start(only_behind=self.rests.due)
-            if not self._serve_waiting() and not self._hold_rest():
+            if not self._serve_waiting() and not self._answer_calls() and not self._hold_rest():
                 return
+
+    # --- calls of learners to each other ----------------------------------------------------------------------------
+
+    def _call(self, message: Call) -> None:
+        row = self._known(message)
+        if row is None or (row.call is not None and message.number <= row.call.number and message.what):
+            return  # it waits already, or this is an old one
+        if not message.what:  # it waits no longer
+            if row.call is not None and row.call.number == message.number:
+                row.call = None
+                if not row.seated:
+                    self._seat(row)
+            return
+        answer = self.calls.again(row, message.number)
+        if answer is not None:
+            self._out.append(answer)
+        elif message.seq not in row.versions:  # else what it said before has not come yet
+            row.call = message
+
+    def _answer_calls(self) -> bool:
+        """The call that all have made. They go on together, with the same version."""
+        served = self.calls.next([row for row in self.rows.values() if row.here]) if self.seeded else []
+        for row in served:
+            answer = self.calls.again(row, self.calls.last)
+            assert answer is not None
+            row.call = None
+            self._out.append(answer)
+        for row in served:
+            if not row.seated:
+                self._seat(row)
+        return bool(served)
 
     # --- rests ------------------------------------------------------------------------------------------------------
 
@@ -551,6 +589,11 @@ class Coordinator(Lending):
     def _halt(self, message: Halt) -> None:
         if self._known(message) is not None:
             self.rests.halt()
+
+    def _pause(self, message: Pause) -> None:
+        row = self._known(message)
+        if row is not None:
+            self.rests.want(row)
 
     def _hold_rest(self) -> bool:
         """Call all to rest, if one is due; and when they do, somebody to lead. Whether it has ended for want of any."""

@@ -105,7 +105,7 @@ class LeasedLoader:
     """
 
     def __init__(self, loader: DataLoader[Any], source: Source, *, seed: int) -> None:
-        if why := _why_local(loader):
+        if why := why_local(loader):
             raise RequestError(f"this loader cannot be leased, since {why}; `wrap` makes it a LocalLoader")
         batches = loader.batch_sampler if type(loader.batch_sampler) is BatchSampler else None
         sampler: Any = batches.sampler if batches is not None else loader.sampler  # Any: one of the two just asked for
@@ -296,12 +296,12 @@ def wrap(loader: Any, source: Source, *, seed: int) -> LeasedLoader | LocalLoade
         return loader
     if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
         raise RequestError(f"a loader is something to iterate over, such as a DataLoader; this is {loader!r}")
-    if why := _why_local(loader):
+    if why := why_local(loader):
         return LocalLoader(loader, source, why=why)
     return LeasedLoader(loader, source, seed=seed)
 
 
-def _why_local(loader: Any) -> str:
+def why_local(loader: Any) -> str:
     """Why positions of a permutation cannot stand for this loader's batches; nothing if they can."""
     if not isinstance(loader, DataLoader):
         return f"it is no DataLoader but a {type(loader).__name__}"

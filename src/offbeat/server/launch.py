@@ -13,13 +13,17 @@ import json
 import os
 import subprocess
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import TCPStore
 
+from offbeat.collectives.options import mark_joined
 from offbeat.errors import OffbeatError, RequestError, unknown
 from offbeat.policies import create
 from offbeat.policies.damping import CORRECT, KEEP
@@ -41,6 +45,8 @@ def join(
     the steps of stale gradients, "keep" leaves them as the optimizer says. Learners use one torch thread each; with
     `threads` None that is left alone.
     """
+    _end_requests_in_one_line()
+    mark_joined()
     if threads is not None:
         torch.set_num_threads(threads)
     told = os.environ
@@ -50,9 +56,31 @@ def join(
         raise unknown("staleness", staleness, (CORRECT, KEEP))
     slow = tuple(told.get("OFFBEAT_SLOW", "").split())
     seed = int(told.get("OFFBEAT_SEED", "0"))
+    learner: ServedLearner | ReducedLearner
     if reduces:
-        return ReducedLearner(line, slow=slow, seed=seed)
-    return join_run(line, servers=servers, slow=slow, seed=seed, setting={"corrects": staleness == CORRECT})
+        learner = ReducedLearner(line, slow=slow, seed=seed)
+        _end_requests_in_one_line()  # making a process group has replaced it
+    else:
+        learner = join_run(line, servers=servers, slow=slow, seed=seed, setting={"corrects": staleness == CORRECT})
+    learner.says_notes = learner.number == 0
+    return learner
+
+
+def _end_requests_in_one_line() -> None:
+    """A `RequestError` that nobody catches ends the program as it ends a command: one line, and exit code 2."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not issubclass(kind, RequestError):
+            before(kind, error, trace)
+            return
+        ours = Path(__file__).parent.parent
+        frames = [frame for frame in traceback.extract_tb(trace) if ours not in Path(frame.filename).parents]
+        where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: " if frames else ""
+        print(f"offbeat: {where}{error}", file=sys.stderr)
+        raise SystemExit(kind.exit_code)  # what an excepthook raises so is the program's exit code
+
+    sys.excepthook = hook
 
 
 def join_run(line: str, *, servers: int, slow: Sequence[str], seed: int, setting: Mapping[str, Any]) -> ServedLearner:

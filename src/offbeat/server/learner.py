@@ -24,17 +24,19 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from offbeat.errors import OffbeatError, RequestError
+from offbeat.errors import OffbeatError, PeerError, RequestError
 from offbeat.leases import Answer, Lease
 from offbeat.policies import LearnerRule, create
-from offbeat.server import data, optimizers
+from offbeat.server import data, optimizer_state, optimizers
+from offbeat.server.calls import MOST_DATA_BYTES
 from offbeat.server.client import Client
 from offbeat.server.hooks import Cancelled, Hooks
 from offbeat.server.link import Link
 from offbeat.server.modes import Delta, Free, Mode, Report, Whole
 from offbeat.server.slowness import Slowness
-from offbeat.server.table import parts_of, table_of
-from offbeat.server.wire import Granted, Rest
+from offbeat.server.table import DTYPES, Parts, Table, parts_of, table_of
+from offbeat.server.talk import Talks
+from offbeat.server.wire import Called, Granted, Rest
 
 
 class Minibatch:
@@ -58,7 +60,7 @@ class Minibatch:
         return kind is not None and issubclass(kind, Cancelled)
 
 
-class ServedLearner:
+class ServedLearner(Talks):
     """See the module's text."""
 
     def __init__(
@@ -76,7 +78,6 @@ class ServedLearner:
         self.strategy = line
         self.number = number  # of this learner, from 0
         self.learners = learners
-        self.notes: tuple[str, ...] = ()
         self._door, self._token = door, token
         self._at_end = at_end
         policy = create(line, expect=learners)
@@ -85,6 +86,11 @@ class ServedLearner:
         self._outer = policy.outer_optimizer
         self._slowness = Slowness(slow, learner=number, learners=learners, seed=seed) if slow else None
         self.at_rest: Callable[[Rest], bool] | None = None  # what is to be done in a rest; True ends the run
+        self._in_pause: Callable[[], object] | None = None  # what is to be done in one that this learner asked for
+        self._given: Mapping[str, Any] | None = None  # by `load_state_dict`, until `prepare`
+        self._trains: tuple[nn.Module, torch.optim.Optimizer, Parts] | None = None
+        self._loader: data.LeasedLoader | data.LocalLoader | None = None
+        self._calls = 0  # to the other learners
         self._link: Link | None = None
         self._halt_wanted = self._has_begun = False
         self._mode: Mode | None = None
@@ -94,6 +100,7 @@ class ServedLearner:
         self._last_cancelled = False
         self.pushed_s = 0.0  # when it has last pushed, by the monotonic clock
         self._inside = False  # `with learner.minibatch()`
+        self._has_entered = False  # one of these, ever
         self._since_s = 0.0  # when the last step ended
         self._pid = os.getpid()
         self._describe: Callable[[], tuple[optimizers.Hyper, ...]] = tuple
@@ -128,6 +135,9 @@ class ServedLearner:
             raise RequestError(f"clip_norm is above 0; got {clip_norm}")
         if in_place and (self._rule.delta or self._rule.fetch_every):
             raise RequestError(f"in_place is not for '{self.strategy}': its learners make steps of their own")
+        if self._given is not None:
+            model.load_state_dict(self._given["model"])
+            optimizer.load_state_dict(self._given["optimizer"])
         parts, groups = parts_of(model, optimizer)
         rule, hypers = optimizers.describe(optimizer)
         if self._rule.delta:
@@ -149,6 +159,7 @@ class ServedLearner:
         mode = self._mode = kind(link, parts, self._rule, local_step)
         if self._rule.fetch_every and mode.arena.setting.corrects:
             mode.local_step = optimizers.without_velocity(optimizer)
+        kept = self._kept(kept, parts, optimizer, table)
         if kept is not None:
             mode.arena.check_kept(kept)
             mode.kept = kept
@@ -166,9 +177,8 @@ class ServedLearner:
             cancelled=self._is_cancelled_here,
             keeps_buffers=self._cancels,
         )
-        self.notes += self._hooks.notes
-        if optimizer.state and kept is None and not self._rule.delta and not self._rule.fetch_every:
-            self.notes += ("the optimizer's state is not taken over: the servers begin without any",)
+        self.notes += (*(self._hooks.notes if self._cancels else ()), *optimizers.notes_of(optimizer))
+        self._trains = model, optimizer, parts
         mode.come()
         self._has_begun = True
         link.halt_wanted = self._halt_wanted
@@ -180,11 +190,36 @@ class ServedLearner:
             wrapped = data.wrap(loader, source, seed=link.admission.seed)
             source.of = wrapped.samples if isinstance(wrapped, data.LeasedLoader) else 0
             self.notes += wrapped.notes
+            if self._given is not None:
+                wrapped.epoch = self._given["epoch"]
+            self._loader = wrapped
             given.append(wrapped)
         if scheduler is not None:
             self._over_versions(scheduler)
             given.append(scheduler)
+        self._given = None
+        self._say_notes()
         return tuple(given)
+
+    def _kept(
+        self, kept: Mapping[str, Tensor] | None, parts: Parts, optimizer: torch.optim.Optimizer, table: Table
+    ) -> Mapping[str, Tensor] | None:
+        """What the servers begin with, if not with fresh state: what is given, or the state that the optimizer has."""
+        if kept is not None:
+            return kept
+        if self._rule.delta:
+            outer = (self._given or {}).get("outer")
+            return (
+                None
+                if outer is None
+                else {**optimizer_state.to_vectors(parts.trained, {}, (), DTYPES[table.dtype]), **outer}
+            )
+        if not any(optimizer.state.values()):
+            return None
+        found = optimizer_state.to_vectors(parts.trained, optimizer.state, table.states, DTYPES[table.dtype])
+        if not self._rule.fetch_every:
+            optimizer.state.clear()  # from now on it is the servers'
+        return found
 
     def _replace_step(self, optimizer: torch.optim.Optimizer, local_step: Any, trained: Sequence[nn.Parameter]) -> None:
         """`optimizer.step` is ours from now on; a scheduler, made before or after, finds what it looks for."""
@@ -207,14 +242,17 @@ class ServedLearner:
 
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # as torch marks the steps it has wrapped
         optimizer.step = step  # type: ignore[method-assign]  # the point of it
+        if not self._rule.delta:  # there the learner's own optimizer is the one that counts
+            optimizer.state_dict = self._state_of_servers  # type: ignore[method-assign]
+        optimizer.load_state_dict = _too_late  # type: ignore[method-assign, assignment]
 
     def _over_versions(self, scheduler: Any) -> None:
         if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             raise RequestError("ReduceLROnPlateau counts what you measure, not versions: keep it out of prepare")
-        one_step = scheduler.step
+        one_step, before = scheduler.step, scheduler.last_epoch  # steps of a run that this one goes on from
 
         def step(*given: Any) -> None:
-            while scheduler.last_epoch < self.version:
+            while scheduler.last_epoch < before + self.version:
                 one_step(*given)
 
         scheduler.step = step
@@ -252,7 +290,7 @@ class ServedLearner:
             self._last_cancelled = False
         minibatch.began_s = self._now.began_s if self._now is not None else time.monotonic()
         self._now = minibatch
-        self._inside = True
+        self._inside = self._has_entered = True
         hooks.begin()
 
     def _leave(self, minibatch: Minibatch, kind: type[BaseException] | None) -> None:
@@ -322,9 +360,123 @@ class ServedLearner:
             self._batch = batch
             raise
 
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a run goes on from, as the servers have it now: weights, optimizer state, version and epoch.
+
+        One learner is enough to ask: all others stand still for a moment. Any line can go on from it, with
+        `load_state_dict` before `prepare`.
+        """
+        kept, version = self._current()
+        model, optimizer, parts = self._trained()
+        weights = {id(p): p.detach().clone() for p in parts.trained}
+        self._ready()[0].arena._walk(kept["weights"], list(weights.values()), into_vector=False)
+        named = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
+        whole = model.state_dict()
+        for name, identity in named.items():
+            if identity in weights and name in whole:
+                whole[name] = weights[identity]
+        found = {
+            "strategy": self.strategy,
+            "version": version,
+            "epoch": 0 if self._loader is None else self._loader.epoch,
+            "model": {
+                name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in whole.items()
+            },
+            "optimizer": optimizer.state_dict() if self._rule.delta else self._packed(kept),
+        }
+        if self._rule.delta:
+            found["outer"] = {name: vector for name, vector in kept.items() if name != "weights"}
+        return found
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave, of this line or another. Before `prepare`, on all learners alike."""
+        if self._link is not None:
+            _too_late()
+        missing = {"model", "optimizer", "version", "epoch"} - state.keys()
+        if missing:
+            raise RequestError(f"this is not what learner.state_dict() gave: {', '.join(sorted(missing))} is missing")
+        self._given = state
+
+    def _state_of_servers(self) -> dict[str, Any]:
+        """What `optimizer.state_dict()` gives now."""
+        return self._packed(self._current()[0])
+
+    def _packed(self, kept: Mapping[str, Tensor]) -> dict[str, Any]:
+        """The servers' state as torch's own optimizer would pack it."""
+        _, optimizer, parts = self._trained()
+        own = dict(optimizer.state)
+        counts = not isinstance(optimizer, torch.optim.SGD)
+        try:
+            optimizer.state.clear()
+            optimizer.state.update(optimizer_state.from_vectors(parts.trained, kept, counts=counts))
+            return type(optimizer).state_dict(optimizer)
+        finally:
+            optimizer.state.clear()
+            optimizer.state.update(own)
+
+    def _current(self) -> tuple[dict[str, Tensor], int]:
+        """Weights and state of the servers, and their version, in a rest that this learner asks for and leads."""
+        link, mode, _ = self._ready()
+        if self._now is not None:
+            raise RequestError("the servers' state is asked for between minibatches, not inside one")
+        mode.flush()
+        found: list[tuple[dict[str, Tensor], int]] = []
+        self._in_pause = lambda: found.append((self.snapshot(), link.arena.committed(0)[0].get()))
+        while True:
+            link.say(lambda client: client.pause())
+            link.wait(lambda client: True if found or client.fenced else None, "all to stand still", rests=True)
+            if found and not self.is_given_up:
+                self._in_pause = None
+                return found[0]
+            found.clear()
+            mode.step_aside()
+            link.wait(lambda client: client.incarnation or None, "joining again")
+
+    def _trained(self) -> tuple[nn.Module, torch.optim.Optimizer, Parts]:
+        self._ready()
+        assert self._trains is not None
+        return self._trains
+
+    # --- the other learners -----------------------------------------------------------------------------------------
+
+    def _exchange(self, what: str, data: bytes, timeout_s: float) -> dict[int, bytes]:
+        link, mode, _ = self._ready()
+        if self._now is not None:
+            raise RequestError(f"{what} is called between minibatches, not inside one")
+        most = MOST_DATA_BYTES // self.learners
+        if len(data) > most:
+            raise RequestError(f"{what}: {len(data)} bytes; each of {self.learners} learners may give {most}")
+        mode.flush()
+        self._calls += 1
+        number, end_s = self._calls, time.monotonic() + timeout_s
+        try:
+            while True:
+                link.wait(lambda client: client.incarnation or None, "joining again")
+                link.say(lambda client: client.call(number, what, data))
+                left_s = max(0.0, end_s - time.monotonic())
+                answer = link.wait(
+                    _called_or_again, f"the other learners at call {number} ({what})", left_s, rests=True
+                )
+                if isinstance(answer, Called):
+                    break
+                if link.client.fenced:
+                    mode.step_aside()
+        except PeerError:
+            link.say(lambda client: client.call(number, "", b""))
+            raise
+        if answer.error:
+            raise RequestError(answer.error)
+        if not self._has_entered:  # the next minibatch begins without a word
+            mode.begin()
+        return dict(answer.data)
+
     # --- rests --------------------------------------------------------------------------------------------------------
 
     def _rest(self, rest: Rest) -> bool:
+        if rest.lead and self._in_pause is not None:
+            self._in_pause()
         return self.at_rest is not None and self.at_rest(rest)
 
     @property
@@ -426,6 +578,15 @@ class _Batch:
 def _grant_or_again(client: Client) -> Granted | str | None:
     """An answer to what it wants; or that it has to ask again, since it was given up."""
     return "again" if client.fenced or not client.wants else client.granted
+
+
+def _called_or_again(client: Client) -> Called | str | None:
+    """The same of a call to the other learners."""
+    return "again" if client.fenced or not client.calls else client.called
+
+
+def _too_late(*_: Any) -> None:
+    raise RequestError("the servers have their state since learner.prepare: load what was saved before it")
 
 
 class _Source:

@@ -55,6 +55,13 @@ def describe(optimizer: torch.optim.Optimizer) -> tuple[str, list[Hyper]]:
     return name, hypers
 
 
+def notes_of(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """What the servers do otherwise than this optimizer would."""
+    if any(group.get("fused") for group in optimizer.param_groups):
+        return ("fused=True is for the learner's own device: the servers run the plain rule, which rounds otherwise",)
+    return ()
+
+
 def state_names(rule: str, hypers: Sequence[Hyper]) -> tuple[str, ...]:
     """The vectors kept for every parameter: all that any group needs. One that a group does not use is zeros there."""
     vectors = _rule(rule).vectors
@@ -266,9 +273,9 @@ RULES = {
 }
 _NAMES = {rule.optimizer: name for name, rule in RULES.items()}  # exact types: a subclass may do anything
 
-# Options that no shard supports, and why. foreach is no such option: on CPU it gives the same bits.
+# Options that no shard supports, and why. foreach and fused are no such options: they are other ways to the same step
+# (foreach gives the same bits on CPU, fused rounds otherwise: `notes_of`).
 _UNSUPPORTED = {
-    "fused": "torch's fused kernel rounds otherwise than its plain one, which the shards match bit for bit",
     "differentiable": "no derivative can be taken through a server",
     "capturable": "it is made for CUDA graphs, and a shard is updated on CPU",
 }

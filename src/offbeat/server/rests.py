@@ -31,6 +31,7 @@ class Rests:
         self.at_epoch_end = False  # this one is due since an epoch has ended
         self.number = 0  # of the rest that is due, or was last
         self.halting = False  # somebody wants the run to end
+        self.askers: set[Stay] = set()  # learners that want to lead a rest
         self.over = False
         self.epoch = 0  # the latest that was seen
         self.lead: Stay | None = None
@@ -53,6 +54,11 @@ class Rests:
     def halt(self) -> None:
         """The run is to end, after a rest."""
         self.halting = True
+        self.begin()
+
+    def want(self, row: Row) -> None:
+        """A learner wants a rest that it leads."""
+        self.askers.add((row.learner, row.incarnation))
         self.begin()
 
     def look_at(self, epoch: int) -> None:
@@ -85,25 +91,29 @@ class Rests:
         if self.lead is not None and any((row.learner, row.incarnation) == self.lead for row in here):
             return None
         self.began_s = at_s if self.lead is None else self.began_s  # one that led and died: it goes on
-        self.lead = here[0].learner, here[0].incarnation
+        lead = next((row for row in here if (row.learner, row.incarnation) in self.askers), here[0])
+        self.lead = lead.learner, lead.incarnation
         self._told = self.at_epoch_end, self.halting
-        return here[0]
+        return lead
 
     def leads(self, row: Row) -> bool:
         return row.here and self.lead == (row.learner, row.incarnation)
 
     def end(self, at_s: float, *, stop: bool) -> None:
         """The leader is through. What it could not know of, since it came later, is for another rest."""
+        if self.lead is not None:
+            self.askers.discard(self.lead)
         knew_of_end, knew_of_halt = self._told
         missed_end = self.at_epoch_end and not knew_of_end
         self._close(at_s)
         self.over = stop or (self.halting and knew_of_halt)
-        if not self.over and (missed_end or self.halting):
+        if not self.over and (missed_end or self.halting or self.askers):
             self.begin()
             self.at_epoch_end = missed_end
 
     def drop(self, at_s: float) -> None:
         """Nobody is left to rest."""
+        self.askers.clear()
         self._close(at_s)
         self.over = self.halting
 

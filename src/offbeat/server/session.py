@@ -8,7 +8,7 @@ from typing import Any
 from offbeat.errors import RequestError
 from offbeat.policies import Policy, create
 from offbeat.policies.memory import Vectors, keeps_reads, vectors_of
-from offbeat.server.wire import Go, Granted, Hyper, Want, Weights
+from offbeat.server.wire import Call, Go, Granted, Hyper, Want, Weights
 
 MOST_SLOTS = 1_000_000  # for gradients, of a run
 NONCES_KEPT = 64  # of each learner: a Hello that was long on its way is no newcomer
@@ -104,6 +104,7 @@ class Row:
         self.wanted = 0  # number of the latest Want
         self.want: Want | None = None  # that waits
         self.granted: Granted | None = None
+        self.call: Call | None = None  # that waits
         self.bad = 0
         self.called = self.rested = 0  # the last rests that it was called to, and has come to
         self.hyper: tuple[Hyper, ...] = ()

@@ -41,6 +41,8 @@ def _waits_for(coordinator: Coordinator, row: Row) -> str:
     held = coordinator.gradients.values()
     if row.grant is not None:
         return f"room for its gradient ({len(held)} are held in {coordinator.desk.slots} slots)"
+    if row.call is not None:
+        return f"the others at its call {row.call.number} ({row.call.what})"
     if row.want is not None:
         return "samples"
     if any(gradient.learner == row.learner for gradient in held):

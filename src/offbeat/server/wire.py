@@ -17,7 +17,7 @@ import msgspec
 
 from offbeat.errors import OffbeatError
 
-PROTOCOL = 2
+PROTOCOL = 3
 MOST_BYTES = 128 * 1024
 
 Hyper = dict[str, float]
@@ -133,6 +133,27 @@ class Halt(Message, frozen=True, tag="halt"):
 
     learner: int
     incarnation: int
+
+
+class Pause(Message, frozen=True, tag="pause"):
+    """I want everybody to stand still for a moment, and to lead that rest."""
+
+    learner: int
+    incarnation: int
+
+
+class Call(Message, frozen=True, tag="call"):
+    """My `number`-th call to the other learners; `what` names it and must be the same for all, `data` is mine.
+
+    Without `what` I do not wait for its answer any more. `seq` is as in a `Want`.
+    """
+
+    learner: int
+    incarnation: int
+    number: int
+    what: str
+    data: bytes = b""
+    seq: int = 0
 
 
 class Bye(Message, frozen=True, tag="bye"):
@@ -255,6 +276,20 @@ class Rise(Message, frozen=True, tag="rise"):
     over: bool = False
 
 
+class Called(Message, frozen=True, tag="called"):
+    """All members have made this call: what each of them gave, by learner; or why there is no answer.
+
+    Minibatches up to `void` are not waited for any more.
+    """
+
+    learner: int
+    incarnation: int
+    number: int
+    data: tuple[tuple[int, bytes], ...] = ()
+    error: str = ""
+    void: int = 0
+
+
 # --- words in shared memory, written by whoever carries the coordinator's messages ----------------------------------
 
 
@@ -323,9 +358,11 @@ class Done(Message, frozen=True, tag="done"):
     seconds: float = 0.0
 
 
-FROM_STAY = Seeded | Push | Stop | Ask | Fetched | Want | GiveBack | Rested | Halt | Bye  # all that name it
+FROM_STAY = (
+    Seeded | Push | Stop | Ask | Fetched | Want | GiveBack | Rested | Halt | Pause | Call | Bye
+)  # all that name it
 FROM_LEARNER = Hello | FROM_STAY
-TO_LEARNER = Welcome | Refused | Fenced | Go | Weights | Granted | Rest | Rise
+TO_LEARNER = Welcome | Refused | Fenced | Go | Weights | Granted | Rest | Rise | Called
 INPUT = FROM_LEARNER | Gone | Silent | Tick | Woke | Finish | Ready | Done
 OUTPUT = TO_LEARNER | Cancel | Fence | Committed | Job
 
