@@ -28,6 +28,7 @@ from offbeat.errors import OffbeatError, PeerError, RequestError
 from offbeat.leases import Answer, Lease
 from offbeat.policies import LearnerRule, create
 from offbeat.server import data, optimizer_state, optimizers
+from offbeat.server.arena import Arena
 from offbeat.server.calls import MOST_DATA_BYTES
 from offbeat.server.client import Client
 from offbeat.server.hooks import Cancelled, Hooks
@@ -101,6 +102,7 @@ class ServedLearner(Talks):
         self.pushed_s = 0.0  # when it has last pushed, by the monotonic clock
         self._inside = False  # `with learner.minibatch()`
         self._has_entered = False  # one of these, ever
+        self._before_waiting: Callable[[], object] | None = None  # steps with what was accumulated
         self._since_s = 0.0  # when the last step ended
         self._pid = os.getpid()
         self._describe: Callable[[], tuple[optimizers.Hyper, ...]] = tuple
@@ -177,7 +179,7 @@ class ServedLearner(Talks):
             cancelled=self._is_cancelled_here,
             keeps_buffers=self._cancels,
         )
-        self.notes += (*(self._hooks.notes if self._cancels else ()), *optimizers.notes_of(optimizer))
+        self.notes += (*self._hooks.notes, *optimizers.notes_of(optimizer))
         self._trains = model, optimizer, parts
         mode.come()
         self._has_begun = True
@@ -198,7 +200,7 @@ class ServedLearner(Talks):
             self._over_versions(scheduler)
             given.append(scheduler)
         self._given = None
-        self._say_notes()
+        self._say_notes(but=() if self._cancels else self._hooks.notes)  # those are about cancelling
         return tuple(given)
 
     def _kept(
@@ -267,6 +269,14 @@ class ServedLearner(Talks):
     def minibatch(self) -> Minibatch:
         """A minibatch of the user's loop; a cancelled one ends there, quietly."""
         return Minibatch(self)
+
+    def accumulate(self, step: Callable[[], object]) -> None:
+        """For trainers that take batches without `with learner.minibatch()` and step after several of them.
+
+        The batches since the last step belong to the next. `step` is called where samples are waited for while some
+        were computed and not pushed: others may wait for them.
+        """
+        self._before_waiting = step
 
     def _ready(self) -> tuple[Link, Mode, Hooks]:
         if self._link is None or self._mode is None or self._hooks is None:
@@ -369,9 +379,9 @@ class ServedLearner(Talks):
         `load_state_dict` before `prepare`.
         """
         kept, version = self._current()
-        model, optimizer, parts = self._trained()
+        model, optimizer, parts, arena = self._trained()
         weights = {id(p): p.detach().clone() for p in parts.trained}
-        self._ready()[0].arena._walk(kept["weights"], list(weights.values()), into_vector=False)
+        arena._walk(kept["weights"], list(weights.values()), into_vector=False)
         named = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
         whole = model.state_dict()
         for name, identity in named.items():
@@ -405,7 +415,7 @@ class ServedLearner(Talks):
 
     def _packed(self, kept: Mapping[str, Tensor]) -> dict[str, Any]:
         """The servers' state as torch's own optimizer would pack it."""
-        _, optimizer, parts = self._trained()
+        _, optimizer, parts, _ = self._trained()
         own = dict(optimizer.state)
         counts = not isinstance(optimizer, torch.optim.SGD)
         try:
@@ -418,6 +428,8 @@ class ServedLearner(Talks):
 
     def _current(self) -> tuple[dict[str, Tensor], int]:
         """Weights and state of the servers, and their version, in a rest that this learner asks for and leads."""
+        if self._link is not None and self._link.client.gone:  # nobody changes it any more
+            return self._link.arena.current(), self.version
         link, mode, _ = self._ready()
         if self._now is not None:
             raise RequestError("the servers' state is asked for between minibatches, not inside one")
@@ -434,10 +446,9 @@ class ServedLearner(Talks):
             mode.step_aside()
             link.wait(lambda client: client.incarnation or None, "joining again")
 
-    def _trained(self) -> tuple[nn.Module, torch.optim.Optimizer, Parts]:
-        self._ready()
-        assert self._trains is not None
-        return self._trains
+    def _trained(self) -> tuple[nn.Module, torch.optim.Optimizer, Parts, Arena]:
+        assert self._trains is not None and self._link is not None
+        return *self._trains, self._link.arena
 
     # --- the other learners -----------------------------------------------------------------------------------------
 
@@ -599,6 +610,8 @@ class _Source:
     def take(self, epoch: int, count: int, *, wait: bool) -> Lease | Answer:
         link, mode, _ = self.learner._ready()
         if wait:
+            if self.learner._before_waiting is not None and self.learner._batch.leases:
+                self.learner._before_waiting()
             self.learner._put_aside()
             mode.flush()  # what was computed and not pushed would be waited for
         while True:
@@ -617,9 +630,10 @@ class _Source:
 
     def begin(self, leases: Sequence[Lease]) -> None:
         _, mode, _ = self.learner._ready()
-        if self.learner._now is None:
+        accumulates = self.learner._now is not None or self.learner._before_waiting is not None
+        if not accumulates:
             self.learner._put_aside()
-        kept = self.learner._batch.leases if self.learner._now is not None else ()
+        kept = self.learner._batch.leases if accumulates else ()
         self.learner._batch = _Batch((*kept, *leases), mode.incarnation if leases else 0)
 
     def give_back(self, leases: Sequence[Lease]) -> None:

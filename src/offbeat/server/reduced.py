@@ -23,7 +23,7 @@ from offbeat.errors import RequestError
 from offbeat.learning import sign_of_losses, warning_of_losses
 from offbeat.server.data import why_local
 from offbeat.server.slowness import Slowness
-from offbeat.server.talk import Talks
+from offbeat.server.talk import Talks, decode, encode
 from offbeat.strategy import NATIVE
 
 
@@ -132,7 +132,9 @@ class ReducedLearner(Talks):
             self.notes += (f"every learner goes through its own data, since {why}",)
             return loader
         if why:
-            self.notes += (f"the loader keeps its order, since {why}: of what that gives, each learner takes its share",)
+            self.notes += (
+                f"the loader keeps its order, since {why}: of what that gives, each learner takes its share",
+            )
         self._loader = _Shared(loader, self._seed, plain=not why)
         if self._given is not None:
             self._loader.epoch = self._given["epoch"]
@@ -164,15 +166,14 @@ class ReducedLearner(Talks):
 
     def _exchange(self, what: str, data: bytes, timeout_s: float) -> dict[int, bytes]:
         """By the process group; it has a time limit of its own."""
-        given: list[Any] = [None] * self.learners
-        dist.all_gather_object(given, (what, data))
-        for learner, (theirs, _) in enumerate(given):
-            if theirs != given[0][0]:
+        kinds = [one.decode() for one in _gather_bytes(what.encode())]
+        for learner, theirs in enumerate(kinds):
+            if theirs != kinds[0]:
                 raise RequestError(
-                    f"a call is {given[0][0]} on learner 0 and {theirs} on learner {learner}: all learners make the "
-                    "same calls in the same order"
+                    f"a call is {kinds[0]} on learner 0 and {theirs} on learner {learner}: all learners make the same "
+                    "calls in the same order"
                 )
-        return {learner: theirs for learner, (_, theirs) in enumerate(given)}
+        return dict(enumerate(_gather_bytes(data)))
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
@@ -221,6 +222,18 @@ class ReducedLearner(Talks):
         atexit.unregister(self.close)
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _gather_bytes(data: bytes) -> list[bytes]:
+    """What each rank of the process group gives, on all."""
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(data)]))
+    longest = max(1, *(int(size) for size in sizes))
+    mine = torch.zeros(longest, dtype=torch.uint8)
+    mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else mine[:0]
+    found = [torch.empty_like(mine) for _ in sizes]
+    dist.all_gather(found, mine)
+    return [one[: int(size)].numpy().tobytes() for one, size in zip(found, sizes, strict=True)]
 
 
 class _Shared:
@@ -291,9 +304,7 @@ class _EveryNth:
     def __iter__(self) -> Iterator[Any]:
         if not hasattr(self._given, "__len__"):
             return islice(iter(self._given), self._rank, None, self._ranks)
-        order = [list(self._given) if self._rank == 0 else None]
-        dist.broadcast_object_list(order, src=0)
-        whole = order[0] or []
+        whole = decode(_gather_bytes(encode(list(self._given)) if self._rank == 0 else b"")[0])
         share = self._share_of(len(whole))
         return islice(cycle(whole), self._rank, share * self._ranks, self._ranks)
 

@@ -50,9 +50,9 @@ class Talks:
     notes: tuple[str, ...] = ()  # what is done otherwise than one might think, and why
     says_notes = False  # when it is prepared
 
-    def _say_notes(self) -> None:
-        if self.says_notes:
-            for note in self.notes:
+    def _say_notes(self, but: Sequence[str] = ()) -> None:
+        for note in self.notes if self.says_notes else ():
+            if note not in but:
                 print(f"offbeat: note: {note}", file=sys.stderr)
 
     def _exchange(self, what: str, data: bytes, timeout_s: float) -> dict[int, bytes]:
