@@ -18,7 +18,7 @@ from offbeat.metrics import format_traffic
 from offbeat.policies.damping import CORRECT, KEEP
 from offbeat.signals import terminable
 from offbeat.spec import count_of, format_seconds, parse_count
-from offbeat.strategy import ALL_REDUCE, family_of
+from offbeat.strategy import ALL_REDUCE, NATIVE, family_of
 
 if TYPE_CHECKING:
     from offbeat.server.supervisor import Plan
@@ -158,11 +158,16 @@ def _run_ranks(given: argparse.Namespace) -> None:
         plan = Plan(
             setting=Setting(line="full-sync", learners=given.learners),
             learner=_words(given),
-            environment=_environment(given) | {"OFFBEAT_SUMMARY": _SUMMARY},
+            environment=_environment(given) | {"OFFBEAT_SUMMARY": _SUMMARY} | _replaced(given),
             restarts=0,
             store_port=port,
         )
         _supervise(given, plan, lambda: json.loads(store.get(_SUMMARY)) if store.check([_SUMMARY]) else {})
+
+
+def _replaced(given: argparse.Namespace) -> dict[str, str]:
+    """Programs that ask for Gloo or NCCL themselves run by the line all the same."""
+    return {} if given.sync == NATIVE or "OFFBEAT_REPLACE" in os.environ else {"OFFBEAT_REPLACE": "gloo,nccl"}
 
 
 def _words(given: argparse.Namespace) -> list[str]:

@@ -62,7 +62,6 @@ class OffbeatStrategy(SingleDeviceStrategy):
         optimizer = self.optimizers[0]
         given = self.learner.prepare(self.lightning_module, optimizer, dataloader, *over_versions)
         self.model, loader = given[0], given[2]
-        loader.epoch = trainer.current_epoch
         self._batches = _Batches(loader, looks_ahead=self._serves)
         if isinstance(self.learner, ServedLearner):
             self.learner.accumulate(lambda: _step(optimizer))
@@ -149,6 +148,11 @@ class _Batches:
             raise AttributeError(name)
         return getattr(self._loader, name)
 
+    def start(self, epoch: int) -> None:
+        """The next iteration is of this epoch: a run that goes on does not begin with the first."""
+        if hasattr(self._loader, "epoch"):
+            self._loader.epoch = epoch
+
     def has_ended(self) -> bool:
         """Whether there is no more of this epoch."""
         if self._looks_ahead and not self._next:
@@ -165,6 +169,10 @@ class _Around(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.val_check_interval == 1.0 and self._strategy._serves:
             trainer.val_check_batch = float("inf")  # at the last minibatch, whichever that will be
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._strategy._batches is not None:
+            self._strategy._batches.start(trainer.current_epoch)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._strategy._in_batch = True

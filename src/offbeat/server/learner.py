@@ -251,13 +251,7 @@ class ServedLearner(Talks):
     def _over_versions(self, scheduler: Any) -> None:
         if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             raise RequestError("ReduceLROnPlateau counts what you measure, not versions: keep it out of prepare")
-        one_step, before = scheduler.step, scheduler.last_epoch  # steps of a run that this one goes on from
-
-        def step(*given: Any) -> None:
-            while scheduler.last_epoch < before + self.version:
-                one_step(*given)
-
-        scheduler.step = step
+        follow(scheduler, lambda: self.version)
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 
@@ -589,6 +583,20 @@ class _Batch:
 def _grant_or_again(client: Client) -> Granted | str | None:
     """An answer to what it wants; or that it has to ask again, since it was given up."""
     return "again" if client.fenced or not client.wants else client.granted
+
+
+def follow(scheduler: Any, progress: Callable[[], int]) -> None:
+    """From now on the scheduler stands where `progress` is, however often its `step` is called.
+
+    It becomes one of a class of its own: an attribute would be a part of what its `state_dict` gives.
+    """
+    kind, before = type(scheduler), scheduler.last_epoch  # steps of a run that this one goes on from
+
+    def step(self: Any, *given: Any) -> None:
+        while self.last_epoch < before + progress():
+            kind.step(self, *given)
+
+    scheduler.__class__ = type(kind.__name__, (kind,), {"step": step})
 
 
 def _called_or_again(client: Client) -> Called | str | None:

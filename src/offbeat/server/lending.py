@@ -53,7 +53,7 @@ class Lending:
             return  # it waits already, or is an old one; or what it said before has not come yet
         row.wanted = message.number
         if self.book is None:
-            self.book = self._new_book(message.of)
+            self.book = self._new_book(message.of, max(0, message.epoch))
         if self.book.samples != message.of:
             why = f"its data has {message.of} samples, that of others {self.book.samples}"
             self._out.append(Refused(row.learner, row.nonce, why))
@@ -67,8 +67,9 @@ class Lending:
         elif not row.seated and self.seeded:
             self._seat(row)
 
-    def _new_book(self, samples: int) -> LeaseBook:
-        book = LeaseBook(samples=samples, again=self.setting.again)
+    def _new_book(self, samples: int, epoch: int) -> LeaseBook:
+        """From the epoch on that is first asked for: a program may go on from a checkpoint of its own."""
+        book = LeaseBook(samples=samples, again=self.setting.again, epoch=epoch)
         if self.setting.book is not None:
             book.restore(self.setting.book)
         self.rests.epoch = book.epoch
