@@ -4,10 +4,9 @@
 
 With a parameter server, training data is leased: all learners together go through each epoch once, and the trainer's
 steps, and with them the learning rate, count the gradients that all of them have given. A minibatch that the policy
-cancels is
-computed to its end, and left out. Each learner evaluates by itself; the first one writes checkpoints, with the servers'
-optimizer state, and `trainer.train(resume_from_checkpoint=...)` goes on from them. With an all-reduce the trainer's own
-DDP runs on the backend `offbeat`.
+cancels is computed to its end, and left out. Each learner evaluates by itself; the first one writes checkpoints, with
+the servers' optimizer state, and `trainer.train(resume_from_checkpoint=...)` goes on from them. With an all-reduce the
+trainer's own DDP runs on the backend `offbeat`.
 """
 
 from __future__ import annotations
