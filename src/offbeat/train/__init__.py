@@ -52,3 +52,8 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     return getattr(importlib.import_module(f"offbeat.train.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    special = (name for name in globals() if name.startswith("__") and name.endswith("__"))
+    return sorted({*__all__, *special})
