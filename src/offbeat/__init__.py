@@ -120,7 +120,7 @@ if not TYPE_CHECKING:  # a type checker sees the imports above, and refuses a na
 
 
 def __dir__() -> list[str]:
-    special = (name for name in globals() if name.startswith("__") and name.endswith("__"))
+    special = (name for name, value in globals().items() if name.startswith("__") and not callable(value))
     return sorted({*__all__, *_SUBPACKAGES, *special})
 
 
