@@ -1,8 +1,8 @@
-"""A loop of one's own under any strategy: only the line changes.
+"""A training loop of your own under any strategy: handwritten digits, with offbeat.join().
 
-offbeat run --learners 4 --sync k-async:2 examples/digits.py
-offbeat run --learners 4 --sync ring examples/digits.py
-python examples/digits.py
+offbeat run --learners 4 --sync k-sync:3 digits.py
+offbeat run --learners 4 --sync ring digits.py
+python digits.py
 """
 
 import argparse

@@ -87,7 +87,7 @@ def group_of(group: dist.ProcessGroup | None) -> OffbeatGroup:
 def stats(group: dist.ProcessGroup | None = None) -> Stats:
     """Counters of this rank in a process group with the backend "offbeat" (by default the default group).
 
-    `strategy`, `calls`, `received_bytes` and `sent_bytes` (`received[p]`, `sent[p]`: from and to rank p), `waited_s` for
-    ranks that came later, and `late`, which names the rank that came last most often; `print(offbeat.stats().late)`.
+    `strategy`, `calls`, `received_bytes` and `sent_bytes` (`received[p]`, `sent[p]`: from and to rank p), `waited_s`
+    for ranks that came later, and `late`: the rank that came last most often. Try `print(offbeat.stats().late)`.
     """
     return group_of(group).stats()

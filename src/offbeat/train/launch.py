@@ -512,8 +512,8 @@ def train(
         print(result["accuracy"], result["run_dir"])
 
     config      What to train and how. `Config(sync=, learners=, seed=, device=, train=TrainConfig(...), ...)`, or
-                `read_recipe("digits-cnn")`; `override(config, {"train.epochs": "5"})` changes fields. Every field, with a
-                line on each: `offbeat recipes digits-cnn`.
+                `read_recipe("digits-cnn")`; `override(config, {"train.epochs": "5"})` changes fields. `offbeat recipes
+                digits-cnn` prints every field, with a line on each.
     task        Data, model and loss; None: those that the configuration names. `build` makes the model, with the same
                 weights for the same seed of torch; `loss` gives the mean over the samples.
     run_dir     The output directory; by default a new one under runs/. It must be empty or not exist.
