@@ -17,7 +17,7 @@ A training loop of your own, complete. Save it as script.py:
     inputs = torch.rand(4096, 8)
     targets = (inputs.sum(1) > 4).long()
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     loader = DataLoader(TensorDataset(inputs, targets), batch_size=32, shuffle=True)
     model, optimizer, loader = learner.prepare(model, optimizer, loader)  # use what it returns
 

@@ -92,4 +92,4 @@ def test_the_program_in_help_trains_under_k_sync(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     said = re.search(r"accuracy ([0-9.]+) after (\d+) updates", done.stdout)
     assert said is not None, done.stdout
-    assert float(said[1]) > 0.95 and int(said[2]) >= 10 * 4096 // 32 // 2
+    assert float(said[1]) > 0.9 and int(said[2]) >= 10 * 4096 // 32 // 2

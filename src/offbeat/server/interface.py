@@ -30,7 +30,8 @@ class OpenMinibatch(Protocol):
 
     @property
     def cancelled(self) -> bool:
-        """After the block: whether the minibatch was cancelled, so that its gradient was not applied."""
+        """After the block: whether it was cancelled. False does not say that its gradient was applied: what arrives
+        after the update that it was for is dropped, and a shared loader hands its samples out again."""
         ...
 
 
