@@ -1,6 +1,6 @@
-"""The price of waiting and the price of staleness, on eight learners with heavy-tailed compute times.
+"""Simulate five policies on eight learners with heavy-tailed compute times, and say what limits each.
 
-python examples/compare_policies.py
+python compare_policies.py
 """
 
 from offbeat.simulate import server

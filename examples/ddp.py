@@ -1,7 +1,7 @@
-"""An ordinary DDP script on the backend `offbeat`: how the gradients are reduced is one line.
+"""An ordinary DDP script on the backend "offbeat", which names the slow rank.
 
-    python examples/ddp.py                              # starts two ranks of itself
-    OFFBEAT_STRATEGY=ring torchrun --nproc-per-node 4 examples/ddp.py
+    python ddp.py                              # starts two ranks of itself
+    OFFBEAT_STRATEGY=ring torchrun --nproc-per-node 4 ddp.py
 
 One of the ranks is slow. DDP alone hides which: all of them seem to wait. The backend names it.
 """

@@ -1,8 +1,8 @@
-"""A loop of one's own under any strategy: only the line changes.
+"""A training loop of your own under any strategy: handwritten digits, with offbeat.join().
 
-offbeat run --learners 4 --sync k-async:2 examples/digits.py
-offbeat run --learners 4 --sync ring examples/digits.py
-python examples/digits.py
+offbeat run --learners 4 --sync k-sync:3 digits.py
+offbeat run --learners 4 --sync ring digits.py
+python digits.py
 """
 
 import argparse
@@ -27,7 +27,7 @@ def main() -> None:
     learner = offbeat.join()
     torch.manual_seed(given.seed)
     data = digits()
-    model: nn.Module = nn.Sequential(
+    model = nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1),
         nn.ReLU(),
         nn.Conv2d(16, 32, 3, padding=1),
@@ -36,7 +36,7 @@ def main() -> None:
         nn.Flatten(),
         nn.Linear(32 * 4 * 4, 10),
     ).to(given.device)
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=given.rate, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=given.rate, momentum=0.9)
     samples = TensorDataset(torch.from_numpy(data.images), torch.from_numpy(data.digits))
     loader = DataLoader(samples, batch_size=given.batch_size, shuffle=True)
     model, optimizer, loader = learner.prepare(model, optimizer, loader)

@@ -1,6 +1,6 @@
-"""Write a collective by hand, have it proved, break it and see what the proof says.
+"""Write a collective by hand, verify it, break it and see what the check says.
 
-python examples/own_schedule.py
+python own_schedule.py
 """
 
 from offbeat import schedules, topology

@@ -1,7 +1,7 @@
-"""A model, data and loss of one's own, trained under any strategy: only the line changes.
+"""A model, data and loss of your own, trained with any strategy by offbeat.train.train().
 
-python examples/train.py --sync k-async:2 --learners 3
-torchrun --nproc-per-node 3 examples/train.py --sync ring
+python train.py --sync k-async:2 --learners 3
+torchrun --nproc-per-node 3 train.py --sync ring
 """
 
 import argparse

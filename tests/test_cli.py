@@ -47,10 +47,12 @@ def test_help_names_every_command_and_version_is_printed(offbeat: Offbeat) -> No
 def test_the_examples_of_every_command_work(
     offbeat: Offbeat, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if command == "run":  # forks from a process of its own, and its scripts are those of the repository
+    if command == "run":  # forks from a process of its own, and its script is an example
+        monkeypatch.chdir(tmp_path)
+        assert offbeat("examples digits")[0] == 0
         for line in load(command).examples:
             words = [sys.executable, "-m", "offbeat", *line.split()]
-            assert subprocess.run(words, cwd=HERE, capture_output=True, check=True, timeout=90).stdout
+            assert subprocess.run(words, cwd=tmp_path, capture_output=True, check=True, timeout=90).stdout
         return
     needs_a_run = ("evaluate", "watch", "replay", "report")
     if command == "train" or command in needs_a_run:  # the same; the ones need what the other leaves
@@ -115,6 +117,29 @@ def test_strategies_lists_each_in_one_line_and_one_with_its_options(offbeat: Off
     assert len([line for line in lines if line.startswith("  ")]) == len(strategies())
     assert "outer=" in offbeat("strategies hierarchical")[1]
     assert len(json.loads(offbeat("strategies --json")[1])["strategies"]) == len(strategies())
+
+
+def test_examples_are_listed_with_a_line_each_and_one_is_copied(
+    offbeat: Offbeat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    there = {path.stem: path.read_text(encoding="utf-8") for path in (HERE / "examples").glob("*.py")}
+    rows = json.loads(offbeat("examples --json")[1])["examples"]
+    assert [row["name"] for row in rows] == sorted(there) and all(row["summary"].endswith(".") for row in rows)
+    assert [line.split()[0] for line in offbeat("examples")[1].splitlines()] == sorted(there)
+    code, out, _ = offbeat("examples digits")
+    assert code == 0 and out.startswith("wrote digits.py: ")
+    assert (tmp_path / "digits.py").read_text(encoding="utf-8") == there["digits"]
+    assert json.loads(offbeat("examples train.py --json")[1])["written"] == "train.py"
+
+
+def test_an_example_never_overwrites_a_file(offbeat: Offbeat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "digits.py").write_text("mine")
+    assert offbeat("examples digits") == (
+        2, "", "offbeat: digits.py exists here: rename or remove it, or work in another folder\n"
+    )  # fmt: skip
+    assert (tmp_path / "digits.py").read_text() == "mine"
 
 
 def test_a_picture_is_written_where_asked(offbeat: Offbeat, tmp_path: Path) -> None:
@@ -269,6 +294,7 @@ WRONG = {
     "compare --learner 8": "unknown option '--learner'; did you mean '--learners'?",
     "schedul ring": "unknown command 'schedul'; did you mean 'schedule'?",
     "--verison": "unknown option '--verison'; did you mean '--version'?",
+    "examples digist": "unknown example 'digist'; did you mean 'digits'?",
     "strategies rnig": "unknown strategy 'rnig'; did you mean 'ring'?",
     "topology dgx1 --ranks 9": "dgx1 has 8 GPUs",
 }

@@ -21,8 +21,8 @@ from offbeat.errors import OffbeatError, RequestError, nearest, unknown
 from offbeat.signals import terminable
 
 COMMANDS = (
-    "train", "watch", "evaluate", "recipes", "strategies", "schedule",
-    "topology", "simulate", "compare", "replay", "run", "bench", "calibrate", "report",
+    "train", "watch", "evaluate", "recipes", "strategies", "examples", "run", "schedule",
+    "topology", "simulate", "compare", "replay", "bench", "calibrate", "report",
 )  # fmt: skip
 
 

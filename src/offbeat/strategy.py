@@ -90,7 +90,17 @@ def line_up(command: str, learners: int) -> list[str]:
 
 
 def register_policy(row: policy_table.Row) -> None:
-    """Make a policy known under its row's name, in this process; `--plugin` does it in every process of a run.
+    """Add a parameter-server policy of your own to the strategies, under its row's name.
+
+        class Pool(offbeat.policies.Policy): ...
+
+        offbeat.register_policy(
+            offbeat.policies.Row(name="pool", summary="apply when SIZE gradients are in", create=Pool, ...)
+        )
+
+    It counts in this process. Put the class and this call in a file, and every command and all processes of its run
+    load it: `offbeat run --plugin my_strategies.py --sync pool:6 script.py`; elsewhere the environment variable
+    OFFBEAT_PLUGINS names the file. `help(offbeat.policies.Policy)` says what a policy has to answer.
 
     A `RequestError` where the name is taken, or the policy does not say all that a run needs to know.
     """
@@ -99,7 +109,11 @@ def register_policy(row: policy_table.Row) -> None:
 
 
 def register_schedule(row: Algorithm) -> None:
-    """The same of an all-reduce or another collective; its lines are built and proved for some rank counts first."""
+    """Add an all-reduce algorithm (or another collective) of your own, under its row's name; as `register_policy`.
+
+    The row is an `offbeat.schedules.Algorithm`, whose function builds the `Schedule`. Its example lines are built and
+    verified for some rank counts first: a `ScheduleError` shows the wrong place in a grid.
+    """
     taken = strategies() if row.collective == ALL_REDUCE else algorithms(row.collective)
     plugins.check_new(row.name, taken, row.examples)
     add_schedule(row)

@@ -25,6 +25,7 @@ TORCH_FREE_COMMANDS = (
     ["schedule", "ring"],
     ["schedule", "--topology", "dgx1"],
     ["strategies"],
+    ["examples"],
     ["simulate", "k-sync:4"],
     ["compare", "async", "ring", "--minibatches", "50"],
     ["topology"],
@@ -69,6 +70,8 @@ def test_the_wheel_works_where_it_is_installed(tmp_path: Path) -> None:
     installed = run(*pip, "install", "--no-deps", "--target", str(elsewhere), str(wheel))
     assert installed.returncode == 0, installed.stderr
     assert (elsewhere / "offbeat" / "py.typed").exists()
+    for example in (HERE / "examples").glob("*.py"):
+        assert (elsewhere / "offbeat" / "examples" / example.name).read_bytes() == example.read_bytes()
     code = (
         "import offbeat, sys; from offbeat.cli import main; "
         "print(offbeat.__file__, file=sys.stderr); sys.exit(main(['schedule', 'ring', '--json']))"
@@ -77,3 +80,8 @@ def test_the_wheel_works_where_it_is_installed(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert Path(done.stderr.strip()).is_relative_to(elsewhere)
     assert json.loads(done.stdout)["steps"] == 14
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    copied = run(sys.executable, "-m", "offbeat", "examples", "digits", cwd=folder, PYTHONPATH=str(elsewhere))
+    assert copied.returncode == 0, copied.stderr
+    assert (folder / "digits.py").read_bytes() == (HERE / "examples" / "digits.py").read_bytes()

@@ -86,5 +86,9 @@ def group_of(group: dist.ProcessGroup | None) -> OffbeatGroup:
 
 
 def stats(group: dist.ProcessGroup | None = None) -> Stats:
-    """What this rank of a group (the default one) did so far: bytes from and to each rank, who was late."""
+    """Counters of this rank in a process group with the backend "offbeat" (by default the default group).
+
+    `strategy`, `calls`, `received_bytes` and `sent_bytes` (`received[p]`, `sent[p]`: from and to rank p), `waited_s`
+    for ranks that came later, and `late`: the rank that came last most often. Try `print(offbeat.stats().late)`.
+    """
     return group_of(group).stats()

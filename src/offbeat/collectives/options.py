@@ -25,11 +25,15 @@ def mark_joined() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """`init_process_group("offbeat", pg_options=offbeat.Options(strategy="ring"))`.
+    """Settings of a process group with the backend "offbeat".
 
-    strategy     how all-reduces go: any all-reduce strategy, `auto` or `native`
-    move         whether tensors that come back are moved into shared memory
-    arena_bytes  what each rank stages at once, for tensors that are not
+        torch.distributed.init_process_group("offbeat", pg_options=offbeat.Options(strategy="ring"))
+
+    strategy     the all-reduce: any all-reduce line of `offbeat strategies`, `auto` or `native` (torch's own)
+    move         whether tensors that are reduced again and again (DDP's buckets) are moved into shared memory
+    arena_bytes  how much each rank stages at once, for tensors that are not
+
+    Without it the environment variables OFFBEAT_STRATEGY, OFFBEAT_MOVE and OFFBEAT_ARENA are used.
     """
 
     strategy: str = "auto"

@@ -246,10 +246,10 @@ def _of_server(summary: dict[str, Any]) -> list[tuple[str, str]]:
 COMMAND = Command(
     summary="run a script with several learners on this machine",
     about="""Run a script once for each learner, with the parameter server (or the process group) that the strategy
-needs. The script calls offbeat.join() and keeps its own loop; see docs/server.md. Each learner's output is prefixed
-with its number. A learner that is killed is started again and goes on; one that fails stays away, and the others go
-on.""",
-    examples=("run --learners 2 --sync k-async:2 examples/digits.py",),
+needs. The script calls offbeat.join() and keeps its own loop; `offbeat examples digits` copies one. Each learner's
+output is prefixed with its number. A learner that is killed is started again and goes on; one that fails stays away,
+and the others go on.""",
+    examples=("run --learners 2 --sync k-async:2 digits.py",),
     arguments=_arguments,
     run=_run,
 )

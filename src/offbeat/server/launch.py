@@ -27,6 +27,7 @@ from offbeat.collectives.options import mark_joined
 from offbeat.errors import OffbeatError, RequestError, unknown
 from offbeat.policies import create
 from offbeat.policies.damping import CORRECT, KEEP
+from offbeat.server.interface import Learner
 from offbeat.server.learner import ServedLearner
 from offbeat.server.reduced import ReducedLearner
 from offbeat.strategy import ALL_REDUCE, family_of
@@ -35,15 +36,34 @@ DEFAULT = "async"
 _KEY = "services"
 
 
-def join(
-    sync: str | None = None, *, servers: int = 1, threads: int | None = 1, staleness: str = CORRECT
-) -> ServedLearner | ReducedLearner:
-    """Become a learner of the run that this program was started in.
+def join(sync: str | None = None, *, servers: int = 1, threads: int | None = 1, staleness: str = CORRECT) -> Learner:
+    """Become a learner of the run that this program was started in, and return it; see `help(offbeat.Learner)`.
 
-    `sync` is the strategy; what `offbeat run --sync` or OFFBEAT_SYNC says goes before it. `servers` counts where this
-    call starts the run itself (under torchrun, or alone), and so does `staleness`: "correct" makes the servers shorten
-    the steps of stale gradients, "keep" leaves them as the optimizer says. Learners use one torch thread each; with
-    `threads` None that is left alone.
+        learner = offbeat.join()
+        model, optimizer, loader = learner.prepare(model, optimizer, loader)
+        for inputs, targets in loader:
+            with learner.minibatch():
+                optimizer.zero_grad()
+                loss_fn(model(inputs), targets).backward()
+                optimizer.step()
+        learner.finish()
+
+    The program is started in one of three ways, on one host:
+
+        offbeat run --learners 4 --sync k-sync:3 script.py
+        OFFBEAT_SYNC=k-sync:3 torchrun --nproc-per-node 4 script.py
+        python script.py            one learner
+
+    sync        The strategy, any line of `offbeat strategies`: "k-sync:3", "async", "ring". What `offbeat run --sync`
+                or OFFBEAT_SYNC says is used instead, where it is given. The default is "async".
+    servers     How many processes hold the parameters, each a shard. Only where this call starts them: under torchrun
+                and alone. `offbeat run` has `--servers`.
+    threads     Torch threads of this learner, 1 by default since learners share the cores; None leaves them as they
+                are.
+    staleness   "correct" shortens the steps of stale gradients, "keep" leaves them as the optimizer says. Only where
+                this call starts the servers; `offbeat run` has `--staleness`.
+
+    A `RequestError` names a strategy that is not known, or does not fit the number of learners.
     """
     _end_requests_in_one_line()
     mark_joined()

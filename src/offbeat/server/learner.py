@@ -41,7 +41,10 @@ from offbeat.server.wire import Called, Granted, Rest
 
 
 class Minibatch:
-    """One minibatch. `loss` may be set, for policies that look at it; `samples` where the loader cannot know it."""
+    """One minibatch, as a `with` block. Afterwards `cancelled` says whether the servers did not want it any more.
+
+    Set `loss` for policies that use it, and `samples` where the loader cannot know how many there are.
+    """
 
     def __init__(self, learner: ServedLearner) -> None:
         self._learner = learner
@@ -62,7 +65,19 @@ class Minibatch:
 
 
 class ServedLearner(Talks):
-    """See the module's text."""
+    """A learner of a parameter server, as `offbeat.join()` returns it for a policy such as "k-sync:3".
+
+        model, optimizer, loader = learner.prepare(model, optimizer, loader)
+        for inputs, targets in loader:
+            with learner.minibatch() as minibatch:
+                optimizer.zero_grad()
+                loss_fn(model(inputs), targets).backward()
+                optimizer.step()  # pushes the gradient, waits as the policy says, fetches the weights
+        learner.finish()
+
+    `help(offbeat.Learner)` describes the calls that every strategy has. Attributes: `strategy` (the line), `number` (of
+    this learner, from 0), `learners` (how many), `version` (of the weights), `notes` (what `prepare` did differently).
+    """
 
     def __init__(
         self,
@@ -257,11 +272,14 @@ class ServedLearner(Talks):
 
     @property
     def version(self) -> int:
-        """Of the weights that the model has now."""
+        """The version of the weights that the model has now: the number of updates made so far."""
         return 0 if self._mode is None else self._mode.version
 
     def minibatch(self) -> Minibatch:
-        """A minibatch of the user's loop; a cancelled one ends there, quietly."""
+        """One minibatch, as a `with` block: forward, backward, `optimizer.step()`.
+
+        A cancelled one ends where it is, without an error; `minibatch.cancelled` is then True.
+        """
         return Minibatch(self)
 
     def accumulate(self, step: Callable[[], object]) -> None:
@@ -534,7 +552,7 @@ class ServedLearner(Talks):
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Wait until all learners are done, and load the last weights."""
+        """Wait until all learners are done, and load the final weights. Call it once, after the last epoch."""
         if self._link is not None and self._link.client.gone:
             return
         link, mode, _ = self._ready()
@@ -549,7 +567,7 @@ class ServedLearner(Talks):
         mode.load_last()
 
     def close(self) -> None:
-        """Leave. Called at the end of the program by itself."""
+        """Leave the run without waiting for the others. It is called by itself at the end of the program."""
         atexit.unregister(self.close)
         if os.getpid() != self._pid:  # a child that was forked off: the learner is its parent
             return

@@ -28,7 +28,8 @@ from offbeat.strategy import NATIVE
 
 
 class Round:
-    """A minibatch that is never cancelled."""
+    """One minibatch of an all-reduce: it is never cancelled. `loss` may be set, for the warning about trainings that
+    do not learn."""
 
     cancelled = False
 
@@ -39,7 +40,11 @@ class Round:
 
 
 class ReducedLearner(Talks):
-    """A rank of a process group; see `ServedLearner` for what the methods mean."""
+    """A rank of a process group in DDP, as `offbeat.join()` returns it for an all-reduce such as "ring".
+
+    `help(offbeat.Learner)` describes the calls that every strategy has. Attributes: `strategy` (the line), `number` (of
+    this rank), `learners` (how many), `version` (updates made so far), `notes` (what `prepare` did differently).
+    """
 
     def __init__(self, line: str, *, slow: Sequence[str] = (), seed: int = 0) -> None:
         self.strategy = line
@@ -179,6 +184,7 @@ class ReducedLearner(Talks):
 
     @contextmanager
     def minibatch(self) -> Iterator[Round]:
+        """One minibatch, as a `with` block: forward, backward, `optimizer.step()`."""
         self._now = now = Round()
         try:
             yield now
@@ -189,7 +195,7 @@ class ReducedLearner(Talks):
                 self._losses.append(now.loss.detach() if isinstance(now.loss, torch.Tensor) else now.loss)
 
     def finish(self) -> None:
-        """Wait until all learners are done: they have the same weights."""
+        """Wait until all learners are done; they have the same weights. Call it once, after the last epoch."""
         dist.barrier()
         key = os.environ.get("OFFBEAT_SUMMARY")  # `offbeat run` reads it
         if key is None or not self._owns_group:
@@ -219,6 +225,7 @@ class ReducedLearner(Talks):
         }
 
     def close(self) -> None:
+        """Leave the process group, where `join` made it. It is called by itself at the end of the program."""
         atexit.unregister(self.close)
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()

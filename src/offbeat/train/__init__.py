@@ -1,10 +1,32 @@
-"""Training by recipe: what `offbeat train` does, and what a program of one's own can do in a few lines.
+"""Training from Python without a loop of your own: what `offbeat train` does. One field chooses the strategy.
 
-    from offbeat.train import Config, Task, train
+    import torch
+    from torch import nn
+    from torch.utils.data import TensorDataset
 
-    result = train(Config(sync="k-async:2", learners=4), Task(train=..., test=..., build=..., loss=...))
+    from offbeat.train import Config, Task, TrainConfig, train
 
-Nothing is loaded before it is asked for: a configuration can be read without torch.
+    inputs = torch.rand(2400, 4)
+    targets = (inputs.sum(1) > 2).long()
+    task = Task(
+        train=TensorDataset(inputs[:2000], targets[:2000]),
+        test=TensorDataset(inputs[2000:], targets[2000:]),
+        build=lambda: nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 2)),
+        loss=nn.CrossEntropyLoss(),
+    )
+    result = train(Config(name="sums", sync="k-sync:2", learners=3, train=TrainConfig(epochs=5, rate=0.1)), task)
+    print(result["accuracy"], result["run_dir"])
+
+    train               train, and return what came of it; `help(offbeat.train.train)` has the arguments
+    Config              the whole configuration: name, sync, learners, servers, seed, device, model, data, train, save
+    TrainConfig, ...    its sections: TrainConfig (epochs, batch_size, rate, ...), ModelConfig, DataConfig, SaveConfig
+    Task                data, model and loss that your program has made
+    read_recipe         a built-in recipe ("digits-cnn"), a TOML file or a run's config.json, as a Config
+    override            a Config with fields changed: override(config, {"train.epochs": "5"})
+    train_virtually     the same training in simulated time, on a Clock: machines that you describe
+
+`offbeat recipes digits-cnn` prints every field with a line on each. Nothing is loaded before it is asked for: a
+configuration can be read without torch.
 """
 
 from __future__ import annotations
@@ -52,3 +74,8 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     return getattr(importlib.import_module(f"offbeat.train.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    special = (name for name, value in globals().items() if name.startswith("__") and not callable(value))
+    return sorted({*__all__, *special})

@@ -48,7 +48,12 @@ PROGRAM = "program"  # stands for the model and the data in a configuration, whe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What is trained and tested: data, how to build the model, the loss."""
+    """What is trained and tested: data, how to build the model, the loss.
+
+    train, test   map-style data sets of (input, target)
+    build         makes the model; called in every learner, with the same seed of torch
+    loss          loss(outputs, targets), the mean over the samples
+    """
 
     train: Dataset[Any]  # map-style
     test: Dataset[Any]
