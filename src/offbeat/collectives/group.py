@@ -81,6 +81,11 @@ class Group(_ProcessGroup):  # type: ignore[misc] # torch types it by overloads 
     def setGroupDesc(self, description: str) -> None:  # noqa: N802 - torch's name
         self._description = description
 
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """Checkpoints and FSDP ask this for where a tensor must lie to be sent. A list of its own: Dynamo pops from it."""
+        return [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
+
     def _get_backend(self, device: torch.device) -> Group:
         return self
 
