@@ -83,7 +83,7 @@ class Group(_ProcessGroup):  # type: ignore[misc] # torch types it by overloads 
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """Checkpoints and FSDP ask this for where a tensor must lie to be sent. A list of its own: Dynamo pops from it."""
+        """Where a tensor may lie, for checkpoints and FSDP. A new list each time, since Dynamo pops from it."""
         return [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
 
     def _get_backend(self, device: torch.device) -> Group:

@@ -381,9 +381,7 @@ def _keep_dynamo_out(*classes: type) -> None:
     Dynamo, which takes longer than importing torch, in programs that compile nothing.
     """
     evaluator: Any = torch._C._dynamo.eval_frame
-    if not hasattr(
-        evaluator, "set_code_exec_strategy"
-    ):  # not torch's public part: without it, such a compilation fails
+    if not hasattr(evaluator, "set_code_exec_strategy"):  # not public: without it, such a compilation fails
         return
     skip = evaluator._FrameExecStrategy(evaluator._FrameAction.SKIP, evaluator._FrameAction.SKIP)
     for each in classes:

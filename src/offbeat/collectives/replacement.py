@@ -1,7 +1,7 @@
 """OFFBEAT_REPLACE: a group of this backend where a program asks for Gloo or NCCL.
 
-torch calls this through `offbeat_autoload`, which changes one answer of torch's. A program that hard-codes its backend, or
-checks it by name, needs no edit. offbeat's own requests for Gloo and NCCL (its strategy `native`) get torch's.
+torch calls this through `offbeat_autoload`, which changes one answer of torch's. A program that hard-codes its backend,
+or checks it by name, needs no edit. offbeat's own requests for Gloo and NCCL (its strategy `native`) get torch's.
 """
 
 from __future__ import annotations
