@@ -32,7 +32,7 @@ QUICK = (
 COMPILED = ("nano_gpt", "compiled_ddp", "compiled_fsdp2")
 FRAMEWORKS = {"accelerate": "accelerate", "hugging_face": "transformers", "lightning": "lightning"}  # program: package
 REFERENCE, AGAIN, OFFBEAT = "gloo", "gloo again", "offbeat"
-ENVIRONMENTS: Mapping[str, Mapping[str, str]] = {
+ENVIRONMENTS: Mapping[str, dict[str, str]] = {
     REFERENCE: {},
     AGAIN: {},
     OFFBEAT: {"OFFBEAT_REPLACE": "gloo", "BACKEND": "offbeat"},  # Lightning's is an option: it is told the name
