@@ -57,12 +57,14 @@ def create_replacing(given: Any, options: Any) -> dist.ProcessGroup:
     foreign = options is not None and not isinstance(options, Options | str)
     group = create(given, None if foreign else options)
     members = list(given.global_ranks_in_group) or range(given.group_size)
-    if members[given.group_rank] == 0 and not isinstance(dist.group.WORLD, OffbeatGroup):
-        strategy = group.options.strategy if isinstance(group, OffbeatGroup) else NATIVE
-        quoted = " and ".join(f"'{name}'" for name in names)
-        _say(f"{REPLACE}={','.join(names)}: process groups of {quoted} are offbeat's ({strategy})")
+    if members[given.group_rank] == 0:
+        start = f"{REPLACE}={','.join(names)}:"
+        if not isinstance(dist.group.WORLD, OffbeatGroup) or dist.get_backend() == "offbeat":  # it is the first
+            strategy = group.options.strategy if isinstance(group, OffbeatGroup) else NATIVE
+            quoted = " and ".join(f"'{name}'" for name in names)
+            _say(f"{start} process groups of {quoted} are offbeat's ({strategy})")
         if foreign:
-            _say(f"{REPLACE}={','.join(names)}: pg_options of type {type(options).__qualname__} are ignored")
+            _say(f"{start} pg_options of type {type(options).__qualname__} are ignored")
     return group
 
 
