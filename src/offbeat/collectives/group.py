@@ -81,6 +81,11 @@ class Group(_ProcessGroup):  # type: ignore[misc] # torch types it by overloads 
     def setGroupDesc(self, description: str) -> None:  # noqa: N802 - torch's name
         self._description = description
 
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """Where a tensor may lie, for checkpoints and FSDP. A new list each time, since Dynamo pops from it."""
+        return [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
+
     def _get_backend(self, device: torch.device) -> Group:
         return self
 

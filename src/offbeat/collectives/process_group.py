@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate, pairwise
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -370,6 +371,27 @@ class OffbeatGroup(Group):
     @or_nccl("recv_anysource")
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Work:
         return self._keep(self._messages.receive(bytes_of(tensors[0], written=True), None, tag))
+
+
+def _keep_dynamo_out(*classes: type) -> None:
+    """Have `torch.compile` run the methods of these classes, and all that they call, as they are.
+
+    Where compiled code calls into C++ and that calls a group, as DDP does, Dynamo would compile the method. This is
+    what `torch.compiler.disable` amounts to, told to the frame evaluator itself: the decorator would import all of
+    Dynamo, which takes longer than importing torch, in programs that compile nothing.
+    """
+    evaluator: Any = torch._C._dynamo.eval_frame
+    if not hasattr(evaluator, "set_code_exec_strategy"):  # not public: without it, such a compilation fails
+        return
+    skip = evaluator._FrameExecStrategy(evaluator._FrameAction.SKIP, evaluator._FrameAction.SKIP)
+    for each in classes:
+        for member in vars(each).values():
+            function = member.fget if isinstance(member, property) else member
+            if isinstance(function, FunctionType):
+                evaluator.set_code_exec_strategy(function.__code__, skip)
+
+
+_keep_dynamo_out(OffbeatGroup, Group, Work, *Work.__subclasses__())
 
 
 def _reduction(opts: Any) -> tuple[str, float | None]:
