@@ -3,17 +3,22 @@
 A call that is waited for at once is run by the caller itself, if nothing is before it: handing it to the thread would
 cost more than most calls. The thread holds Python's lock only between operations: torch and the waits let go of it, so
 that backward goes on.
+
+No thread of ours may run when the interpreter goes: one that comes back from torch into an interpreter that is gone
+aborts the process, and a program that has done its work is reported as failed. `_stop_all` ends and joins them.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import queue
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -25,6 +30,10 @@ from offbeat.collectives.sync import BACKGROUND, Patience
 from offbeat.errors import PeerError
 
 Job = Callable[[Patience], None]
+
+_CALLS_S = 1.0  # what calls under way are given at the end of the program, if no callback runs
+_CALLBACKS_S = 30.0  # what callbacks are given there
+_INTERRUPTED_S = 1.0  # and what an interrupted one is given to end
 
 
 class Work(dist.Work):
@@ -107,37 +116,100 @@ class _Callbacks:
     """
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
+        self._threads: set[threading.Thread] = set()
         self._idle = 0
+        self._stopping = False
+        self.started = 0
+        self.ended = 0
 
     def run(self, callback: Callable[[], None]) -> None:
+        """On a thread of its own; on the caller's when the program ends and there are no threads any more."""
         with self._lock:
-            if self._idle == 0:
-                threading.Thread(target=self._loop, name="offbeat callbacks", daemon=True).start()
-            else:
-                self._idle -= 1
-        self._queue.put(callback)
+            self.started += 1
+            if self._can_run():
+                self._queue.put(callback)
+                return
+        self._run(callback)
+
+    def _can_run(self) -> bool:
+        if self._stopping:
+            return False
+        if self._idle > 0:
+            self._idle -= 1
+            return True
+        thread = threading.Thread(target=self._loop, name="offbeat callbacks", daemon=True)
+        if _start(thread):
+            self._threads.add(thread)
+        return bool(self._threads)
+
+    def _run(self, callback: Callable[[], None]) -> None:
+        try:
+            callback()
+        finally:
+            with self._lock:
+                self.ended += 1
 
     def _loop(self) -> None:
-        while True:
-            try:
-                callback = self._queue.get(timeout=5.0)
-            except queue.Empty:
+        try:
+            while True:
+                try:
+                    callback = self._queue.get(timeout=5.0)
+                except queue.Empty:
+                    with self._lock:
+                        if self._idle > 0 and self._queue.empty():
+                            self._idle -= 1
+                            return
+                    continue
+                if callback is None:
+                    return
+                self._run(callback)
+                del callback
                 with self._lock:
-                    if self._idle > 0 and self._queue.empty():
-                        self._idle -= 1
-                        return
-                continue
-            callback()
-            del callback
-            with self._lock:
-                self._idle += 1
+                    self._idle += 1
+        finally:
+            self._threads.discard(threading.current_thread())
+
+    def stop(self, timeout_s: float) -> bool:
+        """Let the threads run what they have, and end; whether they did in time. Later callbacks run on the caller."""
+        with self._lock:
+            self._stopping = True
+            threads = list(self._threads)
+            for _ in threads:
+                self._queue.put(None)
+        if _join(threads, timeout_s):
+            return True
+        # One that computes for ever would come back into Python when that is gone. One that is blocked stays blocked.
+        for thread in threads:
+            if thread.is_alive() and thread.ident is not None:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+        _join(threads, _INTERRUPTED_S)
+        return False
 
 
+def _join(threads: Iterable[threading.Thread], timeout_s: float) -> bool:
+    end = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    return not any(thread.is_alive() for thread in threads)
+
+
+def _start(thread: threading.Thread) -> bool:
+    """Whether a thread could be started: at the end of the program it cannot."""
+    if _exiting.is_set():
+        return False
+    try:
+        thread.start()
+    except RuntimeError:
+        if threading.main_thread().is_alive():
+            raise
+        return False  # from Python 3.12 on, when the main thread has ended
+    return True
+
+
+_exiting = threading.Event()
 _callbacks = _Callbacks()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_callbacks.__init__)  # type: ignore[misc] # the threads stayed with the parent
 
 
 class Progress:
@@ -148,9 +220,10 @@ class Progress:
         self._patience = patience
         self._queue: queue.SimpleQueue[tuple[Job, Work] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()  # of the count
+        self._lock = threading.Lock()  # of the counts
         self._turn = threading.Lock()  # held by whoever runs a call
         self._waiting = 0
+        self._finishing = 0
         self._stopping = False
         self.background_s = 0.0  # spent in calls that were run beside the caller
 
@@ -160,12 +233,11 @@ class Progress:
             inline = not background and self._waiting == 0 and self._turn.acquire(blocking=False)
             if not inline:
                 self._waiting += 1
-                if self._thread is None:
-                    self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
-                    self._thread.start()
-                    _running.add(self)
+                if self._has_thread():
+                    self._queue.put((job, work))
+                    return work
         if not inline:
-            self._queue.put((job, work))
+            self._run(job, work)
             return work
         try:
             job(self._patience)
@@ -174,34 +246,58 @@ class Progress:
         work.finish()
         return work
 
+    def _has_thread(self) -> bool:
+        if self._thread is None:
+            thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
+            if _start(thread):
+                self._thread = thread
+                _running.add(self)
+        return self._thread is not None and not self._stopping
+
     def _loop(self) -> None:
         torch.set_grad_enabled(False)
         while (item := self._queue.get()) is not None:
-            job, work = item
-            error: BaseException | None = None
-            with self._turn:
-                start = time.perf_counter()
-                try:
-                    job(BACKGROUND)
-                except BaseException as raised:
-                    error = raised
-                self.background_s += time.perf_counter() - start
-            with self._lock:
-                self._waiting -= 1
+            self._run(*item)
+            del item  # nothing of a call is kept while waiting for the next
+
+    def _run(self, job: Job, work: Work) -> None:
+        error: BaseException | None = None
+        with self._turn:
+            start = time.perf_counter()
+            try:
+                if self._stopping:
+                    raise PeerError("this group was destroyed")
+                job(BACKGROUND)
+            except BaseException as raised:
+                error = raised
+            self.background_s += time.perf_counter() - start
+        with self._lock:
+            self._waiting -= 1
+            self._finishing += 1
+        try:
             work.finish(error)
-            del item, job, work, error  # nothing of a call is kept while waiting for the next
+        finally:
+            with self._lock:
+                self._finishing -= 1
+
+    def is_busy(self) -> bool:
+        """Whether the thread has calls to run, or tells those who wait for one."""
+        with self._lock:
+            return self._waiting + self._finishing > 0
 
     def stop(self, timeout_s: float) -> bool:
         """Let the thread finish what it has, and end; whether it did in time."""
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            if not self._stopping:
+        with self._lock:
+            thread = self._thread
+            if thread is not None and not self._stopping:
                 self._stopping = True
                 self._queue.put(None)
+        if thread is not None and thread is not threading.current_thread():
             thread.join(timeout_s)
             if thread.is_alive():
                 return False
-        self._thread, self._stopping = None, False
+        with self._lock:
+            self._thread, self._stopping = None, False
         _running.discard(self)
         return True
 
@@ -216,16 +312,52 @@ def at_exit(close: Callable[[], object]) -> None:
     _closers.append(weakref.WeakMethod(close))
 
 
+def _after_fork() -> None:
+    """The threads stayed with the parent, and so did what they ran."""
+    _callbacks.__init__()  # type: ignore[misc] # all of it, as at the start
+    _running.clear()
+    _closers.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
 @atexit.register
 def _stop_all() -> None:
-    """A thread that comes back from torch into an interpreter that is gone would crash the process.
+    """End all threads: first those that run calls, then those that run the callbacks of these calls.
 
-    What is under way is given a second; then its group is over, and it ends at its next step.
+    Calls and callbacks under way are waited for, and whatever they start; then the groups are over, and what still
+    waits for a peer ends with an error at its next step.
     """
-    late = [progress for progress in list(_running) if not progress.stop(1.0)]
+    end = time.monotonic() + _CALLBACKS_S
+    try:
+        _wait_until_idle(end)
+    except KeyboardInterrupt:
+        end = time.monotonic()
+    _exiting.set()
     for one in list(_closers):
         close = one()
         if close is not None:
             close()
-    for progress in late:
-        progress.stop(30.0)
+    for progress in list(_running):
+        progress.stop(_CALLBACKS_S)
+    if not _callbacks.stop(max(_INTERRUPTED_S, end - time.monotonic())):
+        said = (
+            f"a callback of a future did not end within {_CALLBACKS_S:g} s of the end of the program: it is broken off"
+        )
+        print(f"offbeat: {said}", file=sys.stderr, flush=True)
+
+
+def _wait_until_idle(end: float) -> None:
+    calls_end, pause_s = time.monotonic() + _CALLS_S, 0.0005
+    while (now := time.monotonic()) < end:
+        started = _callbacks.started
+        callbacks = started > _callbacks.ended
+        calls = any(progress.is_busy() for progress in list(_running))
+        if callbacks or _callbacks.started > started:  # a callback may have made a call since we looked
+            calls_end = now + _CALLS_S
+        elif not calls or now > calls_end:
+            return
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.02)
