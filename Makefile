@@ -31,10 +31,11 @@ test: setup
 test-torch: setup
 	@cd tests && ../$(BIN)/python -m torch_suite.compare
 
-# Lightning and Accelerate scripts on this backend: the same parameters as on Gloo.
+# Programs of other people's shape, and of Lightning, Accelerate and Hugging Face: the same parameters as on Gloo. Minutes.
 test-ecosystem: setup
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt lightning accelerate
-	@OFFBEAT_ECOSYSTEM=1 $(BIN)/pytest tests/ecosystem
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt \
+		lightning==2.6.6 accelerate==1.15.0 transformers==5.22.0
+	@OFFBEAT_ECOSYSTEM=1 $(BIN)/pytest -s tests/ecosystem tests/process/test_unedited_programs.py
 
 # The parameter server injured at scripted points, each 20 times with other seeds and real time limits. Minutes.
 test-faults: setup
