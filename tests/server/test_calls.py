@@ -1,0 +1,183 @@
+"""Calls of learners to each other: who is answered, with what, and when somebody leaves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from offbeat.errors import RequestError
+from offbeat.server.calls import KEPT_CALLS, Calls
+from offbeat.server.coordinator import Coordinator
+from offbeat.server.session import Row, Setting
+from offbeat.server.talk import Talks, decode, encode
+from offbeat.server.wire import Bye, Call, Called, Go, Hello, Message, Pause, Ready, Rest, Rested, Rise, Seeded
+
+
+def row(learner: int, number: int | None, what: str = "gather", data: bytes = b"") -> Row:
+    found = Row(learner)
+    found.here, found.incarnation = True, 1
+    found.call = None if number is None else Call(learner, 1, number, what, data or bytes([learner]))
+    return found
+
+
+def test_a_call_is_answered_when_all_who_are_here_have_made_it() -> None:
+    calls = Calls()
+    assert calls.next([]) == [] and calls.next([row(0, 1), row(1, None)]) == []
+    both = [row(0, 1), row(1, 1)]
+    assert calls.next(both) == both
+    answer = calls.again(both[1], 1)
+    assert answer is not None and answer.data == ((0, b"\0"), (1, b"\1")) and not answer.error
+
+
+def test_one_that_is_behind_is_answered_first() -> None:
+    calls = Calls()
+    ahead, behind = row(0, 2), row(1, 1)
+    assert calls.next([ahead, behind]) == [behind]
+    assert calls.again(behind, 1) == Called(1, 1, 1, ((1, b"\1"),))
+    assert calls.again(ahead, 2) is None
+
+
+def test_one_that_begins_anew_is_told_what_was_answered() -> None:
+    calls = Calls()
+    for number in range(1, KEPT_CALLS + 3):
+        calls.next([row(0, number, data=str(number).encode())])
+    again = row(1, None)
+    answer = calls.again(again, 7)
+    assert answer is not None and answer.data == ((0, b"7"),)
+    forgotten = calls.again(again, 2)
+    assert forgotten is not None and "only the last 256 are kept" in forgotten.error
+
+
+def test_different_calls_are_an_error_on_all() -> None:
+    calls = Calls()
+    rows = [row(0, 1, "gather"), row(1, 1, "barrier")]
+    assert calls.next(rows) == rows
+    answers = [calls.again(one, 1) for one in rows]
+    assert all(one is not None and one.error.startswith("call 1 is gather on learner 0 and barrier") for one in answers)
+
+
+def test_too_many_bytes_together_are_refused() -> None:
+    calls = Calls()
+    rows = [row(learner, 1, data=bytes(40_000)) for learner in range(2)]
+    calls.next(rows)
+    answer = calls.again(rows[0], 1)
+    assert answer is not None and "more than the 65536 bytes" in answer.error and answer.data == ()
+
+
+# --- in a run ---------------------------------------------------------------------------------------------------------
+
+
+class Run:
+    """A coordinator with learners that have joined and were told to compute."""
+
+    def __init__(self, line: str, learners: int) -> None:
+        self.machine = Coordinator(Setting(line=line, learners=learners))
+        self.say(Ready(0, 1))
+        said = [message for learner in range(learners) for message in self.say(Hello(learner, 10 + learner, "t"))]
+        assert any(getattr(message, "seed", False) for message in said)
+        self.gone = self.say(Seeded(0, 1))
+
+    def say(self, message: Message) -> list[Message]:
+        said: list[Message] = list(self.machine.handle(message, 0.0))  # type: ignore[arg-type]
+        self.machine.check()
+        return said
+
+
+@pytest.mark.parametrize("line", ["full-sync", "k-sync:2", "async", "k-batch-async:3", "downpour"])
+def test_who_waits_in_a_call_is_not_waited_for_and_goes_on_after_it(line: str) -> None:
+    run = Run(line, 3)
+    assert [run.say(Call(learner, 1, 1, "barrier")) for learner in (0, 1)] == [[], []]
+    assert not run.machine.policy.seats.keys() & {0, 1}
+    said = run.say(Call(2, 1, 1, "barrier"))
+    assert {one.learner for one in said if isinstance(one, Called)} == {0, 1, 2}
+    assert {one.learner for one in said if isinstance(one, Go)} == {0, 1, 2}, "all are told to go on"
+    assert set(run.machine.policy.seats) == {0, 1, 2}
+    repeated = run.say(Call(2, 1, 1, "barrier"))
+    assert [one for one in repeated if isinstance(one, Called)] == [one for one in said if one in repeated], (
+        "said again"
+    )
+
+
+def test_who_leaves_is_dropped_from_a_call() -> None:
+    run = Run("full-sync", 3)
+    run.say(Call(0, 1, 1, "gather", b"a"))
+    run.say(Call(1, 1, 1, "gather", b"b"))
+    run.say(Bye(1, 1))
+    said = run.say(Bye(2, 1))
+    assert [one.data for one in said if isinstance(one, Called)] == [((0, b"a"),)]
+
+
+def test_who_gives_up_waiting_is_told_to_compute() -> None:
+    run = Run("full-sync", 2)
+    run.say(Call(0, 1, 1, "gather"))
+    said = run.say(Call(0, 1, 1, ""))
+    assert [one.learner for one in said if isinstance(one, Go)] == [0]
+    assert run.say(Call(1, 1, 1, "gather")) == [], "the other waits for the next one of the first"
+
+
+def test_a_pause_is_led_by_who_asks_for_it_and_only_once() -> None:
+    run = Run("async", 3)
+    called = run.say(Pause(2, 1))
+    assert {one.learner for one in called if isinstance(one, Rest) and not one.lead} == {0, 1, 2}
+    said = [message for learner in range(3) for message in run.say(Rested(learner, 1, 1))]
+    assert [one.learner for one in said if isinstance(one, Rest) and one.lead] == [2]
+    risen = run.say(Rested(2, 1, 1, led=True))
+    assert {one.learner for one in risen if isinstance(one, Rise)} == {0, 1, 2}
+    assert not run.machine.rests.due
+
+
+def test_a_pause_whose_asker_is_gone_ends() -> None:
+    run = Run("async", 2)
+    run.say(Pause(1, 1))
+    run.say(Bye(1, 1))
+    said = run.say(Rested(0, 1, 1))
+    assert [one.lead for one in said if isinstance(one, Rest)] == [True]
+    assert [type(one) for one in run.say(Rested(0, 1, 1, led=True)) if isinstance(one, Rise)] == [Rise]
+    assert not run.machine.rests.due
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+class Alone(Talks):
+    """Three learners of which the others give what was written down."""
+
+    number = 1
+
+    def __init__(self, *others: object) -> None:
+        self.others = others
+
+    def _exchange(self, what: str, data: bytes, timeout_s: float) -> dict[int, bytes]:
+        return {0: encode(self.others[0]), 1: data, 2: encode(self.others[1])}
+
+
+def test_reductions() -> None:
+    assert Alone(1, 6).all_reduce(2) == 3.0 and Alone(1, 6).all_reduce(2, "sum") == 9
+    assert Alone(1.5, 6).all_reduce(2.0, "min") == 1.5 and Alone(1, 6).all_reduce(2, "max") == 6
+    given = torch.tensor([1.0, 5.0])
+    assert Alone(given + 2, given * 0).all_reduce(given, "sum").tolist() == [4.0, 12.0]
+    assert Alone(given + 3, given * 0).all_reduce(given, "max").tolist() == [4.0, 8.0]
+    with pytest.raises(RequestError, match="unknown reduction 'men'; did you mean 'mean'"):
+        Alone(1, 2).all_reduce(3, "men")
+    with pytest.raises(RequestError, match="takes a number or a tensor; got str"):
+        Alone(1, 2).all_reduce("3")  # type: ignore[type-var]
+
+
+def test_gather_and_broadcast() -> None:
+    assert Alone({"a": [1]}, None).gather("b") == [{"a": [1]}, "b", None]
+    assert Alone("x", "y").broadcast("mine", source=2) == "y"
+    with pytest.raises(RequestError, match="learner 5 is not in the run"):
+        Alone("x", "y").broadcast("mine", source=5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.bfloat16, torch.bool, torch.uint8])
+@pytest.mark.parametrize("shape", [(), (3,), (2, 0), (2, 3)])
+def test_tensors_travel_as_they_are(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    given = (torch.rand(shape) * 5).to(dtype)
+    found = decode(encode(given))
+    assert found.dtype == dtype and torch.equal(found, given)
+
+
+def test_what_is_neither_plain_nor_a_tensor_is_refused() -> None:
+    with pytest.raises(RequestError, match="learners exchange plain values and tensors"):
+        encode(object())
