@@ -18,7 +18,7 @@ class Digits(lightning.LightningModule):  # type: ignore[misc, unused-ignore]
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 
     def training_step(self, batch: tuple[Tensor, Tensor], number: int) -> Tensor:
         loss = nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
@@ -30,7 +30,7 @@ class Digits(lightning.LightningModule):  # type: ignore[misc, unused-ignore]
         self.log("accuracy", right, sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        return torch.optim.SGD(self.parameters(), lr=0.15, momentum=0.9)
 
 
 def main() -> None:

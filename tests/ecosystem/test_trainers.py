@@ -1,4 +1,4 @@
-"""Lightning and Hugging Face's Trainer as learners: every sample once, as accurate as `offbeat train`, resumed to the bit."""
+"""Trainers of other people as learners: every sample once, as accurate as `offbeat train`, resumed to the bit."""
 
 from __future__ import annotations
 

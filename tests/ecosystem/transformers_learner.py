@@ -29,7 +29,7 @@ class Digits(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 
     def forward(self, pixels: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
         logits = self.layers(pixels)
@@ -51,7 +51,7 @@ def main() -> None:
         num_train_epochs=options.epochs,
         per_device_train_batch_size=32,
         gradient_accumulation_steps=options.accumulate,
-        learning_rate=0.005,
+        learning_rate=0.01,
         lr_scheduler_type="constant",
         save_strategy="epoch",
         report_to=[],

@@ -57,7 +57,7 @@ class OffbeatCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         if self.learner is not None:
             self._loader.computed += 1
-            most = (self._loader.epoch + 1) * self._an_epoch - 1
+            most = max(0, (self._loader.epoch + 1) * self._an_epoch - 2)  # it adds one, and ends where all are made
             state.global_step = min(self._before + self._loader.progress(), most)
             self._only_the_first(control)
 
