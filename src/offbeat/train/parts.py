@@ -80,7 +80,7 @@ def part_of(tensors: Mapping[str, Tensor]) -> Part:
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The state of an optimizer as tensors with names: the parameter's number, and what it is."""
     tensors: dict[str, Tensor] = {}
-    for number, state in optimizer.state_dict()["state"].items():
+    for number, state in type(optimizer).state_dict(optimizer)["state"].items():  # the learner's, not the servers'
         for name, value in state.items():
             if value is not None:
                 tensors[f"{number}.{name}"] = torch.as_tensor(value)
@@ -93,8 +93,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tenso
     for key, tensor in tensors.items():
         number, _, name = key.partition(".")
         state.setdefault(int(number), {})[name] = tensor.clone()
-    whole = optimizer.state_dict()
-    optimizer.load_state_dict({"state": state, "param_groups": whole["param_groups"]})
+    kind = type(optimizer)
+    kind.load_state_dict(optimizer, {"state": state, "param_groups": kind.state_dict(optimizer)["param_groups"]})
 
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:
