@@ -44,7 +44,7 @@ def main(case: str, folder: str = "") -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.9)
     epochs, saved = 4, Path(folder) / "saved.pt"
     if case in ("resumed", "resumed-plain"):
-        state = torch.load(saved)
+        state = torch.load(saved, weights_only=True)
         scheduler.load_state_dict(state["scheduler"])
         if case == "resumed":
             learner.load_state_dict(state["learner"])

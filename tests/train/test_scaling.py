@@ -334,7 +334,7 @@ def test_the_last_norm_of_every_residual_block_starts_at_zero_and_no_other() -> 
         ),
         (
             "downpour:push=2,fetch=2",
-            "PUSH): steps are shortened to 0.1 of their length, momentum 0.9 -> 0 ",
+            "PUSH): steps are shortened to 0.087 of their length, lr 0.1 -> 0.087, momentum 0.9 -> 0 ",
         ),
     ],
 )

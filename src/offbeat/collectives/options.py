@@ -19,8 +19,8 @@ def mark_joined() -> None:
     """Tell `offbeat run` that its script has become a learner."""
     told = os.environ.get("OFFBEAT_JOINED")
     if told is not None:
-        with contextlib.suppress(OSError):
-            Path(told).touch()
+        with contextlib.suppress(OSError), Path(told).open("ab") as joined:
+            joined.write(b"1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -212,6 +212,10 @@ _exiting = threading.Event()
 _callbacks = _Callbacks()
 
 
+def _destroyed(_: Patience) -> None:
+    raise PeerError("this group was destroyed")
+
+
 class Progress:
     """Runs the calls of one group in the order in which they were made."""
 
@@ -236,8 +240,9 @@ class Progress:
                 if self._has_thread():
                     self._queue.put((job, work))
                     return work
+            late = self._stopping
         if not inline:
-            self._run(job, work)
+            self._run(_destroyed if late else job, work)
             return work
         try:
             job(self._patience)
@@ -265,8 +270,6 @@ class Progress:
         with self._turn:
             start = time.perf_counter()
             try:
-                if self._stopping:
-                    raise PeerError("this group was destroyed")
                 job(BACKGROUND)
             except BaseException as raised:
                 error = raised

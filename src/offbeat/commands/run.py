@@ -7,7 +7,6 @@ import json
 import os
 import socket
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,8 +72,8 @@ def _run(given: argparse.Namespace) -> None:
     from offbeat.server.slowness import parse
 
     parse(given.slow, given.learners)
-    with terminable(), tempfile.TemporaryDirectory(prefix="offbeat-run-") as folder:
-        given.joined = Path(folder) / "joined"
+    with terminable(), os.fdopen(os.memfd_create("offbeat-joined"), "rb") as joined:  # nothing is left behind
+        given.joined = joined
         if reduces:
             _run_ranks(given)
         else:
@@ -128,7 +127,7 @@ def _supervise(given: argparse.Namespace, plan: Plan, of_ranks: Callable[[], dic
     summary["restarts"] = supervisor.recoveries
     _tell_end(given, summary)
     failed = {learner: code for learner, code in exits.items() if code}
-    if not failed and not given.joined.exists():
+    if not failed and not given.joined.read(1):
         raise RequestError(
             f"run: {Path(given.script).name} never called offbeat.join(): {given.learners} copies of it ran, each by "
             "itself"
@@ -176,7 +175,7 @@ def _words(given: argparse.Namespace) -> list[str]:
 
 def _environment(given: argparse.Namespace) -> dict[str, str]:
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(given.threads))
-    own = {"OFFBEAT_JOINED": str(given.joined)}
+    own = {"OFFBEAT_JOINED": f"/proc/{os.getpid()}/fd/{given.joined.fileno()}"}
     own |= {"OFFBEAT_SYNC": given.sync, "OFFBEAT_SEED": str(given.seed), "OFFBEAT_SLOW": " ".join(given.slow)}
     return {**os.environ, **threads, **own}
 

@@ -47,7 +47,7 @@ class Downpour(EachGradient):
         Its own pushes since count too: the weights that come are without those on their way.
         """
         push, fetch = self.rule.push_every, self.rule.fetch_every
-        own = 1 + (fetch - 1) / 2
+        own = 1 + (fetch - 1) / 2 if learners > 1 else 0.0  # one that is alone has made all steps itself
         others = (learners - 1) * (own + push - 1 / 2)
         formula = "about ((P-1) (3/2 + (FETCH-1)/2 + PUSH-1) + 1 + (FETCH-1)/2) / PUSH"
         return estimated((others + own) / push, formula)
