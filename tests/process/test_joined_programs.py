@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 
 SCRIPT = Path(__file__).with_name("joined_programs.py")
 LIMIT_S = 60.0
+long = pytest.mark.skipif(not os.environ.get("OFFBEAT_MATRIX"), reason="takes long: make test-matrix")
 
 
 def run(line: str, *words: str, learners: int = 2, script: Path = SCRIPT) -> tuple[int, str, str]:
@@ -29,12 +31,13 @@ def test_a_model_that_prepare_returned_and_nobody_uses_is_told() -> None:
     assert err == "offbeat: run: 2 learners failed: 0, 1\n"
 
 
+@long
 def test_with_a_server_the_model_itself_may_be_used() -> None:
     code, out, _ = run("full-sync", "ignored")
     assert code == 0 and "ignored: 96 seen" not in out, "each goes through its own loader"
 
 
-@pytest.mark.parametrize("line", ["ring", "full-sync"])
+@pytest.mark.parametrize("line", ["ring", pytest.param("full-sync", marks=long)])
 def test_a_weighted_sampler_is_kept(line: str) -> None:
     code, out, _ = run(line, "weighted")
     assert code == 0 and "offbeat: note: " in out and "WeightedRandomSampler" in out
@@ -70,7 +73,7 @@ def test_state_that_is_loaded_too_late_and_calls_inside_a_minibatch_are_told() -
     assert code == 2 and "barrier is called between minibatches, not inside one" in out
 
 
-@pytest.mark.parametrize("line", ["full-sync", "ring"])
+@pytest.mark.parametrize("line", ["full-sync", pytest.param("ring", marks=long)])
 def test_a_checkpoint_of_the_scripts_own_goes_on_bit_for_bit(line: str, tmp_path: Path) -> None:
     ends = {}
     for case in ("saved", "resumed", "resumed-plain"):
@@ -82,6 +85,7 @@ def test_a_checkpoint_of_the_scripts_own_goes_on_bit_for_bit(line: str, tmp_path
     assert ends["resumed"] == ends["saved"] == ends["resumed-plain"], "optimizer, schedule and order of samples"
 
 
+@long
 def test_any_line_goes_on_from_the_checkpoint_of_another(tmp_path: Path) -> None:
     assert run("full-sync", "saved", str(tmp_path))[0] == 0
     for line in ("k-async:1", "local-sgd:2", "downpour", "ring"):
