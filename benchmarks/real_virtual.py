@@ -19,11 +19,11 @@ from pathlib import Path
 
 import torch
 
-from offbeat.metrics import reached_at
+from offbeat.predict.virtual import Clock, train_virtually
+from offbeat.runs.metrics import reached_at
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.compute import parse_law
 from offbeat.train.rundir import RunDir
-from offbeat.train.virtual import Clock, train_virtually
 
 POLICIES = ("full-sync", "k-sync:2", "k-batch-sync:2", "async", "k-async:2", "k-batch-async:2")
 LEARNERS, SEEDS = 4, 5

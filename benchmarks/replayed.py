@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from offbeat.train.replayed import Played, RealRun, Replay, is_as_stale, read_run
+from offbeat.predict.replay import Played, RealRun, Replay, is_as_stale, read_run
 from offbeat.train.tasks import task_of
 
 STRATEGIES = {  # and the epochs that take some seconds

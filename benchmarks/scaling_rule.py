@@ -22,8 +22,8 @@ from pathlib import Path
 
 from offbeat.spec import count_of
 from offbeat.train.config import Config
+from offbeat.train.config_files import override, read_recipe
 from offbeat.train.launch import launch, prepare
-from offbeat.train.reading import override, read_recipe
 
 
 def config_of(given: argparse.Namespace, learners: int, seed: int, *, rule: bool) -> Config:

@@ -16,10 +16,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from offbeat.trace import read_log
+from offbeat.runs.log import read_log
+from offbeat.train.config_files import override, read_recipe
 from offbeat.train.launch import launch, prepare
-from offbeat.train.plan import cut
-from offbeat.train.reading import override, read_recipe
+from offbeat.train.sample_plan import cut
 
 SETTLED = 2 / 5  # of the updates, which are left out: the split is being found
 

@@ -28,12 +28,12 @@ from typing import NamedTuple
 
 import torch
 
+from offbeat.predict.virtual import Clock, train_virtually
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.compute import parse_law
 from offbeat.spec import count_of
 from offbeat.train.config import Config
-from offbeat.train.reading import override, read_recipe
-from offbeat.train.virtual import Clock, train_virtually
+from offbeat.train.config_files import override, read_recipe
 
 LEARNERS = 30
 LAW = "gamma:1,0.25"

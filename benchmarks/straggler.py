@@ -39,11 +39,11 @@ from offbeat.measure.policies import Steady, steady
 from offbeat.measure.served import environment
 from offbeat.policies import Apply, Cancel, Pushed
 from offbeat.policies.events import EVENTS, from_text
+from offbeat.runs.log import RunLog, read_log
 from offbeat.simulate import server as simulator
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.compute import parse_law
 from offbeat.spec import parse_count
-from offbeat.trace import RunLog, read_log
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "examples" / "digits.py"

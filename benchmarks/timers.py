@@ -20,10 +20,10 @@ from offbeat.machine import machine_facts
 from offbeat.measure import policies
 from offbeat.policies import Wake, Woke, create
 from offbeat.policies.events import EVENTS, from_text
+from offbeat.runs.log import read_log
 from offbeat.simulate import server
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.compute import parse_law
-from offbeat.trace import read_log
 
 LEARNERS, SLOW, FACTOR = 4, 3, 6.0
 LAW = "shifted-exp:0.03,0.02"

@@ -18,13 +18,13 @@ from collections.abc import Callable
 
 import torch
 
+from offbeat.predict.virtual import Clock, Outcome, train_virtually
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.compute import parse_law
 from offbeat.train.config import Config
-from offbeat.train.reading import changed, read_recipe
-from offbeat.train.scaling import optimizer_of
+from offbeat.train.config_files import changed, read_recipe
+from offbeat.train.learning_rate import optimizer_of
 from offbeat.train.tasks import Task, task_of
-from offbeat.train.virtual import Clock, Outcome, train_virtually
 
 POLICIES = ("full-sync", "k-sync:50", "k-batch-sync:50", "async", "k-async:10", "k-batch-async:10")
 SEEDS, LEARNERS, EPOCHS, SIZE, RATE = 5, 100, 30, 8, 0.05

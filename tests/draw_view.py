@@ -125,8 +125,8 @@ def draw(state: Progress, title: str) -> str:
 
 def real_run() -> list[Told]:
     """Four learners of a parameter server that waits for two; the last learner is slow."""
+    from offbeat.train.config_files import override, read_recipe
     from offbeat.train.launch import launch, prepare
-    from offbeat.train.reading import override, read_recipe
 
     words: dict[str, str | list[str]] = {
         "sync": "k-async:2",

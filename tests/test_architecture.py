@@ -19,12 +19,13 @@ PACKAGE = HERE / "src" / "offbeat"
 
 # A room imports only rooms above it. The torch-free ones use the standard library and numpy alone.
 TORCH_FREE = (
-    "errors", "spec", "synonyms", "plugins", "topology", "trace", "timeline", "schedules", "policies", "strategy",
-    "metrics", "learning", "leases", "chart", "simulate", "datasets", "report",
+    "errors", "spec", "synonyms", "plugins", "topology", "schedules", "policies", "strategy", "runs", "leases", "chart",
+    "simulate", "datasets", "report",
 )  # fmt: skip
 ROOMS = (
-    *TORCH_FREE, "signals", "machine", "energy", "collectives", "server", "integrations", "train", "measure",
-    "commands", "cli", "__main__",
+    "errors", "spec", "synonyms", "plugins", "topology", "schedules", "policies", "strategy", "runs", "leases", "chart",
+    "simulate", "datasets", "report", "processes", "machine", "energy", "collectives", "server", "integrations",
+    "train", "predict", "measure", "commands", "cli", "__main__",
 )  # fmt: skip
 # What a torch-free room must not know: torch, the clock, sockets, threads, processes, unseeded randomness.
 BANNED_MODULES = {
@@ -147,7 +148,7 @@ def wrong_names(files: Sources) -> list[str]:
 def tree_of(readme: str) -> dict[str, bool]:
     """The paths of the README's tree, and whether each is a folder whose contents are listed too."""
     block = re.search(r"```tree\n(.*?)```", readme, re.DOTALL)
-    assert block is not None, "README has no ```tree block"
+    assert block is not None, "there is no ```tree block"
     listed: dict[str, bool] = {}
     above: list[str] = []
     for line in block[1].splitlines():
@@ -163,12 +164,12 @@ def tree_of(readme: str) -> dict[str, bool]:
 def tree_drift(readme: str, files: list[str]) -> list[str]:
     listed = tree_of(readme)
     found = [
-        f"README lists {path}, which is not there" for path in listed if not any(f.startswith(path) for f in files)
+        f"the tree lists {path}, which is not there" for path in listed if not any(f.startswith(path) for f in files)
     ]
     for file in files:
         whole_folders = [path for path, opened in listed.items() if path.endswith("/") and not opened]
         if file not in listed and not any(file.startswith(folder) for folder in whole_folders):
-            found.append(f"{file} is not in README's tree")
+            found.append(f"{file} is not in the tree")
     return found
 
 
@@ -193,8 +194,8 @@ def test_nothing_that_executes_received_bytes_is_used() -> None:
     assert wrong_names(sources("src", "tests", "examples")) == []
 
 
-def test_the_tree_of_the_readme_is_the_disk() -> None:
-    assert tree_drift((HERE / "README.md").read_text(encoding="utf-8"), files_on_disk()) == []
+def test_the_tree_of_the_architecture_page_is_the_disk() -> None:
+    assert tree_drift((HERE / "docs" / "architecture.md").read_text(encoding="utf-8"), files_on_disk()) == []
 
 
 def test_in_a_fresh_process_torch_free_rooms_load_nothing_banned() -> None:
@@ -261,17 +262,17 @@ BREACHES = [
 
 @pytest.mark.parametrize("line", BREACHES)
 def test_a_banned_name_is_seen(line: str) -> None:
-    assert wrong_names({"src/offbeat/trace.py": line}) != []
+    assert wrong_names({"src/offbeat/runs/log.py": line}) != []
 
 
 def test_what_only_looks_like_a_banned_name_is_not_seen() -> None:
     fine = "model.eval(); retrieval(x); pattern.exec(y); np.random.default_rng(1); json.load(f); send_objects(x)"
     fine += "; torch.load(f, weights_only=True)"
-    assert wrong_names({"src/offbeat/trace.py": fine}) == []
+    assert wrong_names({"src/offbeat/runs/log.py": fine}) == []
 
 
 def test_drift_of_the_tree_is_seen() -> None:
     readme = "```tree\nsrc/\n  a.py   text\n  b/     text\n```\n"
     assert tree_drift(readme, ["src/a.py", "src/b/c.py"]) == []
-    assert tree_drift(readme, ["src/a.py", "src/b/c.py", "src/d.py"]) == ["src/d.py is not in README's tree"]
-    assert tree_drift(readme, ["src/a.py"]) == ["README lists src/b/, which is not there"]
+    assert tree_drift(readme, ["src/a.py", "src/b/c.py", "src/d.py"]) == ["src/d.py is not in the tree"]
+    assert tree_drift(readme, ["src/a.py"]) == ["the tree lists src/b/, which is not there"]

@@ -16,9 +16,9 @@ from offbeat import __version__
 from offbeat.cli import COMMANDS, load, main
 from offbeat.commands import base
 from offbeat.policies import replay
+from offbeat.runs.log import read_log
 from offbeat.schedules import algorithms
 from offbeat.strategy import strategies
-from offbeat.trace import read_log
 
 HERE = Path(__file__).parents[1]
 Offbeat = Callable[[str], tuple[int, str, str]]

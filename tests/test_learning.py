@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from offbeat.learning import Sign, sign_of, sign_of_losses, warning_of, warning_of_losses
+from offbeat.runs.learning import Sign, sign_of, sign_of_losses, warning_of, warning_of_losses
 
 
 def curve(*losses: float | None, accuracies: tuple[float, ...] = (), start: float = 2.3) -> list[dict[str, Any]]:

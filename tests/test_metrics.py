@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat import metrics
 from offbeat.errors import RequestError
+from offbeat.runs import metrics
 
 
 def test_goyal_et_al_on_256_gpus_is_ninety_percent_efficient() -> None:

@@ -179,8 +179,9 @@ def test_nobody_asks_which_policy_or_schedule_it_is() -> None:
 
 
 KNEW = (  # where such knowledge stood before
-    "server/session.py", "server/coordinator.py", "server/learner.py", "train/scaling.py", "report/theory.py",
-    "simulate/calibration.py", "simulate/server.py", "simulate/compare.py", "simulate/race.py", "measure/calibrate.py",
+    "server/coordinator/session.py", "server/coordinator/coordinator.py", "server/learner/served_learner.py",
+    "train/learning_rate.py", "report/theory.py",
+    "predict/calibration.py", "simulate/server.py", "simulate/compare.py", "predict/race.py", "measure/calibrate.py",
     "schedules/ranking.py", "commands/race.py", "commands/compare.py", "commands/replay.py",
 )  # fmt: skip
 PLANTED = {

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from offbeat.timeline import Piece, rows
-from offbeat.trace import Span
+from offbeat.runs.log import Span
+from offbeat.runs.text_timeline import Piece, rows
 
 
 def test_a_row_shows_versions_waiting_and_cancelled_work() -> None:

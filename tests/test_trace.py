@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.errors import LogError, RequestError
-from offbeat.trace import WHAT, RunLog, Span, check_span, chrome_trace, read_log, write_chrome_trace, write_log
+from offbeat.runs.log import WHAT, RunLog, Span, check_span, chrome_trace, read_log, write_chrome_trace, write_log
 
 times = st.floats(0, 1e6)
 spans = st.builds(

@@ -13,7 +13,7 @@ import pytest
 
 from offbeat.cli import main
 from offbeat.policies import replay
-from offbeat.trace import read_log
+from offbeat.runs.log import read_log
 from offbeat.train.rundir import RunDir
 
 Offbeat = Callable[[str], tuple[int, str, str]]

@@ -20,8 +20,8 @@ from offbeat.commands import watch
 from offbeat.commands.progress import Progress
 from offbeat.commands.watch import Clock, Feed, find_run, look_at
 from offbeat.errors import RequestError
-from offbeat.train.accounts import Live
 from offbeat.train.rundir import Hold, RunDir
+from offbeat.train.telemetry import Live
 
 BEGIN: dict[str, Any] = {
     "kind": "begin",

@@ -91,8 +91,8 @@ if TYPE_CHECKING:
     from offbeat import train as train
     from offbeat.collectives.backend import stats
     from offbeat.collectives.options import Options
-    from offbeat.server.interface import Learner
-    from offbeat.server.launch import join
+    from offbeat.server.learner.interface import Learner
+    from offbeat.server.learner.join import join
     from offbeat.strategy import register_policy, register_schedule
 
 __version__ = "0.1.0"
@@ -100,9 +100,9 @@ __all__ = ["Learner", "Options", "__version__", "join", "register_policy", "regi
 
 # Where each name is defined; the module is imported when the name is first asked for.
 _HOMES = {
-    "Learner": "offbeat.server.interface",
+    "Learner": "offbeat.server.learner.interface",
     "Options": "offbeat.collectives.options",
-    "join": "offbeat.server.launch",
+    "join": "offbeat.server.learner.join",
     "register_policy": "offbeat.strategy",
     "register_schedule": "offbeat.strategy",
     "stats": "offbeat.collectives.backend",

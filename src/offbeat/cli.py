@@ -18,7 +18,7 @@ from typing import NoReturn
 from offbeat import __version__, plugins
 from offbeat.commands.base import Command
 from offbeat.errors import OffbeatError, RequestError, nearest, unknown
-from offbeat.signals import terminable
+from offbeat.processes.signals import terminable
 
 COMMANDS = (
     "train", "watch", "evaluate", "recipes", "strategies", "examples", "run", "schedule",

@@ -13,7 +13,7 @@ import pytest
 from offbeat.errors import RequestError
 from offbeat.measure.accuracy import AccuracyResult, Request, measure, ranking
 from offbeat.train.config import Config
-from offbeat.train.reading import changed
+from offbeat.train.config_files import changed
 from offbeat.train.recipes import RECIPES
 
 MACHINE = {

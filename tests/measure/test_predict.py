@@ -9,16 +9,16 @@ import pytest
 
 from offbeat.errors import OffbeatError, RequestError
 from offbeat.machine import machine_facts
-from offbeat.measure.predict import foresee_accuracy, predict
 from offbeat.measure.predictions import Predictions, Request, Row, order_of
 from offbeat.measure.probes import KEPT, probe_of
 from offbeat.measure.trainings import Trained
-from offbeat.simulate.calibration import Calibration, Probe
+from offbeat.predict.calibration import Calibration, Probe
+from offbeat.predict.calibration_match import check, of_another_machine, settings_of
+from offbeat.predict.from_calibration import foresee_accuracy, predict
+from offbeat.runs.log import RunLog, Span
 from offbeat.simulate.compute import Draws, parse_law
-from offbeat.trace import RunLog, Span
-from offbeat.train.calibrated import check, of_another_machine, settings_of
 from offbeat.train.config import Config
-from offbeat.train.reading import changed, override, read_recipe
+from offbeat.train.config_files import changed, override, read_recipe
 from simulate.made_up import MADE_UP
 
 DIGITS = 1438

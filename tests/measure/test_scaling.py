@@ -15,7 +15,7 @@ from offbeat.errors import RequestError
 from offbeat.measure.comparisons import Kept, keep, ladder, middle
 from offbeat.measure.scaling import Request, Row, ScalingResult, are_alike, judged, measure, ranking
 from offbeat.train.config import Config
-from offbeat.train.reading import changed
+from offbeat.train.config_files import changed
 from offbeat.train.recipes import RECIPES
 
 MACHINE = {

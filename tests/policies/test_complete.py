@@ -13,8 +13,8 @@ from offbeat.policies import EXAMPLES_FOR, POLICIES, Joined, Policy, Pushed, Wak
 from offbeat.policies.memory import vectors_of
 from offbeat.policies.table import params_of
 from offbeat.server.arena import Layout
-from offbeat.server.session import Setting
-from offbeat.server.table import Table
+from offbeat.server.coordinator.session import Setting
+from offbeat.server.parameter_layout import Table
 from offbeat.simulate import server
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.compute import parse_law

@@ -27,7 +27,8 @@ from typing import Any, NoReturn
 import torch
 
 from offbeat import cli
-from offbeat.server import post, supervisor
+from offbeat.server import supervisor
+from offbeat.server.coordinator import coordinator_process
 from process import fault_points, fault_script
 
 LEFT_S = 3.0  # to see whether what is left goes by itself
@@ -108,7 +109,7 @@ def _supervise(order: dict[str, Any], folder: Path) -> NoReturn:
     ]
     if order.get("program"):
         os.execv(sys.executable, [sys.executable, "-c", "import offbeat.cli as c; raise SystemExit(c.main())", *words])
-    post.SILENCE_S = order.get("silence_s", post.SILENCE_S)
+    coordinator_process.SILENCE_S = order.get("silence_s", coordinator_process.SILENCE_S)
     supervisor.STOPPED_S = order.get("stopped_s", supervisor.STOPPED_S)
     supervisor.subprocess = SimpleNamespace(Popen=ForkedLearner, DEVNULL=-3)  # type: ignore[assignment, attr-defined]  # see above
     fault_points.services(order, folder)

@@ -16,7 +16,10 @@ from typing import Any
 
 import torch
 
-from offbeat.server import arena, client, door, link, modes, post, servant, supervisor, wire
+from offbeat.server import arena, handshake, supervisor, wire
+from offbeat.server.coordinator import coordinator_process
+from offbeat.server.learner import client, connection, push_modes
+from offbeat.server.shard import server_process
 
 LEARNER = ("compute", "computed", "fill", "push", "pushed", "reply", "fetch", "seed", "want", "granted", "bye", "end")
 SERVER = ("idle", "mid-apply", "applied", "finished", "replied")
@@ -110,7 +113,7 @@ def learner(order: dict[str, Any], folder: Path, number: int) -> Points:
         points("push")
         return original(self, **named)
 
-    def pushed(original: Any, self: modes.Mode, *given: Any, **named: Any) -> None:
+    def pushed(original: Any, self: push_modes.Mode, *given: Any, **named: Any) -> None:
         original(self, *given, **named)
         points("pushed")
 
@@ -132,10 +135,10 @@ def learner(order: dict[str, Any], folder: Path, number: int) -> Points:
         (arena.Arena, "seed", seed),
         (client.Client, "receive", receive),
         (client.Client, "push", push),
-        (modes.Mode, "push", pushed),
+        (push_modes.Mode, "push", pushed),
         (client.Client, "want", spoken("want")),
         (client.Client, "bye", spoken("bye")),
-        (door, "knock", knock),
+        (handshake, "knock", knock),
     ):
         wrap(owner, name, around)
     return points
@@ -173,7 +176,7 @@ def _servers(order: dict[str, Any], folder: Path) -> None:
     def points_of(shard: int) -> Points:
         return every.setdefault(shard, Points(order, folder, "server", shard))
 
-    def come_in(original: Any, name: str, introduction: door.Introduction) -> Any:
+    def come_in(original: Any, name: str, introduction: handshake.Introduction) -> Any:
         line, memory = original(name, introduction)
         return _Line(line, points_of(introduction.number)), memory
 
@@ -189,7 +192,7 @@ def _servers(order: dict[str, Any], folder: Path) -> None:
         original(self, number, version)
         points_of(self.shard)("finished")
 
-    wrap(servant, "_come_in", come_in)
+    wrap(server_process, "_come_in", come_in)
     wrap(arena.ShardMemory, "_runs", runs)
     wrap(arena.ShardMemory, "finish", finish)
 
@@ -197,19 +200,19 @@ def _servers(order: dict[str, Any], folder: Path) -> None:
 def _coordinator(order: dict[str, Any], folder: Path) -> None:
     points = Points(order, folder, "coordinator", 0)
 
-    def tell(original: Any, self: post.Post, message: Any, data: bytes | None = None) -> None:
+    def tell(original: Any, self: coordinator_process.Post, message: Any, data: bytes | None = None) -> None:
         if not isinstance(message, wire.Tick):
             points("hear")
         if isinstance(message, wire.Bye):
             points("hear-bye")
         original(self, message, data)
 
-    def add(original: Any, self: post.Journal, data: bytes, at_s: float) -> None:
+    def add(original: Any, self: coordinator_process.Journal, data: bytes, at_s: float) -> None:
         points("torn-journal", lambda: os.write(self.descriptor, b"\1" * 15))
         original(self, data, at_s)
         points("journal")
 
-    def carry(original: Any, self: post.Post, message: Any) -> None:
+    def carry(original: Any, self: coordinator_process.Post, message: Any) -> None:
         points("handled")
         if isinstance(message, wire.Go) and message.seq > 1:
             blow = points.blows[0] if points.blows else {}
@@ -220,14 +223,14 @@ def _coordinator(order: dict[str, Any], folder: Path) -> None:
         original(self, message)
         points("carried")
 
-    def let_in(original: Any, self: post.Post, *given: Any) -> None:
+    def let_in(original: Any, self: coordinator_process.Post, *given: Any) -> None:
         points("admit")
         original(self, *given)
 
-    wrap(post.Post, "_tell", tell)
-    wrap(post.Journal, "add", add)
-    wrap(post.Post, "_carry", carry)
-    wrap(post.Post, "_let_in", let_in)
+    wrap(coordinator_process.Post, "_tell", tell)
+    wrap(coordinator_process.Journal, "add", add)
+    wrap(coordinator_process.Post, "_carry", carry)
+    wrap(coordinator_process.Post, "_let_in", let_in)
 
 
 # --- bugs, to see them found ------------------------------------------------------------------------------------------
@@ -246,16 +249,16 @@ def _one_copy_of_the_state() -> None:
 def _forget_pushes() -> None:
     """The coordinator that comes back does not know of pushes that were acknowledged."""
 
-    def add(original: Any, self: post.Journal, data: bytes, at_s: float) -> None:
+    def add(original: Any, self: coordinator_process.Journal, data: bytes, at_s: float) -> None:
         if not isinstance(wire.decode_input(data), wire.Push):
             original(self, data, at_s)
 
-    wrap(post.Journal, "add", add)
+    wrap(coordinator_process.Journal, "add", add)
 
 
 def _outlive_the_supervisor() -> None:
     supervisor._die_with = lambda parent: None
-    link._NOBODY_S = servant._NOBODY_S = 60.0  # nor do they end by themselves, when the door is gone
+    connection._NOBODY_S = server_process._NOBODY_S = 60.0  # nor do they end by themselves, when the door is gone
 
 
 PLANTED = {

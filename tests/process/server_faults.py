@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from offbeat.policies import Apply, Drop, Pushed, replay
 from offbeat.policies.events import from_text
-from offbeat.trace import RunLog, read_log
+from offbeat.runs.log import RunLog, read_log
 from process import fault_script
 
 TESTS = Path(__file__).resolve().parents[1]

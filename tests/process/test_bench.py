@@ -26,9 +26,17 @@ from offbeat.cli import main
 from offbeat.commands import base
 from offbeat.commands import bench as command
 from offbeat.errors import OffbeatError, RequestError
-from offbeat.measure import allreduce_rank, bench, mpi_rank
-from offbeat.measure.crew import Crew
-from offbeat.measure.results import AllReduceResult, Setting, SizeResult, Times, format_ms, format_ratio, size_label
+from offbeat.measure import allreduce_rank, mpi_rank, rank_bench
+from offbeat.measure.bench_results import (
+    AllReduceResult,
+    Setting,
+    SizeResult,
+    Times,
+    format_ms,
+    format_ratio,
+    size_label,
+)
+from offbeat.measure.harness import Crew
 from offbeat.measure.torch_rank import Peers
 
 
@@ -45,7 +53,7 @@ def run_json(line: str) -> dict[str, Any]:
 def reduced() -> dict[str, Any]:
     """One small run, as on a machine without mpirun."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bench, "why_no_mpi", lambda: "mpirun is not installed")
+        patch.setattr(rank_bench, "why_no_mpi", lambda: "mpirun is not installed")
         return run_json("bench allreduce --ranks 2 --sizes 64KiB,100kB --rounds 1 --against gloo,mpi --json")
 
 
@@ -86,7 +94,7 @@ def test_the_numbers_of_bench_allreduce_follow_from_its_rounds(reduced: dict[str
     assert reduced["definitions"].keys() == numbers
 
 
-@pytest.mark.skipif(bench.why_no_mpi() is not None, reason=str(bench.why_no_mpi()))
+@pytest.mark.skipif(rank_bench.why_no_mpi() is not None, reason=str(rank_bench.why_no_mpi()))
 def test_bench_allreduce_measures_open_mpi_where_it_is_installed() -> None:
     before = set(Path("/dev/shm").glob("offbeat-bench-*"))
     found = run_json("bench allreduce --ranks 2 --sizes 4KiB --rounds 1 --against mpi --json")
@@ -98,7 +106,7 @@ def test_bench_allreduce_measures_open_mpi_where_it_is_installed() -> None:
 
 @pytest.mark.skipif(not os.environ.get("OFFBEAT_MATRIX"), reason="takes long: make test-matrix")
 def test_bench_ddp_compares_iterations_and_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "_DDP_ROUND_S", 0.1)
+    monkeypatch.setattr(rank_bench, "_DDP_ROUND_S", 0.1)
     found = run_json("bench ddp --ranks 2 --against gloo --batch 2 --rounds 1 --json")
     assert (found["measured"], found["ranks"], found["batch"]) == ("ddp", 2, 2)
     assert sum(found["bucket_bytes"]) == 4 * found["parameters"] > 4 * 10_000_000
@@ -194,10 +202,10 @@ def test_a_wrong_request_is_refused_in_one_line(line: str, capsys: pytest.Captur
 
 def test_mpi_alone_is_refused_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    assert bench.why_no_mpi() == "mpirun is not installed"
-    request = bench.Request(ranks=2, against=("mpi",), others=bench.ALLREDUCE_OTHERS)
+    assert rank_bench.why_no_mpi() == "mpirun is not installed"
+    request = rank_bench.Request(ranks=2, against=("mpi",), others=rank_bench.ALLREDUCE_OTHERS)
     with pytest.raises(RequestError, match="mpi: cannot be measured: mpirun is not installed"):
-        bench.measure_allreduce(request, [4], print)
+        rank_bench.measure_allreduce(request, [4], print)
 
 
 # --- wrong results are errors -------------------------------------------------------------------------------------
@@ -218,8 +226,8 @@ def test_parameters_that_differ_are_an_error_unless_only_the_order_of_adding_doe
     def answer(a: str, b: str, difference: float) -> dict[str, Any]:
         return {"digests": {"offbeat": a, "gloo": b}, "differences": {"offbeat": 0.0, "gloo": difference}}
 
-    assert bench._compared(2, [answer("x", "x", 0.0)] * 2) == (True, 0.0)
-    assert bench._compared(3, [answer("x", "y", 1e-6)] * 3) == (False, 1e-6)
+    assert rank_bench._compared(2, [answer("x", "x", 0.0)] * 2) == (True, 0.0)
+    assert rank_bench._compared(3, [answer("x", "y", 1e-6)] * 3) == (False, 1e-6)
     for ranks, answers in (
         (2, [answer("x", "y", 1e-6)] * 2),
         (3, [answer("x", "y", 0.1)] * 3),
@@ -228,7 +236,7 @@ def test_parameters_that_differ_are_an_error_unless_only_the_order_of_adding_doe
         (2, [answer("x", "x", 0.0), answer("x", "z", 0.0)]),
     ):
         with pytest.raises(OffbeatError, match="wrong result"):
-            bench._compared(ranks, answers)
+            rank_bench._compared(ranks, answers)
 
 
 # --- the crew: stand-ins for ranks, without torch -----------------------------------------------------------------
@@ -275,7 +283,7 @@ def test_a_child_that_fails_ends_the_run_with_one_line_and_nothing_is_left(
 
 
 def test_a_child_that_does_not_answer_is_named_and_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offbeat.measure.crew._GRACE_S", 0.2)
+    monkeypatch.setattr("offbeat.measure.harness._GRACE_S", 0.2)
     with pytest.raises(OffbeatError) as caught, crew_of(ECHO, HANGS, timeout_s=1.0) as crew:
         crew.ask({"do": "it"}, "testing")
     assert str(caught.value) == "bench: no answer of rank 1 within 1 s (--timeout), testing"
@@ -284,9 +292,9 @@ def test_a_child_that_does_not_answer_is_named_and_killed(monkeypatch: pytest.Mo
 
 def test_ranks_end_when_their_parent_is_killed() -> None:
     """The parent stands in a process of its own, which is killed while its rank sleeps for ever."""
-    rank = "from offbeat.measure.wire import die_with_parent; import time; die_with_parent(); time.sleep(600)"
+    rank = "from offbeat.measure.rank_messages import die_with_parent; import time; die_with_parent(); time.sleep(600)"
     parent = (
-        "import os, sys\nfrom offbeat.measure.crew import Crew\n"
+        "import os, sys\nfrom offbeat.measure.harness import Crew\n"
         f"child = Crew(9).start('rank 0', [sys.executable, '-c', {rank!r}], os.environ)\n"
         "import json, time; time.sleep(1); print(json.dumps({'pid': child.process.pid}), flush=True); time.sleep(600)"
     )
@@ -310,7 +318,7 @@ def _is_alive(pid: int) -> bool:
 
 def test_the_parent_loads_no_torch() -> None:
     program = (
-        "import sys\nsys.stdin.readline()\nimport offbeat.commands.bench, offbeat.measure.bench, json\n"
+        "import sys\nsys.stdin.readline()\nimport offbeat.commands.bench, offbeat.measure.rank_bench, json\n"
         "print(json.dumps({'torch': 'torch' in sys.modules}), flush=True)\nsys.stdin.readline()"
     )
     with crew_of(program) as crew:

@@ -18,11 +18,11 @@ import pytest
 from offbeat.cli import main
 from offbeat.commands import bench as command
 from offbeat.errors import OffbeatError, RequestError
-from offbeat.measure import policies, pushes
+from offbeat.measure import policies, server_bench
 from offbeat.measure.policies import PoliciesResult, Row, Steady, steady
-from offbeat.measure.pushes import Case, Rates, ServerResult
 from offbeat.measure.served import program, supervise
-from offbeat.server.session import Setting
+from offbeat.measure.server_bench import Case, Rates, ServerResult
+from offbeat.server.coordinator.session import Setting
 from offbeat.server.supervisor import Plan
 
 
@@ -153,7 +153,7 @@ def test_a_server_result_is_summed_up_in_one_sentence(capsys: pytest.CaptureFixt
     case = Case(learners=2, size_bytes=102_400_000, systems=systems, copy_rounds_bytes_per_s=(2e10,))
     machine = {"cores": 2, "load": 0.1, "processor": "AMD EPYC", "python": "3.11.2"}
     result = ServerResult(
-        request=pushes.Request(learners=(2,)), machine=machine, not_measured={"ray": "no ray"}, cases=(case,)
+        request=server_bench.Request(learners=(2,)), machine=machine, not_measured={"ray": "no ray"}, cases=(case,)
     )
     command.print_server(result)
     lines = capsys.readouterr().out.splitlines()
@@ -164,10 +164,10 @@ def test_a_server_result_is_summed_up_in_one_sentence(capsys: pytest.CaptureFixt
 
 
 def test_the_model_has_the_tensors_of_resnet_50() -> None:
-    sizes = pushes.sizes_of(25_557_032)
+    sizes = server_bench.sizes_of(25_557_032)
     assert (len(sizes), sum(sizes), max(sizes)) == (161, 25_557_032, 9 * 512 * 512)
-    for parameters in (pushes.FEWEST, 25_600_000):
-        sizes = pushes.sizes_of(parameters)
+    for parameters in (server_bench.FEWEST, 25_600_000):
+        sizes = server_bench.sizes_of(parameters)
         assert (len(sizes), sum(sizes)) == (161, parameters) and min(sizes) >= 1
 
 
@@ -208,11 +208,11 @@ def test_a_wrong_request_is_refused_in_one_line(line: str, capsys: pytest.Captur
 
 
 def test_without_the_repository_there_is_nothing_to_measure_against(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pushes, "folder", lambda: None)
+    monkeypatch.setattr(server_bench, "folder", lambda: None)
     with pytest.raises(RequestError, match="programs are in the repository, not installed"):
-        pushes.Request(against=("rpc",))
-    assert pushes.Request().against is None
-    assert pushes.missing(["rpc"]) == {"rpc": "its program is in the repository, which is not here"}
+        server_bench.Request(against=("rpc",))
+    assert server_bench.Request().against is None
+    assert server_bench.missing(["rpc"]) == {"rpc": "its program is in the repository, which is not here"}
 
 
 def test_a_learner_that_fails_is_named_and_nothing_is_left() -> None:

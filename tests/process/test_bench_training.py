@@ -21,8 +21,8 @@ from offbeat.cli import load, main
 from offbeat.commands import bench_training as command
 from offbeat.measure import accuracy, scaling
 from offbeat.measure.comparisons import Kept
-from offbeat.simulate.calibration import Calibration, Probe, as_json
-from offbeat.train.reading import changed
+from offbeat.predict.calibration import Calibration, Probe, as_json
+from offbeat.train.config_files import changed
 from offbeat.train.recipes import RECIPES
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from offbeat.cli import main
-from offbeat.simulate.calibration import read_calibration
+from offbeat.predict.calibration import read_calibration
 
 MLP = ["digits-mlp", "--device", "cpu"]
 

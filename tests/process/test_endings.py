@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from offbeat import cli
-from offbeat.server import guard, post
-from offbeat.server.session import Setting
+from offbeat.server.coordinator import coordinator_process, guarded_policy
+from offbeat.server.coordinator.session import Setting
 from offbeat.server.supervisor import Supervisor
 from offbeat.simulate import server as simulator
-from offbeat.train.served import ServedTrainer
+from offbeat.train.served_trainer import ServedTrainer
 from plugins.loading import BROKEN, untouched
 from train.programs import Ended, Program, left_files, offbeat, resume_words, train_words
 
@@ -123,11 +123,11 @@ def test_too_few_slots_that_nobody_has_checked_end_the_run(tmp_path: Path) -> No
     def plant() -> None:
         one_slot_too_few()
 
-        class Unchecked(guard.GuardedPolicy):
+        class Unchecked(guarded_policy.GuardedPolicy):
             def __init__(self, setting: Setting, slots: int) -> None:
                 super().__init__(setting, slots + 100)
 
-        from offbeat.server import coordinator
+        from offbeat.server.coordinator import coordinator
 
         vars(coordinator)["GuardedPolicy"] = Unchecked
 
@@ -140,7 +140,7 @@ def test_too_few_slots_that_nobody_has_checked_end_the_run(tmp_path: Path) -> No
 
 def test_a_pending_wake_is_no_stall(tmp_path: Path) -> None:
     """Five seconds in which nothing happens: longer than a stall is borne."""
-    assert post.STALL_S < 5.0
+    assert coordinator_process.STALL_S < 5.0
     ended = offbeat(tmp_path, *train_words("sleeper", 2), "--json", *PLUGIN)
     assert (ended.code, ended.left) == (0, []), ended.err
     assert ended.result["updates"] > 10
@@ -208,7 +208,7 @@ LONG = ["--learners", "2000", "--compute", "exp:1"]
 def forever(folder: Path) -> dict[str, tuple[list[str], Callable[[], None]]]:
     """Commands that would take minutes."""
     from offbeat.commands import watch
-    from offbeat.train import replayed
+    from offbeat.predict import replay
 
     script = folder / "script.py"
     script.write_text(
@@ -227,7 +227,7 @@ def forever(folder: Path) -> dict[str, tuple[list[str], Callable[[], None]]]:
         "compare": (["compare", "--minibatches", "100000000", *LONG], marked(simulator, "go_quickly")),
         "bench": (["bench", "policies", "--learners", "2"], marked(Supervisor, "turn")),
         "watch": (["watch", "run"], marked(watch, "look_at", then_s=60.0)),
-        "replay": (["replay", "run"], marked(replayed, "read_run", then_s=60.0)),
+        "replay": (["replay", "run"], marked(replay, "read_run", then_s=60.0)),
     }
 
 

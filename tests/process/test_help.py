@@ -13,8 +13,8 @@ from pathlib import Path
 
 import offbeat
 import offbeat.train
-from offbeat.server.learner import Minibatch, ServedLearner
-from offbeat.server.reduced import ReducedLearner
+from offbeat.server.learner.reduced_learner import ReducedLearner
+from offbeat.server.learner.served_learner import Minibatch, ServedLearner
 
 TIME_LIMIT_S = 120
 

@@ -20,16 +20,16 @@ import torch
 from offbeat import cli, plugins, schedules
 from offbeat.errors import RequestError, ScheduleError
 from offbeat.policies import Row, create, replay
+from offbeat.predict.virtual import train_again
+from offbeat.runs.log import read_log
 from offbeat.schedules import Algorithm, auto_lines
 from offbeat.simulate import server
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.compare import why
 from offbeat.simulate.compute import parse_law
 from offbeat.strategy import line_up, register_policy, register_schedule, strategies
-from offbeat.trace import read_log
 from offbeat.train.checkpoint import read_weights
 from offbeat.train.rundir import RunDir
-from offbeat.train.virtual import train_again
 from plugins.loading import OWN, untouched
 from process.test_run import offbeat_run
 from schedules.oracle import bytes_sent, is_correct

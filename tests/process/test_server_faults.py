@@ -18,8 +18,8 @@ import pytest
 
 from offbeat.policies import Pushed
 from offbeat.policies.events import from_text
+from offbeat.runs.log import read_log
 from offbeat.server.supervisor import MOST_DEATHS, MOST_RESTARTS
-from offbeat.trace import read_log
 from process.server_faults import Blow, Ended, Nursery, Order, check, check_nothing_left, nursery, pushes_of
 
 REPEATS = int(os.environ.get("OFFBEAT_REPEATS", "1"))

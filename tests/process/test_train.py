@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from offbeat.metrics import format_accuracy
+from offbeat.runs.metrics import format_accuracy
 from offbeat.server.supervisor import Supervisor
 from process.test_ddp_script import Ended as Finished
 from process.test_ddp_script import bounded, free_port
@@ -297,8 +297,8 @@ def look_who_listens(owner: type, name: str) -> Callable[[], None]:
 
 @pytest.mark.parametrize("sync", ["ring", "k-async:2"])
 def test_nothing_listens_beyond_loopback(sync: str, tmp_path: Path) -> None:
-    from offbeat.train.reduced import ReducedTrainer
-    from offbeat.train.served import ServedTrainer
+    from offbeat.train.reduced_trainer import ReducedTrainer
+    from offbeat.train.served_trainer import ServedTrainer
 
     point = (ReducedTrainer, "_update") if sync == "ring" else (ServedTrainer, "_minibatch")
     words = train_words(sync, 2, train__epochs=1, train__batch_size=256)

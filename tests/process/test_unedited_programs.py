@@ -115,7 +115,7 @@ def test_an_unknown_name_is_said_when_a_group_is_made_and_not_before() -> None:
 def test_offbeat_itself_gets_the_gloo_that_it_asks_for() -> None:
     code = (
         "import os, torch.distributed as dist\n"
-        "from offbeat.server.reduced import ReducedLearner\n"
+        "from offbeat.server.learner.reduced_learner import ReducedLearner\n"
         "def kind():\n"
         "    print(type(dist.group.WORLD).__name__); dist.destroy_process_group()\n"
         f"dist.init_process_group('gloo', {ALONE}); kind()\n"

@@ -17,8 +17,8 @@ from unittest import mock
 import pytest
 from rich import live
 
-from offbeat.train.accounts import Live
 from offbeat.train.rundir import Hold, RunDir
+from offbeat.train.telemetry import Live
 from train.programs import Program, left_files, offbeat, train_words
 
 LIMIT_S = 30.0  # ends only what hangs

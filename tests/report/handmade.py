@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from offbeat.trace import Span
+from offbeat.runs.log import Span
 
 Line = Mapping[str, Any]
 

@@ -13,7 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from offbeat.report.model import (
+from offbeat.report.page import render
+from offbeat.report.page_model import (
     BarChart,
     Bars,
     Column,
@@ -26,7 +27,6 @@ from offbeat.report.model import (
     Table,
     Timeline,
 )
-from offbeat.report.page import render
 
 STRATEGIES = ("ring", "k-sync:6", "k-batch-async:4", "softsync:2", "downpour:push=4,fetch=2")
 HOSTILE = (

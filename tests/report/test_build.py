@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from offbeat.report import course
+from offbeat.report import run_sections
 from offbeat.report.build import build
-from offbeat.report.model import BarChart, Item, LineChart, Page, ShareChart, Table, Timeline
+from offbeat.report.page_model import BarChart, Item, LineChart, Page, ShareChart, Table, Timeline
 from offbeat.report.reading import read_inputs, read_run
 from report.handmade import any_run, config, decision, evaluation, span, write_result, write_run
 
@@ -82,7 +82,7 @@ def test_bars_of_a_learner_never_overlap_and_come_in_order(tmp_path: Path) -> No
 def test_the_legs_of_a_run_stand_one_after_the_other(tmp_path: Path) -> None:
     folder = any_run(tmp_path / "a", log=[span(0, "compute", 2.0, 3.0)])
     write_run(folder, log=[span(0, "compute", 1.0, 3.0)], leg=".2")
-    assert [(one.start_s, one.end_s) for one in course.one_clock(read_run(folder))] == [(0.0, 1.0), (1.0, 3.0)]
+    assert [(one.start_s, one.end_s) for one in run_sections.one_clock(read_run(folder))] == [(0.0, 1.0), (1.0, 3.0)]
 
 
 def test_a_long_tail_of_staleness_is_one_column(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_long_tail_of_staleness_is_one_column(tmp_path: Path) -> None:
     page = page_of(any_run(tmp_path / "a", learners=16, log=log))
     chart = items_of(page)["staleness-1"]
     assert isinstance(chart, BarChart) and chart.categories[-1].startswith(">=")
-    assert len(chart.categories) <= course.MOST_AGES
+    assert len(chart.categories) <= run_sections.MOST_AGES
     measured = [value or 0.0 for value in chart.series[0].values]
     assert sum(measured) == pytest.approx(1) and measured[-1] == 0.02
     assert sum(value or 0.0 for value in chart.series[1].values) == pytest.approx(1)  # the law's tail is there, too
@@ -106,7 +106,7 @@ def test_a_very_long_curve_is_thinned_out_and_keeps_its_best_and_last_point(tmp_
     curve = [evaluation(at, float(at), 0.9 if at == 1001 else 0.5, loss=1.0) for at in range(5000)]
     page = page_of(any_run(tmp_path / "a", metrics=curve))
     rows = table(page, "evaluations").rows
-    assert len(rows) <= course.MOST_POINTS + 2 and rows[-1][2] == 4999 and 1001 in [row[2] for row in rows]
+    assert len(rows) <= run_sections.MOST_POINTS + 2 and rows[-1][2] == 4999 and 1001 in [row[2] for row in rows]
     assert table(page, "evaluations").note == "Thinned out: a."
 
 
@@ -120,8 +120,8 @@ def test_without_an_accuracy_the_loss_is_drawn(tmp_path: Path) -> None:
 def test_a_timeline_has_a_bounded_number_of_rows_and_says_who_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert course.MOST_LEARNERS == 256
-    monkeypatch.setattr(course, "MOST_LEARNERS", 3)
+    assert run_sections.MOST_LEARNERS == 256
+    monkeypatch.setattr(run_sections, "MOST_LEARNERS", 3)
     log = [span(learner, "compute", 0.0, 1.0) for learner in (9, 2, 4, 7, 5)]
     page = page_of(any_run(tmp_path / "a", log=log), any_run(tmp_path / "b", log=log[:3]))
     first, second = (item for item in items_of(page).values() if isinstance(item, Timeline))
@@ -173,12 +173,12 @@ def test_what_a_log_never_has_is_a_dash_and_in_no_chart(tmp_path: Path) -> None:
     bars = items_of(page)["communication-runs"]
     assert isinstance(bars, BarChart) and [one.name for one in bars.series] == ["waiting"]
     assert table(page, "communication").rows[0][1::2] == (None, None)
-    said = [section.words[0] for section in page.sections if course.INSIDE_WAITING in section.words[0]]
+    said = [section.words[0] for section in page.sections if run_sections.INSIDE_WAITING in section.words[0]]
     assert len(said) == 2
     spans = [span(0, "compute", 0.0, 1.0), span(0, "send", 1.0, 1.5), span(1, "apply", 1.0, 2.0)]
     other = page_of(any_run(tmp_path / "b", log=spans))
     assert [row[4] for row in table(other, "learners").rows] == [0.5, 0.0]  # it has some: nothing is 0 then
-    assert not any(course.INSIDE_WAITING in section.words[0] for section in other.sections)
+    assert not any(run_sections.INSIDE_WAITING in section.words[0] for section in other.sections)
 
 
 def joined(page: Page) -> list[tuple[str, tuple[tuple[float, float], ...]]]:

@@ -11,12 +11,12 @@ import pytest
 from offbeat.policies.staleness import EXPONENTIAL
 from offbeat.report.facts import Facts, facts_of, span_seconds, straggler
 from offbeat.report.reading import read_run
+from offbeat.report.summary import summary
 from offbeat.report.theory import staleness_theory
-from offbeat.report.words import summary
+from offbeat.runs.log import Span
 from offbeat.simulate import server as simulator
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.compute import parse_law
-from offbeat.trace import Span
 from report.handmade import any_run, config, decision, evaluation, span, write_run
 
 

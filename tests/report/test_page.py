@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from offbeat.report.forms import UNITS, column_unit, write
-from offbeat.report.model import BarChart, Column, Form, LineChart, Page, Section, ShareChart, Table, Timeline
+from offbeat.report.number_format import UNITS, column_unit, write
 from offbeat.report.page import render
+from offbeat.report.page_model import BarChart, Column, Form, LineChart, Page, Section, ShareChart, Table, Timeline
 from offbeat.report.tables import as_csv
 from report import pages
 

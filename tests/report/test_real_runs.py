@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from offbeat.cli import main
+from offbeat.train.config_files import override, read_recipe
 from offbeat.train.launch import launch, prepare
-from offbeat.train.reading import override, read_recipe
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install 'offbeat[browser]'")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

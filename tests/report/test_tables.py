@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from offbeat.errors import RequestError
-from offbeat.report.model import Column, Page, Section, Table
+from offbeat.report.page_model import Column, Page, Section, Table
 from offbeat.report.tables import as_csv, tables_of, write_csv
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from offbeat.errors import OffbeatError
-from offbeat.server.learner import ServedLearner
+from offbeat.server.learner.served_learner import ServedLearner
 from server.programs import FEATURES, data, family, loss_of, model_of, weights_of
 
 

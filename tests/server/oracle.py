@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from offbeat.policies import Apply, Cancel, Drop, Policy, Pushed, Resume, Send, Wake, Woke
 from offbeat.policies.events import from_text
 from offbeat.policies.stale import StaleDrop
-from offbeat.server.coordinator import Coordinator
-from offbeat.server.session import Setting
+from offbeat.server.coordinator.coordinator import Coordinator
+from offbeat.server.coordinator.session import Setting
 from offbeat.server.wire import Cancel as CancelWord
 from offbeat.server.wire import Committed, Go, Job, Lease, Message, Weights
 from server.rest_oracle import Key, LawError, RestOracle, Stay, Vector, demand

@@ -8,13 +8,13 @@ from offbeat.leases import Answer, Lease
 from offbeat.policies import Cancel as CancelCommand
 from offbeat.policies import Command, Wake
 from offbeat.policies import Woke as WokeEvent
-from offbeat.server.client import Client
-from offbeat.server.coordinator import Coordinator
-from offbeat.server.desk import Desk
-from offbeat.server.lanes import Lane, Work
-from offbeat.server.rests import Rests
-from offbeat.server.session import Gradient, Row
-from offbeat.server.shard import Shard
+from offbeat.server.coordinator.coordinator import Coordinator
+from offbeat.server.coordinator.grants import Desk
+from offbeat.server.coordinator.pauses import Rests
+from offbeat.server.coordinator.session import Gradient, Row
+from offbeat.server.coordinator.update_queue import Lane, Work
+from offbeat.server.learner.client import Client
+from offbeat.server.shard.shard import Shard
 from offbeat.server.wire import (
     Ask,
     Done,

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from offbeat.server.hooks import Hooks
-from offbeat.server.learner import ServedLearner
-from offbeat.server.link import RunOverError
-from offbeat.server.session import Setting
+from offbeat.server.coordinator.session import Setting
+from offbeat.server.learner.connection import RunOverError
+from offbeat.server.learner.gradient_hooks import Hooks
+from offbeat.server.learner.served_learner import ServedLearner
 from offbeat.server.supervisor import Plan, Supervisor
 from offbeat.server.wire import Rest
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from offbeat.leases import LeaseBook
-from offbeat.server.session import Setting
+from offbeat.server.coordinator.session import Setting
 from offbeat.server.wire import Committed, Fence, Granted, Message, Rise, Want, Welcome
 
 Vector = tuple[float, ...]

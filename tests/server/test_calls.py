@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from offbeat.errors import RequestError
-from offbeat.server.calls import KEPT_CALLS, Calls
-from offbeat.server.coordinator import Coordinator
-from offbeat.server.session import Row, Setting
-from offbeat.server.talk import Talks, decode, encode
+from offbeat.server.coordinator.coordinator import Coordinator
+from offbeat.server.coordinator.group_calls import KEPT_CALLS, Calls
+from offbeat.server.coordinator.session import Row, Setting
+from offbeat.server.learner.learner_collectives import Talks, decode, encode
 from offbeat.server.wire import Bye, Call, Called, Go, Hello, Message, Pause, Ready, Rest, Rested, Rise, Seeded
 
 

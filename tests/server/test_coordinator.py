@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from offbeat.server.coordinator import MOST_BAD, Coordinator
-from offbeat.server.session import Setting
+from offbeat.server.coordinator.coordinator import MOST_BAD, Coordinator
+from offbeat.server.coordinator.session import Setting
 from offbeat.server.wire import (
     INPUT,
     Ask,

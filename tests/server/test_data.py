@@ -25,7 +25,7 @@ from torch.utils.data import (
 
 from offbeat.errors import RequestError
 from offbeat.leases import Answer, Lease, LeaseBook
-from offbeat.server.data import LeasedLoader, LocalLoader, seed_of, wrap
+from offbeat.server.learner.leased_loader import LeasedLoader, LocalLoader, seed_of, wrap
 
 # Neither is this test's business: how many cores there are, and that torch forks a process that has threads.
 pytestmark = [

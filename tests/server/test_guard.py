@@ -11,8 +11,8 @@ import pytest
 from offbeat.errors import PolicyError, RequestError
 from offbeat.policies import Apply, Drop, Joined, Pushed, Send
 from offbeat.policies.base import EachGradient
-from offbeat.server.guard import GuardedPolicy
-from offbeat.server.session import Setting
+from offbeat.server.coordinator.guarded_policy import GuardedPolicy
+from offbeat.server.coordinator.session import Setting
 
 
 class Odd(EachGradient):

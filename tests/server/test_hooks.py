@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from offbeat.errors import RequestError
-from offbeat.server.hooks import Cancelled, Hooks
+from offbeat.server.learner.gradient_hooks import Cancelled, Hooks
 
 NEVER = 10**9
 ONE = torch.tensor([1])

@@ -12,9 +12,9 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 
 import offbeat
-from offbeat.server.interface import OpenMinibatch
-from offbeat.server.learner import ServedLearner
-from offbeat.server.reduced import ReducedLearner
+from offbeat.server.learner.interface import OpenMinibatch
+from offbeat.server.learner.reduced_learner import ReducedLearner
+from offbeat.server.learner.served_learner import ServedLearner
 
 CALLS = (
     "all_reduce", "barrier", "broadcast", "close", "finish", "gather", "load_state_dict", "minibatch", "prepare",

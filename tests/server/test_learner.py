@@ -10,7 +10,7 @@ from torch import nn
 
 from collectives.nursery import Nursery
 from offbeat.errors import RequestError
-from offbeat.server.learner import ServedLearner
+from offbeat.server.learner.served_learner import ServedLearner
 from server import programs
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from offbeat.errors import RequestError
-from offbeat.server import optimizers
-from offbeat.server.optimizers import RULES, Hyper, describe, notes_of, state_names, update
+from offbeat.server.shard import optimizers
+from offbeat.server.shard.optimizers import RULES, Hyper, describe, notes_of, state_names, update
 
 Options = dict[str, Any]
 Case = tuple[str, Options]

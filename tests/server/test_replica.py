@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offbeat.server import optimizers
-from offbeat.server.replica import Replica
+from offbeat.server.shard import optimizers
+from offbeat.server.shard.in_process import Replica
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 Gradient = list[Any]  # a tensor, or None, for each parameter

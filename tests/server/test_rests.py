@@ -10,9 +10,9 @@ import pytest
 
 from collectives.nursery import Nursery
 from offbeat.leases import Lease, LeaseBook
-from offbeat.server.client import Client
-from offbeat.server.coordinator import Coordinator
-from offbeat.server.session import Setting
+from offbeat.server.coordinator.coordinator import Coordinator
+from offbeat.server.coordinator.session import Setting
+from offbeat.server.learner.client import Client
 from offbeat.server.wire import (
     INPUT,
     Bye,

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 
 from collectives.nursery import Nursery
 from offbeat.policies import replay
-from offbeat.server.replay import retrain
-from offbeat.trace import read_log
+from offbeat.predict.retrain import retrain
+from offbeat.runs.log import read_log
 from server import programs
 
 EVERY_POLICY = (

@@ -25,10 +25,10 @@ from dataclasses import dataclass, field
 
 from offbeat.errors import EventError
 from offbeat.policies import POLICIES
-from offbeat.server.client import Client
-from offbeat.server.coordinator import Coordinator
-from offbeat.server.session import Setting
-from offbeat.server.shard import Shard
+from offbeat.server.coordinator.coordinator import Coordinator
+from offbeat.server.coordinator.session import Setting
+from offbeat.server.learner.client import Client
+from offbeat.server.shard.shard import Shard
 from offbeat.server.wire import (
     INPUT,
     Cancel,

@@ -10,10 +10,10 @@ from collections.abc import Collection, Iterator, Sequence
 
 from offbeat.policies import create
 from offbeat.policies.base import LearnerRule
-from offbeat.simulate.books import Batch, Epochs, Stream
+from offbeat.predict.timelines import Answer, ServedTimeline, Step, Timeline, Update, Work, train
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.result import Result
-from offbeat.simulate.training import Answer, ServedTimeline, Step, Timeline, Update, Work, train
+from offbeat.simulate.sample_source import Batch, Epochs, Stream
 
 Made = tuple[int, float, tuple[Work, ...], tuple[float, ...], int]
 

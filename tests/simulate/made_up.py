@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offbeat.simulate.calibration import Calibration, Layer, Probe, Timed
+from offbeat.predict.calibration import Calibration, Layer, Probe, Timed
 
 TIMES = tuple(0.009 + 0.0001 * number for number in range(21))  # 10 ms on average
 MADE_UP = Calibration(

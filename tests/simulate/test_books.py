@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.errors import RequestError
-from offbeat.simulate.books import NOT_FULL, Batch, Epochs, Stream, samples_of
+from offbeat.predict.timelines import ServedTimeline, Work
 from offbeat.simulate.cluster import Cluster, Wires
 from offbeat.simulate.compute import Failures, parse_law
-from offbeat.simulate.training import ServedTimeline, Work
+from offbeat.simulate.sample_source import NOT_FULL, Batch, Epochs, Stream, samples_of
 from simulate.fakes import trained
 
 SERVED = (

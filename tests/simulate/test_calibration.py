@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from offbeat.errors import RequestError
-from offbeat.simulate import collective, server
-from offbeat.simulate.calibration import (
+from offbeat.predict.calibration import (
     Calibration,
     Delays,
     Probe,
@@ -22,6 +21,7 @@ from offbeat.simulate.calibration import (
     machine_of,
     read_calibration,
 )
+from offbeat.simulate import collective, server
 from offbeat.simulate.collective import Model
 from offbeat.simulate.compute import parse_law
 from offbeat.strategy import SERVER

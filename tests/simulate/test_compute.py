@@ -9,9 +9,9 @@ import pytest
 from scipy import stats  # type: ignore[import-untyped]  # it has no types of its own
 
 from offbeat.errors import RequestError
+from offbeat.runs.log import RunLog, Span, write_log
 from offbeat.simulate.compute import LAWS, Draws, Failures, SlowPeriods, failure_times, parse_law
 from offbeat.simulate.engine import uniforms
-from offbeat.trace import RunLog, Span, write_log
 
 ORACLES = {
     "uniform:1,3": stats.uniform(1, 2),

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from offbeat.errors import LogError, ReplayError, RequestError
-from offbeat.simulate.books import Epochs
+from offbeat.predict.logged_timeline import LoggedTimeline
+from offbeat.predict.timelines import KEEP_EVERY, ServedTimeline, Update, Work, train
+from offbeat.runs.log import RunLog, read_log, write_log
 from offbeat.simulate.cluster import Cluster, Wires
 from offbeat.simulate.compute import Failures, parse_law
-from offbeat.simulate.logged import LoggedTimeline
 from offbeat.simulate.result import Result
-from offbeat.simulate.training import KEEP_EVERY, ServedTimeline, Update, Work, train
-from offbeat.trace import RunLog, read_log, write_log
+from offbeat.simulate.sample_source import Epochs
 from simulate.fakes import FakeLearner, fake_for, stream_for
 
 LINES = (

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from offbeat.simulate.race import Curve, Racer, advice, advised, chart_of, ranked, words_of, worth_drawing
+from offbeat.predict.race import Curve, Racer, advice, advised, chart_of, ranked, words_of, worth_drawing
 
 MACHINES = "equal learners"
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from scipy import stats  # type: ignore[import-untyped]  # it has no types of its own
 
 from offbeat.errors import RequestError
+from offbeat.runs.log import RunLog, Span, write_log
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.compute import Draws, parse_law
 from offbeat.simulate.recorded import product_limit, read_recording
-from offbeat.trace import RunLog, Span, write_log
 
 TIMES = st.lists(st.integers(1, 9), max_size=12)  # few values, so that there are ties
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from offbeat.errors import RequestError
-from offbeat.simulate.books import Epochs, Stream
+from offbeat.predict.recorded_run import Computed, Recorded, filled, law_of, read_recorded, starts_of
+from offbeat.predict.timelines import ServedTimeline, Update, Work
+from offbeat.runs.log import RunLog, Span
 from offbeat.simulate.cluster import Cluster, Wires
 from offbeat.simulate.compute import Draws, Law, parse_law
 from offbeat.simulate.cores import Cores
-from offbeat.simulate.rerun import Computed, Recorded, filled, law_of, read_recorded, starts_of
-from offbeat.simulate.training import ServedTimeline, Update, Work
-from offbeat.trace import RunLog, Span
+from offbeat.simulate.sample_source import Epochs, Stream
 
 
 def log_of(strategy: str, *lines: str, spans: tuple[Span, ...], learners: int = 2, **facts: Any) -> RunLog:

@@ -18,11 +18,11 @@ import pytest
 
 from offbeat.errors import RequestError
 from offbeat.policies import replay
+from offbeat.runs.log import RunLog, read_log, write_log
 from offbeat.simulate import server
 from offbeat.simulate.cluster import Cluster, Wires
 from offbeat.simulate.compute import Failures, SlowPeriods, parse_law
 from offbeat.simulate.result import Result
-from offbeat.trace import RunLog, read_log, write_log
 
 LONG = pytest.mark.skipif(not os.environ.get("OFFBEAT_MATRIX"), reason="takes long: make test-matrix")
 

@@ -13,13 +13,13 @@ import pytest
 from offbeat.errors import RequestError
 from offbeat.policies import POLICIES, Apply, Pushed
 from offbeat.policies.events import from_text
+from offbeat.predict.timelines import KEEP_EVERY, ReducedTimeline, ServedTimeline, Step, Update, Work, spent_of, train
 from offbeat.simulate import collective, server
-from offbeat.simulate.books import Stream, pieces_of
 from offbeat.simulate.cluster import Cluster, Wires
 from offbeat.simulate.collective import Model, Rounds
 from offbeat.simulate.compute import Failures, parse_law
 from offbeat.simulate.result import Tally
-from offbeat.simulate.training import KEEP_EVERY, ReducedTimeline, ServedTimeline, Step, Update, Work, spent_of, train
+from offbeat.simulate.sample_source import Stream, pieces_of
 from offbeat.topology import build as topology
 from simulate.fakes import FakeLearner, Simulated, fake_for, one_by_one, stream_for, trained
 

@@ -25,10 +25,10 @@ from offbeat import spec as grammar
 from offbeat.policies import Apply, Drop, Pushed, create
 from offbeat.policies.events import from_text
 from offbeat.policies.replay import replay
+from offbeat.runs.log import RunLog, read_log
 from offbeat.strategy import ALL_REDUCE, SERVER, family_of, strategies
-from offbeat.trace import RunLog, read_log
 from offbeat.train import launch
-from offbeat.train.reading import changed
+from offbeat.train.config_files import changed
 from offbeat.train.recipes import RECIPES
 
 RECIPE = "digits-cnn"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from offbeat.server.data import seed_of
+from offbeat.server.learner.leased_loader import seed_of
 from offbeat.train.lars import LAMB, LARS
 from offbeat.train.tasks import Task
 

@@ -32,8 +32,8 @@ from torch import Tensor, nn
 from offbeat import cli
 from offbeat.server.supervisor import close_all_but
 from offbeat.train import checkpoint, launch
-from offbeat.train.reduced import ReducedTrainer
-from offbeat.train.served import ServedTrainer
+from offbeat.train.reduced_trainer import ReducedTrainer
+from offbeat.train.served_trainer import ServedTrainer
 from offbeat.train.trainer import Trainer
 
 LIMIT_S = 60.0  # ends only what hangs

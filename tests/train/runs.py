@@ -15,7 +15,7 @@ from offbeat.errors import OffbeatError
 from offbeat.train import launch
 from offbeat.train.checkpoint import newest
 from offbeat.train.config import Config
-from offbeat.train.reading import changed
+from offbeat.train.config_files import changed
 from offbeat.train.rundir import RunDir
 from offbeat.train.tasks import Task, Tensors
 

@@ -14,10 +14,10 @@ import pytest
 
 from offbeat.energy import Energy, Meter, Source
 from offbeat.errors import OffbeatError
-from offbeat.train import accounts, launch, rundir
-from offbeat.train.accounts import Accounts
-from offbeat.train.reading import changed
+from offbeat.train import launch, rundir, telemetry
+from offbeat.train.config_files import changed
 from offbeat.train.rundir import RunDir, is_held
+from offbeat.train.telemetry import Accounts
 from train.runs import config_of, small_task, trained
 
 BEGIN = {"kind": "begin", "name": "small", "learners": 2, "epochs": 3, "epoch": 0, "samples": 100}
@@ -134,7 +134,7 @@ def test_what_took_long_is_written_less_often(works: bool, tmp_path: Path, monke
         for _ in range(300):
             kept.hear({"kind": "turn"}, after_s=0.1)
     gaps = [after - before for before, after in pairwise(times[1:-1])]  # of the first nothing was known
-    assert len(gaps) >= 2 and min(gaps) >= (0.005 / accounts.MOST_SHARE if works else 0.02 / accounts.MOST_WAIT)
+    assert len(gaps) >= 2 and min(gaps) >= (0.005 / telemetry.MOST_SHARE if works else 0.02 / telemetry.MOST_WAIT)
 
 
 def test_a_snapshot_says_when_the_next_is_due_and_that_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +152,7 @@ def test_a_snapshot_says_when_the_next_is_due_and_that_is_kept(tmp_path: Path, m
     with kept.accounts:
         while len(told) < 12:
             kept.hear({"kind": "turn"}, after_s=0.1)
-    assert {round(next_s, 3) for _, next_s in told} == {0.5, 0.02 / accounts.MOST_WAIT, 100.0, 2.0}
+    assert {round(next_s, 3) for _, next_s in told} == {0.5, 0.02 / telemetry.MOST_WAIT, 100.0, 2.0}
     for (at_s, next_s), (later_s, _) in pairwise(told[:-1]):
         assert next_s <= later_s - at_s <= next_s + 0.1 + 0.5 + 1e-9
 

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from offbeat.predict.arithmetic import Arithmetic
+from offbeat.predict.timelines import Spent, Step, Update, Work
+from offbeat.predict.virtual import Clock, Outcome, VirtualTrainer, train_virtually
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.compute import parse_law
-from offbeat.simulate.training import Spent, Step, Update, Work
-from offbeat.train.arithmetic import Arithmetic
 from offbeat.train.rundir import RunDir
 from offbeat.train.tasks import Task, Tensors
 from offbeat.train.trainer import Trainer
-from offbeat.train.virtual import Clock, Outcome, VirtualTrainer, train_virtually
 from train.oracle import distance
 from train.runs import CLASSES, FEATURES, config_of, mlp, points, small_task, trained
 

@@ -18,7 +18,7 @@ from offbeat import cli
 from offbeat.commands import recipes as recipes_command
 from offbeat.commands.base import Command
 from offbeat.errors import RequestError
-from offbeat.train import arguments, reading
+from offbeat.train import arguments, config_files
 from offbeat.train.config import (
     SECTIONS,
     Config,
@@ -29,8 +29,8 @@ from offbeat.train.config import (
     all_fields,
     shares_of,
 )
+from offbeat.train.config_files import as_json, as_toml, from_json, override, read_recipe
 from offbeat.train.fields import FieldError, Section, fields_of
-from offbeat.train.reading import as_json, as_toml, from_json, override, read_recipe
 from offbeat.train.recipes import RECIPES
 
 
@@ -49,7 +49,7 @@ STUBS = {
 @pytest.fixture(autouse=True)
 def stubs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The table of recipes is another file's; here it holds two."""
-    monkeypatch.setattr(reading, "built_in", lambda: STUBS)
+    monkeypatch.setattr(config_files, "built_in", lambda: STUBS)
     monkeypatch.setattr(recipes_command, "built_in", lambda: STUBS)
 
 
@@ -406,7 +406,7 @@ def test_a_config_can_be_said_in_words(config: Config) -> None:
         section, _, name = field.key.rpartition(".")
         value = getattr(getattr(config, section) if section else config, name)
         if isinstance(value, dict):
-            words |= {f"{field.key}.{key}": reading._toml_value(one) for key, one in value.items()}
+            words |= {f"{field.key}.{key}": config_files._toml_value(one) for key, one in value.items()}
         elif isinstance(value, tuple):
             words[field.key] = ",".join(map(repr, value)) if get_args(field.kind)[0] is float else list(value)
         else:
@@ -468,8 +468,8 @@ def test_an_unknown_recipe_is_refused_with_the_nearest(capsys: pytest.CaptureFix
 
 def test_none_of_it_loads_torch() -> None:
     code = (
-        "import sys, offbeat.commands.recipes, offbeat.train.arguments, offbeat.train.reading as reading\n"
-        "reading.override(reading.Config(), {'sync': 'k-async:2', 'learners': '2', 'slow': ['exp:1']})\n"
+        "import sys, offbeat.commands.recipes, offbeat.train.arguments, offbeat.train.config_files as reading\n"
+        "reading.override(config_files.Config(), {'sync': 'k-async:2', 'learners': '2', 'slow': ['exp:1']})\n"
         "print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

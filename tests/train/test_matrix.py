@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from offbeat import spec as grammar
+from offbeat.runs.log import RunLog
 from offbeat.strategy import strategies
-from offbeat.trace import RunLog
 from train import matrix
 from train.matrix import ROWS, Audit, Row, audited
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from offbeat.errors import RequestError
-from offbeat.train.plan import Pass, cut, speeds_to_shares, updates
+from offbeat.train.sample_plan import Pass, cut, speeds_to_shares, updates
 
 
 def test_an_update_is_cut_by_learner_and_then_by_pass() -> None:

@@ -14,12 +14,12 @@ from offbeat.cli import main
 from offbeat.commands.replay import advice_on, doubts_on, is_trusted, others_for
 from offbeat.errors import RequestError
 from offbeat.machine import machine_facts
-from offbeat.simulate.calibration import Calibration, Probe, as_json
-from offbeat.simulate.rerun import Computed, Recorded, Shares, read_recorded
-from offbeat.trace import RunLog, Span
-from offbeat.train.calibrated import settings_of
-from offbeat.train.replayed import Played, Reached, RealRun, Replay, notes_of, read_run
-from offbeat.train.virtual import train_virtually
+from offbeat.predict.calibration import Calibration, Probe, as_json
+from offbeat.predict.calibration_match import settings_of
+from offbeat.predict.recorded_run import Computed, Recorded, Shares, read_recorded
+from offbeat.predict.replay import Played, Reached, RealRun, Replay, notes_of, read_run
+from offbeat.predict.virtual import train_virtually
+from offbeat.runs.log import RunLog, Span
 from train.runs import config_of, small_task, trained
 
 SAMPLES = 96
@@ -179,10 +179,10 @@ def test_the_advice_is_as_sure_as_the_runs_own_replay(runs: dict[str, Path]) -> 
 
 
 def test_a_virtual_run_is_sent_to_the_simulator(runs: dict[str, Path], tmp_path: Path) -> None:
+    from offbeat.predict.virtual import Clock
     from offbeat.simulate.cluster import Cluster
     from offbeat.simulate.compute import parse_law
     from offbeat.train.rundir import RunDir
-    from offbeat.train.virtual import Clock
 
     config = read_run(runs["async"]).config
     run = RunDir(tmp_path)

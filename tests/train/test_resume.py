@@ -245,7 +245,7 @@ def test_more_learners_go_on_with_the_mean_of_the_buffers_and_it_is_told(tmp_pat
 
 def tell_buffers() -> None:
     """Lays aside what each learner begins with."""
-    from offbeat.train.reduced import ReducedTrainer
+    from offbeat.train.reduced_trainer import ReducedTrainer
 
     fit, folder = ReducedTrainer.fit, Path.cwd()
 

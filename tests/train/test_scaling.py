@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from offbeat.errors import RequestError
-from offbeat.server.optimizers import RULES, describe
+from offbeat.server.shard.optimizers import RULES, describe
 from offbeat.strategy import SERVER, strategies
 from offbeat.train.config import Config, TrainConfig
 from offbeat.train.lars import LAMB, LARS
-from offbeat.train.scaling import (
+from offbeat.train.learning_rate import (
     Pace,
     gradients_per_update,
     groups_of,

@@ -13,14 +13,14 @@ from torch import nn
 
 from offbeat.errors import LogError, RequestError
 from offbeat.policies.replay import replay
+from offbeat.predict.timelines import Update
+from offbeat.predict.virtual import Clock, Outcome, VirtualTrainer, train_again, train_virtually
+from offbeat.runs.log import read_log
 from offbeat.simulate.cluster import Cluster, Wires
 from offbeat.simulate.compute import parse_law
-from offbeat.simulate.training import Update
-from offbeat.trace import read_log
 from offbeat.train.checkpoint import read_weights
 from offbeat.train.rundir import RunDir, new_run_dir
 from offbeat.train.tasks import Task
-from offbeat.train.virtual import Clock, Outcome, VirtualTrainer, train_again, train_virtually
 from train.oracle import distance
 from train.runs import CLASSES, FEATURES, config_of, mlp, small_task, trained
 

@@ -24,9 +24,9 @@ from offbeat.spec import choice, count_of, format_rate, format_size, parse_count
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from offbeat.measure.bench_results import AllReduceResult, DdpResult, Setting, Times
     from offbeat.measure.policies import PoliciesResult
-    from offbeat.measure.pushes import ServerResult
-    from offbeat.measure.results import AllReduceResult, DdpResult, Setting, Times
+    from offbeat.measure.server_bench import ServerResult
 
 _BUSY = 2.0  # rounds that differ by more are worth a word
 ALLREDUCE, DDP, POLICIES, SERVER = "allreduce", "ddp", "policies", "server"
@@ -157,12 +157,12 @@ def _run(given: argparse.Namespace) -> None:
 
 
 def _run_ranks(given: argparse.Namespace) -> None:
-    from offbeat.measure import bench
+    from offbeat.measure import rank_bench
 
-    request = bench.Request(
+    request = rank_bench.Request(
         ranks=given.ranks,
         against=given.against,
-        others=bench.ALLREDUCE_OTHERS if given.what == ALLREDUCE else bench.DDP_OTHERS,
+        others=rank_bench.ALLREDUCE_OTHERS if given.what == ALLREDUCE else rank_bench.DDP_OTHERS,
         rounds=given.rounds,
         threads=given.threads,
         strategy=given.strategy,
@@ -170,11 +170,11 @@ def _run_ranks(given: argparse.Namespace) -> None:
     )
     if given.what == ALLREDUCE:
         with progress_line() as progress:
-            reduced = bench.measure_allreduce(request, given.sizes, progress)
+            reduced = rank_bench.measure_allreduce(request, given.sizes, progress)
         print_json(reduced.as_json()) if given.json else print_allreduce(reduced)
     else:
         with progress_line() as progress:
-            trained = bench.measure_ddp(request, given.batch, progress)
+            trained = rank_bench.measure_ddp(request, given.batch, progress)
         print_json(trained.as_json()) if given.json else print_ddp(trained)
 
 
@@ -198,12 +198,12 @@ def _run_policies(given: argparse.Namespace) -> None:
 
 
 def _run_server(given: argparse.Namespace) -> None:
-    from offbeat.measure import pushes
+    from offbeat.measure import server_bench
 
-    request = pushes.Request(
+    request = server_bench.Request(
         learners=tuple(given.learners),
         servers=given.servers,
-        parameters=given.parameters or pushes.PARAMETERS,
+        parameters=given.parameters or server_bench.PARAMETERS,
         tensors=given.tensors,
         against=given.against,
         rounds=given.rounds,
@@ -211,7 +211,7 @@ def _run_server(given: argparse.Namespace) -> None:
         timeout_s=given.timeout,
     )
     with progress_line() as progress:
-        result = pushes.measure(request, progress)
+        result = server_bench.measure(request, progress)
     print_json(result.as_json()) if given.json else print_server(result)
 
 
@@ -231,7 +231,7 @@ def print_allreduce(result: AllReduceResult) -> None:
     from rich import box
     from rich.table import Table
 
-    from offbeat.measure.results import DEFINITIONS, OURS, format_ms, format_ratio, size_label
+    from offbeat.measure.bench_results import DEFINITIONS, OURS, format_ms, format_ratio, size_label
 
     out = console()
     ranks = result.setting.ranks
@@ -278,7 +278,7 @@ def print_ddp(result: DdpResult) -> None:
     from rich import box
     from rich.table import Table
 
-    from offbeat.measure.results import DEFINITIONS, format_ms
+    from offbeat.measure.bench_results import DEFINITIONS, format_ms
 
     out = console()
     setting = result.setting
@@ -363,8 +363,8 @@ def print_server(result: ServerResult) -> None:
     from rich import box
     from rich.table import Table
 
-    from offbeat.measure.pushes import DEFINITIONS, ITEM_BYTES
-    from offbeat.measure.results import OURS, format_ratio
+    from offbeat.measure.bench_results import OURS, format_ratio
+    from offbeat.measure.server_bench import DEFINITIONS, ITEM_BYTES
 
     out = console()
     request = result.request
@@ -419,7 +419,7 @@ def _warn(out: Console, spread: float) -> None:
 
 
 def _spread(times: Times) -> str:
-    from offbeat.measure.results import format_ms
+    from offbeat.measure.bench_results import format_ms
 
     return f"{format_ms(min(times.rounds_ms))}-{format_ms(max(times.rounds_ms))}"
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from offbeat.commands.base import console, facts, heading, print_json, read_accuracy, reader, say, table
 from offbeat.errors import OffbeatError, RequestError
-from offbeat.metrics import format_accuracy
+from offbeat.runs.metrics import format_accuracy
 from offbeat.spec import choice, count_of, format_seconds, parse_count
 from offbeat.train.arguments import add_arguments as add_recipe_arguments
 from offbeat.train.arguments import given as changes_of
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from offbeat.measure.accuracy import AccuracyResult
     from offbeat.measure.predictions import Predictions, Row
     from offbeat.measure.scaling import ScalingResult
-    from offbeat.simulate.calibration import Calibration
+    from offbeat.predict.calibration import Calibration
     from offbeat.train.config import Config
 
 SCALING, ACCURACY, PREDICTIONS = "scaling", "accuracy", "predictions"
@@ -118,7 +118,7 @@ def _price(text: str) -> float:
 
 def refuse_changes(given: argparse.Namespace) -> None:
     """Fields of a recipe say nothing where none is trained."""
-    from offbeat.train.reading import flag
+    from offbeat.train.config_files import flag
 
     for key in changes_of(given):
         raise RequestError(f"bench: {flag(key)} is not an option of bench {given.what}")
@@ -247,8 +247,8 @@ def _named(row: Row) -> str:
 
 def _config(given: argparse.Namespace) -> Config:
     """The recipe with all that was changed, but for strategy and learners."""
+    from offbeat.train.config_files import changed, flag, override, read_recipe
     from offbeat.train.fields import FieldError
-    from offbeat.train.reading import changed, flag, override, read_recipe
     from offbeat.train.recipes import DEFAULT
 
     if len(given.lines) > 1:
@@ -282,10 +282,10 @@ def _calibration(given: argparse.Namespace, config: Config) -> Calibration | Non
     """The file that was named, if it is of this training."""
     if given.calibration is None:
         return None
-    from offbeat.simulate.calibration import read_calibration
+    from offbeat.predict.calibration import read_calibration
 
     calibration = read_calibration(given.calibration)
-    from offbeat.train.calibrated import check, of_another_machine
+    from offbeat.predict.calibration_match import check, of_another_machine
 
     check(calibration, config)
     elsewhere = of_another_machine(calibration)
@@ -299,7 +299,7 @@ def _predictor(calibration: Calibration, config: Config) -> Callable[[Config], A
     samples: list[int] = []
 
     def predictor(configured: Config) -> Any:
-        from offbeat.measure.predict import predict
+        from offbeat.predict.from_calibration import predict
         from offbeat.train.tasks import task_of
 
         if not samples:
@@ -311,7 +311,7 @@ def _predictor(calibration: Calibration, config: Config) -> Callable[[Config], A
 
 def _foresight(calibration: Calibration, target: float) -> Callable[[Config], float | None]:
     def foresee(config: Config) -> float | None:
-        from offbeat.measure.predict import foresee_accuracy
+        from offbeat.predict.from_calibration import foresee_accuracy
 
         return foresee_accuracy(calibration, config, target)
 
@@ -368,7 +368,7 @@ def _off(value: float) -> str:
 
 
 def print_scaling(result: ScalingResult) -> None:
-    from offbeat.measure.results import format_ms
+    from offbeat.measure.bench_results import format_ms
     from offbeat.measure.scaling import STRONG, definitions, ranking
 
     out = console()

@@ -30,7 +30,7 @@ from offbeat.train.arguments import given as changes_of
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from offbeat.simulate.calibration import Calibration, Timed
+    from offbeat.predict.calibration import Calibration, Timed
     from offbeat.train.config import Config
 
 _BUSY = 0.5  # load of each core, above which the machine was not quiet
@@ -58,7 +58,7 @@ def _run(given: argparse.Namespace) -> None:
         )
     _try_to_write(given.out)
     from offbeat.measure.calibrate import Request, measure
-    from offbeat.simulate.calibration import as_json
+    from offbeat.predict.calibration import as_json
 
     request = Request(
         config=config,
@@ -87,7 +87,7 @@ def _try_to_write(path: Path) -> None:
 
 
 def _config(given: argparse.Namespace) -> Config:
-    from offbeat.train.reading import changed, override, read_recipe
+    from offbeat.train.config_files import changed, override, read_recipe
     from offbeat.train.recipes import DEFAULT
 
     config = override(read_recipe(given.recipe or DEFAULT), changes_of(given))

@@ -11,7 +11,7 @@ from offbeat import topology
 from offbeat.commands.base import reader
 from offbeat.errors import RequestError
 from offbeat.machine import available_bytes
-from offbeat.simulate.calibration import Delays, Machine, machine_of, read_calibration
+from offbeat.predict.calibration import Delays, Machine, machine_of, read_calibration
 from offbeat.simulate.cluster import Cluster, Wires, check_memory
 from offbeat.simulate.collective import Model
 from offbeat.simulate.compute import LAWS, Failures, SlowPeriods, parse_law

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from offbeat.commands.base import Command, console, facts, json_argument, print_json
 from offbeat.errors import RequestError
-from offbeat.metrics import format_accuracy
+from offbeat.runs.metrics import format_accuracy
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:

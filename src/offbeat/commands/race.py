@@ -20,9 +20,9 @@ from offbeat.commands.cluster import cluster_of
 from offbeat.commands.virtual import Live, clock_of, config_of, curve_of, machines_of, task_for, title_of, trained
 from offbeat.errors import RequestError
 from offbeat.policies.damping import CORRECT
+from offbeat.predict.race import Curve, Racer, advice, advised, chart_of, percent, ranked, words_of, worth_drawing
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.compare import describe, look_at
-from offbeat.simulate.race import Curve, Racer, advice, advised, chart_of, percent, ranked, words_of, worth_drawing
 from offbeat.spec import count_of, format_seconds
 from offbeat.strategy import ALL_REDUCE, line_up, simulated_family_of
 
@@ -48,7 +48,7 @@ def race(given: argparse.Namespace) -> None:
     """`offbeat compare ... --recipe ... --target ...`."""
     if given.target is None:
         raise RequestError("a race needs an end: say the accuracy to reach, like --target 0.95")
-    from offbeat.train.reading import as_json
+    from offbeat.train.config_files import as_json
     from offbeat.train.rundir import check_free, new_run_dir
 
     if given.minibatches is not None:
@@ -144,7 +144,7 @@ def _check_ports(given: argparse.Namespace, names: Sequence[str]) -> None:
 
 
 def _check(given: argparse.Namespace, entry: Entry, task: Task) -> None:
-    from offbeat.train.virtual import check_clock
+    from offbeat.predict.virtual import check_clock
 
     config = _config(given, entry, given.seed)
     check_clock(config, clock_of(given, entry.cluster, task, config), task)
@@ -160,7 +160,7 @@ def _fits(given: argparse.Namespace, entry: Entry, task: Task) -> bool:
 
 
 def _config(given: argparse.Namespace, entry: Entry, seed: int) -> Config:
-    from offbeat.train.reading import changed
+    from offbeat.train.config_files import changed
 
     config = config_of(given, entry.strategy, seed=seed, learners=entry.cluster.learners)
     return changed(config, {"train": dict(entry.changes)}) if entry.changes else config

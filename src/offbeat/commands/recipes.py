@@ -8,7 +8,7 @@ import msgspec
 
 from offbeat.commands.base import Command, console, json_argument, print_json, say
 from offbeat.errors import unknown
-from offbeat.train.reading import as_toml, built_in
+from offbeat.train.config_files import as_toml, built_in
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:

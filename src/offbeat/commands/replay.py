@@ -14,14 +14,14 @@ from offbeat.commands.base import Command, console, heading, json_argument, prin
 from offbeat.commands.virtual import Live, task_for
 from offbeat.errors import OffbeatError, RequestError
 from offbeat.machine import available_bytes
-from offbeat.simulate.calibration import Calibration, read_calibration
+from offbeat.predict.calibration import Calibration, read_calibration
+from offbeat.predict.race import percent
 from offbeat.simulate.cluster import check_memory
-from offbeat.simulate.race import percent
 from offbeat.spec import count_of, format_seconds, parse_count
 from offbeat.strategy import line_up
 
 if TYPE_CHECKING:
-    from offbeat.train.replayed import Played, RealRun, Replay
+    from offbeat.predict.replay import Played, RealRun, Replay
     from offbeat.train.tasks import Task
 
 SURE = 0.05  # a gain is told of if it is larger than this, and than what the run's own replay is off by
@@ -59,8 +59,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(given: argparse.Namespace) -> None:
-    from offbeat.train.reading import changed
-    from offbeat.train.replayed import Replay, notes_of, read_run
+    from offbeat.predict.replay import Replay, notes_of, read_run
+    from offbeat.train.config_files import changed
 
     if given.seed < 0:
         raise RequestError(f"--seed is 0 or more; got {given.seed}")
@@ -131,7 +131,7 @@ def others_for(own: str, learners: int) -> list[str]:
 
 def _calibrated(calibration: Calibration, run: RealRun) -> list[str]:
     """What is to be said of it. `RequestError` where it is not of what the run trained, on such a device."""
-    from offbeat.train.calibrated import check, of_another_machine
+    from offbeat.predict.calibration_match import check, of_another_machine
 
     check(calibration, run.config)
     told = of_another_machine(calibration)
@@ -206,7 +206,7 @@ def _difference(share: float) -> str:
 
 def doubts_on(run: RealRun, own: Played, target: float | None) -> list[str]:
     """Why accuracies of replays say little here: the run's own replay has another than the run, or other staleness."""
-    from offbeat.train.replayed import is_as_stale
+    from offbeat.predict.replay import is_as_stale
 
     lines = []
     if not is_as_stale(run, own):

@@ -30,7 +30,7 @@ from offbeat.spec import count_of, format_size
 
 if TYPE_CHECKING:
     from offbeat.report.facts import Facts
-    from offbeat.report.model import Page
+    from offbeat.report.page_model import Page
     from offbeat.report.reading import Inputs, RunRecord
     from offbeat.report.results import Result
 
@@ -181,8 +181,8 @@ def _replace(path: Path, place: Path, parts: Iterable[str]) -> int:
 
 def _trace(runs: Sequence[RunRecord]) -> Iterable[str]:
     """A process for each run, a thread for each learner."""
-    from offbeat.report.course import one_clock
-    from offbeat.trace import chrome_trace
+    from offbeat.report.run_sections import one_clock
+    from offbeat.runs.log import chrome_trace
 
     mark = '{"displayTimeUnit": "ms", "traceEvents": ['
     for process, run in enumerate(runs):
@@ -196,7 +196,7 @@ def _as_json(
     given: argparse.Namespace, inputs: Inputs, known: Sequence[Facts], page: Page, size: int
 ) -> dict[str, Any]:
     from offbeat.report.facts import straggler
-    from offbeat.report.words import groups_of
+    from offbeat.report.summary import groups_of
 
     groups = groups_of(inputs.runs, known, given.target)
     targets = {at: group.target for group in groups for at in group.members}

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from offbeat.commands.base import Command, console, facts, json_argument, print_json, reader, say
 from offbeat.errors import OffbeatError, RequestError
-from offbeat.metrics import format_traffic
 from offbeat.policies.damping import CORRECT, KEEP
-from offbeat.signals import terminable
+from offbeat.processes.signals import terminable
+from offbeat.runs.metrics import format_traffic
 from offbeat.spec import count_of, format_seconds, parse_count
 from offbeat.strategy import ALL_REDUCE, NATIVE, family_of
 
@@ -69,7 +69,7 @@ def _run(given: argparse.Namespace) -> None:
     if not Path(given.script).is_file():
         raise RequestError(f"there is no script {given.script}")
     reduces = family_of(given.sync) == ALL_REDUCE
-    from offbeat.server.slowness import parse
+    from offbeat.processes.slowness import parse
 
     parse(given.slow, given.learners)
     with terminable(), os.fdopen(os.memfd_create("offbeat-joined"), "rb") as joined:  # nothing is left behind
@@ -81,7 +81,7 @@ def _run(given: argparse.Namespace) -> None:
 
 
 def _run_server(given: argparse.Namespace) -> None:
-    from offbeat.server.session import Setting
+    from offbeat.server.coordinator.session import Setting
     from offbeat.server.supervisor import Plan
 
     setting = Setting(
@@ -146,7 +146,7 @@ def _run_ranks(given: argparse.Namespace) -> None:
         raise RequestError(f"'{given.sync}' is an all-reduce: --log, --servers, --cancelled are for a parameter server")
     from torch._C._distributed_c10d import TCPStore
 
-    from offbeat.server.session import Setting
+    from offbeat.server.coordinator.session import Setting
     from offbeat.server.supervisor import Plan
 
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -24,10 +24,10 @@ from offbeat.commands.base import (
 )
 from offbeat.commands.rings import print_rings, rings_of
 from offbeat.errors import RequestError
-from offbeat.metrics import BUS_FACTORS, bus_bandwidth
+from offbeat.predict.calibration import read_calibration
+from offbeat.runs.metrics import BUS_FACTORS, bus_bandwidth
 from offbeat.schedules import Price, Schedule
 from offbeat.schedules.ranking import Ranked, advice, rank, recommended
-from offbeat.simulate.calibration import read_calibration
 from offbeat.spec import count_of, format_rate, format_seconds, format_size, parse_count, parse_size
 from offbeat.topology import Topology
 

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offbeat import plugins, timeline, topology
+from offbeat import plugins, topology
 from offbeat.commands.base import (
     Command,
     busy,
@@ -24,13 +24,14 @@ from offbeat.commands.cluster import add_cluster_arguments, cluster_of, model_of
 from offbeat.commands.sweep import add_sweep_arguments, batch_of, is_sweep, one_count, sweep
 from offbeat.commands.virtual import add_recipe_arguments, refuse_without_recipe, simulate_recipe
 from offbeat.errors import RequestError
+from offbeat.runs import text_timeline
+from offbeat.runs.log import RunLog, Span, write_chrome_trace, write_log
 from offbeat.simulate.collective import bucket_curve
 from offbeat.simulate.compare import why
 from offbeat.simulate.result import Result
 from offbeat.simulate.sweep import Point, point_of
 from offbeat.simulate.theory import alone_s
 from offbeat.spec import count_of, expand, format_seconds, format_size, parse_count
-from offbeat.trace import RunLog, Span, write_chrome_trace, write_log
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -180,7 +181,7 @@ def _timeline(out: Console, result: Result, updates: int) -> None:
     if not spans or updates < 1:
         return
     end = _end_of(spans, updates)
-    shown = timeline.rows(spans, width=max(20, min(100, out.width - 16)), end_s=end)
+    shown = text_timeline.rows(spans, width=max(20, min(100, out.width - 16)), end_s=end)
     for learner, pieces in list(shown.items())[:16]:
         row = Text(f"learner {learner}".ljust(12) + "|")
         for piece in pieces:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from offbeat.commands.base import Command, json_argument, print_json
 from offbeat.errors import RequestError
 from offbeat.train.arguments import add_arguments, given
-from offbeat.train.reading import override, read_recipe
+from offbeat.train.config_files import override, read_recipe
 from offbeat.train.recipes import DEFAULT
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from offbeat.commands.progress import Progress, Record, Row
-from offbeat.metrics import format_accuracy, format_traffic
+from offbeat.runs.metrics import format_accuracy, format_traffic
 from offbeat.spec import count_of
 
 if TYPE_CHECKING:

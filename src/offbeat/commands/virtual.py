@@ -18,18 +18,18 @@ from offbeat import topology
 from offbeat.commands.base import busy, console, facts, heading, print_json, read_accuracy, reader, write_file
 from offbeat.commands.cluster import cluster_of, model_of
 from offbeat.errors import OffbeatError, RequestError
-from offbeat.metrics import format_accuracy, format_traffic, highest_reached
-from offbeat.simulate.calibration import machine_of
+from offbeat.predict.calibration import machine_of
+from offbeat.predict.race import Curve, chart_of, percent
+from offbeat.runs.metrics import format_accuracy, format_traffic, highest_reached
 from offbeat.simulate.cluster import Cluster
-from offbeat.simulate.race import Curve, chart_of, percent
 from offbeat.spec import count_of, format_rate, format_seconds, parse_count
 from offbeat.strategy import ALL_REDUCE, simulated_family_of
 
 if TYPE_CHECKING:
+    from offbeat.predict.virtual import Clock, Outcome
     from offbeat.train.config import Config
     from offbeat.train.rundir import RunDir
     from offbeat.train.tasks import Task
-    from offbeat.train.virtual import Clock, Outcome
 
 ROWS = 12  # of the table of a run
 SECTIONS = ("model", "data", "train")  # of a recipe: the rest of it is about real machines
@@ -67,7 +67,7 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
 def refuse_without_recipe(given: argparse.Namespace) -> None:
     """Options of a training say nothing where none is."""
     from offbeat.train.arguments import given as changes_of
-    from offbeat.train.reading import flag
+    from offbeat.train.config_files import flag
 
     own = ("target", "run_dir", "width", "look_every", "device", "epoch_ends", "seeds")
     words = [flag(key) for key in changes_of(given)]
@@ -78,7 +78,7 @@ def refuse_without_recipe(given: argparse.Namespace) -> None:
 
 def config_of(given: argparse.Namespace, strategy: str, *, seed: int, learners: int) -> Config:
     from offbeat.train.arguments import given as changes_of
-    from offbeat.train.reading import changed, override, read_recipe
+    from offbeat.train.config_files import changed, override, read_recipe
 
     simulated_family_of(strategy)  # refuses what cannot be simulated, by its name
     changes = changes_of(given)
@@ -113,7 +113,7 @@ def task_for(config: Config) -> Task:
 
 def clock_of(given: argparse.Namespace, cluster: Cluster, task: Task, config: Config) -> Clock:
     """The size of what is sent is the model's own, where there is a network and no other size was given."""
-    from offbeat.train.virtual import Clock
+    from offbeat.predict.virtual import Clock
 
     if given.calibration is not None:
         return _calibrated(given, cluster, config)
@@ -141,8 +141,8 @@ def clock_of(given: argparse.Namespace, cluster: Cluster, task: Task, config: Co
 
 def _calibrated(given: argparse.Namespace, cluster: Cluster, config: Config) -> Clock:
     """The machine as it was measured, if that was with this model."""
-    from offbeat.train.calibrated import check
-    from offbeat.train.virtual import Clock
+    from offbeat.predict.calibration_match import check
+    from offbeat.predict.virtual import Clock
 
     check(given.calibration, config)
     batch = config.train.batch_size * config.train.accumulate
@@ -208,8 +208,8 @@ def _epochs(text: str) -> float:
 
 def simulate_recipe(given: argparse.Namespace) -> None:
     """`offbeat simulate STRATEGY --recipe ...`."""
+    from offbeat.predict.virtual import check_clock
     from offbeat.train.rundir import RunDir, check_free, new_run_dir
-    from offbeat.train.virtual import check_clock
 
     cluster = cluster_of(given)
     config = config_of(given, given.strategy, seed=given.seed, learners=cluster.learners)
@@ -246,7 +246,7 @@ def trained(
     given: argparse.Namespace, config: Config, clock: Clock, task: Task, live: Live, *, run: RunDir | None = None
 ) -> Outcome:
     """Train it. What a model or data set of one's own prints goes elsewhere; what it raises is told in a line."""
-    from offbeat.train.virtual import train_virtually
+    from offbeat.predict.virtual import train_virtually
 
     try:
         with redirect_stdout(sys.stderr):

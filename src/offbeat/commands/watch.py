@@ -33,8 +33,8 @@ from offbeat.commands.view import (
     view_for,
 )
 from offbeat.errors import OffbeatError, RequestError
+from offbeat.processes.signals import terminable
 from offbeat.report.files import clean
-from offbeat.signals import terminable
 from offbeat.train.disk import is_alive
 from offbeat.train.rundir import FOLDER, RunDir, is_held
 

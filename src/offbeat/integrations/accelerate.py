@@ -14,7 +14,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from offbeat.errors import RequestError
-from offbeat.server.learner import ServedLearner
+from offbeat.server.learner.served_learner import ServedLearner
 
 
 def prepare(

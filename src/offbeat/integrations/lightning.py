@@ -19,8 +19,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 
 from offbeat.errors import RequestError
-from offbeat.server.launch import join
-from offbeat.server.learner import ServedLearner
+from offbeat.server.learner.join import join
+from offbeat.server.learner.served_learner import ServedLearner
 
 
 class OffbeatStrategy(SingleDeviceStrategy):

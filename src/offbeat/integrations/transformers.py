@@ -21,8 +21,8 @@ from transformers import Trainer, TrainerCallback
 from offbeat.collectives.options import mark_joined
 from offbeat.errors import RequestError
 from offbeat.policies import create
-from offbeat.server.launch import DEFAULT, join
-from offbeat.server.learner import ServedLearner, follow
+from offbeat.server.learner.join import DEFAULT, join
+from offbeat.server.learner.served_learner import ServedLearner, follow
 from offbeat.strategy import ALL_REDUCE, family_of
 
 

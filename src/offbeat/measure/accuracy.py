@@ -18,10 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from offbeat import metrics
 from offbeat.chart import Line, line_chart
 from offbeat.errors import RequestError
-from offbeat.measure.bench import Progress
 from offbeat.measure.comparisons import (
     INTERVAL,
     Kept,
@@ -44,8 +42,10 @@ from offbeat.measure.comparisons import (
     relative,
     shared_notes,
 )
+from offbeat.measure.rank_bench import Progress
 from offbeat.measure.scaling import NOT_PREDICTED
-from offbeat.signals import terminable
+from offbeat.processes.signals import terminable
+from offbeat.runs import metrics
 from offbeat.spec import count_of, format_seconds
 from offbeat.train.config import Config
 

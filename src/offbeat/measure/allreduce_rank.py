@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from offbeat.errors import OffbeatError
+from offbeat.measure.rank_messages import CHECK_PERIOD, Wire, serve
 from offbeat.measure.torch_rank import Peers, join, mean_s, part
-from offbeat.measure.wire import CHECK_PERIOD, Wire, serve
 
 
 class Bench:

@@ -20,20 +20,20 @@ from typing import Any
 
 from offbeat.errors import RequestError
 from offbeat.machine import machine_facts
-from offbeat.measure import bench, pushes
-from offbeat.measure.bench import MOST_RANKS, Progress
-from offbeat.measure.crew import Crew
-from offbeat.measure.predict import predict
+from offbeat.measure import rank_bench, server_bench
+from offbeat.measure.harness import Crew
 from offbeat.measure.probes import probe
+from offbeat.measure.rank_bench import MOST_RANKS, Progress
 from offbeat.measure.served import environment, program
 from offbeat.measure.trainings import Trained, train_once
-from offbeat.signals import terminable
-from offbeat.simulate.calibration import PROBED, SERVED, TOGETHER, Calibration, Layer, Probe, Timed, fit_server_work
+from offbeat.predict.calibration import PROBED, SERVED, TOGETHER, Calibration, Layer, Probe, Timed, fit_server_work
+from offbeat.predict.calibration_match import settings_of
+from offbeat.predict.from_calibration import predict
+from offbeat.processes.signals import terminable
 from offbeat.spec import count_of
 from offbeat.strategy import ALL_REDUCE, line_up
-from offbeat.train.calibrated import settings_of
 from offbeat.train.config import Config
-from offbeat.train.reading import as_json, changed
+from offbeat.train.config_files import as_json, changed
 
 REDUCED_BYTES = (4096, 262_144, 16 * 2**20)
 PUSHED_ITEMS = (10_000, 4_000_000)
@@ -136,11 +136,11 @@ def _over_sizes(request: Request, found: Calibration, progress: Progress) -> Cal
     pushed: list[Timed] = []
     several = [many for many in request.learners if many > 1]
     for many in several:
-        asked = bench.Request(ranks=many, rounds=2, against=(), others=(), timeout_s=request.timeout_s)
-        result = bench.measure_allreduce(asked, REDUCED_BYTES, lambda doing: progress(f"all-reduce: {doing}"))
+        asked = rank_bench.Request(ranks=many, rounds=2, against=(), others=(), timeout_s=request.timeout_s)
+        result = rank_bench.measure_allreduce(asked, REDUCED_BYTES, lambda doing: progress(f"all-reduce: {doing}"))
         reductions += [Timed(many, size.size_bytes, size.systems[0].ms / 1e3) for size in result.sizes]
     for items in PUSHED_ITEMS:
-        wanted = pushes.Request(
+        wanted = server_bench.Request(
             learners=tuple(sorted({1, max(request.learners)})),
             servers=request.config.servers,
             parameters=items,
@@ -150,7 +150,7 @@ def _over_sizes(request: Request, found: Calibration, progress: Progress) -> Cal
             seconds=PUSH_S,
             timeout_s=request.timeout_s,
         )
-        for many, seconds in pushes.measure_ours(wanted, lambda doing: progress(f"push and fetch: {doing}")):
+        for many, seconds in server_bench.measure_ours(wanted, lambda doing: progress(f"push and fetch: {doing}")):
             pushed.append(Timed(many, 4 * items, seconds))
     return replace(found, reductions=tuple(reductions), pushes=tuple(pushed))
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from offbeat.measure.rank_messages import Wire, die_with_parent, require, serve
 from offbeat.measure.torch_rank import mean_s
-from offbeat.measure.wire import Wire, die_with_parent, require, serve
+from offbeat.train.config_files import from_json
 from offbeat.train.precision import Precision
-from offbeat.train.reading import from_json
 from offbeat.train.tasks import Task, collate_of, task_of
 from offbeat.train.trainer import device_of, mover
 

@@ -19,13 +19,13 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from offbeat import spec as grammar
 from offbeat.errors import RequestError
 from offbeat.machine import machine_facts
-from offbeat.measure.bench import MOST_RANKS
-from offbeat.metrics import DEFINITIONS
-from offbeat.server.slowness import parse as parse_slowness
+from offbeat.measure.rank_bench import MOST_RANKS
+from offbeat.processes.slowness import parse as parse_slowness
+from offbeat.runs.metrics import DEFINITIONS
 from offbeat.spec import count_of
 from offbeat.strategy import SERVER, family_of
 from offbeat.train.config import Config
-from offbeat.train.reading import built_in, changed
+from offbeat.train.config_files import built_in, changed
 
 T = TypeVar("T")
 
@@ -293,7 +293,7 @@ def joined(words: Sequence[str]) -> str:
 
 
 def definition(name: str) -> str:
-    """As `offbeat.metrics` has it."""
+    """As `offbeat.runs.metrics` has it."""
     return DEFINITIONS[name].formula
 
 

@@ -20,8 +20,8 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from offbeat.errors import OffbeatError
+from offbeat.measure.rank_messages import Wire, serve
 from offbeat.measure.torch_rank import Peers, join, part
-from offbeat.measure.wire import Wire, serve
 
 LAYERS, WIDTH = 10, 1024  # 10.5 million parameters: 42 MB of gradient, in three of DDP's buckets
 _MINIBATCHES = 4

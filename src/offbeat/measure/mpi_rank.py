@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.errors import OffbeatError
-from offbeat.measure.wire import CHECK_PERIOD, Wire, die_with_parent, require, serve
+from offbeat.measure.rank_messages import CHECK_PERIOD, Wire, die_with_parent, require, serve
 
 _LOOK_S = 0.005
 _STOP, _WARM, _TIME = range(3)

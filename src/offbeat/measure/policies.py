@@ -16,18 +16,18 @@ from typing import Any
 
 from offbeat.errors import OffbeatError, RequestError
 from offbeat.machine import machine_facts
-from offbeat.measure.bench import MOST_RANKS, Progress
+from offbeat.measure.rank_bench import MOST_RANKS, Progress
 from offbeat.measure.served import environment, program, supervise
 from offbeat.policies import Apply, Pushed, create
 from offbeat.policies.events import EVENTS, from_text
-from offbeat.server.session import Setting
+from offbeat.processes.signals import terminable
+from offbeat.runs.log import read_log
+from offbeat.server.coordinator.session import Setting
 from offbeat.server.supervisor import Plan
-from offbeat.signals import terminable
 from offbeat.simulate import server as simulator
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.compute import parse_law
 from offbeat.strategy import ALL_REDUCE, family_of
-from offbeat.trace import read_log
 
 LINES = ("full-sync", "k-sync:2", "k-batch-sync:2", "async", "k-async:2", "k-batch-async:2")
 LAWS = ("exp:0.1", "shifted-exp:0.05,0.05")

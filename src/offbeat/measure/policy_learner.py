@@ -9,7 +9,7 @@ import sys
 
 import torch
 
-from offbeat.server.launch import join
+from offbeat.server.learner.join import join
 
 
 def main(updates: int) -> None:

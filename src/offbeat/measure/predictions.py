@@ -18,14 +18,14 @@ from typing import Any
 
 from offbeat.errors import RequestError
 from offbeat.machine import machine_facts
-from offbeat.measure.bench import Progress
 from offbeat.measure.calibrate import train_for
-from offbeat.measure.predict import predict
-from offbeat.signals import terminable
-from offbeat.simulate.calibration import Calibration
+from offbeat.measure.rank_bench import Progress
+from offbeat.predict.calibration import Calibration
+from offbeat.predict.from_calibration import predict
+from offbeat.processes.signals import terminable
 from offbeat.train.config import Config
+from offbeat.train.config_files import changed
 from offbeat.train.launch import MOST_LEARNERS
-from offbeat.train.reading import changed
 from offbeat.train.tasks import task_of
 
 LINES = ("ring", "k-sync:2", "k-batch-async:2")

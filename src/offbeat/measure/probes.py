@@ -15,11 +15,11 @@ from pathlib import Path
 
 from offbeat.errors import OffbeatError
 from offbeat.measure.trainings import Trained, train_once
-from offbeat.simulate.calibration import Probe
+from offbeat.predict.calibration import Probe
+from offbeat.runs.log import Span
 from offbeat.strategy import ALL_REDUCE, family_of
-from offbeat.trace import Span
 from offbeat.train.config import Config
-from offbeat.train.reading import changed
+from offbeat.train.config_files import changed
 
 KEPT = 400  # compute times of a probe that are written down
 MINIBATCHES = 150  # of each learner, at least

@@ -18,9 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from offbeat import metrics
 from offbeat.errors import RequestError
-from offbeat.measure.bench import Progress
 from offbeat.measure.comparisons import (
     INTERVAL,
     Kept,
@@ -44,7 +42,9 @@ from offbeat.measure.comparisons import (
     relative,
     shared_notes,
 )
-from offbeat.signals import terminable
+from offbeat.measure.rank_bench import Progress
+from offbeat.processes.signals import terminable
+from offbeat.runs import metrics
 from offbeat.spec import count_of
 from offbeat.train.config import Config
 
@@ -54,7 +54,7 @@ NOT_PREDICTED = "not predicted: no --calibration (offbeat calibrate makes one)"
 
 
 class Predicted(Protocol):
-    """What a prediction tells; `offbeat.measure.predict.Predicted` does."""
+    """What a prediction tells; `offbeat.predict.from_calibration.Predicted` does."""
 
     @property
     def samples_per_s(self) -> float: ...

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from offbeat.errors import OffbeatError
-from offbeat.server.launch import join
-from offbeat.server.learner import ServedLearner
+from offbeat.server.learner.join import join
+from offbeat.server.learner.served_learner import ServedLearner
 
 RATE = 1e-3
 _COPY_S = 0.3

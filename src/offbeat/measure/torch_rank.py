@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from offbeat.measure.wire import die_with_parent, require
+from offbeat.measure.rank_messages import die_with_parent, require
 from offbeat_autoload import register
 
 

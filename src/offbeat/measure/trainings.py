@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.errors import OffbeatError
-from offbeat.trace import RunLog, read_log
+from offbeat.runs.log import RunLog, read_log
 from offbeat.train.config import Config
 from offbeat.train.launch import launch, prepare
 from offbeat.train.rundir import Evaluated, RunDir

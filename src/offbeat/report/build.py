@@ -4,7 +4,7 @@
 
 Laws. A section is there only when it has something to show. Every number of a chart is in a table too, but for the bars
 of a timeline, which are too many (`--perfetto` has them all). What is left out, because it is too much to draw, is said
-in a note. The sections of what happened in runs are in course.py, those of benchmarks in benchmarks.py.
+in a note. The sections of what happened in runs are in run_sections.py, those of benchmarks in benchmarks.py.
 
 What it must not know: files and HTML.
 """
@@ -16,25 +16,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from offbeat.metrics import DEFINITIONS, format_traffic
-from offbeat.report import benchmarks, course, facts, words
+from offbeat.report import benchmarks, facts, run_sections, summary
 from offbeat.report.facts import Facts, facts_of
 from offbeat.report.files import LABEL, clean, shorten
-from offbeat.report.model import (
-    BarChart,
-    Bars,
-    Cell,
-    Column,
-    Item,
-    LineChart,
-    Page,
-    Section,
-    Series,
-    Table,
-)
+from offbeat.report.page_model import BarChart, Bars, Cell, Column, Item, LineChart, Page, Section, Series, Table
 from offbeat.report.reading import RunRecord
 from offbeat.report.results import Result
-from offbeat.report.words import Group, groups_of, percent
+from offbeat.report.summary import Group, groups_of, percent
+from offbeat.runs.metrics import DEFINITIONS, format_traffic
 from offbeat.spec import count_of
 
 MOST_BARS = 400_000
@@ -62,10 +51,10 @@ def build(
     groups = groups_of(runs, known, target)
     targets = {at: group.target for group in groups for at in group.members}
     sections = (
-        course.timelines(runs, known, limit),
-        course.errors(known, groups, targets, results),
-        course.staleness(known),
-        course.shares(known),
+        run_sections.timelines(runs, known, limit),
+        run_sections.errors(known, groups, targets, results),
+        run_sections.staleness(known),
+        run_sections.shares(known),
         benchmarks.scaling(results),
         _communication(known, results),
         _machines(runs, known, groups, results),
@@ -83,7 +72,7 @@ def build(
     return Page(
         title="offbeat report",
         subtitle=" and ".join(told),
-        summary=words.summary(runs, known, results, groups, price),
+        summary=summary.summary(runs, known, results, groups, price),
         problems=(*problems, *(f"{one.label}: {problem}" for one in known for problem in one.problems)),
         sections=tuple(section for section in sections if section is not None),
     )
@@ -102,7 +91,7 @@ def _communication(known: Sequence[Facts], results: Sequence[Result]) -> Section
             rows.append((one.label, *(one.share_of(part) for part in parts), whole))
     if rows:
         values = [[row[1 + at] for row in rows] for at in range(len(parts))]
-        drawn = [(name, column) for name, column in zip(course.SHARES[2:], values, strict=True) if any(
+        drawn = [(name, column) for name, column in zip(run_sections.SHARES[2:], values, strict=True) if any(
             one is not None for one in column)]  # fmt: skip
         items.append(
             BarChart(
@@ -136,7 +125,7 @@ def _communication(known: Sequence[Facts], results: Sequence[Result]) -> Section
     if rows:
         text += " Of runs: the time in which learners do not compute, waiting for slower ones included."
     if any(one.inside_waiting for one in known):
-        text += f" {course.INSIDE_WAITING}"
+        text += f" {run_sections.INSIDE_WAITING}"
     return Section(key="communication", title="Communication overhead", items=tuple(items), words=(text, *traffic))
 
 

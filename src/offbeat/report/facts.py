@@ -2,7 +2,7 @@
 
 Laws. Pure functions of a `RunRecord`. What cannot be known is None, never a guess. Updates, seconds and samples are of
 one source: the last evaluation, or, where there is none, the log. Shares are of what a learner's spans account for,
-evaluation left out. Where `offbeat.metrics` has a definition, its function is used; the others are in `DEFINITIONS`.
+evaluation left out. Where `runs.metrics` has a definition, its function is used; the others are in `DEFINITIONS`.
 
 What it must not know: files, pages and words.
 """
@@ -18,15 +18,15 @@ from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
-from offbeat import metrics
 from offbeat.errors import RequestError
-from offbeat.metrics import Definition
 from offbeat.policies.events import Pushed
 from offbeat.report import files
 from offbeat.report.learners import LearnerFacts, by_learner, minibatches_of
 from offbeat.report.reading import Leg, RunRecord
+from offbeat.runs import metrics
+from offbeat.runs.log import Span
+from offbeat.runs.metrics import Definition
 from offbeat.strategy import ALL_REDUCE, SERVER, family_of
-from offbeat.trace import Span
 
 SLOW = 1.3  # times the others' typical minibatch, from which on a learner is called a straggler
 _FEWEST = 2  # quarters that can be compared

@@ -29,8 +29,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from offbeat.report.forms import column_unit, write
-from offbeat.report.model import (
+from offbeat.report.number_format import column_unit, write
+from offbeat.report.page_model import (
     BarChart,
     Cell,
     Column,

@@ -24,7 +24,7 @@ from offbeat.policies.events import EVENTS, Apply, Drop, Event, from_text
 from offbeat.report import files
 from offbeat.report.files import LABEL, Broken, clean, shorten
 from offbeat.report.results import Result, read_result
-from offbeat.trace import FORMAT, WHAT, Span
+from offbeat.runs.log import FORMAT, WHAT, Span
 
 _LEG = re.compile(r"log(?:\.([1-9][0-9]{0,3}))?\.jsonl(\.unfinished)?")
 _ENERGY = re.compile(r"energy(?:\.([1-9][0-9]{0,3}))?\.json")

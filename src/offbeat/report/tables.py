@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from offbeat.errors import RequestError
-from offbeat.report.model import Cell, Page, Table
+from offbeat.report.page_model import Cell, Page, Table
 
 _KEY = re.compile(r"[a-z0-9][a-z0-9-]{0,60}")
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")  # full-width ones are read as formulas too

@@ -19,9 +19,9 @@ from offbeat.collectives import memory
 from offbeat.collectives.sync import Word
 from offbeat.errors import RequestError
 from offbeat.policies.memory import STATE_COPIES
-from offbeat.server.session import Setting
-from offbeat.server.table import DTYPES, Parts, Table
-from offbeat.server.updates import CHUNK, Updates
+from offbeat.server.coordinator.session import Setting
+from offbeat.server.parameter_layout import DTYPES, Parts, Table
+from offbeat.server.shard.updates import CHUNK, Updates
 
 _PAGE = 4096
 _COPIED = 256 * 1024  # items copied at a time: few enough to be looked at again in the cache

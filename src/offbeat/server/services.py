@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from offbeat.errors import OffbeatError
-from offbeat.server.session import Setting
+from offbeat.server.coordinator.session import Setting
 from offbeat.server.supervisor import Plan, Supervisor
 
 _LINGER_S = 0.5  # for learners whose goodbye is on its way

@@ -32,9 +32,11 @@ from typing import Any
 from offbeat.collectives import memory
 from offbeat.collectives.rendezvous import state_of
 from offbeat.errors import OffbeatError
-from offbeat.server import door, post, servant
-from offbeat.server.session import Setting
-from offbeat.server.table import Table
+from offbeat.server import handshake
+from offbeat.server.coordinator import coordinator_process
+from offbeat.server.coordinator.session import Setting
+from offbeat.server.parameter_layout import Table
+from offbeat.server.shard import server_process
 from offbeat.server.wire import MOST_BYTES
 
 STOPPED_S = 2.0  # after which a stopped server or coordinator is replaced
@@ -92,7 +94,7 @@ class Supervisor:
     def __init__(self, plan: Plan, tell: Callable[[str, str], None]) -> None:
         self.plan, self.tell = plan, tell
         self.token = secrets.token_hex(16)
-        self.listener, self.name = door.new_door()
+        self.listener, self.name = handshake.new_door()
         self.journal, path = tempfile.mkstemp(prefix="offbeat-journal-")
         Path(path).unlink()  # nobody else needs its name, and so nothing is left behind
         self.start_s = time.monotonic()
@@ -124,7 +126,7 @@ class Supervisor:
     def _start_coordinator(self) -> None:
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.boss = mine
-        run = post.Run(
+        run = coordinator_process.Run(
             setting=replace(self.plan.setting, start_by_s=self.begin_by_s or self.plan.setting.start_by_s),
             token=self.token,
             seed=self.plan.seed,
@@ -135,7 +137,9 @@ class Supervisor:
         )
 
         def body() -> None:
-            post.Post(run, self.listener, theirs, post.Journal(self.journal), self.held, self.pids).serve()
+            coordinator_process.Post(
+                run, self.listener, theirs, coordinator_process.Journal(self.journal), self.held, self.pids
+            ).serve()
 
         self._fork("coordinator", 0, body, keep={theirs.fileno(), self.listener.fileno(), self.journal})
         theirs.close()
@@ -147,7 +151,7 @@ class Supervisor:
     def _start_server(self, shard: int) -> None:
         self.generations[shard] += 1
         generation = self.generations[shard]
-        self._fork("server", shard, lambda: servant.serve(self.name, self.token, shard, generation), keep=set())
+        self._fork("server", shard, lambda: server_process.serve(self.name, self.token, shard, generation), keep=set())
 
     def _fork(self, role: str, number: int, body: Callable[[], None], keep: set[int]) -> None:
         """A child with nothing but what it needs. Nothing runs in threads here, so forking is safe."""
@@ -319,7 +323,7 @@ class Supervisor:
         if not data:
             self._unwatch(line)
             return False
-        message = post.decode_boss(data)
+        message = coordinator_process.decode_boss(data)
         if message.what == "arena" and self.held is None and message.table is not None:
             self.held = (message.table, descriptors.pop(0))
             self._quiet = memory.Segment(self.held[1], 4096)  # its first word says whether anybody is there
@@ -423,13 +427,13 @@ class Supervisor:
         if self.begin_by_s is None and self.boss is not None:  # if the run has not begun, it does without this one
             self.begin_by_s = time.monotonic() - self.start_s
             with contextlib.suppress(OSError):
-                post.say(self.boss, post.Boss(what="begin", at_s=self.begin_by_s))
+                coordinator_process.say(self.boss, coordinator_process.Boss(what="begin", at_s=self.begin_by_s))
 
     def _say_ended(self, learners: Iterable[int]) -> None:
         for learner in learners:
             with contextlib.suppress(OSError):
                 if self.boss is not None:
-                    post.say(self.boss, post.Boss(what="ended", number=learner))
+                    coordinator_process.say(self.boss, coordinator_process.Boss(what="ended", number=learner))
 
     def is_quiet(self) -> bool:
         """Whether no learner is in the run."""
@@ -457,7 +461,7 @@ class Supervisor:
     def _say_finish(self) -> None:
         if self.boss is not None:
             with contextlib.suppress(OSError):
-                post.say(self.boss, post.Boss(what="finish"))
+                coordinator_process.say(self.boss, coordinator_process.Boss(what="finish"))
 
     def finish(self) -> str | None:
         """Let the last updates be made and the books be closed; the summary, as JSON."""

@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from offbeat.errors import RequestError
+from offbeat.runs.log import Span
 from offbeat.schedules import build, price
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.cores import shared_s
 from offbeat.simulate.result import Result, Tally
 from offbeat.topology import Topology
-from offbeat.trace import Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,9 +24,9 @@ from pathlib import Path
 import numpy as np
 
 from offbeat.errors import LogError, RequestError
+from offbeat.runs.log import Span, read_log
 from offbeat.simulate.engine import Floats, Ints
 from offbeat.spec import parse_seconds
-from offbeat.trace import Span, read_log
 
 _LEG = re.compile(r"log(?:\.(\d+))?\.jsonl")  # of a run's folder: log.jsonl, and log.2.jsonl, ... after a resume
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from offbeat.trace import Span
+from offbeat.runs.log import Span
 
 
 class Tally:

@@ -34,6 +34,7 @@ from offbeat.policies import (
     recorded,
 )
 from offbeat.policies.failures import policy_failures
+from offbeat.runs.log import Span
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.compute import failure_times
 from offbeat.simulate.cores import Crowd, Job
@@ -55,7 +56,6 @@ from offbeat.simulate.engine import (
 from offbeat.simulate.links import FairLink
 from offbeat.simulate.quick import go_quickly
 from offbeat.simulate.result import Result, Tally
-from offbeat.trace import Span
 
 Entry = tuple[float, int, int, int]
 PATIENCE = 200_000  # entries of the heap without an update, beside those that learners may need

@@ -10,10 +10,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from offbeat import metrics
 from offbeat.chart import Line, Run, line_chart
 from offbeat.errors import RequestError
 from offbeat.policies.waiting import UpdateTime
+from offbeat.runs import metrics
 from offbeat.simulate.result import Result
 from offbeat.simulate.setup import Setup
 from offbeat.simulate.theory import alone_s, expected_update, harmonic

@@ -35,23 +35,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from offbeat.train.config import Config, DataConfig, ModelConfig, SaveConfig, TrainConfig
+    from offbeat.train.config_files import override, read_recipe
     from offbeat.train.launch import train
-    from offbeat.train.reading import override, read_recipe
     from offbeat.train.tasks import Task
-    from offbeat.train.virtual import Clock, train_virtually
 
 _HOMES = {
-    "Config": "config",
-    "ModelConfig": "config",
-    "DataConfig": "config",
-    "TrainConfig": "config",
-    "SaveConfig": "config",
-    "Task": "tasks",
-    "read_recipe": "reading",
-    "override": "reading",
-    "train": "launch",
-    "Clock": "virtual",
-    "train_virtually": "virtual",
+    "Config": "offbeat.train.config",
+    "ModelConfig": "offbeat.train.config",
+    "DataConfig": "offbeat.train.config",
+    "TrainConfig": "offbeat.train.config",
+    "SaveConfig": "offbeat.train.config",
+    "Task": "offbeat.train.tasks",
+    "read_recipe": "offbeat.train.config_files",
+    "override": "offbeat.train.config_files",
+    "train": "offbeat.train.launch",
+    "Clock": "offbeat.predict.virtual",
+    "train_virtually": "offbeat.predict.virtual",
 }
 __all__ = [
     "Clock",
@@ -73,7 +72,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'offbeat.train' has no attribute '{name}'")
     import importlib
 
-    return getattr(importlib.import_module(f"offbeat.train.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

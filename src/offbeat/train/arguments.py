@@ -13,8 +13,8 @@ from typing import get_origin
 
 from offbeat.errors import RequestError
 from offbeat.train.config import all_fields
+from offbeat.train.config_files import flag
 from offbeat.train.fields import Field
-from offbeat.train.reading import flag
 
 SHORT = {
     "train.epochs": "--epochs",

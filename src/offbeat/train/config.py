@@ -23,8 +23,8 @@ from offbeat import plugins
 from offbeat import spec as grammar
 from offbeat.errors import RequestError, nearest
 from offbeat.policies import create
+from offbeat.processes.slowness import parse as parse_slowness
 from offbeat.schedules import algorithms
-from offbeat.server.slowness import parse as parse_slowness
 from offbeat.spec import count_of
 from offbeat.strategy import ALL_REDUCE, AUTO, NATIVE, SERVER, family_of, strategies
 from offbeat.train.fields import LARGEST, Field, FieldError, Options, Section, fields_of, shown

@@ -30,22 +30,22 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from offbeat.errors import OffbeatError, PeerError, RequestError
-from offbeat.server.launch import through_store
-from offbeat.server.session import Setting
+from offbeat.processes.signals import end_at_once
+from offbeat.runs.log import read_log, write_chrome_trace
+from offbeat.server.coordinator.session import Setting
+from offbeat.server.learner.join import through_store
 from offbeat.server.supervisor import Plan, Supervisor
-from offbeat.signals import end_at_once
 from offbeat.spec import count_of
 from offbeat.strategy import ALL_REDUCE, family_of
-from offbeat.trace import read_log, write_chrome_trace
-from offbeat.train.accounts import Accounts
 from offbeat.train.checkpoint import Checkpoint, newest
 from offbeat.train.config import Config
-from offbeat.train.plan import updates
-from offbeat.train.reading import changed
-from offbeat.train.reduced import ReducedTrainer
+from offbeat.train.config_files import changed
+from offbeat.train.reduced_trainer import ReducedTrainer
 from offbeat.train.rundir import Hold, RunDir, check_free, new_run_dir
-from offbeat.train.served import ServedTrainer, setting_of
+from offbeat.train.sample_plan import updates
+from offbeat.train.served_trainer import ServedTrainer, setting_of
 from offbeat.train.tasks import PROGRAM, Task, check_apart, task_of
+from offbeat.train.telemetry import Accounts
 from offbeat.train.tensorboard import check_installed
 from offbeat.train.trainer import Report, Trainer, device_of
 
@@ -59,7 +59,12 @@ _UNSAVED = (
 MOST_LEARNERS = 256  # processes that one machine is asked for
 MOST_BY_DEFAULT = 4  # more take larger steps than small data sets bear
 # What learners load sooner or later, torch's first step of an optimizer the largest of it: a second of work.
-AHEAD = ("torch._dynamo", "offbeat.train.reduced", "offbeat.train.served", "offbeat.collectives.backend")
+AHEAD = (
+    "torch._dynamo",
+    "offbeat.train.reduced_trainer",
+    "offbeat.train.served_trainer",
+    "offbeat.collectives.backend",
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -485,7 +490,7 @@ def _blame(start: Start, exits: Mapping[int, int], failures: Mapping[int, str], 
 
 def conclude(start: Start, result: Result) -> None:
     """What is written when all is over."""
-    from offbeat.train.words import summary_of
+    from offbeat.train.run_summary import summary_of
 
     log = start.run.log(start.leg)
     if log.exists():

@@ -30,8 +30,8 @@ from typing import Any
 from offbeat import plugins
 from offbeat.errors import OffbeatError, RequestError
 from offbeat.train.config import Config
+from offbeat.train.config_files import as_json, changed, from_json
 from offbeat.train.disk import opened_folder, read_file
-from offbeat.train.reading import as_json, changed, from_json
 
 FOLDER = "runs"
 MOST_LIVE_BYTES = 16 << 20  # of live.json: many times what thousands of learners tell

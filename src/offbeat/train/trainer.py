@@ -24,18 +24,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from offbeat.learning import Sign, sign_of, warning_of
-from offbeat.metrics import reached_at
 from offbeat.policies.damping import CORRECT
-from offbeat.server.data import seed_of
+from offbeat.runs.learning import Sign, sign_of, warning_of
+from offbeat.runs.metrics import reached_at
+from offbeat.server.learner.leased_loader import seed_of
 from offbeat.strategy import SERVER, family_of
 from offbeat.train.checkpoint import Checkpoint, Saver, write_weights
 from offbeat.train.config import Config
+from offbeat.train.learner_snapshot import Part, Traffic, buffers_of, decode, load_buffers, part_of
+from offbeat.train.learning_rate import optimizer_of, pace_of, staleness_note, zero_last_norms
 from offbeat.train.norms import average_buffers
-from offbeat.train.parts import Part, Traffic, buffers_of, decode, load_buffers, part_of
 from offbeat.train.precision import Precision
 from offbeat.train.rundir import RunDir
-from offbeat.train.scaling import optimizer_of, pace_of, staleness_note, zero_last_norms
 from offbeat.train.tasks import Task, collate_of, count_right
 from offbeat.train.tensorboard import Board
 

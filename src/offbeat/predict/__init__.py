@@ -1,0 +1,1 @@
+"""Predictions: calibration, replay, training in virtual time, races and advice."""

@@ -1,0 +1,472 @@
+"""The arithmetic of virtual training: `simulate.training.Learner`, with torch.
+
+Weights of all versions that are still needed lie in a replica of the servers, whose own code makes the updates. A
+gradient is computed in one of three ways, which give the same numbers to float tolerance:
+
+    alone      one minibatch after the other, as a real learner does: to the same bits as in the real run
+    together   many at once, each at its own weights (torch.func.vmap): a few large operations instead of many small
+    as one     the minibatches of an update that are all at the current weights: the gradient of their union
+
+Whether the last two are right for this model and loss is tried at the beginning, on two minibatches. It is not where
+minibatches draw numbers (dropout), or where statistics are taken over a minibatch (batch norm); then all are computed
+alone. Each minibatch's loss is its own in all ways, whatever it is over its samples.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, grad_and_value, vmap
+from torch.utils.data import default_collate
+
+from offbeat.policies import Policy, create
+from offbeat.policies.damping import CORRECT
+from offbeat.predict.timelines import Answer, Update, Work
+from offbeat.server.learner.leased_loader import Orders
+from offbeat.server.shard import optimizers
+from offbeat.server.shard.in_process import Replica
+from offbeat.server.wire import Hyper
+from offbeat.simulate.sample_source import Batch, samples_of
+from offbeat.strategy import SERVER, family_of
+from offbeat.train.learner_snapshot import buffers_of, load_buffers
+from offbeat.train.learning_rate import WHOLE
+from offbeat.train.norms import average_buffers
+from offbeat.train.tasks import Repeated, Tensors, collate_of
+from offbeat.train.trainer import Trainer, piece_of, size_of
+
+FEW = 8  # minibatches below which computing them together is slower than alone: measured, see docs/log.md
+MOST_SAMPLES = 4096  # in one pass, where minibatches are computed as one
+TOLERANCE = 1e-4  # of the largest component: what the trial of the quicker ways lets pass
+_TRIED = -1  # the number of a gradient that is not a push
+
+
+class Arithmetic:
+    """See the module's text. `trainer` has the model and everything that a real learner does with it."""
+
+    def __init__(self, trainer: Trainer, *, alone: bool = False) -> None:
+        self.trainer = trainer
+        config = trainer.config
+        self.dataset: Any = trainer.task.train
+        self.orders = Orders(config.seed, trainer.samples)
+        served = family_of(config.sync) == SERVER
+        policy = create(config.sync, expect=trainer.learners) if served else None
+        self.rule = None if policy is None else policy.rule
+        self._needs_drift = policy is not None and policy.needs_drift
+        self._compensation = 0.0 if policy is None else policy.rate.compensation
+        outer = None
+        if policy is not None and policy.rule.delta:
+            corrects = config.staleness == CORRECT
+            outer = optimizers.outer_of(policy.outer_optimizer, trainer.optimizer, corrects=corrects)
+            told = optimizers.outer_note(policy.outer_optimizer, outer)
+            trainer.notes += [told] if told else []
+        self._whole = config.train.optimizer in WHOLE  # no rule for pieces: torch's own optimizer steps
+        no_rule = optimizers.outer_of(Policy.outer_optimizer, trainer.optimizer) if self._whole else None
+        self.replica = Replica(
+            trainer.model, trainer.optimizer, clip_norm=config.train.clip_norm, outer=outer or no_rule
+        )
+        self._hypers = outer or ([] if self._whole else optimizers.describe(trainer.optimizer)[1])
+        self._fixed = outer is not None
+        self._owns: dict[int, tuple[Replica, int]] = {}  # learners that step by themselves; the version they fetched
+        self._losses: dict[int, float] = {}
+        self._bad: set[int] = set()  # gradients that are not finite
+        self._shown: int | None = None  # the version whose weights the model has
+        self.loss_sum = 0.0
+        self.loss_of = 0  # over how many samples that is
+        self.not_finite = 0  # samples that were not applied for it
+        names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+        self._names = [names[id(parameter)] for parameter in self.replica.parts.trained]
+        self._many = vmap(grad_and_value(self._loss_at), in_dims=(0, 0, 0), randomness="error")
+        self.buffers: dict[int, dict[str, Tensor]] | None = None  # of each learner, where computing changes them
+        self._first_buffers = {name: one.clone() for name, one in buffers_of(trainer.model).items()}
+        self._synchronised = config.train.batch_norm == "synchronised"
+        self.together = self.as_one = False
+        scale = None if trainer.precision.scaler is None else trainer.precision.scaler.state()
+        self._see_buffers()
+        self.why_alone = "asked for" if alone else self._try()
+        if trainer.precision.scaler is not None and scale is not None:
+            trainer.precision.scaler.load(scale)  # trials are no minibatches
+
+    # --- which ways are right -----------------------------------------------------------------------------------------
+
+    def _see_buffers(self) -> None:
+        """Whether a minibatch writes to the model's buffers, be it what they had."""
+        model = self.trainer.model
+        before = {name: (one, one._version) for name, one in buffers_of(model).items()}
+        few = 2 * self.trainer.config.train.accumulate  # batch norm is still for a single sample in a pass
+        self._backward(((0, 0, min(few, self.trainer.samples)),))
+        now = buffers_of(model)
+        if any(now[name] is not one or now[name]._version != version for name, (one, version) in before.items()):
+            self.buffers = {}
+        load_buffers(model, self._first_buffers)
+
+    def _try(self) -> str:
+        """Compute two minibatches in all three ways; why only the first will do, if so."""
+        trainer, replica = self.trainer, self.replica
+        size = min(trainer.config.train.batch_size * trainer.config.train.accumulate, trainer.samples // 2)
+        if size < 1 or (self.rule is not None and (self.rule.delta or self.rule.fetch_every)):
+            return "learners step by themselves" if size else "there are too few samples"
+        if self.buffers is not None:
+            return "minibatches change the model's buffers, which are each learner's own"
+        if trainer.precision.name != "fp32":
+            return f"they are computed in {trainer.precision.name}"
+        batches: list[Batch] = [((0, 0, size),), ((0, size, size),)]
+        found = []
+        for batch in batches:
+            self._backward(batch)
+            replica.take_gradient(_TRIED)
+            found.append(replica.slots[_TRIED])
+        absent = replica.absent(_TRIED)
+        replica.drop([_TRIED])
+        try:
+            inputs, targets = self._fetch(batches)
+            if not isinstance(inputs, Tensor) or not isinstance(targets, Tensor):
+                return "minibatches are not two tensors"
+            with _strictly():
+                many, _ = self._gradients([replica.current] * 2, inputs, targets)
+        except Exception as error:  # whatever torch cannot do with this model, it can do alone
+            return " ".join(str(error).split())[:120]
+        try:
+            self._backward_as_one(batches, [0.5, 0.5])
+        except Exception as error:  # the same
+            return " ".join(str(error).split())[:120]
+        replica.take_gradient(_TRIED)
+        union = replica.slots[_TRIED]
+        replica.drop([_TRIED])
+        mean = (found[0] + found[1]) / 2
+        self.together = not absent and all(_near(many[at], found[at]) for at in range(2))
+        self.as_one = _near(union, mean)
+        return "" if self.together and self.as_one else "minibatches together do not give what they give alone"
+
+    # --- gradients ----------------------------------------------------------------------------------------------------
+
+    def compute(self, works: Sequence[Work]) -> None:
+        if self.rule is not None and (self.rule.delta or self.rule.fetch_every):
+            for work in works:
+                self._step_by_itself(work)
+            return
+        alike: dict[int, list[Work]] = {}
+        for work in works:
+            alike.setdefault(work.samples, []).append(work)
+        for group in alike.values():
+            if self.together and len(group) >= FEW:
+                self._compute_together(group)
+            else:
+                for work in group:
+                    self._compute_alone(work)
+
+    def _compute_alone(self, work: Work) -> None:
+        self._show(work.version)
+        self._with_buffers(work)
+        loss = self._backward(work.batch)
+        self._keep_buffers(work)
+        self.replica.take_gradient(work.number)
+        self._note(work, float(loss), bool(torch.isfinite(_square(self.replica.slots[work.number]))))
+
+    def _compute_together(self, works: Sequence[Work]) -> None:
+        inputs, targets = self._fetch([work.batch for work in works])
+        gradients, losses = self._gradients([self.replica.weights[work.version] for work in works], inputs, targets)
+        finite = torch.linalg.vecdot(gradients, gradients).isfinite().tolist()
+        for work, gradient, loss, good in zip(works, gradients, losses.tolist(), finite, strict=True):
+            self.replica.put_gradient(work.number, gradient)
+            self._note(work, loss, good)
+
+    def _gradients(self, weights: Sequence[Tensor], inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Of minibatches that lie one behind the other, each at its weights: a row for each, and the losses."""
+        many = len(weights)
+        stacked = torch.stack(list(weights))
+        parameters = {
+            name: stacked[:, start : start + one.numel()].view(many, *one.shape).to(one.dtype)
+            for name, start, one in zip(self._names, self.replica.offsets, self.replica.parts.trained, strict=True)
+        }
+        with self.trainer.precision.computing():
+            found, losses = self._many(
+                parameters, inputs.reshape(many, -1, *inputs.shape[1:]), targets.reshape(many, -1, *targets.shape[1:])
+            )
+        rows = torch.cat([found[name].reshape(many, -1) for name in self._names], dim=1)
+        return rows.to(stacked.dtype), losses.detach()
+
+    def _loss_at(self, parameters: dict[str, Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
+        return self.trainer.task.loss(functional_call(self.trainer.model, parameters, (inputs,)), targets)
+
+    def _backward(self, batch: Batch) -> Tensor:
+        """As a real learner does, on the weights that the model has; the mean loss."""
+        trainer, scaler = self.trainer, self.trainer.precision.scaler
+        epoch, place, _ = batch[0]
+        trainer.set_chance(epoch, place)
+        inputs, targets = self._fetch([batch])
+        for parameter in self.replica.parts.trained:
+            parameter.grad = None
+        many = size_of(targets)
+        total = torch.zeros((), device=trainer.device)
+        passes = min(trainer.config.train.accumulate, many)
+        for at in range(passes):
+            start, end = many * at // passes, many * (at + 1) // passes
+            one = piece_of((inputs, targets), start, end) if passes > 1 else (inputs, targets)
+            loss = trainer.loss_of(*one)
+            trainer.backward(loss * ((end - start) / many) if passes > 1 else loss)
+            total += loss.detach() * ((end - start) / many)
+        if scaler is not None:
+            gradients = (one.grad for one in self.replica.parts.trained if one.grad is not None)
+            scaler.update(scaler.unscale(gradients))
+        return total
+
+    def _fetch(self, batches: Sequence[Batch]) -> Any:
+        """Samples of minibatches, one behind the other. What a data set draws at random is each minibatch's own."""
+        if len(batches) == 1 or type(self.dataset) in (Tensors, Repeated):
+            return self._read([stretch for batch in batches for stretch in batch])
+        read = []
+        for batch in batches:
+            epoch, place, _ = batch[0]
+            self.trainer.set_chance(epoch, place)
+            read.append(self._read(batch))
+        if not all(isinstance(inputs, Tensor) and isinstance(targets, Tensor) for inputs, targets in read):
+            raise TypeError("minibatches are not two tensors")
+        return torch.cat([inputs for inputs, _ in read]), torch.cat([targets for _, targets in read])
+
+    def _read(self, batch: Iterable[tuple[int, int, int]]) -> Any:
+        indices = self.orders.indices(batch)
+        whole = getattr(self.dataset, "__getitems__", None)
+        samples = whole(indices) if whole is not None else [self.dataset[index] for index in indices]
+        return self.trainer.moved((collate_of(self.dataset) or default_collate)(samples))
+
+    def _show(self, version: int) -> None:
+        """The weights of a version into the model, unless it has them."""
+        if self._shown != version:
+            self.replica.write_model(self.replica.weights[version])
+            self._shown = version
+
+    def _with_buffers(self, work: Work) -> None:
+        """Statistics are each learner's own: those that the model has belong to whoever computed last."""
+        if self.buffers is not None:
+            learner = self._owner(work)
+            if learner not in self.buffers:
+                self.buffers[learner] = {name: one.clone() for name, one in self._first_buffers.items()}
+            mine = dict(self.trainer.model.named_buffers())
+            for name, one in self.buffers[learner].items():
+                mine[name].set_(one)  # type: ignore[call-overload] # torch's own; what is computed changes it in place
+
+    def _keep_buffers(self, work: Work) -> None:
+        """What was computed may have put other tensors in their place."""
+        if self.buffers is not None:
+            kept = self.buffers[self._owner(work)]
+            for name, one in self.trainer.model.named_buffers():
+                if name in kept and one.data_ptr() != kept[name].data_ptr():
+                    kept[name] = one.detach()
+
+    def _owner(self, work: Work) -> int:
+        return 0 if self._synchronised else work.learner
+
+    def _note(self, work: Work, loss: float, finite: bool) -> None:
+        self._losses[work.number] = loss
+        if not finite:
+            self._bad.add(work.number)
+
+    # --- learners that step by themselves -----------------------------------------------------------------------------
+
+    def _step_by_itself(self, work: Work) -> None:
+        """Local SGD: by how much its steps moved the weights. Downpour: the sum of its gradients."""
+        trainer, rule = self.trainer, self.rule
+        assert rule is not None
+        if work.learner not in self._owns:
+            self._owns[work.learner] = Replica(trainer.model, trainer.optimizer), 0
+        own, version = self._owns[work.learner]
+        before = accrued = torch.zeros_like(own.current)
+        total = 0.0
+        for step in work.steps:
+            if step.fetched >= 0:
+                version = step.fetched
+                own.load(self.replica.weights[version])
+                before = own.current.clone()
+            own.write_model(own.current)
+            self._shown = None
+            self._with_buffers(work)
+            loss = self._backward(step.batch)
+            self._keep_buffers(work)
+            own.take_gradient(_TRIED)
+            if not rule.delta:
+                accrued = accrued + own.slots[_TRIED]
+            trainer.set_rate(version)
+            if not rule.delta and trainer.config.staleness == CORRECT:  # as `optimizers.without_velocity`
+                own.forget("momentum_buffer")
+            own.apply([_TRIED], [1.0], optimizers.describe(trainer.optimizer)[1])
+            own.keep(())
+            total += float(loss) * sum(count for _, _, count in step.batch)
+        self._owns[work.learner] = own, version
+        pushed = before - own.current if rule.delta else accrued
+        self.replica.put_gradient(work.number, pushed)
+        self._note(work, total / work.samples, bool(torch.isfinite(_square(pushed))))
+
+    # --- updates ------------------------------------------------------------------------------------------------------
+
+    def apply(self, update: Update) -> None:
+        missing = [work for work in update.works if work.number not in self._losses]
+        whole = len(missing) == len(update.works) > 1 and update.is_fresh
+        if whole and (self.as_one or self._synchronised) and self._apply_as_one(update):
+            return
+        if missing:
+            self.compute(missing)
+        for work in update.works:
+            self.loss_sum += self._losses.pop(work.number) * work.samples
+            self.loss_of += work.samples
+        pairs = list(zip(update.works, update.scales, strict=True))
+        if self._bad:
+            lost = [work for work in update.works if work.number in self._bad]
+            if lost and self.rule is None:  # it is in everybody's sum
+                lost = list(update.works)
+            pairs = [pair for pair in pairs if pair[0] not in lost]
+            self._bad.difference_update(work.number for work in lost)
+            self.not_finite += sum(work.samples for work in lost)
+            self.replica.drop([work.number for work in lost])
+        self._make([work.number for work, _ in pairs], [scale for _, scale in pairs], update, [w for w, _ in pairs])
+
+    def _apply_as_one(self, update: Update) -> bool:
+        """The gradient of all samples of the update at once, in passes that fit into memory.
+
+        False, and nothing done, where it is not finite and a server would find out whose fault that is.
+        """
+        works, number = update.works, update.works[0].number
+        self._show(update.version - 1)
+        self._with_buffers(works[0])
+        most = update.samples if self._synchronised else MOST_SAMPLES
+        passes: list[list[Work]] = [[]]
+        for work in works:
+            if passes[-1] and sum(one.samples for one in passes[-1]) + work.samples > most:
+                passes.append([])
+            passes[-1].append(work)
+        total, loss_sum = update.samples, 0.0
+        gradient: Tensor | None = None
+        absent = frozenset(range(len(self.replica.parts.trained)))
+        weights = {work.number: scale / len(works) for work, scale in zip(works, update.scales, strict=True)}
+        for some in passes:
+            losses = self._backward_as_one([work.batch for work in some], [weights[work.number] for work in some])
+            self._keep_buffers(works[0])
+            loss_sum += sum(loss * work.samples for loss, work in zip(losses, some, strict=True))
+            self.replica.take_gradient(number)
+            absent &= self.replica.absent(number)
+            part = self.replica.slots[number]
+            gradient = part if gradient is None else gradient.add_(part)
+        assert gradient is not None
+        finite = bool(torch.isfinite(_square(gradient)))
+        if not finite and self.rule is not None:
+            self.replica.drop([number])
+            return False
+        self.loss_sum += loss_sum
+        self.loss_of += total
+        self.replica.put_gradient(number, gradient, absent)
+        if not finite:
+            self.not_finite += total
+            self.replica.drop([number])
+            self._make([], [], update, [])
+            return True
+        self._make([number], [1.0], update, [works[0]])
+        return True
+
+    def _backward_as_one(self, batches: Sequence[Batch], weights: Sequence[float]) -> list[float]:
+        """One forward of all samples; then the loss of each minibatch by itself, weighted. Gives these losses."""
+        trainer, scaler = self.trainer, self.trainer.precision.scaler
+        inputs, targets = self._fetch(batches)
+        for parameter in self.replica.parts.trained:
+            parameter.grad = None
+        sizes = [samples_of(batch) for batch in batches]
+        with trainer.precision.computing():
+            outputs = trainer.model(inputs)
+            if isinstance(outputs, Tensor) and isinstance(targets, Tensor) and len(set(sizes)) == 1:
+                shape = len(sizes), sizes[0]
+                losses = vmap(trainer.task.loss)(
+                    outputs.reshape(*shape, *outputs.shape[1:]), targets.reshape(*shape, *targets.shape[1:])
+                )
+            else:
+                ends = list(accumulate(sizes))
+                pieces = [piece_of((outputs, targets), end - size, end) for end, size in zip(ends, sizes, strict=True)]
+                losses = torch.stack([trainer.task.loss(*piece) for piece in pieces])
+        trainer.backward((losses * torch.tensor(weights, dtype=losses.dtype, device=losses.device)).sum())
+        if scaler is not None:
+            gradients = (one.grad for one in self.replica.parts.trained if one.grad is not None)
+            scaler.update(scaler.unscale(gradients))
+        found: list[float] = losses.detach().tolist()
+        return found
+
+    def _make(self, numbers: list[int], scales: list[float], update: Update, works: Sequence[Work]) -> None:
+        if not numbers:
+            self.replica.skip()
+            return
+        if self._whole:
+            self.trainer.set_rate(update.told)
+            self._step_whole(numbers, scales)
+            return
+        hyper = self.hyper_at(update.told)
+        reads = [work.version for work in works] if self._compensation else ()
+        self.replica.apply(numbers, scales, hyper, damping=update.damping, compensation=self._compensation, reads=reads)
+
+    def hyper_at(self, version: int) -> list[Hyper]:
+        """The hyperparameters that a learner tells the servers with a push of that version."""
+        if self._fixed:
+            return self._hypers
+        rate = self.trainer.pace.rate(version + self.trainer.shift)
+        return [one | {"lr": rate} for one in self._hypers]
+
+    def _step_whole(self, numbers: list[int], scales: list[float]) -> None:
+        """By torch's optimizer itself, which wants whole tensors."""
+        replica, trainer = self.replica, self.trainer
+        mean = torch.zeros_like(replica.current)
+        for number, scale in zip(numbers, scales, strict=True):
+            mean.add_(replica.slots[number], alpha=scale / len(numbers))
+        absent = frozenset.intersection(*(replica.absent(number) for number in numbers))
+        self._show(replica.version)
+        for index, (start, parameter) in enumerate(zip(replica.offsets, replica.parts.trained, strict=True)):
+            part = mean[start : start + parameter.numel()].view(parameter.shape)
+            parameter.grad = None if index in absent else part
+        if trainer.config.train.clip_norm:
+            torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), trainer.config.train.clip_norm)
+        trainer.optimizer.step()
+        replica.drop(numbers)
+        replica.skip()
+        replica.read_model(replica.version)
+        self._shown = replica.version
+
+    # --- what is asked ------------------------------------------------------------------------------------------------
+
+    def answer(self, work: Work) -> Answer:
+        drift = self.replica.drift(work.version) if self._needs_drift else None
+        return Answer(self._losses[work.number], drift if drift is None or drift >= 0 else math.inf)
+
+    def keep(self, versions: Collection[int]) -> None:
+        self.replica.keep(versions)
+
+    def forget(self, numbers: Collection[int]) -> None:
+        self.replica.drop(numbers)
+        self._bad.difference_update(numbers)
+        for number in numbers:
+            self._losses.pop(number, None)
+
+    def mean_buffers(self) -> dict[str, Tensor]:
+        """For an evaluation: the mean over the learners."""
+        return average_buffers(list(self.buffers.values())) if self.buffers else self._first_buffers
+
+
+@contextmanager
+def _strictly() -> Iterator[None]:
+    """Torch warns where it can do something together only by doing it alone: that is no gain, and an error here."""
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)  # not only the first time in a process, or later runs would be computed otherwise
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            yield
+    finally:
+        torch.set_warn_always(before)
+
+
+def _square(vector: Tensor) -> Tensor:
+    return torch.dot(vector, vector)
+
+
+def _near(one: Tensor, other: Tensor) -> bool:
+    return bool((one - other).abs().max() <= TOLERANCE * other.abs().max())

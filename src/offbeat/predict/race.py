@@ -1,0 +1,316 @@
+"""Strategies on a race to an accuracy: who is first, by how much, why, and what to do.
+
+Time to the target is what it takes to get there in samples, divided by the samples applied a second: a strategy may be
+faster and need more of them. Both are told. A target is reached when it is held (`metrics.reached_at`). A race is run
+several times (seeds): its time is the median, and two whose times overlap are not told apart unless their medians are
+far from each other; then the simpler one is advised, an all-reduce before everything else.
+
+This file knows nothing of how the curves were computed.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from offbeat.chart import Line, line_chart
+from offbeat.policies import create
+from offbeat.runs.metrics import Score, format_accuracy, ranking
+from offbeat.spec import format_seconds
+from offbeat.strategy import ALL_REDUCE, family_of
+
+ALIKE = 1.05  # medians this close are not told apart
+FAR = 1.15  # medians beyond this are, even if the times of some seeds overlap
+PARTS = 40  # of the time, in a picture
+SEEN = 3  # times the fastest one's time: what comes later is not in the picture, or the fast ones would not be
+DRAWN = 6  # lines in the picture, at most: more cannot be told from each other
+
+
+class Curve(NamedTuple):
+    """One run: accuracy against seconds, and what it took."""
+
+    seed: int
+    points: tuple[tuple[float, float], ...]  # (seconds, accuracy)
+    reached_s: float | None
+    reached_updates: int | None
+    reached_samples: int | None
+    accuracy: float | None  # at the end
+    test_samples: int | None  # of which it is a share
+    best: float | None  # the highest that was reached
+    seconds: float
+    updates: int
+    samples: int
+    staleness: float
+    waste_share: float
+    wait_share: float
+    warning: str = ""  # that it does not learn
+
+
+class Racer(NamedTuple):
+    """A strategy, on the cluster as it is or on another (`variant`), with a curve for each seed."""
+
+    strategy: str
+    curves: tuple[Curve, ...]
+    learners: int
+    variant: str = ""  # "without learner 3", "split by speed"
+    option: str = ""  # what to write for it beside --sync, like --train.split auto
+
+    @property
+    def label(self) -> str:
+        return f"{self.strategy}, {self.variant}" if self.variant else self.strategy
+
+    @property
+    def times(self) -> tuple[float, ...]:
+        """To the target, sorted; those that did not get there are infinite."""
+        return tuple(sorted(math.inf if one.reached_s is None else one.reached_s for one in self.curves))
+
+    @property
+    def middle(self) -> Curve:
+        """The run that has the median time; of two in the middle, the slower one."""
+        order = sorted(self.curves, key=lambda one: (one.reached_s is None, one.reached_s or 0.0, one.seed))
+        return order[len(order) // 2]
+
+    @property
+    def median_s(self) -> float:
+        return math.inf if self.middle.reached_s is None else self.middle.reached_s
+
+    @property
+    def samples_needed(self) -> float:
+        return math.inf if self.middle.reached_samples is None else self.middle.reached_samples
+
+    @property
+    def samples_per_s(self) -> float:
+        """Up to the target, in the run of the median time; to the end if it did not get there."""
+        one = self.middle
+        samples, seconds = one.reached_samples, one.reached_s
+        if not samples or not seconds:
+            samples, seconds = one.samples, one.seconds
+        return samples / seconds if seconds else 0.0
+
+    @property
+    def accuracy(self) -> float:
+        """At the end; the median."""
+        return statistics.median(one.accuracy or 0.0 for one in self.curves)
+
+    @property
+    def test_samples(self) -> int | None:
+        return self.curves[0].test_samples
+
+    @property
+    def right(self) -> str:
+        """The accuracy in words."""
+        return format_accuracy(self.accuracy, self.test_samples)
+
+    @property
+    def staleness(self) -> float:
+        return statistics.median(one.staleness for one in self.curves)
+
+    @property
+    def wait_share(self) -> float:
+        return statistics.median(one.wait_share for one in self.curves)
+
+    @property
+    def waste_share(self) -> float:
+        return statistics.median(one.waste_share for one in self.curves)
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def ranked(racers: Sequence[Racer]) -> list[Racer]:
+    """The fastest first; those that did not get there by where they ended, as far as that can be told apart."""
+    there = sorted((one for one in racers if one.median_s < math.inf), key=lambda one: one.median_s)
+    return [*there, *(one for tied in not_there(racers) for one in tied)]
+
+
+def not_there(racers: Sequence[Racer]) -> list[list[Racer]]:
+    """Those that did not reach the target, the best accuracies at the end first: groups that are tied, by time."""
+    rest = [one for one in racers if one.median_s == math.inf]
+    scores = [Score(one.accuracy, one.test_samples, statistics.median(c.seconds for c in one.curves)) for one in rest]
+    return [[rest[at] for at in tied] for tied in ranking(scores)]
+
+
+def advised(racers: Sequence[Racer]) -> Racer | None:
+    """Whom to take: the simplest of those that cannot be told from the fastest. None: nobody got there."""
+    order = ranked(racers)
+    if order[0].median_s == math.inf:
+        return None
+    alike = [one for one in order if _are_alike(order[0], one)]
+    return min(alike, key=lambda one: (_complexity(one), order.index(one)))
+
+
+def _are_alike(fast: Racer, slow: Racer) -> bool:
+    """Whether these seeds cannot tell which of the two is faster."""
+    if slow.median_s == fast.median_s:
+        return True
+    ratio = (
+        slow.median_s / fast.median_s if fast.median_s else math.inf
+    )  # infinite where the slow one did not get there
+    return ratio <= ALIKE or (ratio <= FAR and _overlap(fast, slow))
+
+
+def _overlap(fast: Racer, slow: Racer) -> bool:
+    """Whether some seeds say otherwise than the medians; one seed has no spread, and may."""
+    return slow.times[0] <= fast.times[-1] or len(fast.times) == len(slow.times) == 1
+
+
+def _complexity(racer: Racer) -> int:
+    """An all-reduce, a server that waits for all, or any other policy; each as it is, or on other machines."""
+    kind = 0
+    if family_of(racer.strategy) != ALL_REDUCE:
+        policy = create(racer.strategy, expect=racer.learners)
+        kind = 1 if policy.waits_for_all(racer.learners) and not policy.rule.delta else 2
+    return 2 * kind + bool(racer.variant)
+
+
+def _kind(racer: Racer) -> str:
+    """All-reduce, a server that keeps everybody in step, or one that takes old gradients."""
+    if family_of(racer.strategy) == ALL_REDUCE:
+        return ALL_REDUCE
+    return "stale" if racer.staleness > 0.005 else "in step"
+
+
+def words_of(racer: Racer) -> str:
+    """How its time came about, in one line."""
+    parts = [f"{racer.samples_per_s:,.4g} samples/s"]
+    if racer.median_s < math.inf:
+        parts.append(f"{racer.samples_needed:,.0f} samples to the target")
+    if racer.staleness > 0.005:
+        parts.append(f"gradients {racer.staleness:.1f} versions old")
+    if racer.wait_share > 0.005:
+        parts.append(f"{100 * racer.wait_share:.0f} % of the time waiting")
+    if racer.waste_share > 0.005:
+        parts.append(f"{100 * racer.waste_share:.0f} % thrown away")
+    if all(curve.warning for curve in racer.curves):
+        parts.append(racer.curves[0].warning)
+    return ", ".join(parts)
+
+
+def advice(racers: Sequence[Racer], target: float, machines: str) -> list[str]:
+    """What to do, and why, in a few lines. `machines` says what the learners are like."""
+    chosen = advised(racers)
+    order = ranked(racers)
+    if chosen is None:
+        tied = not_there(racers)[0]
+        best = max(tied, key=lambda one: one.accuracy)
+        others = [one.label for one in tied if one is not best]
+        return [
+            f"nobody reached {percent(target)}; the best end was {best.right}, with {best.label}",
+            *([f"not told apart from it on {best.test_samples:,} test samples: {', '.join(others)}"] if others else []),
+            "more epochs (--epochs), another learning rate (--rate) or a lower --target would tell them apart",
+        ]
+    plain = family_of(chosen.strategy) == ALL_REDUCE and not chosen.variant
+    line = f"use {'plain ' if plain else ''}{chosen.strategy}" + (f", {chosen.variant}" if chosen.variant else "")
+    line += f": {percent(target)} after {format_seconds(chosen.median_s)}{_spread(chosen)} ({words_of(chosen)})"
+    lines = [line]
+    if chosen.option:
+        lines.append(f"write {chosen.option}" if chosen.option.startswith("--") else chosen.option)
+    lines += [_against(chosen, other) for other in _worth_telling(chosen, order)]
+    lines.append(f"the machines: {machines}")
+    return lines
+
+
+def _worth_telling(chosen: Racer, order: Sequence[Racer]) -> list[Racer]:
+    """Whom to compare it with: the best of the others, the best of another kind, and an all-reduce as it is."""
+    others = [one for one in order if one is not chosen]
+    firsts = [
+        others[:1],
+        [one for one in others if _kind(one) != _kind(chosen)][:1],
+        [one for one in others if _kind(one) == ALL_REDUCE and not one.variant][:1],
+    ]
+    told = [some[0] for some in firsts if some]
+    return [one for at, one in enumerate(told) if not any(one is earlier for earlier in told[:at])]
+
+
+def _spread(racer: Racer) -> str:
+    """From the fastest run to the slowest."""
+    if len(racer.times) == 1:
+        return ""
+    if racer.times[-1] == math.inf:
+        missing = sum(one == math.inf for one in racer.times)
+        return f", {missing} of {len(racer.times)} seeds not at all"
+    return f", seeds from {format_seconds(racer.times[0])} to {format_seconds(racer.times[-1])}"
+
+
+def _against(one: Racer, other: Racer) -> str:
+    """Why one is faster than another, or as fast and simpler."""
+    if other.median_s == math.inf:
+        return f"{other.label} did not get there: it ended at {other.right}"
+    time = format_seconds(other.median_s)
+    if other.median_s < one.median_s:
+        ratio = one.median_s / other.median_s
+        return f"{other.label} was {ratio:.2f}x as fast ({time}), {_doubt(other, one)}: the simpler one is advised"
+    ratio = other.median_s / one.median_s
+    if ratio < 1.005:
+        return f"{other.label} was as fast ({time})"
+    more = one.samples_per_s / other.samples_per_s
+    needs = one.samples_needed / other.samples_needed
+    doubt = f"; {_doubt(one, other)}" if _are_alike(one, other) else ""
+    return (
+        f"{ratio:.2f}x as fast as {other.label} ({time}): "
+        f"{more:.2f}x the samples a second, {needs:.2f}x the samples to get there{doubt}"
+    )
+
+
+def _doubt(fast: Racer, slow: Racer) -> str:
+    """Why two are not told apart."""
+    if len(fast.times) == 1:
+        return "which one seed cannot tell (--seeds 3)"
+    return "within the spread of the seeds" if _overlap(fast, slow) else "too little to tell"
+
+
+def worth_drawing(order: Sequence[Racer]) -> list[Racer]:
+    """The first ones, as many as can be told from each other; the first plain all-reduce is among them."""
+    plain = [one for one in order if _kind(one) == ALL_REDUCE and not one.variant][:1]
+    if len(order) <= DRAWN or not plain or order.index(plain[0]) < DRAWN:
+        return list(order[:DRAWN])
+    return [*order[: DRAWN - 1], *plain]
+
+
+def chart_of(
+    lines: Sequence[tuple[str, Sequence[Curve]]], *, title: str, target: float | None, subtitle: str = ""
+) -> str:
+    """Error against simulated time, as an SVG. Where looks are close together, each point is the mean of some."""
+    notes = [subtitle] if subtitle else []
+    marks = {label: _mark(curves, target) for label, curves in lines}
+    reached = [mark[0] for mark in marks.values() if mark is not None]
+    longest = max(curve.points[-1][0] for _, curves in lines for curve in curves if curve.points)
+    x_max = min(longest, 1.3 * max(reached), SEEN * min(reached)) if reached and len(lines) > 1 else longest
+    if x_max < longest:
+        notes.append(f"cut at {SEEN}x the fastest" if x_max < max(reached) else "cut after the last dot")
+    part = x_max / PARTS
+    runs = {
+        label: tuple(tuple((at, 1 - right) for at, right in curve.points) for curve in curves if curve.points)
+        for label, curves in lines
+    }
+    if any(sum(0 < at <= x_max for at, _ in run) > PARTS // 2 for some in runs.values() for run in some):
+        runs = {label: tuple(_evened(run, part) for run in some) for label, some in runs.items()}
+        notes.append(f"means of {part:.2g} s")
+    return line_chart(
+        [Line(label, runs[label], marks[label]) for label, _ in lines],
+        title=title,
+        subtitle="; ".join(notes),
+        x_label="simulated time, seconds",
+        y_label="test error",
+        target=None if target is None else 1 - target,
+        target_label="" if target is None else f"target: {percent(target)} right",
+        x_max=x_max or None,
+    )
+
+
+def _mark(curves: Sequence[Curve], target: float | None) -> tuple[float, float] | None:
+    """Where the median run was when it reached the target."""
+    times = sorted(math.inf if curve.reached_s is None else curve.reached_s for curve in curves)
+    middle = statistics.median_high(times)
+    return None if target is None or middle == math.inf else (middle, 1 - target)
+
+
+def _evened(run: Sequence[tuple[float, float]], part: float) -> tuple[tuple[float, float], ...]:
+    """The mean of every part of the time in which there are points; the beginning stays."""
+    parts: dict[int, list[float]] = {}
+    for at, error in run:
+        parts.setdefault(math.ceil(at / part), []).append(error)
+    return tuple((max(0.0, (number - 0.5) * part), statistics.fmean(some)) for number, some in sorted(parts.items()))

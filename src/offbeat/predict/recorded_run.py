@@ -1,0 +1,412 @@
+"""What a real run's log says of its machine: what each minibatch took, in their order, and what lay between them.
+
+    computed    learner i's n-th minibatch took so long; `law_of` gives the same again, in the same order
+    back        what came before it: from the word of the policy to begin (or, in an all-reduce, from when the last
+                learner had computed) until it began. Each has its own: who begins first takes the samples first
+    there       from a gradient that is computed until the server knows of it, on average
+    ends        what the ends of epochs take beside it: all come to rest, and begin again
+
+Where learners push after several minibatches the log has one time for all of them, and each is given an equal part.
+There was one way for all of them too: had they been pushed one by one each would have had one, and each is given the
+mean of its learner's.
+
+A minibatch that was cancelled after c seconds would have taken longer. It is given a time that is drawn from the times
+of its learner that are longer than c (Kaplan and Meier 1958, see `recorded`), always the same for a seed; where nothing
+longer was seen, c itself.
+
+Laws. Evaluations are no part of a training's time, and what straddles one is left out. Who waits for others (at a
+barrier) is not on a way: the way back begins when the policy, or the last learner, lets go. The same log gives the same
+numbers.
+
+What it must not know: torch, configurations, and which strategies a replay asks for.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from offbeat.errors import RequestError
+from offbeat.policies import Drop, LearnerRule, Left, Pushed, Resume, Send, create
+from offbeat.policies.events import EVENTS, from_text
+from offbeat.runs.log import WHAT, RunLog, Span
+from offbeat.simulate.compute import Law
+from offbeat.simulate.engine import COMPUTE, MEASURED, Floats, Ints, uniforms
+from offbeat.simulate.recorded import Curve, product_limit
+
+MOSTLY = 0.5  # of a learner's minibatches: where more were cancelled, its times are uncertain
+_GOLDEN = (math.sqrt(5) - 1) / 2  # copies of a learner begin at places that are spread over its minibatches
+Stretch = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Computed:
+    """The minibatches of one learner, in their order: what came before, its seconds, and whether it was cancelled."""
+
+    back_s: Floats
+    seconds: Floats
+    cancelled: tuple[bool, ...]
+    starts_s: Floats  # what followed each word to begin: more than minibatches, where a word came when samples were out
+
+    @property
+    def share_cancelled(self) -> float:
+        return sum(self.cancelled) / len(self.cancelled)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """Of the learners' time: waiting, and computing what was cancelled or dropped."""
+
+    wait: float
+    waste: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Recorded:
+    """A run's log, read. `learners` has one entry for each that computed anything, in the order of their numbers."""
+
+    learners: tuple[Computed, ...]
+    numbers: tuple[int, ...]  # of these learners
+    there_s: float  # 0 of an all-reduce: all of its way is a way back
+    active_s: float  # in which gradients were computed, from the first minibatch of an epoch to its last gradient
+    stretches: int  # of it, between rests
+    shares: Shares
+    reduces: bool  # by an all-reduce
+
+    @property
+    def minibatches(self) -> int:
+        return sum(len(one.seconds) for one in self.learners)
+
+    @property
+    def cancelled(self) -> int:
+        return sum(sum(one.cancelled) for one in self.learners)
+
+    @property
+    def back_s(self) -> float:
+        """Of a minibatch that is pushed by itself, on average."""
+        return sum(float(one.back_s.sum()) for one in self.learners) / self.minibatches
+
+    def ends_s(self, seconds: float) -> float:
+        """What ends of epochs took of a training of so many seconds; a simulation has the ways there, and no more."""
+        return max(0.0, seconds - self.active_s - self.stretches * (self.there_s / 2 + self.back_s))
+
+
+def read_recorded(log: RunLog) -> Recorded:
+    """`RequestError` where the log is not one of a real run that has computed something."""
+    if log.run.get("simulated") is not False:
+        raise RequestError(
+            "it was trained in virtual time, and has no compute times of its own: offbeat simulate gives it exactly"
+        )
+    spans = sorted(log.spans, key=lambda span: (span.start_s, span.learner))
+    computed = [span for span in spans if span.what == "compute" and span.end_s > span.start_s]
+    if all(span.cancelled for span in computed):
+        raise RequestError("its log has no minibatch that was computed to the end: there is nothing to replay")
+    rests = [(span.start_s, span.end_s) for span in spans if span.what == "evaluate"]
+    own: defaultdict[int, list[Span]] = defaultdict(list)
+    for span in computed:
+        own[span.learner].append(span)
+    reduces = not log.decisions
+    said = _decisions(log)
+    if reduces:
+        there_s, before = 0.0, _before_reduced(own, rests)
+        counts = sorted(span.end_s for span in computed)
+    else:
+        there = [event.at_s - of.end_s for event in said.pushes if (of := _pushed_span(own, event)) is not None]
+        there_s, before = _mean(there), _before_served(own, said, rests)
+        counts = sorted(event.at_s for event in said.pushes)
+    typical_s = _mean([one.back_s for some in before.values() for one in some if one.back_s is not None])
+    starts = {} if reduces else _starts(own, said, rests, typical_s)
+    parts = _parts(own, said, _rule(log).push_every) if said.pushes else {}
+    active = _active(computed, counts, rests)
+    return Recorded(
+        learners=tuple(
+            _computed(zip(own[learner], before[learner], strict=True), parts, starts.get(learner), typical_s)
+            for learner in sorted(own)
+        ),
+        numbers=tuple(sorted(own)),
+        there_s=there_s,
+        active_s=sum(end - start for start, end in active),
+        stretches=len(active),
+        shares=_shares(spans, own, [event for event in said.pushes if event.ticket in said.dropped], rests),
+        reduces=reduces,
+    )
+
+
+class _Before(NamedTuple):
+    """What came before a minibatch: a way back (None: an evaluation lay in it), and what is its own."""
+
+    back_s: float | None
+    gap_s: float = 0.0
+
+
+def _computed(
+    spans: Iterable[tuple[Span, _Before]], parts: Mapping[Span, int], starts: Sequence[float] | None, typical_s: float
+) -> Computed:
+    back: list[float] = []
+    seconds: list[float] = []
+    cancelled: list[bool] = []
+    for span, before in spans:
+        many = parts.get(span, 1)
+        back.append(typical_s if before.back_s is None else before.back_s)
+        seconds += [(before.gap_s + span.end_s - span.start_s) / many] * many
+        cancelled += [span.cancelled] * many
+    # One way for several minibatches says nothing of which of them it was: each has the mean.
+    back_s = np.array(back if len(back) == len(seconds) else [_mean(back)] * len(seconds), np.float64)
+    starts_s = np.array(starts, np.float64) if starts else back_s
+    return Computed(back_s, np.array(seconds, np.float64), tuple(cancelled), starts_s)
+
+
+# --- communication --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """What the log's decisions say."""
+
+    pushes: list[Pushed]
+    words: dict[int, list[float]]  # when each learner was told to begin, ascending
+    leaves: dict[int, list[float]]  # when each said that it has no samples, or left otherwise
+    dropped: set[int]  # tickets
+    stretches: dict[int, int]  # of samples in a push, by ticket
+
+
+def _decisions(log: RunLog) -> _Said:
+    said = _Said([], defaultdict(list), defaultdict(list), set(), {})
+    for number, record in enumerate(log.decisions, start=1):
+        try:
+            event = from_text(str(record.get("event")))
+            commands = [from_text(str(one)) for one in record.get("commands", ())]
+        except RequestError as error:
+            raise RequestError(f"decision {number} of its log: {error}") from None
+        if isinstance(event, Pushed):
+            said.pushes.append(event)
+            said.stretches[event.ticket] = len(record.get("batch") or ())
+        elif isinstance(event, Left):
+            said.leaves[event.learner].append(event.at_s)
+        for command in commands:
+            if isinstance(command, Drop):
+                said.dropped.add(command.ticket)
+            elif isinstance(command, Send | Resume) and isinstance(event, EVENTS):
+                said.words[command.learner].append(event.at_s)
+    if said.pushes and _rule(log).fetch_every > 0:
+        said.words.clear()  # they push and fetch beside computing, and go on without one
+    return said
+
+
+def _rule(log: RunLog) -> LearnerRule:
+    line, expect = log.run.get("strategy"), log.run.get("expect")
+    if not isinstance(line, str) or not isinstance(expect, int):
+        raise RequestError("its log does not say under which strategy, and for how many learners, it was")
+    return create(line, expect=expect).rule
+
+
+def _parts(own: Mapping[int, list[Span]], said: _Said, push_every: int) -> dict[Span, int]:
+    """How many minibatches a span holds, where learners push after several: as many as its push has stretches."""
+    if push_every == 1:
+        return {}
+    spans = [(event, _pushed_span(own, event)) for event in said.pushes]
+    return {
+        span: min(push_every, said.stretches[event.ticket]) or push_every for event, span in spans if span is not None
+    }
+
+
+def _before_served(own: Mapping[int, list[Span]], said: _Said, rests: Sequence[Stretch]) -> dict[int, list[_Before]]:
+    """From the word to begin until a minibatch does.
+
+    Whoever is cancelled is told so with the word to begin anew, so that what stopping takes is in the way back. A
+    minibatch that is begun without a word (learners may take steps of their own) has no way: what lies between it and
+    the one before is its own.
+    """
+    found: dict[int, list[_Before]] = {}
+    for learner, some in own.items():
+        words = said.words.get(learner, [])
+        found[learner] = []
+        used_s, ended_s = -math.inf, math.inf  # the latest word that was followed, and the end of the minibatch before
+        for span in some:
+            place = bisect.bisect_right(words, span.start_s) - 1
+            word_s = words[place] if place >= 0 else -math.inf
+            new = word_s > used_s
+            since_s = word_s if new else ended_s
+            lies_between = _straddles(since_s, span.start_s, rests)
+            if new:
+                found[learner].append(_Before(None if lies_between else span.start_s - since_s))
+            else:
+                found[learner].append(_Before(0.0, 0.0 if lies_between else max(0.0, span.start_s - since_s)))
+            used_s, ended_s = word_s, span.end_s
+    return found
+
+
+def _starts(
+    own: Mapping[int, list[Span]], said: _Said, rests: Sequence[Stretch], typical_s: float
+) -> dict[int, list[float]]:
+    """Of each word to begin, what it took until a minibatch began, or until its learner found that there is none to do.
+
+    Where an evaluation lay between it is not known; where another word came first, it would have taken so long or more.
+    """
+    found: dict[int, list[float]] = {}
+    for learner, some in own.items():
+        words, leaves = said.words.get(learner, []), said.leaves.get(learner, [])
+        begins = [span.start_s for span in some]
+        found[learner] = []
+        for word_s, next_s in pairwise([*words, math.inf]):
+            begun = bisect.bisect_left(begins, word_s)
+            left = bisect.bisect_right(leaves, word_s)  # who has just left may be called back at the same moment
+            end_s = min([*begins[begun : begun + 1], *leaves[left : left + 1]], default=math.inf)
+            if end_s <= next_s and not _straddles(word_s, end_s, rests) and end_s < math.inf:
+                found[learner].append(end_s - word_s)
+            elif next_s < math.inf and not _straddles(word_s, next_s, rests):
+                found[learner].append(max(typical_s, next_s - word_s))
+            else:
+                found[learner].append(typical_s)
+    return found
+
+
+def _pushed_span(own: Mapping[int, list[Span]], event: Pushed) -> Span | None:
+    """The minibatch that a push is of, the last one of several."""
+    some = own.get(event.learner, [])
+    place = bisect.bisect_right(some, event.at_s, key=lambda span: span.end_s) - 1
+    return some[place] if place >= 0 and not some[place].cancelled else None
+
+
+def _before_reduced(own: Mapping[int, list[Span]], rests: Sequence[Stretch]) -> dict[int, list[_Before]]:
+    """From when the last learner of the update before had computed: the reduction, the update, and the start."""
+    last_s: dict[int, float] = {}  # by version
+    for some in own.values():
+        for span in some:
+            last_s[span.version] = max(last_s.get(span.version, 0.0), span.end_s)
+    return {learner: [_after_last(span, last_s.get(span.version - 1), rests) for span in some]
+            for learner, some in own.items()}  # fmt: skip
+
+
+def _after_last(span: Span, last_s: float | None, rests: Sequence[Stretch]) -> _Before:
+    if last_s is None or _straddles(last_s, span.start_s, rests):
+        return _Before(None)
+    return _Before(max(0.0, span.start_s - last_s))
+
+
+def _straddles(start_s: float, end_s: float, rests: Sequence[Stretch]) -> bool:
+    """Whether a rest (they are in order) lies between, or partly."""
+    place = bisect.bisect_right(rests, start_s, key=lambda rest: rest[1])
+    return place < len(rests) and rests[place][0] < end_s
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Of all of them: what took long once is a part of the run, as it is of its compute times."""
+    return statistics.fmean(values) if values else 0.0
+
+
+# --- training time --------------------------------------------------------------------------------------------------
+
+
+def _active(computed: Sequence[Span], counts: Sequence[float], rests: Sequence[Stretch]) -> list[Stretch]:
+    """Between rests: from when half of the learners have begun until the last gradient counts. All are in order."""
+    bounds = [-math.inf, *(end_s for _, end_s in rests), math.inf]
+    found = []
+    for start_s, end_s in pairwise(bounds):
+        first: dict[int, float] = {}
+        place, stop = (bisect.bisect_left(computed, at_s, key=lambda span: span.start_s) for at_s in (start_s, end_s))
+        for span in computed[place:stop]:
+            first.setdefault(span.learner, span.start_s)
+        last = bisect.bisect_left(counts, end_s) - 1
+        if first and last >= 0 and counts[last] >= start_s:
+            found.append((min(statistics.median(first.values()), counts[last]), counts[last]))
+    return found
+
+
+def _shares(
+    spans: Sequence[Span], own: Mapping[int, list[Span]], dropped: Sequence[Pushed], rests: Sequence[Stretch]
+) -> Shares:
+    """Who is done with an epoch and comes to rest waits for nobody, as in a simulation."""
+    edges = {at_s for rest in rests for at_s in rest}
+    seconds = dict.fromkeys(WHAT, 0.0)
+    for span in spans:
+        if span.what != "wait" or (span.start_s not in edges and span.end_s not in edges):
+            seconds[span.what] += span.end_s - span.start_s
+    lost = [span for some in own.values() for span in some if span.cancelled]
+    lost += [late for event in dropped if (late := _pushed_span(own, event)) is not None]
+    whole = seconds["compute"] + seconds["wait"] + seconds["apply"] or 1.0
+    return Shares(wait=seconds["wait"] / whole, waste=sum(span.end_s - span.start_s for span in lost) / whole)
+
+
+# --- the law --------------------------------------------------------------------------------------------------------
+
+
+def law_of(recorded: Recorded, *, seed: int = 0, ways: bool = False) -> Law:
+    """Each learner's minibatches as they were, in their order; with `ways`, each with its way back.
+
+    After the last comes the first again. Fewer learners than were recorded are the first of them. Those beyond take
+    them in turn, and each copy begins somewhere else.
+    """
+    rows = filled(recorded.learners, seed=seed)
+    return _in_order([row + one.back_s for row, one in zip(rows, recorded.learners, strict=True)] if ways else rows)
+
+
+def starts_of(recorded: Recorded) -> Law:
+    """What came between a word to begin and the beginning, word by word."""
+    return _in_order([one.starts_s for one in recorded.learners])
+
+
+def _in_order(rows: Sequence[Floats]) -> Law:
+    def at(learners: Ints, minibatches: Ints) -> Floats:
+        whose, numbers = np.broadcast_arrays(learners, minibatches)
+        found = np.empty(whose.shape)
+        for one in np.unique(whose).tolist():
+            row, its = rows[one % len(rows)], whose == one
+            begin = int(one // len(rows) * _GOLDEN % 1.0 * len(row))
+            found[its] = row[(numbers[its] + begin) % len(row)]
+        return found
+
+    pool = product_limit(np.concatenate(rows).tolist())
+    return Law(
+        text="as recorded",
+        mean_s=float(np.mean([row.mean() for row in rows])),
+        sample=lambda chance: pool.at(chance(COMPUTE)),
+        at=at,
+    )
+
+
+def filled(learners: Sequence[Computed], *, seed: int) -> list[Floats]:
+    """The seconds of each learner, with whole times for those that were cancelled."""
+    known = [_Known(one.seconds, np.array(one.cancelled)) for one in learners]
+    pooled = _curve(known)
+    rows = []
+    for number, one in enumerate(known):
+        curve = pooled if one.cancelled.all() else _curve([one])
+        row = one.seconds.copy()
+        for place in np.flatnonzero(one.cancelled).tolist():
+            chance = float(uniforms(seed, np.array([number]), np.array([place]), MEASURED)[0])
+            row[place] = _longer(curve, float(row[place]), chance)
+        rows.append(row)
+    return rows
+
+
+class _Known(NamedTuple):
+    seconds: Floats
+    cancelled: npt.NDArray[np.bool_]
+
+
+def _curve(known: Sequence[_Known]) -> Curve:
+    finished, cut = (
+        np.concatenate([one.seconds[one.cancelled == which] for one in known]).tolist() for which in (False, True)
+    )
+    return product_limit(finished, cut)
+
+
+def _longer(curve: Curve, time_s: float, chance: float) -> float:
+    """A time drawn from those of the curve that are longer; the time itself where there is none."""
+    place = int(np.searchsorted(curve.times_s, time_s, side="right"))
+    if place == len(curve.times_s):
+        return time_s
+    passed = float(curve.reached[place - 1]) if place else 0.0
+    wanted = passed + chance * (1.0 - passed)
+    found = min(max(int(np.searchsorted(curve.reached, wanted)), place), len(curve.times_s) - 1)
+    return float(curve.times_s[found])

@@ -1,0 +1,469 @@
+"""A recipe trained in virtual time: the real model, data, optimizer, rates and policies, on a simulated clock.
+
+    outcome = train_virtually(config, Clock(cluster=Cluster(learners=30, law=parse_law("gamma:1,0.25"))), task=task)
+
+Records and the run's folder are those of a real run (`trainer`, `rundir`), with simulated seconds. Nothing here starts
+a process. `train_again` has the clock of a run that was: it computes what that run computed, from its log.
+
+Laws: the same arguments give the same bits; how many minibatches are computed at a time (`width`) changes the weights
+by rounding only, and no time at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from offbeat import plugins, topology
+from offbeat.errors import RequestError
+from offbeat.policies import create
+from offbeat.predict.arithmetic import Arithmetic
+from offbeat.predict.logged_timeline import LoggedTimeline
+from offbeat.predict.timelines import ReducedTimeline, ServedTimeline, Spent, Timeline, Update, Work, train
+from offbeat.runs.log import RunLog, read_log, write_chrome_trace, write_log
+from offbeat.runs.metrics import reached_at
+from offbeat.schedules.algorithms import fewest_bytes
+from offbeat.server.parameter_layout import parts_of
+from offbeat.simulate.cluster import Cluster
+from offbeat.simulate.collective import Model, Rounds
+from offbeat.simulate.compare import look_at
+from offbeat.simulate.sample_source import Batch, Epochs, Stream, pieces_of
+from offbeat.strategy import SERVER, family_of, simulated_family_of
+from offbeat.topology import Topology
+from offbeat.train.checkpoint import write_weights
+from offbeat.train.config import Config, shares_of
+from offbeat.train.config_files import changed
+from offbeat.train.learner_snapshot import load_buffers
+from offbeat.train.learning_rate import correction_of, optimizer_of, pace_of
+from offbeat.train.run_summary import summary_of
+from offbeat.train.rundir import RunDir
+from offbeat.train.sample_plan import cut, speeds_to_shares, updates
+from offbeat.train.tasks import Task, task_of
+from offbeat.train.trainer import Report, Trainer, evaluate
+
+WIDTH = 128  # minibatches that are computed at a time, at most
+MOST_BYTES = 1_000_000_000  # of gradients and weights that are computed at a time: the width is lowered to it
+ALL = 10**12  # spans of all versions
+Write = Callable[[dict[str, Any], Work | None], object]
+STREAM = "a stream"  # what the log says of epochs that have no ends
+NOTHING = Model.even(layers=1, size_bytes=0, forward_share=1 / 3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clock:
+    """When things happen."""
+
+    cluster: Cluster
+    topology: Topology | None = None  # of an all-reduce; None: without latency
+    layers: Model = NOTHING  # what an all-reduce has to send
+    bucket_bytes: int | None = 25_000_000  # None: no overlap
+    reduce_s: Callable[[int], float] | None = None  # of so many bytes, where it was measured
+    ends_of_epochs: bool = False  # learners wait for each other there, as in a real run; see `has_ends`
+
+
+class Point(NamedTuple):
+    """One look at the test set."""
+
+    seconds: float
+    update: int
+    samples: int  # applied
+    loss: float | None
+    accuracy: float | None
+    train_loss: float | None  # since the look before
+    test_samples: int | None  # that the accuracy is a share of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What came of it."""
+
+    config: Config
+    points: tuple[Point, ...]
+    spent: Spent
+    staleness: Mapping[int, int]  # how many gradients were so old
+    dropped: Mapping[str, int]  # samples, by reason
+    end: Mapping[str, Any]  # as a real run tells it
+    weights: Mapping[str, Tensor]
+    notes: tuple[str, ...]
+    how: str  # the gradients were computed
+
+    @property
+    def gradients(self) -> int:
+        return sum(self.staleness.values())
+
+    @property
+    def staleness_mean(self) -> float:
+        return sum(age * many for age, many in self.staleness.items()) / max(1, self.gradients)
+
+    def reached(self, target: float) -> Point | None:
+        """The look at which the accuracy had reached the target (`metrics.reached_at`)."""
+        return reached_by(self.points, target)
+
+
+def reached_by(points: Iterable[Point], target: float) -> Point | None:
+    known = [point for point in points if point.accuracy is not None]
+    at = reached_at([point.accuracy for point in known if point.accuracy is not None], target)
+    return None if at is None else known[at]
+
+
+def train_virtually(
+    config: Config,
+    clock: Clock,
+    *,
+    task: Task | None = None,
+    run: RunDir | None = None,
+    hear: Report = lambda record: None,
+    width: int = 0,
+    every: float = 0.25,
+) -> Outcome:
+    """Train in virtual time. `every`: epochs from look to look. `width` 1: one minibatch after the other; 0: `WIDTH`.
+
+    With `run` its folder gets what a real run leaves, but for checkpoints.
+    """
+    if config.learners != clock.cluster.learners:
+        config = changed(config, {"learners": clock.cluster.learners})
+    trainer = VirtualTrainer(config, task or task_of(config), clock, run=run, report=hear, width=width, every=every)
+    trainer.fit()
+    return trainer.outcome()
+
+
+def train_again(run: Path, *, task: Task | None = None, hear: Report = lambda record: None, width: int = 1) -> Outcome:
+    """Train as a run with a parameter server did, by its log: with `width` 1, on such a machine, to the same bits.
+
+    `run` is its folder, in which nothing is changed; `task` is its task, where the config does not say it.
+    `RequestError` where the log does not tell all that was computed, or where there are several.
+    """
+    folder = RunDir(run)
+    config = folder.read_config()
+    if family_of(config.sync) != SERVER:
+        raise RequestError(
+            f"'{config.sync}' is an all-reduce: only runs with a parameter server are made again by logs"
+        )
+    if config.train.precision == "fp16":
+        raise RequestError(f"{run} was computed in fp16: the scale of each learner's loss is not in the log")
+    if folder.next_leg() > 2:
+        raise RequestError(f"{run} was resumed, and has a log for each part; only runs of one part are made again")
+    timeline = LoggedTimeline(read_log(folder.log(1)))
+    if config.learners != timeline.expect:
+        config = changed(config, {"learners": timeline.expect})
+    trainer = VirtualTrainer(config, task or task_of(config), timeline, run=None, report=hear, width=width)
+    trainer.fit()
+    return trainer.outcome()
+
+
+class _Marked(ServedTimeline):
+    """Knows how much there was when an update was made: it is asked for updates ahead of time."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.decisions = 0
+        self.marks: dict[int, tuple[int, int]] = {}  # by version: spans and decisions
+
+    def stream(self) -> Iterator[Update]:
+        for update in super().stream():
+            self.marks[update.version] = len(self.spans), self.decisions
+            yield update
+
+    def _add_batch(self, record: dict[str, Any]) -> None:
+        self.decisions += 1
+        super()._add_batch(record)
+
+
+def check_clock(config: Config, clock: Clock, task: Task) -> None:
+    """`RequestError` where this cannot be trained on this clock."""
+    timeline_of(config, clock, len(task.train))  # type: ignore[arg-type]  # a map-style set has a length
+
+
+def has_ends(config: Config, clock: Clock) -> bool:
+    """Whether learners wait for each other at the ends of epochs.
+
+    They always do where they push every H minibatches: at an end they push what they have, so that without ends a run
+    in which H minibatches are more than an epoch has would be another one.
+    """
+    served = family_of(config.sync) == SERVER
+    return clock.ends_of_epochs or (served and create(config.sync, expect=config.learners).rule.push_every > 1)
+
+
+def timeline_of(config: Config, clock: Clock, samples: int, *, write: Write | None = None) -> Timeline:
+    """When a training happens. With `write` it is told every decision, and all spans are kept."""
+    train, cluster, learners = config.train, clock.cluster, config.learners
+    size = train.batch_size * train.accumulate
+    spans = 0 if write is None else ALL
+    if family_of(config.sync) == SERVER:
+        kind = Epochs if has_ends(config, clock) else Stream
+        again = config.cancelled == "again"
+        book = kind(samples=samples, sizes=(size,) * learners, epochs=train.epochs, again=again)
+        correction = correction_of(config, learners)
+        return _Marked(config.sync, cluster, book, keep_spans=spans, write=write, **correction)
+    simulated_family_of(config.sync)  # refuses what only a running group decides
+    shares = _shares(train.split, cluster)
+    sizes = (size,) * learners
+    if shares:  # the time of a minibatch is in proportion to its samples
+        sizes = tuple(cut(size * learners, shares, least=1))
+        speeds = [*cluster.speeds, *[1.0] * (learners - len(cluster.speeds))]
+        faster = tuple(speed * size / piece for speed, piece in zip(speeds, sizes, strict=True))
+        cluster = replace(cluster, speeds=faster)
+    rounds = Rounds(
+        config.sync,
+        cluster,
+        clock.topology or topology.build("uniform:latency=0s", ranks=learners),
+        clock.layers,
+        bucket_bytes=clock.bucket_bytes,
+        keep_spans=spans,
+        reduce_s=clock.reduce_s,
+    )
+    if clock.ends_of_epochs:
+        return ReducedTimeline(rounds, _planned(config, samples, shares or (1.0,) * learners))
+    return ReducedTimeline(rounds, pieces_of(Stream(samples=samples, sizes=sizes, epochs=train.epochs)))
+
+
+def _planned(config: Config, samples: int, shares: tuple[float, ...]) -> Iterator[tuple[Batch, ...]]:
+    """As in a real run: the last update of an epoch is a smaller one, or part of the one before."""
+    train, learners = config.train, config.learners
+    batch = train.batch_size * train.accumulate * learners
+    for epoch in range(train.epochs):
+        plans = [updates(samples, batch, one, shares, train.accumulate) for one in range(learners)]
+        for parts in zip(*plans, strict=True):
+            stretches = [(one.passes[0].start, one.passes[-1].end) for one in parts]
+            yield tuple(((epoch, start, end - start),) for start, end in stretches)
+
+
+def _shares(split: str, cluster: Cluster) -> tuple[float, ...]:
+    """Of an update's samples, where they are not equal; `auto` knows how fast the learners are on average."""
+    if split == "auto":
+        return speeds_to_shares(look_at(cluster).mean_s, [1] * cluster.learners)
+    return tuple(float(share) for share in shares_of(split))
+
+
+class VirtualTrainer(Trainer):
+    """All learners of a run, in one process; see the module's text."""
+
+    def __init__(
+        self,
+        config: Config,
+        task: Task,
+        clock: Clock | LoggedTimeline,
+        *,
+        run: RunDir | None,
+        report: Report,
+        width: int = 0,
+        every: float = 0.25,
+    ) -> None:
+        if not 0 < every < math.inf:
+            raise RequestError(f"epochs from look to look are above 0; got {every}")
+        super().__init__(config, task, run or RunDir(Path()), number=0, learners=config.learners, report=report)
+        ends = has_ends(config, clock) if isinstance(clock, Clock) else clock.log.run.get("epochs") != STREAM
+        self._streams = not ends
+        if self._streams:
+            self.pace = pace_of(
+                config.train, line=config.sync, learners=self.learners, samples=self.samples, ends=False
+            )
+        self._law = clock.cluster.law.text if isinstance(clock, Clock) else ""
+        self._writes = run is not None
+        self._decisions: list[dict[str, Any]] = []
+        self.arithmetic = Arithmetic(self, alone=width == 1)
+        self._width = width or self._fitting_width()
+        if not self.arithmetic.together:  # nothing is gained ahead of time, and buffers would be ahead of the looks
+            self._width = min(self._width, 1)
+        self._every = max(1, round(every * self.samples))
+        self._next_look = self._every
+        self.timeline: Timeline = clock if isinstance(clock, LoggedTimeline) else self._timeline(clock)
+        self.points: list[Point] = []
+        self._taken = 0  # samples of updates: applied, or not finite
+        self._through = 0  # and those that were dropped
+        self._staleness: Counter[int] = Counter()  # of gradients
+        self._sent_bytes = self._received_bytes = 0
+        self._minibatches = 0  # that were applied: a gradient may be of several
+        self._late: Mapping[str, int] = {}  # samples that were not applied, by reason
+        self._spent = Spent(0.0, 0.0, 0.0, 0.0)
+        self._evaluations: list[dict[str, Any]] = []
+        self._chance: float | None = None
+        self._stops = False
+        self._ended: dict[str, Any] = {}
+
+    def _fitting_width(self) -> int:
+        of_each = 4 * 6 * self.arithmetic.replica.table.items  # weights, gradients, and what lies between them
+        return max(1, min(WIDTH, MOST_BYTES // of_each))
+
+    def _timeline(self, clock: Clock) -> Timeline:
+        return timeline_of(self.config, clock, self.samples, write=self._add_decision if self._writes else None)
+
+    # --- the loop -----------------------------------------------------------------------------------------------------
+
+    def fit(self) -> None:
+        self.tell_beginning()
+        self._look()
+        train(self.timeline, self.arithmetic, width=self._width, after=self._after)
+        if isinstance(self.timeline, ServedTimeline) and not self._stops:
+            self._late = self.timeline.book.dropped
+        if self.points[-1].update != self.at.update:
+            self._look()
+        self._end_here()
+
+    def _after(self, update: Update) -> bool:
+        at = self.at
+        at.update, at.seconds = update.version, update.at_s
+        self._taken += update.samples
+        self._through = self._taken + sum(update.dropped.values())
+        at.applied = self._taken - self.arithmetic.not_finite
+        self._spent = update.spent
+        ages = [update.version - 1 - work.version for work in update.works]
+        self._staleness.update(ages)
+        self._count_traffic(update)
+        self._minibatches += sum(len(work.steps) for work in update.works)
+        old = (at.staleness or 0.0) * at.gradients + sum(ages)
+        at.gradients += len(ages)
+        at.staleness = old / at.gradients
+        at.epoch = self._through // self.samples
+        self._late = update.dropped
+        if self._through < self._next_look:
+            return False
+        self._next_look = (self._through // self._every + 1) * self._every
+        self._look()
+        wanted = self.config.train.stop_at
+        self._stops = bool(wanted and reached_by(self.points[1:], wanted))
+        return self._stops
+
+    def _count_traffic(self, update: Update) -> None:
+        """Pushes and fetches of whole vectors; in an all-reduce, the fewest bytes that can be sent."""
+        size_bytes = self.arithmetic.replica.current.nbytes
+        if family_of(self.config.sync) != SERVER:
+            sent = received = fewest_bytes(self.learners, size_bytes)
+        else:
+            sent = len(update.works) * size_bytes
+            received = sum(step.fetched >= 0 for work in update.works for step in work.steps) * size_bytes
+        self._sent_bytes += sent
+        self._received_bytes += received
+
+    def _look(self) -> Point:
+        """Evaluate, and tell."""
+        at, arithmetic = self.at, self.arithmetic
+        if self._twin is None:
+            self._twin = self._build().eval()
+        trained = parts_of(self._twin, optimizer_of(self._twin, self.config.train))[0].trained
+        arithmetic.replica.write_model(arithmetic.replica.current, trained)
+        load_buffers(self._twin, arithmetic.mean_buffers())
+        loss, accuracy, tests, self._chance = evaluate(self._twin, self.task, self.precision, self.moved)
+        told = arithmetic.loss_sum / arithmetic.loss_of if arithmetic.loss_of else None
+        arithmetic.loss_sum, arithmetic.loss_of = 0.0, 0
+        point = Point(at.seconds, at.update, at.applied, _finite(loss), accuracy, _finite(told), tests)
+        self.points.append(point)
+        if at.update:
+            self._tell_look(point)
+        return point
+
+    def _tell_look(self, point: Point) -> None:
+        at, spent = self.at, self._spent
+        whole = spent.compute_s + spent.send_s + spent.wait_s
+        self._write_last()
+        self.last = {
+            "kind": "evaluated",
+            "epoch": round(self._through / self.samples, 4),
+            "update": at.update,
+            "accuracy": point.accuracy,
+            "test_samples": point.test_samples,
+            "chance": self._chance,
+            "loss": point.loss,
+            "train_loss": point.train_loss,
+            "start_loss": self.points[0].loss,
+            "seconds": at.seconds,
+            "samples": at.applied,
+            "samples_per_s": at.applied / at.seconds if at.seconds else 0.0,
+            "wait_share": (spent.wait_s + spent.send_s) / whole if whole else 0.0,
+            "sent_bytes": self._sent_bytes,
+            "received_bytes": self._received_bytes,
+            "staleness": at.staleness,
+            "rate": self.pace.rate(max(0, at.update - 1)),
+            "dropped": self._dropped(),
+            "simulated": True,
+        }
+        self.look_for_trouble(self._evaluations, ended=False)
+        self._evaluations.append(self.last)
+        self.report(self.last)
+
+    def _write_last(self) -> None:
+        """An evaluation is written when the next one is made, or at the end, when all is known of it."""
+        if self._writes and self._evaluations:
+            self._add_metrics()
+
+    def _dropped(self) -> dict[str, int]:
+        bad = self.arithmetic.not_finite
+        return {**self._late, **({"not finite": bad} if bad else {})}
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def _add_decision(self, record: dict[str, Any], work: Work | None) -> None:
+        if work is not None:
+            record["hyper"] = self.arithmetic.hyper_at(work.latest)
+        self._decisions.append(record)
+
+    def _end_here(self) -> None:
+        assert self._twin is not None
+        if not self._stops:
+            self.at.epoch = self.config.train.epochs
+        if "sign" not in self.last:
+            self.look_for_trouble(self._evaluations[:-1], ended=True)
+        self._write_last()
+        self._ended = self._end_record(self.at, "the accuracy is there" if self._stops else "")
+        self._ended["simulated"] = True
+        if self._writes:
+            self._write_log()
+            write_weights(self.run.weights, dict(self._twin.state_dict()))
+            self.run.summary.write_text(summary_of(self.config, self._ended, self.run.read_metrics()), encoding="utf-8")
+        self.report(self._ended)
+
+    def _write_log(self) -> None:
+        """What the timeline has simulated beyond the last update is no part of the run."""
+        end_s, timeline = self.at.seconds, self.timeline
+        spans = tuple(span for span in timeline.result().spans if span.end_s <= end_s)
+        decisions = self._decisions
+        if isinstance(timeline, _Marked):  # at one moment much may happen: seconds do not tell
+            of_spans, of_decisions = timeline.marks[self.at.update]
+            spans, decisions = spans[:of_spans], decisions[:of_decisions]
+        facts = {
+            "strategy": self.config.sync,
+            "expect": self.learners,
+            "learners": self.learners,
+            "staleness": self.config.staleness,
+            "scaling": correction_of(self.config, self.learners)["scaling"],
+            "simulated": True,
+            "seed": self.config.seed,
+            "name": self.config.name,
+            "compute": self._law,
+            "clip_norm": self.config.train.clip_norm,
+            "epochs": STREAM if self._streams else "one after the other",
+            **plugins.facts(),
+        }
+        write_log(self.run.log(1), RunLog(run=facts, spans=spans, decisions=tuple(decisions)))
+        write_chrome_trace(self.run.trace, spans, name=self.config.name)
+
+    def outcome(self) -> Outcome:
+        assert self._twin is not None
+        return Outcome(
+            config=self.config,
+            points=tuple(self.points),
+            spent=self._spent,
+            staleness=dict(sorted(self._staleness.items())),
+            dropped=self._dropped(),
+            end=self._ended,
+            weights={name: one.clone() for name, one in self._twin.state_dict().items()},
+            notes=tuple(self.begun_with),
+            how=self._how(),
+        )
+
+    def _how(self) -> str:
+        many, arithmetic = self._minibatches, self.arithmetic
+        if arithmetic.together and arithmetic.as_one and self._width > 1:
+            return f"{many:,} minibatches, up to {self._width} at a time"
+        why = f" ({arithmetic.why_alone})" if arithmetic.why_alone else ""
+        return f"{many:,} minibatches, one by one{why}"
+
+
+def _finite(number: float | None) -> float | None:
+    return number if number is not None and math.isfinite(number) else None

@@ -1,0 +1,149 @@
+"""Numbers as a person reads them: `write(0.0123, "seconds")` is "12.3 ms".
+
+Laws. What is not known is a dash. The same number is written the same here and in page.js, letter for letter, so both
+use only operations that every machine does alike: a number is rounded as the floor of its multiple plus a half, and
+its exponent is read from its digits. A test in a browser compares the two over many numbers.
+
+    number, text    12,345   0.1235   1.23e−7       at most 4 digits that count, whole numbers whole
+    seconds         12.3 ms  4.5 s    2.1 min       3 digits that count
+    joules          1.23 kJ
+    percent         12.3 %   0.42 %                 of a share: 0.123 is 12.3 %
+    signed-percent  +12.3 %  −4.0 %
+    times           1.82×    12.3×    123×
+    money           1,234    12.35    0.0123        in whatever currency the words say
+
+What it must not know: tables and pages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from offbeat.report.page_model import Cell, Form
+
+DASH, MINUS = "–", "−"
+GROUPED = 10_000  # from here on thousands are set apart
+LARGE, SMALL = 1e15, 1e-4  # beyond these a number is written with an exponent
+NOTHING = 1e-300  # below this it is written as 0
+MOST = 1e306  # a hundred times this is still a number
+ROOM = 0.9995  # 999.6 ms would be rounded to 1000: it is a second
+ALIKE = 500.0  # numbers of a column that differ by at most this have one unit
+
+
+class Unit(NamedTuple):
+    least: float  # the smallest number it fits
+    size: float
+    name: str
+
+
+UNITS: dict[str, tuple[Unit, ...]] = {
+    "seconds": (
+        Unit(7200, 3600, "h"),
+        Unit(120, 60, "min"),
+        Unit(ROOM, 1, "s"),
+        Unit(ROOM * 1e-3, 1e-3, "ms"),
+        Unit(0, 1e-6, "µs"),
+    ),
+    "joules": (
+        Unit(ROOM * 1e6, 1e6, "MJ"),
+        Unit(ROOM * 1e3, 1e3, "kJ"),
+        Unit(ROOM, 1, "J"),
+        Unit(0, 1e-3, "mJ"),
+    ),
+}
+
+
+def write(value: Cell, form: Form, unit: Unit | None = None) -> str:
+    """The value in its form. Words stay words. With `unit`, seconds and joules are written in that unit."""
+    if value is None or value == "":
+        return DASH
+    if isinstance(value, str):
+        return value
+    number = _float(value)
+    if math.isnan(number):
+        return DASH
+    sign = MINUS if number < 0 else "+" if form == "signed-percent" and number > 0 else ""
+    size = abs(number)
+    if math.isinf(size):
+        return f"{sign}∞"
+    if size < NOTHING:
+        size, sign = 0.0, ""
+    return sign + _size(size, form, unit)
+
+
+def column_unit(values: Iterable[Cell], form: Form) -> Unit | None:
+    """The one unit for a column whose numbers are alike, so that they compare at a glance; None: each its own."""
+    numbers = (abs(_float(value)) for value in values if isinstance(value, int | float))
+    sizes = [size for size in numbers if NOTHING <= size < math.inf]
+    if form not in UNITS or not sizes or max(sizes) > ALIKE * min(sizes):
+        return None
+    return _unit(form, max(sizes))
+
+
+def _float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # a whole number of more than 308 digits
+        return math.inf if value > 0 else -math.inf
+
+
+# --- a number that is not negative --------------------------------------------------------------------------------
+
+
+def _size(size: float, form: Form, unit: Unit | None) -> str:
+    if form in UNITS:
+        unit = unit or (_unit(form, size) if size else UNITS[form][2])
+        return f"{_significant(size / unit.size, 3)} {unit.name}"
+    if form in ("percent", "signed-percent"):
+        return _percent(100 * min(size, MOST)) + " %"
+    if form == "times":
+        return (_fixed(size, 0 if size >= 100 else 1 if size >= 10 else 2) if size >= 0.1 else _number(size, 2)) + "×"
+    if form == "money":
+        return _fixed(size, 0) if size >= 1000 else _fixed(size, 2) if size >= 0.1 or not size else _number(size, 3)
+    return _number(size, 4)
+
+
+def _unit(form: Form, size: float) -> Unit:
+    return next(unit for unit in UNITS[form] if size >= unit.least)
+
+
+def _percent(size: float) -> str:
+    if not size:
+        return "0"
+    return _fixed(size, 0 if size >= 99.95 else 1 if size >= 0.995 else 2) if size >= 0.01 else _number(size, 1)
+
+
+def _number(size: float, digits: int) -> str:
+    return _fixed(size, 0) if size == math.floor(size) and size < LARGE else _significant(size, digits)
+
+
+def _significant(size: float, digits: int) -> str:
+    """With that many digits that count, but no digit before the point left out; zeros at the end are."""
+    if not size:
+        return "0"
+    power = _exponent(size)
+    if size < SMALL or size >= LARGE:
+        front = _bare(_fixed(size / float(f"1e{power}"), digits - 1))
+        front, power = ("1", power + 1) if front == "10" else (front, power)
+        return f"{front}e{MINUS if power < 0 else ''}{abs(power)}"
+    return _bare(_fixed(size, max(digits - 1 - power, 0)))
+
+
+def _exponent(size: float) -> int:
+    return int(f"{size:.17e}".split("e")[1])
+
+
+def _fixed(size: float, digits: int) -> str:
+    """With that many digits after the point, rounded half up, thousands set apart."""
+    if size >= LARGE:
+        return _significant(size, 4)
+    whole = str(math.floor(size * float(f"1e{digits}") + 0.5)).rjust(digits + 1, "0")
+    front, back = whole[: len(whole) - digits], whole[len(whole) - digits :]
+    front = f"{int(front):,}" if int(front) >= GROUPED else front
+    return f"{front}.{back}" if back else front
+
+
+def _bare(text: str) -> str:
+    return text.rstrip("0").rstrip(".") if "." in text else text

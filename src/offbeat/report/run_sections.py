@@ -1,0 +1,420 @@
+"""The sections of what happened in runs: the timeline, the error, the staleness, and where the time went.
+
+Laws are those of build.py, which puts the page together. What it must not know: files, HTML and benchmarks' files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from offbeat.policies import Staleness
+from offbeat.report import benchmarks, facts
+from offbeat.report.facts import Facts, straggler
+from offbeat.report.page_model import (
+    BarChart,
+    Bars,
+    Cell,
+    Column,
+    Item,
+    LineChart,
+    Section,
+    Series,
+    ShareChart,
+    Table,
+    Timeline,
+)
+from offbeat.report.reading import RunRecord
+from offbeat.report.results import Result
+from offbeat.report.summary import Group, percent
+from offbeat.report.theory import staleness_theory
+from offbeat.runs.log import WHAT, Span
+from offbeat.runs.metrics import DEFINITIONS
+from offbeat.spec import count_of
+
+MOST_POINTS = 2_000  # of a curve
+MOST_AGES = 24  # columns of a histogram
+MOST_LEARNERS = 256  # rows of a timeline
+INSIDE_WAITING = (
+    "With a server, pushing and updating are inside waiting: a learner's log does not tell them apart, and they have a "
+    "dash."
+)
+SHARES = ("computing", "thrown away", "sending", "waiting", "updating")
+
+
+# --- timeline -----------------------------------------------------------------------------------------------------
+
+
+def timelines(runs: Sequence[RunRecord], known: Sequence[Facts], limit: int) -> Section | None:
+    all_spans = [one_clock(run) for run in runs]
+    allowed = _allowed([len(spans) for spans in all_spans], limit)
+    items = [
+        _timeline(f"timeline-{at}", one, spans, most)
+        for at, (one, spans, most) in enumerate(zip(known, all_spans, allowed, strict=True), start=1)
+        if spans
+    ]
+    if not items:
+        return None
+    return Section(
+        key="timeline",
+        title="Timeline",
+        items=tuple(items),
+        words=(
+            "What each learner did, second by second. A bar of computing has the colour of the version of the "
+            "parameters it worked on; what was cancelled is marked.",
+        ),
+    )
+
+
+def one_clock(run: RunRecord) -> list[Span]:
+    """The spans of all legs, one leg after the other, from 0, in order of their start."""
+    found: list[Span] = []
+    before = 0.0
+    for leg in run.legs:
+        if leg.spans:
+            shift = before - min(span.start_s for span in leg.spans)
+            if shift:
+                moved = [Span(who, what, a + shift, b + shift, v, c) for who, what, a, b, v, c in leg.spans]
+            else:
+                moved = list(leg.spans)
+            found += sorted(moved, key=lambda span: span.start_s)
+            before = max(span.end_s for span in moved)
+    return found
+
+
+def _allowed(wanted: Sequence[int], limit: int) -> list[int]:
+    """How many bars each may have: what small ones leave is for the large ones."""
+    allowed = [0] * len(wanted)
+    for left, at in enumerate(sorted(range(len(wanted)), key=lambda one: wanted[one])):
+        allowed[at] = min(wanted[at], max(0, limit - sum(allowed)) // (len(wanted) - left))
+    return allowed
+
+
+def _timeline(key: str, one: Facts, spans: Sequence[Span], most: int) -> Timeline:
+    everybody = sorted({span.learner for span in spans})
+    numbers, left_out = everybody[:MOST_LEARNERS], len(everybody[MOST_LEARNERS:])
+    if left_out:
+        spans = [span for span in spans if span.learner <= numbers[-1]]
+        most = min(most, len(spans))
+    place = {learner: at for at, learner in enumerate(numbers)}
+    kinds = {what: at for at, what in enumerate(WHAT)}
+    ends = [0.0] * len(numbers)
+    bars: list[tuple[int, int, float, float, int, bool]] = []
+    hidden = 0
+    for learner, what, start, end, version, cancelled in spans[:most]:
+        row = place[learner]
+        if start < ends[row]:  # clocks of processes differ by a little; and a log may be wrong
+            start = ends[row]
+            if start >= end:
+                hidden += 1
+                continue
+        ends[row] = end
+        bars.append((row, kinds[what], start, end, version, cancelled))
+    notes = ["0 is when the first learner began."]
+    if left_out:
+        notes.append(f"Shown are the first {len(numbers)} of {len(everybody):,} learners; {left_out:,} are left out.")
+    if most < len(spans):
+        notes.append(f"Shown are the first {most:,} of {len(spans):,} bars.")
+    if hidden:
+        notes.append(f"Left out: {count_of(hidden, 'bar')} behind others of the same learner.")
+    columns = list(zip(*bars, strict=True)) if bars else [()] * 6
+    return Timeline(
+        key=key,
+        title=_title(one),
+        learners=tuple(f"learner {learner}" for learner in numbers),
+        whats=WHAT,
+        learner=columns[0],
+        what=columns[1],
+        start_s=columns[2],
+        end_s=columns[3],
+        version=columns[4],
+        cancelled=columns[5],
+        note=" ".join(notes),
+    )
+
+
+def _title(one: Facts) -> str:
+    learners = [count_of(one.learners, "learner")] if one.learners else []
+    strategy = one.strategy if one.strategy != one.label else ""
+    return ", ".join(filter(None, [one.label, strategy, *learners, "simulated" if one.simulated else ""]))
+
+
+# --- error --------------------------------------------------------------------------------------------------------
+
+
+def errors(
+    known: Sequence[Facts],
+    groups: Sequence[Group],
+    targets: Mapping[int, float | None],
+    results: Sequence[Result],
+) -> Section | None:
+    items: list[Item] = []
+    curves = [_thinned(one.curve) for one in known]
+    right = any(point.accuracy is not None for curve in curves for point in curve)
+    levels = sorted({group.target for group in groups if group.target is not None})
+    drawn_levels = tuple((1 - level, f"target {percent(level)}") for level in levels) if right else ()
+    y_label, y_form = ("test error", "percent") if right else ("test loss", "number")
+    for key, x_label, x_form in (("seconds", "training time (s)", "seconds"), ("updates", "updates", "number")):
+        series = []
+        for one, curve in zip(known, curves, strict=True):
+            points: list[tuple[float, float]] = []
+            for point in curve:
+                x = point.seconds if key == "seconds" else point.update
+                y = (None if point.accuracy is None else 1 - point.accuracy) if right else point.loss
+                if x is not None and y is not None and (not points or x >= points[-1][0]):
+                    points.append((float(x), y))
+            if points:
+                series.append(Series(name=one.label, points=tuple(points)))
+        if series:
+            items.append(
+                LineChart(
+                    key=f"error-{key}",
+                    title=f"{y_label.capitalize()} against {'time' if key == 'seconds' else 'updates'}",
+                    x_label=x_label,
+                    y_label=y_label,
+                    series=tuple(series),
+                    x_form="seconds" if x_form == "seconds" else "number",
+                    y_form="percent" if y_form == "percent" else "number",
+                    levels=drawn_levels,
+                )
+            )
+    if items:
+        items += [_accuracy_table(known, targets), _evaluations(known, curves)]
+    items += benchmarks.races(results)
+    if not items:
+        return None
+    text = "How fast the training got better: lower and further left is better."
+    if drawn_levels:
+        text += " The level is the target: the accuracy given, or the highest that all ranked runs reached."
+    return Section(key="error", title="Error against time", items=tuple(items), words=(text,))
+
+
+def _thinned(curve: Sequence[facts.Point]) -> tuple[facts.Point, ...]:
+    if len(curve) <= MOST_POINTS:
+        return tuple(curve)
+    step = -(-len(curve) // MOST_POINTS)
+    best = max(range(len(curve)), key=lambda at: curve[at].accuracy or 0.0)
+    return tuple(point for at, point in enumerate(curve) if at % step == 0 or at in (best, len(curve) - 1))
+
+
+def _accuracy_table(known: Sequence[Facts], targets: Mapping[int, float | None]) -> Table:
+    rows: list[tuple[Cell, ...]] = [
+        (
+            one.label,
+            one.accuracy,
+            *one.interval,
+            one.best_accuracy,
+            one.loss,
+            one.best_loss,
+            targets[at],
+            one.seconds_to(targets[at]),
+            one.updates_to(targets[at]),
+        )
+        for at, one in enumerate(known)
+    ]
+    return Table(
+        key="accuracy",
+        title="Accuracy and time to it",
+        columns=(
+            Column("run"),
+            Column("accuracy at the end", "percent", DEFINITIONS["accuracy"].formula),
+            Column("at least", "percent"),
+            Column("at most", "percent"),
+            Column("best accuracy", "percent"),
+            Column("loss at the end", "number"),
+            Column("lowest loss", "number"),
+            Column("target", "percent"),
+            Column("time to target (s)", "seconds", DEFINITIONS["time to accuracy"].formula),
+            Column("updates to target", "number"),
+        ),
+        rows=tuple(rows),
+    )
+
+
+def _evaluations(known: Sequence[Facts], curves: Sequence[Sequence[facts.Point]]) -> Table:
+    rows: list[tuple[Cell, ...]] = []
+    for one, curve in zip(known, curves, strict=True):
+        for point in curve:
+            error = None if point.accuracy is None else 1 - point.accuracy
+            rows.append((one.label, point.seconds, point.update, point.accuracy, error, point.loss))
+    cut = [one.label for one, curve in zip(known, curves, strict=True) if len(curve) < len(one.curve)]
+    return Table(
+        key="evaluations",
+        title="Every evaluation",
+        columns=(
+            Column("run"),
+            Column("training time (s)", "seconds"),
+            Column("updates", "number"),
+            Column("accuracy", "percent"),
+            Column("test error", "percent", facts.DEFINITIONS["error"].formula),
+            Column("test loss", "number"),
+        ),
+        rows=tuple(rows),
+        note=f"Thinned out: {', '.join(cut)}." if cut else "",
+    )
+
+
+# --- staleness ----------------------------------------------------------------------------------------------------
+
+
+def staleness(known: Sequence[Facts]) -> Section | None:
+    charts: list[Item] = []
+    means: list[tuple[Cell, ...]] = []
+    shares: list[tuple[Cell, ...]] = []
+    for at, one in enumerate(known, start=1):
+        mean = one.staleness_mean
+        if mean is None:
+            continue
+        theory = staleness_theory(one.strategy, one.learners or 0)
+        largest = one.staleness[-1][0]
+        rows = _histogram(one.staleness, theory)
+        off = None if theory is None else mean - theory.mean
+        formula = "" if theory is None else theory.formula
+        means.append((one.label, one.applied, mean, one.staleness_std, largest,
+                      None if theory is None else theory.mean, off, formula))  # fmt: skip
+        shares += [(one.label, *row) for row in rows]
+        if largest > 0:
+            charts.append(_staleness_chart(f"staleness-{at}", one, rows, theory))
+    if not means:
+        return None
+    said = "version before the update that applies a gradient, less the version that it was computed at"
+    tables = (
+        Table(
+            key="staleness",
+            title="Staleness of what was applied",
+            columns=(
+                Column("run"),
+                Column("gradients applied", "number"),
+                Column("mean (versions)", "number", said),
+                Column("standard deviation (versions)", "number"),
+                Column("largest (versions)", "number"),
+                Column("theory: mean (versions)", "number", "P learners, K gradients in an update"),
+                Column("mean less theory (versions)", "number"),
+                Column("formula"),
+            ),
+            rows=tuple(means),
+        ),
+        Table(
+            key="staleness-shares",
+            title="How many gradients were how old",
+            columns=(
+                Column("run"),
+                Column("staleness (versions)"),
+                Column("gradients", "number"),
+                Column("share", "percent"),
+                Column("theory: share", "percent", "of async, if compute times were exponential"),
+            ),
+            rows=tuple(shares),
+        ),
+    )
+    text = f"Staleness is the {said}. All-reduce and synchronous policies have none."
+    return Section(key="staleness", title="Staleness", items=(*charts, *tables), words=(text,))
+
+
+def _histogram(
+    staleness: Sequence[tuple[int, int]], theory: Staleness | None
+) -> list[tuple[str, int, float, float | None]]:
+    """Age, how many, share, share by theory; a long tail is one row."""
+    whole = sum(many for _, many in staleness)
+    times = dict(staleness)
+    largest = staleness[-1][0]
+    rest_from = largest + 1
+    if largest >= MOST_AGES:
+        rest_from = MOST_AGES - 1
+        while rest_from > 1 and sum(many for age, many in staleness if age >= rest_from - 1) <= whole / 100:
+            rest_from -= 1
+    rows: list[tuple[str, int, float, float | None]] = []
+    for age in range(rest_from):
+        many = times.get(age, 0)
+        rows.append((str(age), many, many / whole, None if theory is None else theory.share(age)))
+    if rest_from <= largest:
+        many = sum(many for age, many in staleness if age >= rest_from)
+        said = None if theory is None or theory.share_from is None else theory.share_from(rest_from)
+        rows.append((f">={rest_from}", many, many / whole, said))
+    return rows
+
+
+def _staleness_chart(
+    key: str, one: Facts, rows: Sequence[tuple[str, int, float, float | None]], theory: Staleness | None
+) -> BarChart:
+    series = [Bars(name="measured", values=tuple(row[2] for row in rows))]
+    if theory is not None and theory.share_from is not None:
+        series.append(
+            Bars(name=f"theory, {theory.given}" if theory.given else "theory",
+                 values=tuple(row[3] for row in rows), style="dots")
+        )  # fmt: skip
+    note = "" if one.staleness_mean is None else f"Mean {one.staleness_mean:.3g}."
+    if theory is not None:
+        note += f" Theory says {theory.mean:.3g} = {theory.formula}, whatever the compute times are."
+    return BarChart(
+        key=key,
+        title=f"Staleness: {_title(one)}",
+        x_label="versions",
+        y_label="share of gradients",
+        categories=tuple(row[0] for row in rows),
+        series=tuple(series),
+        y_form="percent",
+        note=note,
+    )
+
+
+# --- where the time went ------------------------------------------------------------------------------------------
+
+
+def shares(known: Sequence[Facts]) -> Section | None:
+    items: list[Item] = []
+    rows: list[tuple[Cell, ...]] = []
+    said = []
+    inside: list[str] = []
+    for at, one in enumerate(known, start=1):
+        slow = straggler(one)
+        if slow is not None:
+            times = f"{'at least ' if slow.at_least else ''}{slow.factor:.1f}x as slow as the others typically are"
+            said.append(f"{one.label}: learner {slow.learner} is a straggler, {times}.")
+        shares = [learner.shares() for learner in one.by_learner]
+        drawn = [(f"learner {learner.learner}", share) for learner, share in zip(one.by_learner, shares, strict=True)
+                 if share is not None]  # fmt: skip
+        if one.inside_waiting:
+            inside.append(one.label)
+        if drawn:
+            there = [part for part in range(len(SHARES)) if drawn[0][1][part] is not None]
+            items.append(
+                ShareChart(
+                    key=f"shares-{at}",
+                    title=_title(one),
+                    rows=tuple(name for name, _ in drawn),
+                    parts=tuple(SHARES[part] for part in there),
+                    values=tuple(tuple(share[part] or 0.0 for part in there) for _, share in drawn),
+                )
+            )
+        for learner, share in zip(one.by_learner, shares, strict=True):
+            factor = slow.factor if slow is not None and slow.learner == learner.learner else None
+            rows.append(
+                (one.label, learner.learner, learner.compute_s, learner.thrown_away_s, learner.send_s, learner.wait_s,
+                 learner.apply_s, learner.evaluate_s, *(share or (None,) * len(SHARES)), learner.minibatches,
+                 learner.cancelled, learner.compute_mean_s, learner.compute_median_s, learner.typical_s, factor)
+            )  # fmt: skip
+    if not rows:
+        return None
+    own = facts.DEFINITIONS
+    columns = (
+        Column("run"),
+        Column("learner", "number"),
+        Column("computing (s)", "seconds", own["computing"].formula),
+        Column("thrown away (s)", "seconds", own["thrown away"].formula),
+        Column("sending (s)", "seconds"),
+        Column("waiting (s)", "seconds"),
+        Column("updating (s)", "seconds"),
+        Column("evaluating (s)", "seconds", "is no part of the shares"),
+        *(Column(f"{name}: share", "percent", own["accounted time"].formula) for name in SHARES),
+        Column("minibatches finished", "number", own["minibatch"].formula),
+        Column("minibatches cancelled", "number"),
+        Column("mean minibatch (s)", "seconds", "of those finished"),
+        Column("median minibatch (s)", "seconds", "of those finished"),
+        Column("typical minibatch (s)", "seconds", own["typical minibatch"].formula),
+        Column("straggler", "times", own["straggler"].formula),
+    )
+    items.append(Table(key="learners", title="Every learner", columns=columns, rows=tuple(rows)))
+    text = "Parts of each learner's time, evaluation left out. Work that was cancelled or dropped is thrown away."
+    if inside:
+        text += f" {INSIDE_WAITING}"
+    return Section(key="time", title="Where the time went", items=tuple(items), words=(text, *said))

@@ -1,0 +1,59 @@
+"""What learners say to each other beside their gradients: the n-th call of each is one call of all.
+
+    each makes its n-th call, with a few bytes -> all that are here have made it -> each is told what all have given
+
+Members are the learners that are here when it is answered. Who leaves is not waited for, and what it gave is left out.
+One that was killed begins anew, with its first call: answers of calls that are over are kept for it, the last ones.
+
+This file knows nothing of what the bytes mean; the coordinator carries them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from offbeat.server.coordinator.session import Row
+from offbeat.server.wire import MOST_BYTES, Called
+
+KEPT_CALLS = 256
+MOST_DATA_BYTES = MOST_BYTES // 2  # of all learners together
+
+
+class Calls:
+    """The answers so far, and what is answered next."""
+
+    def __init__(self) -> None:
+        self.last = 0  # that was answered
+        self._kept: dict[int, tuple[tuple[tuple[int, bytes], ...], str]] = {}
+
+    def again(self, row: Row, number: int) -> Called | None:
+        """The answer of a call that is over."""
+        if number > self.last:
+            return None
+        gone = (), f"call {number} is over, and of {self.last} only the last {KEPT_CALLS} are kept"
+        data, error = self._kept.get(number, gone)
+        return Called(row.learner, row.incarnation, number, data, error, row.answered)
+
+    def next(self, here: Sequence[Row]) -> list[Row]:
+        """Who is answered now: all who have made the call that is due, if everybody who is here has made one."""
+        calls = [row.call for row in here if row.call is not None]
+        if not calls or len(calls) < len(here):
+            return []
+        due = min(call.number for call in calls)
+        members = {row.learner: row.call for row in here if row.call is not None and row.call.number == due}
+        kinds = {learner: call.what for learner, call in members.items()}
+        data = tuple((learner, members[learner].data) for learner in sorted(members))
+        error = ""
+        if len(set(kinds.values())) > 1:
+            first, *others = sorted(kinds)
+            other = next(learner for learner in others if kinds[learner] != kinds[first])
+            error = (
+                f"call {due} is {kinds[first]} on learner {first} and {kinds[other]} on learner {other}: all learners "
+                "make the same calls in the same order"
+            )
+        elif sum(len(one) for _, one in data) > MOST_DATA_BYTES:
+            error = f"call {due} carries more than the {MOST_DATA_BYTES} bytes that may travel"
+        self.last = due
+        self._kept[due] = ((), error) if error else (data, "")
+        self._kept.pop(due - KEPT_CALLS, None)
+        return [row for row in here if row.call is not None and row.call.number == due]

@@ -1,0 +1,50 @@
+"""Whether a run can go on at all, as far as its coordinator knows.
+
+Nothing can happen any more where nobody computes, no update or measurement is under way, no pause is due and no wake is
+pending; only a learner that comes could change that, and whether one may is for whoever starts learners to say.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from offbeat.server.coordinator.coordinator import Coordinator
+    from offbeat.server.coordinator.session import Row
+
+MOST_NAMED = 8  # learners in one line
+
+
+def stall_of(coordinator: Coordinator) -> str | None:
+    """One line that names the policy and what each learner waits for; None where something can still happen."""
+    here = [row for row in coordinator.rows.values() if row.here]
+    if not coordinator.seeded or coordinator.finished or not here:
+        return None
+    if coordinator.rests.holds_back or coordinator.wake.at_s is not None:
+        return None
+    if not coordinator.desk.idle or coordinator.inbox or any(_computes(row) for row in here):
+        return None
+    waits = [f"learner {row.learner} waits for {_waits_for(coordinator, row)}" for row in here]
+    more = f", and {len(waits) - MOST_NAMED} more learners wait" if len(waits) > MOST_NAMED else ""
+    return (
+        f"'{coordinator.setting.line}' stands still at update {coordinator.policy.version}: no learner computes, no "
+        f"update is under way and no wake is pending; {', '.join(waits[:MOST_NAMED])}{more}"
+    )
+
+
+def _computes(row: Row) -> bool:
+    """It was told to, and has not answered: it computes, or has yet to say that it was cancelled."""
+    return row.go is not None and row.go.seq > row.answered
+
+
+def _waits_for(coordinator: Coordinator, row: Row) -> str:
+    held = coordinator.gradients.values()
+    if row.grant is not None:
+        return f"room for its gradient ({len(held)} are held in {coordinator.desk.slots} slots)"
+    if row.call is not None:
+        return f"the others at its call {row.call.number} ({row.call.what})"
+    if row.want is not None:
+        return "samples"
+    if any(gradient.learner == row.learner for gradient in held):
+        return "the policy to apply its gradient"
+    return "the policy to send it weights"

@@ -1,0 +1,1 @@
+"""A learner: what a program gets from `offbeat.join`, and how its gradients reach the coordinator and the shards."""

@@ -1,0 +1,191 @@
+"""How a program becomes a learner: under `offbeat run`, under torchrun, or alone.
+
+    offbeat run   the supervisor is the parent; where to find the run stands in the environment
+    torchrun      the first rank starts the services beside itself, the others find them through torchrun's store
+    alone         one learner, which starts the services beside itself
+
+With an all-reduce strategy there are no services: the learner is a rank of a process group with the offbeat backend.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from offbeat.collectives.options import mark_joined
+from offbeat.errors import OffbeatError, RequestError, unknown
+from offbeat.policies import create
+from offbeat.policies.damping import CORRECT, KEEP
+from offbeat.server.learner.interface import Learner
+from offbeat.server.learner.reduced_learner import ReducedLearner
+from offbeat.server.learner.served_learner import ServedLearner
+from offbeat.strategy import ALL_REDUCE, family_of
+
+DEFAULT = "async"
+_KEY = "services"
+
+
+def join(sync: str | None = None, *, servers: int = 1, threads: int | None = 1, staleness: str = CORRECT) -> Learner:
+    """Become a learner of the run that this program was started in, and return it; see `help(offbeat.Learner)`.
+
+        learner = offbeat.join()
+        model, optimizer, loader = learner.prepare(model, optimizer, loader)
+        for inputs, targets in loader:
+            with learner.minibatch():
+                optimizer.zero_grad()
+                loss_fn(model(inputs), targets).backward()
+                optimizer.step()
+        learner.finish()
+
+    The program is started in one of three ways, on one host:
+
+        offbeat run --learners 4 --sync k-sync:3 script.py
+        OFFBEAT_SYNC=k-sync:3 torchrun --nproc-per-node 4 script.py
+        python script.py            one learner
+
+    sync        The strategy, any line of `offbeat strategies`: "k-sync:3", "async", "ring". What `offbeat run --sync`
+                or OFFBEAT_SYNC says is used instead, where it is given. The default is "async".
+    servers     How many processes hold the parameters, each a shard. Only where this call starts them: under torchrun
+                and alone. `offbeat run` has `--servers`.
+    threads     Torch threads of this learner, 1 by default since learners share the cores; None leaves them as they
+                are.
+    staleness   "correct" shortens the steps of stale gradients, "keep" leaves them as the optimizer says. Only where
+                this call starts the servers; `offbeat run` has `--staleness`.
+
+    A `RequestError` names a strategy that is not known, or does not fit the number of learners.
+    """
+    _end_requests_in_one_line()
+    mark_joined()
+    if threads is not None:
+        torch.set_num_threads(threads)
+    told = os.environ
+    line = told.get("OFFBEAT_SYNC") or sync or DEFAULT
+    reduces = family_of(line) == ALL_REDUCE
+    if staleness not in (CORRECT, KEEP):
+        raise unknown("staleness", staleness, (CORRECT, KEEP))
+    slow = tuple(told.get("OFFBEAT_SLOW", "").split())
+    seed = int(told.get("OFFBEAT_SEED", "0"))
+    learner: ServedLearner | ReducedLearner
+    if reduces:
+        learner = ReducedLearner(line, slow=slow, seed=seed)
+        _end_requests_in_one_line()  # making a process group has replaced it
+    else:
+        learner = join_run(line, servers=servers, slow=slow, seed=seed, setting={"corrects": staleness == CORRECT})
+    learner.says_notes = learner.number == 0
+    return learner
+
+
+def _end_requests_in_one_line() -> None:
+    """A `RequestError` that nobody catches ends the program as it ends a command: one line, and exit code 2."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not issubclass(kind, RequestError):
+            before(kind, error, trace)
+            return
+        ours = Path(__file__).parent.parent
+        frames = [frame for frame in traceback.extract_tb(trace) if ours not in Path(frame.filename).parents]
+        where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: " if frames else ""
+        print(f"offbeat: {where}{error}", file=sys.stderr)
+        raise SystemExit(kind.exit_code)  # what an excepthook raises so is the program's exit code
+
+    sys.excepthook = hook
+
+
+def join_run(line: str, *, servers: int, slow: Sequence[str], seed: int, setting: Mapping[str, Any]) -> ServedLearner:
+    """Become a learner of a parameter server. `setting` is for the services, where this call starts them."""
+    told = os.environ
+    if "OFFBEAT_DOOR" in told:
+        return ServedLearner(
+            line=line,
+            number=int(told["OFFBEAT_LEARNER"]),
+            learners=int(told["OFFBEAT_LEARNERS"]),
+            door=told["OFFBEAT_DOOR"],
+            token=told["OFFBEAT_TOKEN"],
+            slow=slow,
+            seed=seed,
+        )
+    rank, learners = int(told.get("RANK", "0")), int(told.get("WORLD_SIZE", "1"))
+    create(line, expect=learners)  # before anything is started
+    plan = {**setting, "line": line, "learners": learners, "shards": servers}
+    services = _Services(plan, seed) if rank == 0 else None
+    found = services.address if services is not None else None
+    if learners > 1:
+        found = _share(found, rank, learners)
+    assert found is not None
+    return ServedLearner(
+        line=line,
+        number=rank,
+        learners=learners,
+        door=found["door"],
+        token=found["token"],
+        slow=slow,
+        seed=seed,
+        at_end=None if services is None else services.close,
+    )
+
+
+def _share(found: dict[str, str] | None, rank: int, learners: int) -> dict[str, str]:
+    """From the first rank to all."""
+    key = f"{_KEY}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    answer: dict[str, str] = json.loads(through_store(key, None if found is None else json.dumps(found)))
+    return answer
+
+
+def through_store(key: str, value: str | None) -> str:
+    """What stands under a key in the store that torchrun keeps; one who gives a value sets it, others wait for it."""
+    rank, learners = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    except (KeyError, ValueError):
+        raise RequestError("WORLD_SIZE is set, but not MASTER_ADDR and MASTER_PORT: start with torchrun") from None
+    owns = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if owns and _stores:
+        store = _stores[0]
+    else:
+        store = TCPStore(host, port, learners, is_master=owns, timeout=timedelta(seconds=60), wait_for_workers=False)
+    if owns and not _stores:
+        _stores.append(store)
+    if value is not None:
+        store.set(f"offbeat/{key}", value)
+    found: bytes = store.get(f"offbeat/{key}")
+    return found.decode()
+
+
+_stores: list[Any] = []  # kept open for those who come later
+
+
+class _Services:
+    """Coordinator and servers of a run whose learners start by themselves, as a process beside this one."""
+
+    def __init__(self, setting: Mapping[str, Any], seed: int) -> None:
+        plan = {"setting": setting, "seed": seed, "log": os.environ.get("OFFBEAT_LOG")}
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "offbeat.server.services", json.dumps(plan)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert self.process.stdout is not None
+        said = self.process.stdout.readline()
+        if not said:
+            raise OffbeatError(f"the services of the run did not start (exit code {self.process.wait()})")
+        self.address: dict[str, str] = json.loads(said)
+
+    def close(self) -> None:
+        """They end when all learners have left; this process is the one that they live beside."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.wait()
+        self.process.stdout.close()

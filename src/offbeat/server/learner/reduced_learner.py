@@ -1,0 +1,322 @@
+"""The same learner's interface for all-reduce strategies: DDP on the offbeat backend. Only the line changes."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import cycle, islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import HashStore, TCPStore
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from offbeat.collectives.backend import stats
+from offbeat.errors import RequestError
+from offbeat.processes.slowness import Slowness
+from offbeat.runs.learning import sign_of_losses, warning_of_losses
+from offbeat.server.learner.learner_collectives import Talks, decode, encode
+from offbeat.server.learner.leased_loader import why_local
+from offbeat.strategy import NATIVE
+
+
+class Round:
+    """One minibatch of an all-reduce: it is never cancelled. `loss` may be set, for the warning about trainings that
+    do not learn."""
+
+    cancelled = False
+
+    def __init__(self) -> None:
+        self.loss: float | torch.Tensor | None = None
+        self.samples: int | None = None
+        self.began_s = time.monotonic()
+
+
+class ReducedLearner(Talks):
+    """A rank of a process group in DDP, as `offbeat.join()` returns it for an all-reduce such as "ring".
+
+    `help(offbeat.Learner)` describes the calls that every strategy has. Attributes: `strategy` (the line), `number` (of
+    this rank), `learners` (how many), `version` (updates made so far), `notes` (what `prepare` did differently).
+    """
+
+    def __init__(self, line: str, *, slow: Sequence[str] = (), seed: int = 0) -> None:
+        self.strategy = line
+        self.number = int(os.environ.get("RANK", "0"))
+        self.learners = int(os.environ.get("WORLD_SIZE", "1"))
+        self.version = 0
+        self._slowness = Slowness(slow, learner=self.number, learners=self.learners, seed=seed) if slow else None
+        self._seed = seed
+        self._now: Round | None = None
+        self._losses: list[float | torch.Tensor] = []
+        self._busy_s = 0.0  # in minibatches, with what they wait for
+        self._given: Mapping[str, Any] | None = None  # by `load_state_dict`, until `prepare`
+        self._trains: tuple[nn.Module, torch.optim.Optimizer] | None = None
+        self._loader: _Shared | None = None
+        self._forwards = 0  # of the model in DDP, since the last step
+        self._owns_group = not dist.is_initialized()
+        if self._owns_group:
+            os.environ.setdefault("OFFBEAT_STRATEGY", line)
+            alone = "MASTER_ADDR" not in os.environ
+            store = HashStore() if alone else None
+            dist.init_process_group(
+                "gloo" if line == NATIVE else "offbeat", rank=self.number, world_size=self.learners, store=store
+            )
+        atexit.register(self.close)
+
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loader: Any = None,
+        scheduler: Any = None,
+        *,
+        clip_norm: float | None = None,
+        gradients: str | None = None,
+        in_place: bool = False,
+    ) -> tuple[Any, ...]:
+        """The model in DDP, the optimizer as it is, the loader with this rank's share of each epoch."""
+        if gradients is not None or in_place:
+            self.notes += ("gradients= and in_place= are for a parameter server: DDP has its own communication hooks",)
+        if self._trains is not None:
+            raise RequestError("this learner was prepared before: a run has one model")
+        if self._given is not None:
+            model.load_state_dict(self._given["model"])
+            optimizer.load_state_dict(self._given["optimizer"])
+        self._trains = model, optimizer
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        wrapped.register_forward_pre_hook(self._count_forward)
+        own_step = optimizer.step
+
+        def step(closure: Any = None) -> Any:
+            if closure is None:
+                self._check_forward()
+            if clip_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+            if self._slowness is not None and self._now is not None:
+                self._slowness.act(time.monotonic() - self._now.began_s, lambda: False)
+            self.version += 1
+            return own_step(closure) if closure is not None else own_step()
+
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # as torch marks the steps it has wrapped
+        optimizer.step = step  # type: ignore[method-assign]  # the point of it
+        given: list[Any] = [wrapped, optimizer]
+        if loader is not None:
+            given.append(self._share(loader))
+        if scheduler is not None:
+            given.append(scheduler)
+        self._given = None
+        self._say_notes()
+        return tuple(given)
+
+    def _count_forward(self, *_: object) -> None:
+        self._forwards += 1
+
+    def _check_forward(self) -> None:
+        """Gradients are averaged by the model that `prepare` returns, and by no other."""
+        if not self._forwards:
+            raise RequestError(
+                "the model that learner.prepare returned was not used in this step, so that no gradient was averaged; "
+                "write: model, optimizer, loader = learner.prepare(model, optimizer, loader)"
+            )
+        self._forwards = 0
+
+    def _share(self, loader: Any) -> Any:
+        own = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+        why = why_local(loader)
+        if own and isinstance(loader.sampler, DistributedSampler):
+            self.notes += ("the loader has a DistributedSampler already: it is left as it is",)
+            return loader
+        if not own or "iterates in its own way" in why:
+            self.notes += (f"every learner goes through its own data, since {why}",)
+            return loader
+        if why:
+            self.notes += (
+                f"the loader keeps its order, since {why}: of what that gives, each learner takes its share",
+            )
+        self._loader = _Shared(loader, self._seed, plain=not why)
+        if self._given is not None:
+            self._loader.epoch = self._given["epoch"]
+        return self._loader
+
+    # --- checkpoints, and the other learners --------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a run goes on from: weights, optimizer state, version and epoch; see `ServedLearner.state_dict`."""
+        if self._trains is None:
+            raise RequestError("call learner.prepare(model, optimizer, loader) first")
+        model, optimizer = self._trains
+        return {
+            "strategy": self.strategy,
+            "version": self.version,
+            "epoch": 0 if self._loader is None else self._loader.epoch,
+            "model": {name: value.detach().clone() for name, value in model.state_dict().items()},
+            "optimizer": optimizer.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave, of this line or another. Before `prepare`, on all learners alike."""
+        if self._trains is not None:
+            raise RequestError("the learner is prepared: load what was saved before learner.prepare")
+        missing = {"model", "optimizer", "version", "epoch"} - state.keys()
+        if missing:
+            raise RequestError(f"this is not what learner.state_dict() gave: {', '.join(sorted(missing))} is missing")
+        self._given = state
+
+    def _exchange(self, what: str, data: bytes, timeout_s: float) -> dict[int, bytes]:
+        """By the process group; it has a time limit of its own."""
+        kinds = [one.decode() for one in _gather_bytes(what.encode())]
+        for learner, theirs in enumerate(kinds):
+            if theirs != kinds[0]:
+                raise RequestError(
+                    f"a call is {kinds[0]} on learner 0 and {theirs} on learner {learner}: all learners make the same "
+                    "calls in the same order"
+                )
+        return dict(enumerate(_gather_bytes(data)))
+
+    # --- the loop -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def minibatch(self) -> Iterator[Round]:
+        """One minibatch, as a `with` block: forward, backward, `optimizer.step()`."""
+        self._now = now = Round()
+        try:
+            yield now
+        finally:
+            self._now = None
+            self._busy_s += time.monotonic() - now.began_s
+            if now.loss is not None:
+                self._losses.append(now.loss.detach() if isinstance(now.loss, torch.Tensor) else now.loss)
+
+    def finish(self) -> None:
+        """Wait until all learners are done; they have the same weights. Call it once, after the last epoch."""
+        dist.barrier()
+        key = os.environ.get("OFFBEAT_SUMMARY")  # `offbeat run` reads it
+        if key is None or not self._owns_group:
+            return
+        summary = self._summary()
+        if self.number == 0:
+            store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+            store.set(key, json.dumps(summary))
+
+    def _summary(self) -> dict[str, Any]:
+        """What all ranks have done together. Waiting: for ranks that came later, as far as this backend sees it."""
+        counted = None if self.strategy == NATIVE else stats()
+        sent, received, waited = (
+            (0, 0, 0.0) if counted is None else (counted.sent_bytes, counted.received_bytes, counted.waited_s)
+        )
+        sign = sign_of_losses([float(loss) for loss in self._losses], 1)
+        mine = [sent, received, waited, self._busy_s, sign is not None]
+        total = torch.tensor(mine, dtype=torch.float64)
+        dist.all_reduce(total)
+        sent, received, waited, busy, warned = total.tolist()
+        return {
+            "updates": self.version,
+            "sent_bytes": None if counted is None else int(sent),
+            "received_bytes": None if counted is None else int(received),
+            "wait_share": None if counted is None or not busy else min(1.0, waited / busy),
+            "warning": warning_of_losses(sign) if sign is not None and warned > self.learners / 2 else None,
+        }
+
+    def close(self) -> None:
+        """Leave the process group, where `join` made it. It is called by itself at the end of the program."""
+        atexit.unregister(self.close)
+        if self._owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _gather_bytes(data: bytes) -> list[bytes]:
+    """What each rank of the process group gives, on all."""
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(data)]))
+    longest = max(1, *(int(size) for size in sizes))
+    mine = torch.zeros(longest, dtype=torch.uint8)
+    mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else mine[:0]
+    found = [torch.empty_like(mine) for _ in sizes]
+    dist.all_gather(found, mine)
+    return [one[: int(size)].numpy().tobytes() for one, size in zip(found, sizes, strict=True)]
+
+
+class _Shared:
+    """A loader with this rank's share, another order each epoch if the user's shuffles."""
+
+    def __init__(self, loader: DataLoader[Any], seed: int, *, plain: bool) -> None:
+        self.epoch = 0
+        self._sampler: DistributedSampler[Any] | _EveryNth
+        batches: Any = loader.batch_sampler
+        order: dict[str, Any]
+        if batches is not None and type(batches) is not BatchSampler:
+            self._sampler = _EveryNth(batches, drop_last=False)
+            order = {"batch_sampler": self._sampler}
+        else:
+            sampler = loader.sampler if batches is None else batches.sampler
+            drop_last = batches is not None and batches.drop_last
+            if plain:
+                shuffles = isinstance(sampler, RandomSampler)
+                self._sampler = DistributedSampler(loader.dataset, shuffle=shuffles, seed=seed, drop_last=drop_last)
+            else:
+                self._sampler = _EveryNth(sampler, drop_last=drop_last)
+            size = None if batches is None else batches.batch_size
+            order = {"sampler": self._sampler, "batch_size": size, "drop_last": drop_last}
+        self._loader: DataLoader[Any] = DataLoader(
+            loader.dataset,
+            **order,
+            num_workers=loader.num_workers,
+            collate_fn=loader.collate_fn,
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            generator=loader.generator,
+            prefetch_factor=loader.prefetch_factor,
+            persistent_workers=loader.persistent_workers,
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        self._sampler.set_epoch(self.epoch)
+        yield from self._loader
+        self.epoch += 1
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+
+class _EveryNth:
+    """A sampler (or batch sampler) of the user's own, shared out: rank i takes what comes i-th of every P.
+
+    What the first rank's gives is taken on all, so that nothing comes twice, however each is seeded; what does not
+    divide evenly is filled up from the beginning, or dropped. One without a length is taken as it comes: it must give
+    the same on all ranks.
+    """
+
+    def __init__(self, given: Any, *, drop_last: bool) -> None:
+        self._given, self._drop_last = given, drop_last
+        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self._given, "set_epoch"):
+            self._given.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        if not hasattr(self._given, "__len__"):
+            return islice(iter(self._given), self._rank, None, self._ranks)
+        whole = decode(_gather_bytes(encode(list(self._given)) if self._rank == 0 else b"")[0])
+        share = self._share_of(len(whole))
+        return islice(cycle(whole), self._rank, share * self._ranks, self._ranks)
+
+    def __len__(self) -> int:
+        return self._share_of(len(self._given))
+
+    def _share_of(self, many: int) -> int:
+        return many // self._ranks if self._drop_last else -(-many // self._ranks)

@@ -1,0 +1,164 @@
+"""A run's arithmetic in one process: versions of the weights, gradients, and updates made by the servers' own code.
+
+For whoever makes a run again (`replay`) or trains in virtual time. Law: the same gradients, in the same order, with the
+same hyperparameters give the same weights as on the servers, bit for bit: it is the same code (`updates`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from msgspec import structs
+from torch import Tensor, nn
+
+from offbeat.server.coordinator.update_queue import clip_of
+from offbeat.server.parameter_layout import DTYPES, parts_of, table_of
+from offbeat.server.shard import optimizers
+from offbeat.server.shard.updates import Updates
+from offbeat.server.wire import Hyper, Job
+
+
+class Replica:
+    """Gradients lie under numbers that whoever computes them chooses; each is gone when it was applied."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        clip_norm: float = 0.0,
+        gradients: str | None = None,
+        outer: Sequence[Hyper] | None = None,
+    ) -> None:
+        """The weights are the model's, the rule is the optimizer's; with `outer` it is SGD with these numbers."""
+        self.parts, groups = parts_of(model, optimizer)
+        rule, hypers = optimizers.describe(optimizer) if outer is None else ("sgd", list(outer))
+        states = optimizers.state_names(rule, hypers)
+        self.table = table_of(
+            model, self.parts, groups, rule=rule, states=states, clip_norm=clip_norm, gradients=gradients
+        )
+        dtype, items, self.device = DTYPES[self.table.dtype], self.table.items, self.parts.trained[0].device
+        self.version = 0
+        self.weights: dict[int, Tensor] = {0: torch.empty(items, dtype=dtype, device=self.device)}
+        self.slots: dict[int, Tensor] = {}
+        self.states = [{name: torch.zeros(items, dtype=dtype, device=self.device) for name in states} for _ in range(2)]
+        self.offsets = self.table.offsets()
+        self._absent: dict[int, frozenset[int]] = {}  # parameters without a gradient
+        steps = [torch.zeros(len(self.table.sizes), dtype=torch.int64) for _ in range(2)]
+        self._updates = Updates(self, 0, items, steps, self.device)
+        self._travels = DTYPES[self.table.gradients]
+        self.read_model(0)
+
+    @property
+    def current(self) -> Tensor:
+        return self.weights[self.version]
+
+    # --- the model ---------------------------------------------------------------------------------------------------
+
+    def read_model(self, version: int) -> None:
+        """The model's weights become those of a version."""
+        vector = self.weights[version]
+        with torch.no_grad():
+            for start, parameter in zip(self.offsets, self.parts.trained, strict=True):
+                vector[start : start + parameter.numel()].view(parameter.shape).copy_(parameter)
+
+    def write_model(self, vector: Tensor, trained: Sequence[Tensor] = ()) -> None:
+        """Weights into the model, or into these tensors of another one like it."""
+        with torch.no_grad():
+            for start, parameter in zip(self.offsets, trained or self.parts.trained, strict=True):
+                parameter.copy_(vector[start : start + parameter.numel()].view(parameter.shape))
+
+    # --- gradients ---------------------------------------------------------------------------------------------------
+
+    def take_gradient(self, number: int) -> None:
+        """What backward has left in the model."""
+        slot = self.slots[number] = torch.empty(self.table.items, dtype=self._travels, device=self.device)
+        absent = []
+        for index, (start, parameter) in enumerate(zip(self.offsets, self.parts.trained, strict=True)):
+            place = slot[start : start + parameter.numel()]
+            if parameter.grad is None:
+                absent.append(index)
+                place.zero_()
+            else:
+                place.view(parameter.shape).copy_(parameter.grad)
+        self._absent[number] = frozenset(absent)
+
+    def put_gradient(self, number: int, gradient: Tensor, absent: frozenset[int] = frozenset()) -> None:
+        """A flat one; it is not copied."""
+        self.slots[number] = gradient
+        self._absent[number] = absent
+
+    def absent(self, number: int) -> frozenset[int]:
+        """The parameters that have no part in this gradient."""
+        return self._absent[number]
+
+    def drop(self, numbers: Collection[int]) -> None:
+        for number in numbers:
+            self.slots.pop(number, None)
+            self._absent.pop(number, None)
+
+    # --- updates -----------------------------------------------------------------------------------------------------
+
+    def apply(
+        self,
+        numbers: Sequence[int],
+        scales: Sequence[float],
+        hyper: Sequence[Hyper],
+        *,
+        damping: float = 1.0,
+        compensation: float = 0.0,
+        reads: Sequence[int] = (),
+    ) -> None:
+        """One update, as the coordinator orders it and a shard makes it. `reads`: the version of each gradient."""
+        self.weights[self.version + 1] = torch.empty_like(self.current)
+        job = Job(
+            shard=0,
+            number=self.version + 1,
+            kind="apply",
+            version=self.version + 1,
+            source=self.version,
+            target=self.version + 1,
+            slots=tuple(numbers),
+            scales=tuple(scales),
+            damping=damping,
+            hyper=tuple(hyper),
+            skip=tuple(sorted(frozenset.intersection(*(self._absent[number] for number in numbers)))),
+            compensation=compensation,
+            reads=tuple(reads),
+        )
+        if self.table.clip_norm:
+            job = structs.replace(job, clip=clip_of(self._updates.norm(job), self.table.clip_norm))
+        self._updates.apply(job)
+        self.version += 1
+        self.drop(numbers)
+
+    def skip(self) -> None:
+        """A version more with the same weights: there was nothing to apply."""
+        self.weights[self.version + 1] = self.current.clone()
+        old, new = self.version % 2, (self.version + 1) % 2
+        for name, vector in self.states[old].items():
+            self.states[new][name].copy_(vector)
+        self._updates.steps[new].copy_(self._updates.steps[old])
+        self.version += 1
+
+    def drift(self, version: int) -> float:
+        """|w_now - w_then|^2."""
+        moved = (self.current - self.weights[version]).double()
+        return float(torch.dot(moved, moved))
+
+    def keep(self, versions: Collection[int]) -> None:
+        """Only these may still be asked for, and the current one."""
+        self.weights = {
+            version: one for version, one in self.weights.items() if version in versions or version == self.version
+        }
+
+    def forget(self, state: str) -> None:
+        """Sets a vector of the optimizer's state back to what it is at first, where the optimizer has it."""
+        for states in self.states:
+            if state in states:
+                states[state].zero_()
+
+    def load(self, vector: Tensor) -> None:
+        """Go on from these weights; the optimizer's state stays."""
+        self.current.copy_(vector)

@@ -1,0 +1,53 @@
+"""A server's process: takes jobs, does them on its shard of the arena, says so."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import torch
+
+from offbeat.errors import EventError, PeerError
+from offbeat.server import handshake
+from offbeat.server.arena import Arena, ShardMemory
+from offbeat.server.shard.shard import Shard
+from offbeat.server.wire import MOST_BYTES, PROTOCOL, Done, Job, decode_output, encode
+
+_AGAIN_S = 600.0  # for a coordinator that goes through its journal
+_NOBODY_S = 1.0  # for a door that is not there
+
+
+def serve(name: str, token: str, shard: int, generation: int) -> None:
+    """Until the coordinator is gone for good."""
+    torch.set_num_threads(1)
+    introduction = handshake.Introduction(PROTOCOL, token, "server", shard, handshake.versions())
+    machine: Shard | None = None
+    while True:
+        line, arena = _come_in(name, introduction)
+        if machine is None:
+            machine = Shard(shard, generation, ShardMemory(arena, shard))
+        try:
+            line.send(encode(machine.ready()))
+            while data := line.recv(MOST_BYTES):
+                job = decode_output(data)
+                if not isinstance(job, Job):
+                    raise EventError(f"a server was told {job}")
+                began = time.perf_counter()
+                done = machine.handle(job)
+                seconds = time.perf_counter() - began
+                line.send(encode(Done(done.shard, done.generation, done.number, done.sums, seconds)))
+        except OSError:
+            pass
+        line.close()
+
+
+def _come_in(name: str, introduction: handshake.Introduction) -> tuple[socket.socket, Arena]:
+    start = time.monotonic()
+    while True:
+        try:
+            line, _, arena = handshake.knock(name, introduction, handshake.GREETING_S)
+            return line, arena
+        except PeerError as error:
+            if time.monotonic() - start > (_NOBODY_S if isinstance(error, handshake.NobodyError) else _AGAIN_S):
+                raise SystemExit(0) from None  # there is nobody any more
+            time.sleep(0.05)

@@ -1,0 +1,52 @@
+"""A run's summary in words, for a person who opens its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from offbeat.runs.metrics import format_accuracy, format_traffic
+from offbeat.spec import count_of, format_seconds
+from offbeat.strategy import ALL_REDUCE, family_of
+from offbeat.train.config import Config
+
+
+def summary_of(config: Config, end: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> str:
+    """Some sentences. What is not known is not said."""
+    strategy = f"{count_of(config.learners, 'learner')} under '{config.sync}'"
+    if family_of(config.sync) != ALL_REDUCE:
+        strategy += f" with {count_of(config.servers, 'server')}"
+    lines = [f"{config.name}: {config.model.name} on {config.data.name}, {strategy}, {config.train.precision}."]
+    seconds = end.get("seconds", 0.0)
+    done = f"{count_of(end.get('epochs', 0), 'epoch')} and {count_of(end.get('updates', 0), 'update')}"
+    kind = "simulated training" if end.get("simulated") else "training (evaluation left out)"
+    lines.append(f"It went through {done} in {format_seconds(seconds)} of {kind}.")
+    accuracy, loss = end.get("accuracy"), end.get("loss")
+    if accuracy is not None:
+        told = "that is not a number" if loss is None else f"of {loss:.4f}"
+        right = format_accuracy(accuracy, end.get("test_samples"))
+        lines.append(f"On the test set {right} are right, with a loss {told}.")
+        best = max(metrics, key=lambda record: record.get("accuracy") or 0.0, default=None)
+        if best is not None and (best.get("accuracy") or 0.0) > accuracy:
+            lines.append(f"The best was {100 * best['accuracy']:.2f} %, after epoch {best['epoch']}.")
+    elif loss is not None:
+        lines.append(f"On the test set the loss is {loss:.4f}.")
+    lines.append(f"It applied {end.get('samples_per_s', 0.0):,.0f} samples a second; learners waited for")
+    lines[-1] += f" {100 * end.get('wait_share', 0.0):.1f} % of the time."
+    if end.get("sent_bytes") is not None:
+        told = format_traffic(end["sent_bytes"], end.get("received_bytes") or 0, end.get("wait_share"))
+        lines.append(f"Learners {told}.")
+    staleness = end.get("staleness_mean")
+    if staleness is not None:
+        lines.append(f"Gradients were {staleness:.2f} versions old on average when they were applied.")
+    dropped = metrics[-1].get("dropped") if metrics else None
+    if dropped:
+        told = ", ".join(f"{many} ({why})" for why, many in dropped.items())
+        lines.append(f"Samples that were not applied: {told}.")
+    if end.get("warning"):
+        lines.append(f"Warning: {end['warning']}.")
+    if end.get("stopped"):
+        lines.append(f"It ended before its last epoch: {end.get('why')}.")
+        if not end.get("simulated"):
+            lines.append(f"Go on with: offbeat train --resume {end.get('run_dir')}")
+    return "\n".join(lines) + "\n"

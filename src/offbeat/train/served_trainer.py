@@ -1,0 +1,205 @@
+"""Learners of a parameter server: which minibatch counts, and when, is the policy's to say.
+
+Samples are leased, a minibatch at a time. The servers hold weights and optimizer; what a learner has for itself are its
+buffers, and under local-sgd and Downpour an optimizer of its own. In a rest everybody hands in that part, by way of the
+run's folder, and the one who leads looks at the servers' weights.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from offbeat.policies import create
+from offbeat.server.learner.connection import RunOverError
+from offbeat.server.learner.join import join_run
+from offbeat.server.learner.served_learner import ServedLearner
+from offbeat.server.wire import Rest
+from offbeat.train.checkpoint import Checkpoint
+from offbeat.train.config import Config
+from offbeat.train.learner_snapshot import Part, Traffic, load_optimizer, optimizer_tensors
+from offbeat.train.learning_rate import correction_of, optimizer_of
+from offbeat.train.tasks import collate_of
+from offbeat.train.trainer import Standing, Trainer, piece_of, size_of
+
+
+def setting_of(config: Config, checkpoint: Checkpoint | None) -> dict[str, Any]:
+    """What the services of a run must know beyond the line: when to rest, and where to go on."""
+    kept = None if checkpoint is None else checkpoint.state["standing"]["server"]
+    return {
+        "again": config.cancelled == "again",
+        **correction_of(config, config.learners),
+        "rest_epochs": True,
+        "rest_every": config.save.every_updates,
+        "book": None if kept is None else kept["book"],
+        "memory": None if kept is None else kept["memory"],
+    }
+
+
+class ServedTrainer(Trainer):
+    """See the module's text."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        config = self.config
+        self._rule = create(config.sync, expect=self.learners).rule
+        self._own_steps = self._rule.delta or self._rule.fetch_every > 0
+        self._base = self.at.update  # versions of the servers are counted from here
+        self._before = Standing() if self.checkpoint is None else Standing(**self.checkpoint.state["standing"])
+        self._before.drop_held("its update was not full when the run was saved")
+        if self.checkpoint is not None and self._own_steps:
+            part = self._own_part(self.checkpoint)
+            if part is not None and part.optimizer:
+                load_optimizer(self.optimizer, part.optimizer)
+        self._twins_optimizer: torch.optim.Optimizer | None = None
+        self.learner: ServedLearner = join_run(
+            config.sync,
+            servers=config.servers,
+            slow=config.slow,
+            seed=config.seed,
+            setting=setting_of(config, self.checkpoint),
+        )
+
+    def traffic(self) -> Traffic | None:
+        return Traffic(self.learner.sent_bytes, self.learner.received_bytes)
+
+    def ask_to_stop(self) -> None:
+        super().ask_to_stop()
+        self.learner.halt_soon()  # also while it waits, where no minibatch begins
+
+    def fit(self) -> None:
+        config, learner = self.config, self.learner
+        train = config.train
+        learner.at_rest = self._at_rest
+        loader: Any = DataLoader(
+            self.task.train,
+            batch_size=train.batch_size * train.accumulate,
+            shuffle=True,
+            num_workers=config.data.workers,
+            collate_fn=collate_of(self.task.train),
+            pin_memory=self.device.type == "cuda",
+            generator=torch.Generator().manual_seed(config.seed),
+        )
+        kept = None if self.checkpoint is None else self.checkpoint.files["server"]
+        self.set_rate(self._base)
+        try:
+            _, _, loader = learner.prepare(
+                self.model, self.optimizer, loader, clip_norm=train.clip_norm or None, kept=kept
+            )
+            if self.checkpoint is not None:
+                self.load_own(self.checkpoint)  # again: joining has made all buffers those of the first
+            if self.number == 0:
+                self.notes += learner.notes
+                self.tell_beginning()
+            loader.epoch = self.at.epoch
+            while loader.epoch < train.epochs:
+                self.at.epoch = loader.epoch
+                self.forget_losses()
+                for batch in loader:
+                    if self.stop_wanted:
+                        learner.halt()
+                    self._minibatch(batch)
+        except RunOverError:
+            pass
+        finally:
+            learner.close()
+
+    def _minibatch(self, batch: Any) -> None:
+        learner, scaler = self.learner, self.precision.scaler
+        rested_s, began_s = learner.rested_s, time.monotonic()
+        many = size_of(batch)
+        counted = False
+        with learner.minibatch() as minibatch:
+            epoch, place = learner.place
+            self.set_chance(epoch, place)
+            total = torch.zeros((), device=self.device)
+            passes = min(self.config.train.accumulate, many)
+            for at in range(passes):
+                start, end = many * at // passes, many * (at + 1) // passes
+                inputs, targets = self.moved(piece_of(batch, start, end) if passes > 1 else batch)
+                loss = self.loss_of(inputs, targets)
+                self.backward(loss * ((end - start) / many) if passes > 1 else loss)
+                total += loss.detach() * ((end - start) / many)
+            if scaler is not None:
+                gradients = (p.grad for p in self.model.parameters() if p.grad is not None)
+                scaler.update(scaler.unscale(gradients))  # before the step, in which the run may be saved
+            minibatch.loss = total
+            minibatch.samples = many
+            update = self._base + learner.version
+            self.set_rate(update)
+            self.count(total, many)  # before the step, in which an epoch may end
+            counted = True
+            self.optimizer.step()  # pushes, waits as the policy says, fetches
+        self.optimizer.zero_grad(set_to_none=True)
+        if minibatch.cancelled:
+            if counted:
+                self.forget(many)
+            return
+        self._count_time(began_s, learner.rested_s - rested_s)
+        self.tell_progress(update, total)
+
+    def _count_time(self, began_s: float, rested_s: float) -> None:
+        ended_s, pushed_s = time.monotonic(), self.learner.pushed_s
+        if pushed_s < began_s:  # a step of its own
+            pushed_s = ended_s
+        self.compute_s += pushed_s - began_s
+        self.wait_s += max(0.0, ended_s - pushed_s - rested_s)
+
+    # --- rests ------------------------------------------------------------------------------------------------------
+
+    def own_part(self) -> Part:
+        part = super().own_part()
+        if self._own_steps:
+            part.optimizer = optimizer_tensors(self.optimizer)
+        return part
+
+    def _at_rest(self, rest: Rest) -> bool:
+        if not rest.lead:
+            try:
+                self.run.hand_in(rest.number, self.number, self.own_part().encode())
+            except OSError as error:  # training goes on
+                self.note(f"cannot write to {self.run.path}: {error.strerror}")
+            return False
+        facts = json.loads(rest.facts)
+        if not facts["seeded"] or facts["book"] is None:  # nothing has happened yet
+            return True
+        return self.look(self._standing(facts), self.run.handed_in(rest.number))
+
+    def _standing(self, facts: dict[str, Any]) -> Standing:
+        before, samples = self._before, facts["samples"]
+        dropped = dict(before.dropped)
+        for fate, many in samples.items():
+            if fate != "applied" and not fate.startswith("computed again: "):
+                name = fate.removeprefix("dropped: ")
+                dropped[name] = dropped.get(name, 0) + many
+        old, gradients = before.staleness or 0.0, before.gradients + facts["gradients"]
+        return Standing(
+            epoch=facts["book"]["epoch"],
+            update=self._base + facts["version"],
+            seconds=before.seconds + facts["seconds"],
+            applied=before.applied + samples.get("applied", 0),
+            dropped=dropped,
+            held=facts["held"],
+            offset=sum(end - start for start, end in facts["book"]["settled"]),
+            staleness=(old * before.gradients + facts["staleness"] * facts["gradients"]) / max(1, gradients),
+            gradients=gradients,
+            epoch_end=facts["epoch_end"],
+            halt=facts["halt"],
+            server={"book": facts["book"], "memory": facts["memory"]},
+        )
+
+    def still_leads(self) -> bool:
+        return not self.learner.is_given_up
+
+    def load_weights(self, twin: nn.Module) -> None:
+        if self._twins_optimizer is None:
+            self._twins_optimizer = optimizer_of(twin, self.config.train)
+        self.learner.load_current(twin, self._twins_optimizer)
+
+    def optimizer_files(self) -> dict[str, dict[str, Tensor]]:
+        return {"server": self.learner.snapshot()}
