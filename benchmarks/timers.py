@@ -79,7 +79,7 @@ def main() -> int:
         simulated = policies.steady(decisions, updates)
         with tempfile.TemporaryDirectory(prefix="offbeat-bench-") as folder:
             log = Path(folder) / "run.jsonl"
-            request = policies.Request(lines=(line,), learners=LEARNERS, updates=updates)
+            request = policies.PoliciesRequest(lines=(line,), learners=LEARNERS, updates=updates)
             policies.run(request, law, line, updates, log, 60.0)
             real_decisions = read_log(log).decisions
         real = policies.steady(real_decisions, updates)

@@ -18,7 +18,7 @@ import pytest
 from offbeat.cli import main
 from offbeat.commands import watch
 from offbeat.commands.progress import Progress
-from offbeat.commands.watch import Clock, Feed, find_run, look_at
+from offbeat.commands.watch import Clock, Feed, find_run, read_state
 from offbeat.errors import RequestError
 from offbeat.train.rundir import Hold, RunDir
 from offbeat.train.telemetry import Live
@@ -149,7 +149,7 @@ def test_who_comes_late_sees_what_the_run_itself_sees(joined_s: float, tmp_path:
     clock = Clock()
     watched = Progress(clock)
     feed = Feed(run.dir, clock, watched)
-    for record in feed.records(look_at(run.dir)):
+    for record in feed.records(read_state(run.dir)):
         watched.hear(record)
     own.now_s = clock.now_s = now
     for name, value in seen_by(shown).items():
@@ -168,7 +168,7 @@ def test_who_stays_sees_it_too_and_nothing_twice(tmp_path: Path) -> None:
         shown.hear(record)
         if round(at_s * 4) % 2 == 0:  # each half second, as it is written
             run.write()
-            for one in feed.records(look_at(run.dir)):
+            for one in feed.records(read_state(run.dir)):
                 heard.append(one)
                 watched.hear(one)
             clock.now_s = own.now_s
@@ -177,18 +177,18 @@ def test_who_stays_sees_it_too_and_nothing_twice(tmp_path: Path) -> None:
     assert (kinds.count("begin"), kinds.count("evaluated"), kinds.count("saved")) == (1, 4, 4)
     assert watched.evaluations == shown.evaluations and watched.samples == shown.samples
     assert watched.samples_per_s == pytest.approx(shown.samples_per_s, rel=0.1)
-    assert list(feed.records(look_at(run.dir))) == []
+    assert list(feed.records(read_state(run.dir))) == []
 
 
 def test_an_evaluation_is_shown_when_the_snapshot_has_it(tmp_path: Path) -> None:
     run = Run(tmp_path / "run").go_on(4.0)
     feed = Feed(run.dir, Clock(), Progress())
-    list(feed.records(look_at(run.dir)))
+    list(feed.records(read_state(run.dir)))
     run.dir.add_metrics(evaluated(1))
-    assert list(feed.records(look_at(run.dir))) == []
+    assert list(feed.records(read_state(run.dir))) == []
     run.live.hear(evaluated(1), run.at_s)
     run.write()
-    assert [one["kind"] for one in feed.records(look_at(run.dir))] == ["evaluated"]
+    assert [one["kind"] for one in feed.records(read_state(run.dir))] == ["evaluated"]
 
 
 def test_notes_are_shown_once_however_many_there_were(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_notes_are_shown_once_however_many_there_were(tmp_path: Path) -> None:
         for _ in range(many):
             run.hear({"kind": "note", "text": f"note {run.live._noted}"})
         run.write()
-        told.append([one["text"] for one in feed.records(look_at(run.dir))])
+        told.append([one["text"] for one in feed.records(read_state(run.dir))])
     assert told[0] == ["note 0", "note 1", "note 2"] and told[1] == []
     assert told[2] == [f"note {number}" for number in range(13, 33)]  # the last twenty
     assert told[3] == ["note 33"]
@@ -210,12 +210,12 @@ def test_a_run_that_torchrun_starts_again_is_shown_from_its_new_beginning(tmp_pa
     clock = Clock()
     watched = Progress(clock)
     feed = Feed(run.dir, clock, watched)
-    for record in feed.records(look_at(run.dir)):
+    for record in feed.records(read_state(run.dir)):
         watched.hear(record)
     run.live = Live()
     run.hear({**BEGIN, "epoch": 1, "resumed": "update-00000010"}, 8.0)
     run.write()
-    for record in feed.records(look_at(run.dir)):
+    for record in feed.records(read_state(run.dir)):
         watched.hear(record)
     assert (watched.begin["resumed"], watched.reached, watched.samples) == ("update-00000010", 1, 0)
     assert [one["epoch"] for one in watched.evaluations] == [1]
@@ -227,27 +227,27 @@ def test_a_run_that_torchrun_starts_again_is_shown_from_its_new_beginning(tmp_pa
 def test_a_run_is_running_while_its_folder_is_held_and_its_process_there(tmp_path: Path) -> None:
     run = Run(tmp_path / "run").go_on(3.0)
     old = run.at_s + 1000
-    assert look_at(run.dir, old).state == "running"
+    assert read_state(run.dir, old).state == "running"
     run.write(pid=NOBODY)
-    assert look_at(run.dir, old).state == "killed"
-    assert look_at(run.dir, run.at_s + 1).state == "running"  # it writes: its process is out of sight
+    assert read_state(run.dir, old).state == "killed"
+    assert read_state(run.dir, run.at_s + 1).state == "running"  # it writes: its process is out of sight
     for wrong in (None, 0, -1, "x"):  # no numbers of processes
         run.write(pid=wrong)
-        assert look_at(run.dir, old).state == "killed"
+        assert read_state(run.dir, old).state == "killed"
     run.write()
     run.let_go()
-    assert look_at(run.dir, run.at_s + 1).state == "killed"  # the number may be another's by now
+    assert read_state(run.dir, run.at_s + 1).state == "killed"  # the number may be another's by now
     run.hear(END)
     run.write()
-    assert look_at(run.dir).state == "ended"
+    assert read_state(run.dir).state == "ended"
 
 
 def test_a_run_out_of_sight_may_be_silent_for_three_times_what_it_says(tmp_path: Path) -> None:
     run = Run(tmp_path / "run").go_on(3.0)
     for next_s, silent_s in ((None, 10), (0.5, 10), (6.0, 18), (40.0, 120), ("x", 10)):
         run.write(pid=NOBODY, next_s=next_s)
-        assert look_at(run.dir, run.at_s + silent_s - 1).state == "running"
-        assert look_at(run.dir, run.at_s + silent_s + 1).state == "killed"
+        assert read_state(run.dir, run.at_s + silent_s - 1).state == "running"
+        assert read_state(run.dir, run.at_s + silent_s + 1).state == "killed"
 
 
 def ended_unsaid(path: Path) -> Run:
@@ -261,33 +261,33 @@ def ended_unsaid(path: Path) -> Run:
 
 def test_a_run_that_could_not_say_so_has_ended_if_its_result_is_there(tmp_path: Path) -> None:
     run = ended_unsaid(tmp_path / "run")
-    assert look_at(run.dir).state == "starting"
+    assert read_state(run.dir).state == "starting"
     run.let_go()
-    assert look_at(run.dir) == ("ended", {})
+    assert read_state(run.dir) == ("ended", {})
     assert find_run(tmp_path).path == run.dir.path
     os.utime(run.dir.config)  # it was resumed, and killed at once: that is the result of the stretch before
     os.utime(run.dir.summary, (1e9, 1e9))
-    assert look_at(run.dir).state == "nothing"
+    assert read_state(run.dir).state == "nothing"
     run.dir.weights.write_bytes(b"")
-    assert look_at(run.dir).state == "nothing"  # the disk was full here, too
+    assert read_state(run.dir).state == "nothing"  # the disk was full here, too
     run.dir.weights.write_bytes(b"weights")
-    assert look_at(run.dir).state == "ended"
+    assert read_state(run.dir).state == "ended"
     run.dir.log(1).write_text('{"simulated": true}\n', encoding="utf-8")
-    assert look_at(run.dir).state == "nothing"
+    assert read_state(run.dir).state == "nothing"
 
 
 def test_a_run_without_a_snapshot_is_starting_or_nothing(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
-    assert look_at(run.dir).state == "starting"
+    assert read_state(run.dir).state == "starting"
     run.dir.live.write_text('{"begin"', encoding="utf-8")
-    assert look_at(run.dir).state == "starting"
+    assert read_state(run.dir).state == "starting"
     run.let_go()
-    assert look_at(run.dir).state == "nothing"
+    assert read_state(run.dir).state == "nothing"
 
 
 def test_to_ask_does_not_keep_a_run_from_its_folder(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", held=False).go_on(1.0)
-    assert look_at(run.dir).state == "killed"
+    assert read_state(run.dir).state == "killed"
     Hold(run.dir.path).release()
 
 

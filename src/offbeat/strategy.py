@@ -89,13 +89,13 @@ def line_up(command: str, learners: int) -> list[str]:
     return [*reduces, *policy_table.line_up(command, learners)]
 
 
-def register_policy(row: policy_table.Row) -> None:
+def register_policy(row: policy_table.PolicyRow) -> None:
     """Add a parameter-server policy of your own to the strategies, under its row's name.
 
         class Pool(offbeat.policies.Policy): ...
 
         offbeat.register_policy(
-            offbeat.policies.Row(name="pool", summary="apply when SIZE gradients are in", create=Pool, ...)
+            offbeat.policies.PolicyRow(name="pool", summary="apply when SIZE gradients are in", create=Pool, ...)
         )
 
     It counts in this process. Put the class and this call in a file, and every command and all processes of its run

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from offbeat.errors import RequestError
-from offbeat.measure.accuracy import AccuracyResult, Request, measure, ranking
+from offbeat.measure.accuracy import AccuracyRequest, AccuracyResult, measure, ranking
 from offbeat.train.config import Config
 from offbeat.train.config_files import changed
 from offbeat.train.recipes import RECIPES
@@ -26,7 +26,7 @@ MACHINE = {
     "threads": 1,
 }
 CONFIG = changed(RECIPES["digits-softmax"].config, {"train": {"epochs": 3, "stop_at": 0.5}})
-REQUEST = Request(config=CONFIG, target=0.9, lines=("ring", "async"), learners=2, seeds=3)
+REQUEST = AccuracyRequest(config=CONFIG, target=0.9, lines=("ring", "async"), learners=2, seeds=3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class Trained:
         return self.accuracies[-1]
 
 
-def found(runs: Mapping[tuple[str, int], Trained], request: Request = REQUEST, **more: Any) -> AccuracyResult:
+def found(runs: Mapping[tuple[str, int], Trained], request: AccuracyRequest = REQUEST, **more: Any) -> AccuracyResult:
     """Measured, by strategy and seed."""
 
     def train(config: Config, folder: Path) -> Trained:

@@ -9,7 +9,7 @@ import pytest
 
 from offbeat.errors import OffbeatError, RequestError
 from offbeat.machine import machine_facts
-from offbeat.measure.predictions import Predictions, Request, Row, order_of
+from offbeat.measure.predictions import PredictionRow, Predictions, PredictionsRequest, order_of
 from offbeat.measure.probes import KEPT, probe_of
 from offbeat.measure.trainings import Trained
 from offbeat.predict.calibration import Calibration, Probe
@@ -176,13 +176,13 @@ def test_a_probe_that_computed_nothing_says_so() -> None:
 # --- predictions ------------------------------------------------------------------------------------------
 
 
-def row(measured_s: float, predicted_s: float, probe: bool = False) -> Row:
-    return Row(config=config("ring", 2), rounds_s=(measured_s,), predicted_s=predicted_s, probe=probe)
+def row(measured_s: float, predicted_s: float, probe: bool = False) -> PredictionRow:
+    return PredictionRow(config=config("ring", 2), rounds_s=(measured_s,), predicted_s=predicted_s, probe=probe)
 
 
 def test_what_was_a_probe_does_not_count() -> None:
     rows = (row(1.0, 1.1), row(1.0, 1.3), row(1.0, 9.0, probe=True))
-    request = Request(config=config("ring", 2), calibration=EVEN)
+    request = PredictionsRequest(config=config("ring", 2), calibration=EVEN)
     found = Predictions(request=request, machine={}, rows=rows)
     assert found.mean_error == pytest.approx(0.2) and found.worst_error == pytest.approx(0.3)
     assert found.order() == (0, []) and found.as_json()["rows"][0]["probe"] is True
@@ -197,7 +197,7 @@ def test_only_pairs_that_differ_enough_have_an_order() -> None:
 
 def test_a_configuration_for_each_strategy_number_and_delay() -> None:
     base = override(read_recipe("digits-mlp"), {"device": "cpu"})
-    request = Request(config=base, calibration=Calibration(
+    request = PredictionsRequest(config=base, calibration=Calibration(
         recipe="x", batch=32, size_bytes=4, machine={}, probes=EVEN.probes))  # fmt: skip
     assert len(list(request.configurations())) == 18
     assert request.calibration.has("ring", 2, True) and not request.calibration.has("ring", 2, False)

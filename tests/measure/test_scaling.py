@@ -13,7 +13,15 @@ import pytest
 
 from offbeat.errors import RequestError
 from offbeat.measure.comparisons import Kept, keep, ladder, middle
-from offbeat.measure.scaling import Request, Row, ScalingResult, are_alike, judged, measure, ranking
+from offbeat.measure.scaling import (
+    ScalingRequest,
+    ScalingResult,
+    ScalingRow,
+    are_alike,
+    judged,
+    measure,
+    ranking,
+)
 from offbeat.train.config import Config
 from offbeat.train.config_files import changed
 from offbeat.train.recipes import RECIPES
@@ -46,7 +54,7 @@ class Predicted:
         self.samples_per_s = samples_per_s
 
 
-def found(request: Request, rates: Mapping[tuple[str, int], Sequence[float]], **more: Any) -> ScalingResult:
+def found(request: ScalingRequest, rates: Mapping[tuple[str, int], Sequence[float]], **more: Any) -> ScalingResult:
     """Measured, with so many samples a second of a strategy and learners in each round."""
     begun: dict[tuple[str, int], int] = {}
 
@@ -59,7 +67,7 @@ def found(request: Request, rates: Mapping[tuple[str, int], Sequence[float]], **
 
 
 RATES = {("ring", 1): (1000.0, 500.0, 800.0), ("ring", 2): (1500.0, 900.0, 1000.0), ("k-async:2", 2): (1600, 400, 1200)}
-REQUEST = Request(config=CONFIG, lines=("ring", "k-async:2"), learners=(1, 2))
+REQUEST = ScalingRequest(config=CONFIG, lines=("ring", "k-async:2"), learners=(1, 2))
 
 
 def test_in_every_round_the_base_and_every_configuration_take_turns_with_a_seed_of_the_round() -> None:
@@ -71,7 +79,7 @@ def test_in_every_round_the_base_and_every_configuration_take_turns_with_a_seed_
         assert config.save.every_epochs == 0 and config.train.epochs == 3
         return Trained(samples_per_s=100.0)
 
-    request = Request(config=CONFIG, lines=("ring", "async"), learners=(1, 2, 4), rounds=2, seed=7)
+    request = ScalingRequest(config=CONFIG, lines=("ring", "async"), learners=(1, 2, 4), rounds=2, seed=7)
     result = measure(request, lambda text: None, train=train, machine=MACHINE)
     once = [("ring", 1), ("ring", 2), ("async", 2), ("ring", 4), ("async", 4)]
     assert seen == [(7, *one) for one in once] + [(8, *one) for one in once]
@@ -153,10 +161,12 @@ def test_the_cost_is_devices_times_hours_times_price() -> None:
 
 def row(
     line: str, learners: int, rates: Sequence[float], accuracy: float | None = 0.97, *, tests: int = 359, **more: Any
-) -> Row:
+) -> ScalingRow:
     runs = tuple(Kept(rate, 1.0, accuracy, tests, (), None, ("no counters",)) for rate in rates)
     fields: dict[str, Any] = {"precision": "fp32", "device": "cpu"} | more
-    return Row(line=line, learners=learners, batch=32, kind="weak", runs=runs, alone_s=(0.032,) * len(runs), **fields)
+    return ScalingRow(
+        line=line, learners=learners, batch=32, kind="weak", runs=runs, alone_s=(0.032,) * len(runs), **fields
+    )
 
 
 BASE = row("ring", 1, (1000, 1010, 990))
@@ -224,7 +234,7 @@ def test_a_ladder_has_a_sentence_for_each_group() -> None:
 # --- notes --------------------------------------------------------------------------------------------------------
 
 
-def notes_of(request: Request, machine: Mapping[str, Any], **trained: Any) -> tuple[str, ...]:
+def notes_of(request: ScalingRequest, machine: Mapping[str, Any], **trained: Any) -> tuple[str, ...]:
     def train(config: Config, folder: Path) -> Trained:
         return Trained(samples_per_s=1.0, **trained)
 
@@ -232,7 +242,7 @@ def notes_of(request: Request, machine: Mapping[str, Any], **trained: Any) -> tu
 
 
 def test_more_learners_than_cores_are_said_plainly() -> None:
-    request = Request(config=CONFIG, lines=("ring", "k-async:2"), learners=(1, 2, 4, 8))
+    request = ScalingRequest(config=CONFIG, lines=("ring", "k-async:2"), learners=(1, 2, 4, 8))
     notes = notes_of(request, {**MACHINE, "cores": 2})
     assert "4 and 8 learners on 2 cores: efficiency there measures the sharing of cores" in notes
     assert "k-async:2 with 2 learners: with its 1 server 3 processes share 2 cores" in notes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import offbeat
-from offbeat.policies import Command, Policy, Pushed, Row
+from offbeat.policies import Command, Policy, PolicyRow, Pushed
 from offbeat.policies.base import EachGradient
 
 
@@ -111,8 +111,8 @@ class Wasteful(EachGradient):
         return self.drop(event.ticket, "no"), self.send(event.learner, "go on")
 
 
-def _row(name: str, create: Any) -> Row:
-    return Row(name=name, summary=f"broken: {create.__doc__}", create=create, examples=(name,))
+def _row(name: str, create: Any) -> PolicyRow:
+    return PolicyRow(name=name, summary=f"broken: {create.__doc__}", create=create, examples=(name,))
 
 
 for made in (Mute, Unsent, Liar, Crash, Sleeper, Crowds, Abandons, Hasty, Babbles, Wasteful):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 import offbeat
-from offbeat.policies import Command, Policy, Pushed, Row, Staleness
+from offbeat.policies import Command, Policy, PolicyRow, Pushed, Staleness
 from offbeat.policies.staleness import FRESH
 from offbeat.schedules import Algorithm
 from offbeat.schedules.phases import Chunks, Phase, Ranks, sends
@@ -129,15 +129,15 @@ def _param(name: str, read: Any) -> tuple[Param, ...]:
 
 
 offbeat.register_policy(
-    Row(name="pool", summary="a pool of gradients", create=Pool, params=_param("size", parse_count),
+    PolicyRow(name="pool", summary="a pool of gradients", create=Pool, params=_param("size", parse_count),
         examples=("pool:6", "pool:2"), lineups={"compare": ("pool:{half}",)})
 )  # fmt: skip
 offbeat.register_policy(
-    Row(name="metronome", summary="an update at every beat", create=Metronome, params=_param("period", parse_seconds),
-        examples=("metronome:20ms",))
+    PolicyRow(name="metronome", summary="an update at every beat", create=Metronome,
+        params=_param("period", parse_seconds), examples=("metronome:20ms",))
 )  # fmt: skip
 offbeat.register_policy(
-    Row(name="hoard", summary="several minibatches of every learner in an update", create=Hoard,
+    PolicyRow(name="hoard", summary="several minibatches of every learner in an update", create=Hoard,
         params=_param("rounds", parse_count), examples=("hoard:3",))
 )  # fmt: skip
 offbeat.register_schedule(

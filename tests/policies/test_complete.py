@@ -12,9 +12,9 @@ from offbeat.errors import EventError, RequestError
 from offbeat.policies import EXAMPLES_FOR, POLICIES, Joined, Policy, Pushed, Wake, Woke, create, line_up, simplest
 from offbeat.policies.memory import vectors_of
 from offbeat.policies.table import params_of
-from offbeat.server.arena import Layout
+from offbeat.server.arena import ArenaLayout
 from offbeat.server.coordinator.session import Setting
-from offbeat.server.parameter_layout import Table
+from offbeat.server.parameter_layout import ParameterLayout
 from offbeat.simulate import server
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.compute import parse_law
@@ -126,8 +126,8 @@ def test_a_server_has_room_for_what_the_policy_holds(line: str) -> None:
 @pytest.mark.parametrize("line", LINES)
 def test_the_memory_that_is_told_is_what_a_server_allocates(line: str) -> None:
     items = 2**20
-    table = Table((items,), (0,), 0, "float32", "float32", "sgd", ("momentum_buffer",), 0.0, False, "")
-    allocated = Layout(table, Setting(line=line, learners=EXAMPLES_FOR)).size_bytes
+    table = ParameterLayout((items,), (0,), 0, "float32", "float32", "sgd", ("momentum_buffer",), 0.0, False, "")
+    allocated = ArenaLayout(table, Setting(line=line, learners=EXAMPLES_FOR)).size_bytes
     told = vectors_of(create(line, expect=EXAMPLES_FOR), EXAMPLES_FOR).size_bytes(4 * items)
     assert told <= allocated <= told + 64 * 4096  # the words of learners and servers, in whole pages
 

@@ -113,7 +113,7 @@ def learner(order: dict[str, Any], folder: Path, number: int) -> Points:
         points("push")
         return original(self, **named)
 
-    def pushed(original: Any, self: push_modes.Mode, *given: Any, **named: Any) -> None:
+    def pushed(original: Any, self: push_modes.PushMode, *given: Any, **named: Any) -> None:
         original(self, *given, **named)
         points("pushed")
 
@@ -135,7 +135,7 @@ def learner(order: dict[str, Any], folder: Path, number: int) -> Points:
         (arena.Arena, "seed", seed),
         (client.Client, "receive", receive),
         (client.Client, "push", push),
-        (push_modes.Mode, "push", pushed),
+        (push_modes.PushMode, "push", pushed),
         (client.Client, "want", spoken("want")),
         (client.Client, "bye", spoken("bye")),
         (handshake, "knock", knock),
@@ -176,7 +176,7 @@ def _servers(order: dict[str, Any], folder: Path) -> None:
     def points_of(shard: int) -> Points:
         return every.setdefault(shard, Points(order, folder, "server", shard))
 
-    def come_in(original: Any, name: str, introduction: handshake.Introduction) -> Any:
+    def come_in(original: Any, name: str, introduction: handshake.Handshake) -> Any:
         line, memory = original(name, introduction)
         return _Line(line, points_of(introduction.number)), memory
 
@@ -200,7 +200,9 @@ def _servers(order: dict[str, Any], folder: Path) -> None:
 def _coordinator(order: dict[str, Any], folder: Path) -> None:
     points = Points(order, folder, "coordinator", 0)
 
-    def tell(original: Any, self: coordinator_process.Post, message: Any, data: bytes | None = None) -> None:
+    def tell(
+        original: Any, self: coordinator_process.CoordinatorProcess, message: Any, data: bytes | None = None
+    ) -> None:
         if not isinstance(message, wire.Tick):
             points("hear")
         if isinstance(message, wire.Bye):
@@ -212,7 +214,7 @@ def _coordinator(order: dict[str, Any], folder: Path) -> None:
         original(self, data, at_s)
         points("journal")
 
-    def carry(original: Any, self: coordinator_process.Post, message: Any) -> None:
+    def carry(original: Any, self: coordinator_process.CoordinatorProcess, message: Any) -> None:
         points("handled")
         if isinstance(message, wire.Go) and message.seq > 1:
             blow = points.blows[0] if points.blows else {}
@@ -223,14 +225,14 @@ def _coordinator(order: dict[str, Any], folder: Path) -> None:
         original(self, message)
         points("carried")
 
-    def let_in(original: Any, self: coordinator_process.Post, *given: Any) -> None:
+    def let_in(original: Any, self: coordinator_process.CoordinatorProcess, *given: Any) -> None:
         points("admit")
         original(self, *given)
 
-    wrap(coordinator_process.Post, "_tell", tell)
+    wrap(coordinator_process.CoordinatorProcess, "_tell", tell)
     wrap(coordinator_process.Journal, "add", add)
-    wrap(coordinator_process.Post, "_carry", carry)
-    wrap(coordinator_process.Post, "_let_in", let_in)
+    wrap(coordinator_process.CoordinatorProcess, "_carry", carry)
+    wrap(coordinator_process.CoordinatorProcess, "_let_in", let_in)
 
 
 # --- bugs, to see them found ------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from offbeat.measure.bench_results import (
     format_ratio,
     size_label,
 )
-from offbeat.measure.harness import Crew
+from offbeat.measure.harness import Harness
 from offbeat.measure.torch_rank import Peers
 
 
@@ -203,7 +203,7 @@ def test_a_wrong_request_is_refused_in_one_line(line: str, capsys: pytest.Captur
 def test_mpi_alone_is_refused_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     assert rank_bench.why_no_mpi() == "mpirun is not installed"
-    request = rank_bench.Request(ranks=2, against=("mpi",), others=rank_bench.ALLREDUCE_OTHERS)
+    request = rank_bench.RankRequest(ranks=2, against=("mpi",), others=rank_bench.ALLREDUCE_OTHERS)
     with pytest.raises(RequestError, match="mpi: cannot be measured: mpirun is not installed"):
         rank_bench.measure_allreduce(request, [4], print)
 
@@ -248,8 +248,8 @@ FAILS = "import sys\nsys.stdin.readline()\nsys.exit('no luck')"
 SAYS = 'import sys\nsys.stdin.readline()\nprint(\'{"error": "peer gone"}\', flush=True)\nsys.stdin.readline()'
 
 
-def crew_of(*programs: str, timeout_s: float = 30.0) -> Crew:
-    crew = Crew(timeout_s)
+def crew_of(*programs: str, timeout_s: float = 30.0) -> Harness:
+    crew = Harness(timeout_s)
     for number, program in enumerate(programs):
         crew.start(f"rank {number}", [sys.executable, "-c", program], os.environ)
     return crew

@@ -19,7 +19,7 @@ from offbeat.cli import main
 from offbeat.commands import bench as command
 from offbeat.errors import OffbeatError, RequestError
 from offbeat.measure import policies, server_bench
-from offbeat.measure.policies import PoliciesResult, Row, Steady, steady
+from offbeat.measure.policies import PoliciesResult, PoliciesRow, Steady, steady
 from offbeat.measure.served import program, supervise
 from offbeat.measure.server_bench import Case, Rates, ServerResult
 from offbeat.server.coordinator.session import Setting
@@ -108,7 +108,7 @@ def test_a_run_is_judged_between_its_start_and_its_last_update() -> None:
 
 
 def test_the_prediction_is_that_of_the_closed_form() -> None:
-    request = policies.Request(laws=("exp:0.1",), learners=4)
+    request = policies.PoliciesRequest(laws=("exp:0.1",), learners=4)
     for line, seconds, staleness in (("full-sync", 0.1 * 25 / 12, 0.0), ("async", 0.025, 3.0)):
         for found in (policies.predict(request, "exp:0.1", line, 2000), policies.foresee(request, "exp:0.1", line)):
             assert found.seconds_per_update == pytest.approx(seconds, rel=0.05)
@@ -124,7 +124,7 @@ def test_nothing_against_nothing_is_equal_and_something_is_not() -> None:
 def made_up_policies() -> PoliciesResult:
     right = Steady(updates=10, seconds=1.0, staleness_mean=0.0)
     rows = tuple(
-        Row(law="exp:0.1", line=line, updates=11, measured=measured, predicted=right, long_run=right)
+        PoliciesRow(law="exp:0.1", line=line, updates=11, measured=measured, predicted=right, long_run=right)
         for line, measured in (
             ("full-sync", Steady(updates=10, seconds=1.09, staleness_mean=0.0)),
             ("k-sync:2", Steady(updates=10, seconds=1.11, staleness_mean=0.0)),
@@ -132,7 +132,7 @@ def made_up_policies() -> PoliciesResult:
         )
     )
     machine = {"cores": 2, "load": 0.1, "processor": "AMD EPYC", "python": "3.11.2"}
-    return PoliciesResult(request=policies.Request(), machine=machine, rows=rows)
+    return PoliciesResult(request=policies.PoliciesRequest(), machine=machine, rows=rows)
 
 
 def test_what_is_off_is_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,7 +153,10 @@ def test_a_server_result_is_summed_up_in_one_sentence(capsys: pytest.CaptureFixt
     case = Case(learners=2, size_bytes=102_400_000, systems=systems, copy_rounds_bytes_per_s=(2e10,))
     machine = {"cores": 2, "load": 0.1, "processor": "AMD EPYC", "python": "3.11.2"}
     result = ServerResult(
-        request=server_bench.Request(learners=(2,)), machine=machine, not_measured={"ray": "no ray"}, cases=(case,)
+        request=server_bench.ServerRequest(learners=(2,)),
+        machine=machine,
+        not_measured={"ray": "no ray"},
+        cases=(case,),
     )
     command.print_server(result)
     lines = capsys.readouterr().out.splitlines()
@@ -210,8 +213,8 @@ def test_a_wrong_request_is_refused_in_one_line(line: str, capsys: pytest.Captur
 def test_without_the_repository_there_is_nothing_to_measure_against(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_bench, "folder", lambda: None)
     with pytest.raises(RequestError, match="programs are in the repository, not installed"):
-        server_bench.Request(against=("rpc",))
-    assert server_bench.Request().against is None
+        server_bench.ServerRequest(against=("rpc",))
+    assert server_bench.ServerRequest().against is None
     assert server_bench.missing(["rpc"]) == {"rpc": "its program is in the repository, which is not here"}
 
 

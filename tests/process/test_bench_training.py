@@ -238,9 +238,9 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def made_up_scaling(kind: str) -> scaling.ScalingResult:
-    request = scaling.Request(config=CONFIG, lines=("k-batch-async:2",), learners=(1, 2), kind=kind, rounds=2)
+    request = scaling.ScalingRequest(config=CONFIG, lines=("k-batch-async:2",), learners=(1, 2), kind=kind, rounds=2)
     rows = tuple(
-        scaling.Row(
+        scaling.ScalingRow(
             line=line,
             learners=learners,
             batch=32 // learners if kind == "strong" else 32,
@@ -286,9 +286,11 @@ def test_strong_scaling_is_printed_without_an_overhead(capsys: pytest.CaptureFix
 
 @pytest.mark.usefixtures("narrow")
 def test_accuracy_is_printed_with_who_reached_it(capsys: pytest.CaptureFixture[str]) -> None:
-    request = accuracy.Request(config=CONFIG, target=0.95, lines=("ring", "async"), seeds=2, price=1.0)
+    request = accuracy.AccuracyRequest(config=CONFIG, target=0.95, lines=("ring", "async"), seeds=2, price=1.0)
     rows = tuple(
-        accuracy.Row(line=line, learners=2, target=0.95, runs=(kept(9, 0.96, 90.0), kept(9, right, 90.0)), price=1.0)
+        accuracy.AccuracyRow(
+            line=line, learners=2, target=0.95, runs=(kept(9, 0.96, 90.0), kept(9, right, 90.0)), price=1.0
+        )
         for line, right in (("ring", 0.98), ("async", 0.94))
     )
     command.print_accuracy(accuracy.AccuracyResult(request=request, machine=MACHINE, rows=rows, notes=("a note",)))

@@ -19,7 +19,7 @@ import torch
 
 from offbeat import cli, plugins, schedules
 from offbeat.errors import RequestError, ScheduleError
-from offbeat.policies import Row, create, replay
+from offbeat.policies import PolicyRow, create, replay
 from offbeat.predict.virtual import train_again
 from offbeat.runs.log import read_log
 from offbeat.schedules import Algorithm, auto_lines
@@ -233,14 +233,14 @@ def test_a_report_of_such_a_run_needs_no_plugin(trained: tuple[Path, Ended], tmp
 # --- what cannot be registered ----------------------------------------------------------------------------------------
 
 
-def pool_row(**changes: Any) -> Row:
+def pool_row(**changes: Any) -> PolicyRow:
     with untouched():
         plugins.add(str(OWN))
         from offbeat.policies import POLICIES
 
         row = POLICIES["pool"]
     fields = {name: getattr(row, name) for name in ("name", "summary", "create", "params", "examples")}
-    return Row(**{**fields, **changes})
+    return PolicyRow(**{**fields, **changes})
 
 
 @pytest.mark.parametrize(

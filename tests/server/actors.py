@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
-from offbeat.server.wire import Cancel, Done, Fenced, Job, Lease, Message, Push, Ready, Rest, Stop
+from offbeat.server.wire import Cancel, Done, EnterPause, Fenced, Job, Lease, Message, Push, Ready, Stop
 from server.oracle import WIDTH, Truth, gradient_of, mean_gradient, squares, stepped
 from server.rest_oracle import Key, Vector
 
@@ -60,7 +60,7 @@ class Learner:
         if self.paused:
             self.mailbox.append(message)
         else:
-            if isinstance(message, Rest):
+            if isinstance(message, EnterPause):
                 self.called = True
             else:
                 self.heard_s = self.world.now
@@ -122,7 +122,7 @@ class Learner:
                 yield None
                 self.look()
 
-    def _lead(self, rest: Rest) -> Generator[float | None, None, bool]:
+    def _lead(self, rest: EnterPause) -> Generator[float | None, None, bool]:
         """Read all weights, slowly; whether the run is to end."""
         world, stay = self.world, (self.learner, rest.incarnation)
         facts = json.loads(rest.facts)

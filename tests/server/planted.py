@@ -9,25 +9,25 @@ from offbeat.policies import Cancel as CancelCommand
 from offbeat.policies import Command, Wake
 from offbeat.policies import Woke as WokeEvent
 from offbeat.server.coordinator.coordinator import Coordinator
-from offbeat.server.coordinator.grants import Desk
-from offbeat.server.coordinator.pauses import Rests
-from offbeat.server.coordinator.session import Gradient, Row
-from offbeat.server.coordinator.update_queue import Lane, Work
+from offbeat.server.coordinator.grants import Grants
+from offbeat.server.coordinator.pauses import Pauses
+from offbeat.server.coordinator.session import Gradient, LearnerSession
+from offbeat.server.coordinator.update_queue import CommitGroup, PendingUpdate
 from offbeat.server.learner.client import Client
 from offbeat.server.shard.shard import Shard
 from offbeat.server.wire import (
     Ask,
     Done,
+    EndPause,
+    EnterPause,
     Fenced,
     GiveBack,
     Go,
     Hello,
     Job,
     Message,
+    Paused,
     Push,
-    Rest,
-    Rested,
-    Rise,
     Silent,
     Tick,
     Want,
@@ -40,7 +40,7 @@ from server.world import Kit
 class NoDuplicateCheck(Coordinator):
     """A push that was taken may be taken again."""
 
-    def _close(self, row: Row, seq: int) -> None:
+    def _close(self, row: LearnerSession, seq: int) -> None:
         pass
 
 
@@ -80,7 +80,7 @@ class CountsDroppedAsApplied(Coordinator):
 class KeepsNoFence(Coordinator):
     """Messages of one who was given up are those of the one who came after."""
 
-    def _known(self, message: Any) -> Row | None:
+    def _known(self, message: Any) -> LearnerSession | None:
         row = self.rows.get(message.learner)
         return row if row is not None and row.here else super()._known(message)
 
@@ -157,7 +157,7 @@ class TakesOldHellos(Coordinator):
 class KeepsPinsAtRest(Coordinator):
     """One that has no samples keeps the weights that it was given pinned."""
 
-    def _unseat(self, row: Row) -> None:
+    def _unseat(self, row: LearnerSession) -> None:
         pins = [dict(lane.pins) for lane in self.desk.lanes] if row.here else []
         super()._unseat(row)
         for lane, before in zip(self.desk.lanes, pins, strict=False):
@@ -173,7 +173,7 @@ class FencesTheUnknown(Coordinator):
             del self._out[-2]
 
 
-def with_desk(kind: type[Desk]) -> type[Coordinator]:
+def with_desk(kind: type[Grants]) -> type[Coordinator]:
     class WithDesk(Coordinator):
         def __init__(self, *given: Any) -> None:
             super().__init__(*given)
@@ -182,7 +182,7 @@ def with_desk(kind: type[Desk]) -> type[Coordinator]:
     return WithDesk
 
 
-def with_lane(kind: type[Lane]) -> type[Coordinator]:
+def with_lane(kind: type[CommitGroup]) -> type[Coordinator]:
     class WithLane(Coordinator):
         def __init__(self, *given: Any) -> None:
             super().__init__(*given)
@@ -192,59 +192,59 @@ def with_lane(kind: type[Lane]) -> type[Coordinator]:
     return WithLane
 
 
-class AcknowledgesEarly(Desk):
+class AcknowledgesEarly(Grants):
     """A Go is said before the update that it tells of."""
 
-    def _pin(self, row: Row) -> bool:
+    def _pin(self, row: LearnerSession) -> bool:
         if row.grant is not None and row.ready is None:
             row.ready = self._pieces(row, "go") if row.grant[1] else ()
         return super()._pin(row)
 
 
-class UnpinsAtGo(Desk):
+class UnpinsAtGo(Grants):
     """Nothing is pinned while it is read."""
 
-    def _go(self, row: Row) -> Go | None:
+    def _go(self, row: LearnerSession) -> Go | None:
         go = super()._go(row)
         if go is not None:
             self.unpin(row, "go", row.pin)
         return go
 
 
-class KeepsNoReads(Desk):
+class KeepsNoReads(Grants):
     """What a gradient was computed on is not kept for the rate that needs it."""
 
     def keep_reads(self, pin: Any, pieces: tuple[tuple[int, int], ...]) -> None:
         pass
 
 
-class FreesSlotsEarly(Desk):
+class FreesSlotsEarly(Grants):
     """A gradient's slot is free before the update is done."""
 
-    def add(self, work: Work) -> None:
+    def add(self, work: PendingUpdate) -> None:
         super().add(work)
         self.free_slots += work.slots
 
 
-class LosesLimbo(Desk):
+class LosesLimbo(Grants):
     """Of two slots that are kept back only one is remembered."""
 
-    def clear(self, row: Row, *, may_wake: bool) -> None:
+    def clear(self, row: LearnerSession, *, may_wake: bool) -> None:
         super().clear(row, may_wake=may_wake)
         del row.limbo[:-1]
 
 
-class CommitsEarly(Lane):
+class CommitsEarly(CommitGroup):
     """An update is there when the first shard has done it."""
 
-    def done(self, shard: int, number: int, sums: tuple[float, ...]) -> Work | None:
+    def done(self, shard: int, number: int, sums: tuple[float, ...]) -> PendingUpdate | None:
         if shard in self.job and self.job[shard].number == number and self.job[shard].kind == "apply":
             self.sums = dict.fromkeys(self.shards, ())
             self.job = {shard: self.job[shard]}
         return super().done(shard, number, sums)
 
 
-class WritesWhatIsRead(Lane):
+class WritesWhatIsRead(CommitGroup):
     """Any buffer but the current one is free."""
 
     def _free_buffer(self) -> int | None:
@@ -301,7 +301,7 @@ class RejoinsWhileItWrites(Client):
 # --- rests ----------------------------------------------------------------------------------------------------------
 
 
-def with_rests(kind: type[Rests]) -> type[Coordinator]:
+def with_rests(kind: type[Pauses]) -> type[Coordinator]:
     class WithRests(Coordinator):
         def __init__(self, *given: Any) -> None:
             super().__init__(*given)
@@ -310,7 +310,7 @@ def with_rests(kind: type[Rests]) -> type[Coordinator]:
     return WithRests
 
 
-class LeadsWhileUpdatesRun(Desk):
+class LeadsWhileUpdatesRun(Grants):
     """Who leads is told before the last update is done."""
 
     @property
@@ -318,40 +318,40 @@ class LeadsWhileUpdatesRun(Desk):
         return True
 
 
-class UpdatesInRests(Desk):
+class UpdatesInRests(Grants):
     """An update that is decided in a rest, since somebody has gone, is begun."""
 
     def start(self, *, only_behind: bool) -> list[Job]:
         return super().start(only_behind=False)
 
 
-class LeadsAtOnce(Rests):
+class LeadsAtOnce(Pauses):
     """The first who rests leads, whatever the others do."""
 
-    def next_lead(self, rows: Any, at_s: float) -> Row | None:
+    def next_lead(self, rows: Any, at_s: float) -> LearnerSession | None:
         return super().next_lead([row for row in rows if row.rested == self.number], at_s)
 
 
-class CallsOnce(Rests):
+class CallsOnce(Pauses):
     """A call to rest that is lost is not said again."""
 
-    def calls(self, rows: Any, *, again: bool) -> list[Rest]:
+    def calls(self, rows: Any, *, again: bool) -> list[EnterPause]:
         return super().calls(rows, again=False)
 
 
-class EndsUntold(Rests):
+class EndsUntold(Pauses):
     """What comes while somebody leads is what it has been told."""
 
-    def next_lead(self, rows: Any, at_s: float) -> Row | None:
+    def next_lead(self, rows: Any, at_s: float) -> LearnerSession | None:
         lead = super().next_lead(rows, at_s)
         self._told = (True, True)
         return lead
 
 
-class LosesItsLead(Rests):
+class LosesItsLead(Pauses):
     """A lead that dies is not replaced."""
 
-    def next_lead(self, rows: Any, at_s: float) -> Row | None:
+    def next_lead(self, rows: Any, at_s: float) -> LearnerSession | None:
         return None if self.lead is not None else super().next_lead(rows, at_s)
 
 
@@ -383,7 +383,7 @@ class SavesWhatIsOut(Coordinator):
 class RisesOnce(Coordinator):
     """Who says late that it rests is not answered."""
 
-    def _rested(self, message: Rested) -> None:
+    def _rested(self, message: Paused) -> None:
         if self.rests.due or self.rests.over:
             super()._rested(message)
 
@@ -391,13 +391,13 @@ class RisesOnce(Coordinator):
 class SaysOnceThatItIsOver(Coordinator):
     """That the run is over is said once."""
 
-    def _known(self, message: Any) -> Row | None:
+    def _known(self, message: Any) -> LearnerSession | None:
         before = len(self._out)
         row = super()._known(message)
-        self._out[before:] = [one for one in self._out[before:] if not isinstance(one, Rise)]
+        self._out[before:] = [one for one in self._out[before:] if not isinstance(one, EndPause)]
         return row
 
-    def _again(self, row: Row) -> None:
+    def _again(self, row: LearnerSession) -> None:
         if not self.rests.over:
             super()._again(row)
 
@@ -416,7 +416,7 @@ class RestsAtWork(Client):
     def receive(self, message: Any) -> list[Message]:
         said = super().receive(message)
         if self.rest is not None and not self.rest.lead and self.working:
-            said += [Rested(self.learner, self.incarnation, self.rest.number)]
+            said += [Paused(self.learner, self.incarnation, self.rest.number)]
         return said
 
 
@@ -424,14 +424,14 @@ class RestsOnce(Client):
     """That it rests is said once."""
 
     def retry(self) -> list[Message]:
-        return [one for one in super().retry() if not isinstance(one, Rested)]
+        return [one for one in super().retry() if not isinstance(one, Paused)]
 
 
 class LeadsTwice(Client):
     """A call to lead that comes again is another one."""
 
     def receive(self, message: Any) -> list[Message]:
-        if isinstance(message, Rest) and message.lead and message.incarnation == self.incarnation:
+        if isinstance(message, EnterPause) and message.lead and message.incarnation == self.incarnation:
             self._rests = (0, False)
         return super().receive(message)
 

@@ -21,7 +21,7 @@ from offbeat.server.learner.connection import RunOverError
 from offbeat.server.learner.gradient_hooks import Hooks
 from offbeat.server.learner.served_learner import ServedLearner
 from offbeat.server.supervisor import Plan, Supervisor
-from offbeat.server.wire import Rest
+from offbeat.server.wire import EnterPause
 
 SAMPLES, FEATURES, CLASSES = 96, 12, 3
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -254,7 +254,7 @@ def serve_resting(
         saved: dict[str, Any] = {}
         rests = seen = 0
 
-        def at_rest(rest: Rest) -> bool:
+        def at_rest(rest: EnterPause) -> bool:
             nonlocal rests
             if not rest.lead:
                 rests += 1

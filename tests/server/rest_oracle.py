@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from offbeat.leases import LeaseBook
 from offbeat.server.coordinator.session import Setting
-from offbeat.server.wire import Committed, Fence, Granted, Message, Rise, Want, Welcome
+from offbeat.server.wire import Committed, EndPause, Fence, Granted, Message, Want, Welcome
 
 Vector = tuple[float, ...]
 Key = tuple[int, int, int]  # learner, incarnation, seq
@@ -104,7 +104,7 @@ class RestOracle:
             demand(not self.reading, "in a rest the weights stand still", message, self.reading)
         elif isinstance(message, Granted):
             self._lends(message)
-        elif isinstance(message, Rise):
+        elif isinstance(message, EndPause):
             led = {one.number for one in self.led} | self.without
             ended = set(range(self.risen + 1, message.number + 1))
             demand(ended <= led, "a rest is led to its end", ended - led)

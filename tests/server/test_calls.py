@@ -8,13 +8,26 @@ import torch
 from offbeat.errors import RequestError
 from offbeat.server.coordinator.coordinator import Coordinator
 from offbeat.server.coordinator.group_calls import KEPT_CALLS, Calls
-from offbeat.server.coordinator.session import Row, Setting
-from offbeat.server.learner.learner_collectives import Talks, decode, encode
-from offbeat.server.wire import Bye, Call, Called, Go, Hello, Message, Pause, Ready, Rest, Rested, Rise, Seeded
+from offbeat.server.coordinator.session import LearnerSession, Setting
+from offbeat.server.learner.learner_collectives import LearnerCollectives, decode, encode
+from offbeat.server.wire import (
+    Bye,
+    Call,
+    Called,
+    EndPause,
+    EnterPause,
+    Go,
+    Hello,
+    Message,
+    Paused,
+    PauseRequest,
+    Ready,
+    Seeded,
+)
 
 
-def row(learner: int, number: int | None, what: str = "gather", data: bytes = b"") -> Row:
-    found = Row(learner)
+def row(learner: int, number: int | None, what: str = "gather", data: bytes = b"") -> LearnerSession:
+    found = LearnerSession(learner)
     found.here, found.incarnation = True, 1
     found.call = None if number is None else Call(learner, 1, number, what, data or bytes([learner]))
     return found
@@ -117,29 +130,29 @@ def test_who_gives_up_waiting_is_told_to_compute() -> None:
 
 def test_a_pause_is_led_by_who_asks_for_it_and_only_once() -> None:
     run = Run("async", 3)
-    called = run.say(Pause(2, 1))
-    assert {one.learner for one in called if isinstance(one, Rest) and not one.lead} == {0, 1, 2}
-    said = [message for learner in range(3) for message in run.say(Rested(learner, 1, 1))]
-    assert [one.learner for one in said if isinstance(one, Rest) and one.lead] == [2]
-    risen = run.say(Rested(2, 1, 1, led=True))
-    assert {one.learner for one in risen if isinstance(one, Rise)} == {0, 1, 2}
+    called = run.say(PauseRequest(2, 1))
+    assert {one.learner for one in called if isinstance(one, EnterPause) and not one.lead} == {0, 1, 2}
+    said = [message for learner in range(3) for message in run.say(Paused(learner, 1, 1))]
+    assert [one.learner for one in said if isinstance(one, EnterPause) and one.lead] == [2]
+    risen = run.say(Paused(2, 1, 1, led=True))
+    assert {one.learner for one in risen if isinstance(one, EndPause)} == {0, 1, 2}
     assert not run.machine.rests.due
 
 
 def test_a_pause_whose_asker_is_gone_ends() -> None:
     run = Run("async", 2)
-    run.say(Pause(1, 1))
+    run.say(PauseRequest(1, 1))
     run.say(Bye(1, 1))
-    said = run.say(Rested(0, 1, 1))
-    assert [one.lead for one in said if isinstance(one, Rest)] == [True]
-    assert [type(one) for one in run.say(Rested(0, 1, 1, led=True)) if isinstance(one, Rise)] == [Rise]
+    said = run.say(Paused(0, 1, 1))
+    assert [one.lead for one in said if isinstance(one, EnterPause)] == [True]
+    assert [type(one) for one in run.say(Paused(0, 1, 1, led=True)) if isinstance(one, EndPause)] == [EndPause]
     assert not run.machine.rests.due
 
 
 # --- values -----------------------------------------------------------------------------------------------------------
 
 
-class Alone(Talks):
+class Alone(LearnerCollectives):
     """Three learners of which the others give what was written down."""
 
     number = 1

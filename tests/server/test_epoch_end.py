@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offbeat.server.wire import Granted, Job, Rest, Rested, Want
+from offbeat.server.wire import EnterPause, Granted, Job, Paused, Want
 from server.test_coordinator import push
 from server.test_rests import Story
 
@@ -25,9 +25,9 @@ def test_the_last_update_is_made_before_the_rest_though_one_has_yet_to_ask() -> 
     assert not story.coordinator.rests.due, "learner 2 may still ask: then the policy knows that nobody comes"
     said = story.say(_want(2))
     assert [one.kind for one in said if isinstance(one, Job)] == ["apply"]
-    assert story.done(1)[-3:] == [Rest(0, 1, 1), Rest(1, 1, 1), Rest(2, 1, 1)]
+    assert story.done(1)[-3:] == [EnterPause(0, 1, 1), EnterPause(1, 1, 1), EnterPause(2, 1, 1)]
     for learner in (2, 1, 0):
-        story.say(Rested(learner, 1, 1))
+        story.say(Paused(learner, 1, 1))
     assert (story.facts()["samples"], story.facts()["held"]) == ({"applied": 4}, 0)
 
 
@@ -36,9 +36,13 @@ def test_what_no_update_takes_is_told_as_held() -> None:
     assert story.take(1, 1) == []
     assert story.say(_want(2)) == []
     said = story.say(_want(0, number=2))
-    assert [one for one in said if isinstance(one, Rest)] == [Rest(0, 1, 1), Rest(1, 1, 1), Rest(2, 1, 1)]
+    assert [one for one in said if isinstance(one, EnterPause)] == [
+        EnterPause(0, 1, 1),
+        EnterPause(1, 1, 1),
+        EnterPause(2, 1, 1),
+    ]
     for learner in (2, 1, 0):
-        story.say(Rested(learner, 1, 1))
+        story.say(Paused(learner, 1, 1))
     assert (story.facts()["samples"], story.facts()["held"]) == ({}, 4)
 
 

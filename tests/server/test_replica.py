@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.server.shard import optimizers
-from offbeat.server.shard.in_process import Replica
+from offbeat.server.shard.in_process import InProcessServer
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 Gradient = list[Any]  # a tensor, or None, for each parameter
@@ -47,7 +47,7 @@ class Pair:
         make = OPTIMIZERS[name]
         self.model, self.plain = model_of(), model_of()
         self.optimizer, self.torchs = make(self.model), make(self.plain)
-        self.replica = Replica(self.model, self.optimizer, **options)
+        self.replica = InProcessServer(self.model, self.optimizer, **options)
         self.chance = torch.Generator().manual_seed(3)
 
     def draw(self, but: int = -1) -> Gradient:

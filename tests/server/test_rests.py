@@ -18,20 +18,20 @@ from offbeat.server.wire import (
     Bye,
     Committed,
     Done,
+    EndPause,
+    EndRequest,
+    EnterPause,
     Fence,
     Fenced,
     GiveBack,
     Go,
     Gone,
     Granted,
-    Halt,
     Hello,
     Message,
+    Paused,
     Ready,
     Refused,
-    Rest,
-    Rested,
-    Rise,
     Seeded,
     Silent,
     Tick,
@@ -61,7 +61,7 @@ class Story(Talk):
 
     def of_rests(self, message: INPUT) -> list[Message]:
         """What is answered, without what a Rest tells to the one who leads."""
-        kinds = Rest | Rise
+        kinds = EnterPause | EndPause
         return [_bare(one) for one in self.say(message) if isinstance(one, kinds)]
 
     def take(self, learner: int, number: int, epoch: int = 0, *, wait: bool = True, count: int = 2) -> list[Granted]:
@@ -70,15 +70,15 @@ class Story(Talk):
 
     def facts(self) -> dict[str, Any]:
         """What the last one who was to lead was told."""
-        told = [one for one in self.heard if isinstance(one, Rest) and one.lead][-1]
+        told = [one for one in self.heard if isinstance(one, EnterPause) and one.lead][-1]
         facts: dict[str, Any] = json.loads(told.facts)
         return facts
 
 
 def _bare(message: Message) -> Message:
     return (
-        Rest(message.learner, message.incarnation, message.number, message.lead)
-        if isinstance(message, Rest)
+        EnterPause(message.learner, message.incarnation, message.number, message.lead)
+        if isinstance(message, EnterPause)
         else message
     )
 
@@ -94,8 +94,8 @@ def at_rest(**more: Any) -> Story:
     """Full-sync, in its first rest: both stand still, and learner 0 leads."""
     story = Story("full-sync", rest_every=1, **more)
     update(story, 1)
-    assert story.of_rests(Rested(1, 1, 1)) == []
-    assert story.of_rests(Rested(0, 1, 1)) == [Rest(0, 1, 1, lead=True)]
+    assert story.of_rests(Paused(1, 1, 1)) == []
+    assert story.of_rests(Paused(0, 1, 1)) == [EnterPause(0, 1, 1, lead=True)]
     return story
 
 
@@ -106,16 +106,16 @@ def test_a_rest_is_due_at_every_third_update_and_nobody_is_told_to_compute_befor
     story = Story("full-sync", rest_every=3)
     assert [type(one) for one in update(story, 1)] == [Committed, Go, Go]
     assert [type(one) for one in update(story, 2)] == [Committed, Go, Go]
-    assert update(story, 3) == [Committed(0, 3, 1), Rest(0, 1, 1), Rest(1, 1, 1)]
-    assert story.say(Rested(0, 1, 1)) == []
-    assert story.of_rests(Rested(1, 1, 1)) == [Rest(0, 1, 1, lead=True)]
+    assert update(story, 3) == [Committed(0, 3, 1), EnterPause(0, 1, 1), EnterPause(1, 1, 1)]
+    assert story.say(Paused(0, 1, 1)) == []
+    assert story.of_rests(Paused(1, 1, 1)) == [EnterPause(0, 1, 1, lead=True)]
     assert story.facts()["version"] == 3
-    said = story.say(Rested(0, 1, 1, led=True))
-    assert said[:2] == [Rise(0, 1, 1), Rise(1, 1, 1)]
+    said = story.say(Paused(0, 1, 1, led=True))
+    assert said[:2] == [EndPause(0, 1, 1), EndPause(1, 1, 1)]
     assert [(one.learner, one.version) for one in said[2:] if isinstance(one, Go)] == [(0, 3), (1, 3)]
     for version in (4, 5):
-        assert not any(isinstance(one, Rest) for one in update(story, version))
-    assert update(story, 6)[1:] == [Rest(0, 1, 2), Rest(1, 1, 2)]
+        assert not any(isinstance(one, EnterPause) for one in update(story, version))
+    assert update(story, 6)[1:] == [EnterPause(0, 1, 2), EnterPause(1, 1, 2)]
 
 
 def test_a_rest_is_due_at_the_end_of_an_epoch_and_nobody_leaves_it_before() -> None:
@@ -125,49 +125,57 @@ def test_a_rest_is_due_at_the_end_of_an_epoch_and_nobody_leaves_it_before() -> N
     story.say(push(0, 1, 0, 0))
     story.say(push(1, 1, 0, 1))
     story.done(1)
-    assert story.done(2)[-2:] == [Rest(0, 1, 1), Rest(1, 1, 1)]
+    assert story.done(2)[-2:] == [EnterPause(0, 1, 1), EnterPause(1, 1, 1)]
     assert story.take(0, 2) == [], "neither that it has ended"
     assert story.take(1, 2, epoch=1) == [], "nor the next"
     assert story.take(1, 3, wait=False) == [Granted(1, 1, 3, "wait", void=2)]
-    story.say(Rested(0, 1, 1))
-    story.say(Rested(1, 1, 1))
+    story.say(Paused(0, 1, 1))
+    story.say(Paused(1, 1, 1))
     assert story.facts()["epoch_end"]
     assert story.facts()["book"]["epoch"] == 1
-    said = story.say(Rested(0, 1, 1, led=True))
+    said = story.say(Paused(0, 1, 1, led=True))
     assert [one.answer for one in said if isinstance(one, Granted)] == ["ended"]
     assert story.take(1, 4, epoch=1)[0].lease == (2, 1, 0, 2)
 
 
 def test_a_halt_calls_all_to_a_last_rest() -> None:
     story = Story("async")
-    assert story.of_rests(Halt(1, 1)) == [Rest(0, 1, 1), Rest(1, 1, 1)]
-    assert story.of_rests(Halt(1, 1)) == []
-    story.say(Rested(0, 1, 1))
-    assert story.of_rests(Rested(1, 1, 1)) == [Rest(0, 1, 1, lead=True)]
+    assert story.of_rests(EndRequest(1, 1)) == [EnterPause(0, 1, 1), EnterPause(1, 1, 1)]
+    assert story.of_rests(EndRequest(1, 1)) == []
+    story.say(Paused(0, 1, 1))
+    assert story.of_rests(Paused(1, 1, 1)) == [EnterPause(0, 1, 1, lead=True)]
     assert story.facts()["halt"]
-    assert story.say(Rested(0, 1, 1, led=True)) == [Rise(0, 1, 1, over=True), Rise(1, 1, 1, over=True)]
+    assert story.say(Paused(0, 1, 1, led=True)) == [EndPause(0, 1, 1, over=True), EndPause(1, 1, 1, over=True)]
 
 
 def test_who_leads_may_end_the_run() -> None:
     story = at_rest()
-    assert story.say(Rested(0, 1, 1, led=True, stop=True)) == [Rise(0, 1, 1, over=True), Rise(1, 1, 1, over=True)]
+    assert story.say(Paused(0, 1, 1, led=True, stop=True)) == [
+        EndPause(0, 1, 1, over=True),
+        EndPause(1, 1, 1, over=True),
+    ]
 
 
 def test_one_who_only_rests_does_not_end_anything() -> None:
     story = at_rest()
-    assert story.say(Rested(1, 1, 1, led=True, stop=True)) == []
+    assert story.say(Paused(1, 1, 1, led=True, stop=True)) == []
 
 
 def test_a_halt_in_a_rest_is_for_another_since_who_leads_does_not_know_of_it() -> None:
     story = at_rest()
-    assert story.say(Halt(1, 1)) == []
-    assert story.of_rests(Tick()) == [Rest(0, 1, 1, lead=True)]
+    assert story.say(EndRequest(1, 1)) == []
+    assert story.of_rests(Tick()) == [EnterPause(0, 1, 1, lead=True)]
     assert not story.facts()["halt"], "what it was told stays the same"
-    assert story.say(Rested(0, 1, 1, led=True)) == [Rise(0, 1, 1), Rise(1, 1, 1), Rest(0, 1, 2), Rest(1, 1, 2)]
-    story.say(Rested(0, 1, 2))
-    story.say(Rested(1, 1, 2))
+    assert story.say(Paused(0, 1, 1, led=True)) == [
+        EndPause(0, 1, 1),
+        EndPause(1, 1, 1),
+        EnterPause(0, 1, 2),
+        EnterPause(1, 1, 2),
+    ]
+    story.say(Paused(0, 1, 2))
+    story.say(Paused(1, 1, 2))
     assert story.facts()["halt"]
-    assert story.say(Rested(0, 1, 2, led=True)) == [Rise(0, 1, 2, over=True), Rise(1, 1, 2, over=True)]
+    assert story.say(Paused(0, 1, 2, led=True)) == [EndPause(0, 1, 2, over=True), EndPause(1, 1, 2, over=True)]
 
 
 def test_an_epoch_that_ends_while_somebody_leads_has_a_rest_of_its_own() -> None:
@@ -175,15 +183,15 @@ def test_an_epoch_that_ends_while_somebody_leads_has_a_rest_of_its_own() -> None
     story.take(0, 1)
     story.take(1, 1)
     story.say(push(0, 1, 0, 0))
-    assert story.done(1)[1:] == [Rest(0, 1, 1), Rest(1, 1, 1)]
-    story.say(Rested(0, 1, 1))
-    story.say(Rested(1, 1, 1))
+    assert story.done(1)[1:] == [EnterPause(0, 1, 1), EnterPause(1, 1, 1)]
+    story.say(Paused(0, 1, 1))
+    story.say(Paused(1, 1, 1))
     story.say(GiveBack(1, 1, (1,), unused=True))  # it was long on its way
     assert not story.facts()["epoch_end"]
-    said = story.of_rests(Rested(0, 1, 1, led=True))
-    assert said == [Rise(0, 1, 1), Rise(1, 1, 1), Rest(0, 1, 2), Rest(1, 1, 2)]
-    story.say(Rested(0, 1, 2))
-    story.say(Rested(1, 1, 2))
+    said = story.of_rests(Paused(0, 1, 1, led=True))
+    assert said == [EndPause(0, 1, 1), EndPause(1, 1, 1), EnterPause(0, 1, 2), EnterPause(1, 1, 2)]
+    story.say(Paused(0, 1, 2))
+    story.say(Paused(1, 1, 2))
     assert story.facts()["epoch_end"]
 
 
@@ -193,23 +201,23 @@ def test_an_epoch_that_ends_while_somebody_leads_has_a_rest_of_its_own() -> None
 def test_nobody_is_interrupted_and_what_is_pushed_meanwhile_waits() -> None:
     story = Story("async", rest_every=1)
     story.say(push(0, 1, 0))
-    assert story.done(1) == [Committed(0, 1, 1), Rest(0, 1, 1), Rest(1, 1, 1)]
-    assert story.say(Rested(0, 1, 1)) == [], "learner 1 still computes"
-    assert story.say(Tick()) == [Rest(1, 1, 1)]
+    assert story.done(1) == [Committed(0, 1, 1), EnterPause(0, 1, 1), EnterPause(1, 1, 1)]
+    assert story.say(Paused(0, 1, 1)) == [], "learner 1 still computes"
+    assert story.say(Tick()) == [EnterPause(1, 1, 1)]
     assert story.say(push(1, 1, 0)) == [], "no update is begun in a rest"
-    assert story.of_rests(Rested(1, 1, 1)) == [Rest(0, 1, 1, lead=True)]
+    assert story.of_rests(Paused(1, 1, 1)) == [EnterPause(0, 1, 1, lead=True)]
     assert story.facts()["version"] == 1
-    said = story.say(Rested(0, 1, 1, led=True))
-    assert said == [Rise(0, 1, 1), Rise(1, 1, 1), Go(0, 1, 2, 1, 0, 2, ((1, 1),)), apply_job(2, 2, 1, 2, 1)]
+    said = story.say(Paused(0, 1, 1, led=True))
+    assert said == [EndPause(0, 1, 1), EndPause(1, 1, 1), Go(0, 1, 2, 1, 0, 2, ((1, 1),)), apply_job(2, 2, 1, 2, 1)]
 
 
 def test_who_leads_is_told_when_the_update_under_way_is_done() -> None:
     story = Story("async")
     story.say(push(0, 1, 0))
-    assert story.of_rests(Halt(1, 1)) == [Rest(0, 1, 1), Rest(1, 1, 1)]
-    assert story.say(Rested(0, 1, 1)) == []
-    assert story.say(Rested(1, 1, 1)) == []
-    assert [_bare(one) for one in story.done(1)] == [Committed(0, 1, 1), Rest(0, 1, 1, lead=True)]
+    assert story.of_rests(EndRequest(1, 1)) == [EnterPause(0, 1, 1), EnterPause(1, 1, 1)]
+    assert story.say(Paused(0, 1, 1)) == []
+    assert story.say(Paused(1, 1, 1)) == []
+    assert [_bare(one) for one in story.done(1)] == [Committed(0, 1, 1), EnterPause(0, 1, 1, lead=True)]
     assert story.facts()["version"] == 1
 
 
@@ -217,12 +225,12 @@ def test_shards_that_commit_by_themselves_come_to_one_version_first() -> None:
     story = Story("downpour:push=1,fetch=1", shards=2, rest_every=1)
     story.say(push(0, 1, 0))
     story.say(push(1, 1, 0))
-    assert not any(isinstance(one, Rest) for one in story.heard)
+    assert not any(isinstance(one, EnterPause) for one in story.heard)
     first = story.say(Done(0, 1, 1))
-    assert first == [Committed(0, 1, 1), Rest(0, 1, 1), Rest(1, 1, 1)], "the next is not begun"
-    story.say(Rested(0, 1, 1))
-    assert story.of_rests(Rested(1, 1, 1)) == []
-    assert story.of_rests(Done(1, 1, 1)) == [Rest(0, 1, 1, lead=True)]
+    assert first == [Committed(0, 1, 1), EnterPause(0, 1, 1), EnterPause(1, 1, 1)], "the next is not begun"
+    story.say(Paused(0, 1, 1))
+    assert story.of_rests(Paused(1, 1, 1)) == []
+    assert story.of_rests(Done(1, 1, 1)) == [EnterPause(0, 1, 1, lead=True)]
     assert {lane.version for lane in story.coordinator.desk.lanes} == {story.facts()["version"]} == {1}
 
 
@@ -230,28 +238,28 @@ def test_the_lowest_who_is_here_leads() -> None:
     story = Story("full-sync", learners=3, rest_every=1)
     update(story, 1, learners=3)
     story.say(Gone(0, 1))
-    story.say(Rested(2, 1, 1))
-    assert story.of_rests(Rested(1, 1, 1)) == [Rest(1, 1, 1, lead=True)]
+    story.say(Paused(2, 1, 1))
+    assert story.of_rests(Paused(1, 1, 1)) == [EnterPause(1, 1, 1, lead=True)]
 
 
 @pytest.mark.parametrize("how", [Gone(0, 1), Silent(0, 1), Bye(0, 1)], ids=["dies", "is silent", "leaves"])
 def test_a_lead_that_is_gone_is_replaced_and_its_word_counts_no_more(how: INPUT) -> None:
     story = at_rest()
-    assert story.of_rests(how) == [Rest(1, 1, 1, lead=True)]
-    assert story.of_rests(Rested(0, 1, 1, led=True)) == []
-    assert story.of_rests(Rested(1, 1, 1, led=True)) == [Rise(1, 1, 1)]
+    assert story.of_rests(how) == [EnterPause(1, 1, 1, lead=True)]
+    assert story.of_rests(Paused(0, 1, 1, led=True)) == []
+    assert story.of_rests(Paused(1, 1, 1, led=True)) == [EndPause(1, 1, 1)]
 
 
 def test_who_leaves_in_a_rest_makes_no_update() -> None:
     story = Story("full-sync", learners=3)
     story.say(push(0, 1, 0))
     story.say(push(1, 1, 0))
-    story.say(Halt(1, 1))
-    story.say(Rested(0, 1, 1))
-    story.say(Rested(2, 1, 1))  # it has not begun yet
-    assert story.of_rests(Rested(1, 1, 1)) == [Rest(0, 1, 1, lead=True)]
+    story.say(EndRequest(1, 1))
+    story.say(Paused(0, 1, 1))
+    story.say(Paused(2, 1, 1))  # it has not begun yet
+    assert story.of_rests(Paused(1, 1, 1)) == [EnterPause(0, 1, 1, lead=True)]
     assert story.say(Gone(2, 1)) == [Fence(2, 1)], "though all that can come are in"
-    assert story.of_rests(Tick()) == [Rest(0, 1, 1, lead=True)]
+    assert story.of_rests(Tick()) == [EnterPause(0, 1, 1, lead=True)]
     assert story.facts()["version"] == 0
 
 
@@ -260,23 +268,23 @@ def test_a_learner_that_joins_in_a_rest_is_called_and_computes_after_it() -> Non
     story.say(Gone(2, 1))
     story.say(push(0, 1, 0))
     story.done(1)
-    story.say(Rested(0, 1, 1))
-    story.say(Rested(1, 1, 1))
-    assert story.say(Hello(2, 20, "t")) == [Welcome(2, 20, 2), Rest(2, 2, 1)]
-    assert story.say(Rested(2, 2, 1)) == []
-    said = story.say(Rested(0, 1, 1, led=True))
-    assert said[:3] == [Rise(0, 1, 1), Rise(1, 1, 1), Rise(2, 2, 1)]
+    story.say(Paused(0, 1, 1))
+    story.say(Paused(1, 1, 1))
+    assert story.say(Hello(2, 20, "t")) == [Welcome(2, 20, 2), EnterPause(2, 2, 1)]
+    assert story.say(Paused(2, 2, 1)) == []
+    said = story.say(Paused(0, 1, 1, led=True))
+    assert said[:3] == [EndPause(0, 1, 1), EndPause(1, 1, 1), EndPause(2, 2, 1)]
     assert [one.learner for one in said[3:] if isinstance(one, Go)] == [0, 2]
 
 
 def test_one_that_led_and_comes_again_rests_before_it_leads() -> None:
     story = Story("full-sync", rest_every=1)
     update(story, 1)
-    story.say(Rested(1, 1, 1))
-    story.say(Rested(0, 1, 1))
-    assert story.of_rests(Hello(0, 20, "t", after=1)) == [Rest(0, 2, 1)]
-    assert story.of_rests(Tick()) == [Rest(0, 2, 1)]
-    assert story.of_rests(Rested(0, 2, 1)) == [Rest(0, 2, 1, lead=True)]
+    story.say(Paused(1, 1, 1))
+    story.say(Paused(0, 1, 1))
+    assert story.of_rests(Hello(0, 20, "t", after=1)) == [EnterPause(0, 2, 1)]
+    assert story.of_rests(Tick()) == [EnterPause(0, 2, 1)]
+    assert story.of_rests(Paused(0, 2, 1)) == [EnterPause(0, 2, 1, lead=True)]
 
 
 def test_a_rest_when_everybody_is_gone_is_over_and_the_run_goes_on_with_who_comes() -> None:
@@ -289,7 +297,7 @@ def test_a_rest_when_everybody_is_gone_is_over_and_the_run_goes_on_with_who_come
 
 def test_a_halt_when_everybody_is_gone_ends_the_run() -> None:
     story = Story("async")
-    story.say(Halt(0, 1))
+    story.say(EndRequest(0, 1))
     story.say(Gone(0, 1))
     story.say(Gone(1, 1))
     assert story.say(Hello(1, 20, "t")) == [Refused(1, 20, "the run is over")]
@@ -301,41 +309,41 @@ def test_a_halt_when_everybody_is_gone_ends_the_run() -> None:
 def test_a_call_that_is_lost_is_said_again_to_those_who_have_not_come() -> None:
     story = Story("full-sync", rest_every=1)
     update(story, 1)
-    assert story.say(Tick()) == [Rest(0, 1, 1), Rest(1, 1, 1)]
-    story.say(Rested(0, 1, 1))
-    assert story.say(Tick()) == [Rest(1, 1, 1)]
-    story.say(Rested(1, 1, 1))
-    assert story.of_rests(Tick()) == [Rest(0, 1, 1, lead=True)]
+    assert story.say(Tick()) == [EnterPause(0, 1, 1), EnterPause(1, 1, 1)]
+    story.say(Paused(0, 1, 1))
+    assert story.say(Tick()) == [EnterPause(1, 1, 1)]
+    story.say(Paused(1, 1, 1))
+    assert story.of_rests(Tick()) == [EnterPause(0, 1, 1, lead=True)]
 
 
 def test_what_is_said_twice_changes_nothing() -> None:
     story = at_rest()
-    assert story.say(Rested(1, 1, 1)) == []
-    assert story.say(Rested(0, 1, 1)) == []
-    story.say(Rested(0, 1, 1, led=True))
-    assert story.say(Rested(0, 1, 1, led=True)) == [Rise(0, 1, 1)]
-    assert story.say(Rested(1, 1, 1)) == [Rise(1, 1, 1)], "its Rise was lost"
+    assert story.say(Paused(1, 1, 1)) == []
+    assert story.say(Paused(0, 1, 1)) == []
+    story.say(Paused(0, 1, 1, led=True))
+    assert story.say(Paused(0, 1, 1, led=True)) == [EndPause(0, 1, 1)]
+    assert story.say(Paused(1, 1, 1)) == [EndPause(1, 1, 1)], "its Rise was lost"
     assert len(story.coordinator.rests.times) == 1
 
 
 def test_one_that_is_still_in_the_rest_before_rises_from_it_first() -> None:
     story = at_rest()
-    story.say(Rested(0, 1, 1, led=True))
-    story.say(Halt(0, 1))
-    assert story.of_rests(Rested(1, 1, 1)) == [Rise(1, 1, 1)]
-    assert story.of_rests(Rested(1, 1, 2)) == []
+    story.say(Paused(0, 1, 1, led=True))
+    story.say(EndRequest(0, 1))
+    assert story.of_rests(Paused(1, 1, 1)) == [EndPause(1, 1, 1)]
+    assert story.of_rests(Paused(1, 1, 2)) == []
 
 
 @pytest.mark.parametrize(
     "late",
-    [Rested(1, 1, 1), Halt(1, 1), push(1, 2, 1), Want(1, 1, 1, 0, 2, 4, True), Seeded(1, 1), Hello(1, 11, "t")],
+    [Paused(1, 1, 1), EndRequest(1, 1), push(1, 2, 1), Want(1, 1, 1, 0, 2, 4, True), Seeded(1, 1), Hello(1, 11, "t")],
     ids=lambda message: type(message).__name__,
 )
 def test_that_the_run_is_over_is_answered_to_whoever_says_anything_late(late: INPUT) -> None:
     story = at_rest()
-    story.say(Rested(0, 1, 1, led=True, stop=True))
+    story.say(Paused(0, 1, 1, led=True, stop=True))
     before = dict(story.coordinator.counts)
-    assert Rise(1, 1, 1, over=True) in story.say(late)
+    assert EndPause(1, 1, 1, over=True) in story.say(late)
     assert not any(isinstance(one, Refused | Go | Granted) for one in story.say(late))
     assert story.coordinator.counts == before, "and nothing else comes of it"
 
@@ -343,10 +351,10 @@ def test_that_the_run_is_over_is_answered_to_whoever_says_anything_late(late: IN
 def test_after_the_end_nobody_comes_and_those_who_leave_make_no_update() -> None:
     story = Story("full-sync")
     story.say(push(0, 1, 0))
-    story.say(Halt(0, 1))
-    story.say(Rested(0, 1, 1))
-    story.say(Rested(1, 1, 1))
-    story.say(Rested(0, 1, 1, led=True))
+    story.say(EndRequest(0, 1))
+    story.say(Paused(0, 1, 1))
+    story.say(Paused(1, 1, 1))
+    story.say(Paused(0, 1, 1, led=True))
     assert story.say(Bye(1, 1)) == [Fence(1, 1)], "the gradient that was held is not applied"
     assert story.say(Hello(1, 20, "t")) == [Refused(1, 20, "the run is over")]
     assert story.coordinator.counts["dropped: the run ended before its update was full"] == 1
@@ -363,7 +371,7 @@ def test_what_is_saved_has_everything_back_that_is_not_in_the_weights() -> None:
     story.say(push(0, 1, 0, 0))
     story.done(1)  # the other update waits
     for learner in range(3):
-        story.say(Rested(learner, 1, 1))
+        story.say(Paused(learner, 1, 1))
     facts = story.facts()
     book = LeaseBook(samples=8)
     book.restore(facts["book"])
@@ -400,7 +408,7 @@ def test_a_policy_keeps_what_it_has_learned_and_not_who_waits() -> None:
 def test_a_journal_brings_a_coordinator_back_in_the_middle_of_a_rest(upto: int) -> None:
     story = Story("full-sync", rest_every=1)
     update(story, 1)
-    in_the_rest: tuple[INPUT, ...] = (Rested(1, 1, 1), Rested(0, 1, 1), Halt(1, 1))
+    in_the_rest: tuple[INPUT, ...] = (Paused(1, 1, 1), Paused(0, 1, 1), EndRequest(1, 1))
     for said in in_the_rest[:upto]:
         story.say(said)
     again = Coordinator(story.coordinator.setting)
@@ -410,11 +418,11 @@ def test_a_journal_brings_a_coordinator_back_in_the_middle_of_a_rest(upto: int) 
     assert vars(again.rests) == vars(story.coordinator.rests)
     rest_of_it: tuple[INPUT, ...] = (
         Tick(),
-        Rested(0, 1, 1),
-        Rested(1, 1, 1),
-        Rested(0, 1, 1, led=True),
+        Paused(0, 1, 1),
+        Paused(1, 1, 1),
+        Paused(0, 1, 1, led=True),
         Tick(),
-        Rested(1, 1, 2),
+        Paused(1, 1, 2),
     )
     for later_s, message in enumerate(rest_of_it, start=100):
         assert again.handle(message, later_s) == story.coordinator.handle(message, later_s)
@@ -433,51 +441,51 @@ def joined() -> Client:
 def test_a_learner_takes_each_call_once_and_says_that_it_rests_until_it_may_rise() -> None:
     client = joined()
     for _ in range(2):
-        client.receive(Rest(0, 1, 1))
+        client.receive(EnterPause(0, 1, 1))
     rest = client.take_rest()
-    assert rest == Rest(0, 1, 1)
+    assert rest == EnterPause(0, 1, 1)
     assert not client.resting
-    assert client.rested(rest) == [Rested(0, 1, 1)]
-    client.receive(Rest(0, 1, 1))
+    assert client.rested(rest) == [Paused(0, 1, 1)]
+    client.receive(EnterPause(0, 1, 1))
     assert client.take_rest() is None
-    assert client.resting and Rested(0, 1, 1) in client.retry()
-    client.receive(Rise(0, 1, 0))  # from a rest before
+    assert client.resting and Paused(0, 1, 1) in client.retry()
+    client.receive(EndPause(0, 1, 0))  # from a rest before
     assert client.resting
-    client.receive(Rise(0, 1, 1))
-    assert not client.resting and Rested(0, 1, 1) not in client.retry()
+    client.receive(EndPause(0, 1, 1))
+    assert not client.resting and Paused(0, 1, 1) not in client.retry()
 
 
 def test_a_learner_leads_once() -> None:
     client = joined()
-    client.receive(Rest(0, 1, 1))
-    client.rested(client.take_rest() or Rest(0, 1, 0))
-    client.receive(Rest(0, 1, 1, lead=True))
+    client.receive(EnterPause(0, 1, 1))
+    client.rested(client.take_rest() or EnterPause(0, 1, 0))
+    client.receive(EnterPause(0, 1, 1, lead=True))
     lead = client.take_rest()
     assert lead is not None and lead.lead
-    client.receive(Rest(0, 1, 1, lead=True))
-    client.receive(Rest(0, 1, 1))
+    client.receive(EnterPause(0, 1, 1, lead=True))
+    client.receive(EnterPause(0, 1, 1))
     assert client.take_rest() is None
-    assert client.rested(lead, stop=True) == [Rested(0, 1, 1, led=True, stop=True)]
-    assert Rested(0, 1, 1, led=True, stop=True) in client.retry()
+    assert client.rested(lead, stop=True) == [Paused(0, 1, 1, led=True, stop=True)]
+    assert Paused(0, 1, 1, led=True, stop=True) in client.retry()
 
 
 def test_a_call_that_comes_after_its_rest_is_answered_and_nothing_else() -> None:
     client = joined()
-    client.receive(Rest(0, 1, 1))
-    client.receive(Rise(0, 1, 1))
+    client.receive(EnterPause(0, 1, 1))
+    client.receive(EndPause(0, 1, 1))
     assert client.take_rest() is None
 
 
 def test_that_the_run_is_over_is_not_taken_back_by_a_word_from_before() -> None:
     client = joined()
-    client.receive(Rise(0, 1, 2, over=True))
-    client.receive(Rise(0, 1, 1))
+    client.receive(EndPause(0, 1, 2, over=True))
+    client.receive(EndPause(0, 1, 1))
     assert client.over
 
 
 def test_one_that_was_given_up_in_a_rest_comes_again_and_knows_of_none() -> None:
     client = joined()
-    client.receive(Rest(0, 1, 1))
+    client.receive(EnterPause(0, 1, 1))
     rest = client.take_rest()
     assert rest is not None
     client.rested(rest)
@@ -485,8 +493,8 @@ def test_one_that_was_given_up_in_a_rest_comes_again_and_knows_of_none() -> None
     assert not client.resting
     assert client.rested(rest) == [], "what it led as another is nobody's"
     client.receive(Welcome(0, 11, 2))
-    client.receive(Rest(0, 2, 1))
-    assert client.take_rest() == Rest(0, 2, 1)
+    client.receive(EnterPause(0, 2, 1))
+    assert client.take_rest() == EnterPause(0, 2, 1)
 
 
 def test_a_halt_is_said_until_the_run_is_over_also_as_another() -> None:
@@ -494,12 +502,12 @@ def test_a_halt_is_said_until_the_run_is_over_also_as_another() -> None:
     client.join()
     assert client.halt() == [], "it is nobody yet"
     client.receive(Welcome(0, 10, 1))
-    assert Halt(0, 1) in client.retry()
+    assert EndRequest(0, 1) in client.retry()
     client.receive(Fenced(0, 1))
     client.receive(Welcome(0, 11, 2))
-    assert Halt(0, 2) in client.retry()
-    client.receive(Rise(0, 2, 1, over=True))
-    assert Halt(0, 2) not in client.retry()
+    assert EndRequest(0, 2) in client.retry()
+    client.receive(EndPause(0, 2, 1, over=True))
+    assert EndRequest(0, 2) not in client.retry()
 
 
 # --- real runs ----------------------------------------------------------------------------------------------------

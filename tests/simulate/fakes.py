@@ -10,12 +10,12 @@ from collections.abc import Collection, Iterator, Sequence
 
 from offbeat.policies import create
 from offbeat.policies.base import LearnerRule
-from offbeat.predict.timelines import Answer, ServedTimeline, Step, Timeline, Update, Work, train
+from offbeat.predict.timelines import Answer, Minibatch, ServedTimeline, Step, Timeline, Update, train
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.result import Result
 from offbeat.simulate.sample_source import Batch, Epochs, Stream
 
-Made = tuple[int, float, tuple[Work, ...], tuple[float, ...], int]
+Made = tuple[int, float, tuple[Minibatch, ...], tuple[float, ...], int]
 
 
 def noise_of(batch: Batch) -> float:
@@ -51,7 +51,7 @@ class FakeLearner:
         self._own: dict[int, tuple[float, int]] = {}  # of learners that step by themselves, and the version fetched
         self._last: dict[int, int] = {}  # number of each one's last work
 
-    def compute(self, works: Sequence[Work]) -> None:
+    def compute(self, works: Sequence[Minibatch]) -> None:
         assert works, "it is asked for something"
         self.calls += 1
         self.most_at_once = max(self.most_at_once, len(works))
@@ -62,12 +62,12 @@ class FakeLearner:
             self.gradients[work.number] = self._stepped(work) if self.steps_itself else self._plain(work)
             self.losses[work.number] = 0.5 * self.weights[work.version] ** 2 + self.noise * noise_of(work.batch)
 
-    def _plain(self, work: Work) -> float:
+    def _plain(self, work: Minibatch) -> float:
         (step,) = work.steps
         assert step.fetched in (-1, work.version)
         return self._gradient(self.weights[work.version], step)
 
-    def _stepped(self, work: Work) -> float:
+    def _stepped(self, work: Minibatch) -> float:
         """As the real one: local SGD pushes by how much it moved, Downpour the sum of its gradients."""
         assert 0 < len(work.steps) <= self.rule.push_every
         assert self._last.get(work.learner, -1) < work.number, "a learner's pushes are computed in their order"
@@ -108,7 +108,7 @@ class FakeLearner:
         self.path.append(weights)
         self.made.append((update.version, update.at_s, update.works, update.scales, update.told))
 
-    def answer(self, work: Work) -> Answer:
+    def answer(self, work: Minibatch) -> Answer:
         if self.silent:
             return Answer(None, None)
         return Answer(self.losses[work.number], 40 * (self.weights[self.version] - self.weights[work.version]) ** 2)

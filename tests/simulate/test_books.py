@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.errors import RequestError
-from offbeat.predict.timelines import ServedTimeline, Work
+from offbeat.predict.timelines import Minibatch, ServedTimeline
 from offbeat.simulate.cluster import Cluster, Wires
 from offbeat.simulate.compute import Failures, parse_law
 from offbeat.simulate.sample_source import NOT_FULL, Batch, Epochs, Stream, samples_of
@@ -113,13 +113,13 @@ class WatchedStream(WatchedEpochs, Stream):
         """Epochs may overlap."""
 
 
-def run(strategy: str, cluster: Cluster, book: Epochs) -> tuple[list[tuple[Work, ...]], ServedTimeline]:
+def run(strategy: str, cluster: Cluster, book: Epochs) -> tuple[list[tuple[Minibatch, ...]], ServedTimeline]:
     """The works of each update, and the timeline at its end."""
     learner, timeline = trained(strategy, cluster, book, width=7)
     return [works for _, _, works, _, _ in learner.made], timeline
 
 
-def positions(updates: list[tuple[Work, ...]]) -> list[tuple[int, int]]:
+def positions(updates: list[tuple[Minibatch, ...]]) -> list[tuple[int, int]]:
     return [one for works in updates for work in works for one in each(work.batch)]
 
 
@@ -247,7 +247,7 @@ def test_epochs_that_do_not_give_again_count_what_was_dropped() -> None:
 
 def epochs_of(
     strategy: str, cluster: Cluster, *, samples: int, again: bool = True, kind: type[WatchedEpochs] = WatchedEpochs
-) -> tuple[WatchedEpochs, list[tuple[Work, ...]]]:
+) -> tuple[WatchedEpochs, list[tuple[Minibatch, ...]]]:
     """A whole run, with what must hold at its end."""
     book = kind(samples=samples, learners=cluster.learners, epochs=4, again=again)
     updates, timeline = run(strategy, cluster, book)
@@ -328,7 +328,7 @@ def test_a_push_is_there_before_its_learner_steps_aside() -> None:
     """Downpour sends beside computing: it must not leave while what it has pushed is on its way."""
     said: list[str] = []
 
-    def write(record: dict[str, Any], work: Work | None) -> None:
+    def write(record: dict[str, Any], work: Minibatch | None) -> None:
         said.append(record["event"])
 
     slow = Wires(size_bytes=10, learner_bytes_per_s=1.0, server_bytes_per_s=100.0)
@@ -358,7 +358,7 @@ def test_a_learner_without_samples_leaves_and_comes_back_when_there_are_some() -
     """Two learners and three minibatches: the third is one learner's alone, and nobody waits for the other."""
     said: list[tuple[str, ...]] = []
 
-    def write(record: dict[str, Any], work: Work | None) -> None:
+    def write(record: dict[str, Any], work: Minibatch | None) -> None:
         said.append((record["event"], *record["commands"], *(str(stretch) for stretch in record.get("batch", ()))))
 
     cluster = Cluster(learners=2, law=parse_law("constant:1"))
@@ -391,7 +391,7 @@ def test_learners_that_stepped_aside_come_back_when_a_minibatch_is_given_back() 
     """4 learners, 3 minibatches, the first 2 count: who is cancelled gives its minibatch to whoever is there first."""
     said: list[str] = []
 
-    def write(record: dict[str, Any], work: Work | None) -> None:
+    def write(record: dict[str, Any], work: Minibatch | None) -> None:
         said.append(f"{record['event']}: {' '.join(record['commands'])}")
 
     wires = Wires(size_bytes=0, latency_s=0.25)

@@ -10,7 +10,7 @@ import pytest
 from offbeat.cli import main
 from offbeat.simulate import server
 from offbeat.simulate.cluster import Cluster
-from offbeat.simulate.compare import advise, describe, look_at, what_if
+from offbeat.simulate.compare import advise, describe, describe_machines, what_if
 from offbeat.simulate.compute import SlowPeriods, parse_law
 
 HEAVY = Cluster(learners=8, law=parse_law("pareto:2,1"), seed=1)
@@ -19,28 +19,28 @@ EQUAL = Cluster(learners=8, law=parse_law("gamma:1,0.1"), seed=1)
 
 
 def test_three_clusters_are_told_apart() -> None:
-    assert describe(look_at(HEAVY)).startswith("no learner is persistently slow, but times scatter")
-    assert describe(look_at(STRAGGLER)).startswith("persistently slow: learner 3 (3.0x)")
-    assert describe(look_at(EQUAL)).startswith("equal learners (standard deviation 0.10x the mean)")
+    assert describe(describe_machines(HEAVY)).startswith("no learner is persistently slow, but times scatter")
+    assert describe(describe_machines(STRAGGLER)).startswith("persistently slow: learner 3 (3.0x)")
+    assert describe(describe_machines(EQUAL)).startswith("equal learners (standard deviation 0.10x the mean)")
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_heavy_tail_is_not_taken_for_a_slow_learner(seed: int) -> None:
     for law in ("pareto:2,1", "lognormal:1,2", "exp:1"):
-        assert look_at(Cluster(learners=20, law=parse_law(law), seed=seed)).slow == ()
+        assert describe_machines(Cluster(learners=20, law=parse_law(law), seed=seed)).slow == ()
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_period_that_passes_is_not_taken_for_a_slow_learner(seed: int) -> None:
     periods = SlowPeriods(factor=5, enter=0.002, leave=0.004)
     cluster = Cluster(learners=8, law=parse_law("gamma:1,0.1"), seed=seed, slow=periods)
-    assert look_at(cluster).slow == ()
+    assert describe_machines(cluster).slow == ()
 
 
 def test_what_the_straggler_costs_is_what_the_arithmetic_says() -> None:
     """With constant times: full-sync takes 3 s for 8 gradients; 7 learners take 1 s; a third of the work takes 1 s."""
     cluster = Cluster(learners=8, law=parse_law("constant:1"), speeds=(1, 1, 1, 1 / 3))
-    found = what_if("full-sync", cluster, look_at(cluster), 300)
+    found = what_if("full-sync", cluster, describe_machines(cluster), 300)
     assert found.slow == (3,) and found.slower == pytest.approx(3) and found.shares == (0.33,)
     assert found.as_it_is == pytest.approx(8 / 3, rel=0.01)
     assert found.as_fast == pytest.approx(8, rel=0.01)
@@ -52,7 +52,7 @@ def test_what_the_straggler_costs_is_what_the_arithmetic_says() -> None:
 
 
 def test_with_chance_as_well_only_a_part_of_the_loss_is_the_stragglers() -> None:
-    found = what_if("full-sync", STRAGGLER, look_at(STRAGGLER), 500)
+    found = what_if("full-sync", STRAGGLER, describe_machines(STRAGGLER), 500)
     assert 0.7 < found.share_of_loss < 0.95
     assert found.without is not None and found.without > 2 * found.as_it_is
     assert found.lighter > found.without
@@ -61,7 +61,7 @@ def test_with_chance_as_well_only_a_part_of_the_loss_is_the_stragglers() -> None
 def test_several_slow_learners_are_judged_together() -> None:
     """Half of eight are 4x slower: full-sync takes 4 s for 8; dropping them gives 4 a second, less work 4 + 4/4."""
     cluster = Cluster(learners=8, law=parse_law("constant:1"), speeds=(1, 1, 1, 1, 0.25, 0.25, 0.25, 0.25))
-    machines = look_at(cluster)
+    machines = describe_machines(cluster)
     assert sorted(machines.slow) == [4, 5, 6, 7]
     found = what_if("full-sync", cluster, machines, 400)
     assert found.as_it_is == pytest.approx(2, rel=0.01)
@@ -72,14 +72,14 @@ def test_several_slow_learners_are_judged_together() -> None:
 
 
 def test_with_two_learners_the_slower_one_is_the_slow_one() -> None:
-    machines = look_at(Cluster(learners=2, law=parse_law("constant:1"), speeds=(0.2,)))
+    machines = describe_machines(Cluster(learners=2, law=parse_law("constant:1"), speeds=(0.2,)))
     assert machines.slow == (0,)
     assert describe(machines) == "persistently slow: learner 0 (5.0x); a barrier waits for it every time"
 
 
 def test_what_cannot_run_without_the_slow_ones_is_not_said() -> None:
     cluster = Cluster(learners=4, law=parse_law("constant:1"), speeds=(1, 1, 0.25, 0.25))
-    found = what_if("k-sync:4", cluster, look_at(cluster), 100)
+    found = what_if("k-sync:4", cluster, describe_machines(cluster), 100)
     assert found.without is None and advise(found)[1].startswith("with 0.25")
 
 
@@ -127,7 +127,7 @@ def test_every_strategy_has_a_reason(capsys: pytest.CaptureFixture[str]) -> None
 def test_machines_that_are_unequal_without_a_few_slow_ones_are_not_called_equal() -> None:
     for speeds in ((3.0,), (1, 1, 1, 0.7, 0.5, 0.6, 0.8, 0.9)):
         cluster = Cluster(learners=8, law=parse_law("gamma:1,0.05"), speeds=speeds)
-        assert not describe(look_at(cluster)).startswith("equal")
+        assert not describe(describe_machines(cluster)).startswith("equal")
 
 
 @pytest.mark.parametrize(

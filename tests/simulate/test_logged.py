@@ -11,7 +11,7 @@ import pytest
 
 from offbeat.errors import LogError, ReplayError, RequestError
 from offbeat.predict.logged_timeline import LoggedTimeline
-from offbeat.predict.timelines import KEEP_EVERY, ServedTimeline, Update, Work, train
+from offbeat.predict.timelines import KEEP_EVERY, Minibatch, ServedTimeline, Update, train
 from offbeat.runs.log import RunLog, read_log, write_log
 from offbeat.simulate.cluster import Cluster, Wires
 from offbeat.simulate.compute import Failures, parse_law
@@ -37,7 +37,7 @@ def logged(strategy: str, cluster: Cluster, book: Epochs) -> tuple[RunLog, FakeL
     """A run in virtual time, its log, and what came of it."""
     decisions: list[dict[str, Any]] = []
 
-    def write(record: dict[str, Any], work: Work | None) -> None:
+    def write(record: dict[str, Any], work: Minibatch | None) -> None:
         assert (work is not None) == record["event"].startswith("pushed") == ("batch" in record)
         decisions.append(record)
 

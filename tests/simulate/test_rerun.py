@@ -9,7 +9,7 @@ import pytest
 
 from offbeat.errors import RequestError
 from offbeat.predict.recorded_run import Computed, Recorded, filled, law_of, read_recorded, starts_of
-from offbeat.predict.timelines import ServedTimeline, Update, Work
+from offbeat.predict.timelines import Minibatch, ServedTimeline, Update
 from offbeat.runs.log import RunLog, Span
 from offbeat.simulate.cluster import Cluster, Wires
 from offbeat.simulate.compute import Draws, Law, parse_law
@@ -289,7 +289,7 @@ def go(line: str, cluster: Cluster, *, ends: bool) -> tuple[list[Update], RunLog
     book = (Epochs if ends else Stream)(samples=101, sizes=(4,) * cluster.learners, epochs=3)
     decisions: list[dict[str, Any]] = []
 
-    def write(record: dict[str, Any], work: Work | None) -> None:
+    def write(record: dict[str, Any], work: Minibatch | None) -> None:
         decisions.append(record)
 
     timeline = ServedTimeline(line, cluster, book, keep_spans=10**9, write=write)

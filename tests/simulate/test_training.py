@@ -13,7 +13,16 @@ import pytest
 from offbeat.errors import RequestError
 from offbeat.policies import POLICIES, Apply, Pushed
 from offbeat.policies.events import from_text
-from offbeat.predict.timelines import KEEP_EVERY, ReducedTimeline, ServedTimeline, Step, Update, Work, spent_of, train
+from offbeat.predict.timelines import (
+    KEEP_EVERY,
+    Minibatch,
+    ReducedTimeline,
+    ServedTimeline,
+    Step,
+    Update,
+    spent_of,
+    train,
+)
 from offbeat.simulate import collective, server
 from offbeat.simulate.cluster import Cluster, Wires
 from offbeat.simulate.collective import Model, Rounds
@@ -177,15 +186,15 @@ def test_a_learner_that_steps_by_itself_tells_the_version_that_it_had_when_it_pu
 def test_a_work_can_be_computed_when_all_weights_in_it_exist() -> None:
     batch = ((0, 0, 4),)
     steps = (Step(-1, batch), Step(9, batch), Step(-1, ((0, 4, 3),)))
-    work = Work(1, 0, 3, steps)
+    work = Minibatch(1, 0, 3, steps)
     assert (work.latest, work.samples, work.batch) == (9, 11, (*batch, *batch, (0, 4, 3)))
-    assert Work(1, 0, 3, (Step(-1, batch),)).latest == 3
+    assert Minibatch(1, 0, 3, (Step(-1, batch),)).latest == 3
 
 
 def test_an_update_is_fresh_when_it_is_the_gradient_of_one_large_batch() -> None:
     def update(*works: tuple[int, int, float], version: int = 6, steps: int = 1) -> bool:
         parts = tuple(
-            Work(at, at, read, (Step(read, ((0, 10 * at, samples),)),) * steps)
+            Minibatch(at, at, read, (Step(read, ((0, 10 * at, samples),)),) * steps)
             for at, (read, samples, _) in enumerate(works)
         )
         spent = spent_of(Tally())

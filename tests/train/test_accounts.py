@@ -17,7 +17,7 @@ from offbeat.errors import OffbeatError
 from offbeat.train import launch, rundir, telemetry
 from offbeat.train.config_files import changed
 from offbeat.train.rundir import RunDir, is_held
-from offbeat.train.telemetry import Accounts
+from offbeat.train.telemetry import Telemetry
 from train.runs import config_of, small_task, trained
 
 BEGIN = {"kind": "begin", "name": "small", "learners": 2, "epochs": 3, "epoch": 0, "samples": 100}
@@ -58,7 +58,7 @@ class Kept:
     def __init__(self, path: Path, leg: int = 1) -> None:
         self.run, self.clock, self.worked, self.meter = RunDir(path), Clock(), Clock(), Counted()
         self.heard: list[Mapping[str, Any]] = []
-        self.accounts = Accounts(
+        self.accounts = Telemetry(
             config_of(), self.run, leg, self.heard.append, meter=self.meter, clock=self.clock, worked=self.worked
         )
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from offbeat.predict.arithmetic import Arithmetic
-from offbeat.predict.timelines import Spent, Step, Update, Work
+from offbeat.predict.timelines import Minibatch, Spent, Step, Update
 from offbeat.predict.virtual import Clock, Outcome, VirtualTrainer, train_virtually
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.compute import parse_law
@@ -48,11 +48,11 @@ def state(outcome: Any) -> dict[str, Tensor]:
     return dict(outcome.weights)
 
 
-def work(number: int, version: int, start: int, count: int = 4, learner: int = 0) -> Work:
-    return Work(number, learner, version, (Step(version, ((0, start, count),)),))
+def work(number: int, version: int, start: int, count: int = 4, learner: int = 0) -> Minibatch:
+    return Minibatch(number, learner, version, (Step(version, ((0, start, count),)),))
 
 
-def update_of(version: int, *works: Work) -> Update:
+def update_of(version: int, *works: Minibatch) -> Update:
     return Update(version, 0.0, works, (1.0,) * len(works), version - 1, Spent(0, 0, 0, 0))
 
 
@@ -389,9 +389,9 @@ class ByHand:
         nn.utils.vector_to_parameters(weights.clone(), self.models[learner].parameters())
 
 
-def of_steps(number: int, learner: int, version: int, *steps: tuple[int, int]) -> Work:
+def of_steps(number: int, learner: int, version: int, *steps: tuple[int, int]) -> Minibatch:
     """Each step: the version that was fetched for it or -1, and where its samples begin."""
-    return Work(number, learner, version, tuple(Step(fetched, ((0, start, 4),)) for fetched, start in steps))
+    return Minibatch(number, learner, version, tuple(Step(fetched, ((0, start, 4),)) for fetched, start in steps))
 
 
 def test_local_sgd_is_the_mean_of_where_learners_went_with_their_own_momentum() -> None:

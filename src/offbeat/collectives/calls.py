@@ -182,7 +182,7 @@ class Runner(Protocol):
         """Let go of memory."""
 
 
-class Post(Protocol):
+class MessagePort(Protocol):
     """The seam for messages."""
 
     def send(self, payload: Tensor, to: int, tag: int) -> Any: ...

@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offbeat.collectives import calls, memory, rendezvous
-from offbeat.collectives.calls import Call, Post, Runner, check_reduction, cut, number_of, plan
+from offbeat.collectives.calls import Call, MessagePort, Runner, check_reduction, cut, number_of, plan
 from offbeat.collectives.choice import Choice, Figures
 from offbeat.collectives.counters import Arrivals, Stats
 from offbeat.collectives.cuda import Gpus, first_tensor
 from offbeat.collectives.executor import Executor
 from offbeat.collectives.messages import Messages
-from offbeat.collectives.overlap import Job, Progress, Work, at_exit
+from offbeat.collectives.overlap import Job, PendingCall, Progress, at_exit
 from offbeat.collectives.placement import Placements
 from offbeat.collectives.sync import Patience
 from offbeat.collectives.tensors import Flat
@@ -58,9 +58,9 @@ class Group(_ProcessGroup):  # type: ignore[misc] # torch types it by overloads 
         self._executor: Runner = Executor(self._transport, lambda call, stamps: arrivals.came(call.iteration, stamps))
         self._placements = Placements(self._transport, move=options.move)
         self._progress = Progress(f"offbeat rank {rank}", self._transport.patience)
-        self._messages: Post = Messages(self._transport)
+        self._messages: MessagePort = Messages(self._transport)
         self._gpus = Gpus(store, self._transport)
-        self._together: list[Work] | None = None
+        self._together: list[PendingCall] | None = None
         self._owner = os.getpid()
         at_exit(self._give_up_at_exit)
 
@@ -164,7 +164,7 @@ class Group(_ProcessGroup):  # type: ignore[misc] # torch types it by overloads 
     def why(self, size_bytes: int) -> str:
         """Why an all-reduce of this size goes the way it goes. With `auto`, all ranks must ask."""
         if self._choice.needs_figures():
-            self._progress.submit(self._measure, Work(None), background=False).wait()
+            self._progress.submit(self._measure, PendingCall(None), background=False).wait()
         return self._choice.why(size_bytes)
 
     # --- several calls as one ----------------------------------------------------------------------------------------
@@ -172,11 +172,11 @@ class Group(_ProcessGroup):  # type: ignore[misc] # torch types it by overloads 
     def _start_coalescing(self, device: torch.device) -> None:
         self._together = []
 
-    def _end_coalescing(self, device: torch.device) -> Work:
+    def _end_coalescing(self, device: torch.device) -> PendingCall:
         works, self._together = self._together or [], None
         return _All(works)
 
-    def _keep(self, work: Work) -> Work:
+    def _keep(self, work: PendingCall) -> PendingCall:
         if self._together is not None:
             self._together.append(work)
         return work
@@ -228,12 +228,12 @@ class Group(_ProcessGroup):  # type: ignore[misc] # torch types it by overloads 
 
         return run
 
-    def _submit(self, job: Job, result: Any, opts: Any) -> Work:
+    def _submit(self, job: Job, result: Any, opts: Any) -> PendingCall:
         background = True if opts is None else opts.asyncOp
         tensor = first_tensor(result)
         if tensor is not None and tensor.is_cuda:
             job = self._gpus.staged(job, tensor.device)
-        return self._keep(self._progress.submit(job, Work(result), background=background))
+        return self._keep(self._progress.submit(job, PendingCall(result), background=background))
 
     def _measure(self, patience: Patience) -> None:
         """Agree on what this host is like: the slowest rank's figures."""
@@ -263,10 +263,10 @@ class Group(_ProcessGroup):  # type: ignore[misc] # torch types it by overloads 
         self._choice.figures = Figures(latency_s=float(taken[0]), bytes_per_s=4 * size / float(taken[1]))
 
 
-class _All(Work):
+class _All(PendingCall):
     """Several works as one."""
 
-    def __init__(self, works: Sequence[Work]) -> None:
+    def __init__(self, works: Sequence[PendingCall]) -> None:
         super().__init__(None)
         self._works = works
 

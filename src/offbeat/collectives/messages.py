@@ -24,7 +24,7 @@ from torch.futures import Future
 
 from offbeat.collectives import memory
 from offbeat.collectives.memory import Segment
-from offbeat.collectives.overlap import Work, at_exit
+from offbeat.collectives.overlap import PendingCall, at_exit
 from offbeat.collectives.sync import Word, fence
 from offbeat.collectives.tensors import Flat
 from offbeat.collectives.transport import BELL, BLAME, MAILBOX, PAGE, SharedMemory
@@ -36,7 +36,7 @@ RING_BYTES = 1024 * 1024
 _YIELD_S = 0.0005
 
 
-class MessageWork(Work):
+class MessageWork(PendingCall):
     """The work of a message: its time runs from when somebody waits for it."""
 
     def __init__(self) -> None:
@@ -124,7 +124,7 @@ class Messages:
         self._bells = [Word(side.words, BELL, side.segment.address) for side in transport.sides]
         at_exit(self.close)
 
-    def send(self, payload: Tensor, to: int, tag: int) -> Work:
+    def send(self, payload: Tensor, to: int, tag: int) -> PendingCall:
         """Bytes to a rank. The tensor must stay as it is until the work is done."""
         self._transport.check()
         work = MessageWork()
@@ -136,7 +136,7 @@ class Messages:
             self._go_on()
         return work
 
-    def receive(self, flat: Flat, source: int | None, tag: int, timeout_s: float | None = None) -> Work:
+    def receive(self, flat: Flat, source: int | None, tag: int, timeout_s: float | None = None) -> PendingCall:
         """Bytes from a rank, or from any; the work then knows whose."""
         self._transport.check()
         work = MessageWork()

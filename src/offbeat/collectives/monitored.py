@@ -10,7 +10,7 @@ import time
 
 import torch
 
-from offbeat.collectives.calls import Post
+from offbeat.collectives.calls import MessagePort
 from offbeat.collectives.tensors import Flat
 from offbeat.collectives.transport import SharedMemory
 from offbeat.errors import PeerError
@@ -18,7 +18,9 @@ from offbeat.errors import PeerError
 _TAG = -(2**40)  # no user's
 
 
-def monitored_barrier(transport: SharedMemory, messages: Post, timeout_s: float | None, wait_all_ranks: bool) -> None:
+def monitored_barrier(
+    transport: SharedMemory, messages: MessagePort, timeout_s: float | None, wait_all_ranks: bool
+) -> None:
     """`PeerError` on rank 0 names the first rank that did not come, or all of them; the others are told too."""
     transport.check()
     seconds = transport.timeout_s if timeout_s is None else timeout_s

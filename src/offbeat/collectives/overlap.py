@@ -36,7 +36,7 @@ _CALLBACKS_S = 30.0  # what callbacks are given there
 _INTERRUPTED_S = 1.0  # and what an interrupted one is given to end
 
 
-class Work(dist.Work):
+class PendingCall(dist.Work):
     """The handle of one call: wait for it, or ask for a future."""
 
     def __init__(self, result: Any) -> None:
@@ -222,7 +222,7 @@ class Progress:
     def __init__(self, name: str, patience: Patience) -> None:
         self._name = name
         self._patience = patience
-        self._queue: queue.SimpleQueue[tuple[Job, Work] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Job, PendingCall] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()  # of the counts
         self._turn = threading.Lock()  # held by whoever runs a call
@@ -231,7 +231,7 @@ class Progress:
         self._stopping = False
         self.background_s = 0.0  # spent in calls that were run beside the caller
 
-    def submit(self, job: Job, work: Work, *, background: bool) -> Work:
+    def submit(self, job: Job, work: PendingCall, *, background: bool) -> PendingCall:
         """Run a job now, or hand it to the thread; either way after all that were submitted before."""
         with self._lock:
             inline = not background and self._waiting == 0 and self._turn.acquire(blocking=False)
@@ -265,7 +265,7 @@ class Progress:
             self._run(*item)
             del item  # nothing of a call is kept while waiting for the next
 
-    def _run(self, job: Job, work: Work) -> None:
+    def _run(self, job: Job, work: PendingCall) -> None:
         error: BaseException | None = None
         with self._turn:
             start = time.perf_counter()

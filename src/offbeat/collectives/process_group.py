@@ -22,7 +22,7 @@ from offbeat.collectives.calls import Call, check_reduction, cut, mean_of, numbe
 from offbeat.collectives.cuda import or_nccl
 from offbeat.collectives.group import Group, now
 from offbeat.collectives.monitored import monitored_barrier
-from offbeat.collectives.overlap import Job, Work
+from offbeat.collectives.overlap import Job, PendingCall
 from offbeat.collectives.sync import Patience
 from offbeat.collectives.tensors import Flat, bytes_of, flat_of
 from offbeat.errors import RequestError
@@ -40,7 +40,7 @@ class OffbeatGroup(Group):
     # --- collectives -----------------------------------------------------------------------------------------------
 
     @or_nccl("allreduce")
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> PendingCall:
         opts = opts or dist.AllreduceOptions()
         since, iteration = now()
         bucket = iteration >= 0 and _called_by_the_reducer()
@@ -112,7 +112,7 @@ class OffbeatGroup(Group):
         return parts
 
     @or_nccl("broadcast")
-    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Work:
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> PendingCall:
         opts = opts or dist.BroadcastOptions()
         jobs = [self._broadcast(tensor, opts.rootRank) for tensor in tensors]
         return self._submit(_one_after_another(jobs), tensors, opts)
@@ -126,7 +126,7 @@ class OffbeatGroup(Group):
         return self._job(call, [flat], [flat] if self._rank != root else [])
 
     @or_nccl("reduce")
-    def reduce(self, tensors: list[Tensor], opts: Any) -> Work:
+    def reduce(self, tensors: list[Tensor], opts: Any) -> PendingCall:
         root, (reduction, factor) = opts.rootRank, _reduction(opts)
         jobs = []
         for tensor in tensors:
@@ -141,12 +141,12 @@ class OffbeatGroup(Group):
         return self._submit(_one_after_another(jobs), tensors, opts)
 
     @or_nccl("allgather")
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> PendingCall:
         jobs = [self._gather_job("all_gather", one, many, None) for one, many in zip(inputs, outputs, strict=True)]
         return self._submit(_one_after_another(jobs), outputs, opts)
 
     @or_nccl("_allgather_base")
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> PendingCall:
         return self._submit(self._all_gather_single(output, input), [output], opts)
 
     def _all_gather_single(self, output: Tensor, input: Tensor) -> Job:
@@ -162,11 +162,11 @@ class OffbeatGroup(Group):
         return run
 
     @or_nccl("allgather_into_tensor_coalesced")
-    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> PendingCall:
         jobs = [self._all_gather_single(one, other) for one, other in zip(outputs, inputs, strict=True)]
         return self._submit(_one_after_another(jobs), outputs, opts)
 
-    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
+    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> PendingCall:
         """`outputs[rank][i]` is input i of that rank."""
         jobs = [
             self._gather_job("all_gather", one, [outputs[rank][i] for rank in range(self._ranks)], None)
@@ -175,7 +175,7 @@ class OffbeatGroup(Group):
         return self._submit(_one_after_another(jobs), outputs, opts)
 
     @or_nccl("gather")
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> PendingCall:
         to = outputs[0] if self._rank == opts.rootRank else [inputs[0]] * self._ranks
         return self._submit(self._gather_job("gather", inputs[0], to, opts.rootRank), outputs, opts)
 
@@ -204,7 +204,7 @@ class OffbeatGroup(Group):
         return self._job(call, [mine], parts, keep_mine)
 
     @or_nccl("scatter")
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work:
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> PendingCall:
         root, output = opts.rootRank, outputs[0]
         sends = self._rank == root
         if sends and (len(inputs[0]) != self._ranks or any(one.numel() != output.numel() for one in inputs[0])):
@@ -221,18 +221,20 @@ class OffbeatGroup(Group):
         return self._submit(self._job(call, given, [mine], keep_mine), outputs, opts)
 
     @or_nccl("reduce_scatter")
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Work:
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> PendingCall:
         opts = opts or dist.ReduceScatterOptions()
         jobs = [self._reduce_scatter(one, many, opts) for one, many in zip(outputs, inputs, strict=True)]
         return self._submit(_one_after_another(jobs), outputs, opts)
 
     @or_nccl("_reduce_scatter_base")
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> PendingCall:
         opts = opts or dist.ReduceScatterOptions()
         return self._submit(self._reduce_scatter_single(output, input, opts), [output], opts)
 
     @or_nccl("reduce_scatter_tensor_coalesced")
-    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> PendingCall:
         opts = opts or dist.ReduceScatterOptions()
         jobs = [self._reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
         return self._submit(_one_after_another(jobs), outputs, opts)
@@ -280,7 +282,7 @@ class OffbeatGroup(Group):
         return self._job(call, given, [mine], end, before=start)
 
     @or_nccl("alltoall")
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> PendingCall:
         to = [bytes_of(one, written=True) for one in outputs]
         given = [bytes_of(one, apart=any(_shared(one, output) for output in outputs)) for one in inputs]
         parts = [one.tensor for one in to], [one.tensor for one in given]
@@ -289,7 +291,7 @@ class OffbeatGroup(Group):
     @or_nccl("alltoall_base")
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
-    ) -> Work:
+    ) -> PendingCall:
         to, mine = bytes_of(output, written=True), bytes_of(input, apart=_shared(input, output))
         parts = [self._rows(tensor, given, flat) for tensor, given, flat in (
             (output, output_sizes, to.tensor), (input, input_sizes, mine.tensor),
@@ -335,13 +337,13 @@ class OffbeatGroup(Group):
 
         return run
 
-    def barrier(self, opts: Any = None) -> Work:
+    def barrier(self, opts: Any = None) -> PendingCall:
         call = self._call("barrier", plan("direct", "barrier", self._ranks), torch.empty(0), (0,))
         return self._submit(self._job(call, [], []), [], opts or dist.BarrierOptions())
 
     @or_nccl("allreduce_coalesced")
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
-        work: Work = self.allreduce(tensors, opts)
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> PendingCall:
+        work: PendingCall = self.allreduce(tensors, opts)
         return work
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
@@ -359,17 +361,17 @@ class OffbeatGroup(Group):
     # --- messages --------------------------------------------------------------------------------------------------
 
     @or_nccl("send")
-    def send(self, tensors: list[Tensor], to: int, tag: int) -> Work:
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> PendingCall:
         flat = bytes_of(tensors[0])
         flat.load()
         return self._keep(self._messages.send(flat.tensor, to, tag))
 
     @or_nccl("recv")
-    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Work:
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> PendingCall:
         return self._keep(self._messages.receive(bytes_of(tensors[0], written=True), source, tag))
 
     @or_nccl("recv_anysource")
-    def recv_anysource(self, tensors: list[Tensor], tag: int) -> Work:
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> PendingCall:
         return self._keep(self._messages.receive(bytes_of(tensors[0], written=True), None, tag))
 
 
@@ -391,7 +393,7 @@ def _keep_dynamo_out(*classes: type) -> None:
                 evaluator.set_code_exec_strategy(function.__code__, skip)
 
 
-_keep_dynamo_out(OffbeatGroup, Group, Work, *Work.__subclasses__())
+_keep_dynamo_out(OffbeatGroup, Group, PendingCall, *PendingCall.__subclasses__())
 
 
 def _reduction(opts: Any) -> tuple[str, float | None]:

@@ -159,7 +159,7 @@ def _run(given: argparse.Namespace) -> None:
 def _run_ranks(given: argparse.Namespace) -> None:
     from offbeat.measure import rank_bench
 
-    request = rank_bench.Request(
+    request = rank_bench.RankRequest(
         ranks=given.ranks,
         against=given.against,
         others=rank_bench.ALLREDUCE_OTHERS if given.what == ALLREDUCE else rank_bench.DDP_OTHERS,
@@ -183,7 +183,7 @@ def _run_policies(given: argparse.Namespace) -> None:
 
     if len(given.learners) > 1:
         raise RequestError("bench: --learners is one number for bench policies")
-    request = policies.Request(
+    request = policies.PoliciesRequest(
         lines=tuple(given.lines) or policies.LINES,
         laws=tuple(given.slow or policies.LAWS),
         learners=given.learners[0],
@@ -200,7 +200,7 @@ def _run_policies(given: argparse.Namespace) -> None:
 def _run_server(given: argparse.Namespace) -> None:
     from offbeat.measure import server_bench
 
-    request = server_bench.Request(
+    request = server_bench.ServerRequest(
         learners=tuple(given.learners),
         servers=given.servers,
         parameters=given.parameters or server_bench.PARAMETERS,

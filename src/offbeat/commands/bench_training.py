@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from offbeat.measure.accuracy import AccuracyResult
-    from offbeat.measure.predictions import Predictions, Row
+    from offbeat.measure.predictions import PredictionRow, Predictions
     from offbeat.measure.scaling import ScalingResult
     from offbeat.predict.calibration import Calibration
     from offbeat.train.config import Config
@@ -139,7 +139,7 @@ def run(given: argparse.Namespace, showing: Progress) -> None:
 def _run_scaling(given: argparse.Namespace, config: Config, showing: Progress) -> None:
     from offbeat.measure import scaling
 
-    request = scaling.Request(
+    request = scaling.ScalingRequest(
         config=config,
         lines=tuple(given.sync),
         learners=tuple(given.learners),
@@ -164,7 +164,7 @@ def _run_accuracy(given: argparse.Namespace, config: Config, showing: Progress) 
         raise RequestError("bench: --learners is one number for bench accuracy")
     if given.target is None:
         raise RequestError("bench: accuracy needs an end: say the accuracy to reach, like --target 0.97")
-    request = accuracy.Request(
+    request = accuracy.AccuracyRequest(
         config=config,
         target=given.target,
         lines=tuple(given.sync),
@@ -191,7 +191,7 @@ def _run_predictions(given: argparse.Namespace, config: Config, showing: Progres
     calibration = _calibration(given, config)
     if calibration is None:
         raise RequestError("bench: predictions are made from a calibration: --calibration FILE (offbeat calibrate)")
-    request = predictions.Request(
+    request = predictions.PredictionsRequest(
         config=config,
         calibration=calibration,
         lines=tuple(given.sync),
@@ -240,7 +240,7 @@ def print_predictions(result: Predictions) -> None:
         say(out, f"predicted the wrong way round: {_named(fast)} is faster than {_named(slow)}")
 
 
-def _named(row: Row) -> str:
+def _named(row: PredictionRow) -> str:
     delays = f", {' '.join(row.config.slow)}" if row.config.slow else ""
     return f"{row.config.sync} with {count_of(row.config.learners, 'learner')}{delays}"
 

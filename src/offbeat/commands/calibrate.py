@@ -57,10 +57,10 @@ def _run(given: argparse.Namespace) -> None:
             f"calibrate: cannot write {given.out}: expected the name of a file, in a folder that is there"
         )
     _try_to_write(given.out)
-    from offbeat.measure.calibrate import Request, measure
+    from offbeat.measure.calibrate import CalibrationRequest, measure
     from offbeat.predict.calibration import as_json
 
-    request = Request(
+    request = CalibrationRequest(
         config=config,
         learners=tuple(given.learners),
         rounds=given.rounds,

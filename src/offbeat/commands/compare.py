@@ -13,7 +13,7 @@ from offbeat.commands.sweep import add_sweep_arguments, batch_of, is_sweep, line
 from offbeat.commands.virtual import add_recipe_arguments, refuse_without_recipe
 from offbeat.errors import RequestError
 from offbeat.policies.memory import vectors_of
-from offbeat.simulate.compare import Machines, WhatIf, advise, describe, look_at, what_if, why
+from offbeat.simulate.compare import MachineSummary, WhatIf, advise, describe, describe_machines, what_if, why
 from offbeat.simulate.limits import Limit, limit_of
 from offbeat.simulate.result import Result
 from offbeat.simulate.server import StandsStillError
@@ -88,7 +88,7 @@ def _run(given: argparse.Namespace) -> None:
     cluster = cluster_of(given)
     setups = [setup_of(given, name, cluster) for name in lines_of(lines) or line_up("compare", cluster.learners)]
     with busy("simulating"):
-        machines = look_at(cluster)
+        machines = describe_machines(cluster)
         rows = []
         for setup in setups:
             updates = given.updates or setup.updates_for(given.minibatches)
@@ -131,7 +131,7 @@ def _subject(rows: list[_Row]) -> _Row | None:
     return next(iter([*(row for row in made if row.setup.waits_for_all), *made]), None)
 
 
-def _advised(subject: _Row | None, machines: Machines, minibatches: int | None) -> WhatIf | None:
+def _advised(subject: _Row | None, machines: MachineSummary, minibatches: int | None) -> WhatIf | None:
     """What could be done about slow learners, where something can be gained by it."""
     if subject is None or not machines.slow:
         return None

@@ -36,7 +36,7 @@ def _smooth(old: float | None, new: float, passed_s: float) -> float:
 
 
 @dataclass(slots=True)
-class Row:
+class LearnerProgress:
     """One learner, as far as it has told."""
 
     learner: int
@@ -97,7 +97,7 @@ class Progress:
     def _start(self, record: Record, now: float) -> None:
         self.begin: Record = record
         self.began = now
-        self.rows = {learner: Row(learner) for learner in range(record.get("learners") or 0)}
+        self.rows = {learner: LearnerProgress(learner) for learner in range(record.get("learners") or 0)}
         self.evaluations: list[Record] = []
         self.saved: Record | None = None
         self.end: Record | None = None
@@ -131,8 +131,8 @@ class Progress:
                 if not record.get("stopped"):
                     self._reach(self.epochs)
 
-    def _row(self, learner: int) -> Row:
-        return self.rows.setdefault(learner, Row(learner))
+    def _row(self, learner: int) -> LearnerProgress:
+        return self.rows.setdefault(learner, LearnerProgress(learner))
 
     def _hear_progress(self, record: Record, now: float) -> None:
         self._reach(record.get("epoch") or 0)

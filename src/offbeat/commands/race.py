@@ -22,7 +22,7 @@ from offbeat.errors import RequestError
 from offbeat.policies.damping import CORRECT
 from offbeat.predict.race import Curve, Racer, advice, advised, chart_of, percent, ranked, words_of, worth_drawing
 from offbeat.simulate.cluster import Cluster
-from offbeat.simulate.compare import describe, look_at
+from offbeat.simulate.compare import describe, describe_machines
 from offbeat.spec import count_of, format_seconds
 from offbeat.strategy import ALL_REDUCE, line_up, simulated_family_of
 
@@ -60,7 +60,7 @@ def race(given: argparse.Namespace) -> None:
     names = given.strategies or line_up("race", cluster.learners)
     if not given.strategies and cluster.failures is not None:
         names = [name for name in names if simulated_family_of(name) != ALL_REDUCE]  # they bear none
-    machines = look_at(cluster)
+    machines = describe_machines(cluster)
     entries = [Entry(name, cluster) for name in dict.fromkeys(names)]
     _check_ports(given, names)
     config = config_of(given, names[0], seed=given.seed, learners=cluster.learners)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-from offbeat.commands.progress import Progress, Record, Row
+from offbeat.commands.progress import LearnerProgress, Progress, Record
 from offbeat.runs.metrics import format_accuracy, format_traffic
 from offbeat.spec import count_of
 
@@ -292,7 +292,7 @@ def _numbers(state: Progress, width: int) -> list[Line]:
     )
 
 
-def _work_bar(row: Row) -> Callable[[int], Line]:
+def _work_bar(row: LearnerProgress) -> Callable[[int], Line]:
     def draw(room: int) -> Line:
         if row.died:
             return [("died", "bold red")]

@@ -49,7 +49,7 @@ TALLEST = 60  # lines of a picture that is printed once
 STARTING, RUNNING, ENDED, FAILED, KILLED, NOTHING = "starting", "running", "ended", "failed", "killed", "nothing"
 
 
-class Look(NamedTuple):
+class RunState(NamedTuple):
     """How a run is, and the snapshot that says so."""
 
     state: str
@@ -60,19 +60,19 @@ class Look(NamedTuple):
         return self.state not in (STARTING, RUNNING)
 
 
-def look_at(run: RunDir, now_s: float | None = None) -> Look:
+def read_state(run: RunDir, now_s: float | None = None) -> RunState:
     held = is_held(run.path)  # first: who lets go has written its last words before
     found = run.read_live()
     if found is None:
-        return Look(STARTING if held else ENDED if _has_result(run) else NOTHING, {})
+        return RunState(STARTING if held else ENDED if _has_result(run) else NOTHING, {})
     live: dict[str, Any] = safe(found)
     if live.get("over"):
-        return Look(FAILED if live.get("failed") or not live.get("end") else ENDED, live)
+        return RunState(FAILED if live.get("failed") or not live.get("end") else ENDED, live)
     pid, silent_s = live.get("pid") or 0, (time.time() if now_s is None else now_s) - (live.get("at_s") or 0.0)
     there = pid > 0 and is_alive(pid)
     if held and (there or silent_s < max(FRESH_S, PATIENCE * (live.get("next_s") or 0.0))):
-        return Look(RUNNING, live)
-    return Look(ENDED if live.get("end") else KILLED, live)
+        return RunState(RUNNING, live)
+    return RunState(ENDED if live.get("end") else KILLED, live)
 
 
 def _has_result(run: RunDir) -> bool:
@@ -113,7 +113,7 @@ def find_run(path: Path) -> RunDir:
     if (path / "config.json").exists():
         return RunDir(path)
     inside = [RunDir(one.parent) for one in path.glob("*/config.json")] if path.is_dir() else []
-    looks = [(look_at(run), run) for run in inside]
+    looks = [(read_state(run), run) for run in inside]
     known = [(not look.is_over, _age(run), run) for look, run in looks if look.state != NOTHING]
     if not known:
         wrong = "is neither the folder of a run nor has one in it" if path.is_dir() else "is not there"
@@ -150,7 +150,7 @@ class Feed:
         self._noted = 0
         self._seen: dict[str, Any] = {}  # the latest of its kind that was handed on
 
-    def records(self, look: Look) -> Iterator[Record]:
+    def records(self, look: RunState) -> Iterator[Record]:
         """What is new. The clock stands at each record's own time, and then at this look's."""
         live = look.live
         begin = _mapping(live.get("begin"))
@@ -187,7 +187,7 @@ class Feed:
                 self._heard_s[record["learner"]] = self._clock.now_s = record["heard_s"]
                 yield record
 
-    def _evaluated(self, look: Look) -> Iterator[Record]:
+    def _evaluated(self, look: RunState) -> Iterator[Record]:
         """No further than the snapshot: what is done of an epoch is counted from its beginning, as told there."""
         most = look.live.get("update")
         if self.evaluations and most == self._update and not look.is_over:
@@ -229,7 +229,7 @@ def _run(given: argparse.Namespace) -> None:
     name = safe(str(run.path))
     if run.is_simulated():
         raise RequestError(f"{name} was trained in virtual time, which cannot be watched; read its summary.txt")
-    look = look_at(run)
+    look = read_state(run)
     if look.state == NOTHING:
         raise RequestError(
             f"{name} has no live.json: it has not begun, or an older offbeat has trained it; read its summary.txt"
@@ -249,7 +249,7 @@ def _run(given: argparse.Namespace) -> None:
         raise OffbeatError(_fate(run, look))
 
 
-def follow(run: RunDir, out: TextIO) -> Look:
+def follow(run: RunDir, out: TextIO) -> RunState:
     """Until the run is over; how it ended."""
     clock = Clock()
     state = Progress(clock)
@@ -261,7 +261,7 @@ def follow(run: RunDir, out: TextIO) -> Look:
             view = view_for(out, live=True, state=state) if out.isatty() else PlainView(_writer(out), state)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        while not (look := look_at(run)).is_over:
+        while not (look := read_state(run)).is_over:
             _hand_on(feed, look, view.hear)
             view.hear({"kind": "turn"})
             time.sleep(LOOK_S)
@@ -279,12 +279,12 @@ def follow(run: RunDir, out: TextIO) -> Look:
     return look
 
 
-def _hand_on(feed: Feed, look: Look, hear: Callable[[Record], None]) -> None:
+def _hand_on(feed: Feed, look: RunState, hear: Callable[[Record], None]) -> None:
     for record in feed.records(look):
         hear(record)
 
 
-def _fate(run: RunDir, look: Look) -> str:
+def _fate(run: RunDir, look: RunState) -> str:
     name = safe(str(run.path))
     if look.state == FAILED:
         return str(look.live.get("failed") or f"{name} ended without a result")
@@ -316,7 +316,7 @@ def _writer(out: TextIO) -> Callable[[str], None]:
     return write
 
 
-def _state(run: RunDir, look: Look) -> tuple[Progress, Feed]:
+def _state(run: RunDir, look: RunState) -> tuple[Progress, Feed]:
     clock = Clock()
     progress = Progress(clock)
     feed = Feed(run, clock, progress)
@@ -324,7 +324,7 @@ def _state(run: RunDir, look: Look) -> tuple[Progress, Feed]:
     return progress, feed
 
 
-def print_once(run: RunDir, look: Look) -> None:
+def print_once(run: RunDir, look: RunState) -> None:
     """A still picture."""
     progress, _ = _state(run, look)
     out = console()
@@ -343,7 +343,7 @@ def print_once(run: RunDir, look: Look) -> None:
         out.print(to_text(line, ascii_only=ascii_only), soft_wrap=True)
 
 
-def as_json(run: RunDir, look: Look) -> dict[str, Any]:
+def as_json(run: RunDir, look: RunState) -> dict[str, Any]:
     progress, feed = _state(run, look)
     kept = ("begin", "progress", "notes", "died", "saved", "energy", "end", "failed", "pid", "at_s")
     return {

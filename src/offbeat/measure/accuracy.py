@@ -53,7 +53,7 @@ Foresee = Callable[[Config], float | None]  # seconds to the target; None: it is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class AccuracyRequest:
     """What is asked for; wrong requests are refused at birth."""
 
     config: Config  # the recipe; strategy, learners and seed come from below
@@ -81,7 +81,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class AccuracyRow:
     """One strategy, with all seeds."""
 
     line: str
@@ -197,13 +197,13 @@ class Row:
         }
 
 
-def are_alike(fast: Row, slow: Row) -> bool:
+def are_alike(fast: AccuracyRow, slow: AccuracyRow) -> bool:
     """Whether these seeds cannot tell which of two that always got there is faster."""
     one, other = middle(fast.times_s), middle(slow.times_s)
     return other.median <= apart(len(fast.runs)) * one.median or other.low <= one.high
 
 
-def ranking(rows: Sequence[Row], target: float) -> list[str]:
+def ranking(rows: Sequence[AccuracyRow], target: float) -> list[str]:
     """Who is first at the target, who then, and who is not ranked: a sentence each."""
     order = sorted((row for row in rows if row.always), key=lambda row: middle(row.times_s).median)
     lines = []
@@ -224,7 +224,7 @@ def ranking(rows: Sequence[Row], target: float) -> list[str]:
     return lines
 
 
-def _time(row: Row) -> str:
+def _time(row: AccuracyRow) -> str:
     found = middle(row.times_s)
     between = "" if len(row.runs) == 1 else f", {format_seconds(found.low)} to {format_seconds(found.high)}"
     return f"{row.line} ({format_seconds(found.median)}{between})"
@@ -234,9 +234,9 @@ def _time(row: Row) -> str:
 class AccuracyResult:
     """What `offbeat bench accuracy` found."""
 
-    request: Request
+    request: AccuracyRequest
     machine: Mapping[str, Any]
-    rows: tuple[Row, ...]
+    rows: tuple[AccuracyRow, ...]
     notes: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
@@ -288,14 +288,14 @@ class AccuracyResult:
         )
 
 
-def _mark(row: Row) -> tuple[float, float] | None:
+def _mark(row: AccuracyRow) -> tuple[float, float] | None:
     """Where the median run was when it reached the target."""
     times = sorted(math.inf if seconds is None else seconds for seconds in row.reached_s)
     found = statistics.median_high(times)
     return None if found == math.inf else (found, 1 - row.target)
 
 
-def definitions(request: Request) -> dict[str, str]:
+def definitions(request: AccuracyRequest) -> dict[str, str]:
     return {
         "seconds_to_target": f"{definition('time to accuracy')}; looked at the end of each epoch; median over the "
         f"seeds that reached it, {INTERVAL}",
@@ -318,7 +318,7 @@ def definitions(request: Request) -> dict[str, str]:
 
 
 def measure(
-    request: Request,
+    request: AccuracyRequest,
     progress: Progress,
     *,
     train: Train | None = None,
@@ -344,7 +344,7 @@ def measure(
         notes: list[str] = []
         predicted = _foreseen(plans, predictor, progress, notes)  # last, since it computes here: no fork after it
     rows = tuple(
-        Row(
+        AccuracyRow(
             line=line,
             learners=request.learners,
             target=request.target,

@@ -21,7 +21,7 @@ from typing import Any
 from offbeat.errors import RequestError
 from offbeat.machine import machine_facts
 from offbeat.measure import rank_bench, server_bench
-from offbeat.measure.harness import Crew
+from offbeat.measure.harness import Harness
 from offbeat.measure.probes import probe
 from offbeat.measure.rank_bench import MOST_RANKS, Progress
 from offbeat.measure.served import environment, program
@@ -43,7 +43,7 @@ PUSH_S = 0.7  # of pushes of one size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class CalibrationRequest:
     """What is asked for; wrong requests are refused at birth."""
 
     config: Config
@@ -65,7 +65,7 @@ class Request:
                 raise RequestError(f"calibrate: it is probed with {line} too: {error}") from None
 
 
-def measure(request: Request, progress: Progress) -> Calibration:
+def measure(request: CalibrationRequest, progress: Progress) -> Calibration:
     """All of it, one after the other."""
     with terminable(), tempfile.TemporaryDirectory(prefix="offbeat-calibrate-") as folder:
         found, samples = _alone(request, machine_facts(), progress)
@@ -82,12 +82,12 @@ def measure(request: Request, progress: Progress) -> Calibration:
 # --- one learner, and all at once, without communication -------------------------------------------------------------
 
 
-def _alone(request: Request, machine: Mapping[str, Any], progress: Progress) -> tuple[Calibration, int]:
+def _alone(request: CalibrationRequest, machine: Mapping[str, Any], progress: Progress) -> tuple[Calibration, int]:
     config = request.config
     batch = config.train.batch_size * config.train.accumulate
     words = program("calibrate_learner")
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(config.train.threads))
-    with Crew(request.timeout_s) as crew:
+    with Harness(request.timeout_s) as crew:
         progress("starting")
         many = max(request.learners)
         for learner in range(many):
@@ -130,17 +130,17 @@ def _alone(request: Request, machine: Mapping[str, Any], progress: Progress) -> 
     return calibration, facts["samples"]
 
 
-def _over_sizes(request: Request, found: Calibration, progress: Progress) -> Calibration:
+def _over_sizes(request: CalibrationRequest, found: Calibration, progress: Progress) -> Calibration:
     """What is sent, over sizes and numbers of learners."""
     reductions: list[Timed] = []
     pushed: list[Timed] = []
     several = [many for many in request.learners if many > 1]
     for many in several:
-        asked = rank_bench.Request(ranks=many, rounds=2, against=(), others=(), timeout_s=request.timeout_s)
+        asked = rank_bench.RankRequest(ranks=many, rounds=2, against=(), others=(), timeout_s=request.timeout_s)
         result = rank_bench.measure_allreduce(asked, REDUCED_BYTES, lambda doing: progress(f"all-reduce: {doing}"))
         reductions += [Timed(many, size.size_bytes, size.systems[0].ms / 1e3) for size in result.sizes]
     for items in PUSHED_ITEMS:
-        wanted = server_bench.Request(
+        wanted = server_bench.ServerRequest(
             learners=tuple(sorted({1, max(request.learners)})),
             servers=request.config.servers,
             parameters=items,
@@ -158,7 +158,7 @@ def _over_sizes(request: Request, found: Calibration, progress: Progress) -> Cal
 # --- probes ----------------------------------------------------------------------------------------------------------
 
 
-def _probes(request: Request, samples: int, folder: Path, progress: Progress) -> tuple[Probe, ...]:
+def _probes(request: CalibrationRequest, samples: int, folder: Path, progress: Progress) -> tuple[Probe, ...]:
     """In turn, so that a machine that slows down slows all of them."""
     wanted = [(line, many) for many in sorted(request.learners) for line in (PROBED, SERVED)]
     wanted += [(TOGETHER, max(request.learners))] if max(request.learners) > 1 else []
@@ -170,7 +170,7 @@ def _probes(request: Request, samples: int, folder: Path, progress: Progress) ->
     return tuple(sorted(probes, key=lambda one: one.update_s)[len(probes) // 2] for probes in found.values())
 
 
-def _foreseen(request: Request, tried: Calibration, crowded: Probe, samples: int) -> float:
+def _foreseen(request: CalibrationRequest, tried: Calibration, crowded: Probe, samples: int) -> float:
     config = changed(request.config, {"sync": crowded.line, "learners": crowded.learners, "slow": ()})
     return predict(tried, changed(config, {"train": {"epochs": 3}}), samples).seconds_per_update
 
@@ -186,7 +186,7 @@ def _overlap(found: Calibration) -> float:
 
 
 def check(
-    request: Request, calibration: Calibration, samples: int, folder: Path, progress: Progress
+    request: CalibrationRequest, calibration: Calibration, samples: int, folder: Path, progress: Progress
 ) -> list[dict[str, Any]]:
     """Trainings that were not probed, with the most learners: measured, and predicted from the calibration alone."""
     many = max(request.learners)

@@ -89,7 +89,7 @@ class Child:
         return 0, f"{self.name} ended with exit code {code}: {self.last_words()}"
 
 
-class Crew:
+class Harness:
     """Processes that are asked together; as a context it leaves none behind."""
 
     def __init__(self, timeout_s: float) -> None:

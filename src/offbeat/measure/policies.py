@@ -50,7 +50,7 @@ DEFINITIONS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class PoliciesRequest:
     """What is asked for; wrong requests are refused at birth."""
 
     lines: tuple[str, ...] = LINES
@@ -98,7 +98,7 @@ class Steady:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class PoliciesRow:
     """One policy under one law."""
 
     law: str
@@ -138,9 +138,9 @@ class Row:
 class PoliciesResult:
     """What `offbeat bench policies` found."""
 
-    request: Request
+    request: PoliciesRequest
     machine: Mapping[str, Any]
-    rows: tuple[Row, ...]
+    rows: tuple[PoliciesRow, ...]
 
     def summary(self) -> str:
         off = [row for row in self.rows if row.is_off]
@@ -202,7 +202,7 @@ def steady(decisions: Iterable[Mapping[str, Any]], updates: int) -> Steady:
     )
 
 
-def measure(request: Request, progress: Progress) -> PoliciesResult:
+def measure(request: PoliciesRequest, progress: Progress) -> PoliciesResult:
     """All policies under all laws, one after the other."""
     machine = machine_facts()
     rows = []
@@ -214,34 +214,34 @@ def measure(request: Request, progress: Progress) -> PoliciesResult:
     return PoliciesResult(request=request, machine=machine, rows=tuple(rows))
 
 
-def _row(request: Request, law: str, line: str, folder: Path) -> Row:
+def _row(request: PoliciesRequest, law: str, line: str, folder: Path) -> PoliciesRow:
     long_run = foresee(request, law, line)
     updates = request.updates or max(_FEWEST, round(ROW_S / long_run.seconds_per_update))
     predicted = predict(request, law, line, updates)
     log = folder / "run.jsonl"
     run(request, law, line, updates, log, request.timeout_s + 2 * predicted.seconds)
     measured = steady(read_log(log).decisions, updates)
-    return Row(law=law, line=line, updates=updates, measured=measured, predicted=predicted, long_run=long_run)
+    return PoliciesRow(law=law, line=line, updates=updates, measured=measured, predicted=predicted, long_run=long_run)
 
 
-def predict(request: Request, law: str, line: str, updates: int) -> Steady:
+def predict(request: PoliciesRequest, law: str, line: str, updates: int) -> Steady:
     """What the simulator says of so many updates with these draws."""
     decisions: list[dict[str, Any]] = []
     simulator.run(line, _cluster(request, law), updates=updates, write=decisions.append)
     return steady(decisions, updates)
 
 
-def foresee(request: Request, law: str, line: str) -> Steady:
+def foresee(request: PoliciesRequest, law: str, line: str) -> Steady:
     """What the simulator says of very many."""
     result = simulator.run(line, _cluster(request, law), updates=MANY)
     return Steady(updates=result.updates, seconds=result.seconds, staleness_mean=result.staleness_mean)
 
 
-def _cluster(request: Request, law: str) -> Cluster:
+def _cluster(request: PoliciesRequest, law: str) -> Cluster:
     return Cluster(learners=request.learners, law=parse_law(law), seed=request.seed)
 
 
-def run(request: Request, law: str, line: str, updates: int, log: Path, timeout_s: float) -> None:
+def run(request: PoliciesRequest, law: str, line: str, updates: int, log: Path, timeout_s: float) -> None:
     """Real learners, until so many updates are made; the log is left."""
     plan = Plan(
         setting=Setting(line=line, learners=request.learners, shards=request.servers),

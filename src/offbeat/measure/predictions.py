@@ -45,7 +45,7 @@ DEFINITIONS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class PredictionsRequest:
     """What is asked for; wrong requests are refused at birth."""
 
     config: Config
@@ -72,7 +72,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class PredictionRow:
     """One configuration."""
 
     config: Config
@@ -105,12 +105,12 @@ class Row:
 class Predictions:
     """What `offbeat bench predictions` found."""
 
-    request: Request
+    request: PredictionsRequest
     machine: Mapping[str, Any]
-    rows: tuple[Row, ...]
+    rows: tuple[PredictionRow, ...]
 
     @property
-    def counted(self) -> list[Row]:
+    def counted(self) -> list[PredictionRow]:
         return [row for row in self.rows if not row.probe]
 
     @property
@@ -121,10 +121,10 @@ class Predictions:
     def worst_error(self) -> float:
         return max((row.error for row in self.counted), key=abs)
 
-    def worst_first(self) -> list[Row]:
+    def worst_first(self) -> list[PredictionRow]:
         return sorted(self.rows, key=lambda row: -abs(row.error))
 
-    def order(self) -> tuple[int, list[tuple[Row, Row]]]:
+    def order(self) -> tuple[int, list[tuple[PredictionRow, PredictionRow]]]:
         """How many pairs have an order, and which are predicted in the wrong one."""
         return order_of(self.counted)
 
@@ -151,7 +151,9 @@ class Predictions:
         }
 
 
-def order_of(rows: Sequence[Row]) -> tuple[int, list[tuple[Row, Row]]]:
+def order_of(
+    rows: Sequence[PredictionRow],
+) -> tuple[int, list[tuple[PredictionRow, PredictionRow]]]:
     pairs, wrong = 0, []
     for one, other in combinations(rows, 2):
         fast, slow = sorted((one, other), key=lambda row: row.measured_s)
@@ -162,7 +164,7 @@ def order_of(rows: Sequence[Row]) -> tuple[int, list[tuple[Row, Row]]]:
     return pairs, wrong
 
 
-def measure(request: Request, progress: Progress) -> Predictions:
+def measure(request: PredictionsRequest, progress: Progress) -> Predictions:
     """Predict all, then run all, in turn."""
     machine = machine_facts()
     samples = len(task_of(request.config).train)  # type: ignore[arg-type] # a map-style set has a length
@@ -178,7 +180,7 @@ def measure(request: Request, progress: Progress) -> Predictions:
                 trained = train_for(own, samples, Path(folder) / "run", _updates(predicted[place]))
                 rounds[place].append(trained.seconds_per_update)
     rows = tuple(
-        Row(
+        PredictionRow(
             config=config,
             rounds_s=tuple(some),
             predicted_s=seconds,

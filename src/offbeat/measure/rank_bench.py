@@ -35,7 +35,7 @@ from offbeat.measure.bench_results import (
     Times,
     size_label,
 )
-from offbeat.measure.harness import Crew
+from offbeat.measure.harness import Harness
 from offbeat.processes.signals import terminable
 from offbeat.spec import count_of, format_size
 from offbeat.strategy import ALL_REDUCE, family_of
@@ -59,7 +59,7 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class RankRequest:
     """What both benchmarks are asked for; wrong ones are refused at birth."""
 
     ranks: int
@@ -111,7 +111,7 @@ def why_no_mpi() -> str | None:
     return None if "Open MPI" in said or "OpenRTE" in said else "mpirun is not Open MPI's"
 
 
-def measure_allreduce(request: Request, sizes: Sequence[int], progress: Progress) -> AllReduceResult:
+def measure_allreduce(request: RankRequest, sizes: Sequence[int], progress: Progress) -> AllReduceResult:
     """All systems at all sizes."""
     _check_sizes(request, sizes)
     reason = why_no_mpi() if MPI in request.against else None
@@ -140,7 +140,7 @@ def measure_allreduce(request: Request, sizes: Sequence[int], progress: Progress
 class _AllReduceRun:
     """Rounds of all-reduces, and of plain copies among them."""
 
-    def __init__(self, request: Request, crews: Mapping[str, Crew], ranks: Crew, progress: Progress) -> None:
+    def __init__(self, request: RankRequest, crews: Mapping[str, Harness], ranks: Harness, progress: Progress) -> None:
         self._request = request
         self._crews = crews
         self._ranks = ranks
@@ -191,7 +191,7 @@ class _AllReduceRun:
         self.copy_together_s.append(_slowest(self._ranks.ask(question | {"together": True}, doing)))
 
 
-def measure_ddp(request: Request, batch: int, progress: Progress) -> DdpResult:
+def measure_ddp(request: RankRequest, batch: int, progress: Progress) -> DdpResult:
     """A training iteration without communication and with each system, alternately."""
     machine = machine_facts()
     systems = [OURS, *request.against]
@@ -264,11 +264,11 @@ def _compared(ranks: int, answers: Sequence[Mapping[str, Any]]) -> tuple[bool, f
 
 
 def _start_torch(
-    stack: ExitStack, request: Request, module: str, systems: Sequence[str], more: Mapping[str, object]
-) -> tuple[Crew, dict[str, Any]]:
+    stack: ExitStack, request: RankRequest, module: str, systems: Sequence[str], more: Mapping[str, object]
+) -> tuple[Harness, dict[str, Any]]:
     """The ranks, joined in one group a system; and what rank 0 says of itself."""
     environment = _environment(request)
-    crew = stack.enter_context(Crew(request.timeout_s))
+    crew = stack.enter_context(Harness(request.timeout_s))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         for rank in range(request.ranks):
             inherited = (listener.fileno(),) if rank == 0 else ()
@@ -287,11 +287,11 @@ def _start_torch(
     return crew, answers[0]
 
 
-def _start_mpi(stack: ExitStack, request: Request) -> tuple[Crew, dict[str, Any]]:
+def _start_mpi(stack: ExitStack, request: RankRequest) -> tuple[Harness, dict[str, Any]]:
     # Its files and its shared memory, which it leaves when it is killed, go to a folder that is removed after it.
     place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="offbeat-bench-", dir=place))
-    crew = stack.enter_context(Crew(request.timeout_s))
+    crew = stack.enter_context(Harness(request.timeout_s))
     flags = {"btl": "^tcp", "oob_tcp_if_include": _loopback(), "btl_vader_backing_directory": folder}
     words = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
     words += [word for name, value in flags.items() for word in ("--mca", name, value)]
@@ -307,7 +307,7 @@ def _program(module: str) -> list[str]:
     return [sys.executable, "-P", "-m", f"offbeat.measure.{module}"]
 
 
-def _environment(request: Request) -> dict[str, str]:
+def _environment(request: RankRequest) -> dict[str, str]:
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(request.threads))
     chosen = {} if request.strategy is None else {STRATEGY_VARIABLE: request.strategy}
     return {**os.environ, **threads, **chosen, "GLOO_SOCKET_IFNAME": _loopback()}
@@ -324,7 +324,7 @@ def _slowest(answers: Sequence[Mapping[str, Any]]) -> float:
     return max(float(answer["seconds"]) for answer in answers)
 
 
-def _setting(request: Request, machine: Mapping[str, Any], not_measured: Mapping[str, str]) -> Setting:
+def _setting(request: RankRequest, machine: Mapping[str, Any], not_measured: Mapping[str, str]) -> Setting:
     return Setting(
         ranks=request.ranks,
         rounds=request.rounds,
@@ -335,7 +335,7 @@ def _setting(request: Request, machine: Mapping[str, Any], not_measured: Mapping
     )
 
 
-def _check_sizes(request: Request, sizes: Sequence[int]) -> None:
+def _check_sizes(request: RankRequest, sizes: Sequence[int]) -> None:
     for size in sizes:
         if size < ITEM_BYTES or size % ITEM_BYTES:
             raise RequestError(f"bench: --sizes are whole numbers of float32, 4 bytes each; got {size} bytes")

@@ -64,7 +64,7 @@ Predictor = Callable[[Config], Predicted]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class ScalingRequest:
     """What is asked for; wrong requests are refused at birth."""
 
     config: Config  # the recipe; strategy, learners and seed come from below
@@ -122,7 +122,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class ScalingRow:
     """One configuration, in all rounds."""
 
     line: str
@@ -239,7 +239,7 @@ def iteration_s(learners: int, batch: int, samples_per_s: float) -> float:
     return learners * batch / samples_per_s
 
 
-def judged(rows: Sequence[Row], within: float) -> tuple[Row, ...]:
+def judged(rows: Sequence[ScalingRow], within: float) -> tuple[ScalingRow, ...]:
     """The rows, each with the reason why it is not ranked, if there is one. The first is the base."""
     base = rows[0]
     known = [row for row in rows if row.accuracy is not None and _differs(row, base) == ""]
@@ -247,7 +247,7 @@ def judged(rows: Sequence[Row], within: float) -> tuple[Row, ...]:
     return tuple(replace(row, why_not=_differs(row, base) or _worse(row, best, within)) for row in rows)
 
 
-def _differs(row: Row, base: Row) -> str:
+def _differs(row: ScalingRow, base: ScalingRow) -> str:
     if row.precision != base.precision:
         return f"it was computed in {row.precision}, and the base in {base.precision}"
     if row.device != base.device:
@@ -255,7 +255,7 @@ def _differs(row: Row, base: Row) -> str:
     return ""
 
 
-def _worse(row: Row, best: Row | None, within: float) -> str:
+def _worse(row: ScalingRow, best: ScalingRow | None, within: float) -> str:
     if row.accuracy is None or best is None or best.accuracy is None:
         return "its accuracy is not known"
     score, highest = (metrics.Score(one.accuracy or 0.0, one.test_samples, 0.0) for one in (row, best))
@@ -266,14 +266,14 @@ def _worse(row: Row, best: Row | None, within: float) -> str:
     return f"its accuracy {told} is {points} points below the {percent(best.accuracy)} of {best.label}"
 
 
-def are_alike(one: Row, other: Row) -> bool:
+def are_alike(one: ScalingRow, other: ScalingRow) -> bool:
     """Whether these rounds cannot tell which of the two applies more samples a second."""
     ratios = middle([a / b for a, b in zip(one.throughputs, other.throughputs, strict=True)])
     least = apart(len(one.runs))
     return 1 / least <= ratios.median <= least or ratios.low <= 1 <= ratios.high
 
 
-def ranking(rows: Sequence[Row]) -> list[str]:
+def ranking(rows: Sequence[ScalingRow]) -> list[str]:
     """Who is fastest of those that learn as well, and who is not ranked and why: a sentence each."""
     order = sorted((row for row in rows if not row.why_not), key=lambda row: -row.throughput)
     if not order:
@@ -283,12 +283,12 @@ def ranking(rows: Sequence[Row]) -> list[str]:
     return [*ladder(order, are_alike, _speed, "fastest of those that learn as well", why), *_not_ranked(rows)]
 
 
-def _speed(row: Row) -> str:
+def _speed(row: ScalingRow) -> str:
     speed = f"{row.throughput:,.0f} samples/s" if row.throughput >= 100 else f"{row.throughput:.3g} samples/s"
     return f"{row.label} ({speed})" if row.is_base else f"{row.label} ({speed}, {row.speedup.median:.2f}x)"
 
 
-def _not_ranked(rows: Sequence[Row]) -> list[str]:
+def _not_ranked(rows: Sequence[ScalingRow]) -> list[str]:
     return [f"{row.label}: not ranked: {row.why_not}" for row in rows if row.why_not]
 
 
@@ -296,9 +296,9 @@ def _not_ranked(rows: Sequence[Row]) -> list[str]:
 class ScalingResult:
     """What `offbeat bench scaling` found; the first row is the base."""
 
-    request: Request
+    request: ScalingRequest
     machine: Mapping[str, Any]
-    rows: tuple[Row, ...]
+    rows: tuple[ScalingRow, ...]
     notes: tuple[str, ...]
 
     @property
@@ -330,7 +330,7 @@ class ScalingResult:
         }
 
 
-def definitions(request: Request) -> dict[str, str]:
+def definitions(request: ScalingRequest) -> dict[str, str]:
     strong = "strong " if request.kind == STRONG else ""
     within = percent(request.accuracy_within)
     ranked = f"same precision and device as the base, accuracy at most {within}, or what may be chance, below"
@@ -357,7 +357,7 @@ def definitions(request: Request) -> dict[str, str]:
 
 
 def measure(
-    request: Request,
+    request: ScalingRequest,
     progress: Progress,
     *,
     train: Train | None = None,
@@ -384,7 +384,7 @@ def measure(
     base, *_ = plans[0]
     alone_s = tuple(iteration_s(1, minibatch(base), run.samples_per_s) for run in runs[0])
     rows = tuple(
-        Row(
+        ScalingRow(
             line=config.sync,
             learners=config.learners,
             batch=minibatch(config),
@@ -425,7 +425,7 @@ def _foreseen(
     return found
 
 
-def _slow_notes(request: Request) -> list[str]:
+def _slow_notes(request: ScalingRequest) -> list[str]:
     """Whose slowness is in T(1), and whose is not."""
     slow = request.config.slow
     if not slow:

@@ -80,7 +80,7 @@ def sizes_of(parameters: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class ServerRequest:
     """What is asked for; wrong requests are refused at birth."""
 
     learners: tuple[int, ...] = (1, 2)
@@ -173,7 +173,7 @@ class Case:
 class ServerResult:
     """What `offbeat bench server` found."""
 
-    request: Request
+    request: ServerRequest
     machine: Mapping[str, Any]
     not_measured: Mapping[str, str]
     cases: tuple[Case, ...]
@@ -240,7 +240,7 @@ def missing(against: Sequence[str]) -> dict[str, str]:
     }
 
 
-def measure(request: Request, progress: Progress) -> ServerResult:
+def measure(request: ServerRequest, progress: Progress) -> ServerResult:
     """All systems, alternately, for every number of learners."""
     wanted = tuple(BASELINES) if request.against is None else request.against
     not_measured = missing(wanted)
@@ -254,7 +254,7 @@ def measure(request: Request, progress: Progress) -> ServerResult:
     return ServerResult(request=request, machine=machine, not_measured=not_measured, cases=cases)
 
 
-def measure_ours(request: Request, progress: Progress) -> Iterator[tuple[int, float]]:
+def measure_ours(request: ServerRequest, progress: Progress) -> Iterator[tuple[int, float]]:
     """Ours alone, a round for every number of learners: how long one of them takes to push and to fetch."""
     with terminable():
         for learners in request.learners:
@@ -264,7 +264,7 @@ def measure_ours(request: Request, progress: Progress) -> Iterator[tuple[int, fl
             yield learners, learners / per_s
 
 
-def _case(request: Request, learners: int, systems: Sequence[str], progress: Progress) -> Case:
+def _case(request: ServerRequest, learners: int, systems: Sequence[str], progress: Progress) -> Case:
     rounds: dict[str, list[float]] = {system: [] for system in systems}
     copies: list[float] = []
     for number in range(request.rounds):
@@ -285,11 +285,11 @@ def _case(request: Request, learners: int, systems: Sequence[str], progress: Pro
     )
 
 
-def _sizes(request: Request) -> list[int]:
+def _sizes(request: ServerRequest) -> list[int]:
     return [request.parameters] if request.tensors == 1 else sizes_of(request.parameters)
 
 
-def _ours(request: Request, learners: int, doing: str, *, in_place: bool) -> tuple[float, float]:
+def _ours(request: ServerRequest, learners: int, doing: str, *, in_place: bool) -> tuple[float, float]:
     """Pushes a second, and bytes a second of plain copies, both of all learners."""
     asked = {"sizes": _sizes(request), "seconds": request.seconds, "warm_up": WARM_UP, "in_place": in_place}
     plan = Plan(
@@ -304,7 +304,7 @@ def _ours(request: Request, learners: int, doing: str, *, in_place: bool) -> tup
     return sum(one["cycles"] for one in found) / seconds, sum(one["copy_bytes_per_s"] for one in found)
 
 
-def _theirs(request: Request, learners: int, system: str, doing: str) -> float:
+def _theirs(request: ServerRequest, learners: int, system: str, doing: str) -> float:
     where = folder()
     assert where is not None
     name, form, _ = BASELINES[system]

@@ -6,7 +6,7 @@
     print(policy.handle(policies.Pushed(learner=1, ticket=7, version=0)))
 
 `POLICIES` is the table of those one can name (`offbeat strategies`). For one of your own, subclass `Policy` and
-register a `Row` with `offbeat.register_policy`. The parameter server and the simulator drive these very objects.
+register a `PolicyRow` with `offbeat.register_policy`. The parameter server and the simulator drive these very objects.
 """
 
 from offbeat.policies.base import LearnerRule, Policy
@@ -28,7 +28,7 @@ from offbeat.policies.events import (
 )
 from offbeat.policies.replay import recorded, replay
 from offbeat.policies.staleness import Staleness
-from offbeat.policies.table import EXAMPLES_FOR, POLICIES, Row, create, line_up, simplest
+from offbeat.policies.table import EXAMPLES_FOR, POLICIES, PolicyRow, create, line_up, simplest
 
 __all__ = [
     "EXAMPLES_FOR",
@@ -43,9 +43,9 @@ __all__ = [
     "LearnerRule",
     "Left",
     "Policy",
+    "PolicyRow",
     "Pushed",
     "Resume",
-    "Row",
     "Send",
     "Staleness",
     "Stopped",

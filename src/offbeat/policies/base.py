@@ -3,9 +3,9 @@
 A policy knows no clock, socket or tensor: time is a number in the event, gradients are tickets. `handle` is the only
 mutator and is deterministic. An event that cannot have happened raises `EventError` and changes nothing.
 
-For each learner a policy keeps a `Seat`: the version it was last given, the lowest version it may still report, and
-whether a minibatch is open. After `Cancel` and `Send` the learner still owes one answer for the cancelled minibatch:
-`Stopped`, or, if it was faster than the word, a late `Pushed`, which is dropped.
+For each learner a policy keeps a `LearnerState`: the version it was last given, the lowest version it may still
+report, and whether a minibatch is open. After `Cancel` and `Send` the learner still owes one answer for the cancelled
+minibatch: `Stopped`, or, if it was faster than the word, a late `Pushed`, which is dropped.
 
 A new policy is a subclass. It must have `on_push`, `max_held` and `gradients_per_update`; where the defaults do not
 fit also `on_join`, `on_leave`, `on_ask`, `on_wake`. It speaks through `send`, `resume`, `cancel`, `drop`, `apply` and
@@ -61,7 +61,7 @@ class LearnerRule(NamedTuple):
     delta: bool = False
 
 
-class Seat:
+class LearnerState:
     """What the policy knows of one learner."""
 
     __slots__ = ("computing", "floor", "version")
@@ -100,7 +100,7 @@ class Policy:
         self.now_s = 0.0  # of the event that is being handled
         self.wake_at_s: float | None = None  # the pending wake
         self.version = 0
-        self.seats: dict[int, Seat] = {}
+        self.seats: dict[int, LearnerState] = {}
         self.held: dict[int, Pushed] = {}  # by ticket, in order of arrival
         self.last_update: list[Pushed] = []  # the gradients of the latest update, for whoever reports staleness
         self.open = 0  # seats that are computing
@@ -137,7 +137,7 @@ class Policy:
         """The pending wake has come; there is none now. It may be about something that is settled since."""
         return ()
 
-    def _late(self, seat: Seat, event: Pushed) -> Drop:
+    def _late(self, seat: LearnerState, event: Pushed) -> Drop:
         """A learner was faster than the word that cancelled it."""
         seat.floor = event.version + 1
         self.cancelled -= 1  # it was counted when it was cancelled, and came after all
@@ -179,7 +179,7 @@ class Policy:
         if isinstance(event, Joined):
             if seat is not None or event.learner < 0:
                 raise self._illegal(event, seat)
-            self.seats[event.learner] = Seat()
+            self.seats[event.learner] = LearnerState()
             if self.started:
                 return self.on_join(event.learner)
             return self._start(f"all {self.expect} are there") if len(self.seats) >= self.expect else ()
@@ -212,7 +212,7 @@ class Policy:
     def on_start(self, learner: int, why: str) -> tuple[Command, ...]:
         return (self.send(learner, why),)
 
-    def _illegal(self, event: Event, seat: Seat | None) -> EventError:
+    def _illegal(self, event: Event, seat: LearnerState | None) -> EventError:
         if seat is None:
             known = "it is not here" if not isinstance(event, Joined) else "a learner is a number from 0"
         elif not self.started:
@@ -422,7 +422,7 @@ class Policy:
         if state.get("policy") != type(self).__name__:
             raise RequestError(f"a snapshot of {state.get('policy')} is not one of {type(self).__name__}")
         try:
-            seats = {learner: Seat(version, floor, bool(on)) for learner, version, floor, on in state["seats"]}
+            seats = {learner: LearnerState(version, floor, bool(on)) for learner, version, floor, on in state["seats"]}
             held = {event[1]: Pushed(*event) for event in state["held"]}
             plain = {name: deepcopy(state[name]) for name in (*COUNTS, *self.extra_state, "started", "version")}
         except (KeyError, TypeError, ValueError) as error:

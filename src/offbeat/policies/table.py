@@ -28,7 +28,7 @@ _TRIED = range(1, 9)  # learners with which a new row is asked everything once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class PolicyRow:
     """A policy a user can name; `create(expect=, rate=, start_by_s=, **options)` makes it.
 
     `examples` are lines for 4 learners or more, the first for 2 or more. `lineups` are lines that a command tries by
@@ -97,14 +97,14 @@ def _k(help: str) -> Param:
 _RATE = Param(name="rate", read=parse_rate_rule, default=CONSTANT, help=f"{', '.join(RATES)} (default constant)")
 
 _ROWS = (
-    Row(
+    PolicyRow(
         name="full-sync",
         summary="wait for every learner, then one update for all",
         create=lambda **common: KSync(k=None, **common),
         examples=("full-sync",),
         lineups={"compare": ("full-sync",), "replay": ("full-sync",)},
     ),
-    Row(
+    PolicyRow(
         name="k-sync",
         summary="wait for the first K learners, cancel the others, start all again on the new weights",
         create=_k_of_p(KSync),
@@ -117,14 +117,14 @@ _ROWS = (
             "check": ("k-sync:{some}",),
         },
     ),
-    Row(
+    PolicyRow(
         name="backup",
         summary="full-sync that does not wait for the last B learners: k-sync with K = P - B",
         create=_backup,
         params=(Param(name="b", read=_whole, positional=True, required=True, help="backup learners, fewer than all"),),
         examples=("backup:1", "backup:2"),
     ),
-    Row(
+    PolicyRow(
         name="grace-sync",
         summary="wait for K learners, then GRACE more for the others; cancel who is late, start all again",
         create=_k_of_p(GraceSync),
@@ -134,14 +134,14 @@ _ROWS = (
         ),
         examples=("grace-sync:2,grace=0.25s", "grace-sync:1,grace=1.5s", "grace-sync:3,grace=50ms"),
     ),
-    Row(
+    PolicyRow(
         name="deadline-sync",
         summary="apply what is in S seconds after the weights were sent; cancel who is late, start all again",
         create=lambda *, s, **common: DeadlineSync(seconds=s, **common),
         params=(Param(name="s", read=_positive_seconds, positional=True, required=True, help="like 200ms"),),
         examples=("deadline-sync:0.75s", "deadline-sync:3s"),
     ),
-    Row(
+    PolicyRow(
         name="k-batch-sync",
         summary="wait for the first K minibatches from whomever, cancel the rest, start all again",
         create=KBatchSync,
@@ -153,7 +153,7 @@ _ROWS = (
             "replay": ("k-batch-sync:{some}",),
         },
     ),
-    Row(
+    PolicyRow(
         name="k-async",
         summary="apply when K are in; those K wait and get the new weights, the others compute on",
         create=_k_of_p(KAsync),
@@ -166,7 +166,7 @@ _ROWS = (
             "check": ("k-async:{some}",),
         },
     ),
-    Row(
+    PolicyRow(
         name="k-batch-async",
         summary="apply when K are in; nobody waits",
         create=KBatchAsync,
@@ -179,21 +179,21 @@ _ROWS = (
             "check": ("k-batch-async:{some}",),
         },
     ),
-    Row(
+    PolicyRow(
         name="async",
         summary="apply each gradient as it comes; nobody waits",
         create=lambda **common: KBatchAsync(k=1, **common),
         examples=("async", "async:rate=inverse", "async:rate=drift:0.5"),
         lineups={"compare": ("async",), "race": ("async", "async:rate=inverse"), "replay": ("async",)},
     ),
-    Row(
+    PolicyRow(
         name="softsync",
         summary="k-batch-async with K = P/N: about N updates while all learners push once",
         create=_softsync,
         params=(Param(name="n", read=parse_count, positional=True, required=True, help="1 to all learners"),),
         examples=("softsync:2",),
     ),
-    Row(
+    PolicyRow(
         name="ssp",
         summary="async, but nobody runs more than S pushes ahead of the slowest",
         create=StaleSync,
@@ -201,14 +201,14 @@ _ROWS = (
         examples=("ssp:1", "ssp:0", "ssp:2"),
         lineups={"compare": ("ssp:3",), "check": ("ssp:1",)},
     ),
-    Row(
+    PolicyRow(
         name="stale-drop",
         summary="async, but gradients more than R versions old are dropped",
         create=StaleDrop,
         params=(Param(name="limit", read=_whole, positional=True, required=True, help="R, 0 or more"),),
         examples=("stale-drop:2", "stale-drop:0"),
     ),
-    Row(
+    PolicyRow(
         name="adaptive-k",
         summary="k-async that starts with K and doubles it when the loss flattens",
         create=_k_of_p(AdaptiveK),
@@ -224,7 +224,7 @@ _ROWS = (
         ),
         examples=("adaptive-k:1,window=2",),
     ),
-    Row(
+    PolicyRow(
         name="downpour",
         summary="learners push every N and fetch every M minibatches, in their own time",
         create=Downpour,
@@ -234,7 +234,7 @@ _ROWS = (
         ),
         examples=("downpour:push=2,fetch=1", "downpour:push=2,fetch=3"),
     ),
-    Row(
+    PolicyRow(
         name="local-sgd",
         summary="H minibatches on each learner by itself, then the mean of all; outer=nesterov is DiLoCo",
         create=LocalSGD,
@@ -250,7 +250,7 @@ _ROWS = (
         examples=("local-sgd:2", "local-sgd:3", "local-sgd:2,outer=nesterov"),
     ),
 )
-POLICIES: dict[str, Row] = {row.name: row for row in _ROWS}
+POLICIES: dict[str, PolicyRow] = {row.name: row for row in _ROWS}
 
 
 def params_of(name: str) -> tuple[Param, ...]:
@@ -258,7 +258,7 @@ def params_of(name: str) -> tuple[Param, ...]:
     return (*find(name).params, _RATE)
 
 
-def find(name: str) -> Row:
+def find(name: str) -> PolicyRow:
     """The row of this name, also from a plugin; a `RequestError` names what is near."""
     if name not in POLICIES:
         plugins.load_known()
@@ -290,7 +290,7 @@ def create(
     return policy
 
 
-def add_row(row: Row) -> None:
+def add_row(row: PolicyRow) -> None:
     """Into the table. Its examples are made and asked everything once: what is missing is told here, not in a run.
 
     Whether its name is free among all strategies is for `strategy.register_policy` to check.

@@ -28,10 +28,10 @@ from torch.utils.data import default_collate
 
 from offbeat.policies import Policy, create
 from offbeat.policies.damping import CORRECT
-from offbeat.predict.timelines import Answer, Update, Work
+from offbeat.predict.timelines import Answer, Minibatch, Update
 from offbeat.server.learner.leased_loader import Orders
 from offbeat.server.shard import optimizers
-from offbeat.server.shard.in_process import Replica
+from offbeat.server.shard.in_process import InProcessServer
 from offbeat.server.wire import Hyper
 from offbeat.simulate.sample_source import Batch, samples_of
 from offbeat.strategy import SERVER, family_of
@@ -68,12 +68,14 @@ class Arithmetic:
             trainer.notes += [told] if told else []
         self._whole = config.train.optimizer in WHOLE  # no rule for pieces: torch's own optimizer steps
         no_rule = optimizers.outer_of(Policy.outer_optimizer, trainer.optimizer) if self._whole else None
-        self.replica = Replica(
+        self.replica = InProcessServer(
             trainer.model, trainer.optimizer, clip_norm=config.train.clip_norm, outer=outer or no_rule
         )
         self._hypers = outer or ([] if self._whole else optimizers.describe(trainer.optimizer)[1])
         self._fixed = outer is not None
-        self._owns: dict[int, tuple[Replica, int]] = {}  # learners that step by themselves; the version they fetched
+        self._owns: dict[
+            int, tuple[InProcessServer, int]
+        ] = {}  # learners that step by themselves; the version they fetched
         self._losses: dict[int, float] = {}
         self._bad: set[int] = set()  # gradients that are not finite
         self._shown: int | None = None  # the version whose weights the model has
@@ -146,12 +148,12 @@ class Arithmetic:
 
     # --- gradients ----------------------------------------------------------------------------------------------------
 
-    def compute(self, works: Sequence[Work]) -> None:
+    def compute(self, works: Sequence[Minibatch]) -> None:
         if self.rule is not None and (self.rule.delta or self.rule.fetch_every):
             for work in works:
                 self._step_by_itself(work)
             return
-        alike: dict[int, list[Work]] = {}
+        alike: dict[int, list[Minibatch]] = {}
         for work in works:
             alike.setdefault(work.samples, []).append(work)
         for group in alike.values():
@@ -161,7 +163,7 @@ class Arithmetic:
                 for work in group:
                     self._compute_alone(work)
 
-    def _compute_alone(self, work: Work) -> None:
+    def _compute_alone(self, work: Minibatch) -> None:
         self._show(work.version)
         self._with_buffers(work)
         loss = self._backward(work.batch)
@@ -169,7 +171,7 @@ class Arithmetic:
         self.replica.take_gradient(work.number)
         self._note(work, float(loss), bool(torch.isfinite(_square(self.replica.slots[work.number]))))
 
-    def _compute_together(self, works: Sequence[Work]) -> None:
+    def _compute_together(self, works: Sequence[Minibatch]) -> None:
         inputs, targets = self._fetch([work.batch for work in works])
         gradients, losses = self._gradients([self.replica.weights[work.version] for work in works], inputs, targets)
         finite = torch.linalg.vecdot(gradients, gradients).isfinite().tolist()
@@ -242,7 +244,7 @@ class Arithmetic:
             self.replica.write_model(self.replica.weights[version])
             self._shown = version
 
-    def _with_buffers(self, work: Work) -> None:
+    def _with_buffers(self, work: Minibatch) -> None:
         """Statistics are each learner's own: those that the model has belong to whoever computed last."""
         if self.buffers is not None:
             learner = self._owner(work)
@@ -252,7 +254,7 @@ class Arithmetic:
             for name, one in self.buffers[learner].items():
                 mine[name].set_(one)  # type: ignore[call-overload] # torch's own; what is computed changes it in place
 
-    def _keep_buffers(self, work: Work) -> None:
+    def _keep_buffers(self, work: Minibatch) -> None:
         """What was computed may have put other tensors in their place."""
         if self.buffers is not None:
             kept = self.buffers[self._owner(work)]
@@ -260,22 +262,22 @@ class Arithmetic:
                 if name in kept and one.data_ptr() != kept[name].data_ptr():
                     kept[name] = one.detach()
 
-    def _owner(self, work: Work) -> int:
+    def _owner(self, work: Minibatch) -> int:
         return 0 if self._synchronised else work.learner
 
-    def _note(self, work: Work, loss: float, finite: bool) -> None:
+    def _note(self, work: Minibatch, loss: float, finite: bool) -> None:
         self._losses[work.number] = loss
         if not finite:
             self._bad.add(work.number)
 
     # --- learners that step by themselves -----------------------------------------------------------------------------
 
-    def _step_by_itself(self, work: Work) -> None:
+    def _step_by_itself(self, work: Minibatch) -> None:
         """Local SGD: by how much its steps moved the weights. Downpour: the sum of its gradients."""
         trainer, rule = self.trainer, self.rule
         assert rule is not None
         if work.learner not in self._owns:
-            self._owns[work.learner] = Replica(trainer.model, trainer.optimizer), 0
+            self._owns[work.learner] = InProcessServer(trainer.model, trainer.optimizer), 0
         own, version = self._owns[work.learner]
         before = accrued = torch.zeros_like(own.current)
         total = 0.0
@@ -335,7 +337,7 @@ class Arithmetic:
         self._show(update.version - 1)
         self._with_buffers(works[0])
         most = update.samples if self._synchronised else MOST_SAMPLES
-        passes: list[list[Work]] = [[]]
+        passes: list[list[Minibatch]] = [[]]
         for work in works:
             if passes[-1] and sum(one.samples for one in passes[-1]) + work.samples > most:
                 passes.append([])
@@ -393,7 +395,7 @@ class Arithmetic:
         found: list[float] = losses.detach().tolist()
         return found
 
-    def _make(self, numbers: list[int], scales: list[float], update: Update, works: Sequence[Work]) -> None:
+    def _make(self, numbers: list[int], scales: list[float], update: Update, works: Sequence[Minibatch]) -> None:
         if not numbers:
             self.replica.skip()
             return
@@ -433,7 +435,7 @@ class Arithmetic:
 
     # --- what is asked ------------------------------------------------------------------------------------------------
 
-    def answer(self, work: Work) -> Answer:
+    def answer(self, work: Minibatch) -> Answer:
         drift = self.replica.drift(work.version) if self._needs_drift else None
         return Answer(self._losses[work.number], drift if drift is None or drift >= 0 else math.inf)
 

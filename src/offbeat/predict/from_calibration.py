@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from offbeat.predict.calibration import Calibration, Delays, Machine, machine_of
 from offbeat.predict.calibration_match import check
-from offbeat.predict.timelines import Answer, ServedTimeline, Timeline, Work
+from offbeat.predict.timelines import Answer, Minibatch, ServedTimeline, Timeline
 from offbeat.predict.virtual import Clock, reached_by, timeline_of, train_virtually
 from offbeat.processes.slowness import parse as parse_slowness
 from offbeat.simulate.result import Result
@@ -104,5 +104,5 @@ def _timeline(config: Config, clock: Clock, samples: int) -> Timeline:
     return timeline
 
 
-def _same(work: Work) -> Answer:
+def _same(work: Minibatch) -> Answer:
     return Answer(1.0, 1.0)

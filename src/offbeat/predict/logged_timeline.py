@@ -13,7 +13,7 @@ from offbeat.errors import EventError, LogError, ReplayError, RequestError
 from offbeat.policies import Apply, Drop, Pushed, Stopped
 from offbeat.policies.events import EVENTS, as_text, from_text
 from offbeat.policies.replay import policy_of
-from offbeat.predict.timelines import KEEP_EVERY, Step, Update, Work, in_order, needed_by, spent_of
+from offbeat.predict.timelines import KEEP_EVERY, Minibatch, Step, Update, in_order, needed_by, spent_of
 from offbeat.runs.log import RunLog
 from offbeat.simulate.result import Result, Tally
 
@@ -40,7 +40,7 @@ class LoggedTimeline:
 
     def stream(self) -> Iterator[Update]:
         policy = self.policy
-        works: dict[int, Work] = {}  # by ticket
+        works: dict[int, Minibatch] = {}  # by ticket
         said: dict[int, Any] = {}  # by learner, as it said last: the log has what has changed
         for number, record in enumerate(self.log.decisions, start=1):
             line = record.get("event")
@@ -63,13 +63,15 @@ class LoggedTimeline:
                 batch = tuple((epoch, start, count) for epoch, start, count in record.get("batch", ()))
                 if not batch:
                     raise ReplayError(f"decision {number}, '{line}': its samples are not in the log")
-                works[event.ticket] = Work(event.ticket, event.learner, event.version, (Step(event.version, batch),))
+                works[event.ticket] = Minibatch(
+                    event.ticket, event.learner, event.version, (Step(event.version, batch),)
+                )
             for command in commands:
                 if isinstance(command, Apply):
                     self.now = event.at_s
                     yield self._update(command, works)
 
-    def _update(self, command: Apply, works: dict[int, Work]) -> Update:
+    def _update(self, command: Apply, works: dict[int, Minibatch]) -> Update:
         policy = self.policy
         taken = tuple(works.pop(ticket) for ticket in command.tickets)
         told = taken[-1].version

@@ -24,7 +24,7 @@ from offbeat.errors import LogError, RequestError
 from offbeat.policies import create
 from offbeat.predict.calibration import Calibration, Probe
 from offbeat.predict.recorded_run import MOSTLY, Recorded, filled, law_of, read_recorded, starts_of
-from offbeat.predict.timelines import Answer, ServedTimeline, Update, Work
+from offbeat.predict.timelines import Answer, Minibatch, ServedTimeline, Update
 from offbeat.predict.virtual import Clock, reached_by, timeline_of, train_virtually
 from offbeat.runs.log import read_log
 from offbeat.runs.metrics import highest_reached, time_to_accuracy
@@ -271,7 +271,7 @@ def _longer(config: Config, times: int) -> Config:
     return changed(config, {"train": {"epochs": config.train.epochs * times}})
 
 
-def _same(work: Work) -> Answer:
+def _same(work: Minibatch) -> Answer:
     return Answer(1.0, 1.0)  # a loss that does not fall, and weights that do not move
 
 

@@ -16,7 +16,7 @@ from offbeat.errors import LogError, ReplayError
 from offbeat.predict.logged_timeline import LoggedTimeline
 from offbeat.runs.log import RunLog
 from offbeat.server.learner.leased_loader import Orders
-from offbeat.server.shard.in_process import Replica
+from offbeat.server.shard.in_process import InProcessServer
 
 LossOf = Callable[[nn.Module, Sequence[int]], Tensor]
 
@@ -33,7 +33,9 @@ def retrain(
     if run.get("simulated") is not False:
         raise LogError("the log is not that of a real run with a parameter server")
     timeline = LoggedTimeline(log)
-    replica = Replica(model, optimizer, clip_norm=float(run.get("clip_norm", 0.0)), gradients=run.get("gradients"))
+    replica = InProcessServer(
+        model, optimizer, clip_norm=float(run.get("clip_norm", 0.0)), gradients=run.get("gradients")
+    )
     orders = Orders(int(run.get("seed", 0)), samples, shuffled=shuffled)
     compensation = timeline.policy.rate.compensation
     for update in timeline.stream():

@@ -40,7 +40,7 @@ class Step(NamedTuple):
     batch: Batch
 
 
-class Work(NamedTuple):
+class Minibatch(NamedTuple):
     """What a push came from: one minibatch, or, where learners step by themselves, several."""
 
     number: int  # no other has it
@@ -76,7 +76,7 @@ class Update(NamedTuple):
 
     version: int  # that it makes
     at_s: float
-    works: tuple[Work, ...]
+    works: tuple[Minibatch, ...]
     scales: tuple[float, ...]
     told: int  # the version whose learning rate is taken: that of who pushed last
     spent: Spent
@@ -99,8 +99,8 @@ class Update(NamedTuple):
 
 
 def in_order(
-    policy: Policy, works: tuple[Work, ...], scales: tuple[float, ...]
-) -> tuple[tuple[Work, ...], tuple[float, ...]]:
+    policy: Policy, works: tuple[Minibatch, ...], scales: tuple[float, ...]
+) -> tuple[tuple[Minibatch, ...], tuple[float, ...]]:
     """As the server adds them: where policies cancel, by their samples, so that the same set gives the same bits."""
     if not policy.cancels:
         return works, scales
@@ -129,7 +129,7 @@ class Answer(NamedTuple):
 class Learner(Protocol):
     """Who does the arithmetic; all weights and gradients are its own."""
 
-    def compute(self, works: Sequence[Work]) -> None:
+    def compute(self, works: Sequence[Minibatch]) -> None:
         """The gradients of these, whose versions exist; each is kept until it is applied."""
         ...
 
@@ -137,7 +137,7 @@ class Learner(Protocol):
         """Make the update. What was not computed before is computed now; if it `is_fresh`, as one batch if it can."""
         ...
 
-    def answer(self, work: Work) -> Answer:
+    def answer(self, work: Minibatch) -> Answer:
         """About a gradient that was computed, at the current version."""
         ...
 
@@ -175,7 +175,7 @@ class ServedTimeline(Simulation):
         book: Epochs,
         *,
         keep_spans: int = 0,
-        write: Callable[[dict[str, Any], Work | None], object] | None = None,
+        write: Callable[[dict[str, Any], Minibatch | None], object] | None = None,
         corrects: bool = False,
         scaling: float = 1.0,
     ) -> None:
@@ -184,11 +184,11 @@ class ServedTimeline(Simulation):
         super().__init__(strategy, cluster, 10**12, keep_spans, wanted, corrects=corrects, scaling=scaling)
         self.strategy, self.book = strategy, book
         self.lock_step = self.policy.needs_drift or self.policy.needs_loss
-        self.ask: Callable[[Work], Answer] | None = None  # in lock step: about a gradient that has arrived
+        self.ask: Callable[[Minibatch], Answer] | None = None  # in lock step: about a gradient that has arrived
         self._steps: list[list[Step]] = [[] for _ in range(cluster.learners)]  # of what is not pushed yet
         self._numbers = [0] * cluster.learners
-        self._works: dict[int, Work] = {}  # on their way, by the number under which they were sent
-        self._arrived: dict[int, Work] = {}  # by ticket
+        self._works: dict[int, Minibatch] = {}  # on their way, by the number under which they were sent
+        self._arrived: dict[int, Minibatch] = {}  # by ticket
         self._next = 0
         self._made: list[Update] = []
         self._keep_every = max(1, min(KEEP_EVERY, cluster.learners // 8))  # a look takes as long as there are learners
@@ -209,13 +209,13 @@ class ServedTimeline(Simulation):
     def result(self, strategy: str = "") -> Result:
         return super().result(strategy or self.strategy)
 
-    def under_way(self) -> Iterator[Work]:
+    def under_way(self) -> Iterator[Minibatch]:
         """What is being computed or on its way; nothing where learners step by themselves, for that has an order."""
         if self.free or self.rule.push_every > 1:
             return
         for learner, steps in enumerate(self._steps):
             if steps:
-                yield Work(self._numbers[learner], learner, self.version[learner], (steps[0],))
+                yield Minibatch(self._numbers[learner], learner, self.version[learner], (steps[0],))
         yield from self._works.values()
 
     def alive(self) -> set[int]:
@@ -240,7 +240,7 @@ class ServedTimeline(Simulation):
     def _packed(self, learner: int, number: int) -> None:
         steps = tuple(self._steps[learner])
         self._steps[learner] = []
-        self._works[number] = Work(self._numbers[learner], learner, self.flying[number][1], steps)
+        self._works[number] = Minibatch(self._numbers[learner], learner, self.flying[number][1], steps)
 
     def _pushed(self, learner: int, number: int) -> Pushed:
         work = self._arrived[self.ticket] = self._works.pop(number)
@@ -367,7 +367,7 @@ class ReducedTimeline:
         for pieces in self.pieces:
             version = rounds.version
             works = tuple(
-                Work(number + learner, learner, version, (Step(version, piece),))
+                Minibatch(number + learner, learner, version, (Step(version, piece),))
                 for learner, piece in enumerate(pieces)
             )
             number += len(pieces)
@@ -397,7 +397,9 @@ def _ahead(timeline: Timeline, learner: Learner, width: int) -> Iterator[Update]
     """Look ahead in the timeline, and compute what can be computed together."""
     source = timeline.stream()
     ahead: deque[Update] = deque()
-    waiting: dict[int, Work] = {}  # what is not computed yet of what lies ahead, in the order in which it is needed
+    waiting: dict[
+        int, Minibatch
+    ] = {}  # what is not computed yet of what lies ahead, in the order in which it is needed
     ready = 0  # those of them whose weights exist
     later: Counter[int] = Counter()  # how many wait for each version that does not
     version = 0  # that the learner has made
@@ -443,7 +445,7 @@ def _in_lock_step(timeline: Timeline, learner: Learner, width: int) -> Iterator[
     assert isinstance(timeline, ServedTimeline)
     computed: set[int] = set()
 
-    def ask(work: Work) -> Answer:
+    def ask(work: Minibatch) -> Answer:
         if work.number not in computed:
             others = (one for one in timeline.under_way() if one.number not in computed)
             chosen = [work, *islice(others, width - 1)]

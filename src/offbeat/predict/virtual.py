@@ -25,14 +25,14 @@ from offbeat.errors import RequestError
 from offbeat.policies import create
 from offbeat.predict.arithmetic import Arithmetic
 from offbeat.predict.logged_timeline import LoggedTimeline
-from offbeat.predict.timelines import ReducedTimeline, ServedTimeline, Spent, Timeline, Update, Work, train
+from offbeat.predict.timelines import Minibatch, ReducedTimeline, ServedTimeline, Spent, Timeline, Update, train
 from offbeat.runs.log import RunLog, read_log, write_chrome_trace, write_log
 from offbeat.runs.metrics import reached_at
 from offbeat.schedules.algorithms import fewest_bytes
-from offbeat.server.parameter_layout import parts_of
+from offbeat.server.parameter_layout import model_tensors
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.collective import Model, Rounds
-from offbeat.simulate.compare import look_at
+from offbeat.simulate.compare import describe_machines
 from offbeat.simulate.sample_source import Batch, Epochs, Stream, pieces_of
 from offbeat.strategy import SERVER, family_of, simulated_family_of
 from offbeat.topology import Topology
@@ -50,7 +50,7 @@ from offbeat.train.trainer import Report, Trainer, evaluate
 WIDTH = 128  # minibatches that are computed at a time, at most
 MOST_BYTES = 1_000_000_000  # of gradients and weights that are computed at a time: the width is lowered to it
 ALL = 10**12  # spans of all versions
-Write = Callable[[dict[str, Any], Work | None], object]
+Write = Callable[[dict[str, Any], Minibatch | None], object]
 STREAM = "a stream"  # what the log says of epochs that have no ends
 NOTHING = Model.even(layers=1, size_bytes=0, forward_share=1 / 3)
 
@@ -237,7 +237,7 @@ def _planned(config: Config, samples: int, shares: tuple[float, ...]) -> Iterato
 def _shares(split: str, cluster: Cluster) -> tuple[float, ...]:
     """Of an update's samples, where they are not equal; `auto` knows how fast the learners are on average."""
     if split == "auto":
-        return speeds_to_shares(look_at(cluster).mean_s, [1] * cluster.learners)
+        return speeds_to_shares(describe_machines(cluster).mean_s, [1] * cluster.learners)
     return tuple(float(share) for share in shares_of(split))
 
 
@@ -346,7 +346,7 @@ class VirtualTrainer(Trainer):
         at, arithmetic = self.at, self.arithmetic
         if self._twin is None:
             self._twin = self._build().eval()
-        trained = parts_of(self._twin, optimizer_of(self._twin, self.config.train))[0].trained
+        trained = model_tensors(self._twin, optimizer_of(self._twin, self.config.train))[0].trained
         arithmetic.replica.write_model(arithmetic.replica.current, trained)
         load_buffers(self._twin, arithmetic.mean_buffers())
         loss, accuracy, tests, self._chance = evaluate(self._twin, self.task, self.precision, self.moved)
@@ -398,7 +398,7 @@ class VirtualTrainer(Trainer):
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
-    def _add_decision(self, record: dict[str, Any], work: Work | None) -> None:
+    def _add_decision(self, record: dict[str, Any], work: Minibatch | None) -> None:
         if work is not None:
             record["hyper"] = self.arithmetic.hyper_at(work.latest)
         self._decisions.append(record)

@@ -274,7 +274,7 @@ def facts_of(run: RunRecord) -> Facts:
     """All of it."""
     strategy = _strategy(run)
     family = _family(strategy)
-    books = _Books(run.legs)
+    books = _Applied(run.legs)
     last = run.metrics[-1] if run.metrics else None
     problems = list(books.problems)
     whole = [updates_of(leg, books.applies[at]) for at, leg in enumerate(run.legs)]
@@ -347,7 +347,7 @@ def _ended(run: RunRecord) -> str:
     return f"stopped after epoch {epoch:g} of {epochs}"
 
 
-def _never_applied(run: RunRecord, books: _Books) -> int | None:
+def _never_applied(run: RunRecord, books: _Applied) -> int | None:
     """From the log alone: it does not say which samples were computed once more, nor those of a cancelled minibatch."""
     cancelled = any(span.cancelled for leg in run.legs for span in leg.spans)
     if not cancelled and not books.dropped:
@@ -407,7 +407,7 @@ def span_seconds(spans: Sequence[Span]) -> float | None:
     return last - first - rested
 
 
-class _Books:
+class _Applied:
     """What the decisions of all legs say of gradients. In each leg of a server versions and tickets begin anew."""
 
     def __init__(self, legs: Sequence[Leg]) -> None:

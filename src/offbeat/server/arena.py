@@ -20,7 +20,7 @@ from offbeat.collectives.sync import Word
 from offbeat.errors import RequestError
 from offbeat.policies.memory import STATE_COPIES
 from offbeat.server.coordinator.session import Setting
-from offbeat.server.parameter_layout import DTYPES, Parts, Table
+from offbeat.server.parameter_layout import DTYPES, ModelTensors, ParameterLayout
 from offbeat.server.shard.updates import CHUNK, Updates
 
 _PAGE = 4096
@@ -29,10 +29,10 @@ _LEARNER_WORDS = 8  # a cache line each
 _CANCEL, _FENCE, _BEAT = 0, 1, 2
 
 
-class Layout:
+class ArenaLayout:
     """Where everything lies, in bytes: a function of the table and of the setting alone."""
 
-    def __init__(self, table: Table, setting: Setting) -> None:
+    def __init__(self, table: ParameterLayout, setting: Setting) -> None:
         self.table, self.setting = table, setting
         self.item = DTYPES[table.dtype].itemsize
         words = 8 * _LEARNER_WORDS * (1 + setting.shards + setting.learners + setting.shards)
@@ -56,8 +56,8 @@ class Layout:
 class Arena:
     """A mapped arena; see the module's text."""
 
-    def __init__(self, segment: memory.Segment, table: Table, setting: Setting) -> None:
-        layout = Layout(table, setting)
+    def __init__(self, segment: memory.Segment, table: ParameterLayout, setting: Setting) -> None:
+        layout = ArenaLayout(table, setting)
         self.table, self.setting = table, setting
         dtype, travels = DTYPES[table.dtype], DTYPES[table.gradients]
         self.weights = [segment.tensor(dtype, table.items, at) for at in layout.weights]
@@ -140,7 +140,7 @@ class Arena:
         vector = self.slots[slot]
         return all(math.isfinite(_square(vector[at : at + CHUNK])) for at in range(0, vector.numel(), CHUNK))
 
-    def seed(self, parts: Parts, kept: Mapping[str, Tensor] | None = None) -> None:
+    def seed(self, parts: ModelTensors, kept: Mapping[str, Tensor] | None = None) -> None:
         """The initial weights, into buffer 0. `kept` is what `current` gave in a run that this one goes on from."""
         with torch.no_grad():
             self._walk(self.weights[0], parts.trained, into_vector=True)
@@ -187,7 +187,7 @@ class Arena:
             for start, one in zip(self.offsets, tensors, strict=True)
         ]
 
-    def fetch(self, parts: Parts, pieces: Sequence[tuple[int, int]], *, extra: bool) -> None:
+    def fetch(self, parts: ModelTensors, pieces: Sequence[tuple[int, int]], *, extra: bool) -> None:
         """The weights, into the model."""
         with torch.no_grad():
             if len({buffer for buffer, _ in pieces}) == 1:
@@ -197,7 +197,7 @@ class Arena:
         if extra:
             self.fetch_extra(parts)
 
-    def fetch_extra(self, parts: Parts) -> None:
+    def fetch_extra(self, parts: ModelTensors) -> None:
         """What is not trained, into the model."""
         with torch.no_grad():
             self._walk(self.extra, parts.extra, into_vector=False)

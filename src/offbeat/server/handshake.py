@@ -16,20 +16,20 @@ import msgspec
 from offbeat.collectives import memory
 from offbeat.collectives.rendezvous import credentials
 from offbeat.errors import OffbeatError, PeerError, RequestError
-from offbeat.server.arena import Arena, Layout
+from offbeat.server.arena import Arena, ArenaLayout
 from offbeat.server.coordinator.session import Setting
-from offbeat.server.parameter_layout import Table
+from offbeat.server.parameter_layout import ParameterLayout
 from offbeat.server.wire import MOST_BYTES, PROTOCOL
 
 GREETING_S = 5.0  # for an answer
 INTRODUCTION_S = 0.5  # for whoever has connected to say who it is: the door serves one at a time
 
 
-class NobodyError(PeerError):
+class RunGoneError(PeerError):
     """There is no such door: the run is over."""
 
 
-class Introduction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="introduction"):
+class Handshake(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="introduction"):
     """The first packet: who I am. A learner brings the table of its model."""
 
     protocol: int
@@ -37,22 +37,22 @@ class Introduction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=
     role: str  # "learner" or "server"
     number: int
     version: str  # of offbeat and torch: all must be of one
-    table: Table | None = None
+    table: ParameterLayout | None = None
 
 
-class Admission(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="admission"):
+class Accept(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="admission"):
     """The answer, with the arena's descriptor beside it; or why not."""
 
     refused: str = ""
-    table: Table | None = None
+    table: ParameterLayout | None = None
     setting: dict[str, str | int | float | bool | None] = {}
     seed: int = 0
     start_s: float = 0.0  # of the run, on the host's monotonic clock
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_introductions = msgspec.msgpack.Decoder(Introduction)
-_admissions = msgspec.msgpack.Decoder(Admission)
+_introductions = msgspec.msgpack.Decoder(Handshake)
+_admissions = msgspec.msgpack.Decoder(Accept)
 
 
 def setting_as_data(setting: Setting) -> dict[str, str | int | float | bool | None]:
@@ -64,7 +64,7 @@ def setting_from_data(data: dict[str, str | int | float | bool | None]) -> Setti
     return Setting(**data)  # type: ignore[arg-type]  # its own fields, as `setting_as_data` wrote them
 
 
-def new_door() -> tuple[socket.socket, str]:
+def new_listener() -> tuple[socket.socket, str]:
     """A listening socket, and its name."""
     name = f"offbeat-{secrets.token_hex(16)}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -81,7 +81,7 @@ def versions() -> str:
     return f"offbeat {__version__}, torch {torch.__version__}"
 
 
-def read_introduction(one: socket.socket, token: str) -> Introduction | str:
+def read_handshake(one: socket.socket, token: str) -> Handshake | str:
     """Who has connected; or, in words, why it may not come in. "" for a stranger, who is told nothing."""
     try:
         if credentials(one)[1] != os.geteuid():
@@ -99,11 +99,11 @@ def read_introduction(one: socket.socket, token: str) -> Introduction | str:
     return said
 
 
-def admit(one: socket.socket, admission: Admission, descriptor: int | None) -> None:
+def accept_peer(one: socket.socket, admission: Accept, descriptor: int | None) -> None:
     socket.send_fds(one, [_encode(admission)], [] if descriptor is None else [descriptor])
 
 
-def knock(door: str, introduction: Introduction, timeout_s: float) -> tuple[socket.socket, Admission, Arena]:
+def connect(door: str, introduction: Handshake, timeout_s: float) -> tuple[socket.socket, Accept, Arena]:
     """Come in: the line, what the run is, and its memory.
 
     `PeerError` where nobody answers, `RequestError` if refused.
@@ -123,13 +123,13 @@ def knock(door: str, introduction: Introduction, timeout_s: float) -> tuple[sock
         if admission.table is None or len(descriptors) != 1:
             raise PeerError("the run's answer was not whole")
         setting = setting_from_data(admission.setting)
-        size_bytes = Layout(admission.table, setting).size_bytes
+        size_bytes = ArenaLayout(admission.table, setting).size_bytes
         segment = memory.receive(descriptors.pop(), size_bytes, sealed=True)
         one.setblocking(True)
         return one, admission, Arena(segment, admission.table, setting)
     except ConnectionRefusedError:
         one.close()
-        raise NobodyError("the run is gone") from None
+        raise RunGoneError("the run is gone") from None
     except (OSError, msgspec.DecodeError) as error:
         one.close()
         raise PeerError(f"cannot reach the run: {error}") from None

@@ -23,7 +23,7 @@ MOST_TENSORS, MOST_GROUPS = 10_000, 400  # so that every message fits
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ParameterLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What lies in the flat vector. `digest` names it: two learners with the same digest have the same model."""
 
     sizes: tuple[int, ...]  # of each trained parameter, in items
@@ -72,14 +72,14 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise RequestError("not the table of a model: sizes, groups and types do not fit together")
 
 
-class Parts(NamedTuple):
+class ModelTensors(NamedTuple):
     """The tensors of a model as they lie in the vector."""
 
     trained: tuple[nn.Parameter, ...]
     extra: tuple[Tensor, ...]
 
 
-def parts_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Parts, tuple[int, ...]]:
+def model_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[ModelTensors, tuple[int, ...]]:
     """What is trained, group by group, and the group of each; then what is not."""
     trained: list[nn.Parameter] = []
     groups: list[int] = []
@@ -107,12 +107,12 @@ def parts_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Parts,
     wide = any(parameter.dtype == torch.float64 for parameter in trained)
     held = (torch.float32, torch.float16, torch.bfloat16, *((torch.float64,) if wide else ()))
     extra = [tensor for tensor in extra if tensor.dtype in held]  # others would be rounded: each learner keeps its own
-    return Parts(tuple(trained), tuple(extra)), tuple(groups)
+    return ModelTensors(tuple(trained), tuple(extra)), tuple(groups)
 
 
-def table_of(
+def layout_of(
     model: nn.Module,
-    parts: Parts,
+    parts: ModelTensors,
     groups: tuple[int, ...],
     *,
     rule: str,
@@ -120,7 +120,7 @@ def table_of(
     gradients: str | None = None,
     clip_norm: float = 0.0,
     in_place: bool = False,
-) -> Table:
+) -> ParameterLayout:
     """The table of a model; `gradients` is the type in which gradients travel (default: that of the weights)."""
     types = {parameter.dtype for parameter in parts.trained}
     odd = [str(one) for one in types if not one.is_floating_point]
@@ -145,7 +145,7 @@ def table_of(
         f"{names[id(p)]} {tuple(p.shape)} {p.dtype} {group}" for p, group in zip(parts.trained, groups, strict=True)
     ]
     text += [f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in parts.extra]
-    return Table(
+    return ParameterLayout(
         sizes=tuple(p.numel() for p in parts.trained),
         groups=groups,
         extra=sum(tensor.numel() for tensor in parts.extra),

@@ -35,7 +35,7 @@ from offbeat.errors import OffbeatError
 from offbeat.server import handshake
 from offbeat.server.coordinator import coordinator_process
 from offbeat.server.coordinator.session import Setting
-from offbeat.server.parameter_layout import Table
+from offbeat.server.parameter_layout import ParameterLayout
 from offbeat.server.shard import server_process
 from offbeat.server.wire import MOST_BYTES
 
@@ -94,11 +94,11 @@ class Supervisor:
     def __init__(self, plan: Plan, tell: Callable[[str, str], None]) -> None:
         self.plan, self.tell = plan, tell
         self.token = secrets.token_hex(16)
-        self.listener, self.name = handshake.new_door()
+        self.listener, self.name = handshake.new_listener()
         self.journal, path = tempfile.mkstemp(prefix="offbeat-journal-")
         Path(path).unlink()  # nobody else needs its name, and so nothing is left behind
         self.start_s = time.monotonic()
-        self.held: tuple[Table, int] | None = None
+        self.held: tuple[ParameterLayout, int] | None = None
         self.selector = selectors.DefaultSelector()
         self.members: dict[int, Member] = {}  # by pid
         self.generations = [0] * plan.setting.shards
@@ -137,7 +137,7 @@ class Supervisor:
         )
 
         def body() -> None:
-            coordinator_process.Post(
+            coordinator_process.CoordinatorProcess(
                 run, self.listener, theirs, coordinator_process.Journal(self.journal), self.held, self.pids
             ).serve()
 
@@ -427,13 +427,13 @@ class Supervisor:
         if self.begin_by_s is None and self.boss is not None:  # if the run has not begun, it does without this one
             self.begin_by_s = time.monotonic() - self.start_s
             with contextlib.suppress(OSError):
-                coordinator_process.say(self.boss, coordinator_process.Boss(what="begin", at_s=self.begin_by_s))
+                coordinator_process.say(self.boss, coordinator_process.ToSupervisor(what="begin", at_s=self.begin_by_s))
 
     def _say_ended(self, learners: Iterable[int]) -> None:
         for learner in learners:
             with contextlib.suppress(OSError):
                 if self.boss is not None:
-                    coordinator_process.say(self.boss, coordinator_process.Boss(what="ended", number=learner))
+                    coordinator_process.say(self.boss, coordinator_process.ToSupervisor(what="ended", number=learner))
 
     def is_quiet(self) -> bool:
         """Whether no learner is in the run."""
@@ -461,7 +461,7 @@ class Supervisor:
     def _say_finish(self) -> None:
         if self.boss is not None:
             with contextlib.suppress(OSError):
-                coordinator_process.say(self.boss, coordinator_process.Boss(what="finish"))
+                coordinator_process.say(self.boss, coordinator_process.ToSupervisor(what="finish"))
 
     def finish(self) -> str | None:
         """Let the last updates be made and the books be closed; the summary, as JSON."""

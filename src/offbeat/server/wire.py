@@ -118,7 +118,7 @@ class GiveBack(Message, frozen=True, tag="give-back"):
     unused: bool = False
 
 
-class Rested(Message, frozen=True, tag="rested"):
+class Paused(Message, frozen=True, tag="rested"):
     """I stand still. With `led` I have done what there was to do in this rest; with `stop` the run is to end."""
 
     learner: int
@@ -128,14 +128,14 @@ class Rested(Message, frozen=True, tag="rested"):
     stop: bool = False
 
 
-class Halt(Message, frozen=True, tag="halt"):
+class EndRequest(Message, frozen=True, tag="halt"):
     """The run is to end, after a rest."""
 
     learner: int
     incarnation: int
 
 
-class Pause(Message, frozen=True, tag="pause"):
+class PauseRequest(Message, frozen=True, tag="pause"):
     """I want everybody to stand still for a moment, and to lead that rest."""
 
     learner: int
@@ -254,7 +254,7 @@ class Granted(Message, frozen=True, tag="granted"):
     void: int = 0
 
 
-class Rest(Message, frozen=True, tag="rest"):
+class EnterPause(Message, frozen=True, tag="rest"):
     """Stand still when you next wait, and say so. With `lead` all others do, and it is yours to do what is to be done.
 
     `facts` are for the one who leads: where the run stands, as JSON.
@@ -267,7 +267,7 @@ class Rest(Message, frozen=True, tag="rest"):
     facts: str = ""
 
 
-class Rise(Message, frozen=True, tag="rise"):
+class EndPause(Message, frozen=True, tag="rise"):
     """All rests up to this one have ended; with `over` the run has, too."""
 
     learner: int
@@ -359,10 +359,10 @@ class Done(Message, frozen=True, tag="done"):
 
 
 FROM_STAY = (
-    Seeded | Push | Stop | Ask | Fetched | Want | GiveBack | Rested | Halt | Pause | Call | Bye
+    Seeded | Push | Stop | Ask | Fetched | Want | GiveBack | Paused | EndRequest | PauseRequest | Call | Bye
 )  # all that name it
 FROM_LEARNER = Hello | FROM_STAY
-TO_LEARNER = Welcome | Refused | Fenced | Go | Weights | Granted | Rest | Rise | Called
+TO_LEARNER = Welcome | Refused | Fenced | Go | Weights | Granted | EnterPause | EndPause | Called
 INPUT = FROM_LEARNER | Gone | Silent | Tick | Woke | Finish | Ready | Done
 OUTPUT = TO_LEARNER | Cancel | Fence | Committed | Job
 

@@ -24,7 +24,7 @@ SLOWER = 1.3  # than the median, in the mean, to be called persistently slow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machines:
+class MachineSummary:
     """What the draws say of the learners: their mean compute times, the slow ones, the spread of the rest."""
 
     mean_s: tuple[float, ...]  # of each learner
@@ -33,7 +33,7 @@ class Machines:
     slowest_of_all: float  # mean of the slowest of all learners' draws / mean of all draws
 
 
-def look_at(cluster: Cluster) -> Machines:
+def describe_machines(cluster: Cluster) -> MachineSummary:
     """Draw from every learner, and tell persistent slowness from chance."""
     draws = cluster.draws()
     samples = max(200, min(_MOST_SAMPLES, _ALL_SAMPLES // cluster.learners))
@@ -59,7 +59,7 @@ def look_at(cluster: Cluster) -> Machines:
 
     slow = [one for one, times in enumerate(drawn) if means[one] > SLOWER * typical and always_slow(times)]
     evened = [[time / mean for time in times] for times, mean in zip(drawn, means, strict=True)]
-    return Machines(
+    return MachineSummary(
         mean_s=tuple(means),
         slow=tuple(sorted(slow, key=lambda learner: -means[learner])),
         spread=statistics.median(statistics.pstdev(times) for times in evened),
@@ -72,7 +72,7 @@ def typical_s(means: Sequence[float]) -> float:
     return statistics.median_low(means)
 
 
-def describe(machines: Machines) -> str:
+def describe(machines: MachineSummary) -> str:
     """The cluster in a sentence."""
     typical = typical_s(machines.mean_s)
     if len(machines.mean_s) == 1:
@@ -134,7 +134,7 @@ class WhatIf:
         return (self.as_fast - self.as_it_is) / (self.as_fast_ideal - self.as_it_is)
 
 
-def what_if(strategy: str, cluster: Cluster, machines: Machines, minibatches: int | None = None) -> WhatIf:
+def what_if(strategy: str, cluster: Cluster, machines: MachineSummary, minibatches: int | None = None) -> WhatIf:
     """Run the strategy with the slow learners as fast as the others, without them, and with less work for them."""
     typical = typical_s(machines.mean_s)
     slower = {learner: machines.mean_s[learner] / typical for learner in machines.slow}

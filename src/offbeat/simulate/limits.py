@@ -17,7 +17,7 @@ import numpy as np
 
 from offbeat.errors import RequestError
 from offbeat.simulate.cluster import Cluster, Wires
-from offbeat.simulate.compare import SLOWER, Machines, look_at, typical_s
+from offbeat.simulate.compare import SLOWER, MachineSummary, describe_machines, typical_s
 from offbeat.simulate.compute import Law
 from offbeat.simulate.engine import Floats, Ints
 from offbeat.simulate.setup import Setup
@@ -70,7 +70,7 @@ def _share(gain: float) -> str:
     return "less than 1 %" if gain < 0.01 else f"{100 * gain:.0f} %"
 
 
-def limit_of(setup: Setup, machines: Machines, updates: int) -> Limit:
+def limit_of(setup: Setup, machines: MachineSummary, updates: int) -> Limit:
     """Take the causes away one at a time, for a part of the updates of the whole simulation."""
     least = math.ceil(max(_ROUNDS * setup.cluster.learners, _MINIBATCHES) / setup.begun_per_update())
     some = min(updates, max(math.ceil(updates * _WHAT_IF), least))
@@ -94,7 +94,7 @@ def limit_of(setup: Setup, machines: Machines, updates: int) -> Limit:
     return Limit(gains=dict(sorted(gains.items(), key=lambda item: -item[1])))
 
 
-def causes_of(setup: Setup, machines: Machines) -> list[Cause]:
+def causes_of(setup: Setup, machines: MachineSummary) -> list[Cause]:
     """What could be taken away, whether that gains anything or not."""
     cluster = setup.cluster
     found = [Cause(name, replace(setup, cluster=without)) for name, without in _of_computing(cluster, machines)]
@@ -105,7 +105,7 @@ def causes_of(setup: Setup, machines: Machines) -> list[Cause]:
     ]
 
 
-def _of_computing(cluster: Cluster, machines: Machines) -> list[tuple[str, Cluster]]:
+def _of_computing(cluster: Cluster, machines: MachineSummary) -> list[tuple[str, Cluster]]:
     found: list[tuple[str, Cluster]] = []
     typical = typical_s(machines.mean_s)
     slow = machines.slow or tuple(one for one, mean in enumerate(machines.mean_s) if mean > typical)
@@ -138,7 +138,7 @@ def _even(cluster: Cluster) -> Law:
     law = cluster.law
     if law.by_learner is None and law.at is None and law.mean_s < math.inf:
         return _always([law.mean_s])
-    means = look_at(replace(cluster, speeds=(), slow=None, cores=None, ids=())).mean_s
+    means = describe_machines(replace(cluster, speeds=(), slow=None, cores=None, ids=())).mean_s
     return _always(means if not cluster.ids else [statistics.fmean(means)])
 
 

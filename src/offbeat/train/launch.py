@@ -45,7 +45,7 @@ from offbeat.train.rundir import Hold, RunDir, check_free, new_run_dir
 from offbeat.train.sample_plan import updates
 from offbeat.train.served_trainer import ServedTrainer, setting_of
 from offbeat.train.tasks import PROGRAM, Task, check_apart, task_of
-from offbeat.train.telemetry import Accounts
+from offbeat.train.telemetry import Telemetry
 from offbeat.train.tensorboard import check_installed
 from offbeat.train.trainer import Report, Trainer, device_of
 
@@ -210,14 +210,14 @@ def launch(start: Start, hear: Report, tell: Callable[[str, str], None]) -> Resu
     Ctrl-C or SIGTERM lets the learners save and end; a second one ends everything at once.
     """
     try:
-        with Accounts(start.config, start.run, start.leg, hear) as accounts:
+        with Telemetry(start.config, start.run, start.leg, hear) as accounts:
             return _launch(start, accounts, tell)
     finally:
         if start.hold is not None:
             start.hold.release()
 
 
-def _launch(start: Start, accounts: Accounts, tell: Callable[[str, str], None]) -> Result:
+def _launch(start: Start, accounts: Telemetry, tell: Callable[[str, str], None]) -> Result:
     result = Result()
     hear = accounts.hear
     failures: dict[int, str] = {}  # as they came
@@ -594,7 +594,7 @@ def learn(
         )
     result = Result()
     with ExitStack() as stack:
-        accounts = stack.enter_context(Accounts(config, start.run, start.leg, report)) if rank == 0 else None
+        accounts = stack.enter_context(Telemetry(config, start.run, start.leg, report)) if rank == 0 else None
         if accounts is not None:
             accounts.begin()
 

@@ -25,7 +25,7 @@ class Traffic(NamedTuple):
 
 
 @dataclass(slots=True, kw_only=True)
-class Part:
+class LearnerSnapshot:
     """One learner's."""
 
     compute_s: float = 0.0
@@ -53,18 +53,18 @@ class Part:
         return bytes(safetensors.torch.save(tensors))
 
 
-def decode(data: bytes) -> Part:
-    return part_of(safetensors.torch.load(data))
+def decode(data: bytes) -> LearnerSnapshot:
+    return snapshot_of(safetensors.torch.load(data))
 
 
-def part_of(tensors: Mapping[str, Tensor]) -> Part:
+def snapshot_of(tensors: Mapping[str, Tensor]) -> LearnerSnapshot:
     """From the tensors of its file."""
     compute_s, wait_s, loss, samples = tensors["clock"].tolist()
 
     def under(kind: str) -> dict[str, Tensor]:
         return {name.removeprefix(kind): tensor for name, tensor in tensors.items() if name.startswith(kind)}
 
-    return Part(
+    return LearnerSnapshot(
         compute_s=compute_s,
         wait_s=wait_s,
         loss=loss,

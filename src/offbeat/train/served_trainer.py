@@ -19,13 +19,13 @@ from offbeat.policies import create
 from offbeat.server.learner.connection import RunOverError
 from offbeat.server.learner.join import join_run
 from offbeat.server.learner.served_learner import ServedLearner
-from offbeat.server.wire import Rest
+from offbeat.server.wire import EnterPause
 from offbeat.train.checkpoint import Checkpoint
 from offbeat.train.config import Config
-from offbeat.train.learner_snapshot import Part, Traffic, load_optimizer, optimizer_tensors
+from offbeat.train.learner_snapshot import LearnerSnapshot, Traffic, load_optimizer, optimizer_tensors
 from offbeat.train.learning_rate import correction_of, optimizer_of
 from offbeat.train.tasks import collate_of
-from offbeat.train.trainer import Standing, Trainer, piece_of, size_of
+from offbeat.train.trainer import Trainer, TrainingState, piece_of, size_of
 
 
 def setting_of(config: Config, checkpoint: Checkpoint | None) -> dict[str, Any]:
@@ -50,7 +50,9 @@ class ServedTrainer(Trainer):
         self._rule = create(config.sync, expect=self.learners).rule
         self._own_steps = self._rule.delta or self._rule.fetch_every > 0
         self._base = self.at.update  # versions of the servers are counted from here
-        self._before = Standing() if self.checkpoint is None else Standing(**self.checkpoint.state["standing"])
+        self._before = (
+            TrainingState() if self.checkpoint is None else TrainingState(**self.checkpoint.state["standing"])
+        )
         self._before.drop_held("its update was not full when the run was saved")
         if self.checkpoint is not None and self._own_steps:
             part = self._own_part(self.checkpoint)
@@ -152,13 +154,13 @@ class ServedTrainer(Trainer):
 
     # --- rests ------------------------------------------------------------------------------------------------------
 
-    def own_part(self) -> Part:
+    def own_part(self) -> LearnerSnapshot:
         part = super().own_part()
         if self._own_steps:
             part.optimizer = optimizer_tensors(self.optimizer)
         return part
 
-    def _at_rest(self, rest: Rest) -> bool:
+    def _at_rest(self, rest: EnterPause) -> bool:
         if not rest.lead:
             try:
                 self.run.hand_in(rest.number, self.number, self.own_part().encode())
@@ -170,7 +172,7 @@ class ServedTrainer(Trainer):
             return True
         return self.look(self._standing(facts), self.run.handed_in(rest.number))
 
-    def _standing(self, facts: dict[str, Any]) -> Standing:
+    def _standing(self, facts: dict[str, Any]) -> TrainingState:
         before, samples = self._before, facts["samples"]
         dropped = dict(before.dropped)
         for fate, many in samples.items():
@@ -178,7 +180,7 @@ class ServedTrainer(Trainer):
                 name = fate.removeprefix("dropped: ")
                 dropped[name] = dropped.get(name, 0) + many
         old, gradients = before.staleness or 0.0, before.gradients + facts["gradients"]
-        return Standing(
+        return TrainingState(
             epoch=facts["book"]["epoch"],
             update=self._base + facts["version"],
             seconds=before.seconds + facts["seconds"],

@@ -119,7 +119,7 @@ class Live:
         return json.dumps(told, allow_nan=False)
 
 
-class Accounts:
+class Telemetry:
     """Keeps them from `with` to its end. Records come by `hear`, which hands them on."""
 
     def __init__(

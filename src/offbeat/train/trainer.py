@@ -31,7 +31,7 @@ from offbeat.server.learner.leased_loader import seed_of
 from offbeat.strategy import SERVER, family_of
 from offbeat.train.checkpoint import Checkpoint, Saver, write_weights
 from offbeat.train.config import Config
-from offbeat.train.learner_snapshot import Part, Traffic, buffers_of, decode, load_buffers, part_of
+from offbeat.train.learner_snapshot import LearnerSnapshot, Traffic, buffers_of, decode, load_buffers, snapshot_of
 from offbeat.train.learning_rate import optimizer_of, pace_of, staleness_note, zero_last_norms
 from offbeat.train.norms import average_buffers
 from offbeat.train.precision import Precision
@@ -46,7 +46,7 @@ _VERY_STALE = 30  # versions: with steps so short, a training that does not move
 
 
 @dataclass(slots=True, kw_only=True)
-class Standing:
+class TrainingState:
     """Where a run stands, in a rest."""
 
     epoch: int = 0  # that runs, or comes next
@@ -124,7 +124,7 @@ class Trainer:
         self.precision = Precision(train.precision, self.device)
         self.pace = pace_of(train, line=config.sync, learners=learners, samples=self.samples)
         self.checkpoint = checkpoint
-        self.at = Standing() if checkpoint is None else Standing(**checkpoint.state["standing"])
+        self.at = TrainingState() if checkpoint is None else TrainingState(**checkpoint.state["standing"])
         self.at.epoch_end = self.at.halt = False
         self.shift = self._shift_of(checkpoint)
         self.notes: list[str] = []
@@ -172,15 +172,15 @@ class Trainer:
         if part is None:  # there were fewer: it has the mean of their buffers, and the scale of the first
             load_buffers(self.model, checkpoint.files["weights"])
             first = checkpoint.files.get("learner-0")
-            part = Part() if first is None else part_of(first)
+            part = LearnerSnapshot() if first is None else snapshot_of(first)
         else:
             load_buffers(self.model, part.buffers)
         if self.precision.scaler is not None and part.scaler:
             self.precision.scaler.load(part.scaler)
 
-    def _own_part(self, checkpoint: Checkpoint) -> Part | None:
+    def _own_part(self, checkpoint: Checkpoint) -> LearnerSnapshot | None:
         tensors = checkpoint.files.get(f"learner-{self.number}")
-        return None if tensors is None else part_of(tensors)
+        return None if tensors is None else snapshot_of(tensors)
 
     def loss_of(self, inputs: Any, targets: Any) -> Tensor:
         """One forward: the mean loss of these samples."""
@@ -295,10 +295,10 @@ class Trainer:
             }
         )
 
-    def own_part(self) -> Part:
+    def own_part(self) -> LearnerSnapshot:
         """What is this learner's own, now."""
         self._read_losses()
-        return Part(
+        return LearnerSnapshot(
             compute_s=self.compute_s,
             wait_s=self.wait_s,
             loss=self._loss_sum / self._loss_of if self._loss_of else 0.0,
@@ -326,7 +326,7 @@ class Trainer:
         """Whether what was read is whole: one that was given up while it read may have seen others go on."""
         return True
 
-    def look(self, at: Standing, parts: Mapping[int, bytes]) -> bool:
+    def look(self, at: TrainingState, parts: Mapping[int, bytes]) -> bool:
         """Evaluate, save, tell; whether the run is to end now. Meanwhile all learners stand still."""
         self.report({"kind": "halted", "now": True})
         over = self._evaluate_and_save(at, parts)
@@ -334,7 +334,7 @@ class Trainer:
             self.report({"kind": "halted", "now": False})
         return over
 
-    def _evaluate_and_save(self, at: Standing, parts: Mapping[int, bytes]) -> bool:
+    def _evaluate_and_save(self, at: TrainingState, parts: Mapping[int, bytes]) -> bool:
         config = self.config
         is_last = at.epoch >= config.train.epochs
         mine = {learner: decode(data) for learner, data in sorted(parts.items())}
@@ -394,7 +394,7 @@ class Trainer:
         known = [*self.run.read_metrics(), self.last]
         return reached_at([one["accuracy"] for one in known if one["accuracy"] is not None], target) is not None
 
-    def _evaluated_twin(self, parts: Mapping[int, Part]) -> nn.Module:
+    def _evaluated_twin(self, parts: Mapping[int, LearnerSnapshot]) -> nn.Module:
         if self._twin is None:
             self._twin = self._build()
             self._twin.eval()
@@ -409,7 +409,7 @@ class Trainer:
         except OSError as error:  # training goes on
             self.note(f"cannot write {self.run.metrics}: {error.strerror}")
 
-    def _evaluate(self, twin: nn.Module, at: Standing, parts: Mapping[int, Part]) -> dict[str, Any]:
+    def _evaluate(self, twin: nn.Module, at: TrainingState, parts: Mapping[int, LearnerSnapshot]) -> dict[str, Any]:
         loss, accuracy, tests, chance = evaluate(twin, self.task, self.precision, self.moved)
         busy = sum(part.compute_s for part in parts.values())
         waited = sum(part.wait_s for part in parts.values())
@@ -444,7 +444,7 @@ class Trainer:
         return None if self._first_loss is None else _finite(float(self._first_loss))
 
     def _save(
-        self, twin: nn.Module, at: Standing, parts: Mapping[int, bytes], kept: Mapping[str, Mapping[str, Tensor]]
+        self, twin: nn.Module, at: TrainingState, parts: Mapping[int, bytes], kept: Mapping[str, Mapping[str, Tensor]]
     ) -> None:
         if self._saver is None:
             self._saver = Saver(self.run.checkpoints, keep=self.config.save.keep, tell=self.note)
@@ -461,12 +461,12 @@ class Trainer:
         if self._saver is not None:
             self._saver.wait()
 
-    def _end(self, twin: nn.Module, at: Standing, why: str) -> None:
+    def _end(self, twin: nn.Module, at: TrainingState, why: str) -> None:
         self.finish_saving()
         write_weights(self.run.weights, dict(twin.state_dict()))
         self.report(self._end_record(at, why))
 
-    def _end_record(self, at: Standing, why: str) -> dict[str, Any]:
+    def _end_record(self, at: TrainingState, why: str) -> dict[str, Any]:
         """`why` it ended before its last epoch, if it did."""
         return {
             "kind": "end",

@@ -29,15 +29,15 @@ from offbeat.policies import Asked, Command, Drop, Event, Joined, Left, Pushed, 
 from offbeat.policies import Cancel as CancelCommand
 from offbeat.policies import Woke as WokeEvent
 from offbeat.policies.replay import decision
-from offbeat.server.coordinator.grants import Desk
+from offbeat.server.coordinator.grants import Grants
 from offbeat.server.coordinator.group_calls import Calls
 from offbeat.server.coordinator.guarded_policy import GuardedPolicy
 from offbeat.server.coordinator.invariants import check
-from offbeat.server.coordinator.pauses import Rests
+from offbeat.server.coordinator.pauses import Pauses
 from offbeat.server.coordinator.resume_state import standing_of
-from offbeat.server.coordinator.sample_leases import Lending
-from offbeat.server.coordinator.session import NONCES_KEPT, Gradient, Row, Setting
-from offbeat.server.coordinator.update_queue import Work
+from offbeat.server.coordinator.sample_leases import SampleLeases
+from offbeat.server.coordinator.session import NONCES_KEPT, Gradient, LearnerSession, Setting
+from offbeat.server.coordinator.update_queue import PendingUpdate
 from offbeat.server.coordinator.wakes import PendingWake
 from offbeat.server.wire import (
     FROM_STAY,
@@ -49,20 +49,20 @@ from offbeat.server.wire import (
     Cancel,
     Committed,
     Done,
+    EndRequest,
+    EnterPause,
     Fence,
     Fenced,
     Fetched,
     Finish,
     GiveBack,
     Gone,
-    Halt,
     Hello,
-    Pause,
+    Paused,
+    PauseRequest,
     Push,
     Ready,
     Refused,
-    Rest,
-    Rested,
     Seeded,
     Silent,
     Stop,
@@ -75,18 +75,18 @@ from offbeat.server.wire import (
 MOST_BAD = 20  # more than a loss scale may be halved; non-finite gradients in a row, after which a learner is sent away
 
 
-class Coordinator(Lending):
+class Coordinator(SampleLeases):
     """See the module's text. `write` is given every decision of the policy, as a record for the run log."""
 
     def __init__(self, setting: Setting, write: Callable[[dict[str, Any]], object] | None = None) -> None:
         self.setting = setting
         self.write = write
-        self.rows = {learner: Row(learner) for learner in range(setting.learners)}
-        self.desk = Desk(setting)
+        self.rows = {learner: LearnerSession(learner) for learner in range(setting.learners)}
+        self.desk = Grants(setting)
         self.guard = GuardedPolicy(setting, self.desk.slots)
         self.policy = self.guard.policy
         self.wake = PendingWake()
-        self.rests = Rests(setting)
+        self.rests = Pauses(setting)
         self.calls = Calls()
         self.gradients: dict[int, Gradient] = {}
         self.ticket = 0
@@ -113,9 +113,9 @@ class Coordinator(Lending):
             Fetched: self._fetched,
             Want: self._want,
             GiveBack: self._give_back,
-            Rested: self._rested,
-            Halt: self._halt,
-            Pause: self._pause,
+            Paused: self._rested,
+            EndRequest: self._halt,
+            PauseRequest: self._pause,
             Call: self._call,
             Bye: self._bye,
             Gone: self._gone,
@@ -173,7 +173,7 @@ class Coordinator(Lending):
         self._give_up(row, why="it came again", may_wake=message.after != row.incarnation)
         self._writes_no_more(row, range(message.after, message.after + 1))
         self.table = message.table
-        fresh = Row(row.learner)
+        fresh = LearnerSession(row.learner)
         fresh.nonce, fresh.incarnation, fresh.here = message.nonce, row.incarnation + 1, True
         fresh.limbo, fresh.hyper, fresh.nonces = row.limbo, row.hyper, row.nonces
         fresh.nonces[message.nonce] = fresh.incarnation
@@ -188,7 +188,7 @@ class Coordinator(Lending):
             self._gather()
             self._out.append(self._welcome(fresh))
 
-    def _welcome(self, row: Row) -> Welcome:
+    def _welcome(self, row: LearnerSession) -> Welcome:
         seeds = self.seeder == (row.learner, row.incarnation) and row.here and not self.seeded
         return Welcome(row.learner, row.nonce, row.incarnation, seed=seeds)
 
@@ -216,11 +216,11 @@ class Coordinator(Lending):
         if not self.policy.started:  # the deadline has passed, or some have gone again
             self._tell(WokeEvent(self._at_s))
 
-    def _seat(self, row: Row) -> None:
+    def _seat(self, row: LearnerSession) -> None:
         row.seated = True
         self._tell(Joined(row.learner, self._at_s))
 
-    def _unseat(self, row: Row) -> None:
+    def _unseat(self, row: LearnerSession) -> None:
         """The policy is told that it is gone; what it was told before is void."""
         if row.seated:
             row.seated = False
@@ -230,7 +230,7 @@ class Coordinator(Lending):
             self.desk.unpin(row, "go", row.pin)
             self._tell(Left(row.learner, self._at_s))
 
-    def _give_up(self, row: Row, *, why: str, may_wake: bool) -> None:
+    def _give_up(self, row: LearnerSession, *, why: str, may_wake: bool) -> None:
         """This incarnation is over. Its slot is free, unless it may still write there."""
         if not row.here:
             return
@@ -247,7 +247,7 @@ class Coordinator(Lending):
         if not may_wake:
             self._writes_no_more(row, range(row.incarnation + 1))
 
-    def _writes_no_more(self, row: Row, incarnations: range) -> None:
+    def _writes_no_more(self, row: LearnerSession, incarnations: range) -> None:
         """Neither to a slot nor, as the seeder, to buffer 0: others may."""
         self.desk.clear_limbo(row, incarnations)
         if self.seeder is not None and self.seeder[0] == row.learner and self.seeder[1] in incarnations:
@@ -290,7 +290,7 @@ class Coordinator(Lending):
 
     # --- what learners answer ---------------------------------------------------------------------------------------
 
-    def _known(self, message: FROM_STAY) -> Row | None:
+    def _known(self, message: FROM_STAY) -> LearnerSession | None:
         """The session that a message belongs to; none, and an answer, if that is over."""
         row = self.rows.get(message.learner)
         if row is not None and row.here and row.incarnation == message.incarnation:
@@ -303,7 +303,7 @@ class Coordinator(Lending):
             self.counts["fenced"] += 1
         return None
 
-    def _again(self, row: Row) -> None:
+    def _again(self, row: LearnerSession) -> None:
         """It asks a second time: it has not heard the answer."""
         if self.rests.over:
             self._out.append(self.rests.rise(row))
@@ -345,7 +345,7 @@ class Coordinator(Lending):
         else:
             self._take(message, gradient, 0.0 if self.policy.needs_drift else None)
 
-    def _close(self, row: Row, seq: int) -> None:
+    def _close(self, row: LearnerSession, seq: int) -> None:
         """A minibatch was answered, and with it all before."""
         row.answered = seq
         row.versions = {one: version for one, version in row.versions.items() if one > seq}
@@ -370,7 +370,7 @@ class Coordinator(Lending):
             self._out.append(Refused(row.learner, row.nonce, str(error)))
             self._give_up(row, why="it said what cannot be", may_wake=True)
 
-    def _bad(self, row: Row, message: Push) -> None:
+    def _bad(self, row: LearnerSession, message: Push) -> None:
         """Not a number, or infinite: the whole push is dropped, and the learner tries another minibatch."""
         self.counts["dropped"] += 1
         self.counts["dropped: not finite"] += 1
@@ -466,7 +466,7 @@ class Coordinator(Lending):
             pairs = sorted(zip(gradients, scales, strict=True), key=lambda pair: pair[0].batch)
             gradients, scales = [gradient for gradient, _ in pairs], tuple(scale for _, scale in pairs)
         absent = set(gradients[0].absent).intersection(*(gradient.absent for gradient in gradients))
-        work = Work(
+        work = PendingUpdate(
             tickets=command.tickets,
             slots=tuple(gradient.slot for gradient in gradients),
             scales=scales,
@@ -533,7 +533,7 @@ class Coordinator(Lending):
             if self.inbox and desk.idle:
                 # The drift of the oldest push that waits, while no update is under way that would change it.
                 pieces = self.inbox[0][1].pieces
-                desk.add(Work(tickets=(), reads=(tuple(buffer for buffer, _ in pieces),), drift=True))
+                desk.add(PendingUpdate(tickets=(), reads=(tuple(buffer for buffer, _ in pieces),), drift=True))
             self._out += desk.start(only_behind=self.rests.due)
             if not self._serve_waiting() and not self._answer_calls() and not self._hold_rest():
                 return
@@ -571,7 +571,7 @@ class Coordinator(Lending):
 
     # --- rests ------------------------------------------------------------------------------------------------------
 
-    def _rested(self, message: Rested) -> None:
+    def _rested(self, message: Paused) -> None:
         row = self._known(message)
         if row is None:
             return
@@ -586,11 +586,11 @@ class Coordinator(Lending):
             if rests.over:
                 self._end()
 
-    def _halt(self, message: Halt) -> None:
+    def _halt(self, message: EndRequest) -> None:
         if self._known(message) is not None:
             self.rests.halt()
 
-    def _pause(self, message: Pause) -> None:
+    def _pause(self, message: PauseRequest) -> None:
         row = self._known(message)
         if row is not None:
             self.rests.want(row)
@@ -614,8 +614,8 @@ class Coordinator(Lending):
             self._out.append(self._lead(lead))
         return False
 
-    def _lead(self, row: Row) -> Rest:
-        return Rest(row.learner, row.incarnation, self.rests.number, True, self.rests.facts)
+    def _lead(self, row: LearnerSession) -> EnterPause:
+        return EnterPause(row.learner, row.incarnation, self.rests.number, True, self.rests.facts)
 
     def standing(self) -> dict[str, Any]:
         return standing_of(self)

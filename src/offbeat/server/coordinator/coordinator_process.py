@@ -26,12 +26,12 @@ from offbeat.collectives.rendezvous import credentials, state_of
 from offbeat.errors import OffbeatError, PolicyError
 from offbeat.policies.damping import CORRECT, KEEP
 from offbeat.server import handshake
-from offbeat.server.arena import Arena, Layout, stamp
+from offbeat.server.arena import Arena, ArenaLayout, stamp
 from offbeat.server.coordinator.coordinator import Coordinator
 from offbeat.server.coordinator.ledger import Ledger
-from offbeat.server.coordinator.session import Row, Setting
+from offbeat.server.coordinator.session import LearnerSession, Setting
 from offbeat.server.coordinator.stalls import stall_of
-from offbeat.server.parameter_layout import Table
+from offbeat.server.parameter_layout import ParameterLayout
 from offbeat.server.wire import (
     FROM_LEARNER,
     INPUT,
@@ -46,9 +46,9 @@ from offbeat.server.wire import (
     Hello,
     Job,
     Message,
+    Paused,
     Ready,
     Refused,
-    Rested,
     Silent,
     Tick,
     Welcome,
@@ -80,7 +80,7 @@ class Run:
     launched: bool = False  # learners are started, and started again, by the supervisor
 
 
-class Boss(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ToSupervisor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Between coordinator and supervisor.
 
     "arena": here is the memory, for this table. "ready": a server or the coordinator (`text`) works. "learner": this
@@ -90,7 +90,7 @@ class Boss(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     what: str
-    table: Table | None = None
+    table: ParameterLayout | None = None
     text: str = ""
     nonce: int = 0
     pid: int = 0
@@ -99,10 +99,10 @@ class Boss(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _encode_boss = msgspec.json.Encoder().encode
-decode_boss = msgspec.json.Decoder(Boss).decode
+decode_boss = msgspec.json.Decoder(ToSupervisor).decode
 
 
-def say(line: socket.socket, message: Boss, descriptors: list[int] | None = None) -> None:
+def say(line: socket.socket, message: ToSupervisor, descriptors: list[int] | None = None) -> None:
     """To the other of supervisor and coordinator."""
     data = _encode_boss(message)
     socket.send_fds(line, [data], descriptors or [])
@@ -137,7 +137,7 @@ class Journal:
         os.lseek(self.descriptor, end, os.SEEK_SET)
 
 
-class Line:
+class PeerConnection:
     """One who has come in."""
 
     def __init__(self, one: socket.socket, role: str, number: int) -> None:
@@ -150,7 +150,7 @@ class Line:
         self.silent = False
 
 
-class Post:
+class CoordinatorProcess:
     """See the module's text."""
 
     def __init__(
@@ -159,14 +159,14 @@ class Post:
         listener: socket.socket,
         boss: socket.socket,
         journal: Journal,
-        held: tuple[Table, int] | None,
+        held: tuple[ParameterLayout, int] | None,
         pids: dict[int, int],  # of learners that came to a coordinator before, by nonce
     ) -> None:
         self.run, self.boss, self.journal = run, boss, journal
         self.setting = run.setting
         self.listener = listener
         self.selector = selectors.DefaultSelector()
-        self.lines: list[Line] = []
+        self.lines: list[PeerConnection] = []
         self.arena: Arena | None = None
         self.descriptor = -1
         self.machine: Coordinator | None = None
@@ -186,10 +186,10 @@ class Post:
 
     # --- the machine and its memory ---------------------------------------------------------------------------------
 
-    def _furnish(self, table: Table, descriptor: int) -> None:
+    def _furnish(self, table: ParameterLayout, descriptor: int) -> None:
         """There is an arena: now there can be a machine."""
         setting = replace(self.setting, clip_norm=table.clip_norm, in_place=table.in_place)
-        size_bytes = Layout(table, setting).size_bytes
+        size_bytes = ArenaLayout(table, setting).size_bytes
         self.arena = Arena(memory.Segment(descriptor, size_bytes), table, setting)
         self.descriptor = descriptor
         facts = {"strategy": setting.line, "expect": setting.learners, "start_by_s": 0.0, "seed": self.run.seed}
@@ -212,12 +212,12 @@ class Post:
             self._carry(word)
         self._say_quiet()
 
-    def _make_arena(self, table: Table) -> None:
+    def _make_arena(self, table: ParameterLayout) -> None:
         table.check()
         setting = replace(self.setting, clip_norm=table.clip_norm, in_place=table.in_place)
-        _, descriptor = memory.create(Layout(table, setting).size_bytes, "the parameter server")
+        _, descriptor = memory.create(ArenaLayout(table, setting).size_bytes, "the parameter server")
         self._furnish(table, descriptor)
-        say(self.boss, Boss(what="arena", table=table), [descriptor])
+        say(self.boss, ToSupervisor(what="arena", table=table), [descriptor])
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 
@@ -226,14 +226,14 @@ class Post:
         self.listener.setblocking(False)
         self._watch(self.listener, self._accept)
         self._watch(self.boss, self._hear_boss)
-        self._say(Boss(what="ready", text="coordinator"))
+        self._say(ToSupervisor(what="ready", text="coordinator"))
         while self.finishing_by_s is None or not self._is_drained():
             for key, _ in self.selector.select(self._sleep_s()):
                 key.data()
             self._wake()
             self._look_around()
         summary = self.ledger.close(self.machine)
-        self._say(Boss(what="summary", text=summary))
+        self._say(ToSupervisor(what="summary", text=summary))
 
     def _sleep_s(self) -> float:
         """Until the policy is to be woken, or the next look at who still lives."""
@@ -251,9 +251,9 @@ class Post:
         """The run cannot go on, and starting again would not help: the supervisor ends it."""
         if not self.failed:
             self.failed = True
-            self._say(Boss(what="failed", text=why))
+            self._say(ToSupervisor(what="failed", text=why))
 
-    def _say(self, message: Boss) -> None:
+    def _say(self, message: ToSupervisor) -> None:
         with contextlib.suppress(OSError):  # the supervisor is gone: so are we, soon
             say(self.boss, message)
 
@@ -292,7 +292,9 @@ class Post:
                 elif now - line.heard_s > self._patience_s(line) and not line.silent:
                     line.silent = True
                     silent_s = now - line.heard_s
-                    self._say(Boss(what="say", text=f"learner {line.number} is silent for {silent_s:.0f} s: given up"))
+                    self._say(
+                        ToSupervisor(what="say", text=f"learner {line.number} is silent for {silent_s:.0f} s: given up")
+                    )
                     self._tell(Silent(line.number, line.incarnation))
             self._look_for_the_lost(now)
         if now - self.ticked_s > TICK_S:
@@ -310,11 +312,11 @@ class Post:
         if now - self.stalled_since_s > STALL_S:
             self._fail(why)
 
-    def _may_come(self, row: Row) -> bool:
+    def _may_come(self, row: LearnerSession) -> bool:
         """Whether a learner that is not here may come, or come again: it is started again, or was only silent."""
         return not row.here and row.learner not in self.left and row.learner not in self.ended
 
-    def _patience_s(self, line: Line) -> float:
+    def _patience_s(self, line: PeerConnection) -> float:
         """How long a learner may be silent: one that runs may just be busy, in one long call."""
         return SILENCE_S if now_stopped(line.pid) else BUSY_S
 
@@ -340,23 +342,23 @@ class Post:
         except OSError:
             return
         one.settimeout(handshake.INTRODUCTION_S)
-        said = handshake.read_introduction(one, self.run.token)
+        said = handshake.read_handshake(one, self.run.token)
         if isinstance(said, str):
             with contextlib.suppress(OSError):
                 if said:
-                    handshake.admit(one, handshake.Admission(refused=said), None)
+                    handshake.accept_peer(one, handshake.Accept(refused=said), None)
             one.close()
             return
         try:
             self._let_in(one, said)
         except OffbeatError as error:
             with contextlib.suppress(OSError):
-                handshake.admit(one, handshake.Admission(refused=str(error)), None)
+                handshake.accept_peer(one, handshake.Accept(refused=str(error)), None)
             one.close()
         except OSError:
             one.close()
 
-    def _let_in(self, one: socket.socket, said: handshake.Introduction) -> None:
+    def _let_in(self, one: socket.socket, said: handshake.Handshake) -> None:
         if self.arena is None:
             if said.table is None:
                 raise OffbeatError("there is no model yet")
@@ -368,19 +370,19 @@ class Post:
                 "its model or optimizer is not that of the others: the parameters must have the same names, shapes, "
                 "types and order"
             )
-        admission = handshake.Admission(
+        admission = handshake.Accept(
             table=table,
             setting=handshake.setting_as_data(self.arena.setting),
             seed=self.run.seed,
             start_s=self.run.start_s,
         )
-        handshake.admit(one, admission, self.descriptor)
+        handshake.accept_peer(one, admission, self.descriptor)
         one.setblocking(False)
-        line = Line(one, said.role, said.number)
+        line = PeerConnection(one, said.role, said.number)
         self.lines.append(line)
         self._watch(one, lambda: self._hear(line))
 
-    def _hear(self, line: Line) -> None:
+    def _hear(self, line: PeerConnection) -> None:
         """All that it has said."""
         while line in self.lines:
             try:
@@ -401,12 +403,12 @@ class Post:
             if isinstance(message, Hello):
                 line.nonce = message.nonce
                 self.pids[line.nonce] = line.pid
-                self._say(Boss(what="learner", nonce=line.nonce, pid=line.pid))
+                self._say(ToSupervisor(what="learner", nonce=line.nonce, pid=line.pid))
             elif isinstance(message, Ready):
-                self._say(Boss(what="ready", text=f"server {message.shard}"))
+                self._say(ToSupervisor(what="ready", text=f"server {message.shard}"))
             self._tell(message, data)
 
-    def _check_sender(self, line: Line, message: INPUT) -> None:
+    def _check_sender(self, line: PeerConnection, message: INPUT) -> None:
         if line.role == "learner":
             allowed = isinstance(message, FROM_LEARNER) and message.learner == line.number
         else:
@@ -414,7 +416,7 @@ class Post:
         if not allowed:
             raise WireError(f"{line.role} {line.number} may not say {message}")
 
-    def _cut(self, line: Line) -> None:
+    def _cut(self, line: PeerConnection) -> None:
         """It is gone, or was sent away."""
         self.selector.unregister(line.socket)
         line.socket.close()
@@ -444,7 +446,7 @@ class Post:
 
     def _note_rest(self, message: INPUT) -> None:
         assert self.machine is not None
-        if isinstance(message, Rested) and message.led and self.machine.rests.times:
+        if isinstance(message, Paused) and message.led and self.machine.rests.times:
             self.ledger.rest(message.learner, *self.machine.rests.times[-1], self.machine.policy.version)
 
     def _say_quiet(self) -> None:
@@ -493,7 +495,7 @@ class Post:
                 self.stays[line.number, line.incarnation] = line.pid
                 line.heard_s, line.silent = time.monotonic(), False
 
-    def _lines_for(self, message: Message) -> list[Line]:
+    def _lines_for(self, message: Message) -> list[PeerConnection]:
         if isinstance(message, Job):
             return [line for line in self.lines if (line.role, line.number) == ("server", message.shard)]
         mine = [line for line in self.lines if (line.role, line.number) == ("learner", message.learner)]  # type: ignore[attr-defined]  # all others are for a learner

@@ -10,20 +10,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from offbeat.server.coordinator.session import Row, Setting
-from offbeat.server.coordinator.update_queue import Lane, Pin, Work
+from offbeat.server.coordinator.session import LearnerSession, Setting
+from offbeat.server.coordinator.update_queue import CommitGroup, PendingUpdate, Pin
 from offbeat.server.wire import Committed, Done, Go, Job, Ready, Weights
 
 MOST_OPEN = 64  # minibatches of a learner that may still be answered; older ones were all cancelled
 
 
-class Desk:
+class Grants:
     """See the module's text."""
 
     def __init__(self, setting: Setting) -> None:
         groups = [[shard] for shard in range(setting.shards)] if setting.independent else [range(setting.shards)]
         self.lanes = [
-            Lane(index, shards, buffers=setting.buffers, clip_norm=setting.clip_norm)
+            CommitGroup(index, shards, buffers=setting.buffers, clip_norm=setting.clip_norm)
             for index, shards in enumerate(groups)
         ]
         self.independent = setting.independent
@@ -36,7 +36,7 @@ class Desk:
 
     # --- to learners ------------------------------------------------------------------------------------------------
 
-    def grant(self, row: Row, version: int, *, weights: bool) -> None:
+    def grant(self, row: LearnerSession, version: int, *, weights: bool) -> None:
         """The learner is to compute its next minibatch, when all that it needs is there."""
         row.seq += 1
         row.versions[row.seq] = version
@@ -44,11 +44,11 @@ class Desk:
             del row.versions[min(row.versions)]
         row.grant, row.ready = (version, weights), None
 
-    def give_out(self, rows: Iterable[Row]) -> list[Go]:
+    def give_out(self, rows: Iterable[LearnerSession]) -> list[Go]:
         """All that can go now."""
         return [go for row in rows if self._pin(row) and (go := self._go(row)) is not None]
 
-    def _pin(self, row: Row) -> bool:
+    def _pin(self, row: LearnerSession) -> bool:
         """Whether the weights for the learner's grant are there, and pinned."""
         if row.grant is None:
             return False
@@ -61,7 +61,7 @@ class Desk:
                 self.unpin(row, "go", row.pin - 1)
         return row.ready is not None
 
-    def _go(self, row: Row) -> Go | None:
+    def _go(self, row: LearnerSession) -> Go | None:
         assert row.grant is not None and row.ready is not None
         if row.slot is None:
             if not self.free_slots:
@@ -74,7 +74,7 @@ class Desk:
         row.grant = row.ready = None
         return row.go
 
-    def send_weights(self, row: Row, version: int) -> Weights:
+    def send_weights(self, row: LearnerSession, version: int) -> Weights:
         """The answer to a learner that fetches beside its work; those that it asked for before it has read."""
         pieces = self._pieces(row, "ask")
         self.unpin(row, "ask", row.pin - 1)
@@ -87,14 +87,14 @@ class Desk:
         row.weights = Weights(row.learner, row.incarnation, row.asked, version, row.pin, pieces)
         return row.weights
 
-    def _pieces(self, row: Row, kind: str) -> tuple[tuple[int, int], ...]:
+    def _pieces(self, row: LearnerSession, kind: str) -> tuple[tuple[int, int], ...]:
         row.pin += 1
         pieces = tuple(lane.pin((kind, row.learner, row.pin)) for lane in self.lanes)
         versions = [version for _, version in pieces]
         self.skew[max(versions) - min(versions)] += 1
         return pieces
 
-    def fetched(self, row: Row, pin: int) -> None:
+    def fetched(self, row: LearnerSession, pin: int) -> None:
         """It has read. Where a rate needs what it works on, or it works in place, the pin stays until it has others."""
         for kind in ("go", "ask"):
             if any((kind, row.learner, pin) in lane.pins for lane in self.lanes):
@@ -104,7 +104,7 @@ class Desk:
                 if newer or not stays or (kind == "ask" and not self.independent):
                     self.unpin(row, kind, pin)
 
-    def unpin(self, row: Row, kind: str, up_to: int) -> None:
+    def unpin(self, row: LearnerSession, kind: str, up_to: int) -> None:
         for lane in self.lanes:
             for pin in [pin for pin in lane.pins if pin[:2] == (kind, row.learner) and pin[2] <= up_to]:
                 del lane.pins[pin]
@@ -119,7 +119,7 @@ class Desk:
         for lane in self.lanes:
             lane.pins.pop(pin, None)
 
-    def clear(self, row: Row, *, may_wake: bool) -> None:
+    def clear(self, row: LearnerSession, *, may_wake: bool) -> None:
         """The learner is given up: its slot is free, unless it may still write there."""
         if row.slot is not None:
             if may_wake:
@@ -130,7 +130,7 @@ class Desk:
         self.unpin(row, "go", row.pin)
         self.unpin(row, "ask", row.pin)
 
-    def clear_limbo(self, row: Row, incarnations: range) -> None:
+    def clear_limbo(self, row: LearnerSession, incarnations: range) -> None:
         """These will not write any more."""
         self.free_slots += [slot for incarnation, slot in row.limbo if incarnation in incarnations]
         row.limbo = [one for one in row.limbo if one[0] not in incarnations]
@@ -146,11 +146,11 @@ class Desk:
         """Whether nobody changes the weights, and all lanes have the same version. What waits may wait."""
         return not any(lane.job or self._is_behind(lane) for lane in self.lanes)
 
-    def _is_behind(self, lane: Lane) -> bool:
+    def _is_behind(self, lane: CommitGroup) -> bool:
         """Whether others have done what this lane has to do next."""
         return bool(lane.queue) and lane.queue[0].lanes_left < len(self.lanes)
 
-    def add(self, work: Work) -> None:
+    def add(self, work: PendingUpdate) -> None:
         work.lanes_left = len(self.lanes)
         for lane in self.lanes:
             lane.queue.append(work)
@@ -170,7 +170,7 @@ class Desk:
         self.generations[message.shard] = message.generation
         return [job for job in self.repeat() if job.shard == message.shard]
 
-    def done(self, message: Done) -> tuple[Work | None, Committed | None]:
+    def done(self, message: Done) -> tuple[PendingUpdate | None, Committed | None]:
         """A server has answered: what is finished by that in its lane, and the version that is there now."""
         if message.generation != self.generations.get(message.shard):
             return None, None

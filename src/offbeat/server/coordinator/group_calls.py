@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from offbeat.server.coordinator.session import Row
+from offbeat.server.coordinator.session import LearnerSession
 from offbeat.server.wire import MOST_BYTES, Called
 
 KEPT_CALLS = 256
@@ -26,7 +26,7 @@ class Calls:
         self.last = 0  # that was answered
         self._kept: dict[int, tuple[tuple[tuple[int, bytes], ...], str]] = {}
 
-    def again(self, row: Row, number: int) -> Called | None:
+    def again(self, row: LearnerSession, number: int) -> Called | None:
         """The answer of a call that is over."""
         if number > self.last:
             return None
@@ -34,7 +34,7 @@ class Calls:
         data, error = self._kept.get(number, gone)
         return Called(row.learner, row.incarnation, number, data, error, row.answered)
 
-    def next(self, here: Sequence[Row]) -> list[Row]:
+    def next(self, here: Sequence[LearnerSession]) -> list[LearnerSession]:
         """Who is answered now: all who have made the call that is due, if everybody who is here has made one."""
         calls = [row.call for row in here if row.call is not None]
         if not calls or len(calls) < len(here):

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from offbeat.server.coordinator.session import Row, Setting
-from offbeat.server.wire import Rest, Rise
+from offbeat.server.coordinator.session import LearnerSession, Setting
+from offbeat.server.wire import EndPause, EnterPause
 
 Stay = tuple[int, int]  # a learner and its incarnation
 
 
-class Rests:
+class Pauses:
     """See the module's text."""
 
     def __init__(self, setting: Setting) -> None:
@@ -56,7 +56,7 @@ class Rests:
         self.halting = True
         self.begin()
 
-    def want(self, row: Row) -> None:
+    def want(self, row: LearnerSession) -> None:
         """A learner wants a rest that it leads."""
         self.askers.add((row.learner, row.incarnation))
         self.begin()
@@ -74,16 +74,16 @@ class Rests:
         if self.every and version % self.every == 0:
             self.begin()
 
-    def calls(self, rows: Iterable[Row], *, again: bool) -> list[Rest]:
+    def calls(self, rows: Iterable[LearnerSession], *, again: bool) -> list[EnterPause]:
         """To those that do not know yet that a rest is due; `again` to all that have not said that they rest."""
         if not self.due:
             return []
         late = [row for row in rows if row.here and row.rested != self.number and (again or row.called != self.number)]
         for row in late:
             row.called = self.number
-        return [Rest(row.learner, row.incarnation, self.number) for row in late]
+        return [EnterPause(row.learner, row.incarnation, self.number) for row in late]
 
-    def next_lead(self, rows: Iterable[Row], at_s: float) -> Row | None:
+    def next_lead(self, rows: Iterable[LearnerSession], at_s: float) -> LearnerSession | None:
         """Who is to lead, if all rest and nobody leads yet."""
         here = [row for row in rows if row.here]
         if not self.due or not here or any(row.rested != self.number for row in here):
@@ -96,7 +96,7 @@ class Rests:
         self._told = self.at_epoch_end, self.halting
         return lead
 
-    def leads(self, row: Row) -> bool:
+    def leads(self, row: LearnerSession) -> bool:
         return row.here and self.lead == (row.learner, row.incarnation)
 
     def end(self, at_s: float, *, stop: bool) -> None:
@@ -123,5 +123,5 @@ class Rests:
         self.due = self.at_epoch_end = False
         self.lead = None
 
-    def rise(self, row: Row) -> Rise:
-        return Rise(row.learner, row.incarnation, self.number - self.due, self.over)
+    def rise(self, row: LearnerSession) -> EndPause:
+        return EndPause(row.learner, row.incarnation, self.number - self.due, self.over)

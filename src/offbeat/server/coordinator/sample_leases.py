@@ -11,20 +11,20 @@ from collections.abc import Iterable
 
 from offbeat.leases import Answer, Lease, LeaseBook
 from offbeat.policies import Policy
-from offbeat.server.coordinator.grants import Desk
-from offbeat.server.coordinator.pauses import Rests
-from offbeat.server.coordinator.session import Gradient, Row, Setting
+from offbeat.server.coordinator.grants import Grants
+from offbeat.server.coordinator.pauses import Pauses
+from offbeat.server.coordinator.session import Gradient, LearnerSession, Setting
 from offbeat.server.wire import FROM_STAY, OUTPUT, GiveBack, Granted, Push, Refused, Want
 
 
-class Lending:
+class SampleLeases:
     """See the module's text; what it needs of the coordinator is named here."""
 
     setting: Setting
     policy: Policy
-    rows: dict[int, Row]
-    desk: Desk
-    rests: Rests
+    rows: dict[int, LearnerSession]
+    desk: Grants
+    rests: Pauses
     book: LeaseBook | None
     gradients: dict[int, Gradient]
     inbox: list[tuple[Push, Gradient]]
@@ -33,13 +33,13 @@ class Lending:
     finished: bool
     _out: list[OUTPUT]
 
-    def _known(self, message: FROM_STAY) -> Row | None:
+    def _known(self, message: FROM_STAY) -> LearnerSession | None:
         raise NotImplementedError
 
-    def _seat(self, row: Row) -> None:
+    def _seat(self, row: LearnerSession) -> None:
         raise NotImplementedError
 
-    def _give_up(self, row: Row, *, why: str, may_wake: bool) -> None:
+    def _give_up(self, row: LearnerSession, *, why: str, may_wake: bool) -> None:
         raise NotImplementedError
 
     def _want(self, message: Want) -> None:
@@ -83,7 +83,7 @@ class Lending:
             return Answer.WAIT
         return self.book.take(learner, want.epoch, want.count)
 
-    def _serve(self, row: Row, want: Want) -> bool:
+    def _serve(self, row: LearnerSession, want: Want) -> bool:
         """Answer a learner that wants samples, unless it has to wait."""
         assert self.book is not None
         found = self._find(row.learner, want)
@@ -108,7 +108,7 @@ class Lending:
                 else:
                     self.book.put_back(number)
 
-    def _hand_in(self, row: Row, leases: Iterable[int]) -> tuple[int, ...]:
+    def _hand_in(self, row: LearnerSession, leases: Iterable[int]) -> tuple[int, ...]:
         """Those of the leases that this learner really has: from now on they are the run's."""
         if self.book is None:
             return ()

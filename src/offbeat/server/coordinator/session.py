@@ -76,7 +76,7 @@ class Setting:
         return vectors_of(self.policy(), self.learners, in_place=self.in_place)
 
 
-class Row:
+class LearnerSession:
     """A learner's session."""
 
     def __init__(self, learner: int) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from offbeat.server.coordinator.coordinator import Coordinator
-    from offbeat.server.coordinator.session import Row
+    from offbeat.server.coordinator.session import LearnerSession
 
 MOST_NAMED = 8  # learners in one line
 
@@ -32,12 +32,12 @@ def stall_of(coordinator: Coordinator) -> str | None:
     )
 
 
-def _computes(row: Row) -> bool:
+def _computes(row: LearnerSession) -> bool:
     """It was told to, and has not answered: it computes, or has yet to say that it was cancelled."""
     return row.go is not None and row.go.seq > row.answered
 
 
-def _waits_for(coordinator: Coordinator, row: Row) -> str:
+def _waits_for(coordinator: Coordinator, row: LearnerSession) -> str:
     held = coordinator.gradients.values()
     if row.grant is not None:
         return f"room for its gradient ({len(held)} are held in {coordinator.desk.slots} slots)"

@@ -21,7 +21,7 @@ Pin = tuple[str, int, int]  # ("go" or "ask", learner, number), ("inbox", learne
 
 
 @dataclass(slots=True, kw_only=True)
-class Work:
+class PendingUpdate:
     """An update, or with `drift_of` the question how far the weights have moved since a gradient was computed."""
 
     tickets: tuple[int, ...]
@@ -42,7 +42,7 @@ def clip_of(sums: Iterable[float], most: float) -> float:
     return min(1.0, most / (math.sqrt(math.fsum(sums)) + 1e-6))
 
 
-class Lane:
+class CommitGroup:
     """One set of shards and what it does now; see the module's text."""
 
     def __init__(self, index: int, shards: Iterable[int], *, buffers: int, clip_norm: float) -> None:
@@ -53,7 +53,7 @@ class Lane:
         self.version = 0
         self.buffer = 0  # that holds it
         self.pins: dict[Pin, int] = {}
-        self.queue: deque[Work] = deque()
+        self.queue: deque[PendingUpdate] = deque()
         self.number = 0  # of the latest job
         self.job: dict[int, Job] = {}  # what each shard that has not answered yet is to do
         self.sums: dict[int, tuple[float, ...]] = {}  # what the others have answered
@@ -100,7 +100,7 @@ class Lane:
         }
         return list(self.job.values())
 
-    def done(self, shard: int, number: int, sums: tuple[float, ...]) -> Work | None:
+    def done(self, shard: int, number: int, sums: tuple[float, ...]) -> PendingUpdate | None:
         """A shard has answered; the update, or question, if this was the last answer that it needed."""
         job = self.job.get(shard)
         if job is None or job.number != number:

@@ -21,22 +21,22 @@ from offbeat.server.wire import (
     Call,
     Called,
     Cancel,
+    EndPause,
+    EndRequest,
+    EnterPause,
     Fenced,
     Fetched,
     GiveBack,
     Go,
     Granted,
-    Halt,
     Hello,
     Hyper,
     Lease,
     Message,
-    Pause,
+    Paused,
+    PauseRequest,
     Push,
     Refused,
-    Rest,
-    Rested,
-    Rise,
     Seeded,
     Stop,
     Want,
@@ -69,10 +69,10 @@ class Client:
         self.granted: Granted | None = None
         self.weights: Weights | None = None
         self.called: Called | None = None
-        self.rest: Rest | None = None  # that it was called to, and has not come to yet
+        self.rest: EnterPause | None = None  # that it was called to, and has not come to yet
         self.over = False  # the run is
         self._rests = (0, False)  # the last one that it has come to, and whether it led it
-        self._rested: Rested | None = None  # it stands still
+        self._rested: Paused | None = None  # it stands still
         self.halting = False  # it wants the run to end
         self.pausing = False  # it wants a rest that it leads
         self._answer: Push | Stop | Seeded | None = None
@@ -119,10 +119,10 @@ class Client:
                 self._call, self.called = None, message
                 self.void = max(self.void, message.void)
                 self._forget_void()
-        elif isinstance(message, Rest):
+        elif isinstance(message, EnterPause):
             if (message.number, message.lead) > self._rests:
                 self.rest = message
-        elif isinstance(message, Rise):
+        elif isinstance(message, EndPause):
             self.over = self.over or message.over  # one from before may come after
             if self._rested is not None and message.number >= self._rested.number:
                 self._rested = None
@@ -273,7 +273,7 @@ class Client:
         here = self.incarnation and not self.gone
         return [GiveBack(self.learner, self.incarnation, leases, unused)] if here else []
 
-    def take_rest(self) -> Rest | None:
+    def take_rest(self) -> EnterPause | None:
         """The rest that it is called to, once."""
         rest, self.rest = self.rest, None
         if rest is not None:
@@ -281,11 +281,11 @@ class Client:
             self.pausing = self.pausing and not rest.lead
         return rest
 
-    def rested(self, rest: Rest, *, stop: bool = False) -> list[Message]:
+    def rested(self, rest: EnterPause, *, stop: bool = False) -> list[Message]:
         """It stands still, or has done what there was to do; until it may rise, `resting` holds."""
         if rest.incarnation != self.incarnation:
             return []
-        self._rested = Rested(self.learner, self.incarnation, rest.number, rest.lead, stop)
+        self._rested = Paused(self.learner, self.incarnation, rest.number, rest.lead, stop)
         return [self._rested]
 
     @property
@@ -295,12 +295,12 @@ class Client:
     def halt(self) -> list[Message]:
         """The run is to end. Said again until it has."""
         self.halting = True
-        return [Halt(self.learner, self.incarnation)] if self.incarnation and not self.over else []
+        return [EndRequest(self.learner, self.incarnation)] if self.incarnation and not self.over else []
 
     def pause(self) -> list[Message]:
         """A rest is wanted that it leads. Said again until it does."""
         self.pausing = True
-        return [Pause(self.learner, self.incarnation)] if self.incarnation and not self.over else []
+        return [PauseRequest(self.learner, self.incarnation)] if self.incarnation and not self.over else []
 
     def bye(self) -> list[Message]:
         said: list[Message] = [Bye(self.learner, self.incarnation)] if self.incarnation and not self.gone else []

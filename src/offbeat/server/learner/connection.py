@@ -23,8 +23,8 @@ from offbeat.errors import OffbeatError, PeerError, RequestError
 from offbeat.server import handshake
 from offbeat.server.arena import Arena, stamp
 from offbeat.server.learner.client import Client
-from offbeat.server.parameter_layout import Table
-from offbeat.server.wire import MOST_BYTES, PROTOCOL, TO_LEARNER, Message, Rest, WireError, decode_output, encode
+from offbeat.server.parameter_layout import ParameterLayout
+from offbeat.server.wire import MOST_BYTES, PROTOCOL, TO_LEARNER, EnterPause, Message, WireError, decode_output, encode
 
 BEAT_S = 0.2
 RETRY_S = 2.0  # an answer that takes longer may have been lost
@@ -44,10 +44,15 @@ class Link:
     """See the module's text. Methods may be called from any thread."""
 
     def __init__(
-        self, name: str, token: str, learner: int, table: Table, at_rest: Callable[[Rest], bool] = lambda rest: False
+        self,
+        name: str,
+        token: str,
+        learner: int,
+        table: ParameterLayout,
+        at_rest: Callable[[EnterPause], bool] = lambda rest: False,
     ) -> None:
         self.name = name
-        self.introduction = handshake.Introduction(PROTOCOL, token, "learner", learner, handshake.versions(), table)
+        self.introduction = handshake.Handshake(PROTOCOL, token, "learner", learner, handshake.versions(), table)
         self.line, self.admission, self.arena = self._come_in()
         self.client = Client(learner, table.digest, _nonces())
         self.changed = threading.Condition()
@@ -67,12 +72,12 @@ class Link:
             self._send(self.client.join())
         self._thread.start()
 
-    def _come_in(self) -> tuple[socket.socket, handshake.Admission, Arena]:
+    def _come_in(self) -> tuple[socket.socket, handshake.Accept, Arena]:
         """For the first time. A coordinator may be killed while it opens the door."""
         end = time.monotonic() + _FIRST_S
         while True:
             try:
-                return handshake.knock(self.name, self.introduction, _FIRST_S)
+                return handshake.connect(self.name, self.introduction, _FIRST_S)
             except PeerError:
                 if time.monotonic() > end:
                     raise
@@ -118,7 +123,7 @@ class Link:
                     raise PeerError(f"waited {timeout_s:g} s for {what}")
                 self.changed.wait(1.0)
 
-    def _rest(self, rest: Rest) -> None:
+    def _rest(self, rest: EnterPause) -> None:
         """Stand still until all may rise. What is to be done meanwhile is done without the lock: others listen on."""
         began_s = time.monotonic()
         self.changed.release()
@@ -193,7 +198,7 @@ class Link:
         message = decode_output(data)
         if not isinstance(message, TO_LEARNER):
             raise WireError(f"a learner was told {message}")
-        if not isinstance(message, Rest):  # that is no answer, and is said again and again
+        if not isinstance(message, EnterPause):  # that is no answer, and is said again and again
             self._heard_s = time.monotonic()
         with self.changed:
             self._send(self.client.receive(message))
@@ -205,10 +210,10 @@ class Link:
         self.line.close()
         while not self.closed:
             try:
-                line, _, _ = handshake.knock(self.name, self.introduction, handshake.GREETING_S)
+                line, _, _ = handshake.connect(self.name, self.introduction, handshake.GREETING_S)
                 break
             except PeerError as error:
-                most_s = _NOBODY_S if isinstance(error, handshake.NobodyError) else _AGAIN_S
+                most_s = _NOBODY_S if isinstance(error, handshake.RunGoneError) else _AGAIN_S
                 if self.client.gone or time.monotonic() - start > most_s:
                     raise PeerError("the run is gone: its coordinator does not answer any more") from None
                 time.sleep(_PAUSE_S)

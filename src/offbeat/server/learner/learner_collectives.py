@@ -38,7 +38,7 @@ _REDUCTIONS: dict[str, Callable[[Sequence[Any]], Any]] = {
 }
 
 
-class Talks:
+class LearnerCollectives:
     """Calls that all learners make, in the same order and between minibatches.
 
     The members of a call are the learners that are in the run when it is answered. Who has left is not waited for. Each

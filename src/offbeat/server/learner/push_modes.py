@@ -23,7 +23,7 @@ from offbeat.policies import LearnerRule
 from offbeat.server.learner.client import Client
 from offbeat.server.learner.connection import Link
 from offbeat.server.learner.gradient_hooks import Cancelled
-from offbeat.server.parameter_layout import DTYPES, Parts
+from offbeat.server.parameter_layout import DTYPES, ModelTensors
 from offbeat.server.wire import Go, Hyper, Lease, Message, Weights
 
 T = TypeVar("T")
@@ -45,10 +45,10 @@ def _next(client: Client) -> Go | str | None:
     return client.begin() if client.go is not None and not client.working else None
 
 
-class Mode:
+class PushMode:
     """What all have in common: the line, the model, and taking what a Go says."""
 
-    def __init__(self, link: Link, parts: Parts, rule: LearnerRule, local_step: Callable[[], Any]) -> None:
+    def __init__(self, link: Link, parts: ModelTensors, rule: LearnerRule, local_step: Callable[[], Any]) -> None:
         self.link, self.parts, self.rule, self.local_step = link, parts, rule, local_step
         self.arena = link.arena
         self.version = 0  # of the weights that the model has
@@ -180,10 +180,10 @@ class Mode:
         """The run goes on without this learner: what the model has must be its own."""
 
 
-class Whole(Mode):
+class PushGradient(PushMode):
     """Every gradient is pushed, and the servers make the step."""
 
-    def __init__(self, link: Link, parts: Parts, rule: LearnerRule, local_step: Callable[[], Any]) -> None:
+    def __init__(self, link: Link, parts: ModelTensors, rule: LearnerRule, local_step: Callable[[], Any]) -> None:
         super().__init__(link, parts, rule, local_step)
         self._squares = [0.0] * len(parts.trained)  # of the norms of what is in the slot
         self._views: dict[int, list[Tensor]] = {}  # of each buffer, where the model's parameters are in place
@@ -230,10 +230,10 @@ class Whole(Mode):
         self.take_go()
 
 
-class Delta(Mode):
+class PushDelta(PushMode):
     """H steps of its own, then a push of by how much they moved the weights."""
 
-    def __init__(self, link: Link, parts: Parts, rule: LearnerRule, local_step: Callable[[], Any]) -> None:
+    def __init__(self, link: Link, parts: ModelTensors, rule: LearnerRule, local_step: Callable[[], Any]) -> None:
         super().__init__(link, parts, rule, local_step)
         self._before = [torch.empty_like(p) for p in parts.trained]
         self._steps = 0
@@ -291,10 +291,10 @@ class _Accrued(NamedTuple):
     incarnation: int  # that computed them: their samples are those of nobody else
 
 
-class Free(Mode):
+class AsyncPushFetch(PushMode):
     """Own steps all the time. What is pushed is the sum of the gradients since the last push."""
 
-    def __init__(self, link: Link, parts: Parts, rule: LearnerRule, local_step: Callable[[], Any]) -> None:
+    def __init__(self, link: Link, parts: ModelTensors, rule: LearnerRule, local_step: Callable[[], Any]) -> None:
         super().__init__(link, parts, rule, local_step)
         travels = DTYPES[self.arena.table.gradients]
         self._vectors = [torch.zeros(self.arena.table.items, dtype=travels) for _ in range(2)]

@@ -22,7 +22,7 @@ from offbeat.collectives.backend import stats
 from offbeat.errors import RequestError
 from offbeat.processes.slowness import Slowness
 from offbeat.runs.learning import sign_of_losses, warning_of_losses
-from offbeat.server.learner.learner_collectives import Talks, decode, encode
+from offbeat.server.learner.learner_collectives import LearnerCollectives, decode, encode
 from offbeat.server.learner.leased_loader import why_local
 from offbeat.strategy import NATIVE
 
@@ -39,7 +39,7 @@ class Round:
         self.began_s = time.monotonic()
 
 
-class ReducedLearner(Talks):
+class ReducedLearner(LearnerCollectives):
     """A rank of a process group in DDP, as `offbeat.join()` returns it for an all-reduce such as "ring".
 
     `help(offbeat.Learner)` describes the calls that every strategy has. Attributes: `strategy` (the line), `number` (of

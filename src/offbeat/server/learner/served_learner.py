@@ -34,11 +34,11 @@ from offbeat.server.learner import leased_loader, optimizer_state
 from offbeat.server.learner.client import Client
 from offbeat.server.learner.connection import Link
 from offbeat.server.learner.gradient_hooks import Cancelled, Hooks
-from offbeat.server.learner.learner_collectives import Talks
-from offbeat.server.learner.push_modes import Delta, Free, Mode, Report, Whole
-from offbeat.server.parameter_layout import DTYPES, Parts, Table, parts_of, table_of
+from offbeat.server.learner.learner_collectives import LearnerCollectives
+from offbeat.server.learner.push_modes import AsyncPushFetch, PushDelta, PushGradient, PushMode, Report
+from offbeat.server.parameter_layout import DTYPES, ModelTensors, ParameterLayout, layout_of, model_tensors
 from offbeat.server.shard import optimizers
-from offbeat.server.wire import Called, Granted, Rest
+from offbeat.server.wire import Called, EnterPause, Granted
 
 
 class Minibatch:
@@ -65,7 +65,7 @@ class Minibatch:
         return kind is not None and issubclass(kind, Cancelled)
 
 
-class ServedLearner(Talks):
+class ServedLearner(LearnerCollectives):
     """A learner of a parameter server, as `offbeat.join()` returns it for a policy such as "k-sync:3".
 
         model, optimizer, loader = learner.prepare(model, optimizer, loader)
@@ -102,15 +102,15 @@ class ServedLearner(Talks):
         self._cancels = policy.cancels
         self._outer = policy.outer_optimizer
         self._slowness = Slowness(slow, learner=number, learners=learners, seed=seed) if slow else None
-        self.at_rest: Callable[[Rest], bool] | None = None  # what is to be done in a rest; True ends the run
+        self.at_rest: Callable[[EnterPause], bool] | None = None  # what is to be done in a rest; True ends the run
         self._in_pause: Callable[[], object] | None = None  # what is to be done in one that this learner asked for
         self._given: Mapping[str, Any] | None = None  # by `load_state_dict`, until `prepare`
-        self._trains: tuple[nn.Module, torch.optim.Optimizer, Parts] | None = None
+        self._trains: tuple[nn.Module, torch.optim.Optimizer, ModelTensors] | None = None
         self._loader: leased_loader.LeasedLoader | leased_loader.LocalLoader | None = None
         self._calls = 0  # to the other learners
         self._link: Link | None = None
         self._halt_wanted = self._has_begun = False
-        self._mode: Mode | None = None
+        self._mode: PushMode | None = None
         self._hooks: Hooks | None = None
         self._now: Minibatch | None = None  # that is open
         self._batch: _Batch = _Batch((), 0)
@@ -156,12 +156,12 @@ class ServedLearner(Talks):
         if self._given is not None:
             model.load_state_dict(self._given["model"])
             optimizer.load_state_dict(self._given["optimizer"])
-        parts, groups = parts_of(model, optimizer)
+        parts, groups = model_tensors(model, optimizer)
         rule, hypers = optimizers.describe(optimizer)
         if self._rule.delta:
             hypers = optimizers.outer_of(self._outer, optimizer)
             rule = "sgd"
-        table = table_of(
+        table = layout_of(
             model,
             parts,
             groups,
@@ -173,7 +173,7 @@ class ServedLearner(Talks):
         )
         link = self._link = Link(self._door, self._token, self.number, table, self._rest)
         local_step = optimizer.step
-        kind = Delta if self._rule.delta else Free if self._rule.fetch_every else Whole
+        kind = PushDelta if self._rule.delta else AsyncPushFetch if self._rule.fetch_every else PushGradient
         mode = self._mode = kind(link, parts, self._rule, local_step)
         if self._rule.fetch_every and mode.arena.setting.corrects:
             mode.local_step = optimizers.without_velocity(optimizer)
@@ -220,7 +220,11 @@ class ServedLearner(Talks):
         return tuple(given)
 
     def _kept(
-        self, kept: Mapping[str, Tensor] | None, parts: Parts, optimizer: torch.optim.Optimizer, table: Table
+        self,
+        kept: Mapping[str, Tensor] | None,
+        parts: ModelTensors,
+        optimizer: torch.optim.Optimizer,
+        table: ParameterLayout,
     ) -> Mapping[str, Tensor] | None:
         """What the servers begin with, if not with fresh state: what is given, or the state that the optimizer has."""
         if kept is not None:
@@ -291,7 +295,7 @@ class ServedLearner(Talks):
         """
         self._before_waiting = step
 
-    def _ready(self) -> tuple[Link, Mode, Hooks]:
+    def _ready(self) -> tuple[Link, PushMode, Hooks]:
         if self._link is None or self._mode is None or self._hooks is None:
             raise RequestError("call learner.prepare(model, optimizer, loader) first")
         if self._link.client.gone:
@@ -459,7 +463,7 @@ class ServedLearner(Talks):
             mode.step_aside()
             link.wait(lambda client: client.incarnation or None, "joining again")
 
-    def _trained(self) -> tuple[nn.Module, torch.optim.Optimizer, Parts, Arena]:
+    def _trained(self) -> tuple[nn.Module, torch.optim.Optimizer, ModelTensors, Arena]:
         assert self._trains is not None and self._link is not None
         return *self._trains, self._link.arena
 
@@ -498,7 +502,7 @@ class ServedLearner(Talks):
 
     # --- rests --------------------------------------------------------------------------------------------------------
 
-    def _rest(self, rest: Rest) -> bool:
+    def _rest(self, rest: EnterPause) -> bool:
         if rest.lead and self._in_pause is not None:
             self._in_pause()
         return self.at_rest is not None and self.at_rest(rest)
@@ -548,7 +552,7 @@ class ServedLearner(Talks):
         """The servers' weights, in a rest that this learner leads, into a model of the same kind."""
         arena = self._ready()[0].arena
         with torch.no_grad():
-            arena._walk(arena.current()["weights"], parts_of(model, optimizer)[0].trained, into_vector=False)
+            arena._walk(arena.current()["weights"], model_tensors(model, optimizer)[0].trained, into_vector=False)
 
     # --- the end ----------------------------------------------------------------------------------------------------
 

@@ -13,13 +13,13 @@ from msgspec import structs
 from torch import Tensor, nn
 
 from offbeat.server.coordinator.update_queue import clip_of
-from offbeat.server.parameter_layout import DTYPES, parts_of, table_of
+from offbeat.server.parameter_layout import DTYPES, layout_of, model_tensors
 from offbeat.server.shard import optimizers
 from offbeat.server.shard.updates import Updates
 from offbeat.server.wire import Hyper, Job
 
 
-class Replica:
+class InProcessServer:
     """Gradients lie under numbers that whoever computes them chooses; each is gone when it was applied."""
 
     def __init__(
@@ -32,10 +32,10 @@ class Replica:
         outer: Sequence[Hyper] | None = None,
     ) -> None:
         """The weights are the model's, the rule is the optimizer's; with `outer` it is SGD with these numbers."""
-        self.parts, groups = parts_of(model, optimizer)
+        self.parts, groups = model_tensors(model, optimizer)
         rule, hypers = optimizers.describe(optimizer) if outer is None else ("sgd", list(outer))
         states = optimizers.state_names(rule, hypers)
-        self.table = table_of(
+        self.table = layout_of(
             model, self.parts, groups, rule=rule, states=states, clip_norm=clip_norm, gradients=gradients
         )
         dtype, items, self.device = DTYPES[self.table.dtype], self.table.items, self.parts.trained[0].device

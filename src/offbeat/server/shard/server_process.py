@@ -20,7 +20,7 @@ _NOBODY_S = 1.0  # for a door that is not there
 def serve(name: str, token: str, shard: int, generation: int) -> None:
     """Until the coordinator is gone for good."""
     torch.set_num_threads(1)
-    introduction = handshake.Introduction(PROTOCOL, token, "server", shard, handshake.versions())
+    introduction = handshake.Handshake(PROTOCOL, token, "server", shard, handshake.versions())
     machine: Shard | None = None
     while True:
         line, arena = _come_in(name, introduction)
@@ -41,13 +41,13 @@ def serve(name: str, token: str, shard: int, generation: int) -> None:
         line.close()
 
 
-def _come_in(name: str, introduction: handshake.Introduction) -> tuple[socket.socket, Arena]:
+def _come_in(name: str, introduction: handshake.Handshake) -> tuple[socket.socket, Arena]:
     start = time.monotonic()
     while True:
         try:
-            line, _, arena = handshake.knock(name, introduction, handshake.GREETING_S)
+            line, _, arena = handshake.connect(name, introduction, handshake.GREETING_S)
             return line, arena
         except PeerError as error:
-            if time.monotonic() - start > (_NOBODY_S if isinstance(error, handshake.NobodyError) else _AGAIN_S):
+            if time.monotonic() - start > (_NOBODY_S if isinstance(error, handshake.RunGoneError) else _AGAIN_S):
                 raise SystemExit(0) from None  # there is nobody any more
             time.sleep(0.05)

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from offbeat.server.parameter_layout import DTYPES, Table
+from offbeat.server.parameter_layout import DTYPES, ParameterLayout
 from offbeat.server.shard import optimizers
 from offbeat.server.wire import Job
 
@@ -28,7 +28,7 @@ class Numbered(Protocol):
 class Vectors(Protocol):
     """What an update works on, by the numbers that a job names."""
 
-    table: Table
+    table: ParameterLayout
 
     @property
     def weights(self) -> Numbered: ...
