@@ -1,4 +1,4 @@
-"""How learners and servers come in: one Unix socket, and who knocks is asked for user, token and version.
+"""How learners and servers come in: one Unix socket, and who connects is asked for user, token and version.
 
 The socket is in the abstract name space, under a name that nobody can guess: it leaves no file behind. Whoever connects
 must be of the same user and know the run's token; it says who it is, and is given the arena's descriptor. From then on

@@ -31,7 +31,7 @@ RETRY_S = 2.0  # an answer that takes longer may have been lost
 _AGAIN_S = 600.0  # for a coordinator that goes through its journal
 _NOBODY_S = 1.0  # for a door that is not there
 _FIRST_S = 60.0  # to find the run at all
-_PAUSE_S = 0.05  # before knocking again
+_PAUSE_S = 0.05  # before connecting again
 _PR_SET_PDEATHSIG = 1
 T = TypeVar("T")
 
