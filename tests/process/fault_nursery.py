@@ -12,16 +12,12 @@ import contextlib
 import ctypes
 import json
 import os
-import runpy
 import signal
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -30,71 +26,17 @@ from offbeat import cli
 from offbeat.server import supervisor
 from offbeat.server.coordinator import coordinator_process
 from process import fault_points, fault_script
+from process.forked_scripts import as_program, end, fork_scripts
 
 LEFT_S = 3.0  # to see whether what is left goes by itself
 _PR_SET_CHILD_SUBREAPER = 36
-
-
-class ForkedLearner:
-    """In the place of subprocess.Popen: the script runs in a fork of this process."""
-
-    def __init__(
-        self,
-        words: Sequence[str],
-        *,
-        stdin: int,
-        stdout: int,
-        stderr: int,
-        env: Mapping[str, str],
-        start_new_session: bool,
-        preexec_fn: Callable[[], None],
-    ) -> None:
-        self.returncode = 0
-        self.pid = os.fork()
-        if self.pid:
-            return
-        os.setsid()
-        _as_program(stdout, stderr)
-        preexec_fn()
-        os.environ.clear()
-        os.environ.update(env)
-        script = words[words.index("-u") + 1 :]
-        sys.argv = list(script)
-        _end(lambda: runpy.run_path(script[0], run_name="__main__"))
-
-
-def _as_program(stdout: int, stderr: int) -> None:
-    """As if just started: nothing open but these, and signals as they are by default."""
-    null = os.open(os.devnull, os.O_RDONLY)
-    for number, descriptor in enumerate((null, stdout, stderr)):
-        os.dup2(descriptor, number)
-    os.closerange(3, 1024)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.set_wakeup_fd(-1)
-
-
-def _end(body: Callable[[], object]) -> NoReturn:
-    code = 1
-    try:
-        said = body()
-        code = said if isinstance(said, int) else 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
 
 
 def _supervise(order: dict[str, Any], folder: Path) -> NoReturn:
     os.setsid()
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     out, err = (os.open(folder / name, flags, 0o600) for name in ("out", "err"))
-    _as_program(out, err)
+    as_program(out, err)
     tempfile.tempdir = os.environ["TMPDIR"] = str(folder / "tmp")
     words = [
         "run",
@@ -111,11 +53,11 @@ def _supervise(order: dict[str, Any], folder: Path) -> NoReturn:
         os.execv(sys.executable, [sys.executable, "-c", "import offbeat.cli as c; raise SystemExit(c.main())", *words])
     coordinator_process.SILENCE_S = order.get("silence_s", coordinator_process.SILENCE_S)
     supervisor.STOPPED_S = order.get("stopped_s", supervisor.STOPPED_S)
-    supervisor.subprocess = SimpleNamespace(Popen=ForkedLearner, DEVNULL=-3)  # type: ignore[assignment, attr-defined]  # see above
+    fork_scripts()
     fault_points.services(order, folder)
     if order.get("planted"):
         fault_points.PLANTED[order["planted"]]()
-    _end(lambda: cli.main(words))
+    end(lambda: cli.main(words))
 
 
 def _warden(folder: Path) -> None:
@@ -219,7 +161,7 @@ def main() -> None:
     for line in sys.stdin:
         if os.fork() == 0:
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            _end(partial(_warden, Path(line.rstrip("\n"))))
+            end(partial(_warden, Path(line.rstrip("\n"))))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import os
 import pydoc
 import re
 import subprocess
@@ -15,8 +14,8 @@ import offbeat
 import offbeat.train
 from offbeat.server.learner.reduced_learner import ReducedLearner
 from offbeat.server.learner.served_learner import Minibatch, ServedLearner
-
-TIME_LIMIT_S = 120
+from process.forked_scripts import fork_scripts
+from train.programs import offbeat as run
 
 
 def plain(thing: object) -> str:
@@ -84,12 +83,8 @@ def program_of_help() -> str:
 def test_the_program_in_help_trains_under_k_sync(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(program_of_help(), encoding="utf-8")
-    where = {**os.environ, "PYTHONPATH": str(Path(offbeat.__file__).parents[1])}
-    words = [sys.executable, "-m", "offbeat", "run", "--learners", "3", "--sync", "k-sync:2", str(script)]
-    done = subprocess.run(
-        words, cwd=tmp_path, env=where, capture_output=True, text=True, timeout=TIME_LIMIT_S, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    said = re.search(r"accuracy ([0-9.]+) after (\d+) updates", done.stdout)
-    assert said is not None, done.stdout
+    done = run(tmp_path, "run", "--learners", "3", "--sync", "k-sync:2", str(script), before=fork_scripts)
+    assert done.code == 0, done.err
+    said = re.search(r"accuracy ([0-9.]+) after (\d+) updates", done.out)
+    assert said is not None, done.out
     assert float(said[1]) > 0.9 and int(said[2]) >= 10 * 4096 // 32 // 2

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,11 +30,11 @@ from offbeat.strategy import line_up, register_policy, register_schedule, strate
 from offbeat.train.checkpoint import read_weights
 from offbeat.train.rundir import RunDir
 from plugins.loading import OWN, untouched
-from process.test_run import offbeat_run
+from process.forked_scripts import fork_scripts
+from process.test_run import SCRIPT as DIGITS
 from schedules.oracle import bytes_sent, is_correct
 from train.programs import Blow, Ended, left_files, offbeat, resume_words, train_words
 
-MATRIX = bool(os.environ.get("OFFBEAT_MATRIX"))
 PLUGIN = ("--plugin", str(OWN))
 POLICY_LINES = ("pool:6", "metronome:5ms", "hoard:3")
 REDUCE = "recursive-doubling"
@@ -128,10 +127,11 @@ def test_virtual_training_has_it(tmp_path: Path) -> None:
 # --- for real -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("line", [*(POLICY_LINES if MATRIX else POLICY_LINES[:1]), REDUCE])
-def test_offbeat_run_has_it_in_every_process(line: str) -> None:
-    code, out, err = offbeat_run("--learners", "3", "--sync", line, "--staleness", "keep", *PLUGIN)
-    assert (code, err) == (0, "")
+@pytest.mark.parametrize("line", [*POLICY_LINES, REDUCE])
+def test_offbeat_run_has_it_in_every_process(line: str, tmp_path: Path) -> None:
+    words = ("run", "--learners", "3", "--sync", line, "--staleness", "keep", *PLUGIN, str(DIGITS), "--epochs", "1")
+    code, out, err, left = offbeat(tmp_path, *words, before=fork_scripts)
+    assert (code, err, left) == (0, "", [])
     assert "learner 0 | accuracy" in out
     if line != REDUCE:
         assert "45 received, 45 applied" in out or "dropped" in out

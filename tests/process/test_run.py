@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from offbeat import cli
 from process.test_ddp_script import bounded, torchrun
 
 HERE = Path(__file__).parents[2]
@@ -86,14 +87,12 @@ def test_models_may_be_on_a_gpu(line: str) -> None:
         ([], "script"),
     ],
 )
-def test_a_wrong_request_is_one_line_and_starts_nothing(words: list[str], said: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "offbeat", "run", *words],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-        env={**os.environ, "COLUMNS": "80"},
-    )
-    assert done.returncode == 2
-    assert said in done.stderr and done.stderr.count("\n") == 1
+def test_a_wrong_request_is_one_line_and_starts_nothing(
+    words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.delattr(os, "fork")
+    monkeypatch.delattr(subprocess, "Popen")
+    assert cli.main(["run", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and said in err and err.count("\n") == 1
