@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate, pairwise
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -406,15 +406,15 @@ def _reduction(opts: Any) -> tuple[str, float | None]:
 
 
 def _called_by_the_reducer() -> bool:
-    """Whether a collective was called from C++ in the midst of a backward pass, as DDP's reducer does.
+    """Whether DDP's reducer calls a collective, from C++ in the midst of a backward pass.
 
-    The frames below are this one, the method, and its decorator; then, for the reducer, whoever started backward.
+    No Python code is then between this package and whoever started the backward pass; in autograd's threads there is
+    none at all. References to the tensor do not tell: torch holds a varying number of its own.
     """
-    try:
-        caller = sys._getframe(3)
-    except ValueError:
-        return True
-    return caller.f_code.co_name == "_engine_run_backward"
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("offbeat."):
+        frame = frame.f_back
+    return frame is None or frame.f_code.co_name == "_engine_run_backward"
 
 
 def _shared(one: Tensor, other: Tensor) -> bool:

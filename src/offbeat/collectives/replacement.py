@@ -1,7 +1,7 @@
 """OFFBEAT_REPLACE: a group of this backend where a program asks for Gloo or NCCL.
 
 torch calls this through `offbeat_autoload`, which changes one answer of torch's. A program that hard-codes its backend,
-or checks it by name, needs no edit. offbeat's own requests for Gloo and NCCL (its strategy `native`) get torch's.
+or checks it by name, needs no edit. offbeat itself never asks torch for them by name: its strategy `native` makes them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Mapping
 from functools import cache
-from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -42,7 +41,7 @@ def made(asked: Mapping[str, str]) -> dict[str, str]:
     can serve as well.
     """
     names = replaced(os.environ.get(REPLACE, ""))
-    if not set(names) & set(asked.values()) or _asked_by_offbeat():
+    if not set(names) & set(asked.values()):
         return dict(asked)
     foreign = sorted(set(asked.values()) - {*REPLACEABLE, "offbeat"})
     if foreign:
@@ -72,14 +71,3 @@ def create_replacing(given: Any, options: Any) -> dist.ProcessGroup:
 def _say(line: str) -> None:
     """Once in a process."""
     print(f"offbeat: {line}", file=sys.stderr, flush=True)
-
-
-def _asked_by_offbeat() -> bool:
-    """Whether this package itself asks torch for the group: whoever is outside torch, and nearest."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        module = str(frame.f_globals.get("__name__", ""))
-        if module.partition(".")[0] != "torch" and module not in (__name__, "offbeat_autoload"):
-            return module.partition(".")[0] == "offbeat"
-        frame = frame.f_back
-    return False

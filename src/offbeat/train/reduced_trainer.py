@@ -9,10 +9,10 @@ other.
 from __future__ import annotations
 
 import inspect
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from offbeat.collectives.backend import stats
+from offbeat.collectives.options import Options
 from offbeat.errors import OffbeatError
 from offbeat.processes.slowness import Slowness
 from offbeat.runs.log import LogWriter, Span
@@ -393,13 +394,11 @@ def _signed(number: int) -> int:
 
 def _join_group(line: str, rank: int, ranks: int, device: torch.device) -> None:
     register()  # for whoever has no entry points: a tree that is on the path and not installed
-    os.environ["OFFBEAT_STRATEGY"] = line
-    native = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        native if line == NATIVE else "offbeat", rank=rank, world_size=ranks, timeout=timedelta(minutes=30)
-    )
+    options = replace(Options.of_environment(), strategy=line)
+    limit = timedelta(minutes=30)
+    dist.init_process_group("offbeat", rank=rank, world_size=ranks, timeout=limit, pg_options=options)
 
 
 def _in_ddp(model: nn.Module, *, unused: bool) -> DistributedDataParallel:

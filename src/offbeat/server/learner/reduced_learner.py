@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import cycle, islice
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torch.utils.data.distributed import DistributedSampler
 
 from offbeat.collectives.backend import stats
+from offbeat.collectives.options import Options
 from offbeat.errors import RequestError
 from offbeat.processes.slowness import Slowness
 from offbeat.runs.learning import sign_of_losses, warning_of_losses
@@ -62,11 +64,10 @@ class ReducedLearner(LearnerCollectives):
         self._forwards = 0  # of the model in DDP, since the last step
         self._owns_group = not dist.is_initialized()
         if self._owns_group:
-            os.environ.setdefault("OFFBEAT_STRATEGY", line)
-            alone = "MASTER_ADDR" not in os.environ
-            store = HashStore() if alone else None
+            store = None if "MASTER_ADDR" in os.environ else HashStore()
+            options = replace(Options.of_environment(), strategy=line)
             dist.init_process_group(
-                "gloo" if line == NATIVE else "offbeat", rank=self.number, world_size=self.learners, store=store
+                "offbeat", rank=self.number, world_size=self.learners, store=store, pg_options=options
             )
         atexit.register(self.close)
 
