@@ -77,7 +77,7 @@ class _Counter:
         self.name, self._read, self._per_joule, self._wraps_at = name, read, per_joule, wraps_at
         self._last, self._last_s, self._counted = read(), now, 0
 
-    def look(self, now: float) -> None:
+    def read(self, now: float) -> None:
         value = self._read()
         passed = value - self._last
         if passed < 0 and self._wraps_at is not None:
@@ -108,7 +108,7 @@ class _Power:
         self.name, self._read_mw, self.joules = name, read_mw, 0.0
         self._last_s, self._last_w = now, read_mw() / 1000
 
-    def look(self, now: float) -> None:
+    def read(self, now: float) -> None:
         watts = self._read_mw() / 1000
         self.joules += (now - self._last_s) * (watts + self._last_w) / 2
         self._last_s, self._last_w = now, watts
@@ -153,25 +153,25 @@ class Meter:
         """Cheap: a counter is read only when it is time."""
         now = self._clock()
         if any(now >= due for _, due in self._gauges):
-            self._look(now)
+            self._read_due(now)
 
     def stop(self) -> Energy:
         """What was burnt since `start`. To stop once more gives nothing new: all sources are gone."""
         now = self._clock()
-        self._look(now, all_of_them=True)
+        self._read_due(now, all_of_them=True)
         self._close()
         sources = tuple(Source(gauge.name, gauge.kind, gauge.joules) for gauge, _ in self._gauges)
         self._gauges = []
         return Energy(seconds=now - self._began, sources=sources, not_measured=tuple(self._not_measured))
 
-    def _look(self, now: float, *, all_of_them: bool = False) -> None:
+    def _read_due(self, now: float, *, all_of_them: bool = False) -> None:
         kept = []
         for gauge, due in self._gauges:
             if not all_of_them and now < due:
                 kept.append((gauge, due))
                 continue
             try:
-                gauge.look(now)
+                gauge.read(now)
                 kept.append((gauge, now + gauge.every_s))
             except Exception as error:  # a driver may raise anything
                 self._miss(f"{gauge.name}: {_told(error)}")

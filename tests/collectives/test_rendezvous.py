@@ -18,24 +18,24 @@ TOKEN = bytes(range(16))
 
 def meet(ranks: int, prepare: Any = None, token_of: Any = lambda rank: TOKEN) -> list[Any]:
     """All ranks meet in threads of this process: what each found, or the error."""
-    doors = [rendezvous.Door(ranks) for _ in range(ranks)]
-    cards = [{"door": door.name, "pid": os.getpid(), "numbering": ""} for door in doors]
+    listeners = [rendezvous.Listener(ranks) for _ in range(ranks)]
+    cards = [{"listener": listener.name, "pid": os.getpid(), "numbering": ""} for listener in listeners]
     if prepare is not None:
-        prepare(doors)
+        prepare(listeners)
     found: list[Any] = [None] * ranks
 
     def one(rank: int) -> None:
         segment, descriptor = memory.create(4096, "a test")
         segment.words[0] = rank + 100
         try:
-            found[rank] = doors[rank].meet(
+            found[rank] = listeners[rank].meet(
                 rank, list(range(10, 10 + ranks)), cards, token_of(rank), descriptor, 4096, 2.0
             )
         except OffbeatError as error:
             found[rank] = error
         finally:
             memory.close(descriptor)
-            doors[rank].close()
+            listeners[rank].close()
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in range(ranks)]
     for thread in threads:
@@ -67,17 +67,17 @@ def test_every_rank_gets_the_memory_of_every_other(ranks: int) -> None:
 def test_strangers_are_not_answered_and_do_not_count() -> None:
     strangers = []
 
-    def knock(doors: list[rendezvous.Door]) -> None:
+    def connect(listeners: list[rendezvous.Listener]) -> None:
         for words in (b"", b"hello", struct.pack("<8sII16sQ", b"offbeat\0", 1, 1, bytes(16), 4096)):
             stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            stranger.connect(b"\0" + doors[0].name.encode())
+            stranger.connect(b"\0" + listeners[0].name.encode())
             if words:
                 stranger.send(words)
             else:
                 stranger.close()
             strangers.append(stranger)
 
-    found = meet(2, knock)
+    found = meet(2, connect)
     assert [peer.rank for peer in found[0]] == [1]
     for stranger in strangers[1:]:
         stranger.settimeout(2)
@@ -94,18 +94,18 @@ def test_a_rank_with_another_token_is_not_let_in() -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
 def test_another_user_is_not_let_in() -> None:
-    def knock(doors: list[rendezvous.Door]) -> None:
+    def connect(listeners: list[rendezvous.Listener]) -> None:
         pid = os.fork()
         if pid == 0:
             os.setuid(65534)
             stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            stranger.connect(b"\0" + doors[0].name.encode())
+            stranger.connect(b"\0" + listeners[0].name.encode())
             hello = struct.pack("<8sII16sQ", b"offbeat\0", rendezvous.PROTOCOL, 1, TOKEN, 4096)
             socket.send_fds(stranger, [hello], [os.memfd_create("x")])
             os._exit(0)
         os.waitpid(pid, 0)
 
-    found = meet(2, knock)
+    found = meet(2, connect)
     assert [peer.pid for peer in found[0]] == [os.getpid()]
     close(found)
 

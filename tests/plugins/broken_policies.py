@@ -58,12 +58,12 @@ class Sleeper(EachGradient):
     """Nothing happens for five seconds after the first push, but a wake is pending: that is no stall."""
 
     def on_push(self, event: Pushed) -> tuple[Command, ...]:
-        if self.version == 0 and len(self.held) == len(self.seats):
+        if self.version == 0 and len(self.held) == len(self.learners):
             return (self.wake(self.now_s + 5.0, "sleep"),)
         return () if self.version == 0 else (self.apply((event.ticket,), "awake"), self.send(event.learner, "go on"))
 
     def on_wake(self) -> tuple[Command, ...]:
-        return self.apply(tuple(self.held), "awake"), *(self.send(one, "go on") for one in self.seats)
+        return self.apply(tuple(self.held), "awake"), *(self.send(one, "go on") for one in self.learners)
 
     def max_held(self, learners: int) -> int:
         return learners
@@ -73,7 +73,7 @@ class Crowds(EachGradient):
     """Sends weights to everybody, also to those that compute."""
 
     def on_push(self, event: Pushed) -> tuple[Command, ...]:
-        return self.apply((event.ticket,), "one"), *(self.send(one, "for all") for one in self.seats)
+        return self.apply((event.ticket,), "one"), *(self.send(one, "for all") for one in self.learners)
 
 
 class Abandons(EachGradient):
@@ -83,7 +83,7 @@ class Abandons(EachGradient):
 
     def on_push(self, event: Pushed) -> tuple[Command, ...]:
         update = self.apply((event.ticket,), "one")
-        late = [one for one, seat in self.seats.items() if seat.computing and seat.version < self.version]
+        late = [one for one, seat in self.learners.items() if seat.computing and seat.version < self.version]
         return update, *(self.cancel(one, "late") for one in late), self.send(event.learner, "go on")
 
 
@@ -93,7 +93,7 @@ class Hasty(EachGradient):
     cancels = True
 
     def on_push(self, event: Pushed) -> tuple[Command, ...]:
-        late = [one for one, seat in self.seats.items() if seat.computing]
+        late = [one for one, seat in self.learners.items() if seat.computing]
         return tuple(self.cancel(one, "no reason") for one in late)
 
 

@@ -53,10 +53,10 @@ class Metronome(Policy):
         return () if self.wake_at_s is not None else (self.wake(self.now_s + self.period, "the next beat"),)
 
     def on_wake(self) -> tuple[Command, ...]:
-        late = [learner for learner, seat in self.seats.items() if seat.computing]
+        late = [learner for learner, seat in self.learners.items() if seat.computing]
         update = self.apply(tuple(self.held), f"{len(self.held)} are in at the beat")
         cancels = [self.cancel(learner, "late for the beat") for learner in late]
-        return update, *cancels, *(self.send(learner, "a new beat") for learner in self.seats)
+        return update, *cancels, *(self.send(learner, "a new beat") for learner in self.learners)
 
     def max_held(self, learners: int) -> int:
         return learners
@@ -98,7 +98,7 @@ class Hoard(Policy):
             return ()
         self.done = {}
         update = self.apply(tuple(self.held), "all rounds of all learners")
-        return update, *(self.send(one, "a new version") for one in self.seats)
+        return update, *(self.send(one, "a new version") for one in self.learners)
 
     def max_held(self, learners: int) -> int:
         return self.rounds * learners

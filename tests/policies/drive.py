@@ -124,7 +124,7 @@ class World:
         assert self.policy.wake_at_s == self.wake_at_s, "the pending wake is the latest that was asked for"
         assert set(self.policy.held) == set(self.held), "what is neither applied nor dropped is held"
         working = {one for one in self.present if any(not cancelled for _, cancelled in self.owed[one])}
-        assert {one for one, seat in self.policy.seats.items() if seat.computing} == working, (
+        assert {one for one, seat in self.policy.learners.items() if seat.computing} == working, (
             "who was told to work works"
         )
 

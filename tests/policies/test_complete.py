@@ -217,7 +217,7 @@ def test_a_wake_in_the_past_is_due_at_once() -> None:
             return (self.wake(event.at_s - 1.0, "too late"),)
 
         def on_wake(self):  # type: ignore[no-untyped-def]  # of commands
-            return (self.apply(tuple(self.held), "woken"), *(self.send(one, "again") for one in self.seats))
+            return (self.apply(tuple(self.held), "woken"), *(self.send(one, "again") for one in self.learners))
 
         def max_held(self, learners: int) -> int:
             return 1

@@ -23,7 +23,7 @@ def rounds(policy: Policy, count: int, *, learners: int) -> list[Apply]:
     applied = []
     for ticket in range(policy.last_ticket + 1, policy.last_ticket + 1 + count):
         learner = ticket % learners
-        commands = policy.handle(Pushed(learner, ticket, policy.seats[learner].version, 1, 1.0))
+        commands = policy.handle(Pushed(learner, ticket, policy.learners[learner].version, 1, 1.0))
         applied += [command for command in commands if isinstance(command, Apply)]
     return applied
 

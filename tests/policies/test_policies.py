@@ -297,7 +297,7 @@ def break_policy(policy: Policy, how: str) -> None:
         policy.on_leave = lambda learner: ()  # type: ignore[method-assign]  # on purpose
     if how == "resume-last":
         cut = policy.cut  # type: ignore[attr-defined]  # on purpose
-        policy.cut = lambda why: (*cut(why), policy.resume(next(iter(policy.seats)), why))  # type: ignore[attr-defined]
+        policy.cut = lambda why: (*cut(why), policy.resume(next(iter(policy.learners)), why))  # type: ignore[attr-defined]
     if how == "send-early":
         policy.on_push = lambda event: (policy.send(event.learner, "early"),)  # type: ignore[method-assign]  # on purpose
 

@@ -52,7 +52,7 @@ class AppliesCancelled(Coordinator):
         super()._push(message)
 
     def _take(self, message: Push, gradient: Gradient, drift: float | None) -> None:
-        seat = self.policy.seats.get(message.learner)
+        seat = self.policy.learners.get(message.learner)
         if seat is not None and self.policy.cancels:
             changes: dict[str, Any] = {"version": seat.version}
             message = Push(**{name: getattr(message, name) for name in message.__struct_fields__} | changes)

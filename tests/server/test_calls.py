@@ -100,11 +100,11 @@ class Run:
 def test_who_waits_in_a_call_is_not_waited_for_and_goes_on_after_it(line: str) -> None:
     run = Run(line, 3)
     assert [run.say(Call(learner, 1, 1, "barrier")) for learner in (0, 1)] == [[], []]
-    assert not run.machine.policy.seats.keys() & {0, 1}
+    assert not run.machine.policy.learners.keys() & {0, 1}
     said = run.say(Call(2, 1, 1, "barrier"))
     assert {one.learner for one in said if isinstance(one, Called)} == {0, 1, 2}
     assert {one.learner for one in said if isinstance(one, Go)} == {0, 1, 2}, "all are told to go on"
-    assert set(run.machine.policy.seats) == {0, 1, 2}
+    assert set(run.machine.policy.learners) == {0, 1, 2}
     repeated = run.say(Call(2, 1, 1, "barrier"))
     assert [one for one in repeated if isinstance(one, Called)] == [one for one in said if one in repeated], (
         "said again"

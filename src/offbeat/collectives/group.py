@@ -293,11 +293,11 @@ def _join(
     size_bytes = control_bytes(ranks) + options.arena_bytes
     card: dict[str, Any] = {}
     error: OffbeatError | None = None
-    door = rendezvous.Door(ranks)
+    listener = rendezvous.Listener(ranks)
     descriptor = -1
     try:
         try:
-            card = {"strategy": options.strategy, "arena": options.arena_bytes, "door": door.name}
+            card = {"strategy": options.strategy, "arena": options.arena_bytes, "listener": listener.name}
             choice = Choice(options.strategy, ranks)
             own, descriptor = memory.create(size_bytes, f"rank {names[rank]}")
             card["token"] = rendezvous.new_token()
@@ -309,9 +309,9 @@ def _join(
             raise error
         rendezvous.check_cards(cards, rank, names)
         token = bytes.fromhex(cards[0]["token"])
-        peers = door.meet(rank, names, cards, token, descriptor, size_bytes, timeout_s)
+        peers = listener.meet(rank, names, cards, token, descriptor, size_bytes, timeout_s)
     finally:
-        door.close()
+        listener.close()
         if descriptor >= 0:
             memory.close(descriptor)
     return SharedMemory(rank, names, own, peers, timeout_s, options.arena_bytes), choice

@@ -189,7 +189,7 @@ class Messages:
                 moved = self._move()
                 busy = self._busy()
                 if busy and not moved:
-                    self._look(gone)
+                    self._check_waiting(gone)
                 if not busy and not self._closed:
                     self._some.clear()
             if moved:
@@ -340,7 +340,7 @@ class Messages:
 
     # --- faults ----------------------------------------------------------------------------------------------------
 
-    def _look(self, gone: tuple[int, ...]) -> None:
+    def _check_waiting(self, gone: tuple[int, ...]) -> None:
         """Fail what waits for a rank that is gone, or has waited too long.
 
         A message that is given up half-way leaves its other half in the mailbox: with it the group is over.

@@ -96,7 +96,7 @@ def hand_out_card(
     return cards
 
 
-class Door:
+class Listener:
     """The socket on which a rank can be reached until all have met."""
 
     def __init__(self, ranks: int) -> None:
@@ -128,7 +128,7 @@ class Door:
                 one = on_failure.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
                 one.settimeout(max(0.001, end - time.monotonic()))
                 try:
-                    _connect(one, cards[peer]["door"], end)
+                    _connect(one, cards[peer]["listener"], end)
                     socket.send_fds(one, [hello], [descriptor])
                 except OSError as error:
                     raise _lost(peer, names, cards, str(error)) from None
@@ -170,14 +170,14 @@ class Door:
         self._socket.close()
 
 
-def _connect(one: socket.socket, door: str, end: float) -> None:
+def _connect(one: socket.socket, listener: str, end: float) -> None:
     while True:
         try:
-            one.connect(b"\0" + door.encode())
+            one.connect(b"\0" + listener.encode())
             return
-        except BlockingIOError:  # there is a queue at the door
+        except BlockingIOError:  # there is a queue at the listener
             if time.monotonic() > end:
-                raise TimeoutError("its door is crowded") from None
+                raise TimeoutError("its listener is crowded") from None
             time.sleep(0.01)
 
 

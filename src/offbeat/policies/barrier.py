@@ -24,9 +24,9 @@ class Barrier(Policy):
         """Apply all that is held, cancel whoever still computes, send the new weights to all."""
         order = sorted(self.held, key=lambda ticket: self.held[ticket].learner)  # stable: arrival within a learner
         commands: list[Command] = [self.apply(tuple(order), why)]
-        late = [learner for learner, seat in self.seats.items() if seat.computing]
+        late = [learner for learner, seat in self.learners.items() if seat.computing]
         commands += [self.cancel(learner, "the update went without it") for learner in late]
-        commands += [self.send(learner, "a new version for all") for learner in self.seats]
+        commands += [self.send(learner, "a new version for all") for learner in self.learners]
         return tuple(commands)
 
     def expected_staleness(self, learners: int) -> Staleness:
@@ -77,7 +77,7 @@ class KSync(Barrier):
         if self.held and self.open == 0:
             return self.cut(f"all {len(self.held)} that can come are in")
         if self.k is not None and len(self.held) >= self.k:
-            return self.cut(f"the first {self.k} of {len(self.seats)} are in")
+            return self.cut(f"the first {self.k} of {len(self.learners)} are in")
         return ()
 
     def max_held(self, learners: int) -> int:
@@ -100,7 +100,7 @@ class KSync(Barrier):
         return sentences.barrier(result) if self.k is None else super().explain(result)
 
     def laws(self) -> dict[str, bool]:
-        return super().laws() | {"somebody is waited for": self.open > 0 or not (self.held and self.seats)}
+        return super().laws() | {"somebody is waited for": self.open > 0 or not (self.held and self.learners)}
 
 
 class KBatchSync(HoldsK, Barrier):
@@ -115,4 +115,4 @@ class KBatchSync(HoldsK, Barrier):
         return of_flow(self.k, learners, times) if times.is_memoryless else None
 
     def laws(self) -> dict[str, bool]:
-        return super().laws() | {"nobody waits": not self.started or self.open == len(self.seats)}
+        return super().laws() | {"nobody waits": not self.started or self.open == len(self.learners)}

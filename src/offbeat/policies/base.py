@@ -100,7 +100,7 @@ class Policy:
         self.now_s = 0.0  # of the event that is being handled
         self.wake_at_s: float | None = None  # the pending wake
         self.version = 0
-        self.seats: dict[int, LearnerState] = {}
+        self.learners: dict[int, LearnerState] = {}
         self.held: dict[int, Pushed] = {}  # by ticket, in order of arrival
         self.last_update: list[Pushed] = []  # the gradients of the latest update, for whoever reports staleness
         self.open = 0  # seats that are computing
@@ -115,7 +115,7 @@ class Policy:
         if type(event) is not Pushed:
             return self._membership(event)
         learner, ticket, version, samples, drift, _, self.now_s = event
-        seat = self.seats.get(learner)
+        seat = self.learners.get(learner)
         if seat is None or not seat.computing or not seat.floor <= version <= seat.version:
             raise self._illegal(event, seat)
         if ticket <= self.last_ticket or samples < 1 or (self.needs_drift and not (drift is not None and drift >= 0)):
@@ -154,7 +154,7 @@ class Policy:
 
     def on_ask(self, learner: int) -> tuple[Command, ...]:
         """A learner gave up its minibatch and wants weights."""
-        seat = self.seats[learner]
+        seat = self.learners[learner]
         floor = seat.floor
         seat.computing = False
         self.open -= 1
@@ -168,28 +168,28 @@ class Policy:
         """All events but a push, the most frequent first."""
         self.now_s = event.at_s
         if isinstance(event, Stopped):
-            stopped = self.seats.get(event.learner)
+            stopped = self.learners.get(event.learner)
             if stopped is None or not self.cancels or not stopped.floor <= event.version < stopped.version:
                 raise self._illegal(event, stopped)
             stopped.floor = event.version + 1
             return ()
         if isinstance(event, Woke):
             return self._woke(event)
-        seat = self.seats.get(event.learner)
+        seat = self.learners.get(event.learner)
         if isinstance(event, Joined):
             if seat is not None or event.learner < 0:
                 raise self._illegal(event, seat)
-            self.seats[event.learner] = LearnerState()
+            self.learners[event.learner] = LearnerState()
             if self.started:
                 return self.on_join(event.learner)
-            return self._start(f"all {self.expect} are there") if len(self.seats) >= self.expect else ()
+            return self._start(f"all {self.expect} are there") if len(self.learners) >= self.expect else ()
         if seat is None:
             raise self._illegal(event, seat)
         if isinstance(event, Left):
             if seat.computing:
                 self.open -= 1
                 self.lost += 1
-            del self.seats[event.learner]
+            del self.learners[event.learner]
             return self.on_leave(event.learner) if self.started else ()
         if isinstance(event, Asked) and seat.computing:
             return self.on_ask(event.learner)
@@ -198,7 +198,7 @@ class Policy:
     def _woke(self, event: Woke) -> tuple[Command, ...]:
         if not self.started:
             due = self.start_by_s is not None and event.at_s >= self.start_by_s
-            return self._start("the deadline has passed") if due and self.seats else ()
+            return self._start("the deadline has passed") if due and self.learners else ()
         if self.wake_at_s is None or event.at_s < self.wake_at_s:
             pending = "no wake is pending" if self.wake_at_s is None else f"the pending wake is at {self.wake_at_s} s"
             raise EventError(f"'{as_text(event)}' cannot be: {pending}")
@@ -207,7 +207,7 @@ class Policy:
 
     def _start(self, why: str) -> tuple[Command, ...]:
         self.started = True
-        return tuple(command for learner in list(self.seats) for command in self.on_start(learner, why))
+        return tuple(command for learner in list(self.learners) for command in self.on_start(learner, why))
 
     def on_start(self, learner: int, why: str) -> tuple[Command, ...]:
         return (self.send(learner, why),)
@@ -235,7 +235,7 @@ class Policy:
     # --- commands, with their books --------------------------------------------------------------------------------
 
     def send(self, learner: int, why: str) -> Send:
-        seat = self.seats[learner]
+        seat = self.learners[learner]
         if not seat.computing:
             seat.computing = True
             seat.floor = self.version
@@ -252,20 +252,20 @@ class Policy:
 
     def send_again(self, learner: int, why: str) -> Send:
         """`send` to one who has just pushed, where nobody ever waits: its seat was never given up."""
-        seat = self.seats[learner]
+        seat = self.learners[learner]
         seat.floor = seat.version = self.version
         self.issued += 1
         return _new(Send, (learner, why))
 
     def resume(self, learner: int, why: str) -> Resume:
-        self.seats[learner].computing = True
+        self.learners[learner].computing = True
         self.open += 1
         self.issued += 1
         return Resume(learner, why)
 
     def cancel(self, learner: int, why: str) -> Cancel:
         """Must be followed by `send` to the same learner, of weights that are newer than those it computes on."""
-        seat = self.seats[learner]
+        seat = self.learners[learner]
         if not self.cancels:
             raise TypeError(f"{type(self).__name__} cancels: its class must say cancels = True")
         if not seat.computing or seat.version >= self.version:
@@ -380,14 +380,14 @@ class Policy:
 
     def check_invariants(self) -> None:
         """Raise AssertionError, naming the law, where the books do not add up. For tests and for logs."""
-        open_now = sum(seat.computing for seat in self.seats.values())
+        open_now = sum(seat.computing for seat in self.learners.values())
         laws = {
             "open counts the computing seats": self.open == open_now,
             "issued = held + applied + dropped + cancelled + lost + open": self.issued
             == len(self.held) + self.applied + self.dropped + self.cancelled + self.lost + open_now,
             "no count is negative": min(getattr(self, name) for name in COUNTS[1:]) >= 0,
             "nobody computes before the start": self.started or open_now == 0,
-            "no seat is ahead of the version": all(seat.version <= self.version for seat in self.seats.values()),
+            "no seat is ahead of the version": all(seat.version <= self.version for seat in self.learners.values()),
             "no gradient is from the future": all(held.version <= self.version for held in self.held.values()),
             "at most `max_held` gradients are held": len(self.held) <= self.max_held(self._learners_known()),
         }
@@ -400,7 +400,7 @@ class Policy:
 
     def _learners_known(self) -> int:
         """Those that are here, were expected, or have a gradient held."""
-        return max(self.expect, len(self.seats.keys() | {held.learner for held in self.held.values()}))
+        return max(self.expect, len(self.learners.keys() | {held.learner for held in self.held.values()}))
 
     # --- snapshots -----------------------------------------------------------------------------------------------
 
@@ -410,7 +410,7 @@ class Policy:
             "policy": type(self).__name__,
             "started": self.started,
             "version": self.version,
-            "seats": [[learner, s.version, s.floor, s.computing] for learner, s in self.seats.items()],
+            "seats": [[learner, s.version, s.floor, s.computing] for learner, s in self.learners.items()],
             "held": [list(event) for event in self.held.values()],
             "wake_at_s": self.wake_at_s,
             "staleness_mean": None if self.damping is None else self.damping.mean,
@@ -427,7 +427,7 @@ class Policy:
             plain = {name: deepcopy(state[name]) for name in (*COUNTS, *self.extra_state, "started", "version")}
         except (KeyError, TypeError, ValueError) as error:
             raise RequestError(f"the snapshot is not whole: {error!r}") from None
-        self.seats, self.held = seats, held
+        self.learners, self.held = seats, held
         self.wake_at_s = state.get("wake_at_s")  # version 0.1 had no wakes
         if self.damping is not None and state.get("staleness_mean") is not None:
             self.damping.mean = state["staleness_mean"]

@@ -34,7 +34,7 @@ class Downpour(EachGradient):
         self.rule = LearnerRule(push_every=push, fetch_every=fetch)
 
     def on_push(self, event: Pushed) -> tuple[Command, ...]:
-        self.seats[event.learner].floor = event.version  # weights may be on their way: the next push may be as old
+        self.learners[event.learner].floor = event.version  # weights may be on their way: the next push may be as old
         return self.apply((event.ticket,), "asynchronous"), self.resume(event.learner, "it goes on by itself")
 
     def on_ask(self, learner: int) -> tuple[Command, ...]:
@@ -59,7 +59,7 @@ class Downpour(EachGradient):
         return sentences.nobody_waits(result)
 
     def laws(self) -> dict[str, bool]:
-        return {"nobody waits": not self.started or self.open == len(self.seats)}
+        return {"nobody waits": not self.started or self.open == len(self.learners)}
 
 
 class LocalSGD(KSync):

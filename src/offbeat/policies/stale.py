@@ -25,7 +25,7 @@ class KAsync(HoldsK):
         return self._if_due()
 
     def on_leave(self, learner: int) -> tuple[Command, ...]:
-        return self._if_due() if self.seats else ()
+        return self._if_due() if self.learners else ()
 
     def _if_due(self) -> tuple[Command, ...]:
         if not self.held or (len(self.held) < self.k and self.open > 0):
@@ -34,7 +34,7 @@ class KAsync(HoldsK):
         why = f"{len(waiting)} are in" if len(waiting) >= self.k else f"all {len(waiting)} that can come are in"
         commands: list[Command] = [self.apply(tuple(self.held), why)]
         for learner in waiting:  # but not to one that has left, nor to one that left and came back
-            if learner in self.seats and not self.seats[learner].computing:
+            if learner in self.learners and not self.learners[learner].computing:
                 commands.append(self.send(learner, "its gradient was applied"))
         return tuple(commands)
 
@@ -57,7 +57,7 @@ class KAsync(HoldsK):
 
     def laws(self) -> dict[str, bool]:
         return {
-            "somebody is waited for": self.open > 0 or not self.held or not self.seats,
+            "somebody is waited for": self.open > 0 or not self.held or not self.learners,
         }
 
 
@@ -85,7 +85,7 @@ class KBatchAsync(HoldsK):
         return sentences.nobody_waits(result)
 
     def laws(self) -> dict[str, bool]:
-        return {"nobody waits": not self.started or self.open == len(self.seats)}
+        return {"nobody waits": not self.started or self.open == len(self.learners)}
 
 
 class StaleDrop(EachGradient):
@@ -186,7 +186,7 @@ class StaleSync(EachGradient):
     def laws(self) -> dict[str, bool]:
         of, slowest = self.clocks.of, self.clocks.slowest
         return {
-            "everybody has a clock": not self.started or set(of) == set(self.seats),
+            "everybody has a clock": not self.started or set(of) == set(self.learners),
             "the slowest is known": not of or slowest == min(of.values()),
             "nobody is more than slack + 1 ahead": max(of.values(), default=slowest) - slowest <= self.slack + 1,
             "only those ahead wait": all(of[one] - slowest > self.slack for one in self.waiting),
@@ -229,7 +229,7 @@ class AdaptiveK(KAsync):
     def _end_window(self) -> None:
         mean = sum(self.losses) / len(self.losses)
         if self.before is not None and mean > self.before - self.improvement * abs(self.before):
-            self.k = min(2 * self.k, max(self.k, len(self.seats)))
+            self.k = min(2 * self.k, max(self.k, len(self.learners)))
         self.before, self.losses = mean, []
 
     def recall(self, kept: Mapping[str, Any]) -> None:

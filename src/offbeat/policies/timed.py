@@ -95,7 +95,7 @@ class DeadlineSync(KSync):
     def cut(self, why: str) -> tuple[Command, ...]:
         self.overdue = False
         commands = super().cut(why)
-        return (*commands, self._begin()) if self.seats else commands
+        return (*commands, self._begin()) if self.learners else commands
 
     def gradients_per_update(self, learners: int) -> int:
         return learners  # if the deadline is long enough; an update of fewer is a shorter step

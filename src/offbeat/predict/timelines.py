@@ -111,7 +111,7 @@ def in_order(
 def needed_by(policy: Policy) -> set[int]:
     """The versions of what a policy holds, and of what its learners compute."""
     held = (gradient.version for gradient in policy.held.values())
-    return {*held, *(seat.version for seat in policy.seats.values())}
+    return {*held, *(seat.version for seat in policy.learners.values())}
 
 
 def spent_of(tally: Tally) -> Spent:
@@ -336,7 +336,7 @@ class ServedTimeline(Simulation):
         policy = self.policy
         needed = needed_by(policy)
         if self.rule.fetch_every:  # what is pushed next may hold work at all versions since the oldest
-            oldest = min([seat.floor for seat in policy.seats.values()], default=policy.version)
+            oldest = min([seat.floor for seat in policy.learners.values()], default=policy.version)
             needed.update(range(oldest, policy.version + 1))
         if self.lock_step:  # the policy asks about what comes late too, though it has cancelled it
             needed.update(self.version, self.oldest, (version for _, version, _, _ in self.flying.values()))

@@ -134,18 +134,18 @@ class ReducedTrainer(Trainer):
         while self.at.offset < self.samples:
             for update, batches in self._stretch():
                 if self._is_to_stop():
-                    return self._rest(clock, epoch_end=False, halt=True)
+                    return self._pause(clock, epoch_end=False, halt=True)
                 self._update(update, batches)
                 self.at.offset = update.end
                 self.at.update += 1
                 if every and self.at.update % every == 0 and self.at.offset < self.samples:
-                    self._rest(clock, epoch_end=False, halt=False)
+                    self._pause(clock, epoch_end=False, halt=False)
                 if self._has_new_shares():
                     break
         self._check_ledger()
         self.at.epoch += 1
         self.at.offset = 0
-        return self._rest(clock, epoch_end=True, halt=False)
+        return self._pause(clock, epoch_end=True, halt=False)
 
     def _is_to_stop(self) -> bool:
         """Whether all stop before this update. Nobody can be further: an update needs everybody."""
@@ -293,9 +293,9 @@ class ReducedTrainer(Trainer):
             )
         self._ledger = [0, 0]
 
-    # --- rests ------------------------------------------------------------------------------------------------------
+    # --- pauses -----------------------------------------------------------------------------------------------------
 
-    def _rest(self, clock: _Clock, *, epoch_end: bool, halt: bool) -> bool:
+    def _pause(self, clock: _Clock, *, epoch_end: bool, halt: bool) -> bool:
         """All stand still; the first looks, saves and says whether the run ends."""
         self.at.seconds = clock.pause()
         self.at.epoch_end, self.at.halt, self.at.shares = epoch_end, halt, self._shares
@@ -307,7 +307,7 @@ class ReducedTrainer(Trainer):
         stop = torch.zeros(1, dtype=torch.int64)
         if self.number == 0:
             self._write_spans(parts)
-            stop += self.look(self.at, dict(enumerate(parts)))
+            stop += self.evaluate_and_save(self.at, dict(enumerate(parts)))
             self._spans.append((3.0, began_s, time.monotonic(), float(self.at.update)))
         if self._together:
             dist.all_reduce(stop)

@@ -170,7 +170,7 @@ class ServedTrainer(Trainer):
         facts = json.loads(rest.facts)
         if not facts["seeded"] or facts["book"] is None:  # nothing has happened yet
             return True
-        return self.look(self._standing(facts), self.run.handed_in(rest.number))
+        return self.evaluate_and_save(self._standing(facts), self.run.handed_in(rest.number))
 
     def _standing(self, facts: dict[str, Any]) -> TrainingState:
         before, samples = self._before, facts["samples"]

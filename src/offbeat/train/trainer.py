@@ -326,7 +326,7 @@ class Trainer:
         """Whether what was read is whole: one that was given up while it read may have seen others go on."""
         return True
 
-    def look(self, at: TrainingState, parts: Mapping[int, bytes]) -> bool:
+    def evaluate_and_save(self, at: TrainingState, parts: Mapping[int, bytes]) -> bool:
         """Evaluate, save, tell; whether the run is to end now. Meanwhile all learners stand still."""
         self.report({"kind": "halted", "now": True})
         over = self._evaluate_and_save(at, parts)

@@ -452,7 +452,7 @@ class Coordinator(SampleLeases):
                 self.desk.grant(row, self.policy.version, weights=True)
         elif isinstance(command, Resume):
             row = self.rows[command.learner]
-            self.desk.grant(row, self.policy.seats[command.learner].version, weights=False)
+            self.desk.grant(row, self.policy.learners[command.learner].version, weights=False)
         elif isinstance(command, Wake):
             self.wake.set(command.at_s, self._at_s)
 

@@ -64,6 +64,6 @@ class GuardedPolicy:
             if isinstance(command, Apply) and not 0 < command.damping <= 1:
                 return f"'{as_text(command)}', but a damping is above 0 and at most 1"
             tickets.difference_update(named)
-        elif not isinstance(command, Wake) and command.learner not in self.policy.seats:
+        elif not isinstance(command, Wake) and command.learner not in self.policy.learners:
             return f"'{as_text(command)}', but that learner is not here"
         return ""

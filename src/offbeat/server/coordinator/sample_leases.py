@@ -154,7 +154,7 @@ class SampleLeases:
         By that the policy hears that no more is coming, and may make an update of what it holds. It is not waited for
         where learners do as they like between epochs: who knows when it asks.
         """
-        seats = self.policy.seats
+        seats = self.policy.learners
         computing = {learner for learner, seat in seats.items() if seat.computing}
         return self.rests.at_epochs and any(row.want is None for row in self.rows.values() if row.learner in computing)
 
