@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 import torch
 
 from offbeat import cli
+from offbeat.processes import child
 from offbeat.server import supervisor
 from offbeat.server.coordinator import coordinator_process
 from process import fault_points, fault_script
@@ -46,6 +47,8 @@ class ForkedLearner:
         stdout: int,
         stderr: int,
         env: Mapping[str, str],
+        pass_fds: Sequence[int],
+        bufsize: int,
         start_new_session: bool,
         preexec_fn: Callable[[], None],
     ) -> None:
@@ -111,7 +114,7 @@ def _supervise(order: dict[str, Any], folder: Path) -> NoReturn:
         os.execv(sys.executable, [sys.executable, "-c", "import offbeat.cli as c; raise SystemExit(c.main())", *words])
     coordinator_process.SILENCE_S = order.get("silence_s", coordinator_process.SILENCE_S)
     supervisor.STOPPED_S = order.get("stopped_s", supervisor.STOPPED_S)
-    supervisor.subprocess = SimpleNamespace(Popen=ForkedLearner, DEVNULL=-3)  # type: ignore[assignment, attr-defined]  # see above
+    child.subprocess = SimpleNamespace(Popen=ForkedLearner, DEVNULL=-3)  # type: ignore[assignment, attr-defined]  # see above
     fault_points.services(order, folder)
     if order.get("planted"):
         fault_points.PLANTED[order["planted"]]()

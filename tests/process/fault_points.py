@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from offbeat.server import arena, handshake, supervisor, wire
+from offbeat.processes import child
+from offbeat.server import arena, handshake, wire
 from offbeat.server.coordinator import coordinator_process
 from offbeat.server.learner import client, connection, push_modes
 from offbeat.server.shard import server_process
@@ -124,7 +125,7 @@ def learner(order: dict[str, Any], folder: Path, number: int) -> Points:
 
         return speak
 
-    def knock(original: Any, *given: Any) -> Any:
+    def connect(original: Any, *given: Any) -> Any:
         found = original(*given)
         (folder / "prepared").touch()
         return found
@@ -138,7 +139,7 @@ def learner(order: dict[str, Any], folder: Path, number: int) -> Points:
         (push_modes.PushMode, "push", pushed),
         (client.Client, "want", spoken("want")),
         (client.Client, "bye", spoken("bye")),
-        (handshake, "knock", knock),
+        (handshake, "connect", connect),
     ):
         wrap(owner, name, around)
     return points
@@ -259,7 +260,7 @@ def _forget_pushes() -> None:
 
 
 def _outlive_the_supervisor() -> None:
-    supervisor._die_with = lambda parent: None
+    child.die_with_parent = lambda parent=None: None
     connection._NOBODY_S = server_process._NOBODY_S = 60.0  # nor do they end by themselves, when the door is gone
 
 

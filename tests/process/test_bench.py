@@ -292,10 +292,10 @@ def test_a_child_that_does_not_answer_is_named_and_killed(monkeypatch: pytest.Mo
 
 def test_ranks_end_when_their_parent_is_killed() -> None:
     """The parent stands in a process of its own, which is killed while its rank sleeps for ever."""
-    rank = "from offbeat.measure.rank_messages import die_with_parent; import time; die_with_parent(); time.sleep(600)"
+    rank = "import time; time.sleep(600)"
     parent = (
-        "import os, sys\nfrom offbeat.measure.harness import Crew\n"
-        f"child = Crew(9).start('rank 0', [sys.executable, '-c', {rank!r}], os.environ)\n"
+        "import os, sys\nfrom offbeat.measure.harness import Harness\n"
+        f"child = Harness(9).start('rank 0', [sys.executable, '-c', {rank!r}], os.environ)\n"
         "import json, time; time.sleep(1); print(json.dumps({'pid': child.process.pid}), flush=True); time.sleep(600)"
     )
     with crew_of(parent) as crew:

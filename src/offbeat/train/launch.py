@@ -12,29 +12,27 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
-import signal
-import socket
 import sys
-import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import TCPStore
 
 from offbeat.errors import OffbeatError, PeerError, RequestError
-from offbeat.processes.signals import end_at_once
+from offbeat.processes.child import Stopwatch, describe_exit
+from offbeat.processes.launcher import SELF, Launcher, LaunchPlan, RankLauncher
+from offbeat.processes.signals import SignalHandler, ending_by, terminable
 from offbeat.runs.log import read_log, write_chrome_trace
 from offbeat.server.coordinator.session import Setting
 from offbeat.server.learner.join import through_store
-from offbeat.server.supervisor import Plan, Supervisor
+from offbeat.server.supervisor import ServerPlan, Supervisor
 from offbeat.spec import count_of
 from offbeat.strategy import ALL_REDUCE, family_of
 from offbeat.train.checkpoint import Checkpoint, newest
@@ -210,192 +208,136 @@ def launch(start: Start, hear: Report, tell: Callable[[str, str], None]) -> Resu
     Ctrl-C or SIGTERM lets the learners save and end; a second one ends everything at once.
     """
     try:
-        with Telemetry(start.config, start.run, start.leg, hear) as accounts:
-            return _launch(start, accounts, tell)
+        with Telemetry(start.config, start.run, start.leg, hear) as telemetry:
+            return _ForkedTraining(start, telemetry, tell).run()
     finally:
         if start.hold is not None:
             start.hold.release()
 
 
-def _launch(start: Start, accounts: Telemetry, tell: Callable[[str, str], None]) -> Result:
-    result = Result()
-    hear = accounts.hear
-    failures: dict[int, str] = {}  # as they came
-    heeding: set[int] = set()  # learners that know what to do when they are asked to end
-    lost = _Lost(start)
+class _ForkedTraining:
+    """A training whose learners are forked from here: what they tell, and when they have to end.
 
-    def listen(name: str, line: str) -> None:
-        printed, mark, told = line.partition(MARK.decode())
-        if name == "offbeat":
-            hear({"kind": "note", "text": line})
+    Of an all-reduce nobody can go on when one is lost: the others see it by themselves, but not while they wait for it
+    at the start, and not if they are stuck elsewhere.
+    """
+
+    def __init__(self, start: Start, telemetry: Telemetry, tell: Callable[[str, str], None]) -> None:
+        self.start, self.telemetry, self.tell = start, telemetry, tell
+        self.result = Result()
+        self.failures: dict[int, str] = {}  # as they came
+        self.heeding: set[int] = set()  # learners that know what to do when they are asked to end
+        self.was_asked = False  # they were
+        self.halted = False  # all learners stand still, and one of them saves
+        self.patience_s = FORMING_S
+        self.exits: dict[int, int] = {}  # before the others were ended from here
+        self._stopping, self._lost = Stopwatch(), Stopwatch()
+
+    def run(self) -> Result:
+        start, result = self.start, self.result
+        with terminable(noted=1) as signals:
+            launcher = _launcher(start, self._on_line)
+            try:
+                for name in AHEAD:  # once, and not in each fork
+                    importlib.import_module(name)
+                launcher.start()
+                self.telemetry.begin()
+                said = launcher.watch(lambda: self._check(launcher, signals.received))
+            except (KeyboardInterrupt, SystemExit):
+                launcher.kill_learners()
+                raise
+            finally:
+                launcher.close()
+                start.run.tidy()
+                energy = self.telemetry.measure()
+            result.signal = signals.received[0] if signals.received else 0
+        if result.end:
+            result.end["joules"] = energy.joules
+        result.restarts = launcher.recoveries
+        result.services = json.loads(said) if said else {}
+        _blame(start, self.exits or launcher.exits, self.failures, result)
+        conclude(start, result)
+        return result
+
+    def _note(self, text: str) -> None:
+        self.telemetry.hear({"kind": "note", "text": text})
+
+    def _check(self, launcher: Launcher, signals: Sequence[int]) -> None:
+        """Whether learners have to be asked to end, or made to."""
+        self.telemetry.hear({"kind": "turn"})
+        if signals and not self.was_asked and len(self.heeding | launcher.exits.keys()) == self.start.config.learners:
+            self.was_asked = True
+            self._note("asked to stop: saving (once more ends it at once)")
+            launcher.ask_to_end()
+        if self._stopping.seconds(bool(signals) and not self.halted) > self.start.config.save.grace_s:
+            self._note(_UNSAVED)
+            raise ending_by(signals[0])
+        lost_s = self._lost.seconds(self.start.reduces and any(launcher.exits.values()) and not self.exits)
+        if lost_s > self.patience_s:
+            self.exits = dict(launcher.exits)
+            launcher.kill_learners()
+
+    def _on_line(self, name: str, line: str) -> None:
+        if name == SELF:
+            self._note(line)
             return
+        printed, mark, told = line.partition(MARK.decode())
         if printed or not mark:  # a program may have printed without an end of line
-            tell(name, printed)
+            self.tell(name, printed)
         if not mark:
             return
         try:
             record = json.loads(told)
         except ValueError:  # it was killed while it wrote
             return
-        if record["kind"] == "heeding":
-            heeding.add(record["learner"])
-            return
-        if record["kind"] == "halted":
-            asked.halted = record["now"]
-            return
-        if record["kind"] == "begin":
-            lost.patience_s = PARTING_S
-        if record["kind"] == "end":
-            result.end = record
-        if record["kind"] == "failed":
-            if record["text"] not in failures.values():  # the same in all learners is told once
-                for one in record["traceback"].splitlines():
-                    tell(name, one)
-            failures[record["learner"]] = record["text"]
-            if not start.reduces:  # there the others go on, and this is all that is heard of it
-                hear({"kind": "note", "text": f"learner {record['learner']}: {record['text']}"})
-            return
-        hear(record)
+        self._on_record(name, record)
 
-    with _asked_to_end() as asked:
-        supervisor = _supervisor(start, listen)
-        try:
-            store = _start(supervisor, start)
-            accounts.begin()
-            told = False
-            while supervisor.learners_left:
-                supervisor.turn()
-                hear({"kind": "turn"})
-                if asked.number and not told and len(heeding | supervisor.exits.keys()) == start.config.learners:
-                    told = True
-                    hear({"kind": "note", "text": "asked to stop: saving (once more ends it at once)"})
-                    supervisor.ask_to_end()
-                if asked.is_too_long(start.config.save.grace_s):
-                    hear({"kind": "note", "text": _UNSAVED})
-                    raise KeyboardInterrupt if asked.number == signal.SIGINT else SystemExit(128 + asked.number)
-                if lost.is_enough(supervisor.exits):
-                    supervisor.kill_learners()
-            said = supervisor.finish()
-            del store
-        except (KeyboardInterrupt, SystemExit):
-            supervisor.kill_learners()
-            raise
-        finally:
-            supervisor.close()
-            start.run.tidy()
-            energy = accounts.measure()
-        result.signal = asked.number
-    if result.end:
-        result.end["joules"] = energy.joules
-    result.restarts = supervisor.recoveries
-    result.services = json.loads(said) if said else {}
-    _blame(start, lost.exits or dict(supervisor.exits), failures, result)
-    conclude(start, result)
-    return result
+    def _on_record(self, name: str, record: Mapping[str, Any]) -> None:
+        match record["kind"]:
+            case "heeding":
+                self.heeding.add(record["learner"])
+                return
+            case "halted":
+                self.halted = record["now"]
+                return
+            case "failed":
+                self._on_failure(name, record["learner"], record["text"], record["traceback"])
+                return
+            case "begin":
+                self.patience_s = PARTING_S
+            case "end":
+                self.result.end = dict(record)
+        self.telemetry.hear(record)
+
+    def _on_failure(self, name: str, learner: int, text: str, trace: str) -> None:
+        if text not in self.failures.values():  # the same in all learners is told once
+            for line in trace.splitlines():
+                self.tell(name, line)
+        self.failures[learner] = text
+        if not self.start.reduces:  # there the others go on, and this is all that is heard of it
+            self._note(f"learner {learner}: {text}")
 
 
-class _Lost:
-    """Of an all-reduce nobody can go on when one is lost: the others see it by themselves, but not while they wait for
-    it at the start, and not if they are stuck elsewhere."""
-
-    def __init__(self, start: Start) -> None:
-        self.patience_s = FORMING_S
-        self.exits: dict[int, int] = {}  # before the others were ended from here
-        self._reduces = start.reduces
-        self._since_s: float | None = None
-
-    def is_enough(self, exits: Mapping[int, int]) -> bool:
-        """Whether it is time to end the others."""
-        if not self._reduces or not any(exits.values()) or self.exits:
-            return False
-        now = time.monotonic()
-        self._since_s = now if self._since_s is None else self._since_s
-        if now - self._since_s < self.patience_s:
-            return False
-        self.exits = dict(exits)
-        return True
-
-
-def _supervisor(start: Start, listen: Callable[[str, str], None]) -> Supervisor:
+def _launcher(start: Start, on_line: Callable[[str, str], None]) -> Launcher:
     config = start.config
-    extra = {} if start.reduces else setting_of(config, start.checkpoint)
-    line = "full-sync" if start.reduces else config.sync
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(config.train.threads))
-    plan = Plan(
-        setting=Setting(line=line, learners=config.learners, shards=config.servers, **extra),
-        body=lambda number: _live(start, number),
-        environment={**os.environ, **threads},
+    environment = {**os.environ, **threads}
+
+    def body(number: int) -> int:
+        return _live(start, number)
+
+    if start.reduces:
+        return RankLauncher(LaunchPlan(body=body, environment=environment), config.learners, on_line)
+    extra = setting_of(config, start.checkpoint)
+    plan = ServerPlan(
+        setting=Setting(line=config.sync, learners=config.learners, shards=config.servers, **extra),
+        body=body,
+        environment=environment,
         seed=config.seed,
-        log=None if start.reduces else start.run.log(start.leg).absolute(),
+        log=start.run.log(start.leg).absolute(),
         facts={"learners": config.learners, "servers": config.servers, "name": config.name},
-        restarts=0 if start.reduces else 3,
-        store_port=_free_port() if start.reduces else None,
     )
-    return Supervisor(plan, listen)
-
-
-_listeners: dict[int, socket.socket] = {}  # by port, between the choice of a port and the store on it
-
-
-def _free_port() -> int:
-    listener = socket.create_server(("127.0.0.1", 0))
-    port: int = listener.getsockname()[1]
-    _listeners[port] = listener
-    return port
-
-
-def _start(supervisor: Supervisor, start: Start) -> TCPStore | None:
-    """Fork first: the store has a thread. Ranks that come before it wait at its door, which is open already."""
-    for name in AHEAD:  # once, and not in each fork
-        importlib.import_module(name)
-    supervisor.start()
-    port = supervisor.plan.store_port
-    if port is None:
-        return None
-    with _listeners.pop(port) as listener:
-        return TCPStore(
-            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())
-        )
-
-
-class _Asked:
-    """Whether a signal has asked for the end."""
-
-    def __init__(self) -> None:
-        self.number = 0
-        self.twice = False
-        self.halted = False  # all learners stand still, and one of them saves
-        self._since_s: float | None = None
-
-    def is_too_long(self, grace_s: float) -> bool:
-        """Whether learners have not come to the end of their minibatches, so that nothing can be saved in time."""
-        if not self.number or self.halted:
-            self._since_s = None
-            return False
-        now = time.monotonic()
-        self._since_s = now if self._since_s is None else self._since_s
-        return now - self._since_s > grace_s
-
-
-@contextmanager
-def _asked_to_end() -> Iterator[_Asked]:
-    """Notes the first Ctrl-C or SIGTERM; the second is raised; a third ends everything at once."""
-    asked = _Asked()
-
-    def hear(number: int, frame: FrameType | None) -> None:
-        if asked.twice:
-            end_at_once(number)
-        if asked.number:
-            asked.twice = True
-            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
-        asked.number = number
-
-    before = {number: signal.signal(number, hear) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return Supervisor(plan, on_line)
 
 
 def _live(start: Start, number: int) -> int:
@@ -435,17 +377,14 @@ _PEERS = ("PeerError: ", "Connection closed by peer", "Connection reset by peer"
 
 def _train(start: Start, number: int, learners: int, report: Report) -> None:
     wanted: list[Trainer] = []
-    signals: list[int] = []
 
-    def hear(told: int, frame: FrameType | None) -> None:
-        signals.append(told)
+    def ask_to_stop() -> None:
         for trainer in wanted:
             trainer.ask_to_stop()
 
-    signal.signal(signal.SIGTERM, hear)
-    if under_torchrun():  # forked learners are in sessions of their own, where Ctrl-C does not come
-        signal.signal(signal.SIGINT, hear)
-    else:
+    signals = SignalHandler(math.inf, ask_to_stop)
+    signals.install()
+    if not under_torchrun():
         report({"kind": "heeding", "learner": number})
     kind = ReducedTrainer if start.reduces else ServedTrainer
     trainer = kind(
@@ -460,7 +399,7 @@ def _train(start: Start, number: int, learners: int, report: Report) -> None:
         unused=start.unused,
     )
     wanted.append(trainer)
-    if signals:  # not assigned in one: another may come in between
+    if signals.received:  # one that came before there was a trainer
         trainer.ask_to_stop()
     try:
         trainer.fit()
@@ -477,7 +416,7 @@ def _blame(start: Start, exits: Mapping[int, int], failures: Mapping[int, str], 
     saved = start.run.checkpoints.is_dir() and any(start.run.checkpoints.glob("update-*"))
     onward = f"; go on from the last checkpoint with: offbeat train --resume {start.run.path}" if saved else ""
     if died:
-        names = ", ".join(f"learner {learner} died ({signal.Signals(-exits[learner]).name})" for learner in died)
+        names = ", ".join(f"learner {learner} died ({describe_exit(exits[learner])})" for learner in died)
         raise OffbeatError(f"{names}{onward}")
     if failed:
         learner, text = next(iter(failed.items()))
