@@ -150,57 +150,45 @@ def spawn(name: str, words: Sequence[str], environment: Mapping[str, str]) -> Ch
     return ChildProcess(name, process.pid, reader)
 
 
-def fork(name: str, body: Callable[[], int], environment: Mapping[str, str]) -> ChildProcess:
-    """A fork of this process, which must not have threads, whose output is read here. It ends as `body` returns."""
-    reader, writer = os.pipe()
+def fork(
+    name: str, body: Callable[[], object], *, keep: AbstractSet[int] = frozenset(), captured: bool = True
+) -> ChildProcess:
+    """A fork of this process, which must not have threads; its exit code is the number that `body` returns, or 0.
 
-    def prepare() -> int:
-        ours = fcntl.fcntl(writer, fcntl.F_DUPFD, 3)  # whoever started us may have closed its own 0 to 2
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        for source, target in ((nothing, 0), (ours, 1), (ours, 2)):
-            os.dup2(source, target)
-        close_inherited(set())
-        os.environ.update(environment)
-        return body()
-
-    pid = _fork(name, prepare, own_session=True)
-    os.close(writer)
-    return ChildProcess(name, pid, reader)
-
-
-def fork_service(name: str, body: Callable[[], None], keep: AbstractSet[int] = frozenset()) -> ChildProcess:
-    """A fork of this process with no descriptors but `keep`. Its output is ours; signals are for us, who end it."""
-
-    def prepare() -> int:
-        close_inherited(keep)
-        body()
-        return 0
-
-    return ChildProcess(name, _fork(name, prepare, own_session=False))
-
-
-def _fork(name: str, body: Callable[[], int], *, own_session: bool) -> int:
+    It has no descriptors but `keep`. Where its output is not captured it shares ours, and our session: signals are for
+    this process, which ends it, and the fork ignores them.
+    """
     parent = os.getpid()
+    reader, writer = os.pipe() if captured else (-1, -1)
     _flush()
     with signals_deferred():
         pid = os.fork()
         if pid == 0:
-            if own_session:
+            if captured:
                 os.setsid()
             for number in ENDING:
                 signal.signal(number, signal.SIG_IGN)  # forgets one that came before the session was its own
-                if own_session:
+                if captured:
                     signal.signal(number, signal.SIG_DFL)
     if pid == 0:
-        _run_to_end(name, body, parent)
-    return pid
+        _run_to_end(name, body, parent, writer, keep)
+    if captured:
+        os.close(writer)
+    return ChildProcess(name, pid, reader)
 
 
-def _run_to_end(name: str, body: Callable[[], int], parent: int) -> NoReturn:
+def _run_to_end(name: str, body: Callable[[], object], parent: int, writer: int, keep: AbstractSet[int]) -> NoReturn:
     code = 1
     try:
         die_with_parent(parent)
-        code = body()
+        if writer >= 0:
+            ours = fcntl.fcntl(writer, fcntl.F_DUPFD, 3)  # whoever started us may have closed its own 0 to 2
+            nothing = os.open(os.devnull, os.O_RDONLY)
+            for source, target in ((nothing, 0), (ours, 1), (ours, 2)):
+                os.dup2(source, target)
+        close_inherited(keep)
+        returned = body()
+        code = returned if isinstance(returned, int) else 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1
     except OffbeatError as error:

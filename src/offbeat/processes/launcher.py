@@ -78,10 +78,12 @@ class Launcher:
         name, body = f"learner {learner}", self.plan.body
         inherited = os.environ if self.plan.environment is None else self.plan.environment
         environment = {**inherited, **self.environment_of(learner)}
-        if body is not None:
-            child = fork(name, lambda: body(learner), environment)
-        else:
-            child = spawn(name, self.plan.command, environment)
+
+        def run() -> int:
+            os.environ.update(environment)
+            return 1 if body is None else body(learner)
+
+        child = spawn(name, self.plan.command, environment) if body is None else fork(name, run)
         self.learners[learner] = child
         self._watch(child.output, lambda: self._relay(child))
         self._add(child, lambda code: self._learner_ended(learner, code))
@@ -93,24 +95,18 @@ class Launcher:
         self._children.append(child)
         self._watch(child.pidfd, lambda: self._ended(child, on_exit))
 
-    def _watch(self, one: Any, call: Callable[[], object]) -> None:
-        self._selector.register(one, selectors.EVENT_READ, call)
+    def _watch(self, descriptor: int, call: Callable[[], object]) -> None:
+        self._selector.register(descriptor, selectors.EVENT_READ, call)
 
-    def _unwatch(self, one: Any) -> None:
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(one)
-
-    def _is_watched(self, key: selectors.SelectorKey) -> bool:
-        """Still, and as the same: what came before in this poll may have closed it, and its number gone to another."""
-        try:
-            return self._selector.get_map()[key.fileobj] is key
-        except (KeyError, ValueError):
-            return False
+    def _unwatch(self, descriptor: int) -> None:
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(descriptor)
 
     def poll(self) -> None:
         """Wait a little for something to happen, and see to what has."""
         for key, _ in self._selector.select(POLL_S):
-            if self._is_watched(key):
+            # What came before in this poll may have closed it, and its number gone to another.
+            if self._selector.get_map().get(key.fd) is key:
                 key.data()
 
     def watch(self, on_poll: Callable[[], None] = lambda: None) -> str | None:

@@ -31,9 +31,10 @@ class SignalHandler:
     `sys.unraisablehook` instead. What this has raised is raised again then, a moment later.
     """
 
-    def __init__(self, noted: float = 0, on_noted: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, noted: float = 0) -> None:
         self.received: list[int] = []
-        self._noted, self._on_noted = noted, on_noted
+        self.on_noted: Callable[[], None] = lambda: None
+        self._noted = noted
         self._raised: BaseException | None = None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
@@ -41,7 +42,7 @@ class SignalHandler:
             end_at_once(number)
         self.received.append(number)
         if len(self.received) <= self._noted:
-            self._on_noted()
+            self.on_noted()
             return
         self._raised = ending_by(number)
         raise self._raised

@@ -4,6 +4,9 @@ Coordinator and servers are forked from here, where torch is loaded already: one
 same memory and the same journal. A process that was stopped for too long is killed, so that another can take its place.
 When the supervisor itself is killed, the kernel ends all that it has started.
 
+`python -m offbeat.server.supervisor PLAN` runs one without learners, for those who start their own. It prints where it
+can be reached, as one line of JSON, and ends when standard input is closed and all learners have left.
+
     supervisor --- coordinator --- learners
         |              |
         +---------- servers
@@ -12,19 +15,23 @@ When the supervisor itself is killed, the kernel ends all that it has started.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
+import select
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from offbeat.collectives import memory
 from offbeat.errors import OffbeatError
-from offbeat.processes.child import ChildProcess, RestartLimit, describe_exit, fork_service
+from offbeat.processes.child import ChildProcess, RestartLimit, Stopwatch, describe_exit, die_with_parent, fork
 from offbeat.processes.launcher import SELF, Launcher, LaunchPlan
 from offbeat.server import handshake
 from offbeat.server.coordinator import coordinator_process
@@ -37,6 +44,7 @@ STOPPED_S = 2.0  # after which a stopped server or coordinator is replaced
 MOST_DRAIN_S = 600.0
 MOST_DEATHS, DEATHS_S = 8, 20.0  # of one server or of the coordinator: more than so many in so long, and the run ends
 MOST_RESTARTS = 3  # of a learner that was killed
+_LINGER_S = 0.5  # for learners whose goodbye is on its way
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,9 +107,9 @@ class Supervisor(Launcher):
             ).serve()
 
         keep = {theirs.fileno(), self.listener.fileno(), self.journal, *([self.held[1]] if self.held else [])}
-        self._add_service(fork_service("coordinator", body, keep), self._start_coordinator)
+        self._add_service("coordinator", body, self._start_coordinator, keep)
         theirs.close()
-        self._watch(mine, lambda: self._hear_coordinator(mine))
+        self._watch(mine.fileno(), lambda: self._hear_coordinator(mine))
         for learner in self.exits:
             self._say("ended", number=learner)
         if self.draining:
@@ -110,14 +118,21 @@ class Supervisor(Launcher):
     def _start_server(self, shard: int) -> None:
         self.generations[shard] += 1
         generation = self.generations[shard]
-        child = fork_service(
-            f"server {shard}", lambda: server_process.serve(self.address, self.token, shard, generation)
+        self._add_service(
+            f"server {shard}",
+            lambda: server_process.serve(self.address, self.token, shard, generation),
+            lambda: self._start_server(shard),
         )
-        self._add_service(child, lambda: self._start_server(shard))
 
-    def _add_service(self, child: ChildProcess, start_again: Callable[[], None]) -> None:
-        self.services[child.name] = child
-        self._add(child, lambda code: self._service_ended(child.name, code, start_again))
+    def _add_service(
+        self,
+        name: str,
+        body: Callable[[], None],
+        start_again: Callable[[], None],
+        keep: AbstractSet[int] = frozenset(),
+    ) -> None:
+        self.services[name] = fork(name, body, keep=keep, captured=False)
+        self._add(self.services[name], lambda code: self._service_ended(name, code, start_again))
 
     def environment_of(self, learner: int) -> dict[str, str]:
         return {
@@ -146,7 +161,7 @@ class Supervisor(Launcher):
         except OSError:
             data, descriptors = b"", []
         if not data:
-            self._unwatch(line)
+            self._unwatch(line.fileno())
             return False
         message = coordinator_process.decode_boss(data)
         if message.what == "arena" and self.held is None and message.table is not None:
@@ -230,3 +245,36 @@ class Supervisor(Launcher):
             self.coordinator.close()
         if self.held is not None:
             os.close(self.held[1])
+
+
+def main(words: list[str]) -> int:
+    die_with_parent()
+    import torch
+
+    torch.set_num_threads(1)
+    given = json.loads(words[0])
+    log = Path(given["log"]) if given["log"] else None
+    plan = ServerPlan(setting=Setting(**given["setting"]), seed=given["seed"], log=log)
+    try:
+        with Supervisor(plan, lambda name, line: print(f"{name}: {line}", file=sys.stderr)) as supervisor:
+            supervisor.start()
+            print(json.dumps({"door": supervisor.address, "token": supervisor.token}), flush=True)
+            _serve(supervisor)
+            supervisor.finish()
+    except OffbeatError as error:
+        print(f"offbeat: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _serve(supervisor: Supervisor) -> None:
+    """Until whoever started this is done, and then until the others are."""
+    is_open, quiet = True, Stopwatch()
+    while quiet.seconds(not is_open and supervisor.is_quiet()) < _LINGER_S:
+        supervisor.poll()
+        if is_open and select.select([0], [], [], 0)[0] and not os.read(0, 4096):
+            is_open = False
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

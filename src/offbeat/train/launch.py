@@ -45,7 +45,7 @@ from offbeat.train.served_trainer import ServedTrainer, setting_of
 from offbeat.train.tasks import PROGRAM, Task, check_apart, task_of
 from offbeat.train.telemetry import Telemetry
 from offbeat.train.tensorboard import check_installed
-from offbeat.train.trainer import Report, Trainer, device_of
+from offbeat.train.trainer import Report, device_of
 
 MARK = b"\x1e"  # before a record (RFC 7464)
 # After one of an all-reduce is lost: for the others to come to the same group, and to see it and save what they have.
@@ -71,7 +71,6 @@ class Result:
 
     end: dict[str, Any] = field(default_factory=dict)  # as the one who led last told it
     signal: int = 0  # that ended it, if one did
-    restarts: list[dict[str, Any]] = field(default_factory=list)
     services: dict[str, Any] = field(default_factory=dict)  # what the parameter server has counted
 
 
@@ -253,7 +252,6 @@ class _ForkedTraining:
             result.signal = signals.received[0] if signals.received else 0
         if result.end:
             result.end["joules"] = energy.joules
-        result.restarts = launcher.recoveries
         result.services = json.loads(said) if said else {}
         _blame(start, self.exits or launcher.exits, self.failures, result)
         conclude(start, result)
@@ -376,13 +374,7 @@ _PEERS = ("PeerError: ", "Connection closed by peer", "Connection reset by peer"
 
 
 def _train(start: Start, number: int, learners: int, report: Report) -> None:
-    wanted: list[Trainer] = []
-
-    def ask_to_stop() -> None:
-        for trainer in wanted:
-            trainer.ask_to_stop()
-
-    signals = SignalHandler(math.inf, ask_to_stop)
+    signals = SignalHandler(math.inf)
     signals.install()
     if not under_torchrun():
         report({"kind": "heeding", "learner": number})
@@ -398,7 +390,7 @@ def _train(start: Start, number: int, learners: int, report: Report) -> None:
         leg=start.leg,
         unused=start.unused,
     )
-    wanted.append(trainer)
+    signals.on_noted = trainer.ask_to_stop
     if signals.received:  # one that came before there was a trainer
         trainer.ask_to_stop()
     try:
