@@ -168,7 +168,7 @@ _POINTS: dict[str, tuple[tuple[Any, ...], str, Callable[[tuple[Any, ...]], int |
     "place": ((checkpoint,), "_take_place", lambda given: None),
     "reduced": ((ReducedTrainer,), "_update", _number),
     "served": ((ServedTrainer,), "_minibatch", _number),
-    "born": ((launch,), "_live", lambda given: int(given[1])),
+    "born": ((launch,), "_run_learner", lambda given: int(given[1])),
 }
 
 

@@ -70,12 +70,12 @@ class Supervisor(Launcher):
         self.journal, path = tempfile.mkstemp(prefix="offbeat-journal-")
         Path(path).unlink()  # nobody else needs its name, and so nothing is left behind
         self.start_s = time.monotonic()
-        self.held: tuple[ParameterLayout, int] | None = None  # the shared memory
+        self.arena: tuple[ParameterLayout, int] | None = None  # the shared memory
         self.services: dict[str, ChildProcess] = {}
         self.generations = [0] * plan.setting.shards
         self.begin_by_s: float | None = None  # with whoever is there: not all will come
         self.deaths: dict[str, RestartLimit] = {}
-        self.down: dict[str, tuple[float, str]] = {}  # who has died and is not back yet: since when, and how
+        self.outages: dict[str, tuple[float, str]] = {}  # of what has died and is not back yet: since when, and how
         self.pids: dict[int, int] = {}  # of learners, by nonce: whoever comes in the coordinator's place must know
         self.summary: str | None = None
         self.draining = False
@@ -103,17 +103,17 @@ class Supervisor(Launcher):
 
         def body() -> None:
             coordinator_process.CoordinatorProcess(
-                run, self.listener, theirs, coordinator_process.Journal(self.journal), self.held, self.pids
+                run, self.listener, theirs, coordinator_process.Journal(self.journal), self.arena, self.pids
             ).serve()
 
-        keep = {theirs.fileno(), self.listener.fileno(), self.journal, *([self.held[1]] if self.held else [])}
+        keep = {theirs.fileno(), self.listener.fileno(), self.journal, *([self.arena[1]] if self.arena else [])}
         self._add_service("coordinator", body, self._start_coordinator, keep)
         theirs.close()
-        self._watch(mine.fileno(), lambda: self._hear_coordinator(mine))
+        self._watch(mine.fileno(), lambda: self._receive(mine))
         for learner in self.exits:
-            self._say("ended", number=learner)
+            self._send("ended", number=learner)
         if self.draining:
-            self._say("finish")
+            self._send("finish")
 
     def _start_server(self, shard: int) -> None:
         self.generations[shard] += 1
@@ -151,11 +151,11 @@ class Supervisor(Launcher):
         for name, child in self.services.items():
             stopped_s = child.stopped_s()
             if stopped_s > STOPPED_S:
-                self.down.setdefault(name, (time.monotonic() - stopped_s, "was stopped"))
+                self.outages.setdefault(name, (time.monotonic() - stopped_s, "was stopped"))
                 child.kill()
 
-    def _hear_coordinator(self, line: socket.socket) -> bool:
-        """What the coordinator says; whether it said something."""
+    def _receive(self, line: socket.socket) -> bool:
+        """A message of the coordinator; whether there was one."""
         try:
             data, descriptors, _, _ = socket.recv_fds(line, MOST_BYTES, 2)
         except OSError:
@@ -164,13 +164,13 @@ class Supervisor(Launcher):
             self._unwatch(line.fileno())
             return False
         message = coordinator_process.decode_boss(data)
-        if message.what == "arena" and self.held is None and message.table is not None:
-            self.held = (message.table, descriptors.pop(0))
-            self._quiet = memory.Segment(self.held[1], 4096)  # its first word says whether anybody is there
+        if message.what == "arena" and self.arena is None and message.table is not None:
+            self.arena = (message.table, descriptors.pop(0))
+            self._quiet = memory.Segment(self.arena[1], 4096)  # its first word says whether anybody is there
             for shard in range(self.plan.setting.shards):
                 self._start_server(shard)
         elif message.what == "ready":
-            self._is_back(message.text)
+            self._recovered(message.text)
         elif message.what == "learner":
             self.pids[message.nonce] = message.pid
         elif message.what == "say":
@@ -187,7 +187,7 @@ class Supervisor(Launcher):
     def _service_ended(self, name: str, code: int, start_again: Callable[[], None]) -> None:
         del self.services[name]
         if name == "coordinator" and self.coordinator is not None:
-            while self._hear_coordinator(self.coordinator):  # its last messages
+            while self._receive(self.coordinator):  # its last messages
                 pass
             self.coordinator.close()
             self.coordinator = None
@@ -196,13 +196,13 @@ class Supervisor(Launcher):
         if not self.deaths.setdefault(name, RestartLimit(MOST_DEATHS - 1, DEATHS_S)).take():
             how = f"died {MOST_DEATHS} times in {DEATHS_S:g} s, the last time: {describe_exit(code)}"
             raise OffbeatError(f"{name} {how}")
-        self.down.setdefault(name, (time.monotonic(), f"died ({describe_exit(code)})"))
+        self.outages.setdefault(name, (time.monotonic(), f"died ({describe_exit(code)})"))
         start_again()
 
-    def _is_back(self, name: str) -> None:
+    def _recovered(self, name: str) -> None:
         """A server or the coordinator works again, if it did not all the time."""
-        if name in self.down:
-            since_s, how = self.down.pop(name)
+        if name in self.outages:
+            since_s, how = self.outages.pop(name)
             seconds = time.monotonic() - since_s
             self.recoveries.append({"who": name, "how": how, "seconds": seconds})
             self.on_line(SELF, f"{name} {how}; another took its place after {seconds:.2f} s")
@@ -211,12 +211,12 @@ class Supervisor(Launcher):
         super()._learner_ended(learner, code)
         if learner not in self.exits:
             return
-        self._say("ended", number=learner)
+        self._send("ended", number=learner)
         if self.begin_by_s is None and self.coordinator is not None:  # a run that has not begun does without this one
             self.begin_by_s = time.monotonic() - self.start_s
-            self._say("begin", at_s=self.begin_by_s)
+            self._send("begin", at_s=self.begin_by_s)
 
-    def _say(self, what: str, **fields: Any) -> None:
+    def _send(self, what: str, **fields: Any) -> None:
         """To the coordinator, if it is there."""
         if self.coordinator is not None:
             with contextlib.suppress(OSError):
@@ -224,14 +224,14 @@ class Supervisor(Launcher):
 
     def is_quiet(self) -> bool:
         """Whether no learner is in the run."""
-        return self.held is None or self._quiet is None or bool(self._quiet.words[0])
+        return self.arena is None or self._quiet is None or bool(self._quiet.words[0])
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def finish(self) -> str | None:
         """Let the last updates be made and the log be closed; the summary, as JSON."""
         self.draining = True
-        self._say("finish")
+        self._send("finish")
         end = time.monotonic() + MOST_DRAIN_S  # the coordinator waits as long as updates are being made
         while self.summary is None and time.monotonic() < end:
             self.poll()
@@ -243,8 +243,8 @@ class Supervisor(Launcher):
         os.close(self.journal)
         if self.coordinator is not None:
             self.coordinator.close()
-        if self.held is not None:
-            os.close(self.held[1])
+        if self.arena is not None:
+            os.close(self.arena[1])
 
 
 def main(words: list[str]) -> int:

@@ -1,7 +1,7 @@
 """From a configuration to learners that train: forked from here on one machine, or started by torchrun.
 
-    launch      this process forks the learners, watches them and hears what they tell; with a parameter server it is
-                their supervisor too
+    launch      this process forks the learners, watches them and reads what they report; with a parameter server it
+                is their supervisor too
     learn       this process is one of the learners that torchrun has started
 
 Learners write records (JSON after a byte that no text begins with) among what they print. Model and data are made once,
@@ -201,14 +201,14 @@ def _check_resume(config: Config, checkpoint: Checkpoint, samples: int, tell: Ca
 # --- learners that are forked from here ------------------------------------------------------------------------------
 
 
-def launch(start: Start, hear: Report, tell: Callable[[str, str], None]) -> Result:
-    """Run it. `hear` is given every record, `tell` every other line that a learner prints, with its name.
+def launch(start: Start, on_record: Report, on_line: Callable[[str, str], None]) -> Result:
+    """Train. `on_record` gets every record, `on_line` every other line that a learner prints, with its name.
 
     Ctrl-C or SIGTERM lets the learners save and end; a second one ends everything at once.
     """
     try:
-        with Telemetry(start.config, start.run, start.leg, hear) as telemetry:
-            return _ForkedTraining(start, telemetry, tell).run()
+        with Telemetry(start.config, start.run, start.leg, on_record) as telemetry:
+            return _ForkedTraining(start, telemetry, on_line).run()
     finally:
         if start.hold is not None:
             start.hold.release()
@@ -221,11 +221,11 @@ class _ForkedTraining:
     at the start, and not if they are stuck elsewhere.
     """
 
-    def __init__(self, start: Start, telemetry: Telemetry, tell: Callable[[str, str], None]) -> None:
-        self.start, self.telemetry, self.tell = start, telemetry, tell
+    def __init__(self, start: Start, telemetry: Telemetry, on_line: Callable[[str, str], None]) -> None:
+        self.start, self.telemetry, self.on_line = start, telemetry, on_line
         self.result = Result()
         self.failures: dict[int, str] = {}  # as they came
-        self.heeding: set[int] = set()  # learners that know what to do when they are asked to end
+        self.ready: set[int] = set()  # learners that know what to do when they are asked to end
         self.was_asked = False  # they were
         self.halted = False  # all learners stand still, and one of them saves
         self.patience_s = FORMING_S
@@ -235,13 +235,13 @@ class _ForkedTraining:
     def run(self) -> Result:
         start, result = self.start, self.result
         with terminable(noted=1) as signals:
-            launcher = _launcher(start, self._on_line)
+            launcher = _launcher(start, self._read_line)
             try:
                 for name in AHEAD:  # once, and not in each fork
                     importlib.import_module(name)
                 launcher.start()
                 self.telemetry.begin()
-                said = launcher.watch(lambda: self._check(launcher, signals.received))
+                said = launcher.watch(lambda: self._check_end(launcher, signals.received))
             except (KeyboardInterrupt, SystemExit):
                 launcher.kill_learners()
                 raise
@@ -253,17 +253,17 @@ class _ForkedTraining:
         if result.end:
             result.end["joules"] = energy.joules
         result.services = json.loads(said) if said else {}
-        _blame(start, self.exits or launcher.exits, self.failures, result)
+        _raise_failure(start, self.exits or launcher.exits, self.failures, result)
         conclude(start, result)
         return result
 
     def _note(self, text: str) -> None:
         self.telemetry.hear({"kind": "note", "text": text})
 
-    def _check(self, launcher: Launcher, signals: Sequence[int]) -> None:
+    def _check_end(self, launcher: Launcher, signals: Sequence[int]) -> None:
         """Whether learners have to be asked to end, or made to."""
         self.telemetry.hear({"kind": "turn"})
-        if signals and not self.was_asked and len(self.heeding | launcher.exits.keys()) == self.start.config.learners:
+        if signals and not self.was_asked and len(self.ready | launcher.exits.keys()) == self.start.config.learners:
             self.was_asked = True
             self._note("asked to stop: saving (once more ends it at once)")
             launcher.ask_to_end()
@@ -275,42 +275,42 @@ class _ForkedTraining:
             self.exits = dict(launcher.exits)
             launcher.kill_learners()
 
-    def _on_line(self, name: str, line: str) -> None:
+    def _read_line(self, name: str, line: str) -> None:
         if name == SELF:
             self._note(line)
             return
         printed, mark, told = line.partition(MARK.decode())
         if printed or not mark:  # a program may have printed without an end of line
-            self.tell(name, printed)
+            self.on_line(name, printed)
         if not mark:
             return
         try:
             record = json.loads(told)
         except ValueError:  # it was killed while it wrote
             return
-        self._on_record(name, record)
+        self._handle_record(name, record)
 
-    def _on_record(self, name: str, record: Mapping[str, Any]) -> None:
+    def _handle_record(self, name: str, record: dict[str, Any]) -> None:
         match record["kind"]:
             case "heeding":
-                self.heeding.add(record["learner"])
+                self.ready.add(record["learner"])
                 return
             case "halted":
                 self.halted = record["now"]
                 return
             case "failed":
-                self._on_failure(name, record["learner"], record["text"], record["traceback"])
+                self._handle_failure(name, record["learner"], record["text"], record["traceback"])
                 return
             case "begin":
                 self.patience_s = PARTING_S
             case "end":
-                self.result.end = dict(record)
+                self.result.end = record
         self.telemetry.hear(record)
 
-    def _on_failure(self, name: str, learner: int, text: str, trace: str) -> None:
+    def _handle_failure(self, name: str, learner: int, text: str, trace: str) -> None:
         if text not in self.failures.values():  # the same in all learners is told once
             for line in trace.splitlines():
-                self.tell(name, line)
+                self.on_line(name, line)
         self.failures[learner] = text
         if not self.start.reduces:  # there the others go on, and this is all that is heard of it
             self._note(f"learner {learner}: {text}")
@@ -322,7 +322,7 @@ def _launcher(start: Start, on_line: Callable[[str, str], None]) -> Launcher:
     environment = {**os.environ, **threads}
 
     def body(number: int) -> int:
-        return _live(start, number)
+        return _run_learner(start, number)
 
     if start.reduces:
         return RankLauncher(LaunchPlan(body=body, environment=environment), config.learners, on_line)
@@ -338,8 +338,8 @@ def _launcher(start: Start, on_line: Callable[[str, str], None]) -> Launcher:
     return Supervisor(plan, on_line)
 
 
-def _live(start: Start, number: int) -> int:
-    """A learner's life, in its own process; its exit code."""
+def _run_learner(start: Start, number: int) -> int:
+    """One learner, in a process of its own; its exit code."""
 
     def report(record: Mapping[str, Any]) -> None:
         sys.stdout.flush()
@@ -348,9 +348,9 @@ def _live(start: Start, number: int) -> int:
     # What torch keeps of NVML does not survive this fork, which closes files: it asks CUDA then, and need not say so.
     warnings.filterwarnings("ignore", "Can't initialize NVML")
     try:
-        _train(start, number, start.config.learners, report)
+        _fit(start, number, start.config.learners, report)
     except Exception as error:
-        report({"kind": "failed", "learner": number} | _blamed(error))
+        report({"kind": "failed", "learner": number} | _failure_of(error))
         return error.exit_code if isinstance(error, OffbeatError) else 1
     return 0
 
@@ -358,7 +358,7 @@ def _live(start: Start, number: int) -> int:
 _OTHERS = "others are gone: "
 
 
-def _blamed(error: Exception) -> dict[str, str]:
+def _failure_of(error: Exception) -> dict[str, str]:
     """What is told of an error, and its traceback where it is neither ours nor another learner's."""
     told = next((line for line in str(error).splitlines() if line.strip()), "")
     if isinstance(error, PeerError) or (isinstance(error, RuntimeError) and any(one in told for one in _PEERS)):
@@ -373,7 +373,7 @@ def _blamed(error: Exception) -> dict[str, str]:
 _PEERS = ("PeerError: ", "Connection closed by peer", "Connection reset by peer", "remote process exited")
 
 
-def _train(start: Start, number: int, learners: int, report: Report) -> None:
+def _fit(start: Start, number: int, learners: int, report: Report) -> None:
     signals = SignalHandler(math.inf)
     signals.install()
     if not under_torchrun():
@@ -399,7 +399,7 @@ def _train(start: Start, number: int, learners: int, report: Report) -> None:
         trainer.finish_saving()
 
 
-def _blame(start: Start, exits: Mapping[int, int], failures: Mapping[int, str], result: Result) -> None:
+def _raise_failure(start: Start, exits: Mapping[int, int], failures: Mapping[int, str], result: Result) -> None:
     """An `OffbeatError` that says who is at fault, if the run did not come to its end."""
     if result.end and not (start.reduces and any(exits.values())):
         return
@@ -525,26 +525,26 @@ def learn(
         )
     result = Result()
     with ExitStack() as stack:
-        accounts = stack.enter_context(Telemetry(config, start.run, start.leg, report)) if rank == 0 else None
-        if accounts is not None:
-            accounts.begin()
+        telemetry = stack.enter_context(Telemetry(config, start.run, start.leg, report)) if rank == 0 else None
+        if telemetry is not None:
+            telemetry.begin()
 
         def hear(record: Mapping[str, Any]) -> None:
             if record["kind"] == "end":
                 result.end = dict(record)
-            if accounts is not None:
-                accounts.hear(record)
+            if telemetry is not None:
+                telemetry.hear(record)
             elif record["kind"] != "progress":
                 report(record)
 
         try:
-            _train(start, rank, learners, hear)
+            _fit(start, rank, learners, hear)
         except RuntimeError as error:
-            told = _blamed(error)
+            told = _failure_of(error)
             if told["traceback"]:
                 raise
             raise OffbeatError(f"rank {rank}: {told['text']}") from None
-        if accounts is not None and result.end:
-            result.end["joules"] = accounts.measure().joules
+        if telemetry is not None and result.end:
+            result.end["joules"] = telemetry.measure().joules
             conclude(start, result)
     return result
