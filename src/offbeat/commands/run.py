@@ -13,7 +13,7 @@ from typing import Any
 from offbeat.commands.base import Command, console, facts, json_argument, print_json, reader, say
 from offbeat.errors import OffbeatError, RequestError
 from offbeat.policies.damping import CORRECT, KEEP
-from offbeat.processes.launcher import Launcher, LaunchPlan, RankLauncher
+from offbeat.processes.launcher import Launcher, LaunchPlan, RankLauncher, thread_environment
 from offbeat.runs.metrics import format_traffic
 from offbeat.spec import count_of, format_seconds, parse_count
 from offbeat.strategy import ALL_REDUCE, NATIVE, family_of
@@ -137,9 +137,8 @@ def _command(given: argparse.Namespace) -> list[str]:
 
 
 def _environment(given: argparse.Namespace) -> dict[str, str]:
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(given.threads))
     own = {"OFFBEAT_SYNC": given.sync, "OFFBEAT_SEED": str(given.seed), "OFFBEAT_SLOW": " ".join(given.slow)}
-    return {**os.environ, **threads, **own}
+    return {**os.environ, **thread_environment(given.threads), **own}
 
 
 def _printer(given: argparse.Namespace) -> Callable[[str, str], None]:

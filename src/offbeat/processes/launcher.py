@@ -44,6 +44,11 @@ class LaunchPlan:
         return bool(self.command) or self.body is not None
 
 
+def thread_environment(threads: int) -> dict[str, str]:
+    """How many threads torch and its libraries use in a process."""
+    return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
+
+
 class Launcher:
     """See the module's text. `on_line(name, line)` is given what learners print, and what is worth knowing."""
 

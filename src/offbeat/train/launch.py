@@ -27,7 +27,7 @@ import torch
 
 from offbeat.errors import OffbeatError, PeerError, RequestError
 from offbeat.processes.child import Stopwatch, describe_exit
-from offbeat.processes.launcher import SELF, Launcher, LaunchPlan, RankLauncher
+from offbeat.processes.launcher import SELF, Launcher, LaunchPlan, RankLauncher, thread_environment
 from offbeat.processes.signals import SignalHandler, ending_by, terminable
 from offbeat.runs.log import read_log, write_chrome_trace
 from offbeat.server.coordinator.session import Setting
@@ -318,8 +318,7 @@ class _ForkedTraining:
 
 def _launcher(start: Start, on_line: Callable[[str, str], None]) -> Launcher:
     config = start.config
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(config.train.threads))
-    environment = {**os.environ, **threads}
+    environment = {**os.environ, **thread_environment(config.train.threads)}
 
     def body(number: int) -> int:
         return _run_learner(start, number)
