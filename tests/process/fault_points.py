@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from offbeat.server import arena, handshake, supervisor, wire
+from offbeat.processes import child
+from offbeat.server import arena, handshake, wire
 from offbeat.server.coordinator import coordinator_process
 from offbeat.server.learner import client, connection, push_modes
 from offbeat.server.shard import server_process
@@ -259,7 +260,7 @@ def _forget_pushes() -> None:
 
 
 def _outlive_the_supervisor() -> None:
-    supervisor._die_with = lambda parent: None
+    child.die_with_parent = lambda parent=None: None
     connection._NOBODY_S = server_process._NOBODY_S = 60.0  # nor do they end by themselves, when the door is gone
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NoReturn
 
-from offbeat.server import supervisor
+from offbeat.processes import child
 
 
 def fork_scripts() -> None:
     """From here on the supervisor of this process forks learners. What the script must find loaded is loaded before."""
-    supervisor.subprocess = SimpleNamespace(Popen=ForkedLearner, DEVNULL=-3)  # type: ignore[assignment, attr-defined]  # see above
+    child.subprocess = SimpleNamespace(Popen=ForkedLearner, DEVNULL=-3)  # type: ignore[assignment, attr-defined]  # see above
 
 
 class ForkedLearner:
@@ -30,6 +30,8 @@ class ForkedLearner:
         stdout: int,
         stderr: int,
         env: Mapping[str, str],
+        pass_fds: Sequence[int],
+        bufsize: int,
         start_new_session: bool,
         preexec_fn: Callable[[], None],
     ) -> None:

@@ -292,7 +292,7 @@ def test_a_child_that_does_not_answer_is_named_and_killed(monkeypatch: pytest.Mo
 
 def test_ranks_end_when_their_parent_is_killed() -> None:
     """The parent stands in a process of its own, which is killed while its rank sleeps for ever."""
-    rank = "from offbeat.measure.rank_messages import die_with_parent; import time; die_with_parent(); time.sleep(600)"
+    rank = "import time; time.sleep(600)"
     parent = (
         "import os, sys\nfrom offbeat.measure.harness import Harness\n"
         f"child = Harness(9).start('rank 0', [sys.executable, '-c', {rank!r}], os.environ)\n"

@@ -225,7 +225,7 @@ def forever(folder: Path) -> dict[str, tuple[list[str], Callable[[], None]]]:
         "run": (["run", *run, str(script)], lambda: None),
         "simulate": (["simulate", "async", "--updates", "100000000", "--json", *LONG], marked(simulator, "go_quickly")),
         "compare": (["compare", "--minibatches", "100000000", *LONG], marked(simulator, "go_quickly")),
-        "bench": (["bench", "policies", "--learners", "2"], marked(Supervisor, "turn")),
+        "bench": (["bench", "policies", "--learners", "2"], marked(Supervisor, "poll")),
         "watch": (["watch", "run"], marked(watch, "read_state", then_s=60.0)),
         "replay": (["replay", "run"], marked(replay, "read_run", then_s=60.0)),
     }

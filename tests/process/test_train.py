@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from offbeat.processes.launcher import Launcher, RankLauncher
 from offbeat.runs.metrics import format_accuracy
 from offbeat.server.supervisor import Supervisor
 from process.test_ddp_script import Ended as Finished
@@ -243,11 +244,12 @@ WRONG = {
 def no_start() -> None:
     """What is one's own is tried in a fork of its own; but nothing of a run is started."""
 
-    def refuse(supervisor: Supervisor) -> None:
+    def refuse(launcher: Launcher) -> None:
         Path("started").touch()
         raise AssertionError("something was started")
 
-    Supervisor.start = refuse  # type: ignore[method-assign,assignment]  # in a process of its own
+    for kind in (Launcher, RankLauncher, Supervisor):
+        kind.start = refuse  # type: ignore[method-assign,assignment]  # in a process of its own
 
 
 @pytest.mark.parametrize("what", WRONG)

@@ -20,7 +20,7 @@ from offbeat.server.coordinator.session import Setting
 from offbeat.server.learner.connection import RunOverError
 from offbeat.server.learner.gradient_hooks import Hooks
 from offbeat.server.learner.served_learner import ServedLearner
-from offbeat.server.supervisor import Plan, Supervisor
+from offbeat.server.supervisor import ServerPlan, Supervisor
 from offbeat.server.wire import EnterPause
 
 SAMPLES, FEATURES, CLASSES = 96, 12, 3
@@ -118,16 +118,16 @@ def family(
 
 
 def _supervise(store: str, setting: Setting, log: str | None, within_s: float) -> dict[str, Any]:
-    supervisor = Supervisor(Plan(setting=setting, log=Path(log) if log else None), tell=lambda name, line: None)
+    supervisor = Supervisor(ServerPlan(setting=setting, log=Path(log) if log else None), lambda name, line: None)
     try:
         supervisor.start()
         unfinished = Path(f"{store}.unfinished")
-        unfinished.write_text(json.dumps([supervisor.name, supervisor.token]))
+        unfinished.write_text(json.dumps([supervisor.address, supervisor.token]))
         unfinished.rename(f"{store}.address")
         end = time.monotonic() + within_s
         waited = [Path(f"{store}.done.{rank}") for rank in range(setting.learners)]
         while not all(path.exists() for path in waited) and time.monotonic() < end:
-            supervisor.turn()
+            supervisor.poll()
         summary: dict[str, Any] = json.loads(supervisor.finish() or "{}")
         return summary
     finally:

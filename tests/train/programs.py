@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from offbeat import cli
-from offbeat.server.supervisor import close_all_but
+from offbeat.processes.child import close_inherited
 from offbeat.train import checkpoint, launch
 from offbeat.train.reduced_trainer import ReducedTrainer
 from offbeat.train.served_trainer import ServedTrainer
@@ -168,7 +168,7 @@ _POINTS: dict[str, tuple[tuple[Any, ...], str, Callable[[tuple[Any, ...]], int |
     "place": ((checkpoint,), "_take_place", lambda given: None),
     "reduced": ((ReducedTrainer,), "_update", _number),
     "served": ((ServedTrainer,), "_minibatch", _number),
-    "born": ((launch,), "_live", lambda given: int(given[1])),
+    "born": ((launch,), "_run_learner", lambda given: int(given[1])),
 }
 
 
@@ -311,7 +311,7 @@ def _live(folder: Path, words: Sequence[str], before: Sequence[Callable[[], None
     null = os.open(os.devnull, os.O_RDONLY)
     for number, descriptor in enumerate((null, side if side >= 0 else out, side if side >= 0 else err)):
         os.dup2(descriptor, number)
-    close_all_but(set())
+    close_inherited(set())
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - as long as the process lives
     sys.stdout, sys.stderr = (open(number, "w", encoding="utf-8", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115 - likewise
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

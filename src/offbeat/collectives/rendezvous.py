@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from offbeat.errors import OffbeatError, PeerError
+from offbeat.processes.child import state_of
 
 PROTOCOL = 1
 _HELLO = struct.Struct("<8sII16sQ")  # magic, protocol, rank, token, size of the segment whose descriptor comes along
@@ -186,15 +187,6 @@ def _lost(peer: int, names: Sequence[int], cards: list[dict[str, Any]], why: str
     peer = next((rank for rank, card in enumerate(cards) if _is_dead(card)), peer)
     how = "died" if _is_dead(cards[peer]) else f"cannot be reached: {why}"
     return PeerError(f"rank {names[peer]} {how}, while the group was being made", ranks=(names[peer],))
-
-
-def state_of(pid: int) -> str:
-    """The kernel's letter for the state of a process: T stopped, Z dead and not yet buried; '' for none."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-    return text.rpartition(")")[2].split()[0]
 
 
 def _is_dead(card: Mapping[str, Any]) -> bool:

@@ -32,9 +32,10 @@ from typing import NamedTuple, NoReturn
 
 from offbeat.collectives import memory, sync
 from offbeat.collectives.memory import Segment
-from offbeat.collectives.rendezvous import Peer, state_of
+from offbeat.collectives.rendezvous import Peer
 from offbeat.collectives.sync import Patience, Word
 from offbeat.errors import OffbeatError, PeerError
+from offbeat.processes.child import state_of
 
 _LINE = 8  # words
 MARK, BLAME, LEFT, WAITS_FOR, WAITS_MARK, DONE, ANNOUNCED, BELL = 0, 8, 9, 10, 11, 12, 13, 6 * _LINE

@@ -5,25 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from offbeat.commands.base import Command, console, facts, json_argument, print_json, reader, say
 from offbeat.errors import OffbeatError, RequestError
 from offbeat.policies.damping import CORRECT, KEEP
-from offbeat.processes.signals import terminable
+from offbeat.processes.launcher import Launcher, LaunchPlan, RankLauncher, thread_environment
 from offbeat.runs.metrics import format_traffic
 from offbeat.spec import count_of, format_seconds, parse_count
 from offbeat.strategy import ALL_REDUCE, NATIVE, family_of
 
-if TYPE_CHECKING:
-    from offbeat.server.supervisor import Plan
-
 _DEFAULT_LEARNERS = 2
-_SUMMARY = "offbeat/summary"  # where the ranks of an all-reduce leave theirs, in their store
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,21 +63,38 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 def _run(given: argparse.Namespace) -> None:
     if not Path(given.script).is_file():
         raise RequestError(f"there is no script {given.script}")
-    reduces = family_of(given.sync) == ALL_REDUCE
     from offbeat.processes.slowness import parse
 
     parse(given.slow, given.learners)
-    with terminable(), os.fdopen(os.memfd_create("offbeat-joined"), "rb") as joined:  # nothing is left behind
-        given.joined = joined
-        if reduces:
-            _run_ranks(given)
-        else:
-            _run_server(given)
+    with os.fdopen(os.memfd_create("offbeat-joined"), "rb") as joined:  # nothing is left behind
+        environment = _environment(given) | {"OFFBEAT_JOINED": f"/proc/{os.getpid()}/fd/{joined.fileno()}"}
+        reduces = family_of(given.sync) == ALL_REDUCE
+        with (_ranks if reduces else _supervisor)(given, environment) as launcher:
+            launcher.start()
+            said = launcher.watch()
+        has_joined = bool(joined.read(1))
+    summary = {"strategy": given.sync, "learners": given.learners} if reduces or not said else {}
+    summary |= json.loads(said) if said else {}
+    summary["exits"] = {str(learner): code for learner, code in sorted(launcher.exits.items())}
+    summary["restarts"] = launcher.recoveries
+    _print_end(given, summary)
+    failed = {learner: code for learner, code in launcher.exits.items() if code}
+    if not failed and not has_joined:
+        raise RequestError(
+            f"run: {Path(given.script).name} never called offbeat.join(): {given.learners} copies of it ran, each by "
+            "itself"
+        )
+    if not reduces and (said is None or summary.get("unfinished")):
+        raise OffbeatError("run: the last updates were not made: the servers did not answer")
+    if failed:
+        names = ", ".join(map(str, sorted(failed)))
+        kind = RequestError if set(failed.values()) == {RequestError.exit_code} else OffbeatError
+        raise kind(f"run: {count_of(len(failed), 'learner')} failed: {names}")
 
 
-def _run_server(given: argparse.Namespace) -> None:
+def _supervisor(given: argparse.Namespace, environment: Mapping[str, str]) -> Launcher:
     from offbeat.server.coordinator.session import Setting
-    from offbeat.server.supervisor import Plan
+    from offbeat.server.supervisor import ServerPlan, Supervisor
 
     setting = Setting(
         line=given.sync,
@@ -94,74 +106,25 @@ def _run_server(given: argparse.Namespace) -> None:
     log = None if given.log is None else given.log.absolute()
     if log is not None and (log.is_dir() or not log.parent.is_dir()):
         raise RequestError(f"cannot write {given.log}: it is a folder, or is in none")
-    plan = Plan(
+    corrected = setting.policy().staleness_note()
+    if corrected:
+        print(f"offbeat: {corrected}", file=sys.stderr)
+    plan = ServerPlan(
         setting=setting,
-        learner=_words(given),
-        environment=_environment(given),
+        command=_command(given),
+        environment=environment,
         seed=given.seed,
         log=log,
         facts={"learners": given.learners, "servers": given.servers, "script": Path(given.script).name},
     )
-    corrected = setting.policy().staleness_note()
-    if corrected:
-        print(f"offbeat: {corrected}", file=sys.stderr)
-    _supervise(given, plan)
+    return Supervisor(plan, _printer(given))
 
 
-def _supervise(given: argparse.Namespace, plan: Plan, of_ranks: Callable[[], dict[str, Any]] | None = None) -> None:
-    """`of_ranks`: what the ranks of a process group say of themselves at the end."""
-    from offbeat.server.supervisor import Supervisor
-
-    supervisor = Supervisor(plan, _teller(given))
-    try:
-        supervisor.start()
-        while supervisor.learners_left:
-            supervisor.turn()
-        said = supervisor.finish()
-        exits = dict(supervisor.exits)
-    finally:
-        supervisor.close()
-    summary = json.loads(said) if said else {"strategy": given.sync, "learners": given.learners}
-    summary |= of_ranks() if of_ranks is not None else {}
-    summary["exits"] = {str(learner): code for learner, code in sorted(exits.items())}
-    summary["restarts"] = supervisor.recoveries
-    _tell_end(given, summary)
-    failed = {learner: code for learner, code in exits.items() if code}
-    if not failed and not given.joined.read(1):
-        raise RequestError(
-            f"run: {Path(given.script).name} never called offbeat.join(): {given.learners} copies of it ran, each by "
-            "itself"
-        )
-    if plan.store_port is None and (said is None or summary.get("unfinished")):
-        raise OffbeatError("run: the last updates were not made: the servers did not answer")
-    if failed:
-        names = ", ".join(map(str, sorted(failed)))
-        kind = RequestError if set(failed.values()) == {RequestError.exit_code} else OffbeatError
-        raise kind(f"run: {count_of(len(failed), 'learner')} failed: {names}")
-
-
-def _run_ranks(given: argparse.Namespace) -> None:
-    """Ranks of a process group. Their store listens on loopback alone."""
+def _ranks(given: argparse.Namespace, environment: Mapping[str, str]) -> Launcher:
     if given.log is not None or given.servers != 1 or given.cancelled != "again":
         raise RequestError(f"'{given.sync}' is an all-reduce: --log, --servers, --cancelled are for a parameter server")
-    from torch._C._distributed_c10d import TCPStore
-
-    from offbeat.server.coordinator.session import Setting
-    from offbeat.server.supervisor import Plan
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        store = TCPStore(
-            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())
-        )
-        plan = Plan(
-            setting=Setting(line="full-sync", learners=given.learners),
-            learner=_words(given),
-            environment=_environment(given) | {"OFFBEAT_SUMMARY": _SUMMARY} | _replaced(given),
-            restarts=0,
-            store_port=port,
-        )
-        _supervise(given, plan, lambda: json.loads(store.get(_SUMMARY)) if store.check([_SUMMARY]) else {})
+    plan = LaunchPlan(command=_command(given), environment={**environment, **_replaced(given)})
+    return RankLauncher(plan, given.learners, _printer(given))
 
 
 def _replaced(given: argparse.Namespace) -> dict[str, str]:
@@ -169,38 +132,36 @@ def _replaced(given: argparse.Namespace) -> dict[str, str]:
     return {} if given.sync == NATIVE or "OFFBEAT_REPLACE" in os.environ else {"OFFBEAT_REPLACE": "gloo,nccl"}
 
 
-def _words(given: argparse.Namespace) -> list[str]:
+def _command(given: argparse.Namespace) -> list[str]:
     return [sys.executable, "-u", str(Path(given.script).absolute()), *given.words]
 
 
 def _environment(given: argparse.Namespace) -> dict[str, str]:
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(given.threads))
-    own = {"OFFBEAT_JOINED": f"/proc/{os.getpid()}/fd/{given.joined.fileno()}"}
-    own |= {"OFFBEAT_SYNC": given.sync, "OFFBEAT_SEED": str(given.seed), "OFFBEAT_SLOW": " ".join(given.slow)}
-    return {**os.environ, **threads, **own}
+    own = {"OFFBEAT_SYNC": given.sync, "OFFBEAT_SEED": str(given.seed), "OFFBEAT_SLOW": " ".join(given.slow)}
+    return {**os.environ, **thread_environment(given.threads), **own}
 
 
-def _teller(given: argparse.Namespace) -> Any:
+def _printer(given: argparse.Namespace) -> Callable[[str, str], None]:
     """What learners print, each line with who it is from; on standard error if the result is to be JSON."""
     out = sys.stderr if given.json else sys.stdout
     width = len(f"learner {given.learners - 1}")
 
-    def tell(name: str, line: str) -> None:
+    def print_line(name: str, line: str) -> None:
         text = f"{name.ljust(width)} | {line}"
         encoding = out.encoding or "utf-8"
         print(text.encode(encoding, "backslashreplace").decode(encoding), file=out, flush=True)
 
-    return tell
+    return print_line
 
 
-def _tell_end(given: argparse.Namespace, summary: dict[str, Any]) -> None:
+def _print_end(given: argparse.Namespace, summary: dict[str, Any]) -> None:
     if given.json:
         print_json(summary)
         return
     if not {"pushes", "wait_share"} & summary.keys():  # nobody has come so far as to say more
         return
     out = console()
-    rows = _of_server(summary) if "pushes" in summary else [("updates", f"{summary['updates']}")]
+    rows = _server_facts(summary) if "pushes" in summary else [("updates", f"{summary['updates']}")]
     if summary.get("sent_bytes") is not None:
         told = format_traffic(summary["sent_bytes"], summary["received_bytes"], summary.get("wait_share"))
         rows.append(("traffic", f"learners {told}"))
@@ -212,7 +173,7 @@ def _tell_end(given: argparse.Namespace, summary: dict[str, Any]) -> None:
         say(out, f"warning: {summary['warning']}", style="bold yellow")
 
 
-def _of_server(summary: dict[str, Any]) -> list[tuple[str, str]]:
+def _server_facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
     pushes = summary["pushes"]
     per = summary["seconds_per_update"]
     each = f": {format_seconds(per)} each" if per else ""

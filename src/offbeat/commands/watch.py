@@ -10,7 +10,6 @@ what no run writes is an error in one line. What learners print, and runs in vir
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -33,7 +32,7 @@ from offbeat.commands.view import (
     view_for,
 )
 from offbeat.errors import OffbeatError, RequestError
-from offbeat.processes.signals import terminable
+from offbeat.processes.signals import signals_deferred, terminable
 from offbeat.report.files import clean
 from offbeat.train.disk import is_alive
 from offbeat.train.rundir import FOLDER, RunDir, is_held
@@ -255,12 +254,9 @@ def follow(run: RunDir, out: TextIO) -> RunState:
     state = Progress(clock)
     feed = Feed(run, clock, state)
     view: View | None = None
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))  # until it can be closed
     try:
-        try:
+        with signals_deferred():  # until it can be closed
             view = view_for(out, live=True, state=state) if out.isatty() else PlainView(_writer(out), state)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         while not (look := read_state(run)).is_over:
             _hand_on(feed, look, view.hear)
             view.hear({"kind": "turn"})

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from offbeat.measure.rank_messages import Wire, die_with_parent, require, serve
+from offbeat.measure.rank_messages import Wire, require, serve
 from offbeat.measure.torch_rank import mean_s
 from offbeat.train.config_files import from_json
 from offbeat.train.precision import Precision
@@ -172,7 +172,6 @@ def _middle(values: list[float]) -> float:
 
 
 def _work(wire: Wire) -> None:
-    die_with_parent()
     bench: Bench | None = None
     for question in wire.questions():
         if bench is None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import selectors
-import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from offbeat.errors import OffbeatError
+from offbeat.processes.child import describe_exit, end_program, start_program
 from offbeat.spec import format_seconds
 
 _LOOK_S = 0.5  # how often a process is looked at whose pipe says nothing
@@ -37,16 +37,8 @@ class Child:
         self.closed = False  # its standard output has ended
         self._line = b""
         self._noise = b""
-        self.process = subprocess.Popen(
-            words,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=dict(environment),
-            pass_fds=pass_fds,
-            bufsize=0,
-            start_new_session=True,  # Ctrl-C is for the parent, which ends the others in order
-        )
+        pipe = subprocess.PIPE
+        self.process = start_program(words, environment, stdin=pipe, stdout=pipe, stderr=pipe, pass_fds=pass_fds)
 
     def tell(self, question: Mapping[str, object]) -> None:
         self.answer = _NO_ANSWER
@@ -85,7 +77,7 @@ class Child:
         except subprocess.TimeoutExpired:
             return 0, f"{self.name} has hung up"
         if code < 0:
-            return 2, f"{self.name} was killed by {signal.Signals(-code).name}"
+            return 2, f"{self.name} was killed by {describe_exit(code)}"
         return 0, f"{self.name} ended with exit code {code}: {self.last_words()}"
 
 
@@ -172,17 +164,4 @@ class Harness:
                 child.process.stdin = None
         deadline = time.monotonic() + _GRACE_S
         for child in self.children:
-            _end(child.process, deadline)
-
-
-def _end(process: subprocess.Popen[bytes], deadline: float) -> None:
-    """Wait until it has ended, reading on so that a full pipe does not hold it up; then kill it and what it forked."""
-    try:
-        process.communicate(timeout=max(0.0, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # its own session, and not yet waited for: nobody else has this number
-        process.wait()
-    finally:
-        for pipe in (process.stdout, process.stderr):
-            if pipe is not None:
-                pipe.close()
+            end_program(child.process, deadline - time.monotonic())

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.errors import OffbeatError
-from offbeat.measure.rank_messages import CHECK_PERIOD, Wire, die_with_parent, require, serve
+from offbeat.measure.rank_messages import CHECK_PERIOD, Wire, require, serve
+from offbeat.processes.child import die_with_parent
 
 _LOOK_S = 0.005
 _STOP, _WARM, _TIME = range(3)

@@ -6,10 +6,8 @@ when the line does, and on Linux it does not outlive its parent even inside a co
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -18,7 +16,6 @@ from offbeat.errors import OffbeatError
 
 # Of the values in a check of a sum: small whole numbers, so that every order of adding gives the same float.
 CHECK_PERIOD = 251
-_PR_SET_PDEATHSIG = 1
 
 
 class Wire:
@@ -51,12 +48,6 @@ def serve(work: Callable[[Wire], None]) -> int:
         wire.answer(error=text if isinstance(error, OffbeatError) else f"{type(error).__name__}: {text}")
         return 1
     return 0
-
-
-def die_with_parent() -> None:
-    """Where the system can do it: be killed when the process that started this one is gone."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def require(question: Mapping[str, Any], wanted: str) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from offbeat import plugins
 from offbeat.errors import OffbeatError
-from offbeat.server.supervisor import Plan, Supervisor
+from offbeat.server.supervisor import ServerPlan, Supervisor
 from offbeat.spec import format_seconds
 
 _MOST_SAID = 200  # lines that are kept
@@ -41,7 +41,7 @@ def environment(own: Mapping[str, str]) -> dict[str, str]:
     return {**outer, **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1"), **own}
 
 
-def supervise(plan: Plan, doing: str, timeout_s: float) -> Ended:
+def supervise(plan: ServerPlan, doing: str, timeout_s: float) -> Ended:
     """Start it, and wait until all learners have left."""
     said: list[tuple[str, str]] = []
 
@@ -53,8 +53,8 @@ def supervise(plan: Plan, doing: str, timeout_s: float) -> Ended:
     supervisor = Supervisor(plan, tell)
     try:
         supervisor.start()
-        while supervisor.learners_left:
-            supervisor.turn()
+        while supervisor.learners:
+            supervisor.poll()
             failed = [learner for learner, code in supervisor.exits.items() if code]
             if failed:
                 name = f"learner {failed[0]}"

@@ -27,7 +27,7 @@ from offbeat.measure.rank_bench import MOST_RANKS, Progress
 from offbeat.measure.served import environment, program, supervise
 from offbeat.processes.signals import terminable
 from offbeat.server.coordinator.session import Setting
-from offbeat.server.supervisor import Plan
+from offbeat.server.supervisor import ServerPlan
 from offbeat.spec import count_of, format_seconds, format_size
 
 PARAMETERS = 25_600_000
@@ -292,9 +292,9 @@ def _sizes(request: ServerRequest) -> list[int]:
 def _ours(request: ServerRequest, learners: int, doing: str, *, in_place: bool) -> tuple[float, float]:
     """Pushes a second, and bytes a second of plain copies, both of all learners."""
     asked = {"sizes": _sizes(request), "seconds": request.seconds, "warm_up": WARM_UP, "in_place": in_place}
-    plan = Plan(
+    plan = ServerPlan(
         setting=Setting(line=LINE, learners=learners, shards=request.servers),
-        learner=program("server_learner", json.dumps(asked)),
+        command=program("server_learner", json.dumps(asked)),
         environment=environment({"OFFBEAT_SYNC": LINE}),
         restarts=0,
     )

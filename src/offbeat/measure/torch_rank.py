@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from offbeat.measure.rank_messages import die_with_parent, require
+from offbeat.measure.rank_messages import require
 from offbeat_autoload import register
 
 
@@ -47,7 +47,6 @@ def mean_s(iterations: int, work: Callable[[], object]) -> float:
 
 def join(question: Mapping[str, Any]) -> Peers:
     """Meet the others as the parent's first question says; the first system's group is the default one."""
-    die_with_parent()
     require(question, "join")
     register()  # where offbeat is on the path but not installed, `import torch` did not
     torch.set_num_threads(question["threads"])

@@ -1,1 +1,1 @@
-"""Starting, watching and ending processes; signals; slowness on purpose."""
+"""Starting, watching and ending processes; signals; slowness on purpose. Nothing here knows policies or gradients."""

@@ -1,4 +1,8 @@
-"""Ctrl-C and SIGTERM in a command: the first unwinds it, so that nothing is left behind; a second ends it at once."""
+"""Ctrl-C and SIGTERM: the first unwinds what runs, so that nothing is left behind; a second ends it at once.
+
+This is the only file that installs a handler. A handler may note the first signals instead of raising them, for those
+who end in order: a training that saves, a learner that stops after its minibatch.
+"""
 
 from __future__ import annotations
 
@@ -7,67 +11,95 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from offbeat.errors import Terminated
 
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs
 
-TOLD = (signal.SIGINT, signal.SIGTERM)
+ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
-class _Stop:
-    """The handler; it is installed once, however deep the `with terminable()` that ask for it are nested.
+class SignalHandler:
+    """Notes the first `noted` signals, raises the next one, and ends the process at once when one more comes.
 
     Python drops what is raised in some callbacks (of the garbage collector, a fork, a finalizer) and calls
     `sys.unraisablehook` instead. What this has raised is raised again then, a moment later.
     """
 
-    def __init__(self) -> None:
-        self._asked: BaseException | None = None  # raised by the first signal
+    def __init__(self, noted: float = 0) -> None:
+        self.received: list[int] = []
+        self.on_noted: Callable[[], None] = lambda: None
+        self._noted = noted
+        self._raised: BaseException | None = None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self._asked is not None:
+        if self._raised is not None:
             end_at_once(number)
-        self._asked = KeyboardInterrupt() if number == signal.SIGINT else Terminated(128 + number)
-        raise self._asked
+        self.received.append(number)
+        if len(self.received) <= self._noted:
+            self.on_noted()
+            return
+        self._raised = ending_by(number)
+        raise self._raised
+
+    def install(self) -> dict[signal.Signals, Any]:
+        """From now on; the handlers before."""
+        return {number: signal.signal(number, self) for number in ENDING}
 
     def raise_again(self, dropped: UnraisableHookArgs) -> bool:
-        if self._asked is None or dropped.exc_value is not self._asked:
+        if self._raised is None or dropped.exc_value is not self._raised:
             return False
-        number = signal.SIGINT if isinstance(self._asked, KeyboardInterrupt) else signal.SIGTERM
-        self._asked = None
+        self._raised = None
+        number = self.received.pop()
         later = threading.Timer(0.01, os.kill, (os.getpid(), number))  # not now: this too may be in the callback
         later.daemon = True
         later.start()
         return True
 
 
+def ending_by(number: int) -> BaseException:
+    """What a signal raises."""
+    return KeyboardInterrupt() if number == signal.SIGINT else Terminated(128 + number)
+
+
 @contextlib.contextmanager
-def terminable() -> Iterator[None]:
-    """In it, a first signal raises `KeyboardInterrupt` or `SystemExit`, and a second ends the process at once."""
+def terminable(noted: int = 0) -> Iterator[SignalHandler]:
+    """In it, a signal raises `KeyboardInterrupt` or `SystemExit` (the first `noted` are noted instead), and one more
+    ends the process at once. Where all that is nested ask for the same, the handler is installed once.
+    """
+    handler, hook = SignalHandler(noted), sys.unraisablehook
     here = threading.current_thread() is threading.main_thread()
-    if not here or isinstance(signal.getsignal(signal.SIGTERM), _Stop):
-        yield
+    if not here or (not noted and isinstance(signal.getsignal(signal.SIGTERM), SignalHandler)):
+        yield handler
         return
-    stop, hook = _Stop(), sys.unraisablehook
 
     def dropped(args: UnraisableHookArgs) -> None:
-        if not stop.raise_again(args):
+        if not handler.raise_again(args):
             hook(args)
 
-    before = {number: signal.signal(number, stop) for number in TOLD}
+    before = handler.install()
     sys.unraisablehook = dropped
+    try:
+        yield handler
+    finally:
+        sys.unraisablehook = hook
+        for number, previous in before.items():
+            signal.signal(number, previous)
+
+
+@contextlib.contextmanager
+def signals_deferred() -> Iterator[None]:
+    """Ctrl-C and SIGTERM come a little later: what they raise is lost in what Python calls around a fork."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:
         yield
     finally:
-        sys.unraisablehook = hook
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def end_at_once(number: int) -> NoReturn:
@@ -75,12 +107,12 @@ def end_at_once(number: int) -> NoReturn:
     with contextlib.suppress(OSError):
         for task in Path("/proc/self/task").iterdir():
             for word in (task / "children").read_text(encoding="ascii").split():
-                _kill(int(word))
+                kill_group(int(word))
     os._exit(128 + number)
 
 
-def _kill(pid: int) -> None:
-    """A child, and its process group where it leads one."""
+def kill_group(pid: int) -> None:
+    """Kill a child that was not waited for yet, and its process group where it leads one."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if os.getpgid(pid) == pid:
             os.killpg(pid, signal.SIGKILL)

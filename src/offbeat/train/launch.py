@@ -1,7 +1,7 @@
 """From a configuration to learners that train: forked from here on one machine, or started by torchrun.
 
-    launch      this process forks the learners, watches them and hears what they tell; with a parameter server it is
-                their supervisor too
+    launch      this process forks the learners, watches them and reads what they report; with a parameter server it
+                is their supervisor too
     learn       this process is one of the learners that torchrun has started
 
 Learners write records (JSON after a byte that no text begins with) among what they print. Model and data are made once,
@@ -12,29 +12,27 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
-import signal
-import socket
 import sys
-import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import TCPStore
 
 from offbeat.errors import OffbeatError, PeerError, RequestError
-from offbeat.processes.signals import end_at_once
+from offbeat.processes.child import Stopwatch, describe_exit
+from offbeat.processes.launcher import SELF, Launcher, LaunchPlan, RankLauncher, thread_environment
+from offbeat.processes.signals import SignalHandler, ending_by, terminable
 from offbeat.runs.log import read_log, write_chrome_trace
 from offbeat.server.coordinator.session import Setting
 from offbeat.server.learner.join import through_store
-from offbeat.server.supervisor import Plan, Supervisor
+from offbeat.server.supervisor import ServerPlan, Supervisor
 from offbeat.spec import count_of
 from offbeat.strategy import ALL_REDUCE, family_of
 from offbeat.train.checkpoint import Checkpoint, newest
@@ -47,7 +45,7 @@ from offbeat.train.served_trainer import ServedTrainer, setting_of
 from offbeat.train.tasks import PROGRAM, Task, check_apart, task_of
 from offbeat.train.telemetry import Telemetry
 from offbeat.train.tensorboard import check_installed
-from offbeat.train.trainer import Report, Trainer, device_of
+from offbeat.train.trainer import Report, device_of
 
 MARK = b"\x1e"  # before a record (RFC 7464)
 # After one of an all-reduce is lost: for the others to come to the same group, and to see it and save what they have.
@@ -73,7 +71,6 @@ class Result:
 
     end: dict[str, Any] = field(default_factory=dict)  # as the one who led last told it
     signal: int = 0  # that ended it, if one did
-    restarts: list[dict[str, Any]] = field(default_factory=list)
     services: dict[str, Any] = field(default_factory=dict)  # what the parameter server has counted
 
 
@@ -204,202 +201,144 @@ def _check_resume(config: Config, checkpoint: Checkpoint, samples: int, tell: Ca
 # --- learners that are forked from here ------------------------------------------------------------------------------
 
 
-def launch(start: Start, hear: Report, tell: Callable[[str, str], None]) -> Result:
-    """Run it. `hear` is given every record, `tell` every other line that a learner prints, with its name.
+def launch(start: Start, on_record: Report, on_line: Callable[[str, str], None]) -> Result:
+    """Train. `on_record` gets every record, `on_line` every other line that a learner prints, with its name.
 
     Ctrl-C or SIGTERM lets the learners save and end; a second one ends everything at once.
     """
     try:
-        with Telemetry(start.config, start.run, start.leg, hear) as accounts:
-            return _launch(start, accounts, tell)
+        with Telemetry(start.config, start.run, start.leg, on_record) as telemetry:
+            return _ForkedTraining(start, telemetry, on_line).run()
     finally:
         if start.hold is not None:
             start.hold.release()
 
 
-def _launch(start: Start, accounts: Telemetry, tell: Callable[[str, str], None]) -> Result:
-    result = Result()
-    hear = accounts.hear
-    failures: dict[int, str] = {}  # as they came
-    heeding: set[int] = set()  # learners that know what to do when they are asked to end
-    lost = _Lost(start)
+class _ForkedTraining:
+    """A training whose learners are forked from here: what they tell, and when they have to end.
 
-    def listen(name: str, line: str) -> None:
-        printed, mark, told = line.partition(MARK.decode())
-        if name == "offbeat":
-            hear({"kind": "note", "text": line})
+    Of an all-reduce nobody can go on when one is lost: the others see it by themselves, but not while they wait for it
+    at the start, and not if they are stuck elsewhere.
+    """
+
+    def __init__(self, start: Start, telemetry: Telemetry, on_line: Callable[[str, str], None]) -> None:
+        self.start, self.telemetry, self.on_line = start, telemetry, on_line
+        self.result = Result()
+        self.failures: dict[int, str] = {}  # as they came
+        self.ready: set[int] = set()  # learners that know what to do when they are asked to end
+        self.was_asked = False  # they were
+        self.halted = False  # all learners stand still, and one of them saves
+        self.patience_s = FORMING_S
+        self.exits: dict[int, int] = {}  # before the others were ended from here
+        self._stopping, self._lost = Stopwatch(), Stopwatch()
+
+    def run(self) -> Result:
+        start, result = self.start, self.result
+        with terminable(noted=1) as signals:
+            launcher = _launcher(start, self._read_line)
+            try:
+                for name in AHEAD:  # once, and not in each fork
+                    importlib.import_module(name)
+                launcher.start()
+                self.telemetry.begin()
+                said = launcher.watch(lambda: self._check_end(launcher, signals.received))
+            except (KeyboardInterrupt, SystemExit):
+                launcher.kill_learners()
+                raise
+            finally:
+                launcher.close()
+                start.run.tidy()
+                energy = self.telemetry.measure()
+            result.signal = signals.received[0] if signals.received else 0
+        if result.end:
+            result.end["joules"] = energy.joules
+        result.services = json.loads(said) if said else {}
+        _raise_failure(start, self.exits or launcher.exits, self.failures, result)
+        conclude(start, result)
+        return result
+
+    def _note(self, text: str) -> None:
+        self.telemetry.hear({"kind": "note", "text": text})
+
+    def _check_end(self, launcher: Launcher, signals: Sequence[int]) -> None:
+        """Whether learners have to be asked to end, or made to."""
+        self.telemetry.hear({"kind": "turn"})
+        if signals and not self.was_asked and len(self.ready | launcher.exits.keys()) == self.start.config.learners:
+            self.was_asked = True
+            self._note("asked to stop: saving (once more ends it at once)")
+            launcher.ask_to_end()
+        if self._stopping.seconds(bool(signals) and not self.halted) > self.start.config.save.grace_s:
+            self._note(_UNSAVED)
+            raise ending_by(signals[0])
+        lost_s = self._lost.seconds(self.start.reduces and any(launcher.exits.values()) and not self.exits)
+        if lost_s > self.patience_s:
+            self.exits = dict(launcher.exits)
+            launcher.kill_learners()
+
+    def _read_line(self, name: str, line: str) -> None:
+        if name == SELF:
+            self._note(line)
             return
+        printed, mark, told = line.partition(MARK.decode())
         if printed or not mark:  # a program may have printed without an end of line
-            tell(name, printed)
+            self.on_line(name, printed)
         if not mark:
             return
         try:
             record = json.loads(told)
         except ValueError:  # it was killed while it wrote
             return
-        if record["kind"] == "heeding":
-            heeding.add(record["learner"])
-            return
-        if record["kind"] == "halted":
-            asked.halted = record["now"]
-            return
-        if record["kind"] == "begin":
-            lost.patience_s = PARTING_S
-        if record["kind"] == "end":
-            result.end = record
-        if record["kind"] == "failed":
-            if record["text"] not in failures.values():  # the same in all learners is told once
-                for one in record["traceback"].splitlines():
-                    tell(name, one)
-            failures[record["learner"]] = record["text"]
-            if not start.reduces:  # there the others go on, and this is all that is heard of it
-                hear({"kind": "note", "text": f"learner {record['learner']}: {record['text']}"})
-            return
-        hear(record)
+        self._handle_record(name, record)
 
-    with _asked_to_end() as asked:
-        supervisor = _supervisor(start, listen)
-        try:
-            store = _start(supervisor, start)
-            accounts.begin()
-            told = False
-            while supervisor.learners_left:
-                supervisor.turn()
-                hear({"kind": "turn"})
-                if asked.number and not told and len(heeding | supervisor.exits.keys()) == start.config.learners:
-                    told = True
-                    hear({"kind": "note", "text": "asked to stop: saving (once more ends it at once)"})
-                    supervisor.ask_to_end()
-                if asked.is_too_long(start.config.save.grace_s):
-                    hear({"kind": "note", "text": _UNSAVED})
-                    raise KeyboardInterrupt if asked.number == signal.SIGINT else SystemExit(128 + asked.number)
-                if lost.is_enough(supervisor.exits):
-                    supervisor.kill_learners()
-            said = supervisor.finish()
-            del store
-        except (KeyboardInterrupt, SystemExit):
-            supervisor.kill_learners()
-            raise
-        finally:
-            supervisor.close()
-            start.run.tidy()
-            energy = accounts.measure()
-        result.signal = asked.number
-    if result.end:
-        result.end["joules"] = energy.joules
-    result.restarts = supervisor.recoveries
-    result.services = json.loads(said) if said else {}
-    _blame(start, lost.exits or dict(supervisor.exits), failures, result)
-    conclude(start, result)
-    return result
+    def _handle_record(self, name: str, record: dict[str, Any]) -> None:
+        match record["kind"]:
+            case "heeding":
+                self.ready.add(record["learner"])
+                return
+            case "halted":
+                self.halted = record["now"]
+                return
+            case "failed":
+                self._handle_failure(name, record["learner"], record["text"], record["traceback"])
+                return
+            case "begin":
+                self.patience_s = PARTING_S
+            case "end":
+                self.result.end = record
+        self.telemetry.hear(record)
+
+    def _handle_failure(self, name: str, learner: int, text: str, trace: str) -> None:
+        if text not in self.failures.values():  # the same in all learners is told once
+            for line in trace.splitlines():
+                self.on_line(name, line)
+        self.failures[learner] = text
+        if not self.start.reduces:  # there the others go on, and this is all that is heard of it
+            self._note(f"learner {learner}: {text}")
 
 
-class _Lost:
-    """Of an all-reduce nobody can go on when one is lost: the others see it by themselves, but not while they wait for
-    it at the start, and not if they are stuck elsewhere."""
-
-    def __init__(self, start: Start) -> None:
-        self.patience_s = FORMING_S
-        self.exits: dict[int, int] = {}  # before the others were ended from here
-        self._reduces = start.reduces
-        self._since_s: float | None = None
-
-    def is_enough(self, exits: Mapping[int, int]) -> bool:
-        """Whether it is time to end the others."""
-        if not self._reduces or not any(exits.values()) or self.exits:
-            return False
-        now = time.monotonic()
-        self._since_s = now if self._since_s is None else self._since_s
-        if now - self._since_s < self.patience_s:
-            return False
-        self.exits = dict(exits)
-        return True
-
-
-def _supervisor(start: Start, listen: Callable[[str, str], None]) -> Supervisor:
+def _launcher(start: Start, on_line: Callable[[str, str], None]) -> Launcher:
     config = start.config
-    extra = {} if start.reduces else setting_of(config, start.checkpoint)
-    line = "full-sync" if start.reduces else config.sync
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(config.train.threads))
-    plan = Plan(
-        setting=Setting(line=line, learners=config.learners, shards=config.servers, **extra),
-        body=lambda number: _live(start, number),
-        environment={**os.environ, **threads},
+    environment = {**os.environ, **thread_environment(config.train.threads)}
+
+    def body(number: int) -> int:
+        return _run_learner(start, number)
+
+    if start.reduces:
+        return RankLauncher(LaunchPlan(body=body, environment=environment), config.learners, on_line)
+    extra = setting_of(config, start.checkpoint)
+    plan = ServerPlan(
+        setting=Setting(line=config.sync, learners=config.learners, shards=config.servers, **extra),
+        body=body,
+        environment=environment,
         seed=config.seed,
-        log=None if start.reduces else start.run.log(start.leg).absolute(),
+        log=start.run.log(start.leg).absolute(),
         facts={"learners": config.learners, "servers": config.servers, "name": config.name},
-        restarts=0 if start.reduces else 3,
-        store_port=_free_port() if start.reduces else None,
     )
-    return Supervisor(plan, listen)
+    return Supervisor(plan, on_line)
 
 
-_listeners: dict[int, socket.socket] = {}  # by port, between the choice of a port and the store on it
-
-
-def _free_port() -> int:
-    listener = socket.create_server(("127.0.0.1", 0))
-    port: int = listener.getsockname()[1]
-    _listeners[port] = listener
-    return port
-
-
-def _start(supervisor: Supervisor, start: Start) -> TCPStore | None:
-    """Fork first: the store has a thread. Ranks that come before it wait at its door, which is open already."""
-    for name in AHEAD:  # once, and not in each fork
-        importlib.import_module(name)
-    supervisor.start()
-    port = supervisor.plan.store_port
-    if port is None:
-        return None
-    with _listeners.pop(port) as listener:
-        return TCPStore(
-            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())
-        )
-
-
-class _Asked:
-    """Whether a signal has asked for the end."""
-
-    def __init__(self) -> None:
-        self.number = 0
-        self.twice = False
-        self.halted = False  # all learners stand still, and one of them saves
-        self._since_s: float | None = None
-
-    def is_too_long(self, grace_s: float) -> bool:
-        """Whether learners have not come to the end of their minibatches, so that nothing can be saved in time."""
-        if not self.number or self.halted:
-            self._since_s = None
-            return False
-        now = time.monotonic()
-        self._since_s = now if self._since_s is None else self._since_s
-        return now - self._since_s > grace_s
-
-
-@contextmanager
-def _asked_to_end() -> Iterator[_Asked]:
-    """Notes the first Ctrl-C or SIGTERM; the second is raised; a third ends everything at once."""
-    asked = _Asked()
-
-    def hear(number: int, frame: FrameType | None) -> None:
-        if asked.twice:
-            end_at_once(number)
-        if asked.number:
-            asked.twice = True
-            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
-        asked.number = number
-
-    before = {number: signal.signal(number, hear) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _live(start: Start, number: int) -> int:
-    """A learner's life, in its own process; its exit code."""
+def _run_learner(start: Start, number: int) -> int:
+    """One learner, in a process of its own; its exit code."""
 
     def report(record: Mapping[str, Any]) -> None:
         sys.stdout.flush()
@@ -408,9 +347,9 @@ def _live(start: Start, number: int) -> int:
     # What torch keeps of NVML does not survive this fork, which closes files: it asks CUDA then, and need not say so.
     warnings.filterwarnings("ignore", "Can't initialize NVML")
     try:
-        _train(start, number, start.config.learners, report)
+        _fit(start, number, start.config.learners, report)
     except Exception as error:
-        report({"kind": "failed", "learner": number} | _blamed(error))
+        report({"kind": "failed", "learner": number} | _failure_of(error))
         return error.exit_code if isinstance(error, OffbeatError) else 1
     return 0
 
@@ -418,7 +357,7 @@ def _live(start: Start, number: int) -> int:
 _OTHERS = "others are gone: "
 
 
-def _blamed(error: Exception) -> dict[str, str]:
+def _failure_of(error: Exception) -> dict[str, str]:
     """What is told of an error, and its traceback where it is neither ours nor another learner's."""
     told = next((line for line in str(error).splitlines() if line.strip()), "")
     if isinstance(error, PeerError) or (isinstance(error, RuntimeError) and any(one in told for one in _PEERS)):
@@ -433,19 +372,10 @@ def _blamed(error: Exception) -> dict[str, str]:
 _PEERS = ("PeerError: ", "Connection closed by peer", "Connection reset by peer", "remote process exited")
 
 
-def _train(start: Start, number: int, learners: int, report: Report) -> None:
-    wanted: list[Trainer] = []
-    signals: list[int] = []
-
-    def hear(told: int, frame: FrameType | None) -> None:
-        signals.append(told)
-        for trainer in wanted:
-            trainer.ask_to_stop()
-
-    signal.signal(signal.SIGTERM, hear)
-    if under_torchrun():  # forked learners are in sessions of their own, where Ctrl-C does not come
-        signal.signal(signal.SIGINT, hear)
-    else:
+def _fit(start: Start, number: int, learners: int, report: Report) -> None:
+    signals = SignalHandler(math.inf)
+    signals.install()
+    if not under_torchrun():
         report({"kind": "heeding", "learner": number})
     kind = ReducedTrainer if start.reduces else ServedTrainer
     trainer = kind(
@@ -459,8 +389,8 @@ def _train(start: Start, number: int, learners: int, report: Report) -> None:
         leg=start.leg,
         unused=start.unused,
     )
-    wanted.append(trainer)
-    if signals:  # not assigned in one: another may come in between
+    signals.on_noted = trainer.ask_to_stop
+    if signals.received:  # one that came before there was a trainer
         trainer.ask_to_stop()
     try:
         trainer.fit()
@@ -468,7 +398,7 @@ def _train(start: Start, number: int, learners: int, report: Report) -> None:
         trainer.finish_saving()
 
 
-def _blame(start: Start, exits: Mapping[int, int], failures: Mapping[int, str], result: Result) -> None:
+def _raise_failure(start: Start, exits: Mapping[int, int], failures: Mapping[int, str], result: Result) -> None:
     """An `OffbeatError` that says who is at fault, if the run did not come to its end."""
     if result.end and not (start.reduces and any(exits.values())):
         return
@@ -477,7 +407,7 @@ def _blame(start: Start, exits: Mapping[int, int], failures: Mapping[int, str], 
     saved = start.run.checkpoints.is_dir() and any(start.run.checkpoints.glob("update-*"))
     onward = f"; go on from the last checkpoint with: offbeat train --resume {start.run.path}" if saved else ""
     if died:
-        names = ", ".join(f"learner {learner} died ({signal.Signals(-exits[learner]).name})" for learner in died)
+        names = ", ".join(f"learner {learner} died ({describe_exit(exits[learner])})" for learner in died)
         raise OffbeatError(f"{names}{onward}")
     if failed:
         learner, text = next(iter(failed.items()))
@@ -594,26 +524,26 @@ def learn(
         )
     result = Result()
     with ExitStack() as stack:
-        accounts = stack.enter_context(Telemetry(config, start.run, start.leg, report)) if rank == 0 else None
-        if accounts is not None:
-            accounts.begin()
+        telemetry = stack.enter_context(Telemetry(config, start.run, start.leg, report)) if rank == 0 else None
+        if telemetry is not None:
+            telemetry.begin()
 
         def hear(record: Mapping[str, Any]) -> None:
             if record["kind"] == "end":
                 result.end = dict(record)
-            if accounts is not None:
-                accounts.hear(record)
+            if telemetry is not None:
+                telemetry.hear(record)
             elif record["kind"] != "progress":
                 report(record)
 
         try:
-            _train(start, rank, learners, hear)
+            _fit(start, rank, learners, hear)
         except RuntimeError as error:
-            told = _blamed(error)
+            told = _failure_of(error)
             if told["traceback"]:
                 raise
             raise OffbeatError(f"rank {rank}: {told['text']}") from None
-        if accounts is not None and result.end:
-            result.end["joules"] = accounts.measure().joules
+        if telemetry is not None and result.end:
+            result.end["joules"] = telemetry.measure().joules
             conclude(start, result)
     return result

@@ -22,9 +22,10 @@ import msgspec
 
 from offbeat import plugins
 from offbeat.collectives import memory
-from offbeat.collectives.rendezvous import credentials, state_of
+from offbeat.collectives.rendezvous import credentials
 from offbeat.errors import OffbeatError, PolicyError
 from offbeat.policies.damping import CORRECT, KEEP
+from offbeat.processes.child import state_of
 from offbeat.server import handshake
 from offbeat.server.arena import Arena, ArenaLayout, stamp
 from offbeat.server.coordinator.coordinator import Coordinator

@@ -7,11 +7,9 @@ killed comes back). Whoever waits for an answer waits on a condition, and is tol
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import secrets
 import select
-import signal
 import socket
 import threading
 import time
@@ -20,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from offbeat.errors import OffbeatError, PeerError, RequestError
+from offbeat.processes.child import die_with_parent
 from offbeat.server import handshake
 from offbeat.server.arena import Arena, stamp
 from offbeat.server.learner.client import Client
@@ -32,7 +31,6 @@ _AGAIN_S = 600.0  # for a coordinator that goes through its journal
 _NOBODY_S = 1.0  # for a door that is not there
 _FIRST_S = 60.0  # to find the run at all
 _PAUSE_S = 0.05  # before connecting again
-_PR_SET_PDEATHSIG = 1
 T = TypeVar("T")
 
 
@@ -259,6 +257,6 @@ def _forget_in_children(link: Link) -> None:
             with contextlib.suppress(OSError):
                 os.close(mine.line.fileno())
             if by_main == [True] and os.getppid() == learner:
-                ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+                die_with_parent()
 
     os.register_at_fork(before=look, after_in_child=forget)

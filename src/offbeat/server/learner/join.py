@@ -172,7 +172,7 @@ class _Services:
     def __init__(self, setting: Mapping[str, Any], seed: int) -> None:
         plan = {"setting": setting, "seed": seed, "log": os.environ.get("OFFBEAT_LOG")}
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "offbeat.server.services", json.dumps(plan)],
+            [sys.executable, "-P", "-m", "offbeat.server.supervisor", json.dumps(plan)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,

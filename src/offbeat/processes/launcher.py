@@ -1,0 +1,226 @@
+"""The learners of a run on this machine: started, watched, started again, and ended together.
+
+Laws: every line that a learner prints is passed on, with who printed it. After `close` no process is left. A learner
+that was killed is started again as often as the plan says; one that fails stays away.
+
+A `RankLauncher` is for the ranks of a process group, which find each other through a store on loopback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from offbeat.processes.child import ChildProcess, RestartLimit, describe_exit, fork, spawn
+
+POLL_S = 0.2
+GRACE_S = 3.0  # for learners to end when they are asked to
+SELF = "offbeat"  # who says what the launcher itself has to say
+SUMMARY = "offbeat/summary"  # the key under which ranks leave theirs in the store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchPlan:
+    """What each learner runs: the words of a command, or a body that is called, with the learner's number, in a fork of
+    this process. Where there is neither, learners come by themselves. `restarts` are of a learner that was killed.
+    """
+
+    command: Sequence[str] = ()
+    body: Callable[[int], int] | None = None
+    environment: Mapping[str, str] | None = None
+    restarts: int = 0
+
+    @property
+    def launches(self) -> bool:
+        return bool(self.command) or self.body is not None
+
+
+def thread_environment(threads: int) -> dict[str, str]:
+    """How many threads torch and its libraries use in a process."""
+    return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
+
+
+class Launcher:
+    """See the module's text. `on_line(name, line)` is given what learners print, and what is worth knowing."""
+
+    def __init__(self, plan: LaunchPlan, learners: int, on_line: Callable[[str, str], None]) -> None:
+        self.plan, self.on_line = plan, on_line
+        self.learners: dict[int, ChildProcess] = {}  # those that run
+        self.exits: dict[int, int] = {}  # learner -> exit code
+        self.recoveries: list[dict[str, Any]] = []  # of what was started again, and is not a learner
+        self._limits = [RestartLimit(plan.restarts, math.inf) for _ in range(learners)]
+        self._children: list[ChildProcess] = []
+        self._selector = selectors.DefaultSelector()
+        self._closing = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def start(self) -> None:
+        if self.plan.launches:
+            for learner in range(len(self._limits)):
+                self._start_learner(learner)
+
+    def environment_of(self, learner: int) -> dict[str, str]:
+        """What a learner has to know to find the run."""
+        return {}
+
+    def _start_learner(self, learner: int) -> None:
+        name, body = f"learner {learner}", self.plan.body
+        inherited = os.environ if self.plan.environment is None else self.plan.environment
+        environment = {**inherited, **self.environment_of(learner)}
+
+        def run() -> int:
+            os.environ.update(environment)
+            return 1 if body is None else body(learner)
+
+        child = spawn(name, self.plan.command, environment) if body is None else fork(name, run)
+        self.learners[learner] = child
+        self._watch(child.output, lambda: self._relay(child))
+        self._add(child, lambda code: self._learner_ended(learner, code))
+
+    # --- watching ---------------------------------------------------------------------------------------------------
+
+    def _add(self, child: ChildProcess, on_exit: Callable[[int], None]) -> None:
+        """From now on `on_exit` is told how the child has ended."""
+        self._children.append(child)
+        self._watch(child.pidfd, lambda: self._ended(child, on_exit))
+
+    def _watch(self, descriptor: int, call: Callable[[], object]) -> None:
+        self._selector.register(descriptor, selectors.EVENT_READ, call)
+
+    def _unwatch(self, descriptor: int) -> None:
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(descriptor)
+
+    def poll(self) -> None:
+        """Wait a little for something to happen, and see to what has."""
+        for key, _ in self._selector.select(POLL_S):
+            # What came before in this poll may have closed it, and its number gone to another.
+            if self._selector.get_map().get(key.fd) is key:
+                key.data()
+
+    def watch(self, on_poll: Callable[[], None] = lambda: None) -> str | None:
+        """Until all learners have ended; what there is to say of the run, as `finish` does."""
+        while self.learners:
+            self.poll()
+            on_poll()
+        return self.finish()
+
+    def _relay(self, child: ChildProcess, *, last: bool = False) -> None:
+        """Pass on what it has printed."""
+        lines, ended = child.read_lines(last=last)
+        if ended:
+            self._unwatch(child.output)
+            child.close_output()
+        for line in lines:
+            self.on_line(child.name, line)
+
+    def _ended(self, child: ChildProcess, on_exit: Callable[[int], None]) -> None:
+        child.kill()  # what it may have left behind in its session
+        if child.output >= 0:
+            self._relay(child, last=True)
+        self._unwatch(child.pidfd)
+        self._children.remove(child)
+        on_exit(child.wait())
+
+    def _learner_ended(self, learner: int, code: int) -> None:
+        del self.learners[learner]
+        if code < 0 and not self._closing and self._limits[learner].take():
+            self.on_line(SELF, f"learner {learner} died ({describe_exit(code)}) and is started again")
+            self._start_learner(learner)
+            return
+        if code and not self._closing:
+            self.on_line(SELF, f"learner {learner} ended: {describe_exit(code)}")
+        self.exits[learner] = code
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    def ask_to_end(self) -> None:
+        """Learners are told that they should (SIGTERM); how they do is theirs."""
+        for child in self.learners.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child.pid, signal.SIGTERM)
+
+    def kill_learners(self) -> None:
+        """At once: they are not asked."""
+        for child in self.learners.values():
+            child.kill()
+
+    def finish(self) -> str | None:
+        """When all learners have ended: what there is to say of the run, as JSON, if anything."""
+        return None
+
+    def close(self) -> None:
+        """End everything that is still there."""
+        self._closing = True
+        for child in self.learners.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGTERM)
+        end = time.monotonic() + GRACE_S
+        while self.learners and time.monotonic() < end:
+            self.poll()
+        for child in self._children:
+            child.kill()
+        for child in self._children:
+            child.wait()
+        self._children.clear()
+        self._selector.close()
+
+
+class RankLauncher(Launcher):
+    """Learners that are the ranks of a process group. Their store is here, and listens on loopback alone."""
+
+    def __init__(self, plan: LaunchPlan, learners: int, on_line: Callable[[str, str], None]) -> None:
+        super().__init__(plan, learners, on_line)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._port: int = self._listener.getsockname()[1]
+        self._store: Any = None
+
+    def environment_of(self, learner: int) -> dict[str, str]:
+        ranks = str(len(self._limits))
+        return {
+            "RANK": str(learner),
+            "LOCAL_RANK": str(learner),
+            "WORLD_SIZE": ranks,
+            "LOCAL_WORLD_SIZE": ranks,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there: no rank opens one
+            "OFFBEAT_SUMMARY": SUMMARY,
+        }
+
+    def start(self) -> None:
+        """Ranks first: the store has a thread, and must not be forked. Those that come before it wait in its queue."""
+        from torch._C._distributed_c10d import TCPStore
+
+        super().start()
+        listening = os.dup(self._listener.fileno())
+        self._store = TCPStore(
+            "127.0.0.1", self._port, is_master=True, wait_for_workers=False, master_listen_fd=listening
+        )
+
+    def finish(self) -> str | None:
+        if not self._store.check([SUMMARY]):
+            return None
+        summary: bytes = self._store.get(SUMMARY)
+        return summary.decode()
+
+    def close(self) -> None:
+        super().close()
+        self._store = None
+        self._listener.close()
