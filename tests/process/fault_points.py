@@ -218,7 +218,7 @@ def _coordinator(order: dict[str, Any], folder: Path) -> None:
         points("handled")
         if isinstance(message, wire.Go) and message.seq > 1:
             blow = points.blows[0] if points.blows else {}
-            here = [line for line in self.lines if line.role == "learner"]
+            here = [line for line in self.connections if line.role == "learner"]
             mine = [line.pid for line in here if blow.get("all") or line.number == message.learner]
             points("before-reply", pids=lambda: mine)
             points("with-learner", pids=lambda: [*mine, os.getpid()])
@@ -232,7 +232,7 @@ def _coordinator(order: dict[str, Any], folder: Path) -> None:
     wrap(coordinator_process.CoordinatorProcess, "_tell", tell)
     wrap(coordinator_process.Journal, "add", add)
     wrap(coordinator_process.CoordinatorProcess, "_carry", carry)
-    wrap(coordinator_process.CoordinatorProcess, "_let_in", let_in)
+    wrap(coordinator_process.CoordinatorProcess, "_admit", let_in)
 
 
 # --- bugs, to see them found ------------------------------------------------------------------------------------------

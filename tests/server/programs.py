@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from offbeat.server.coordinator.session import Setting
 from offbeat.server.learner.connection import RunOverError
 from offbeat.server.learner.gradient_hooks import Hooks
 from offbeat.server.learner.served_learner import ServedLearner
+from offbeat.server.run_setting import RunSetting
 from offbeat.server.supervisor import Plan, Supervisor
 from offbeat.server.wire import EnterPause
 
@@ -102,7 +102,7 @@ def family(
     learners = ranks - 1
     address = Path(f"{store}.address")
     if rank == learners:
-        setting = Setting(line=line, learners=learners, shards=servers, again=again, start_by_s=start_by_s, **rests)
+        setting = RunSetting(line=line, learners=learners, shards=servers, again=again, start_by_s=start_by_s, **rests)
         return _supervise(store, setting, log, within_s)
     end = time.monotonic() + within_s
     while not address.exists() and time.monotonic() < end:
@@ -117,7 +117,7 @@ def family(
         Path(f"{store}.done.{rank}").touch()
 
 
-def _supervise(store: str, setting: Setting, log: str | None, within_s: float) -> dict[str, Any]:
+def _supervise(store: str, setting: RunSetting, log: str | None, within_s: float) -> dict[str, Any]:
     supervisor = Supervisor(Plan(setting=setting, log=Path(log) if log else None), tell=lambda name, line: None)
     try:
         supervisor.start()

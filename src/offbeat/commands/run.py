@@ -81,10 +81,10 @@ def _run(given: argparse.Namespace) -> None:
 
 
 def _run_server(given: argparse.Namespace) -> None:
-    from offbeat.server.coordinator.session import Setting
+    from offbeat.server.run_setting import RunSetting
     from offbeat.server.supervisor import Plan
 
-    setting = Setting(
+    setting = RunSetting(
         line=given.sync,
         learners=given.learners,
         shards=given.servers,
@@ -146,7 +146,7 @@ def _run_ranks(given: argparse.Namespace) -> None:
         raise RequestError(f"'{given.sync}' is an all-reduce: --log, --servers, --cancelled are for a parameter server")
     from torch._C._distributed_c10d import TCPStore
 
-    from offbeat.server.coordinator.session import Setting
+    from offbeat.server.run_setting import RunSetting
     from offbeat.server.supervisor import Plan
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -155,7 +155,7 @@ def _run_ranks(given: argparse.Namespace) -> None:
             "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())
         )
         plan = Plan(
-            setting=Setting(line="full-sync", learners=given.learners),
+            setting=RunSetting(line="full-sync", learners=given.learners),
             learner=_words(given),
             environment=_environment(given) | {"OFFBEAT_SUMMARY": _SUMMARY} | _replaced(given),
             restarts=0,

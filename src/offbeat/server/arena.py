@@ -19,8 +19,8 @@ from offbeat.collectives import memory
 from offbeat.collectives.sync import Word
 from offbeat.errors import RequestError
 from offbeat.policies.memory import STATE_COPIES
-from offbeat.server.coordinator.session import Setting
 from offbeat.server.parameter_layout import DTYPES, ModelTensors, ParameterLayout
+from offbeat.server.run_setting import RunSetting
 from offbeat.server.shard.updates import CHUNK, Updates
 
 _PAGE = 4096
@@ -32,7 +32,7 @@ _CANCEL, _FENCE, _BEAT = 0, 1, 2
 class ArenaLayout:
     """Where everything lies, in bytes: a function of the table and of the setting alone."""
 
-    def __init__(self, table: ParameterLayout, setting: Setting) -> None:
+    def __init__(self, table: ParameterLayout, setting: RunSetting) -> None:
         self.table, self.setting = table, setting
         self.item = DTYPES[table.dtype].itemsize
         words = 8 * _LEARNER_WORDS * (1 + setting.shards + setting.learners + setting.shards)
@@ -56,7 +56,7 @@ class ArenaLayout:
 class Arena:
     """A mapped arena; see the module's text."""
 
-    def __init__(self, segment: memory.Segment, table: ParameterLayout, setting: Setting) -> None:
+    def __init__(self, segment: memory.Segment, table: ParameterLayout, setting: RunSetting) -> None:
         layout = ArenaLayout(table, setting)
         self.table, self.setting = table, setting
         dtype, travels = DTYPES[table.dtype], DTYPES[table.gradients]
@@ -78,9 +78,9 @@ class Arena:
 
     # --- words -------------------------------------------------------------------------------------------------------
 
-    def committed(self, lane: int) -> tuple[Word, Word]:
+    def committed(self, group: int) -> tuple[Word, Word]:
         """Version and buffer of a lane: for whoever looks from outside."""
-        return self._word(1 + lane, 0), self._word(1 + lane, 1)
+        return self._word(1 + group, 0), self._word(1 + group, 1)
 
     def cancel_word(self, learner: int) -> Word:
         """Minibatches up to this one (`stamp`) are cancelled."""
@@ -155,13 +155,13 @@ class Arena:
 
     def current(self) -> dict[str, Tensor]:
         """Weights and optimizer state as they are now, copied. Only in a rest, when nobody changes them."""
-        lanes = self.setting.shards if self.setting.independent else 1
-        words = [(buffer.get(), version.get()) for version, buffer in map(self.committed, range(lanes))]
+        groups = self.setting.shards if self.setting.independent else 1
+        words = [(buffer.get(), version.get()) for version, buffer in map(self.committed, range(groups))]
         kept = {"weights": self.gather(words)}
         for name in self.table.states:
             kept[f"state.{name}"] = vector = torch.empty_like(self.weights[0])
-            for lane, (_, version) in enumerate(words):
-                start, end = self.table.shard(lane, lanes)
+            for group, (_, version) in enumerate(words):
+                start, end = self.table.shard(group, groups)
                 vector[start:end] = self.states[version % 2][name][start:end]
         kept["steps"] = self.steps[0][words[0][1] % 2].clone()
         return kept
@@ -205,8 +205,8 @@ class Arena:
     def gather(self, pieces: Sequence[tuple[int, int]], out: Tensor | None = None) -> Tensor:
         """The weights as one vector, each shard's from its own buffer."""
         vector = torch.empty_like(self.weights[0]) if out is None else out
-        for lane, (buffer, _) in enumerate(pieces):
-            start, end = self.table.shard(lane, len(pieces))
+        for group, (buffer, _) in enumerate(pieces):
+            start, end = self.table.shard(group, len(pieces))
             vector[start:end] = self.weights[buffer][start:end]
         return vector
 

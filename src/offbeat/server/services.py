@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from offbeat.errors import OffbeatError
-from offbeat.server.coordinator.session import Setting
+from offbeat.server.run_setting import RunSetting
 from offbeat.server.supervisor import Plan, Supervisor
 
 _LINGER_S = 0.5  # for learners whose goodbye is on its way
@@ -28,7 +28,7 @@ def main(words: list[str]) -> int:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.set_num_threads(1)
     given = json.loads(words[0])
-    setting = Setting(**given["setting"])
+    setting = RunSetting(**given["setting"])
     log = Path(given["log"]) if given["log"] else None
     supervisor = Supervisor(
         Plan(setting=setting, seed=given["seed"], log=log),

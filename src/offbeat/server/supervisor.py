@@ -34,8 +34,8 @@ from offbeat.collectives.rendezvous import state_of
 from offbeat.errors import OffbeatError
 from offbeat.server import handshake
 from offbeat.server.coordinator import coordinator_process
-from offbeat.server.coordinator.session import Setting
 from offbeat.server.parameter_layout import ParameterLayout
+from offbeat.server.run_setting import RunSetting
 from offbeat.server.shard import server_process
 from offbeat.server.wire import MOST_BYTES
 
@@ -57,7 +57,7 @@ class Plan:
     `learner` are the words of a command; `body` is called, with the learner's number, in a fork of this process.
     """
 
-    setting: Setting
+    setting: RunSetting
     learner: Sequence[str] = ()
     body: Callable[[int], int] | None = None
     environment: Mapping[str, str] | None = None
@@ -126,7 +126,7 @@ class Supervisor:
     def _start_coordinator(self) -> None:
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.boss = mine
-        run = coordinator_process.Run(
+        run = coordinator_process.CoordinatorOptions(
             setting=replace(self.plan.setting, start_by_s=self.begin_by_s or self.plan.setting.start_by_s),
             token=self.token,
             seed=self.plan.seed,
@@ -323,7 +323,7 @@ class Supervisor:
         if not data:
             self._unwatch(line)
             return False
-        message = coordinator_process.decode_boss(data)
+        message = coordinator_process.decode_supervisor_message(data)
         if message.what == "arena" and self.held is None and message.table is not None:
             self.held = (message.table, descriptors.pop(0))
             self._quiet = memory.Segment(self.held[1], 4096)  # its first word says whether anybody is there

@@ -32,8 +32,8 @@ from torch._C._distributed_c10d import TCPStore
 from offbeat.errors import OffbeatError, PeerError, RequestError
 from offbeat.processes.signals import end_at_once
 from offbeat.runs.log import read_log, write_chrome_trace
-from offbeat.server.coordinator.session import Setting
 from offbeat.server.learner.join import through_store
+from offbeat.server.run_setting import RunSetting
 from offbeat.server.supervisor import Plan, Supervisor
 from offbeat.spec import count_of
 from offbeat.strategy import ALL_REDUCE, family_of
@@ -322,7 +322,7 @@ def _supervisor(start: Start, listen: Callable[[str, str], None]) -> Supervisor:
     line = "full-sync" if start.reduces else config.sync
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(config.train.threads))
     plan = Plan(
-        setting=Setting(line=line, learners=config.learners, shards=config.servers, **extra),
+        setting=RunSetting(line=line, learners=config.learners, shards=config.servers, **extra),
         body=lambda number: _live(start, number),
         environment={**os.environ, **threads},
         seed=config.seed,

@@ -29,7 +29,6 @@ from offbeat.leases import Answer, Lease
 from offbeat.policies import LearnerRule, create
 from offbeat.processes.slowness import Slowness
 from offbeat.server.arena import Arena
-from offbeat.server.coordinator.group_calls import MOST_DATA_BYTES
 from offbeat.server.learner import leased_loader, optimizer_state
 from offbeat.server.learner.client import Client
 from offbeat.server.learner.connection import Link
@@ -38,7 +37,7 @@ from offbeat.server.learner.learner_collectives import LearnerCollectives
 from offbeat.server.learner.push_modes import AsyncPushFetch, PushDelta, PushGradient, PushMode, Report
 from offbeat.server.parameter_layout import DTYPES, ModelTensors, ParameterLayout, layout_of, model_tensors
 from offbeat.server.shard import optimizers
-from offbeat.server.wire import Called, EnterPause, Granted
+from offbeat.server.wire import MOST_DATA_BYTES, EnterPause, Granted, GroupCallAnswer
 
 
 class Minibatch:
@@ -487,7 +486,7 @@ class ServedLearner(LearnerCollectives):
                 answer = link.wait(
                     _called_or_again, f"the other learners at call {number} ({what})", left_s, rests=True
                 )
-                if isinstance(answer, Called):
+                if isinstance(answer, GroupCallAnswer):
                     break
                 if link.client.fenced:
                     mode.step_aside()
@@ -622,7 +621,7 @@ def follow(scheduler: Any, progress: Callable[[], int]) -> None:
     scheduler.__class__ = type(kind.__name__, (kind,), {"step": step})
 
 
-def _called_or_again(client: Client) -> Called | str | None:
+def _called_or_again(client: Client) -> GroupCallAnswer | str | None:
     """The same of a call to the other learners."""
     return "again" if client.fenced or not client.calls else client.called
 

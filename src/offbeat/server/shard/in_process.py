@@ -16,7 +16,7 @@ from offbeat.server.coordinator.update_queue import clip_of
 from offbeat.server.parameter_layout import DTYPES, layout_of, model_tensors
 from offbeat.server.shard import optimizers
 from offbeat.server.shard.updates import Updates
-from offbeat.server.wire import Hyper, Job
+from offbeat.server.wire import Hyper, ShardJob
 
 
 class InProcessServer:
@@ -112,7 +112,7 @@ class InProcessServer:
     ) -> None:
         """One update, as the coordinator orders it and a shard makes it. `reads`: the version of each gradient."""
         self.weights[self.version + 1] = torch.empty_like(self.current)
-        job = Job(
+        job = ShardJob(
             shard=0,
             number=self.version + 1,
             kind="apply",

@@ -11,7 +11,7 @@ from offbeat.errors import EventError, PeerError
 from offbeat.server import handshake
 from offbeat.server.arena import Arena, ShardMemory
 from offbeat.server.shard.shard import Shard
-from offbeat.server.wire import MOST_BYTES, PROTOCOL, Done, Job, decode_output, encode
+from offbeat.server.wire import MOST_BYTES, PROTOCOL, ShardJob, decode_output, encode
 
 _AGAIN_S = 600.0  # for a coordinator that goes through its journal
 _NOBODY_S = 1.0  # for a door that is not there
@@ -30,12 +30,9 @@ def serve(name: str, token: str, shard: int, generation: int) -> None:
             line.send(encode(machine.ready()))
             while data := line.recv(MOST_BYTES):
                 job = decode_output(data)
-                if not isinstance(job, Job):
+                if not isinstance(job, ShardJob):
                     raise EventError(f"a server was told {job}")
-                began = time.perf_counter()
-                done = machine.handle(job)
-                seconds = time.perf_counter() - began
-                line.send(encode(Done(done.shard, done.generation, done.number, done.sums, seconds)))
+                line.send(encode(machine.handle(job)))
         except OSError:
             pass
         line.close()

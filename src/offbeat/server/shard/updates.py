@@ -14,7 +14,7 @@ from torch import Tensor
 
 from offbeat.server.parameter_layout import DTYPES, ParameterLayout
 from offbeat.server.shard import optimizers
-from offbeat.server.wire import Job
+from offbeat.server.wire import ShardJob
 
 CHUNK = 256 * 1024  # items worked on at a time: what is computed stays in the cache
 
@@ -52,7 +52,7 @@ class Updates:
         dtype, most = DTYPES[self.table.dtype], min(CHUNK, max(1, end - start))
         self._mean, self._scratch, self._wide = (torch.empty(most, dtype=dtype, device=device) for _ in range(3))
 
-    def apply(self, job: Job) -> None:
+    def apply(self, job: ShardJob) -> None:
         """Compute the update into the target buffer. The state goes to its other copy, by odd and even versions."""
         vectors, old, new = self.vectors, (job.version + 1) % 2, job.version % 2
         steps, new_steps = self.steps[old], self.steps[new]
@@ -99,7 +99,7 @@ class Updates:
                 runs.append((start, end, *kind))
         return runs
 
-    def _gradient(self, job: Job, part: slice, source: Tensor) -> Tensor:
+    def _gradient(self, job: ShardJob, part: slice, source: Tensor) -> Tensor:
         """(1/n) * sum(scale * gradient) of a part, compensated and clipped as the job says."""
         count = part.stop - part.start
         mean, wide = self._mean[:count], self._wide[:count]
@@ -122,18 +122,18 @@ class Updates:
             mean.div_(len(slots))
         return mean if job.clip == 1.0 else mean.mul_(job.clip)
 
-    def _compensated(self, gradient: Tensor, now: Tensor, read: Tensor, job: Job) -> Tensor:
+    def _compensated(self, gradient: Tensor, now: Tensor, read: Tensor, job: ShardJob) -> Tensor:
         """g + L g g (w_now - w_read)."""
         moved = torch.sub(now, read, out=self._scratch[: now.numel()])
         moved.mul_(gradient).mul_(gradient).mul_(job.compensation).add_(gradient)
         return self._wide[: now.numel()].copy_(moved)
 
-    def norm(self, job: Job) -> tuple[float, ...]:
+    def norm(self, job: ShardJob) -> tuple[float, ...]:
         """Of the gradient: a sum for each block, the same however the blocks are cut into shards."""
         source = self.vectors.weights[job.source]
         return self._by_block(lambda part: self._gradient(job, part, source))
 
-    def drift(self, job: Job) -> tuple[float, ...]:
+    def drift(self, job: ShardJob) -> tuple[float, ...]:
         source, read = self.vectors.weights[job.source], self.vectors.weights[job.reads[0]]
         return self._by_block(
             lambda part: torch.sub(source[part], read[part], out=self._mean[: part.stop - part.start])

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from offbeat.leases import LeaseBook
-from offbeat.server.coordinator.session import Setting
-from offbeat.server.wire import Committed, EndPause, Fence, Granted, Message, Want, Welcome
+from offbeat.server.run_setting import RunSetting
+from offbeat.server.wire import Committed, EndPause, FenceWord, Granted, Message, Want, Welcome
 
 Vector = tuple[float, ...]
 Key = tuple[int, int, int]  # learner, incarnation, seq
@@ -36,10 +36,10 @@ class Led(NamedTuple):
     stop: bool
 
 
-class RestOracle:
+class PauseOracle:
     """See the module's text."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: RunSetting) -> None:
         self.setting = setting
         self.here: dict[int, int] = {}  # incarnation by learner
         self.given_up: dict[int, int] = {}  # the latest
@@ -98,7 +98,7 @@ class RestOracle:
         if isinstance(message, Welcome):
             if message.incarnation > self.given_up.get(message.learner, 0):
                 self.here[message.learner] = message.incarnation
-        elif isinstance(message, Fence):
+        elif isinstance(message, FenceWord):
             self._gives_up((message.learner, message.incarnation))
         elif isinstance(message, Committed):
             demand(not self.reading, "in a rest the weights stand still", message, self.reading)
@@ -122,7 +122,7 @@ class RestOracle:
         self.open = {key for key in self.open if key[:2] != stay}
 
     def _lends(self, granted: Granted) -> None:
-        if not self.setting.rest_epochs:
+        if not self.setting.pause_epochs:
             return
         epoch = self.wants[granted.learner, granted.incarnation, granted.number]
         law = "an epoch is left after its rest"

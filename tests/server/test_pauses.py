@@ -11,8 +11,8 @@ import pytest
 from collectives.nursery import Nursery
 from offbeat.leases import Lease, LeaseBook
 from offbeat.server.coordinator.coordinator import Coordinator
-from offbeat.server.coordinator.session import Setting
 from offbeat.server.learner.client import Client
+from offbeat.server.run_setting import RunSetting
 from offbeat.server.wire import (
     INPUT,
     Bye,
@@ -21,8 +21,8 @@ from offbeat.server.wire import (
     EndPause,
     EndRequest,
     EnterPause,
-    Fence,
     Fenced,
+    FenceWord,
     GiveBack,
     Go,
     Gone,
@@ -92,7 +92,7 @@ def update(story: Story, version: int, learners: int = 2) -> list[Message]:
 
 def at_rest(**more: Any) -> Story:
     """Full-sync, in its first rest: both stand still, and learner 0 leads."""
-    story = Story("full-sync", rest_every=1, **more)
+    story = Story("full-sync", pause_every=1, **more)
     update(story, 1)
     assert story.of_rests(Paused(1, 1, 1)) == []
     assert story.of_rests(Paused(0, 1, 1)) == [EnterPause(0, 1, 1, lead=True)]
@@ -103,7 +103,7 @@ def at_rest(**more: Any) -> Story:
 
 
 def test_a_rest_is_due_at_every_third_update_and_nobody_is_told_to_compute_before_it_ends() -> None:
-    story = Story("full-sync", rest_every=3)
+    story = Story("full-sync", pause_every=3)
     assert [type(one) for one in update(story, 1)] == [Committed, Go, Go]
     assert [type(one) for one in update(story, 2)] == [Committed, Go, Go]
     assert update(story, 3) == [Committed(0, 3, 1), EnterPause(0, 1, 1), EnterPause(1, 1, 1)]
@@ -119,7 +119,7 @@ def test_a_rest_is_due_at_every_third_update_and_nobody_is_told_to_compute_befor
 
 
 def test_a_rest_is_due_at_the_end_of_an_epoch_and_nobody_leaves_it_before() -> None:
-    story = Story("async", rest_epochs=True)
+    story = Story("async", pause_epochs=True)
     assert story.take(0, 1)[0].lease == (0, 0, 0, 2)
     assert story.take(1, 1)[0].lease == (1, 0, 2, 2)
     story.say(push(0, 1, 0, 0))
@@ -179,7 +179,7 @@ def test_a_halt_in_a_rest_is_for_another_since_who_leads_does_not_know_of_it() -
 
 
 def test_an_epoch_that_ends_while_somebody_leads_has_a_rest_of_its_own() -> None:
-    story = Story("async", rest_every=1, rest_epochs=True)
+    story = Story("async", pause_every=1, pause_epochs=True)
     story.take(0, 1)
     story.take(1, 1)
     story.say(push(0, 1, 0, 0))
@@ -199,7 +199,7 @@ def test_an_epoch_that_ends_while_somebody_leads_has_a_rest_of_its_own() -> None
 
 
 def test_nobody_is_interrupted_and_what_is_pushed_meanwhile_waits() -> None:
-    story = Story("async", rest_every=1)
+    story = Story("async", pause_every=1)
     story.say(push(0, 1, 0))
     assert story.done(1) == [Committed(0, 1, 1), EnterPause(0, 1, 1), EnterPause(1, 1, 1)]
     assert story.say(Paused(0, 1, 1)) == [], "learner 1 still computes"
@@ -222,7 +222,7 @@ def test_who_leads_is_told_when_the_update_under_way_is_done() -> None:
 
 
 def test_shards_that_commit_by_themselves_come_to_one_version_first() -> None:
-    story = Story("downpour:push=1,fetch=1", shards=2, rest_every=1)
+    story = Story("downpour:push=1,fetch=1", shards=2, pause_every=1)
     story.say(push(0, 1, 0))
     story.say(push(1, 1, 0))
     assert not any(isinstance(one, EnterPause) for one in story.heard)
@@ -231,11 +231,11 @@ def test_shards_that_commit_by_themselves_come_to_one_version_first() -> None:
     story.say(Paused(0, 1, 1))
     assert story.of_rests(Paused(1, 1, 1)) == []
     assert story.of_rests(Done(1, 1, 1)) == [EnterPause(0, 1, 1, lead=True)]
-    assert {lane.version for lane in story.coordinator.desk.lanes} == {story.facts()["version"]} == {1}
+    assert {group.version for group in story.coordinator.grants.commit_groups} == {story.facts()["version"]} == {1}
 
 
 def test_the_lowest_who_is_here_leads() -> None:
-    story = Story("full-sync", learners=3, rest_every=1)
+    story = Story("full-sync", learners=3, pause_every=1)
     update(story, 1, learners=3)
     story.say(Gone(0, 1))
     story.say(Paused(2, 1, 1))
@@ -258,13 +258,13 @@ def test_who_leaves_in_a_rest_makes_no_update() -> None:
     story.say(Paused(0, 1, 1))
     story.say(Paused(2, 1, 1))  # it has not begun yet
     assert story.of_rests(Paused(1, 1, 1)) == [EnterPause(0, 1, 1, lead=True)]
-    assert story.say(Gone(2, 1)) == [Fence(2, 1)], "though all that can come are in"
+    assert story.say(Gone(2, 1)) == [FenceWord(2, 1)], "though all that can come are in"
     assert story.of_rests(Tick()) == [EnterPause(0, 1, 1, lead=True)]
     assert story.facts()["version"] == 0
 
 
 def test_a_learner_that_joins_in_a_rest_is_called_and_computes_after_it() -> None:
-    story = Story("async", learners=3, rest_every=1)
+    story = Story("async", learners=3, pause_every=1)
     story.say(Gone(2, 1))
     story.say(push(0, 1, 0))
     story.done(1)
@@ -278,7 +278,7 @@ def test_a_learner_that_joins_in_a_rest_is_called_and_computes_after_it() -> Non
 
 
 def test_one_that_led_and_comes_again_rests_before_it_leads() -> None:
-    story = Story("full-sync", rest_every=1)
+    story = Story("full-sync", pause_every=1)
     update(story, 1)
     story.say(Paused(1, 1, 1))
     story.say(Paused(0, 1, 1))
@@ -291,7 +291,7 @@ def test_a_rest_when_everybody_is_gone_is_over_and_the_run_goes_on_with_who_come
     story = at_rest()
     story.say(Gone(0, 1))
     story.say(Gone(1, 1))
-    assert not story.coordinator.rests.due
+    assert not story.coordinator.pauses.due
     assert [type(one) for one in story.say(Hello(1, 20, "t"))] == [Welcome, Go]
 
 
@@ -307,7 +307,7 @@ def test_a_halt_when_everybody_is_gone_ends_the_run() -> None:
 
 
 def test_a_call_that_is_lost_is_said_again_to_those_who_have_not_come() -> None:
-    story = Story("full-sync", rest_every=1)
+    story = Story("full-sync", pause_every=1)
     update(story, 1)
     assert story.say(Tick()) == [EnterPause(0, 1, 1), EnterPause(1, 1, 1)]
     story.say(Paused(0, 1, 1))
@@ -323,7 +323,7 @@ def test_what_is_said_twice_changes_nothing() -> None:
     story.say(Paused(0, 1, 1, led=True))
     assert story.say(Paused(0, 1, 1, led=True)) == [EndPause(0, 1, 1)]
     assert story.say(Paused(1, 1, 1)) == [EndPause(1, 1, 1)], "its Rise was lost"
-    assert len(story.coordinator.rests.times) == 1
+    assert len(story.coordinator.pauses.times) == 1
 
 
 def test_one_that_is_still_in_the_rest_before_rises_from_it_first() -> None:
@@ -355,7 +355,7 @@ def test_after_the_end_nobody_comes_and_those_who_leave_make_no_update() -> None
     story.say(Paused(0, 1, 1))
     story.say(Paused(1, 1, 1))
     story.say(Paused(0, 1, 1, led=True))
-    assert story.say(Bye(1, 1)) == [Fence(1, 1)], "the gradient that was held is not applied"
+    assert story.say(Bye(1, 1)) == [FenceWord(1, 1)], "the gradient that was held is not applied"
     assert story.say(Hello(1, 20, "t")) == [Refused(1, 20, "the run is over")]
     assert story.coordinator.counts["dropped: the run ended before its update was full"] == 1
 
@@ -364,7 +364,7 @@ def test_after_the_end_nobody_comes_and_those_who_leave_make_no_update() -> None
 
 
 def test_what_is_saved_has_everything_back_that_is_not_in_the_weights() -> None:
-    story = Story("async", learners=3, rest_every=1)
+    story = Story("async", learners=3, pause_every=1)
     for learner in range(3):
         story.say(Want(learner, 1, 1, 0, 2, 8, True))
     story.say(push(1, 1, 0, 1))
@@ -380,7 +380,7 @@ def test_what_is_saved_has_everything_back_that_is_not_in_the_weights() -> None:
     assert book.counts[0] == {"applied": 2}
     taken = [book.take(0, 0, 2) for _ in range(3)]
     assert [lease[2:] for lease in taken if isinstance(lease, Lease)] == [(0, 2), (4, 2), (6, 2)], "in order"
-    setting = Setting(line="async", learners=3, book=facts["book"], memory=facts["memory"])
+    setting = RunSetting(line="async", learners=3, book=facts["book"], memory=facts["memory"])
     again = Coordinator(setting)
     beginning: list[INPUT] = [Ready(0, 1), *(Hello(learner, 10 + learner, "t") for learner in range(3)), Seeded(0, 1)]
     for message in beginning:
@@ -394,19 +394,19 @@ def test_a_policy_keeps_what_it_has_learned_and_not_who_waits() -> None:
     waits.say(push(0, 1, 0))
     waits.done(1)
     assert waits.coordinator.policy.waiting == [0]  # type: ignore[attr-defined]  # it is the policy of ssp
-    assert waits.coordinator.standing()["memory"] == {}
+    assert waits.coordinator.resume_state()["memory"] == {}
     learns = Story("adaptive-k:1,window=1")
     for learner in (0, 1):
         learns.say(push(learner, 1, 0, loss=1.0))
         learns.done(1 + learner)
-    memory = json.loads(json.dumps(learns.coordinator.standing()["memory"]))
+    memory = json.loads(json.dumps(learns.coordinator.resume_state()["memory"]))
     assert memory == {"k": 2, "losses": [], "before": 1.0}
-    assert Setting(line="adaptive-k:1,window=1", learners=2, memory=memory).policy().k == 2  # type: ignore[attr-defined]  # see above
+    assert RunSetting(line="adaptive-k:1,window=1", learners=2, memory=memory).policy().k == 2  # type: ignore[attr-defined]  # see above
 
 
 @pytest.mark.parametrize("upto", range(4))
 def test_a_journal_brings_a_coordinator_back_in_the_middle_of_a_rest(upto: int) -> None:
-    story = Story("full-sync", rest_every=1)
+    story = Story("full-sync", pause_every=1)
     update(story, 1)
     in_the_rest: tuple[INPUT, ...] = (Paused(1, 1, 1), Paused(0, 1, 1), EndRequest(1, 1))
     for said in in_the_rest[:upto]:
@@ -414,8 +414,8 @@ def test_a_journal_brings_a_coordinator_back_in_the_middle_of_a_rest(upto: int) 
     again = Coordinator(story.coordinator.setting)
     for message, at_s in story.journal:
         again.handle(message, at_s)
-    assert again.standing() == story.coordinator.standing()
-    assert vars(again.rests) == vars(story.coordinator.rests)
+    assert again.resume_state() == story.coordinator.resume_state()
+    assert vars(again.pauses) == vars(story.coordinator.pauses)
     rest_of_it: tuple[INPUT, ...] = (
         Tick(),
         Paused(0, 1, 1),
@@ -524,7 +524,7 @@ def run(nursery: Nursery, line: str, **given: Any) -> tuple[dict[str, Any], dict
 def test_a_run_that_goes_on_from_what_was_saved_has_the_bits_of_one_that_was_never_stopped(
     nursery: Nursery, optimizer: str, servers: int
 ) -> None:
-    given: dict[str, Any] = {"optimizer": optimizer, "servers": servers, "rest_every": 3, "rest_epochs": True}
+    given: dict[str, Any] = {"optimizer": optimizer, "servers": servers, "pause_every": 3, "pause_epochs": True}
     whole, other, summary = run(nursery, "full-sync", **given)
     assert [(one["version"], one["epoch_end"]) for one in whole["led"]] == [
         (3, False),
@@ -551,7 +551,7 @@ def test_a_run_that_goes_on_from_what_was_saved_has_the_bits_of_one_that_was_nev
     "line", ["downpour:push=2,fetch=1", "local-sgd:2", "async", "k-batch-sync:3", "async:rate=drift:1.0"]
 )
 def test_every_kind_of_learner_rests_and_goes_on(nursery: Nursery, line: str) -> None:
-    first, second, summary = run(nursery, line, servers=2, rest_every=2, rest_epochs=True)
+    first, second, summary = run(nursery, line, servers=2, pause_every=2, pause_epochs=True)
     led = first["led"] + second["led"]
     assert len(led) >= 3 and all(one["still"] for one in led)
     assert not first["over"] and first["weights"] == second["weights"]
@@ -573,5 +573,5 @@ def test_a_halt_ends_the_run_for_all_and_another_goes_on_from_it(nursery: Nurser
 
 
 def test_weights_in_place_stand_still_too(nursery: Nursery) -> None:
-    first, _, _ = run(nursery, "async", in_place=True, rest_every=2, rest_epochs=True)
+    first, _, _ = run(nursery, "async", in_place=True, pause_every=2, pause_epochs=True)
     assert len(first["led"]) >= 3 and all(one["still"] for one in first["led"])
