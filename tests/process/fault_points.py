@@ -124,7 +124,7 @@ def learner(order: dict[str, Any], folder: Path, number: int) -> Points:
 
         return speak
 
-    def knock(original: Any, *given: Any) -> Any:
+    def connect(original: Any, *given: Any) -> Any:
         found = original(*given)
         (folder / "prepared").touch()
         return found
@@ -138,7 +138,7 @@ def learner(order: dict[str, Any], folder: Path, number: int) -> Points:
         (push_modes.PushMode, "push", pushed),
         (client.Client, "want", spoken("want")),
         (client.Client, "bye", spoken("bye")),
-        (handshake, "knock", knock),
+        (handshake, "connect", connect),
     ):
         wrap(owner, name, around)
     return points
@@ -229,9 +229,9 @@ def _coordinator(order: dict[str, Any], folder: Path) -> None:
         points("admit")
         original(self, *given)
 
-    wrap(coordinator_process.CoordinatorProcess, "_tell", tell)
+    wrap(coordinator_process.CoordinatorProcess, "_handle", tell)
     wrap(coordinator_process.Journal, "add", add)
-    wrap(coordinator_process.CoordinatorProcess, "_carry", carry)
+    wrap(coordinator_process.CoordinatorProcess, "_deliver", carry)
     wrap(coordinator_process.CoordinatorProcess, "_admit", let_in)
 
 
