@@ -6,25 +6,11 @@ import pytest
 import torch
 
 from offbeat.errors import RequestError
-from offbeat.server.coordinator.coordinator import Coordinator
 from offbeat.server.coordinator.group_calls import KEPT_CALLS, GroupCalls
 from offbeat.server.coordinator.session import LearnerSession
 from offbeat.server.learner.learner_collectives import LearnerCollectives, decode, encode
-from offbeat.server.run_setting import RunSetting
-from offbeat.server.wire import (
-    Bye,
-    EndPause,
-    EnterPause,
-    Go,
-    GroupCall,
-    GroupCallAnswer,
-    Hello,
-    Message,
-    Paused,
-    PauseRequest,
-    Ready,
-    Seeded,
-)
+from offbeat.server.wire import Bye, EndPause, EnterPause, Go, GroupCall, GroupCallAnswer, Paused, PauseRequest
+from server.test_coordinator import started
 
 
 def session(learner: int, number: int | None, what: str = "gather", data: bytes = b"") -> LearnerSession:
@@ -81,31 +67,15 @@ def test_too_many_bytes_together_are_refused() -> None:
 # --- in a run ---------------------------------------------------------------------------------------------------------
 
 
-class Run:
-    """A coordinator with learners that have joined and were told to compute."""
-
-    def __init__(self, line: str, learners: int) -> None:
-        self.machine = Coordinator(RunSetting(line=line, learners=learners))
-        self.say(Ready(0, 1))
-        said = [message for learner in range(learners) for message in self.say(Hello(learner, 10 + learner, "t"))]
-        assert any(getattr(message, "seed", False) for message in said)
-        self.gone = self.say(Seeded(0, 1))
-
-    def say(self, message: Message) -> list[Message]:
-        said: list[Message] = list(self.machine.handle(message, 0.0))  # type: ignore[arg-type]
-        self.machine.check()
-        return said
-
-
 @pytest.mark.parametrize("line", ["full-sync", "k-sync:2", "async", "k-batch-async:3", "downpour"])
 def test_who_waits_in_a_call_is_not_waited_for_and_goes_on_after_it(line: str) -> None:
-    run = Run(line, 3)
+    run = started(line, 3)
     assert [run.say(GroupCall(learner, 1, 1, "barrier")) for learner in (0, 1)] == [[], []]
-    assert not run.machine.policy.seats.keys() & {0, 1}
+    assert not run.coordinator.policy.seats.keys() & {0, 1}
     said = run.say(GroupCall(2, 1, 1, "barrier"))
     assert {one.learner for one in said if isinstance(one, GroupCallAnswer)} == {0, 1, 2}
     assert {one.learner for one in said if isinstance(one, Go)} == {0, 1, 2}, "all are told to go on"
-    assert set(run.machine.policy.seats) == {0, 1, 2}
+    assert set(run.coordinator.policy.seats) == {0, 1, 2}
     repeated = run.say(GroupCall(2, 1, 1, "barrier"))
     assert [one for one in repeated if isinstance(one, GroupCallAnswer)] == [one for one in said if one in repeated], (
         "said again"
@@ -113,7 +83,7 @@ def test_who_waits_in_a_call_is_not_waited_for_and_goes_on_after_it(line: str) -
 
 
 def test_who_leaves_is_dropped_from_a_call() -> None:
-    run = Run("full-sync", 3)
+    run = started("full-sync", 3)
     run.say(GroupCall(0, 1, 1, "gather", b"a"))
     run.say(GroupCall(1, 1, 1, "gather", b"b"))
     run.say(Bye(1, 1))
@@ -122,7 +92,7 @@ def test_who_leaves_is_dropped_from_a_call() -> None:
 
 
 def test_who_gives_up_waiting_is_told_to_compute() -> None:
-    run = Run("full-sync", 2)
+    run = started("full-sync", 2)
     run.say(GroupCall(0, 1, 1, "gather"))
     said = run.say(GroupCall(0, 1, 1, ""))
     assert [one.learner for one in said if isinstance(one, Go)] == [0]
@@ -130,24 +100,24 @@ def test_who_gives_up_waiting_is_told_to_compute() -> None:
 
 
 def test_a_pause_is_led_by_who_asks_for_it_and_only_once() -> None:
-    run = Run("async", 3)
+    run = started("async", 3)
     called = run.say(PauseRequest(2, 1))
     assert {one.learner for one in called if isinstance(one, EnterPause) and not one.lead} == {0, 1, 2}
     said = [message for learner in range(3) for message in run.say(Paused(learner, 1, 1))]
     assert [one.learner for one in said if isinstance(one, EnterPause) and one.lead] == [2]
     risen = run.say(Paused(2, 1, 1, led=True))
     assert {one.learner for one in risen if isinstance(one, EndPause)} == {0, 1, 2}
-    assert not run.machine.pauses.due
+    assert not run.coordinator.pauses.due
 
 
 def test_a_pause_whose_asker_is_gone_ends() -> None:
-    run = Run("async", 2)
+    run = started("async", 2)
     run.say(PauseRequest(1, 1))
     run.say(Bye(1, 1))
     said = run.say(Paused(0, 1, 1))
     assert [one.lead for one in said if isinstance(one, EnterPause)] == [True]
     assert [type(one) for one in run.say(Paused(0, 1, 1, led=True)) if isinstance(one, EndPause)] == [EndPause]
-    assert not run.machine.pauses.due
+    assert not run.coordinator.pauses.due
 
 
 # --- values -----------------------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ class Accept(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="admis
 
     refused: str = ""
     table: ParameterLayout | None = None
-    setting: dict[str, str | int | float | bool | None] = {}
+    setting: RunSetting | None = None  # without what the run goes on from
     seed: int = 0
     start_s: float = 0.0  # of the run, on the host's monotonic clock
 
@@ -53,15 +53,6 @@ class Accept(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="admis
 _encode = msgspec.msgpack.Encoder().encode
 _handshakes = msgspec.msgpack.Decoder(Handshake)
 _accepts = msgspec.msgpack.Decoder(Accept)
-
-
-def setting_as_data(setting: RunSetting) -> dict[str, str | int | float | bool | None]:
-    """What a learner or server has to know of it; not what the run goes on from."""
-    return {name: getattr(setting, name) for name in RunSetting.__dataclass_fields__ if name not in ("book", "memory")}
-
-
-def setting_from_data(data: dict[str, str | int | float | bool | None]) -> RunSetting:
-    return RunSetting(**data)  # type: ignore[arg-type]  # its own fields, as `setting_as_data` wrote them
 
 
 def new_listener() -> tuple[socket.socket, str]:
@@ -120,13 +111,12 @@ def connect(name: str, own: Handshake, timeout_s: float) -> tuple[socket.socket,
         accept = _accepts.decode(data)
         if accept.refused:
             raise RequestError(f"the run refused this {own.role}: {accept.refused}")
-        if accept.table is None or len(descriptors) != 1:
+        if accept.table is None or accept.setting is None or len(descriptors) != 1:
             raise PeerError("the run's answer was not whole")
-        setting = setting_from_data(accept.setting)
-        size_bytes = ArenaLayout(accept.table, setting).size_bytes
+        size_bytes = ArenaLayout(accept.table, accept.setting).size_bytes
         segment = memory.receive(descriptors.pop(), size_bytes, sealed=True)
         one.setblocking(True)
-        return one, accept, Arena(segment, accept.table, setting)
+        return one, accept, Arena(segment, accept.table, accept.setting)
     except ConnectionRefusedError:
         one.close()
         raise RunGoneError("the run is gone") from None

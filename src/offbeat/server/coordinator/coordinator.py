@@ -118,7 +118,7 @@ class Coordinator:
             Tick: self._tick,
             WakeDue: self._wake_due,
             Finish: self._finish,
-            Ready: self._ready,
+            Ready: lambda message: self._out.extend(self.grants.ready(message)),
             Done: self._done,
         }
         self._session_handlers: dict[type, Callable[[LearnerSession, Any], None]] = {
@@ -126,14 +126,14 @@ class Coordinator:
             Push: self._push,
             Stop: self._stop,
             Ask: self._ask,
-            Fetched: self._fetched,
+            Fetched: lambda session, message: self.grants.fetched(session, message.pin),
             Want: self._want,
-            GiveBack: self._give_back,
+            GiveBack: lambda session, message: self.leases.not_computed(session, message),
             GroupCall: self._group_call,
             Paused: self._paused,
-            EndRequest: self._end_request,
-            PauseRequest: self._pause_request,
-            Bye: self._bye,
+            EndRequest: lambda session, message: self.pauses.request_end(),
+            PauseRequest: lambda session, message: self.pauses.request(session),
+            Bye: lambda session, message: self._give_up(session, why="it left", may_wake=False),
         }
 
     def handle(self, message: INPUT, at_s: float) -> list[OUTPUT]:
@@ -281,9 +281,6 @@ class Coordinator:
         if self.seeder is not None and self.seeder[0] == session.learner and self.seeder[1] in incarnations:
             self.seeder = None
             self._gather()
-
-    def _bye(self, session: LearnerSession, message: Bye) -> None:
-        self._give_up(session, why="it left", may_wake=False)
 
     def _gone(self, message: Gone) -> None:
         session = self.sessions.get(message.learner)
@@ -452,9 +449,6 @@ class Coordinator:
 
     # --- servers ----------------------------------------------------------------------------------------------------
 
-    def _ready(self, message: Ready) -> None:
-        self._out += self.grants.ready(message)
-
     def _done(self, message: Done) -> None:
         update, committed = self.grants.done(message)
         if committed is not None:
@@ -521,9 +515,6 @@ class Coordinator:
         elif message.number == session.asked and session.weights is not None:
             self._out.append(session.weights)
 
-    def _fetched(self, session: LearnerSession, message: Fetched) -> None:
-        self.grants.fetched(session, message.pin)
-
     def _want(self, session: LearnerSession, message: Want) -> None:
         try:
             answer = self.leases.want(session, message)
@@ -533,9 +524,6 @@ class Coordinator:
         if answer is not None:
             self._out.append(answer)
             self._rejoin_policy(session)
-
-    def _give_back(self, session: LearnerSession, message: GiveBack) -> None:
-        self.leases.not_computed(session, message)
 
     def _answer_wants(self) -> bool:
         """Whoever waits for samples, if there are some now, or the epoch has ended."""
@@ -595,12 +583,6 @@ class Coordinator:
             self._out += [pauses.end_message(one) for one in self._here()]
             if pauses.over:
                 self._end()
-
-    def _end_request(self, session: LearnerSession, message: EndRequest) -> None:
-        self.pauses.request_end()
-
-    def _pause_request(self, session: LearnerSession, message: PauseRequest) -> None:
-        self.pauses.request(session)
 
     def _advance_pause(self) -> bool:
         """Tell all to pause, if one is due; and when they have, one of them to lead. Whether nobody is left for it."""

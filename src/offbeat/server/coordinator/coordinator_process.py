@@ -359,7 +359,7 @@ class CoordinatorProcess:
             )
         accept = handshake.Accept(
             table=table,
-            setting=handshake.setting_as_data(self.arena.setting),
+            setting=replace(self.arena.setting, book=None, memory=None),
             seed=self.options.seed,
             start_s=self.options.start_s,
         )

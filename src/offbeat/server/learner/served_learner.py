@@ -35,7 +35,14 @@ from offbeat.server.learner.connection import Link
 from offbeat.server.learner.gradient_hooks import Cancelled, Hooks
 from offbeat.server.learner.learner_collectives import LearnerCollectives
 from offbeat.server.learner.push_modes import AsyncPushFetch, PushDelta, PushGradient, PushMode, Report
-from offbeat.server.parameter_layout import DTYPES, ModelTensors, ParameterLayout, layout_of, model_tensors
+from offbeat.server.parameter_layout import (
+    DTYPES,
+    ModelTensors,
+    ParameterLayout,
+    layout_of,
+    model_tensors,
+    write_tensors,
+)
 from offbeat.server.shard import optimizers
 from offbeat.server.wire import MOST_DATA_BYTES, EnterPause, Granted, GroupCallAnswer
 
@@ -395,9 +402,9 @@ class ServedLearner(LearnerCollectives):
         `load_state_dict` before `prepare`.
         """
         kept, version = self._current()
-        model, optimizer, parts, arena = self._trained()
+        model, optimizer, parts, _ = self._trained()
         weights = {id(p): p.detach().clone() for p in parts.trained}
-        arena._walk(kept["weights"], list(weights.values()), into_vector=False)
+        write_tensors(kept["weights"], list(weights.values()))
         named = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
         whole = model.state_dict()
         for name, identity in named.items():
@@ -550,8 +557,7 @@ class ServedLearner(LearnerCollectives):
     def load_current(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """The servers' weights, in a rest that this learner leads, into a model of the same kind."""
         arena = self._ready()[0].arena
-        with torch.no_grad():
-            arena._walk(arena.current()["weights"], model_tensors(model, optimizer)[0].trained, into_vector=False)
+        write_tensors(arena.current()["weights"], model_tensors(model, optimizer)[0].trained)
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
