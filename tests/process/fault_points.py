@@ -176,9 +176,9 @@ def _servers(order: dict[str, Any], folder: Path) -> None:
     def points_of(shard: int) -> Points:
         return every.setdefault(shard, Points(order, folder, "server", shard))
 
-    def come_in(original: Any, name: str, introduction: handshake.Handshake) -> Any:
-        line, memory = original(name, introduction)
-        return _Line(line, points_of(introduction.number)), memory
+    def connect(original: Any, name: str, own: handshake.Handshake) -> Any:
+        line, memory = original(name, own)
+        return _Line(line, points_of(own.number)), memory
 
     def runs(original: Any, self: arena.ShardMemory, *given: Any) -> Any:
         """Between two parts of an update: one is written, the other is not."""
@@ -192,7 +192,7 @@ def _servers(order: dict[str, Any], folder: Path) -> None:
         original(self, number, version)
         points_of(self.shard)("finished")
 
-    wrap(server_process, "_come_in", come_in)
+    wrap(server_process, "_connect", connect)
     wrap(arena.ShardMemory, "_runs", runs)
     wrap(arena.ShardMemory, "finish", finish)
 

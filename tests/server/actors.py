@@ -32,7 +32,7 @@ class Learner:
         self.dead = self.cut = self.paused = self.waiting = False
         self.token = 0  # of the step that comes next
         self.heard_s = 0.0  # when something came that may be an answer
-        self.called = False  # to a rest, since the last step
+        self.called = False  # to a pause, since the last step
         self.mailbox: list[Message] = []
         self.epoch = 0
         self.batches: deque[Lease] = deque()
@@ -109,7 +109,7 @@ class Learner:
         return self.epoch >= world.epochs if world.samples else world.places[self.learner].left <= 0
 
     def _rest(self) -> Life:
-        """Where it waits. As `Link` does, it stands still until it may rise, leads, or was given up."""
+        """Where it waits. As `Link` does, it stands still until it may go on, leads, or was given up."""
         client = self.client
         while (rest := client.take_rest()) is not None:
             stop = False

@@ -103,7 +103,7 @@ class Oracle:
         self.pauses = PauseOracle(setting)
 
     def goes_on_from(self, before: Oracle) -> None:
-        """Its run was saved in its last rest: what was in those weights is applied, and all else is not."""
+        """Its run was saved in its last pause: what was in those weights is applied, and all else is not."""
         saved = before.pauses.saved
         assert saved is not None
         self.history = [[vector] for vector in saved.weights]

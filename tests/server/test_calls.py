@@ -105,8 +105,8 @@ def test_a_pause_is_led_by_who_asks_for_it_and_only_once() -> None:
     assert {one.learner for one in called if isinstance(one, EnterPause) and not one.lead} == {0, 1, 2}
     said = [message for learner in range(3) for message in run.say(Paused(learner, 1, 1))]
     assert [one.learner for one in said if isinstance(one, EnterPause) and one.lead] == [2]
-    risen = run.say(Paused(2, 1, 1, led=True))
-    assert {one.learner for one in risen if isinstance(one, EndPause)} == {0, 1, 2}
+    ended = run.say(Paused(2, 1, 1, led=True))
+    assert {one.learner for one in ended if isinstance(one, EndPause)} == {0, 1, 2}
     assert not run.coordinator.pauses.due
 
 

@@ -1,4 +1,4 @@
-"""An epoch's last gradients where all rest between epochs: who holds them, and who is waited for."""
+"""An epoch's last gradients where all pause between epochs: who holds them, and who is waited for."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _first_has_all(line: str, *, pause_epochs: bool) -> Story:
     return story
 
 
-def test_the_last_update_is_made_before_the_rest_though_one_has_yet_to_ask() -> None:
+def test_the_last_update_is_made_before_the_pause_though_one_has_yet_to_ask() -> None:
     story = _first_has_all("k-async:2", pause_epochs=True)
     assert story.take(1, 1) == []
     assert not story.coordinator.pauses.due, "learner 2 may still ask: then the policy knows that nobody comes"

@@ -5,7 +5,7 @@ doubled, delayed and overtaken; learners and servers are killed and stopped anyw
 brought back from its journal. The outsider (`oracle`) looks at every event. After a while faults end, and then every
 run must come to its end.
 
-In some worlds all rest now and then, and in some of these a rest is the last one, and another world goes on from what
+In some worlds all pause now and then, and in some of these a pause is the last one, and another world goes on from what
 was saved there.
 
     cd tests && ../.venv/bin/python -m server.world --seeds 10000
@@ -87,7 +87,7 @@ FAULTS: dict[str, tuple[float, ...]] = {
     "coordinator dies": (0, 0, 0.003, 0.02),
     "line is cut": (0, 0, 0.02, 0.1),
 }
-RESTING = 0.3  # of the worlds have rests
+PAUSING = 0.3  # of the worlds have pauses
 RETRY_S = 3.0
 TICK_S = 2.0
 MOST_CALM_EVENTS = 15_000  # that a run may take to its end when nothing goes wrong any more
@@ -135,7 +135,7 @@ class World:
         self.rng: random.Random = random.Random(seed)
         rng = self.rng
         pauses = random.Random(f"rests of {seed}")
-        self.pauses = pauses.random() < RESTING
+        self.pauses = pauses.random() < PAUSING
         self.halt_at_s = pauses.uniform(1, 40) if self.pauses and pauses.random() < 0.3 else None
         self.stops = pauses.choice((0, 0, 0.1)) if self.pauses else 0.0  # chance that who leads ends the run
         if after is not None:
