@@ -182,7 +182,7 @@ def test_an_epoch_begins_when_the_one_before_it_is_over() -> None:
     assert book.take(1, 1, 4) is Answer.WAIT
     book.hand_in(lease.number)
     assert book.take(1, 1, 4) is Answer.WAIT
-    assert book.waits_for_the_run
+    assert book.held() == (lease,)
     book.settle(lease.number, "applied")
     assert book.take(1, 0, 4) is Answer.ENDED
     assert book.take(1, 2, 4) is Answer.WAIT
@@ -190,16 +190,16 @@ def test_an_epoch_begins_when_the_one_before_it_is_over() -> None:
     assert book.counts == {0: {"applied": 4}, 1: {}}
 
 
-def test_only_held_pushes_make_the_epoch_wait_for_the_run() -> None:
+def test_what_is_free_in_hand_or_held_by_the_run_is_told_apart() -> None:
     book = LeaseBook(samples=4)
-    assert not book.waits_for_the_run
+    assert (book.free, book.held()) == (4, ())
     first, second = taken(book, 0, 2), taken(book, 1, 2)
     book.hand_in(first.number)
-    assert not book.waits_for_the_run  # learner 1 may still push
+    assert (book.free, book.in_hand(1), book.held()) == (0, (second,), (first,)), "learner 1 may still push"
     book.hand_in(second.number)
-    assert book.waits_for_the_run
+    assert (book.free, book.in_hand(1), book.held()) == (0, (), (first, second))
     book.give_back(second.number, "late")
-    assert not book.waits_for_the_run  # it can be taken
+    assert (book.free, book.held()) == (2, (first,)), "it can be taken"
 
 
 def test_without_again_a_cancelled_piece_is_counted_and_not_leased_again() -> None:

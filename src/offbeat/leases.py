@@ -167,14 +167,6 @@ class LeaseBook:
         """What was handed in and is neither settled nor given back, in the order of taking."""
         return tuple(lease for number, lease in self._out.items() if number not in self._holder)
 
-    @property
-    def waits_for_the_run(self) -> bool:
-        """Whether only pushes that the run holds keep this epoch open: no learner can do anything for its end.
-
-        A policy that holds gradients until K are there must then be told to go on with fewer, or the run stands still.
-        """
-        return not self._holder and not self.free  # and so, since it is not over, something is out
-
     def check(self) -> None:
         """Raise `AssertionError`, naming the law that is broken and where."""
         pieces = [

@@ -13,8 +13,8 @@ from offbeat.policies import EXAMPLES_FOR, POLICIES, Joined, Policy, Pushed, Wak
 from offbeat.policies.memory import vectors_of
 from offbeat.policies.table import params_of
 from offbeat.server.arena import ArenaLayout
-from offbeat.server.coordinator.session import Setting
 from offbeat.server.parameter_layout import ParameterLayout
+from offbeat.server.run_setting import RunSetting
 from offbeat.simulate import server
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.compute import parse_law
@@ -118,7 +118,7 @@ def test_a_server_has_room_for_what_the_policy_holds(line: str) -> None:
     for learners in (2, 4, 5):
         if learners < EXAMPLES_FOR and line != POLICIES[parse(line).name].examples[0]:
             continue
-        setting = Setting(line=line, learners=learners)
+        setting = RunSetting(line=line, learners=learners)
         policy = setting.policy()
         assert setting.slots == learners + policy.max_held(learners) - 1 + (policy.rule.fetch_every > 0)
 
@@ -127,7 +127,7 @@ def test_a_server_has_room_for_what_the_policy_holds(line: str) -> None:
 def test_the_memory_that_is_told_is_what_a_server_allocates(line: str) -> None:
     items = 2**20
     table = ParameterLayout((items,), (0,), 0, "float32", "float32", "sgd", ("momentum_buffer",), 0.0, False, "")
-    allocated = ArenaLayout(table, Setting(line=line, learners=EXAMPLES_FOR)).size_bytes
+    allocated = ArenaLayout(table, RunSetting(line=line, learners=EXAMPLES_FOR)).size_bytes
     told = vectors_of(create(line, expect=EXAMPLES_FOR), EXAMPLES_FOR).size_bytes(4 * items)
     assert told <= allocated <= told + 64 * 4096  # the words of learners and servers, in whole pages
 

@@ -177,9 +177,9 @@ def _servers(order: dict[str, Any], folder: Path) -> None:
     def points_of(shard: int) -> Points:
         return every.setdefault(shard, Points(order, folder, "server", shard))
 
-    def come_in(original: Any, name: str, introduction: handshake.Handshake) -> Any:
-        line, memory = original(name, introduction)
-        return _Line(line, points_of(introduction.number)), memory
+    def connect(original: Any, name: str, own: handshake.Handshake) -> Any:
+        line, memory = original(name, own)
+        return _Line(line, points_of(own.number)), memory
 
     def runs(original: Any, self: arena.ShardMemory, *given: Any) -> Any:
         """Between two parts of an update: one is written, the other is not."""
@@ -193,7 +193,7 @@ def _servers(order: dict[str, Any], folder: Path) -> None:
         original(self, number, version)
         points_of(self.shard)("finished")
 
-    wrap(server_process, "_come_in", come_in)
+    wrap(server_process, "_connect", connect)
     wrap(arena.ShardMemory, "_runs", runs)
     wrap(arena.ShardMemory, "finish", finish)
 
@@ -219,7 +219,7 @@ def _coordinator(order: dict[str, Any], folder: Path) -> None:
         points("handled")
         if isinstance(message, wire.Go) and message.seq > 1:
             blow = points.blows[0] if points.blows else {}
-            here = [line for line in self.lines if line.role == "learner"]
+            here = [line for line in self.connections if line.role == "learner"]
             mine = [line.pid for line in here if blow.get("all") or line.number == message.learner]
             points("before-reply", pids=lambda: mine)
             points("with-learner", pids=lambda: [*mine, os.getpid()])
@@ -230,10 +230,10 @@ def _coordinator(order: dict[str, Any], folder: Path) -> None:
         points("admit")
         original(self, *given)
 
-    wrap(coordinator_process.CoordinatorProcess, "_tell", tell)
+    wrap(coordinator_process.CoordinatorProcess, "_handle", tell)
     wrap(coordinator_process.Journal, "add", add)
-    wrap(coordinator_process.CoordinatorProcess, "_carry", carry)
-    wrap(coordinator_process.CoordinatorProcess, "_let_in", let_in)
+    wrap(coordinator_process.CoordinatorProcess, "_deliver", carry)
+    wrap(coordinator_process.CoordinatorProcess, "_admit", let_in)
 
 
 # --- bugs, to see them found ------------------------------------------------------------------------------------------

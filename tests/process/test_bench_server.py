@@ -22,7 +22,7 @@ from offbeat.measure import policies, server_bench
 from offbeat.measure.policies import PoliciesResult, PoliciesRow, Steady, steady
 from offbeat.measure.served import program, supervise
 from offbeat.measure.server_bench import Case, Rates, ServerResult
-from offbeat.server.coordinator.session import Setting
+from offbeat.server.run_setting import RunSetting
 from offbeat.server.supervisor import ServerPlan
 
 
@@ -220,7 +220,10 @@ def test_without_the_repository_there_is_nothing_to_measure_against(monkeypatch:
 
 def test_a_learner_that_fails_is_named_and_nothing_is_left() -> None:
     before = children()
-    plan = ServerPlan(setting=Setting(line="async", learners=2), command=program("policy_learner", "many"), restarts=0)
+    setting = RunSetting(line="async", learners=2)
+    plan = ServerPlan(setting=setting, command=program("policy_learner", "many"), restarts=0)
+        setting=RunSetting(line="async", learners=2), command=program("policy_learner", "many"), restarts=0
+    )
     with pytest.raises(OffbeatError, match=r"bench: learner \d: ValueError: invalid literal .* \(testing\)"):
         supervise(plan, "testing", 60.0)
     assert children() == before
@@ -229,7 +232,7 @@ def test_a_learner_that_fails_is_named_and_nothing_is_left() -> None:
 def test_a_run_that_takes_too_long_is_ended() -> None:
     before = children()
     sleeps = [sys.executable, "-c", "import time; time.sleep(600)"]
-    late = ServerPlan(setting=Setting(line="async", learners=1), command=sleeps, restarts=0)
+    late = ServerPlan(setting=RunSetting(line="async", learners=1), command=sleeps, restarts=0)
     with pytest.raises(OffbeatError, match=r"bench: not done within 500 ms \(testing\)"):
         supervise(late, "testing", 0.5)
     assert children() == before

@@ -14,7 +14,7 @@ import pytest
 
 from offbeat import cli
 from offbeat.server.coordinator import coordinator_process, guarded_policy
-from offbeat.server.coordinator.session import Setting
+from offbeat.server.run_setting import RunSetting
 from offbeat.server.supervisor import Supervisor
 from offbeat.simulate import server as simulator
 from offbeat.train.served_trainer import ServedTrainer
@@ -106,10 +106,10 @@ def test_more_gradients_than_there_is_room_for_are_refused_at_once(tmp_path: Pat
 
 def one_slot_too_few() -> None:
     """Of a k-batch-async:6 with 2 learners there are 7: the last would never come, and both learners wait."""
-    slots = Setting.slots
+    slots = RunSetting.slots
     assert isinstance(slots, property) and slots.fget is not None
     count = slots.fget
-    Setting.slots = property(lambda setting: count(setting) - 2)
+    RunSetting.slots = property(lambda setting: count(setting) - 2)
 
 
 def test_too_few_slots_are_found_when_the_run_is_set_up(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_too_few_slots_that_nobody_has_checked_end_the_run(tmp_path: Path) -> No
         one_slot_too_few()
 
         class Unchecked(guarded_policy.GuardedPolicy):
-            def __init__(self, setting: Setting, slots: int) -> None:
+            def __init__(self, setting: RunSetting, slots: int) -> None:
                 super().__init__(setting, slots + 100)
 
         from offbeat.server.coordinator import coordinator

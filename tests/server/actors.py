@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
-from offbeat.server.wire import Cancel, Done, EnterPause, Fenced, Job, Lease, Message, Push, Ready, Stop
+from offbeat.server.wire import CancelWord, Done, EnterPause, Fenced, Lease, Message, Push, Ready, ShardJob, Stop
 from server.oracle import WIDTH, Truth, gradient_of, mean_gradient, squares, stepped
-from server.rest_oracle import Key, Vector
+from server.pause_oracle import Key, Vector
 
 if TYPE_CHECKING:
     from server.world import World
@@ -32,7 +32,7 @@ class Learner:
         self.dead = self.cut = self.paused = self.waiting = False
         self.token = 0  # of the step that comes next
         self.heard_s = 0.0  # when something came that may be an answer
-        self.called = False  # to a rest, since the last step
+        self.called = False  # to a pause, since the last step
         self.mailbox: list[Message] = []
         self.epoch = 0
         self.batches: deque[Lease] = deque()
@@ -53,7 +53,7 @@ class Learner:
     def say(self, messages: list[Message]) -> None:
         for message in messages:
             if isinstance(message, Push | Stop):
-                self.world.oracle.rests.ends((message.learner, message.incarnation, message.seq))
+                self.world.oracle.pauses.ends((message.learner, message.incarnation, message.seq))
             self.world.to_coordinator(message, self)
 
     def hear(self, message: Message) -> None:
@@ -72,7 +72,7 @@ class Learner:
         client, world = self.client, self.world
         incarnation, seq = world.cancel_words[self.learner]
         if client.incarnation and incarnation == client.incarnation:
-            client.receive(Cancel(self.learner, incarnation, seq))
+            client.receive(CancelWord(self.learner, incarnation, seq))
         if fence and client.incarnation and world.fence_words[self.learner] >= client.incarnation:
             self.say(client.receive(Fenced(self.learner, client.incarnation)))
 
@@ -109,7 +109,7 @@ class Learner:
         return self.epoch >= world.epochs if world.samples else world.places[self.learner].left <= 0
 
     def _rest(self) -> Life:
-        """Where it waits. As `Link` does, it stands still until it may rise, leads, or was given up."""
+        """Where it waits. As `Link` does, it stands still until it may go on, leads, or was given up."""
         client = self.client
         while (rest := client.take_rest()) is not None:
             stop = False
@@ -129,7 +129,7 @@ class Learner:
         world.oracle.leads(stay, rest.number, facts)
         copies = []
         for shard, buffers in enumerate(world.buffers):
-            buffer = world.oracle.buffers[world.oracle.lane_of(shard)]
+            buffer = world.oracle.buffers[world.oracle.group_of(shard)]
             copy = []
             for at in range(WIDTH):
                 copy.append(buffers[buffer][at])
@@ -213,7 +213,7 @@ class Learner:
         client, world, rng = self.client, self.world, self.rng
         go = client.begin()
         key = (self.learner, client.incarnation, go.seq)
-        world.oracle.rests.begins(key)
+        world.oracle.pauses.begins(key)
         self._heard_of_the_last(key)
         if go.pieces:
             if not (yield from self._read(key, go.pieces, go.pin)):
@@ -252,8 +252,8 @@ class Learner:
 
     def _read(self, key: Key, pieces: tuple[tuple[int, int], ...], pin: int) -> Generator[float | None, None, bool]:
         world, copies, nonce = self.world, dict[int, Vector](), self.client.nonce
-        for lane, (buffer, _) in enumerate(pieces):
-            for shard in world.oracle.shards_of(lane):
+        for group, (buffer, _) in enumerate(pieces):
+            for shard in world.oracle.shards_of(group):
                 copy = []
                 for at in range(WIDTH):
                     copy.append(world.buffers[shard][buffer][at])
@@ -316,7 +316,7 @@ class Memory:
         self.world, self.shard = world, shard
         self.finished = self.version = 0
 
-    def apply(self, job: Job) -> None:
+    def apply(self, job: ShardJob) -> None:
         mean = self._mean(job)
         buffers = self.world.buffers[self.shard]
         target = stepped(tuple(buffers[job.source]), mean, job.clip, job.hyper[0]["lr"], job.skip)
@@ -329,16 +329,16 @@ class Memory:
     def finish(self, number: int, version: int) -> None:
         self.finished, self.version = number, version
 
-    def norm(self, job: Job) -> tuple[float, ...]:
+    def norm(self, job: ShardJob) -> tuple[float, ...]:
         return squares(self._mean(job))
 
-    def drift(self, job: Job) -> tuple[float, ...]:
+    def drift(self, job: ShardJob) -> tuple[float, ...]:
         world, buffers = self.world, self.world.buffers[self.shard]
         world.oracle.works(self.shard, job, buffers, world.slots)
         now, then = buffers[job.source], buffers[job.reads[0]]
         return tuple((a - b) ** 2 for a, b in zip(now, then, strict=True))
 
-    def _mean(self, job: Job) -> Vector:
+    def _mean(self, job: ShardJob) -> Vector:
         world, buffers = self.world, self.world.buffers[self.shard]
         world.oracle.works(self.shard, job, buffers, world.slots)
         gradients = [tuple(world.slots[slot][self.shard]) for slot in job.slots]
@@ -355,7 +355,7 @@ class Server:
         self.dead = False
         self.paused_until = 0.0
 
-    def hear(self, job: Job) -> None:
+    def hear(self, job: ShardJob) -> None:
         self.world.after(self.world.rng.uniform(0.01, 0.2), lambda: self._work(job))
 
     def beat(self) -> None:
@@ -365,7 +365,7 @@ class Server:
                 self._say(self.shard.ready())
             self.world.after(4.0, self.beat)
 
-    def _work(self, job: Job) -> None:
+    def _work(self, job: ShardJob) -> None:
         world = self.world
         if self.dead:
             return

@@ -15,10 +15,9 @@ from offbeat.policies import Apply, Cancel, Drop, Policy, Pushed, Resume, Send, 
 from offbeat.policies.events import from_text
 from offbeat.policies.stale import StaleDrop
 from offbeat.server.coordinator.coordinator import Coordinator
-from offbeat.server.coordinator.session import Setting
-from offbeat.server.wire import Cancel as CancelWord
-from offbeat.server.wire import Committed, Go, Job, Lease, Message, Weights
-from server.rest_oracle import Key, LawError, RestOracle, Stay, Vector, demand
+from offbeat.server.run_setting import RunSetting
+from offbeat.server.wire import CancelWord, Committed, Go, Lease, Message, ShardJob, Weights
+from server.pause_oracle import Key, LawError, PauseOracle, Stay, Vector, demand
 
 WIDTH = 3  # numbers in a shard
 CLIP_EPSILON = 1e-6
@@ -79,10 +78,10 @@ class Update(NamedTuple):
 class Oracle:
     """See the module's text."""
 
-    def __init__(self, setting: Setting, initial: tuple[Vector, ...]) -> None:
+    def __init__(self, setting: RunSetting, initial: tuple[Vector, ...]) -> None:
         self.setting = setting
         self.policy: Policy = setting.policy()  # for what it is, not for what it says
-        self.lanes = setting.shards if setting.independent else 1
+        self.commit_groups = setting.shards if setting.independent else 1
         self.history: list[list[Vector]] = [[vector] for vector in initial]  # by shard, by version
         self.updates: list[Update] = []
         self.truth: dict[Key, Truth] = {}
@@ -96,16 +95,16 @@ class Oracle:
         self.gos: dict[Key, Go] = {}
         self.weights: dict[Key, Weights] = {}  # with the number of what was asked in place of seq
         self.slots: dict[int, Key] = {}  # who was told to write there last
-        self.committed = [0] * self.lanes
-        self.buffers = [0] * self.lanes
+        self.committed = [0] * self.commit_groups
+        self.buffers = [0] * self.commit_groups
         self.seeded = self.policy_started = False
         self.wake_s: float | None = None  # that was asked for last, and has not come
         self.woke = 0
-        self.rests = RestOracle(setting)
+        self.pauses = PauseOracle(setting)
 
     def goes_on_from(self, before: Oracle) -> None:
-        """Its run was saved in its last rest: what was in those weights is applied, and all else is not."""
-        saved = before.rests.saved
+        """Its run was saved in its last pause: what was in those weights is applied, and all else is not."""
+        saved = before.pauses.saved
         assert saved is not None
         self.history = [[vector] for vector in saved.weights]
         for update in before.updates[: saved.facts["version"]]:
@@ -113,11 +112,11 @@ class Oracle:
                 for _, epoch, start, count in before.truth[key].leases:
                     self.positions.update((epoch, at) for at in range(start, start + count))
 
-    def lane_of(self, shard: int) -> int:
+    def group_of(self, shard: int) -> int:
         return shard if self.setting.independent else 0
 
-    def shards_of(self, lane: int) -> range:
-        return range(lane, lane + 1) if self.setting.independent else range(self.setting.shards)
+    def shards_of(self, group: int) -> range:
+        return range(group, group + 1) if self.setting.independent else range(self.setting.shards)
 
     def seed(self, initial: tuple[Vector, ...]) -> None:
         self.history, self.seeded = [[vector] for vector in initial], True
@@ -135,7 +134,7 @@ class Oracle:
     def fetched(self, key: Key, copies: dict[int, Vector], pieces: tuple[tuple[int, int], ...]) -> None:
         """A learner uses what it has read."""
         for shard, copy in copies.items():
-            version = pieces[self.lane_of(shard)][1]
+            version = pieces[self.group_of(shard)][1]
             demand(
                 copy == self.history[shard][version],
                 "a fetch that is used is exactly one version",
@@ -143,11 +142,11 @@ class Oracle:
             )
 
     def leads(self, stay: Stay, number: int, facts: dict[str, Any]) -> None:
-        self.rests.leads(stay, number, facts, self.committed)
+        self.pauses.leads(stay, number, facts, self.committed)
 
     def has_led(self, stay: Stay, weights: tuple[Vector, ...], *, stop: bool) -> None:
-        expected = tuple(self.history[shard][self.committed[self.lane_of(shard)]] for shard in range(len(weights)))
-        self.rests.has_led(stay, weights, expected if self.seeded else weights, stop=stop)
+        expected = tuple(self.history[shard][self.committed[self.group_of(shard)]] for shard in range(len(weights)))
+        self.pauses.has_led(stay, weights, expected if self.seeded else weights, stop=stop)
 
     def acknowledged(self, key: Key) -> None:
         """Its learner got a later Go, and was not cancelled."""
@@ -160,7 +159,7 @@ class Oracle:
         self.read_at.setdefault((learner, incarnation, seq), self.given.get((learner, incarnation), ()))
 
     def said(self, message: Message) -> None:
-        self.rests.said(message)
+        self.pauses.said(message)
         if isinstance(message, CancelWord):
             who = message.learner, message.incarnation
             self.cancelled[who] = max(self.cancelled.get(who, 0), message.seq)
@@ -192,10 +191,10 @@ class Oracle:
             else:
                 demand(message.version == message.pieces[0][1], "weights are called what they are", message)
         elif isinstance(message, Committed):
-            before = self.committed[message.lane]
+            before = self.committed[message.commit_group]
             demand(message.version == before + 1, "versions rise by one", before, message)
             demand(message.version < len(self.history[0]), "what is committed was decided", message)
-            self.committed[message.lane], self.buffers[message.lane] = message.version, message.buffer
+            self.committed[message.commit_group], self.buffers[message.commit_group] = message.version, message.buffer
 
     def decided(self, record: dict[str, Any]) -> None:
         """A line of the run log."""
@@ -239,7 +238,7 @@ class Oracle:
         """After each message: the wake that was asked for last is pending, and is not forgotten over a restart."""
         pending = coordinator.policy.wake_at_s
         demand(pending == self.wake_s or coordinator.finished, "the pending wake is the one asked for last", pending)
-        if self.wake_s is not None and not coordinator.rests.holds_back and not coordinator.finished:
+        if self.wake_s is not None and not coordinator.pauses.holds_back and not coordinator.finished:
             due_s = coordinator.next_wake_s
             demand(due_s is not None, "a pending wake is not forgotten", self.wake_s, now_s)
             demand(due_s is not None and due_s >= self.wake_s, "a wake is put off, never brought forward", due_s)
@@ -252,7 +251,7 @@ class Oracle:
         reads = self.read_at[key]
         total = 0.0
         for shard, versions in enumerate(self.history):
-            now, then = versions[len(self.updates)], versions[reads[self.lane_of(shard)][1]]
+            now, then = versions[len(self.updates)], versions[reads[self.group_of(shard)][1]]
             total += math.fsum((a - b) ** 2 for a, b in zip(now, then, strict=True))
         demand(
             event.drift is not None and math.isclose(event.drift, total, rel_tol=1e-9, abs_tol=1e-12),
@@ -293,7 +292,7 @@ class Oracle:
         for shard, mean in enumerate(means):
             clip = 1.0
             if self.setting.clip_norm:
-                together = [one for other in self.shards_of(self.lane_of(shard)) for one in squares(means[other])]
+                together = [one for other in self.shards_of(self.group_of(shard)) for one in squares(means[other])]
                 clip = min(1.0, self.setting.clip_norm / (math.sqrt(math.fsum(together)) + CLIP_EPSILON))
             now = self.history[shard][version]
             self.history[shard].append(stepped(now, mean, clip, lr, sorted(skip)))
@@ -302,20 +301,20 @@ class Oracle:
         return [lease[1:] for lease in self.truth[key].leases]
 
     def mean_of(self, update: Update, version: int, shard: int) -> Vector:
-        lane, versions = self.lane_of(shard), self.history[shard]
+        group, versions = self.group_of(shard), self.history[shard]
         return mean_gradient(
             versions[version],
             [self.truth[key].gradient[shard] for key in update.keys],
             update.scales,
-            [versions[reads[lane]] if reads else () for reads in update.reads],
+            [versions[reads[group]] if reads else () for reads in update.reads],
             self.policy.rate.compensation,
         )
 
     # --- what servers do ----------------------------------------------------------------------------------------------
 
-    def works(self, shard: int, job: Job, buffers: list[list[float]], slots: list[list[list[float]]]) -> None:
+    def works(self, shard: int, job: ShardJob, buffers: list[list[float]], slots: list[list[list[float]]]) -> None:
         """A shard is about to do this job."""
-        self.rests.works(job)
+        self.pauses.works(job)
         demand(1 <= job.version <= len(self.history[0]), "a shard does what was decided", job)
         source = self.history[shard][job.version - 1]
         demand(tuple(buffers[job.source]) == source, "an update starts from the version before", shard, job)
@@ -329,7 +328,7 @@ class Oracle:
             demand(tuple(slots[slot][shard]) == self.truth[key].gradient[shard], law, shard, job, key)
             if self.setting.keeps_reads:
                 read = tuple(buffers[job.reads[index]])
-                version = update.reads[index][self.lane_of(shard)]
+                version = update.reads[index][self.group_of(shard)]
                 demand(read == self.history[shard][version], "what a gradient was computed on is kept", shard, job, key)
 
     # --- after each event ---------------------------------------------------------------------------------------------
@@ -337,10 +336,12 @@ class Oracle:
     def check(self, coordinator: Coordinator, memory: list[list[list[float]]]) -> None:
         """`memory`: by shard, by buffer."""
         coordinator.check()
-        self.rests.check(coordinator.rests.number, 0 if coordinator.book is None else coordinator.book.epoch)
+        self.pauses.check(
+            coordinator.pauses.number, 0 if coordinator.leases.book is None else coordinator.leases.book.epoch
+        )
         for shard, buffers in enumerate(memory):
-            lane = self.lane_of(shard)
-            buffer, version = self.buffers[lane], self.committed[lane]
+            group = self.group_of(shard)
+            buffer, version = self.buffers[group], self.committed[group]
             if self.seeded:
                 demand(
                     tuple(buffers[buffer]) == self.history[shard][version],
@@ -348,23 +349,27 @@ class Oracle:
                     *(shard, version, buffers[buffer], self.history[shard][version]),
                 )
         learners, most = self.setting.learners, self.setting.slots
-        demand(len(coordinator.gradients) + len(coordinator.inbox) <= most + learners, "few gradients wait")
-        for lane_ in coordinator.desk.lanes:
-            demand(len(lane_.queue) <= most + 1, "few updates wait", len(lane_.queue))
-            demand(len(lane_.pins) <= 3 * learners + most, "few buffers are pinned", lane_.pins)
-        for row in coordinator.rows.values():
-            demand(len(row.versions) <= 64 and len(row.nonces) <= 64, "few minibatches are open", row.versions)
-            demand(len(row.limbo) <= most, "few slots are kept back", row.limbo)
+        demand(len(coordinator.gradients) + len(coordinator.unmeasured_pushes) <= most + learners, "few gradients wait")
+        for group_ in coordinator.grants.commit_groups:
+            demand(len(group_.queue) <= most + 1, "few updates wait", len(group_.queue))
+            demand(len(group_.pins) <= 3 * learners + most, "few buffers are pinned", group_.pins)
+        for session in coordinator.sessions.values():
+            demand(
+                len(session.versions) <= 64 and len(session.nonces) <= 64, "few minibatches are open", session.versions
+            )
+            demand(len(session.kept_slots) <= most, "few slots are kept back", session.kept_slots)
 
     def finished(self, coordinator: Coordinator) -> None:
         """When all is over."""
         counts, fates = coordinator.counts, Counter(self.fate.values())
         bad = counts["dropped: not finite"]
-        demand(self.committed == [len(self.updates)] * self.lanes, "all that was decided is done", self.committed)
+        demand(
+            self.committed == [len(self.updates)] * self.commit_groups, "all that was decided is done", self.committed
+        )
         demand(counts["applied"] == fates["applied"], "applied is what was applied", counts, fates)
         demand(counts["received"] - bad == len(self.fate) + self.unmeasured(coordinator), "received is what came")
         demand(counts["received"] == counts["applied"] + counts["dropped"], "nothing waits at the end", counts)
-        book = coordinator.book
+        book = coordinator.leases.book
         if book is None:
             return
         ended = "dropped: the run ended before its update was full"
@@ -375,7 +380,7 @@ class Oracle:
             if epoch < book.epoch:
                 demand(buckets.total() == book.samples, "every sample is counted once", epoch, buckets)
                 named = {"applied", "dropped: not finite", "not used", ended}
-                if self.rests.over:
+                if self.pauses.over:
                     named.add("dropped: its learner left before it was measured")
                 if epoch < first:  # what waited for an update when that epoch was over, and the run was saved
                     named.add("held")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from msgspec import structs
+
 from offbeat.leases import Answer, Lease
-from offbeat.policies import Cancel as CancelCommand
-from offbeat.policies import Command, Wake
-from offbeat.policies import Woke as WokeEvent
+from offbeat.policies import Cancel, Command, Wake, Woke
 from offbeat.server.coordinator.coordinator import Coordinator
 from offbeat.server.coordinator.grants import Grants
 from offbeat.server.coordinator.pauses import Pauses
+from offbeat.server.coordinator.sample_leases import SampleLeases
 from offbeat.server.coordinator.session import Gradient, LearnerSession
 from offbeat.server.coordinator.update_queue import CommitGroup, PendingUpdate
 from offbeat.server.learner.client import Client
@@ -23,16 +24,17 @@ from offbeat.server.wire import (
     Fenced,
     GiveBack,
     Go,
+    Granted,
     Hello,
-    Job,
     Message,
     Paused,
     Push,
+    ShardJob,
     Silent,
     Tick,
+    WakeDue,
     Want,
     Welcome,
-    Woke,
 )
 from server.world import Kit
 
@@ -40,22 +42,21 @@ from server.world import Kit
 class NoDuplicateCheck(Coordinator):
     """A push that was taken may be taken again."""
 
-    def _close(self, row: LearnerSession, seq: int) -> None:
+    def _close(self, session: LearnerSession, seq: int) -> None:
         pass
 
 
 class AppliesCancelled(Coordinator):
     """A late push is taken for one at the current version."""
 
-    def _push(self, message: Push) -> None:
-        self.rows[message.learner].cancelled = 0
-        super()._push(message)
+    def _push(self, session: LearnerSession, message: Push) -> None:
+        session.cancelled = 0
+        super()._push(session, message)
 
     def _take(self, message: Push, gradient: Gradient, drift: float | None) -> None:
         seat = self.policy.learners.get(message.learner)
         if seat is not None and self.policy.cancels:
-            changes: dict[str, Any] = {"version": seat.version}
-            message = Push(**{name: getattr(message, name) for name in message.__struct_fields__} | changes)
+            message = structs.replace(message, version=seat.version)
         super()._take(message, gradient, drift)
 
 
@@ -63,15 +64,15 @@ class FreesSilentSlots(Coordinator):
     """One who gives no sign of life will not write any more."""
 
     def _silent(self, message: Silent) -> None:
-        row = self.rows[message.learner]
+        session = self.sessions[message.learner]
         super()._silent(message)
-        self.desk.clear_limbo(row, range(message.incarnation + 1))
+        self.grants.free_kept_slots(session, range(message.incarnation + 1))
 
 
-class CountsDroppedAsApplied(Coordinator):
+class CountsDroppedAsApplied(SampleLeases):
     """What comes back is settled."""
 
-    def _back(self, leases: Any, fate: str) -> None:
+    def give_back(self, leases: Any, fate: str) -> None:
         for number in leases:
             assert self.book is not None
             self.book.settle(number, "applied")
@@ -80,60 +81,57 @@ class CountsDroppedAsApplied(Coordinator):
 class KeepsNoFence(Coordinator):
     """Messages of one who was given up are those of the one who came after."""
 
-    def _known(self, message: Any) -> LearnerSession | None:
-        row = self.rows.get(message.learner)
-        return row if row is not None and row.here else super()._known(message)
+    def _session_of(self, message: Any) -> LearnerSession | None:
+        session = self.sessions.get(message.learner)
+        return session if session is not None and session.here else super()._session_of(message)
 
 
 class ForgetsCancels(Coordinator):
     """A cancel changes nothing."""
 
-    def _obey(self, command: Command) -> None:
-        if not isinstance(command, CancelCommand):
-            super()._obey(command)
+    def _carry_out(self, command: Command, fetches: int | None) -> None:
+        if not isinstance(command, Cancel):
+            super()._carry_out(command, fetches)
 
 
-class ServesOldWants(Coordinator):
+class ServesOldWants(SampleLeases):
     """A Want that was long on its way is a new one."""
 
-    def _want(self, message: Want) -> None:
-        row = self.rows[message.learner]
-        if row.want is None:
-            row.wanted = 0
-        super()._want(message)
+    def want(self, session: LearnerSession, want: Want) -> Granted | None:
+        if session.want is None:
+            session.wanted = 0
+        return super().want(session, want)
 
 
 class AnswersAnew(Coordinator):
     """Who asks for weights again, since no answer has come yet, is given others: the first may be written meanwhile."""
 
-    def _ask(self, message: Ask) -> None:
-        row = self.rows[message.learner]
-        if message.number == row.asked:
-            row.asked -= 1
-        super()._ask(message)
+    def _ask(self, session: LearnerSession, message: Ask) -> None:
+        if message.number == session.asked:
+            session.asked -= 1
+        super()._ask(session, message)
 
 
-class WantsWithoutAnswers(Coordinator):
+class WantsWithoutAnswers(SampleLeases):
     """Whether what was said before a Want has come, is not looked at."""
 
-    def _want(self, message: Want) -> None:
-        fields = {name: getattr(message, name) for name in message.__struct_fields__}
-        super()._want(Want(**fields | {"seq": 0}))
+    def want(self, session: LearnerSession, want: Want) -> Granted | None:
+        return super().want(session, structs.replace(want, seq=0))
 
 
-class LosesWordOfLeases(Coordinator):
+class LosesWordOfLeases(SampleLeases):
     """That leases were given back is not heard, and a Want that waits does not say it."""
 
-    def _give_back(self, message: GiveBack) -> None:
+    def not_computed(self, session: LearnerSession, message: GiveBack) -> None:
         pass
 
-    def _want(self, message: Want) -> None:
-        if self.book is not None:
-            in_hand, self.book.in_hand = self.book.in_hand, lambda learner: ()  # type: ignore[method-assign]  # planted
-            super()._want(message)
-            self.book.in_hand = in_hand  # type: ignore[method-assign]  # planted
-        else:
-            super()._want(message)
+    def want(self, session: LearnerSession, want: Want) -> Granted | None:
+        if self.book is None:
+            return super().want(session, want)
+        in_hand, self.book.in_hand = self.book.in_hand, lambda learner: ()  # type: ignore[method-assign]  # planted
+        answer = super().want(session, want)
+        self.book.in_hand = in_hand  # type: ignore[method-assign]  # planted
+        return answer
 
 
 class SeedsTwice(Coordinator):
@@ -150,18 +148,18 @@ class TakesOldHellos(Coordinator):
     """A Hello that was long on its way is a newcomer."""
 
     def _hello(self, message: Hello) -> None:
-        self.rows[message.learner].nonces.clear()
+        self.sessions[message.learner].nonces.clear()
         super()._hello(message)
 
 
-class KeepsPinsAtRest(Coordinator):
+class KeepsPinsInPauses(Coordinator):
     """One that has no samples keeps the weights that it was given pinned."""
 
-    def _unseat(self, row: LearnerSession) -> None:
-        pins = [dict(lane.pins) for lane in self.desk.lanes] if row.here else []
-        super()._unseat(row)
-        for lane, before in zip(self.desk.lanes, pins, strict=False):
-            lane.pins |= before
+    def _leave_policy(self, session: LearnerSession) -> None:
+        pins = [dict(group.pins) for group in self.grants.commit_groups] if session.here else []
+        super()._leave_policy(session)
+        for group, before in zip(self.grants.commit_groups, pins, strict=False):
+            group.pins |= before
 
 
 class FencesTheUnknown(Coordinator):
@@ -173,41 +171,43 @@ class FencesTheUnknown(Coordinator):
             del self._out[-2]
 
 
-def with_desk(kind: type[Grants]) -> type[Coordinator]:
-    class WithDesk(Coordinator):
+def with_part(name: str, kind: type) -> type[Coordinator]:
+    """A coordinator with another kind of one of its parts."""
+
+    class WithPart(Coordinator):
         def __init__(self, *given: Any) -> None:
             super().__init__(*given)
-            self.desk.__class__ = kind
+            getattr(self, name).__class__ = kind
 
-    return WithDesk
+    return WithPart
 
 
-def with_lane(kind: type[CommitGroup]) -> type[Coordinator]:
-    class WithLane(Coordinator):
+def with_commit_groups(kind: type[CommitGroup]) -> type[Coordinator]:
+    class WithCommitGroups(Coordinator):
         def __init__(self, *given: Any) -> None:
             super().__init__(*given)
-            for lane in self.desk.lanes:
-                lane.__class__ = kind
+            for group in self.grants.commit_groups:
+                group.__class__ = kind
 
-    return WithLane
+    return WithCommitGroups
 
 
 class AcknowledgesEarly(Grants):
     """A Go is said before the update that it tells of."""
 
-    def _pin(self, row: LearnerSession) -> bool:
-        if row.grant is not None and row.ready is None:
-            row.ready = self._pieces(row, "go") if row.grant[1] else ()
-        return super()._pin(row)
+    def _pin(self, session: LearnerSession) -> bool:
+        if session.grant is not None and session.ready is None:
+            session.ready = self._pieces(session, "go") if session.grant[1] else ()
+        return super()._pin(session)
 
 
 class UnpinsAtGo(Grants):
     """Nothing is pinned while it is read."""
 
-    def _go(self, row: LearnerSession) -> Go | None:
-        go = super()._go(row)
+    def _go(self, session: LearnerSession) -> Go | None:
+        go = super()._go(session)
         if go is not None:
-            self.unpin(row, "go", row.pin)
+            self.unpin(session, "go", session.pin)
         return go
 
 
@@ -221,17 +221,17 @@ class KeepsNoReads(Grants):
 class FreesSlotsEarly(Grants):
     """A gradient's slot is free before the update is done."""
 
-    def add(self, work: PendingUpdate) -> None:
-        super().add(work)
-        self.free_slots += work.slots
+    def add(self, update: PendingUpdate) -> None:
+        super().add(update)
+        self.free_slots += update.slots
 
 
-class LosesLimbo(Grants):
+class LosesKeptSlots(Grants):
     """Of two slots that are kept back only one is remembered."""
 
-    def clear(self, row: LearnerSession, *, may_wake: bool) -> None:
-        super().clear(row, may_wake=may_wake)
-        del row.limbo[:-1]
+    def clear(self, session: LearnerSession, *, may_wake: bool) -> None:
+        super().clear(session, may_wake=may_wake)
+        del session.kept_slots[:-1]
 
 
 class CommitsEarly(CommitGroup):
@@ -254,7 +254,7 @@ class WritesWhatIsRead(CommitGroup):
 class DoesAgain(Shard):
     """A job that was finished is done again."""
 
-    def handle(self, job: Job) -> Done:
+    def handle(self, job: ShardJob) -> Done:
         if job.kind != "apply" or job.number > self.memory.finished:
             return super().handle(job)
         self.memory.apply(job)
@@ -264,7 +264,7 @@ class DoesAgain(Shard):
 class FinishesFirst(Shard):
     """An update is called finished before it is written."""
 
-    def handle(self, job: Job) -> Done:
+    def handle(self, job: ShardJob) -> Done:
         if job.kind == "apply" and job.number > self.memory.finished:
             self.memory.finish(job.number, job.version)
             self.memory.apply(job)
@@ -298,16 +298,7 @@ class RejoinsWhileItWrites(Client):
         return said
 
 
-# --- rests ----------------------------------------------------------------------------------------------------------
-
-
-def with_rests(kind: type[Pauses]) -> type[Coordinator]:
-    class WithRests(Coordinator):
-        def __init__(self, *given: Any) -> None:
-            super().__init__(*given)
-            self.rests.__class__ = kind
-
-    return WithRests
+# --- pauses ---------------------------------------------------------------------------------------------------------
 
 
 class LeadsWhileUpdatesRun(Grants):
@@ -318,32 +309,32 @@ class LeadsWhileUpdatesRun(Grants):
         return True
 
 
-class UpdatesInRests(Grants):
-    """An update that is decided in a rest, since somebody has gone, is begun."""
+class UpdatesInPauses(Grants):
+    """An update that is decided in a pause, since somebody has gone, is begun."""
 
-    def start(self, *, only_behind: bool) -> list[Job]:
+    def start(self, *, only_behind: bool) -> list[ShardJob]:
         return super().start(only_behind=False)
 
 
 class LeadsAtOnce(Pauses):
-    """The first who rests leads, whatever the others do."""
+    """The first who pauses leads, whatever the others do."""
 
-    def next_lead(self, rows: Any, at_s: float) -> LearnerSession | None:
-        return super().next_lead([row for row in rows if row.rested == self.number], at_s)
+    def next_lead(self, sessions: Any, at_s: float) -> LearnerSession | None:
+        return super().next_lead([session for session in sessions if session.pause_entered == self.number], at_s)
 
 
 class CallsOnce(Pauses):
-    """A call to rest that is lost is not said again."""
+    """A call to pause that is lost is not said again."""
 
-    def calls(self, rows: Any, *, again: bool) -> list[EnterPause]:
-        return super().calls(rows, again=False)
+    def enter_messages(self, sessions: Any, *, again: bool) -> list[EnterPause]:
+        return super().enter_messages(sessions, again=False)
 
 
 class EndsUntold(Pauses):
     """What comes while somebody leads is what it has been told."""
 
-    def next_lead(self, rows: Any, at_s: float) -> LearnerSession | None:
-        lead = super().next_lead(rows, at_s)
+    def next_lead(self, sessions: Any, at_s: float) -> LearnerSession | None:
+        lead = super().next_lead(sessions, at_s)
         self._told = (True, True)
         return lead
 
@@ -351,8 +342,8 @@ class EndsUntold(Pauses):
 class LosesItsLead(Pauses):
     """A lead that dies is not replaced."""
 
-    def next_lead(self, rows: Any, at_s: float) -> LearnerSession | None:
-        return None if self.lead is not None else super().next_lead(rows, at_s)
+    def next_lead(self, sessions: Any, at_s: float) -> LearnerSession | None:
+        return None if self.lead is not None else super().next_lead(sessions, at_s)
 
 
 class LeadsUnderAnotherName(Coordinator):
@@ -360,13 +351,13 @@ class LeadsUnderAnotherName(Coordinator):
 
     def _tick(self, message: Tick) -> None:
         super()._tick(message)
-        lead = None if self.rests.lead is None else self.rows[self.rests.lead[0]]
+        lead = None if self.pauses.lead is None else self.sessions[self.pauses.lead[0]]
         if lead is not None and lead.here:
-            self._out.append(self._lead(lead))
+            self._out.append(self.pauses.lead_message(lead))
 
 
-class EndsEpochsInRests(Coordinator):
-    """That an epoch has ended is told in the rest at its end."""
+class EndsEpochsInPauses(SampleLeases):
+    """That an epoch has ended is told in the pause at its end."""
 
     def _find(self, learner: int, want: Want) -> Lease | Answer:
         assert self.book is not None
@@ -376,42 +367,42 @@ class EndsEpochsInRests(Coordinator):
 class SavesWhatIsOut(Coordinator):
     """What is out when the run is saved stays out."""
 
-    def standing(self) -> dict[str, Any]:
-        return super().standing() | {"book": None if self.book is None else self.book.snapshot()}
+    def resume_state(self) -> dict[str, Any]:
+        return super().resume_state() | {"book": None if self.leases.book is None else self.leases.book.snapshot()}
 
 
-class RisesOnce(Coordinator):
-    """Who says late that it rests is not answered."""
+class EndsPausesOnce(Coordinator):
+    """Who says late that it pauses is not answered."""
 
-    def _rested(self, message: Paused) -> None:
-        if self.rests.due or self.rests.over:
-            super()._rested(message)
+    def _paused(self, session: LearnerSession, message: Paused) -> None:
+        if self.pauses.due or self.pauses.over:
+            super()._paused(session, message)
 
 
 class SaysOnceThatItIsOver(Coordinator):
     """That the run is over is said once."""
 
-    def _known(self, message: Any) -> LearnerSession | None:
+    def _session_of(self, message: Any) -> LearnerSession | None:
         before = len(self._out)
-        row = super()._known(message)
+        session = super()._session_of(message)
         self._out[before:] = [one for one in self._out[before:] if not isinstance(one, EndPause)]
-        return row
+        return session
 
-    def _again(self, row: LearnerSession) -> None:
-        if not self.rests.over:
-            super()._again(row)
+    def _repeat_answer(self, session: LearnerSession) -> None:
+        if not self.pauses.over:
+            super()._repeat_answer(session)
 
 
-class GoesInRests(Coordinator):
-    """Who comes in a rest is told to compute."""
+class GoesInPauses(Coordinator):
+    """Who comes in a pause is told to compute."""
 
     def _hello(self, message: Hello) -> None:
         super()._hello(message)
-        self._out += self.desk.give_out([self.rows[message.learner]])
+        self._out += self.grants.give_out([self.sessions[message.learner]])
 
 
-class RestsAtWork(Client):
-    """It says that it rests when it is called, and computes on."""
+class PausesAtWork(Client):
+    """It says that it pauses when it is called, and computes on."""
 
     def receive(self, message: Any) -> list[Message]:
         said = super().receive(message)
@@ -420,8 +411,8 @@ class RestsAtWork(Client):
         return said
 
 
-class RestsOnce(Client):
-    """That it rests is said once."""
+class PausesOnce(Client):
+    """That it pauses is said once."""
 
     def retry(self) -> list[Message]:
         return [one for one in super().retry() if not isinstance(one, Paused)]
@@ -439,20 +430,20 @@ class LeadsTwice(Client):
 class ForgetsWakes(Coordinator):
     """A coordinator that was brought back has no wake pending."""
 
-    def words(self) -> Any:
+    def shared_words(self) -> Any:
         self.wake.at_s = None
-        return super().words()
+        return super().shared_words()
 
 
 class WakesTwice(Coordinator):
     """A wake that has come stays pending, and comes again."""
 
-    def _woke(self, message: Woke) -> None:
+    def _wake_due(self, message: WakeDue) -> None:
         due_s = self.next_wake_s
-        super()._woke(message)
+        super()._wake_due(message)
         if due_s is not None and self.wake.at_s is None and self._at_s >= due_s:
             self.policy.wake_at_s = due_s
-            self._tell(WokeEvent(self._at_s))
+            self._tell_policy(Woke(self._at_s))
 
 
 class WakesEarly(Coordinator):
@@ -462,62 +453,62 @@ class WakesEarly(Coordinator):
         super()._tick(message)
         if self.next_wake_s is not None and self._at_s < self.next_wake_s:
             self.wake.at_s = self.policy.wake_at_s = self._at_s
-            self._woke(Woke())
+            self._wake_due(WakeDue())
 
 
 class KeepsTheFirstWake(Coordinator):
     """A later wake does not replace the pending one."""
 
-    def _obey(self, command: Command) -> None:
+    def _carry_out(self, command: Command, fetches: int | None) -> None:
         before = self.wake.at_s
-        super()._obey(command)
+        super()._carry_out(command, fetches)
         if isinstance(command, Wake) and before is not None and before < command.at_s:
             self.wake.at_s = self.policy.wake_at_s = before
 
 
 KITS: dict[str, Kit] = {
     "no duplicate check": Kit(coordinator=NoDuplicateCheck),
-    "acknowledged before it is applied": Kit(coordinator=with_desk(AcknowledgesEarly)),
+    "acknowledged before it is applied": Kit(coordinator=with_part("grants", AcknowledgesEarly)),
     "a cancelled gradient is applied": Kit(coordinator=AppliesCancelled),
     "the slot of a silent learner is freed": Kit(coordinator=FreesSilentSlots),
-    "slots are freed before the update": Kit(coordinator=with_desk(FreesSlotsEarly)),
-    "a kept slot is forgotten": Kit(coordinator=with_desk(LosesLimbo)),
-    "nothing is pinned": Kit(coordinator=with_desk(UnpinsAtGo)),
-    "reads are not kept": Kit(coordinator=with_desk(KeepsNoReads)),
-    "what is read is written": Kit(coordinator=with_lane(WritesWhatIsRead)),
-    "committed with the first shard": Kit(coordinator=with_lane(CommitsEarly)),
+    "slots are freed before the update": Kit(coordinator=with_part("grants", FreesSlotsEarly)),
+    "a kept slot is forgotten": Kit(coordinator=with_part("grants", LosesKeptSlots)),
+    "nothing is pinned": Kit(coordinator=with_part("grants", UnpinsAtGo)),
+    "reads are not kept": Kit(coordinator=with_part("grants", KeepsNoReads)),
+    "what is read is written": Kit(coordinator=with_commit_groups(WritesWhatIsRead)),
+    "committed with the first shard": Kit(coordinator=with_commit_groups(CommitsEarly)),
     "a finished job is done again": Kit(shard=DoesAgain),
     "finished before it is written": Kit(shard=FinishesFirst),
     "the fence is not looked at": Kit(looks_at_fence=False),
     "the journal misses the last message": Kit(journal_lag=1),
-    "what comes back is settled": Kit(coordinator=CountsDroppedAsApplied),
+    "what comes back is settled": Kit(coordinator=with_part("leases", CountsDroppedAsApplied)),
     "nobody is fenced": Kit(coordinator=KeepsNoFence),
     "cancels are forgotten": Kit(coordinator=ForgetsCancels),
-    "an old Want is served": Kit(coordinator=ServesOldWants),
+    "an old Want is served": Kit(coordinator=with_part("leases", ServesOldWants)),
     "an Ask is answered anew": Kit(coordinator=AnswersAnew),
-    "a Want overtakes a push": Kit(coordinator=WantsWithoutAnswers),
-    "a lost give-back": Kit(coordinator=LosesWordOfLeases),
+    "a Want overtakes a push": Kit(coordinator=with_part("leases", WantsWithoutAnswers)),
+    "a lost give-back": Kit(coordinator=with_part("leases", LosesWordOfLeases)),
     "two seeders": Kit(coordinator=SeedsTwice),
     "an old Hello is a newcomer": Kit(coordinator=TakesOldHellos),
-    "pins of one that rests are kept": Kit(coordinator=KeepsPinsAtRest),
+    "pins of one that pauses are kept": Kit(coordinator=KeepsPinsInPauses),
     "fenced under a name that it never heard": Kit(coordinator=FencesTheUnknown),
     "seeded again": Kit(client=SeedsAgain),
     "a push is said once": Kit(client=PushesOnce),
     "it comes again while it writes": Kit(client=RejoinsWhileItWrites),
-    "who leads is told while updates run": Kit(coordinator=with_desk(LeadsWhileUpdatesRun)),
-    "an update begins in a rest": Kit(coordinator=with_desk(UpdatesInRests)),
-    "the first who rests leads": Kit(coordinator=with_rests(LeadsAtOnce)),
-    "a call to rest is said once": Kit(coordinator=with_rests(CallsOnce)),
+    "who leads is told while updates run": Kit(coordinator=with_part("grants", LeadsWhileUpdatesRun)),
+    "an update begins in a pause": Kit(coordinator=with_part("grants", UpdatesInPauses)),
+    "the first who pauses leads": Kit(coordinator=with_part("pauses", LeadsAtOnce)),
+    "a call to pause is said once": Kit(coordinator=with_part("pauses", CallsOnce)),
     "one that comes again leads on": Kit(coordinator=LeadsUnderAnotherName),
-    "a halt in a rest ends it untold": Kit(coordinator=with_rests(EndsUntold)),
-    "a lead that dies is not replaced": Kit(coordinator=with_rests(LosesItsLead)),
-    "an epoch is ended in its rest": Kit(coordinator=EndsEpochsInRests),
+    "a request to end in a pause ends it untold": Kit(coordinator=with_part("pauses", EndsUntold)),
+    "a lead that dies is not replaced": Kit(coordinator=with_part("pauses", LosesItsLead)),
+    "an epoch is ended in its pause": Kit(coordinator=with_part("leases", EndsEpochsInPauses)),
     "what is out is saved as out": Kit(coordinator=SavesWhatIsOut),
-    "a Rise is said once": Kit(coordinator=RisesOnce),
+    "the end of a pause is said once": Kit(coordinator=EndsPausesOnce),
     "the end is said once": Kit(coordinator=SaysOnceThatItIsOver),
-    "who comes in a rest computes": Kit(coordinator=GoesInRests),
-    "it rests while it computes": Kit(client=RestsAtWork),
-    "that it rests is said once": Kit(client=RestsOnce),
+    "who comes in a pause computes": Kit(coordinator=GoesInPauses),
+    "it pauses while it computes": Kit(client=PausesAtWork),
+    "that it pauses is said once": Kit(client=PausesOnce),
     "it leads twice": Kit(client=LeadsTwice),
     "a wake is lost at a restart": Kit(coordinator=ForgetsWakes),
     "a wake comes twice": Kit(coordinator=WakesTwice),
@@ -533,20 +524,20 @@ FOUND_AT = {
     "reads are not kept": 25,
     "nobody is fenced": 18,
     "an old Hello is a newcomer": 101,
-    "pins of one that rests are kept": 132,
+    "pins of one that pauses are kept": 132,
     "fenced under a name that it never heard": 153,
     "seeded again": 135,
     "it comes again while it writes": 26,
-    "an update begins in a rest": 17,
-    "the first who rests leads": 17,
+    "an update begins in a pause": 17,
+    "the first who pauses leads": 17,
     "one that comes again leads on": 1398,
-    "a halt in a rest ends it untold": 132,
+    "a request to end in a pause ends it untold": 132,
     "a lead that dies is not replaced": 137,
-    "a Rise is said once": 240,
+    "the end of a pause is said once": 240,
     "the end is said once": 144,
-    "who comes in a rest computes": 263,
-    "it rests while it computes": 41,
-    "that it rests is said once": 17,
+    "who comes in a pause computes": 263,
+    "it pauses while it computes": 41,
+    "that it pauses is said once": 17,
     "a wake is lost at a restart": 154,
     "a wake is not replaced": 27,
     "wakes are not journalled": 65,

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from offbeat.server.coordinator.session import Setting
 from offbeat.server.learner.connection import RunOverError
 from offbeat.server.learner.gradient_hooks import Hooks
 from offbeat.server.learner.served_learner import ServedLearner
+from offbeat.server.run_setting import RunSetting
 from offbeat.server.supervisor import ServerPlan, Supervisor
 from offbeat.server.wire import EnterPause
 
@@ -96,13 +96,13 @@ def family(
     start_by_s: float | None = None,
     slow: tuple[str, ...] = (),
     within_s: float = 25,
-    **rests: Any,
+    **pauses: Any,
 ) -> Any:
     """One learner of a run, or, for the last rank, its supervisor."""
     learners = ranks - 1
     address = Path(f"{store}.address")
     if rank == learners:
-        setting = Setting(line=line, learners=learners, shards=servers, again=again, start_by_s=start_by_s, **rests)
+        setting = RunSetting(line=line, learners=learners, shards=servers, again=again, start_by_s=start_by_s, **pauses)
         return _supervise(store, setting, log, within_s)
     end = time.monotonic() + within_s
     while not address.exists() and time.monotonic() < end:
@@ -117,7 +117,7 @@ def family(
         Path(f"{store}.done.{rank}").touch()
 
 
-def _supervise(store: str, setting: Setting, log: str | None, within_s: float) -> dict[str, Any]:
+def _supervise(store: str, setting: RunSetting, log: str | None, within_s: float) -> dict[str, Any]:
     supervisor = Supervisor(ServerPlan(setting=setting, log=Path(log) if log else None), lambda name, line: None)
     try:
         supervisor.start()
@@ -230,7 +230,7 @@ def serve_in_place(rank: int, ranks: int, store: str, *, items: int, pushes: int
     return family(rank, ranks, store, body, **run)
 
 
-def serve_resting(
+def serve_pausing(
     rank: int,
     ranks: int,
     store: str,
@@ -242,7 +242,7 @@ def serve_resting(
     kept: dict[str, list[float]] | None = None,
     **run: Any,
 ) -> Any:
-    """Train the small model for two epochs, with rests: who leads looks at the weights twice, and saves them.
+    """Train the small model for two epochs, with pauses: who leads looks at the weights twice, and saves them.
 
     The run is ended by who leads at version `stop_at`, or by the last learner after so many minibatches.
     """
@@ -252,12 +252,12 @@ def serve_resting(
         inner = optimizer_of(optimizer, model)
         led: list[dict[str, Any]] = []
         saved: dict[str, Any] = {}
-        rests = seen = 0
+        pauses = seen = 0
 
         def at_rest(rest: EnterPause) -> bool:
-            nonlocal rests
+            nonlocal pauses
             if not rest.lead:
-                rests += 1
+                pauses += 1
                 return False
             facts, first = json.loads(rest.facts), learner.snapshot()
             time.sleep(0.02)
@@ -290,6 +290,6 @@ def serve_resting(
             learner.finish()
         except RunOverError:
             over = True
-        return {"weights": weights_of(model), "led": led, "rests": rests, "saved": saved, "over": over, "seen": seen}
+        return {"weights": weights_of(model), "led": led, "pauses": pauses, "saved": saved, "over": over, "seen": seen}
 
     return family(rank, ranks, store, body, **run)

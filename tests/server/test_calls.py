@@ -6,147 +6,118 @@ import pytest
 import torch
 
 from offbeat.errors import RequestError
-from offbeat.server.coordinator.coordinator import Coordinator
-from offbeat.server.coordinator.group_calls import KEPT_CALLS, Calls
-from offbeat.server.coordinator.session import LearnerSession, Setting
+from offbeat.server.coordinator.group_calls import KEPT_CALLS, GroupCalls
+from offbeat.server.coordinator.session import LearnerSession
 from offbeat.server.learner.learner_collectives import LearnerCollectives, decode, encode
-from offbeat.server.wire import (
-    Bye,
-    Call,
-    Called,
-    EndPause,
-    EnterPause,
-    Go,
-    Hello,
-    Message,
-    Paused,
-    PauseRequest,
-    Ready,
-    Seeded,
-)
+from offbeat.server.wire import Bye, EndPause, EnterPause, Go, GroupCall, GroupCallAnswer, Paused, PauseRequest
+from server.test_coordinator import started
 
 
-def row(learner: int, number: int | None, what: str = "gather", data: bytes = b"") -> LearnerSession:
+def session(learner: int, number: int | None, what: str = "gather", data: bytes = b"") -> LearnerSession:
     found = LearnerSession(learner)
     found.here, found.incarnation = True, 1
-    found.call = None if number is None else Call(learner, 1, number, what, data or bytes([learner]))
+    found.call = None if number is None else GroupCall(learner, 1, number, what, data or bytes([learner]))
     return found
 
 
 def test_a_call_is_answered_when_all_who_are_here_have_made_it() -> None:
-    calls = Calls()
-    assert calls.next([]) == [] and calls.next([row(0, 1), row(1, None)]) == []
-    both = [row(0, 1), row(1, 1)]
+    calls = GroupCalls()
+    assert calls.next([]) == [] and calls.next([session(0, 1), session(1, None)]) == []
+    both = [session(0, 1), session(1, 1)]
     assert calls.next(both) == both
-    answer = calls.again(both[1], 1)
-    assert answer is not None and answer.data == ((0, b"\0"), (1, b"\1")) and not answer.error
+    answer = calls.answer(both[1], 1)
+    assert answer.data == ((0, b"\0"), (1, b"\1")) and not answer.error
 
 
 def test_one_that_is_behind_is_answered_first() -> None:
-    calls = Calls()
-    ahead, behind = row(0, 2), row(1, 1)
+    calls = GroupCalls()
+    ahead, behind = session(0, 2), session(1, 1)
     assert calls.next([ahead, behind]) == [behind]
-    assert calls.again(behind, 1) == Called(1, 1, 1, ((1, b"\1"),))
-    assert calls.again(ahead, 2) is None
+    assert calls.answer(behind, 1) == GroupCallAnswer(1, 1, 1, ((1, b"\1"),))
+    assert calls.last == 1, "the second is not over"
 
 
 def test_one_that_begins_anew_is_told_what_was_answered() -> None:
-    calls = Calls()
+    calls = GroupCalls()
     for number in range(1, KEPT_CALLS + 3):
-        calls.next([row(0, number, data=str(number).encode())])
-    again = row(1, None)
-    answer = calls.again(again, 7)
-    assert answer is not None and answer.data == ((0, b"7"),)
-    forgotten = calls.again(again, 2)
-    assert forgotten is not None and "only the last 256 are kept" in forgotten.error
+        calls.next([session(0, number, data=str(number).encode())])
+    again = session(1, None)
+    answer = calls.answer(again, 7)
+    assert answer.data == ((0, b"7"),)
+    forgotten = calls.answer(again, 2)
+    assert "only the last 256 are kept" in forgotten.error
 
 
 def test_different_calls_are_an_error_on_all() -> None:
-    calls = Calls()
-    rows = [row(0, 1, "gather"), row(1, 1, "barrier")]
-    assert calls.next(rows) == rows
-    answers = [calls.again(one, 1) for one in rows]
-    assert all(one is not None and one.error.startswith("call 1 is gather on learner 0 and barrier") for one in answers)
+    calls = GroupCalls()
+    sessions = [session(0, 1, "gather"), session(1, 1, "barrier")]
+    assert calls.next(sessions) == sessions
+    answers = [calls.answer(one, 1) for one in sessions]
+    assert all(one.error.startswith("call 1 is gather on learner 0 and barrier") for one in answers)
 
 
 def test_too_many_bytes_together_are_refused() -> None:
-    calls = Calls()
-    rows = [row(learner, 1, data=bytes(40_000)) for learner in range(2)]
-    calls.next(rows)
-    answer = calls.again(rows[0], 1)
-    assert answer is not None and "more than the 65536 bytes" in answer.error and answer.data == ()
+    calls = GroupCalls()
+    sessions = [session(learner, 1, data=bytes(40_000)) for learner in range(2)]
+    calls.next(sessions)
+    answer = calls.answer(sessions[0], 1)
+    assert "more than the 65536 bytes" in answer.error and answer.data == ()
 
 
 # --- in a run ---------------------------------------------------------------------------------------------------------
 
 
-class Run:
-    """A coordinator with learners that have joined and were told to compute."""
-
-    def __init__(self, line: str, learners: int) -> None:
-        self.machine = Coordinator(Setting(line=line, learners=learners))
-        self.say(Ready(0, 1))
-        said = [message for learner in range(learners) for message in self.say(Hello(learner, 10 + learner, "t"))]
-        assert any(getattr(message, "seed", False) for message in said)
-        self.gone = self.say(Seeded(0, 1))
-
-    def say(self, message: Message) -> list[Message]:
-        said: list[Message] = list(self.machine.handle(message, 0.0))  # type: ignore[arg-type]
-        self.machine.check()
-        return said
-
-
 @pytest.mark.parametrize("line", ["full-sync", "k-sync:2", "async", "k-batch-async:3", "downpour"])
 def test_who_waits_in_a_call_is_not_waited_for_and_goes_on_after_it(line: str) -> None:
-    run = Run(line, 3)
-    assert [run.say(Call(learner, 1, 1, "barrier")) for learner in (0, 1)] == [[], []]
-    assert not run.machine.policy.learners.keys() & {0, 1}
-    said = run.say(Call(2, 1, 1, "barrier"))
-    assert {one.learner for one in said if isinstance(one, Called)} == {0, 1, 2}
+    run = started(line, 3)
+    assert [run.say(GroupCall(learner, 1, 1, "barrier")) for learner in (0, 1)] == [[], []]
+    assert not run.coordinator.policy.learners.keys() & {0, 1}
+    said = run.say(GroupCall(2, 1, 1, "barrier"))
+    assert {one.learner for one in said if isinstance(one, GroupCallAnswer)} == {0, 1, 2}
     assert {one.learner for one in said if isinstance(one, Go)} == {0, 1, 2}, "all are told to go on"
-    assert set(run.machine.policy.learners) == {0, 1, 2}
-    repeated = run.say(Call(2, 1, 1, "barrier"))
-    assert [one for one in repeated if isinstance(one, Called)] == [one for one in said if one in repeated], (
+    assert set(run.coordinator.policy.learners) == {0, 1, 2}
+    repeated = run.say(GroupCall(2, 1, 1, "barrier"))
+    assert [one for one in repeated if isinstance(one, GroupCallAnswer)] == [one for one in said if one in repeated], (
         "said again"
     )
 
 
 def test_who_leaves_is_dropped_from_a_call() -> None:
-    run = Run("full-sync", 3)
-    run.say(Call(0, 1, 1, "gather", b"a"))
-    run.say(Call(1, 1, 1, "gather", b"b"))
+    run = started("full-sync", 3)
+    run.say(GroupCall(0, 1, 1, "gather", b"a"))
+    run.say(GroupCall(1, 1, 1, "gather", b"b"))
     run.say(Bye(1, 1))
     said = run.say(Bye(2, 1))
-    assert [one.data for one in said if isinstance(one, Called)] == [((0, b"a"),)]
+    assert [one.data for one in said if isinstance(one, GroupCallAnswer)] == [((0, b"a"),)]
 
 
 def test_who_gives_up_waiting_is_told_to_compute() -> None:
-    run = Run("full-sync", 2)
-    run.say(Call(0, 1, 1, "gather"))
-    said = run.say(Call(0, 1, 1, ""))
+    run = started("full-sync", 2)
+    run.say(GroupCall(0, 1, 1, "gather"))
+    said = run.say(GroupCall(0, 1, 1, ""))
     assert [one.learner for one in said if isinstance(one, Go)] == [0]
-    assert run.say(Call(1, 1, 1, "gather")) == [], "the other waits for the next one of the first"
+    assert run.say(GroupCall(1, 1, 1, "gather")) == [], "the other waits for the next one of the first"
 
 
 def test_a_pause_is_led_by_who_asks_for_it_and_only_once() -> None:
-    run = Run("async", 3)
+    run = started("async", 3)
     called = run.say(PauseRequest(2, 1))
     assert {one.learner for one in called if isinstance(one, EnterPause) and not one.lead} == {0, 1, 2}
     said = [message for learner in range(3) for message in run.say(Paused(learner, 1, 1))]
     assert [one.learner for one in said if isinstance(one, EnterPause) and one.lead] == [2]
-    risen = run.say(Paused(2, 1, 1, led=True))
-    assert {one.learner for one in risen if isinstance(one, EndPause)} == {0, 1, 2}
-    assert not run.machine.rests.due
+    ended = run.say(Paused(2, 1, 1, led=True))
+    assert {one.learner for one in ended if isinstance(one, EndPause)} == {0, 1, 2}
+    assert not run.coordinator.pauses.due
 
 
 def test_a_pause_whose_asker_is_gone_ends() -> None:
-    run = Run("async", 2)
+    run = started("async", 2)
     run.say(PauseRequest(1, 1))
     run.say(Bye(1, 1))
     said = run.say(Paused(0, 1, 1))
     assert [one.lead for one in said if isinstance(one, EnterPause)] == [True]
     assert [type(one) for one in run.say(Paused(0, 1, 1, led=True)) if isinstance(one, EndPause)] == [EndPause]
-    assert not run.machine.rests.due
+    assert not run.coordinator.pauses.due
 
 
 # --- values -----------------------------------------------------------------------------------------------------------

@@ -6,17 +6,18 @@ from typing import Any
 
 import pytest
 
-from offbeat.server.coordinator.coordinator import MOST_BAD, Coordinator
-from offbeat.server.coordinator.session import Setting
+from offbeat.server.coordinator.coordinator import MOST_NON_FINITE, Coordinator
+from offbeat.server.run_setting import RunSetting
 from offbeat.server.wire import (
     INPUT,
+    MOST_BYTES,
     Ask,
     Bye,
-    Cancel,
+    CancelWord,
     Committed,
     Done,
-    Fence,
     Fenced,
+    FenceWord,
     Fetched,
     Finish,
     GiveBack,
@@ -24,19 +25,22 @@ from offbeat.server.wire import (
     Gone,
     Granted,
     Hello,
-    Job,
     Message,
     Push,
     Ready,
     Refused,
     Seeded,
+    ShardJob,
     Silent,
     Stop,
     Tick,
     Want,
     Weights,
     Welcome,
-    addressee,
+    WireError,
+    decode_input,
+    decode_output,
+    encode,
 )
 
 LR = ({"lr": 0.5},)
@@ -46,7 +50,7 @@ class Talk:
     """A coordinator, and a clock that ticks at each message; its laws are checked after each."""
 
     def __init__(self, line: str, learners: int = 2, shards: int = 1, **more: Any) -> None:
-        self.coordinator = Coordinator(Setting(line=line, learners=learners, shards=shards, **more))
+        self.coordinator = Coordinator(RunSetting(line=line, learners=learners, shards=shards, **more))
         self.at_s = 0.0
         for shard in range(shards):
             self.say(Ready(shard, 1))
@@ -79,9 +83,9 @@ def push(learner: int, seq: int, version: int, *leases: int, incarnation: int = 
 
 def apply_job(
     number: int, version: int, source: int, target: int, *slots: int, shard: int = 0, scale: float = 1.0
-) -> Job:
+) -> ShardJob:
     scales = (scale,) * len(slots)
-    return Job(shard, number, "apply", version, source, target, slots, scales, hyper=LR)
+    return ShardJob(shard, number, "apply", version, source, target, slots, scales, hyper=LR)
 
 
 def test_the_first_of_all_gives_the_initial_weights_and_then_all_go() -> None:
@@ -97,7 +101,7 @@ def test_a_seeder_that_may_still_write_is_not_replaced_before_it_is_heard_of() -
     talk = Talk("async")
     talk.say(Hello(0, 10, "t"))
     talk.say(Hello(1, 11, "t"))
-    assert talk.say(Silent(0, 1)) == [Fence(0, 1)]
+    assert talk.say(Silent(0, 1)) == [FenceWord(0, 1)]
     assert talk.say(Hello(0, 12, "t")) == [Welcome(0, 12, 2)]
     assert talk.say(Gone(0, 1)) == [Welcome(0, 12, 2, seed=True)]
 
@@ -140,7 +144,7 @@ def test_a_duplicate_push_is_counted_and_answered_as_before() -> None:
 def test_k_sync_cancels_the_slow_one_and_drops_its_late_push() -> None:
     talk = started("k-sync:2", learners=3)
     assert talk.say(push(2, 1, 0)) == []
-    assert talk.say(push(0, 1, 0)) == [Cancel(1, 1, 1), apply_job(1, 1, 0, 1, 0, 2)]  # in the order of learners
+    assert talk.say(push(0, 1, 0)) == [CancelWord(1, 1, 1), apply_job(1, 1, 0, 1, 0, 2)]  # in the order of learners
     assert talk.done(1) == [
         Committed(0, 1, 1),
         Go(0, 1, 2, 1, 3, 2, ((1, 1),)),
@@ -157,17 +161,17 @@ def test_a_cancelled_learner_that_stops_gives_its_samples_back() -> None:
     for learner in (0, 1):
         lease = (learner, 0, learner, 1)
         assert talk.say(Want(learner, 1, 1, 0, 1, 2, True)) == [Granted(learner, 1, 1, "lease", lease)]
-    assert talk.say(push(0, 1, 0, 0)) == [Cancel(1, 1, 1), apply_job(1, 1, 0, 1, 0)]
+    assert talk.say(push(0, 1, 0, 0)) == [CancelWord(1, 1, 1), apply_job(1, 1, 0, 1, 0)]
     talk.done(1)
     assert talk.say(Stop(1, 1, 1, (1,))) == []
-    assert talk.coordinator.samples == {"applied": 1, "computed again: cancelled": 1}
+    assert talk.coordinator.leases.samples == {"applied": 1, "computed again: cancelled": 1}
     assert talk.say(Want(1, 1, 2, 0, 1, 2, True, 1)) == [Granted(1, 1, 2, "lease", (2, 0, 1, 1), 1)]
 
 
 def test_a_learner_that_was_given_up_is_fenced_and_its_slot_is_kept_until_it_comes_again() -> None:
     talk = started("async")
-    assert talk.say(Silent(0, 1)) == [Fence(0, 1)]
-    assert talk.coordinator.desk.free_slots == []
+    assert talk.say(Silent(0, 1)) == [FenceWord(0, 1)]
+    assert talk.coordinator.grants.free_slots == []
     assert talk.say(push(0, 1, 0)) == [Fenced(0, 1)]
     assert talk.say(Hello(0, 10, "t")) == [Welcome(0, 10, 1), Fenced(0, 1)]
     assert talk.say(Hello(0, 20, "t", 1)) == [Welcome(0, 20, 2), Go(0, 2, 1, 0, 0, 1, ((0, 0),))]
@@ -177,11 +181,11 @@ def test_a_learner_that_was_given_up_is_fenced_and_its_slot_is_kept_until_it_com
 
 def test_slots_of_all_who_may_wake_are_kept_until_their_process_has_ended() -> None:
     talk = started("k-batch-async:3")
-    assert talk.say(Hello(0, 20, "t")) == [Fence(0, 1), Welcome(0, 20, 2), Go(0, 2, 1, 0, 2, 1, ((0, 0),))]
-    assert talk.say(Hello(0, 21, "t")) == [Fence(0, 2), Welcome(0, 21, 3), Go(0, 3, 1, 0, 3, 1, ((0, 0),))]
-    assert talk.coordinator.desk.free_slots == []
+    assert talk.say(Hello(0, 20, "t")) == [FenceWord(0, 1), Welcome(0, 20, 2), Go(0, 2, 1, 0, 2, 1, ((0, 0),))]
+    assert talk.say(Hello(0, 21, "t")) == [FenceWord(0, 2), Welcome(0, 21, 3), Go(0, 3, 1, 0, 3, 1, ((0, 0),))]
+    assert talk.coordinator.grants.free_slots == []
     talk.say(Gone(0, 2))
-    assert sorted(talk.coordinator.desk.free_slots) == [0, 2]
+    assert sorted(talk.coordinator.grants.free_slots) == [0, 2]
 
 
 def test_a_server_that_comes_again_is_told_its_job_and_word_of_the_one_before_is_nothing() -> None:
@@ -201,7 +205,7 @@ def test_with_full_sync_nobody_waits_for_a_learner_without_samples() -> None:
     talk.say(push(0, 1, 0, 0, samples=2))
     assert talk.say(Want(0, 1, 2, 0, 2, 3, True, 1)) == []  # waits
     scales = (2 / 1.5, 1 / 1.5)
-    assert talk.say(push(1, 1, 0, 1)) == [Job(0, 1, "apply", 1, 0, 1, (0, 1), scales, hyper=LR)]
+    assert talk.say(push(1, 1, 0, 1)) == [ShardJob(0, 1, "apply", 1, 0, 1, (0, 1), scales, hyper=LR)]
     assert talk.done(1) == [
         Committed(0, 1, 1),
         Go(1, 1, 2, 1, 2, 2, ((1, 1),)),
@@ -220,7 +224,7 @@ def test_samples_that_wait_for_an_update_at_an_epochs_end_are_held_and_then_acco
     for learner in (0, 1):
         talk.say(push(learner, 1, 0, learner))
         talk.say(Want(learner, 1, 2, 0, 1, 2, True, 1))
-    book = talk.coordinator.book
+    book = talk.coordinator.leases.book
     assert book is not None and book.counts[0] == {"held": 2}
     talk.say(Bye(0, 1))
     talk.say(Bye(1, 1))
@@ -247,11 +251,11 @@ def test_what_was_given_back_is_leased_to_another() -> None:
 
 def test_a_push_that_is_not_finite_is_dropped_and_its_learner_goes_on_until_there_were_too_many() -> None:
     talk = started("async")
-    for seq in range(1, MOST_BAD):
+    for seq in range(1, MOST_NON_FINITE):
         assert talk.say(push(0, seq, 0, finite=False)) == [Go(0, 1, seq + 1, 0, 0, seq + 1, ((0, 0),))]
-    why = f"its last {MOST_BAD} gradients were not finite"
-    assert talk.say(push(0, MOST_BAD, 0, finite=False)) == [Refused(0, 10, why), Fence(0, 1)]
-    assert talk.coordinator.counts["dropped: not finite"] == MOST_BAD
+    why = f"its last {MOST_NON_FINITE} gradients were not finite"
+    assert talk.say(push(0, MOST_NON_FINITE, 0, finite=False)) == [Refused(0, 10, why), FenceWord(0, 1)]
+    assert talk.coordinator.counts["dropped: not finite"] == MOST_NON_FINITE
 
 
 def test_another_model_other_data_and_a_number_too_high_are_sent_away() -> None:
@@ -262,22 +266,22 @@ def test_another_model_other_data_and_a_number_too_high_are_sent_away() -> None:
     assert talk.say(Hello(2, 20, "t")) == [Refused(2, 20, why)]
     talk.say(Want(0, 1, 1, 0, 1, 5, True))
     why = "its data has 6 samples, that of others 5"
-    assert talk.say(Want(1, 1, 1, 0, 1, 6, True)) == [Refused(1, 11, why), Fence(1, 1)]
+    assert talk.say(Want(1, 1, 1, 0, 1, 6, True)) == [Refused(1, 11, why), FenceWord(1, 1)]
     talk.say(Finish())
     assert talk.say(Hello(1, 21, "t")) == [Refused(1, 21, "the run is over")]
 
 
 def test_drift_is_measured_before_the_policy_hears_of_a_push() -> None:
     talk = started("async:rate=drift:1.0")
-    assert talk.say(push(0, 1, 0)) == [Job(0, 1, "drift", 1, 0, 0, reads=(0,))]
-    assert talk.say(Done(0, 1, 1, (0.0, 4.0))) == [Job(0, 2, "apply", 1, 0, 1, (0,), (0.25,), (0,), hyper=LR)]
+    assert talk.say(push(0, 1, 0)) == [ShardJob(0, 1, "drift", 1, 0, 0, reads=(0,))]
+    assert talk.say(Done(0, 1, 1, (0.0, 4.0))) == [ShardJob(0, 2, "apply", 1, 0, 1, (0,), (0.25,), (0,), hyper=LR)]
 
 
 def test_clipping_asks_for_the_norm_first() -> None:
     talk = started("async", clip_norm=1.0)
-    assert [job.kind for job in talk.say(push(0, 1, 0)) if isinstance(job, Job)] == ["norm"]
+    assert [job.kind for job in talk.say(push(0, 1, 0)) if isinstance(job, ShardJob)] == ["norm"]
     (job,) = talk.say(Done(0, 1, 1, (9.0, 16.0)))
-    assert isinstance(job, Job) and job.kind == "apply" and job.clip == pytest.approx(0.2)
+    assert isinstance(job, ShardJob) and job.kind == "apply" and job.clip == pytest.approx(0.2)
 
 
 def test_downpour_fetches_beside_its_work_and_shards_commit_by_themselves() -> None:
@@ -299,7 +303,7 @@ def test_weights_that_are_sent_again_do_not_take_the_place_of_those_of_a_later_g
     assert talk.say(Want(0, 1, 2, 0, 1, 1, True, 1)) == []  # the epoch is over with the update
     assert talk.done(1)[-1] == Go(0, 1, 3, 1, 1, 3, ((1, 1),))
     assert talk.say(Ask(0, 1, 1)) == [old]
-    assert [job.reads for job in talk.say(push(0, 3, 1)) if isinstance(job, Job)] == [(1,)]
+    assert [job.reads for job in talk.say(push(0, 3, 1)) if isinstance(job, ShardJob)] == [(1,)]
 
 
 def test_a_journal_brings_a_coordinator_back() -> None:
@@ -310,16 +314,21 @@ def test_a_journal_brings_a_coordinator_back() -> None:
     again = started("k-sync:2", learners=3)
     for message in history:
         again.say(message)
-    assert again.coordinator.words() == talk.coordinator.words()
-    assert again.coordinator.words() == [
-        *(Fence(0, 0), Fence(1, 1), Fence(2, 0)),
-        *(Cancel(0, 1, 0), Cancel(2, 1, 0)),
+    assert again.coordinator.shared_words() == talk.coordinator.shared_words()
+    assert again.coordinator.shared_words() == [
+        *(FenceWord(0, 0), FenceWord(1, 1), FenceWord(2, 0)),
+        *(CancelWord(0, 1, 0), CancelWord(2, 1, 0)),
         Committed(0, 1, 1),
     ]
     assert again.say(push(0, 2, 1)) == talk.say(push(0, 2, 1))
 
 
-def test_every_message_has_one_addressee() -> None:
-    assert addressee(Go(3, 1, 1, 0, 0)) == ("learner", 3)
-    assert addressee(apply_job(1, 1, 0, 1, 0, shard=2)) == ("server", 2)
-    assert addressee(Fence(1, 1)) == ("memory", 0)
+def test_messages_are_read_as_they_were_written_and_others_are_refused() -> None:
+    for inward in (Hello(0, 10, "t"), push(0, 1, 0, 3, loss=0.5), Want(0, 1, 1, 0, 1, 2, True), Tick(), Done(0, 1, 1)):
+        assert decode_input(encode(inward)) == inward
+    for outward in (Go(3, 1, 1, 0, 0, 1, ((0, 0),)), apply_job(1, 1, 0, 1, 0), FenceWord(1, 1), Committed(0, 1, 1)):
+        assert decode_output(encode(outward)) == outward
+    with pytest.raises(WireError, match="not a message of protocol"):
+        decode_input(encode(FenceWord(1, 1)))
+    with pytest.raises(WireError, match="longer than"):
+        encode(Refused(0, 10, "x" * MOST_BYTES))

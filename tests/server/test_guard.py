@@ -12,7 +12,7 @@ from offbeat.errors import PolicyError, RequestError
 from offbeat.policies import Apply, Drop, Joined, Pushed, Send
 from offbeat.policies.base import EachGradient
 from offbeat.server.coordinator.guarded_policy import GuardedPolicy
-from offbeat.server.coordinator.session import Setting
+from offbeat.server.run_setting import RunSetting
 
 
 class Odd(EachGradient):
@@ -40,7 +40,7 @@ class Odd(EachGradient):
     ],
 )
 def test_an_answer_that_cannot_be_carried_out_is_the_policys_error(answer: Any, says: str) -> None:
-    guarded = GuardedPolicy(Setting(line="async", learners=1), slots=9)
+    guarded = GuardedPolicy(RunSetting(line="async", learners=1), slots=9)
     guarded.policy = policy = Odd(expect=1)
     policy.answer = answer
     guarded.handle(Joined(0))
@@ -50,7 +50,7 @@ def test_an_answer_that_cannot_be_carried_out_is_the_policys_error(answer: Any, 
 
 
 def test_a_generator_and_a_list_of_commands_will_do() -> None:
-    guarded = GuardedPolicy(Setting(line="async", learners=1), slots=9)
+    guarded = GuardedPolicy(RunSetting(line="async", learners=1), slots=9)
     guarded.policy = policy = Odd(expect=1)
     policy.answer = lambda policy, event: [policy.apply((event.ticket,), "a")]
     guarded.handle(Joined(0))
@@ -58,7 +58,7 @@ def test_a_generator_and_a_list_of_commands_will_do() -> None:
 
 
 def test_room_for_one_gradient_less_is_refused() -> None:
-    setting = Setting(line="k-batch-async:6", learners=3)
+    setting = RunSetting(line="k-batch-async:6", learners=3)
     assert setting.slots == 8
     GuardedPolicy(setting, slots=8)
     with pytest.raises(

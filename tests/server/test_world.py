@@ -34,11 +34,11 @@ def test_a_planted_bug_is_found(name: str) -> None:
     assert found is not None, f"no law is broken in 2,000 worlds with '{name}'"
 
 
-def test_worlds_rest_and_some_go_on_from_what_was_saved() -> None:
+def test_worlds_pause_and_some_go_on_from_what_was_saved() -> None:
     stories = [World(seed).run() for seed in (0, 1, 2, 3, 14, 52)]
-    assert sum(story.rests for story in stories) > 0
+    assert sum(story.pauses for story in stories) > 0
     assert any(story.halted for story in stories)
-    assert any(not story.rests for story in stories)
+    assert any(not story.pauses for story in stories)
 
 
 def test_every_fault_happens() -> None:

@@ -5,7 +5,7 @@ doubled, delayed and overtaken; learners and servers are killed and stopped anyw
 brought back from its journal. The outsider (`oracle`) looks at every event. After a while faults end, and then every
 run must come to its end.
 
-In some worlds all rest now and then, and in some of these a rest is the last one, and another world goes on from what
+In some worlds all pause now and then, and in some of these a pause is the last one, and another world goes on from what
 was saved there.
 
     cd tests && ../.venv/bin/python -m server.world --seeds 10000
@@ -26,36 +26,36 @@ from dataclasses import dataclass, field
 from offbeat.errors import EventError
 from offbeat.policies import POLICIES
 from offbeat.server.coordinator.coordinator import Coordinator
-from offbeat.server.coordinator.session import Setting
 from offbeat.server.learner.client import Client
+from offbeat.server.run_setting import RunSetting
 from offbeat.server.shard.shard import Shard
 from offbeat.server.wire import (
     INPUT,
-    Cancel,
-    Fence,
+    TO_LEARNER,
+    CancelWord,
+    FenceWord,
     Finish,
     Gone,
     Hello,
-    Job,
     Message,
     Push,
     Seeded,
+    ShardJob,
     Silent,
     Tick,
+    WakeDue,
     Want,
-    Woke,
-    addressee,
     decode_input,
     decode_output,
     encode,
 )
 from server.actors import Learner, Memory, Server
 from server.oracle import WIDTH, Oracle
-from server.rest_oracle import LawError, Led, Vector
+from server.pause_oracle import LawError, Led, Vector
 
 # The first example of every row; and, since weights that were read are kept then, rates of both kinds.
 LINES = (
-    *(row.examples[0] for row in POLICIES.values()),
+    *(session.examples[0] for session in POLICIES.values()),
     "async:rate=inverse",
     "async:rate=drift:1.0",
     "async:rate=delay-compensated:0.1",
@@ -87,7 +87,7 @@ FAULTS: dict[str, tuple[float, ...]] = {
     "coordinator dies": (0, 0, 0.003, 0.02),
     "line is cut": (0, 0, 0.02, 0.1),
 }
-RESTING = 0.3  # of the worlds have rests
+PAUSING = 0.3  # of the worlds have pauses
 RETRY_S = 3.0
 TICK_S = 2.0
 MOST_CALM_EVENTS = 15_000  # that a run may take to its end when nothing goes wrong any more
@@ -121,7 +121,7 @@ class Story:
     events: int = 0
     calm_events: int = 0  # after the last fault
     updates: int = 0
-    rests: int = 0
+    pauses: int = 0
     halted: bool = False
     faults: Counter[str] = field(default_factory=Counter)
 
@@ -131,25 +131,25 @@ class World:
 
     def __init__(self, seed: int, kit: Kit | None = None, line: str | None = None, after: World | None = None) -> None:
         self.seed, self.kit, self.before = seed, kit or Kit(), after
-        self.saved: Led | None = None if after is None else after.oracle.rests.saved
+        self.saved: Led | None = None if after is None else after.oracle.pauses.saved
         self.rng: random.Random = random.Random(seed)
         rng = self.rng
-        rests = random.Random(f"rests of {seed}")
-        self.rests = rests.random() < RESTING
-        self.halt_at_s = rests.uniform(1, 40) if self.rests and rests.random() < 0.3 else None
-        self.stops = rests.choice((0, 0, 0.1)) if self.rests else 0.0  # chance that who leads ends the run
+        pauses = random.Random(f"rests of {seed}")
+        self.pauses = pauses.random() < PAUSING
+        self.halt_at_s = pauses.uniform(1, 40) if self.pauses and pauses.random() < 0.3 else None
+        self.stops = pauses.choice((0, 0, 0.1)) if self.pauses else 0.0  # chance that who leads ends the run
         if after is not None:
             self.halt_at_s, self.stops = None, 0.0
         facts = {} if self.saved is None else self.saved.facts
-        self.setting = Setting(
+        self.setting = RunSetting(
             line=line or LINES[seed % len(LINES)],
             learners=rng.randint(2, 5),
             shards=rng.randint(1, 3),
             again=rng.random() < 0.6,
             clip_norm=rng.choice((0.0, 0.0, 2.0)),
             start_by_s=rng.choice((None, 5.0)),
-            rest_every=rests.choice((0, 1, 2, 3, 5)) if self.rests else 0,
-            rest_epochs=self.rests and rests.random() < 0.5,
+            pause_every=pauses.choice((0, 1, 2, 3, 5)) if self.pauses else 0,
+            pause_epochs=self.pauses and pauses.random() < 0.5,
             book=facts.get("book"),
             memory=facts.get("memory"),
         )
@@ -221,7 +221,7 @@ class World:
                 if not finishing:
                     self.quiet_from_s, finishing = min(self.now, self.quiet_from_s), True
                     self._handle(Finish())
-                if self.coordinator.desk.idle and not self.coordinator.inbox:
+                if self.coordinator.grants.idle and not self.coordinator.unmeasured_pushes:
                     break
             self.story.events += 1
             self.story.calm_events += self.now >= self.quiet_from_s
@@ -232,9 +232,9 @@ class World:
         self.oracle.check(self.coordinator, self.buffers)
         self.oracle.finished(self.coordinator)
         self.story.updates = len(self.oracle.updates)
-        self.story.rests = len(self.oracle.rests.led)
-        self.story.halted = self.oracle.rests.over
-        if self.oracle.rests.saved is not None:
+        self.story.pauses = len(self.oracle.pauses.led)
+        self.story.halted = self.oracle.pauses.over
+        if self.oracle.pauses.saved is not None:
             self._go_on()
         return self.story
 
@@ -242,18 +242,21 @@ class World:
         """Another run, from what was saved."""
         story = World(self.seed, self.kit, self.setting.line, after=self).run()
         self.story.events += story.events
-        self.story.rests += story.rests
+        self.story.pauses += story.pauses
         self.story.updates += story.updates
 
     def _state(self) -> str:
-        rows = [
-            {name: value for name, value in vars(row).items() if value and name not in ("hyper", "nonces")}
-            for row in self.coordinator.rows.values()
+        sessions = [
+            {name: value for name, value in vars(session).items() if value and name not in ("hyper", "nonces")}
+            for session in self.coordinator.sessions.values()
         ]
         clients = [vars(place.process.client) for place in self.places if not place.done]
-        lanes = [vars(lane) for lane in self.coordinator.desk.lanes]
-        desk = self.coordinator.desk.free_slots, self.coordinator.book and self.coordinator.book.snapshot()
-        return " ".join(map(str, (self.now, self.setting, *rows, *clients, *lanes, desk)))
+        commit_groups = [vars(group) for group in self.coordinator.grants.commit_groups]
+        grants = (
+            self.coordinator.grants.free_slots,
+            self.coordinator.leases.book and self.coordinator.leases.book.snapshot(),
+        )
+        return " ".join(map(str, (self.now, self.setting, *sessions, *clients, *commit_groups, grants)))
 
     # --- the network --------------------------------------------------------------------------------------------------
 
@@ -274,15 +277,14 @@ class World:
         self._carry(arrive)
 
     def _from_coordinator(self, message: Message) -> None:
-        if isinstance(message, Cancel):
+        if isinstance(message, CancelWord):
             self.cancel_words[message.learner] = message.incarnation, message.seq
-        elif isinstance(message, Fence):
+        elif isinstance(message, FenceWord):
             self.fence_words[message.learner] = message.incarnation
-        kind, number = addressee(message)
-        if kind == "learner":
-            self._carry(lambda: self._to_learner(number, message))
-        elif isinstance(message, Job):
-            self._carry(lambda: self.servers[number].hear(message))
+        elif isinstance(message, ShardJob):
+            self._carry(lambda: self.servers[message.shard].hear(message))
+        elif isinstance(message, TO_LEARNER):
+            self._carry(lambda: self._to_learner(message.learner, message))
 
     def _to_learner(self, learner: int, message: Message) -> None:
         process = self.places[learner].process
@@ -297,14 +299,14 @@ class World:
         if isinstance(message, Push):
             self.oracle.handling(message.learner, message.incarnation, message.seq)
         elif isinstance(message, Want):
-            self.oracle.rests.wanted(message)
+            self.oracle.pauses.wanted(message)
         was_seeded = self.coordinator.seeded
-        if self.kit.journals_wakes or not isinstance(message, Woke):
+        if self.kit.journals_wakes or not isinstance(message, WakeDue):
             self.journal.append((message, self.now))
         said = self.coordinator.handle(message, self.now)
         if isinstance(message, Hello):
-            row = self.coordinator.rows[message.learner]
-            self.stays[row.nonce] = row.incarnation
+            session = self.coordinator.sessions[message.learner]
+            self.stays[session.nonce] = session.incarnation
         if isinstance(message, Seeded) and self.coordinator.seeded and not was_seeded:
             self.oracle.seed(self.initial_of(message.learner, message.incarnation))
         for one in said:
@@ -330,7 +332,7 @@ class World:
             self.coordinator.handle(message, at_s)
         self.coordinator.write = self.oracle.decided
         self.down = False
-        for word in self.coordinator.words():
+        for word in self.coordinator.shared_words():
             self._from_coordinator(word)
         self.oracle.check(self.coordinator, self.buffers)
         self.up_since_s = self.now
@@ -350,7 +352,7 @@ class World:
         self.wake_planned_s = None
         due_s = None if self.down else self.coordinator.next_wake_s
         if due_s is not None and self.now >= due_s:
-            self._handle(Woke())
+            self._handle(WakeDue())
         elif not self.down:
             self._plan_wake()
 
@@ -358,9 +360,9 @@ class World:
         self._handle(Tick())
         self.after(TICK_S, self._tick)
         learner = self.rng.randrange(self.setting.learners)
-        row = self.coordinator.rows[learner]
-        if self.happens("taken for dead") and row.here:
-            self._handle(Silent(learner, row.incarnation))
+        session = self.coordinator.sessions[learner]
+        if self.happens("taken for dead") and session.here:
+            self._handle(Silent(learner, session.incarnation))
         if self.happens("line is cut"):
             self.cut_until[learner] = self.now + self.rng.uniform(0.5, 10)
 
@@ -398,7 +400,7 @@ class World:
             self.after(self.rng.uniform(0.1, 5), lambda: self._gone(process))
             if process.client.refused is not None:
                 bad = "not finite" in process.client.refused and self.non_finite[process.learner] > 0
-                if not bad and not (self.coordinator.rests.over and process.client.refused == "the run is over"):
+                if not bad and not (self.coordinator.pauses.over and process.client.refused == "the run is over"):
                     raise EventError(f"nobody is sent away here: {process.client.refused}") from None
                 self.places[process.learner].done = True
             return
@@ -443,9 +445,9 @@ class World:
         self.after(length_s, lambda: self._continue(process))
 
     def _silent(self, process: Learner) -> None:
-        row = self.coordinator.rows[process.learner]
-        if row.nonce in process.nonces and row.here:
-            self._handle(Silent(process.learner, row.incarnation))
+        session = self.coordinator.sessions[process.learner]
+        if session.nonce in process.nonces and session.here:
+            self._handle(Silent(process.learner, session.incarnation))
 
     def _continue(self, process: Learner) -> None:
         process.paused = False
@@ -488,7 +490,7 @@ def main() -> int:
     parser.add_argument("--planted", action="store_true", help="show at which seed each planted bug is found")
     given = parser.parse_args()
     began_s = time.perf_counter()
-    events = updates = rests = wakes = halted = failures = longest = 0
+    events = updates = pauses = wakes = halted = failures = longest = 0
     faults: Counter[str] = Counter()
     lines = [line for line in LINES if re.search(given.only, line)]
     for seed in range(given.first, given.first + given.seeds):
@@ -504,14 +506,14 @@ def main() -> int:
             continue
         events += story.events
         updates += story.updates
-        rests += story.rests
+        pauses += story.pauses
         halted += story.halted
         longest = max(longest, story.calm_events)
         faults += story.faults
         wakes += world.oracle.woke
     took_s = time.perf_counter() - began_s
     print(
-        f"{given.seeds} seeds, {events} events, {updates} updates, {rests} rests, {wakes} wakes, "
+        f"{given.seeds} seeds, {events} events, {updates} updates, {pauses} pauses, {wakes} wakes, "
         f"{faults.total()} faults, {halted} saved and gone on with: "
         f"{failures} failed, {took_s:.0f} s; "
         f"the longest way to the end without faults took {longest} events"

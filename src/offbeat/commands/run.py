@@ -93,10 +93,10 @@ def _run(given: argparse.Namespace) -> None:
 
 
 def _supervisor(given: argparse.Namespace, environment: Mapping[str, str]) -> Launcher:
-    from offbeat.server.coordinator.session import Setting
+    from offbeat.server.run_setting import RunSetting
     from offbeat.server.supervisor import ServerPlan, Supervisor
 
-    setting = Setting(
+    setting = RunSetting(
         line=given.sync,
         learners=given.learners,
         shards=given.servers,

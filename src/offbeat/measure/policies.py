@@ -22,7 +22,7 @@ from offbeat.policies import Apply, Pushed, create
 from offbeat.policies.events import EVENTS, from_text
 from offbeat.processes.signals import terminable
 from offbeat.runs.log import read_log
-from offbeat.server.coordinator.session import Setting
+from offbeat.server.run_setting import RunSetting
 from offbeat.server.supervisor import ServerPlan
 from offbeat.simulate import server as simulator
 from offbeat.simulate.cluster import Cluster
@@ -244,7 +244,7 @@ def _cluster(request: PoliciesRequest, law: str) -> Cluster:
 def run(request: PoliciesRequest, law: str, line: str, updates: int, log: Path, timeout_s: float) -> None:
     """Real learners, until so many updates are made; the log is left."""
     plan = ServerPlan(
-        setting=Setting(line=line, learners=request.learners, shards=request.servers),
+        setting=RunSetting(line=line, learners=request.learners, shards=request.servers),
         command=program("policy_learner", str(updates)),
         environment=environment({"OFFBEAT_SYNC": line, "OFFBEAT_SEED": str(request.seed), "OFFBEAT_SLOW": law}),
         seed=request.seed,

@@ -26,7 +26,7 @@ from offbeat.measure.bench_results import OURS, format_ratio
 from offbeat.measure.rank_bench import MOST_RANKS, Progress
 from offbeat.measure.served import environment, program, supervise
 from offbeat.processes.signals import terminable
-from offbeat.server.coordinator.session import Setting
+from offbeat.server.run_setting import RunSetting
 from offbeat.server.supervisor import ServerPlan
 from offbeat.spec import count_of, format_seconds, format_size
 
@@ -293,7 +293,7 @@ def _ours(request: ServerRequest, learners: int, doing: str, *, in_place: bool) 
     """Pushes a second, and bytes a second of plain copies, both of all learners."""
     asked = {"sizes": _sizes(request), "seconds": request.seconds, "warm_up": WARM_UP, "in_place": in_place}
     plan = ServerPlan(
-        setting=Setting(line=LINE, learners=learners, shards=request.servers),
+        setting=RunSetting(line=LINE, learners=learners, shards=request.servers),
         command=program("server_learner", json.dumps(asked)),
         environment=environment({"OFFBEAT_SYNC": LINE}),
         restarts=0,

@@ -19,12 +19,11 @@ from offbeat.collectives import memory
 from offbeat.collectives.sync import Word
 from offbeat.errors import RequestError
 from offbeat.policies.memory import STATE_COPIES
-from offbeat.server.coordinator.session import Setting
-from offbeat.server.parameter_layout import DTYPES, ModelTensors, ParameterLayout
+from offbeat.server.parameter_layout import DTYPES, ModelTensors, ParameterLayout, read_tensors, views, write_tensors
+from offbeat.server.run_setting import RunSetting
 from offbeat.server.shard.updates import CHUNK, Updates
 
 _PAGE = 4096
-_COPIED = 256 * 1024  # items copied at a time: few enough to be looked at again in the cache
 _LEARNER_WORDS = 8  # a cache line each
 _CANCEL, _FENCE, _BEAT = 0, 1, 2
 
@@ -32,7 +31,7 @@ _CANCEL, _FENCE, _BEAT = 0, 1, 2
 class ArenaLayout:
     """Where everything lies, in bytes: a function of the table and of the setting alone."""
 
-    def __init__(self, table: ParameterLayout, setting: Setting) -> None:
+    def __init__(self, table: ParameterLayout, setting: RunSetting) -> None:
         self.table, self.setting = table, setting
         self.item = DTYPES[table.dtype].itemsize
         words = 8 * _LEARNER_WORDS * (1 + setting.shards + setting.learners + setting.shards)
@@ -56,7 +55,7 @@ class ArenaLayout:
 class Arena:
     """A mapped arena; see the module's text."""
 
-    def __init__(self, segment: memory.Segment, table: ParameterLayout, setting: Setting) -> None:
+    def __init__(self, segment: memory.Segment, table: ParameterLayout, setting: RunSetting) -> None:
         layout = ArenaLayout(table, setting)
         self.table, self.setting = table, setting
         dtype, travels = DTYPES[table.dtype], DTYPES[table.gradients]
@@ -78,9 +77,9 @@ class Arena:
 
     # --- words -------------------------------------------------------------------------------------------------------
 
-    def committed(self, lane: int) -> tuple[Word, Word]:
-        """Version and buffer of a lane: for whoever looks from outside."""
-        return self._word(1 + lane, 0), self._word(1 + lane, 1)
+    def committed(self, group: int) -> tuple[Word, Word]:
+        """Version and buffer of a commit group: for whoever looks from outside."""
+        return self._word(1 + group, 0), self._word(1 + group, 1)
 
     def cancel_word(self, learner: int) -> Word:
         """Minibatches up to this one (`stamp`) are cancelled."""
@@ -108,26 +107,20 @@ class Arena:
         """A parameter's gradient, into its place; its squared norm, which costs little while it is in the cache."""
         start, size = self.offsets[index], self.table.sizes[index]
         place = self.slots[slot][start : start + size]
-        if size <= _COPIED or not gradient.is_contiguous():
+        if not gradient.is_contiguous():
             place.view(gradient.shape).copy_(gradient)
             return _square(place)
-        flat, total = gradient.view(-1), 0.0
-        for first in range(0, size, _COPIED):
-            part = slice(first, min(size, first + _COPIED))
-            total += _square(place[part].copy_(flat[part]))
-        return total
+        flat = gradient.view(-1)
+        return sum((_square(place[part].copy_(flat[part])) for part in _parts(size)), 0.0)
 
     def square(self, gradient: Tensor) -> float | None:
         """The squared norm of a gradient, summed as `fill` does; none where that is another's work or type."""
         if gradient.device.type != "cpu" or gradient.dtype != self.slots[0].dtype:
             return None
-        flat, size = gradient.reshape(-1), gradient.numel()
-        if size <= _COPIED or not gradient.is_contiguous():
+        flat = gradient.reshape(-1)
+        if not gradient.is_contiguous():
             return _square(flat)
-        total = 0.0
-        for first in range(0, size, _COPIED):
-            total += _square(flat[first : first + _COPIED])
-        return total
+        return sum((_square(flat[part]) for part in _parts(flat.numel())), 0.0)
 
     def clear(self, slot: int, indices: Iterable[int]) -> None:
         """Nothing, for parameters that have no gradient."""
@@ -138,31 +131,27 @@ class Arena:
     def is_finite(self, slot: int) -> bool:
         """Whether the squared norm of what is in the slot is a number: not with nan, inf or 1e30 in it."""
         vector = self.slots[slot]
-        return all(math.isfinite(_square(vector[at : at + CHUNK])) for at in range(0, vector.numel(), CHUNK))
+        return all(math.isfinite(_square(vector[part])) for part in _parts(vector.numel()))
 
     def seed(self, parts: ModelTensors, kept: Mapping[str, Tensor] | None = None) -> None:
         """The initial weights, into buffer 0. `kept` is what `current` gave in a run that this one goes on from."""
-        with torch.no_grad():
-            self._walk(self.weights[0], parts.trained, into_vector=True)
-            self._walk(self.extra, parts.extra, into_vector=True)
-            if kept is None:
-                return
-            self.weights[0].copy_(kept["weights"])
-            for name, vector in self.states[0].items():
-                vector.copy_(kept.get(f"state.{name}", torch.zeros(())))  # momentum that was not there is none
-            for steps, _ in self.steps:
-                steps.copy_(kept["steps"])
+        read_tensors(self.weights[0], parts.trained)
+        read_tensors(self.extra, parts.extra)
+        if kept is None:
+            return
+        self.weights[0].copy_(kept["weights"])
+        for name, vector in self.states[0].items():
+            vector.copy_(kept.get(f"state.{name}", torch.zeros(())))  # momentum that was not there is none
+        for steps, _ in self.steps:
+            steps.copy_(kept["steps"])
 
     def current(self) -> dict[str, Tensor]:
-        """Weights and optimizer state as they are now, copied. Only in a rest, when nobody changes them."""
-        lanes = self.setting.shards if self.setting.independent else 1
-        words = [(buffer.get(), version.get()) for version, buffer in map(self.committed, range(lanes))]
+        """Weights and optimizer state as they are now, copied. Only in a pause, when nobody changes them."""
+        groups = self.setting.shards if self.setting.independent else 1
+        words = [(buffer.get(), version.get()) for version, buffer in map(self.committed, range(groups))]
         kept = {"weights": self.gather(words)}
         for name in self.table.states:
-            kept[f"state.{name}"] = vector = torch.empty_like(self.weights[0])
-            for lane, (_, version) in enumerate(words):
-                start, end = self.table.shard(lane, lanes)
-                vector[start:end] = self.states[version % 2][name][start:end]
+            kept[f"state.{name}"] = self._joined([self.states[version % 2][name] for _, version in words])
         kept["steps"] = self.steps[0][words[0][1] % 2].clone()
         return kept
 
@@ -181,44 +170,34 @@ class Arena:
 
     def views(self, buffer: int, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The weights of a buffer, one tensor for each parameter."""
-        vector = self.weights[buffer]
-        return [
-            vector[start : start + one.numel()].view(one.shape)
-            for start, one in zip(self.offsets, tensors, strict=True)
-        ]
+        return views(self.weights[buffer], tensors)
 
     def fetch(self, parts: ModelTensors, pieces: Sequence[tuple[int, int]], *, extra: bool) -> None:
         """The weights, into the model."""
-        with torch.no_grad():
-            if len({buffer for buffer, _ in pieces}) == 1:
-                self._walk(self.weights[pieces[0][0]], parts.trained, into_vector=False)
-            else:
-                self._walk(self.gather(pieces), parts.trained, into_vector=False)
+        same = len({buffer for buffer, _ in pieces}) == 1
+        write_tensors(self.weights[pieces[0][0]] if same else self.gather(pieces), parts.trained)
         if extra:
             self.fetch_extra(parts)
 
     def fetch_extra(self, parts: ModelTensors) -> None:
         """What is not trained, into the model."""
-        with torch.no_grad():
-            self._walk(self.extra, parts.extra, into_vector=False)
+        write_tensors(self.extra, parts.extra)
 
     def gather(self, pieces: Sequence[tuple[int, int]], out: Tensor | None = None) -> Tensor:
         """The weights as one vector, each shard's from its own buffer."""
-        vector = torch.empty_like(self.weights[0]) if out is None else out
-        for lane, (buffer, _) in enumerate(pieces):
-            start, end = self.table.shard(lane, len(pieces))
-            vector[start:end] = self.weights[buffer][start:end]
-        return vector
+        return self._joined([self.weights[buffer] for buffer, _ in pieces], out)
 
-    def _walk(self, vector: Tensor, tensors: Sequence[Tensor], *, into_vector: bool) -> None:
-        start = 0
-        for tensor in tensors:
-            piece = vector[start : start + tensor.numel()].view(tensor.shape)
-            start += tensor.numel()
-            if into_vector:
-                piece.copy_(tensor.detach())
-            else:
-                tensor.detach().copy_(piece)
+    def _joined(self, vectors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+        """One vector from the shards of these; one for each commit group."""
+        joined = torch.empty_like(vectors[0]) if out is None else out
+        for group, vector in enumerate(vectors):
+            start, end = self.table.shard(group, len(vectors))
+            joined[start:end] = vector[start:end]
+        return joined
+
+
+def _parts(items: int) -> list[slice]:
+    return [slice(at, min(items, at + CHUNK)) for at in range(0, items, CHUNK)]
 
 
 def _square(vector: Tensor) -> float:
@@ -235,7 +214,8 @@ class ShardMemory(Updates):
     """One shard of an arena, as `shard.Shard` works on it."""
 
     def __init__(self, arena: Arena, shard: int) -> None:
-        super().__init__(arena, *arena.table.shard(shard, arena.setting.shards), arena.steps[shard])
+        start, end = arena.table.shard(shard, arena.setting.shards)
+        super().__init__(arena.table, arena.weights, arena.slots, arena.states, arena.steps[shard], start, end)
         self.shard = shard
         self._word = arena.shard_word(shard)
 

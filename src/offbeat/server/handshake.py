@@ -1,4 +1,4 @@
-"""How learners and servers come in: one Unix socket, and who connects is asked for user, token and version.
+"""How learners and servers connect: one Unix socket; whoever connects is asked for user, token and version.
 
 The socket is in the abstract name space, under a name that nobody can guess: it leaves no file behind. Whoever connects
 must be of the same user and know the run's token; it says who it is, and is given the arena's descriptor. From then on
@@ -17,16 +17,16 @@ from offbeat.collectives import memory
 from offbeat.collectives.rendezvous import credentials
 from offbeat.errors import OffbeatError, PeerError, RequestError
 from offbeat.server.arena import Arena, ArenaLayout
-from offbeat.server.coordinator.session import Setting
 from offbeat.server.parameter_layout import ParameterLayout
+from offbeat.server.run_setting import RunSetting
 from offbeat.server.wire import MOST_BYTES, PROTOCOL
 
 GREETING_S = 5.0  # for an answer
-INTRODUCTION_S = 0.5  # for whoever has connected to say who it is: the door serves one at a time
+HANDSHAKE_S = 0.5  # for whoever has connected to say who it is: the listener serves one at a time
 
 
 class RunGoneError(PeerError):
-    """There is no such door: the run is over."""
+    """Nobody listens: the run is over."""
 
 
 class Handshake(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="introduction"):
@@ -45,23 +45,14 @@ class Accept(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="admis
 
     refused: str = ""
     table: ParameterLayout | None = None
-    setting: dict[str, str | int | float | bool | None] = {}
+    setting: RunSetting | None = None  # without what the run goes on from
     seed: int = 0
     start_s: float = 0.0  # of the run, on the host's monotonic clock
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_introductions = msgspec.msgpack.Decoder(Handshake)
-_admissions = msgspec.msgpack.Decoder(Accept)
-
-
-def setting_as_data(setting: Setting) -> dict[str, str | int | float | bool | None]:
-    """What a learner or server has to know of it; not what the run goes on from."""
-    return {name: getattr(setting, name) for name in Setting.__dataclass_fields__ if name not in ("book", "memory")}
-
-
-def setting_from_data(data: dict[str, str | int | float | bool | None]) -> Setting:
-    return Setting(**data)  # type: ignore[arg-type]  # its own fields, as `setting_as_data` wrote them
+_handshakes = msgspec.msgpack.Decoder(Handshake)
+_accepts = msgspec.msgpack.Decoder(Accept)
 
 
 def new_listener() -> tuple[socket.socket, str]:
@@ -81,30 +72,30 @@ def versions() -> str:
     return f"offbeat {__version__}, torch {torch.__version__}"
 
 
-def read_handshake(one: socket.socket, token: str) -> Handshake | str:
-    """Who has connected; or, in words, why it may not come in. "" for a stranger, who is told nothing."""
+def read_handshake(one: socket.socket, token: str) -> Handshake:
+    """Who has connected. `RequestError` if its version is another; `OSError` for a stranger, who is told nothing."""
+    if credentials(one)[1] != os.geteuid():
+        raise PermissionError("a process of another user")
     try:
-        if credentials(one)[1] != os.geteuid():
-            return ""
-        said = _introductions.decode(one.recv(MOST_BYTES))
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
-        return ""
+        said = _handshakes.decode(one.recv(MOST_BYTES))
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise PermissionError("not a handshake") from None
     if not secrets.compare_digest(said.token.encode(), token.encode()):
-        return ""
+        raise PermissionError("another token")
     if said.protocol != PROTOCOL or said.version != versions():
-        return (
+        raise RequestError(
             f"this run speaks protocol {PROTOCOL} ({versions()}), the one who came {said.protocol} ({said.version}):"
             " use the same versions everywhere"
         )
     return said
 
 
-def accept_peer(one: socket.socket, admission: Accept, descriptor: int | None) -> None:
-    socket.send_fds(one, [_encode(admission)], [] if descriptor is None else [descriptor])
+def accept_peer(one: socket.socket, accept: Accept, descriptor: int | None) -> None:
+    socket.send_fds(one, [_encode(accept)], [] if descriptor is None else [descriptor])
 
 
-def connect(door: str, introduction: Handshake, timeout_s: float) -> tuple[socket.socket, Accept, Arena]:
-    """Come in: the line, what the run is, and its memory.
+def connect(name: str, own: Handshake, timeout_s: float) -> tuple[socket.socket, Accept, Arena]:
+    """Connect: the socket, what the run is, and its memory.
 
     `PeerError` where nobody answers, `RequestError` if refused.
     """
@@ -112,21 +103,20 @@ def connect(door: str, introduction: Handshake, timeout_s: float) -> tuple[socke
     descriptors: list[int] = []
     try:
         one.settimeout(timeout_s)
-        one.connect(b"\0" + door.encode())
-        one.send(_encode(introduction))
+        one.connect(b"\0" + name.encode())
+        one.send(_encode(own))
         data, descriptors, _, _ = socket.recv_fds(one, MOST_BYTES, 4)
         if not data:
-            raise PeerError("the run closed the door: it is over, or this process is not of it")
-        admission = _admissions.decode(data)
-        if admission.refused:
-            raise RequestError(f"the run refused this {introduction.role}: {admission.refused}")
-        if admission.table is None or len(descriptors) != 1:
+            raise PeerError("the run closed the connection: it is over, or this process is not of it")
+        accept = _accepts.decode(data)
+        if accept.refused:
+            raise RequestError(f"the run refused this {own.role}: {accept.refused}")
+        if accept.table is None or accept.setting is None or len(descriptors) != 1:
             raise PeerError("the run's answer was not whole")
-        setting = setting_from_data(admission.setting)
-        size_bytes = ArenaLayout(admission.table, setting).size_bytes
+        size_bytes = ArenaLayout(accept.table, accept.setting).size_bytes
         segment = memory.receive(descriptors.pop(), size_bytes, sealed=True)
         one.setblocking(True)
-        return one, admission, Arena(segment, admission.table, setting)
+        return one, accept, Arena(segment, accept.table, accept.setting)
     except ConnectionRefusedError:
         one.close()
         raise RunGoneError("the run is gone") from None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -57,7 +58,7 @@ class ParameterLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return [0, *accumulate(self.sizes)][:-1]
 
     def check(self) -> None:
-        """`RequestError` where a table, from whomever, is none."""
+        """`RequestError` where a layout, from whomever, is none."""
         sound = (
             len(self.sizes) == len(self.groups) > 0
             and min(self.sizes) >= 0
@@ -69,7 +70,7 @@ class ParameterLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             and 0 <= self.clip_norm < math.inf
         )
         if not sound:
-            raise RequestError("not the table of a model: sizes, groups and types do not fit together")
+            raise RequestError("not the layout of a model: sizes, groups and types do not fit together")
 
 
 class ModelTensors(NamedTuple):
@@ -77,6 +78,29 @@ class ModelTensors(NamedTuple):
 
     trained: tuple[nn.Parameter, ...]
     extra: tuple[Tensor, ...]
+
+
+def views(vector: Tensor, tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The parts of a flat vector that these tensors lie in, one behind the other, in their shapes."""
+    found, start = [], 0
+    for tensor in tensors:
+        found.append(vector[start : start + tensor.numel()].view(tensor.shape))
+        start += tensor.numel()
+    return found
+
+
+@torch.no_grad()
+def read_tensors(vector: Tensor, tensors: Sequence[Tensor]) -> None:
+    """The tensors of a model, into the flat vector."""
+    for part, tensor in zip(views(vector, tensors), tensors, strict=True):
+        part.copy_(tensor)
+
+
+@torch.no_grad()
+def write_tensors(vector: Tensor, tensors: Sequence[Tensor]) -> None:
+    """The flat vector, into the tensors of a model."""
+    for part, tensor in zip(views(vector, tensors), tensors, strict=True):
+        tensor.copy_(part)
 
 
 def model_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[ModelTensors, tuple[int, ...]]:
@@ -121,7 +145,7 @@ def layout_of(
     clip_norm: float = 0.0,
     in_place: bool = False,
 ) -> ParameterLayout:
-    """The table of a model; `gradients` is the type in which gradients travel (default: that of the weights)."""
+    """The layout of a model; `gradients` is the type in which gradients travel (default: that of the weights)."""
     types = {parameter.dtype for parameter in parts.trained}
     odd = [str(one) for one in types if not one.is_floating_point]
     if odd:

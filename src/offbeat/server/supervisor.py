@@ -35,8 +35,8 @@ from offbeat.processes.child import ChildProcess, RestartLimit, Stopwatch, descr
 from offbeat.processes.launcher import SELF, Launcher, LaunchPlan
 from offbeat.server import handshake
 from offbeat.server.coordinator import coordinator_process
-from offbeat.server.coordinator.session import Setting
 from offbeat.server.parameter_layout import ParameterLayout
+from offbeat.server.run_setting import RunSetting
 from offbeat.server.shard import server_process
 from offbeat.server.wire import MOST_BYTES
 
@@ -51,7 +51,7 @@ _LINGER_S = 0.5  # for learners whose goodbye is on its way
 class ServerPlan(LaunchPlan):
     """What to run. Without a command or a body only coordinator and servers are started."""
 
-    setting: Setting
+    setting: RunSetting
     seed: int = 0
     log: Path | None = None
     facts: Mapping[str, Any] | None = None
@@ -91,7 +91,7 @@ class Supervisor(Launcher):
     def _start_coordinator(self) -> None:
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.coordinator = mine
-        run = coordinator_process.Run(
+        run = coordinator_process.CoordinatorOptions(
             setting=replace(self.plan.setting, start_by_s=self.begin_by_s or self.plan.setting.start_by_s),
             token=self.token,
             seed=self.plan.seed,
@@ -163,7 +163,7 @@ class Supervisor(Launcher):
         if not data:
             self._unwatch(line.fileno())
             return False
-        message = coordinator_process.decode_boss(data)
+        message = coordinator_process.decode_supervisor_message(data)
         if message.what == "arena" and self.arena is None and message.table is not None:
             self.arena = (message.table, descriptors.pop(0))
             self._quiet = memory.Segment(self.arena[1], 4096)  # its first word says whether anybody is there
@@ -254,7 +254,7 @@ def main(words: list[str]) -> int:
     torch.set_num_threads(1)
     given = json.loads(words[0])
     log = Path(given["log"]) if given["log"] else None
-    plan = ServerPlan(setting=Setting(**given["setting"]), seed=given["seed"], log=log)
+    plan = ServerPlan(setting=RunSetting(**given["setting"]), seed=given["seed"], log=log)
     try:
         with Supervisor(plan, lambda name, line: print(f"{name}: {line}", file=sys.stderr)) as supervisor:
             supervisor.start()

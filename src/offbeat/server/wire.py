@@ -1,6 +1,6 @@
 """What coordinator, servers and learners say to each other: small typed messages, and nothing else.
 
-A push is named (learner, incarnation, seq). An incarnation is one stay of a learner, a seq one minibatch that it was
+A push is named (learner, incarnation, seq). An incarnation is one session of a learner, a seq one minibatch that it was
 told to compute. Every message may be lost, doubled or overtaken: whoever receives one that it has seen before answers
 as before, or not at all. Gradients and weights are not in here: they lie in memory that both sides see (`arena`), and
 messages name places in it.
@@ -17,8 +17,9 @@ import msgspec
 
 from offbeat.errors import OffbeatError
 
-PROTOCOL = 3
+PROTOCOL = 4
 MOST_BYTES = 128 * 1024
+MOST_DATA_BYTES = MOST_BYTES // 2  # of all learners together, in one group call
 
 Hyper = dict[str, float]
 Lease = tuple[int, int, int, int]  # number, epoch, start, count
@@ -28,11 +29,22 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unk
     """The base of all of them."""
 
 
+class SessionMessage(Message, frozen=True):
+    """About, to or from a learner as one incarnation."""
+
+    learner: int
+    incarnation: int
+
+
+class FromSession(SessionMessage, frozen=True):
+    """What a learner says once it is an incarnation."""
+
+
 # --- from a learner -------------------------------------------------------------------------------------------------
 
 
-class Hello(Message, frozen=True, tag="hello"):
-    """I want to be this learner. `nonce` names this stay, `after` the incarnation that I was before, if I was."""
+class Hello(Message, frozen=True):
+    """I want to be this learner. `nonce` names this session, `after` the incarnation that I was before, if I was."""
 
     learner: int
     nonce: int
@@ -40,18 +52,13 @@ class Hello(Message, frozen=True, tag="hello"):
     after: int = 0
 
 
-class Seeded(Message, frozen=True, tag="seeded"):
+class Seeded(FromSession, frozen=True):
     """The initial weights are in buffer 0."""
 
-    learner: int
-    incarnation: int
 
-
-class Push(Message, frozen=True, tag="push"):
+class Push(FromSession, frozen=True):
     """The gradient of a minibatch is in my slot."""
 
-    learner: int
-    incarnation: int
     seq: int
     version: int
     samples: int = 1
@@ -64,11 +71,9 @@ class Push(Message, frozen=True, tag="push"):
     ended_s: float = 0.0
 
 
-class Stop(Message, frozen=True, tag="stop"):
+class Stop(FromSession, frozen=True):
     """I have given up this minibatch: it was cancelled."""
 
-    learner: int
-    incarnation: int
     seq: int
     leases: tuple[int, ...] = ()
     began_s: float = 0.0
@@ -76,31 +81,25 @@ class Stop(Message, frozen=True, tag="stop"):
     version: int = 0
 
 
-class Ask(Message, frozen=True, tag="ask"):
+class Ask(FromSession, frozen=True):
     """I want the current weights, beside my work."""
 
-    learner: int
-    incarnation: int
     number: int
 
 
-class Fetched(Message, frozen=True, tag="fetched"):
+class Fetched(FromSession, frozen=True):
     """I have read what was pinned for me under this number, and under all before."""
 
-    learner: int
-    incarnation: int
     pin: int
 
 
-class Want(Message, frozen=True, tag="want"):
+class Want(FromSession, frozen=True):
     """I want up to `count` samples of an epoch of `of`.
 
     With `wait` the answer may take until some come back, and all that I had were pushed or given back. `seq` is the
     minibatch that I answered last, if none is open: should that answer be lost, it has to come again before this.
     """
 
-    learner: int
-    incarnation: int
     number: int
     epoch: int
     count: int
@@ -109,93 +108,72 @@ class Want(Message, frozen=True, tag="want"):
     seq: int = 0
 
 
-class GiveBack(Message, frozen=True, tag="give-back"):
+class GiveBack(FromSession, frozen=True):
     """I shall not compute these; with `unused` I was given them by my loader, and have no use for them."""
 
-    learner: int
-    incarnation: int
     leases: tuple[int, ...]
     unused: bool = False
 
 
-class Paused(Message, frozen=True, tag="rested"):
-    """I stand still. With `led` I have done what there was to do in this rest; with `stop` the run is to end."""
+class Paused(FromSession, frozen=True):
+    """I have paused. With `led` I have led this pause to its end; with `stop` the run is to end."""
 
-    learner: int
-    incarnation: int
     number: int
     led: bool = False
     stop: bool = False
 
 
-class EndRequest(Message, frozen=True, tag="halt"):
-    """The run is to end, after a rest."""
-
-    learner: int
-    incarnation: int
+class EndRequest(FromSession, frozen=True):
+    """The run is to end, after a last pause."""
 
 
-class PauseRequest(Message, frozen=True, tag="pause"):
-    """I want everybody to stand still for a moment, and to lead that rest."""
-
-    learner: int
-    incarnation: int
+class PauseRequest(FromSession, frozen=True):
+    """I want all learners to pause, and to lead that pause."""
 
 
-class Call(Message, frozen=True, tag="call"):
+class GroupCall(FromSession, frozen=True):
     """My `number`-th call to the other learners; `what` names it and must be the same for all, `data` is mine.
 
     Without `what` I do not wait for its answer any more. `seq` is as in a `Want`.
     """
 
-    learner: int
-    incarnation: int
     number: int
     what: str
     data: bytes = b""
     seq: int = 0
 
 
-class Bye(Message, frozen=True, tag="bye"):
+class Bye(FromSession, frozen=True):
     """I leave."""
-
-    learner: int
-    incarnation: int
 
 
 # --- what is seen of a learner without its saying so ----------------------------------------------------------------
 
 
-class Gone(Message, frozen=True, tag="gone"):
+class Gone(SessionMessage, frozen=True):
     """Its process has ended, or closed the line: it writes to no memory any more."""
 
-    learner: int
-    incarnation: int
 
-
-class Silent(Message, frozen=True, tag="silent"):
+class Silent(SessionMessage, frozen=True):
     """It gives no sign of life, but may still wake up."""
 
-    learner: int
-    incarnation: int
 
-
-class Tick(Message, frozen=True, tag="tick"):
+class Tick(Message, frozen=True):
     """Time has passed."""
 
 
-class Woke(Message, frozen=True, tag="woke"):
+class WakeDue(Message, frozen=True):
     """The time has come at which the policy wanted to be woken."""
 
 
-class Finish(Message, frozen=True, tag="finish"):
+class Finish(Message, frozen=True):
     """The run is over: nobody will come any more."""
 
 
 # --- to a learner ---------------------------------------------------------------------------------------------------
 
 
-class Welcome(Message, frozen=True, tag="welcome"):
+class Welcome(Message, frozen=True):
     """You are this incarnation. With `seed`, put the initial weights into buffer 0 and say so."""
 
     learner: int
@@ -204,27 +182,22 @@ class Welcome(Message, frozen=True, tag="welcome"):
     seed: bool = False
 
 
-class Refused(Message, frozen=True, tag="refused"):
+class Refused(Message, frozen=True):
     learner: int
     nonce: int
     why: str
 
 
-class Fenced(Message, frozen=True, tag="fenced"):
+class Fenced(SessionMessage, frozen=True):
     """You were given up, and are this incarnation no longer: come again."""
 
-    learner: int
-    incarnation: int
 
-
-class Go(Message, frozen=True, tag="go"):
+class Go(SessionMessage, frozen=True):
     """Compute minibatch `seq` on these weights (none: on those you have), and put its gradient into this slot.
 
-    `pieces` are buffer and version of each lane. An older minibatch that is still open is cancelled by this.
+    `pieces` are buffer and version of each commit group. An older minibatch that is still open is cancelled by this.
     """
 
-    learner: int
-    incarnation: int
     seq: int
     version: int
     slot: int
@@ -232,58 +205,48 @@ class Go(Message, frozen=True, tag="go"):
     pieces: tuple[tuple[int, int], ...] = ()
 
 
-class Weights(Message, frozen=True, tag="weights"):
+class Weights(SessionMessage, frozen=True):
     """What you asked for."""
 
-    learner: int
-    incarnation: int
     number: int
     version: int
     pin: int
     pieces: tuple[tuple[int, int], ...]
 
 
-class Granted(Message, frozen=True, tag="granted"):
+class Granted(SessionMessage, frozen=True):
     """The answer to a `Want`: a lease, or "ended" or "wait". Minibatches up to `void` are not waited for any more."""
 
-    learner: int
-    incarnation: int
     number: int
     answer: str
     lease: Lease | None = None
     void: int = 0
 
 
-class EnterPause(Message, frozen=True, tag="rest"):
-    """Stand still when you next wait, and say so. With `lead` all others do, and it is yours to do what is to be done.
+class EnterPause(SessionMessage, frozen=True):
+    """Pause when you next wait, and say so. With `lead` all others have paused: evaluate, save, or end the run.
 
     `facts` are for the one who leads: where the run stands, as JSON.
     """
 
-    learner: int
-    incarnation: int
     number: int
     lead: bool = False
     facts: str = ""
 
 
-class EndPause(Message, frozen=True, tag="rise"):
-    """All rests up to this one have ended; with `over` the run has, too."""
+class EndPause(SessionMessage, frozen=True):
+    """All pauses up to this one have ended; with `over` the run has, too."""
 
-    learner: int
-    incarnation: int
     number: int
     over: bool = False
 
 
-class Called(Message, frozen=True, tag="called"):
+class GroupCallAnswer(SessionMessage, frozen=True):
     """All members have made this call: what each of them gave, by learner; or why there is no answer.
 
     Minibatches up to `void` are not waited for any more.
     """
 
-    learner: int
-    incarnation: int
     number: int
     data: tuple[tuple[int, bytes], ...] = ()
     error: str = ""
@@ -293,25 +256,20 @@ class Called(Message, frozen=True, tag="called"):
 # --- words in shared memory, written by whoever carries the coordinator's messages ----------------------------------
 
 
-class Cancel(Message, frozen=True, tag="cancel"):
+class CancelWord(SessionMessage, frozen=True):
     """All minibatches of this learner up to `seq` are cancelled."""
 
-    learner: int
-    incarnation: int
     seq: int
 
 
-class Fence(Message, frozen=True, tag="fence"):
+class FenceWord(SessionMessage, frozen=True):
     """This incarnation and all before are given up: what they still read may be torn."""
 
-    learner: int
-    incarnation: int
 
+class Committed(Message, frozen=True):
+    """A commit group has this version now, in this buffer."""
 
-class Committed(Message, frozen=True, tag="committed"):
-    """A lane has this version now, in this buffer."""
-
-    lane: int
+    commit_group: int
     version: int
     buffer: int
 
@@ -319,14 +277,14 @@ class Committed(Message, frozen=True, tag="committed"):
 # --- between coordinator and servers --------------------------------------------------------------------------------
 
 
-class Ready(Message, frozen=True, tag="ready"):
+class Ready(Message, frozen=True):
     """A server holds this shard now; `generation` says which process of those that have."""
 
     shard: int
     generation: int
 
 
-class Job(Message, frozen=True, tag="job"):
+class ShardJob(Message, frozen=True):
     """Work for a shard on one update: gradients in `slots`, each times its scale, divided by their number.
 
     "apply": from buffer `source` and optimizer state to buffer `target`, as version `version`. "norm": sums of squares
@@ -350,21 +308,31 @@ class Job(Message, frozen=True, tag="job"):
     skip: tuple[int, ...] = ()  # parameters without a gradient in all of them
 
 
-class Done(Message, frozen=True, tag="done"):
+class Done(Message, frozen=True):
     shard: int
     generation: int
     number: int
     sums: tuple[float, ...] = ()
-    seconds: float = 0.0
 
 
-FROM_STAY = (
-    Seeded | Push | Stop | Ask | Fetched | Want | GiveBack | Paused | EndRequest | PauseRequest | Call | Bye
-)  # all that name it
-FROM_LEARNER = Hello | FROM_STAY
-TO_LEARNER = Welcome | Refused | Fenced | Go | Weights | Granted | EnterPause | EndPause | Called
-INPUT = FROM_LEARNER | Gone | Silent | Tick | Woke | Finish | Ready | Done
-OUTPUT = TO_LEARNER | Cancel | Fence | Committed | Job
+FROM_LEARNER = (
+    Hello
+    | Seeded
+    | Push
+    | Stop
+    | Ask
+    | Fetched
+    | Want
+    | GiveBack
+    | Paused
+    | EndRequest
+    | PauseRequest
+    | GroupCall
+    | Bye
+)
+TO_LEARNER = Welcome | Refused | Fenced | Go | Weights | Granted | EnterPause | EndPause | GroupCallAnswer
+INPUT = FROM_LEARNER | Gone | Silent | Tick | WakeDue | Finish | Ready | Done
+OUTPUT = TO_LEARNER | CancelWord | FenceWord | Committed | ShardJob
 
 T = TypeVar("T")
 _encoder = msgspec.msgpack.Encoder()
@@ -400,13 +368,3 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:
         return decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise WireError(f"not a message of protocol {PROTOCOL}: {error}") from None
-
-
-def addressee(message: Message) -> tuple[str, int]:
-    """("learner", n), ("server", n), or ("memory", 0) for what is written into shared words."""
-    if isinstance(message, Job):
-        return "server", message.shard
-    if isinstance(message, Cancel | Fence | Committed):
-        return "memory", 0
-    learner: int = message.learner  # type: ignore[attr-defined]  # all others are to a learner
-    return "learner", learner

@@ -30,8 +30,8 @@ from offbeat.processes.child import Stopwatch, describe_exit
 from offbeat.processes.launcher import SELF, Launcher, LaunchPlan, RankLauncher, thread_environment
 from offbeat.processes.signals import SignalHandler, ending_by, terminable
 from offbeat.runs.log import read_log, write_chrome_trace
-from offbeat.server.coordinator.session import Setting
 from offbeat.server.learner.join import through_store
+from offbeat.server.run_setting import RunSetting
 from offbeat.server.supervisor import ServerPlan, Supervisor
 from offbeat.spec import count_of
 from offbeat.strategy import ALL_REDUCE, family_of
@@ -327,7 +327,7 @@ def _launcher(start: Start, on_line: Callable[[str, str], None]) -> Launcher:
         return RankLauncher(LaunchPlan(body=body, environment=environment), config.learners, on_line)
     extra = setting_of(config, start.checkpoint)
     plan = ServerPlan(
-        setting=Setting(line=config.sync, learners=config.learners, shards=config.servers, **extra),
+        setting=RunSetting(line=config.sync, learners=config.learners, shards=config.servers, **extra),
         body=body,
         environment=environment,
         seed=config.seed,

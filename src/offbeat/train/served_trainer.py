@@ -34,8 +34,8 @@ def setting_of(config: Config, checkpoint: Checkpoint | None) -> dict[str, Any]:
     return {
         "again": config.cancelled == "again",
         **correction_of(config, config.learners),
-        "rest_epochs": True,
-        "rest_every": config.save.every_updates,
+        "pause_epochs": True,
+        "pause_every": config.save.every_updates,
         "book": None if kept is None else kept["book"],
         "memory": None if kept is None else kept["memory"],
     }

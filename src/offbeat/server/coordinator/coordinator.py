@@ -7,11 +7,11 @@ answered as before and changes nothing.
 
     learner    Hello ........ Push(1) ................. Push(2) ...
     coordinator     Welcome Go(1)      [Pushed -> Apply, Send]   Go(2)
-    servers                            Job ..... Done
+    servers                            ShardJob .. Done
 
-Laws: a push is taken once (by learner, incarnation and seq). What was acknowledged by a Go is in the books for good.
-An incarnation that was given up is answered with `Fenced` and changes nothing. A slot is written by one learner at a
-time; that of one who was given up but may wake is kept back until it is heard of, or dead.
+Laws: a push is taken once (by learner, incarnation and seq). What was acknowledged by a Go is never lost. An
+incarnation that was given up is answered with `Fenced` and changes nothing. A slot is written by one learner at a time;
+that of one who was given up but may wake is kept back until it is heard of, or dead.
 """
 
 from __future__ import annotations
@@ -19,44 +19,53 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
-from offbeat.errors import EventError
-from offbeat.leases import LeaseBook
-from offbeat.policies import Apply as ApplyCommand
-from offbeat.policies import Asked, Command, Drop, Event, Joined, Left, Pushed, Resume, Send, Stopped, Wake
-from offbeat.policies import Cancel as CancelCommand
-from offbeat.policies import Woke as WokeEvent
+from offbeat.errors import EventError, RequestError
+from offbeat.policies import (
+    Apply,
+    Asked,
+    Cancel,
+    Command,
+    Drop,
+    Event,
+    Joined,
+    Left,
+    Pushed,
+    Resume,
+    Stopped,
+    Wake,
+    Woke,
+)
 from offbeat.policies.replay import decision
 from offbeat.server.coordinator.grants import Grants
-from offbeat.server.coordinator.group_calls import Calls
-from offbeat.server.coordinator.guarded_policy import GuardedPolicy
+from offbeat.server.coordinator.group_calls import GroupCalls
+from offbeat.server.coordinator.guarded_policy import GuardedPolicy, PendingWake
 from offbeat.server.coordinator.invariants import check
 from offbeat.server.coordinator.pauses import Pauses
-from offbeat.server.coordinator.resume_state import standing_of
 from offbeat.server.coordinator.sample_leases import SampleLeases
-from offbeat.server.coordinator.session import NONCES_KEPT, Gradient, LearnerSession, Setting
+from offbeat.server.coordinator.session import NONCES_KEPT, Gradient, LearnerSession, SessionName
 from offbeat.server.coordinator.update_queue import PendingUpdate
-from offbeat.server.coordinator.wakes import PendingWake
+from offbeat.server.run_setting import RunSetting
 from offbeat.server.wire import (
-    FROM_STAY,
     INPUT,
     OUTPUT,
     Ask,
     Bye,
-    Call,
-    Cancel,
+    CancelWord,
     Committed,
     Done,
     EndRequest,
-    EnterPause,
-    Fence,
     Fenced,
+    FenceWord,
     Fetched,
     Finish,
+    FromSession,
     GiveBack,
     Gone,
+    GroupCall,
     Hello,
     Paused,
     PauseRequest,
@@ -67,215 +76,228 @@ from offbeat.server.wire import (
     Silent,
     Stop,
     Tick,
+    WakeDue,
     Want,
     Welcome,
-    Woke,
 )
 
-MOST_BAD = 20  # more than a loss scale may be halved; non-finite gradients in a row, after which a learner is sent away
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+MOST_NON_FINITE = 20  # in a row, more than a loss scale may be halved; then a learner is sent away
 
 
-class Coordinator(SampleLeases):
+class Coordinator:
     """See the module's text. `write` is given every decision of the policy, as a record for the run log."""
 
-    def __init__(self, setting: Setting, write: Callable[[dict[str, Any]], object] | None = None) -> None:
+    def __init__(self, setting: RunSetting, write: Callable[[dict[str, Any]], object] | None = None) -> None:
         self.setting = setting
         self.write = write
-        self.rows = {learner: LearnerSession(learner) for learner in range(setting.learners)}
-        self.desk = Grants(setting)
-        self.guard = GuardedPolicy(setting, self.desk.slots)
+        self.sessions = {learner: LearnerSession(learner) for learner in range(setting.learners)}
+        self.grants = Grants(setting)
+        self.guard = GuardedPolicy(setting, self.grants.slots)
         self.policy = self.guard.policy
         self.wake = PendingWake()
-        self.rests = Pauses(setting)
-        self.calls = Calls()
+        self.pauses = Pauses(setting)
+        self.leases = SampleLeases(setting, self.pauses)
+        self.calls = GroupCalls()
         self.gradients: dict[int, Gradient] = {}
         self.ticket = 0
         self.table = ""
-        self.seeder: tuple[int, int] | None = None  # learner and incarnation that may write to buffer 0
+        self.seeder: SessionName | None = None  # that may write to buffer 0
         self.seeded = False
         self.begun_s = 0.0
-        self.book: LeaseBook | None = None
-        self.inbox: list[tuple[Push, Gradient]] = []  # pushes whose drift is not known yet
+        self.unmeasured_pushes: list[tuple[Push, Gradient]] = []  # their drift is not known yet
         self.counts: Counter[str] = Counter()  # pushes by fate
-        self.samples: Counter[str] = Counter()  # samples by fate
         self.staleness: Counter[int] = Counter()
         self.finished = False
         self._out: list[OUTPUT] = []
         self._at_s = 0.0
-        self._fetches: int | None = None  # the learner that is being answered, and goes on with its minibatch
-        self._extra: dict[str, Any] = {}
         self._handlers: dict[type, Callable[[Any], None]] = {
             Hello: self._hello,
+            Gone: self._gone,
+            Silent: self._silent,
+            Tick: self._tick,
+            WakeDue: self._wake_due,
+            Finish: self._finish,
+            Ready: lambda message: self._out.extend(self.grants.ready(message)),
+            Done: self._done,
+        }
+        self._session_handlers: dict[type, Callable[[LearnerSession, Any], None]] = {
             Seeded: self._on_seeded,
             Push: self._push,
             Stop: self._stop,
             Ask: self._ask,
-            Fetched: self._fetched,
+            Fetched: lambda session, message: self.grants.fetched(session, message.pin),
             Want: self._want,
-            GiveBack: self._give_back,
-            Paused: self._rested,
-            EndRequest: self._halt,
-            PauseRequest: self._pause,
-            Call: self._call,
-            Bye: self._bye,
-            Gone: self._gone,
-            Silent: self._silent,
-            Tick: self._tick,
-            Woke: self._woke,
-            Finish: self._finish,
-            Ready: self._ready,
-            Done: self._done,
+            GiveBack: lambda session, message: self.leases.not_computed(session, message),
+            GroupCall: self._group_call,
+            Paused: self._paused,
+            EndRequest: lambda session, message: self.pauses.request_end(),
+            PauseRequest: lambda session, message: self.pauses.request(session),
+            Bye: lambda session, message: self._give_up(session, why="it left", may_wake=False),
         }
 
     def handle(self, message: INPUT, at_s: float) -> list[OUTPUT]:
         """What is to be said about a message, in order."""
         self._at_s = max(at_s, self._at_s)
         self._out = []
-        self._handlers[type(message)](message)
-        self._settle_down()
-        self.wake.pause(self._at_s, paused=self.rests.holds_back)
+        if isinstance(message, FromSession):
+            session = self._session_of(message)
+            if session is not None:
+                self._session_handlers[type(message)](session, message)
+        else:
+            self._handlers[type(message)](message)
+        self._advance()
+        self.wake.pause(self._at_s, paused=self.pauses.holds_back)
         return self._out
 
-    @property
-    def next_wake_s(self) -> float | None:
-        """When a `Woke` is due."""
-        return None if self.finished else self.wake.due_s
+    def _session_of(self, message: FromSession) -> LearnerSession | None:
+        """The session that a message belongs to; none, and an answer, if that is over."""
+        session = self.sessions.get(message.learner)
+        if session is not None and session.here and session.incarnation == message.incarnation:
+            if not self.pauses.over or isinstance(message, Bye | Fetched):
+                return session
+            self._out.append(self.pauses.end_message(session))  # it has not heard that the run is over
+            return None
+        self._out.append(Fenced(message.learner, message.incarnation))
+        if isinstance(message, Push):
+            self.counts["fenced"] += 1
+        return None
 
-    def _woke(self, message: Woke) -> None:
-        if self.wake.take(self._at_s):
-            self._tell(WokeEvent(self._at_s))
+    def _repeat_answer(self, session: LearnerSession) -> None:
+        """It asks a second time: it has not heard the answer."""
+        if self.pauses.over:
+            self._out.append(self.pauses.end_message(session))
+        elif session.go is not None and session.go.seq > max(session.answered, session.cancelled):
+            self._out.append(session.go)
 
     # --- coming and going -------------------------------------------------------------------------------------------
 
     def _hello(self, message: Hello) -> None:
-        row = self.rows.get(message.learner)
-        why = None
-        if row is None:
-            why = f"there are {len(self.rows)} learners, numbered from 0; {message.learner} is none of them"
+        session = self.sessions.get(message.learner)
+        why = ""
+        if session is None:
+            why = f"there are {len(self.sessions)} learners, numbered from 0; {message.learner} is none of them"
         elif self.table and message.table != self.table:
             why = "its model is not the same: parameters of other names, shapes or order, or another optimizer"
-        elif self.finished and not (row.here and row.nonce == message.nonce):
+        elif self.finished and not (session.here and session.nonce == message.nonce):
             why = "the run is over"
-        if row is None or why is not None:
-            self._out.append(Refused(message.learner, message.nonce, why or ""))
+        if session is None or why:
+            self._out.append(Refused(message.learner, message.nonce, why))
             return
-        if row.nonce == message.nonce:
-            self._out.append(self._welcome(row))
-            if row.here:
-                self._again(row)
+        if session.nonce == message.nonce:
+            self._out.append(self._welcome(session))
+            if session.here:
+                self._repeat_answer(session)
             else:
-                self._out.append(Fenced(row.learner, row.incarnation))
+                self._out.append(Fenced(session.learner, session.incarnation))
             return
-        before = row.nonces.get(message.nonce)
+        before = session.nonces.get(message.nonce)
         if before is not None:  # an old Hello, or one whose place was taken by an old Hello: then it comes again
-            self._out += [Welcome(row.learner, message.nonce, before), Fenced(row.learner, before)]
+            self._out += [Welcome(session.learner, message.nonce, before), Fenced(session.learner, before)]
             return
-        self._give_up(row, why="it came again", may_wake=message.after != row.incarnation)
-        self._writes_no_more(row, range(message.after, message.after + 1))
+        self._give_up(session, why="it came again", may_wake=message.after != session.incarnation)
+        self._writes_no_more(session, range(message.after, message.after + 1))
         self.table = message.table
-        fresh = LearnerSession(row.learner)
-        fresh.nonce, fresh.incarnation, fresh.here = message.nonce, row.incarnation + 1, True
-        fresh.limbo, fresh.hyper, fresh.nonces = row.limbo, row.hyper, row.nonces
+        fresh = LearnerSession(session.learner)
+        fresh.nonce, fresh.incarnation, fresh.here = message.nonce, session.incarnation + 1, True
+        fresh.kept_slots, fresh.hyper, fresh.nonces = session.kept_slots, session.hyper, session.nonces
         fresh.nonces[message.nonce] = fresh.incarnation
         if len(fresh.nonces) > NONCES_KEPT:
             del fresh.nonces[next(iter(fresh.nonces))]
-        self.rows[row.learner] = fresh
+        self.sessions[session.learner] = fresh
         self.counts["joined"] += 1
-        if self.seeded:
-            self._out.append(self._welcome(fresh))
-            self._seat(fresh)
-        else:
-            self._gather()
-            self._out.append(self._welcome(fresh))
+        self._gather()
+        self._out.append(self._welcome(fresh))
+        self._rejoin_policy(fresh)
 
-    def _welcome(self, row: LearnerSession) -> Welcome:
-        seeds = self.seeder == (row.learner, row.incarnation) and row.here and not self.seeded
-        return Welcome(row.learner, row.nonce, row.incarnation, seed=seeds)
+    def _welcome(self, session: LearnerSession) -> Welcome:
+        seeds = self.seeder == session.name and session.here and not self.seeded
+        return Welcome(session.learner, session.nonce, session.incarnation, seed=seeds)
 
     def _gather(self) -> None:
         """When all are there, or the time has come, the first of them gives the initial weights."""
-        here = [row for row in self.rows.values() if row.here]
+        here = self._here()
         due = self.setting.start_by_s is not None and self._at_s >= self.setting.start_by_s
-        if self.seeded or self.seeder is not None or not here or (len(here) < len(self.rows) and not due):
+        if self.seeded or self.seeder is not None or not here or (len(here) < len(self.sessions) and not due):
             return
-        self.seeder = here[0].learner, here[0].incarnation
+        self.seeder = here[0].name
         self._out.append(self._welcome(here[0]))
 
-    def _on_seeded(self, message: Seeded) -> None:
-        row = self._known(message)
-        if row is None:
-            return
-        if self.seeded or self.seeder != (row.learner, row.incarnation):
-            self._again(row)
+    def _here(self) -> list[LearnerSession]:
+        return [session for session in self.sessions.values() if session.here]
+
+    def _on_seeded(self, session: LearnerSession, message: Seeded) -> None:
+        if self.seeded or self.seeder != session.name:
+            self._repeat_answer(session)
             return
         self.seeded = True
         self.begun_s = self._at_s
-        here = [one for one in self.rows.values() if one.here]
-        for one in here:
-            self._seat(one)
+        for one in self._here():
+            self._join_policy(one)
         if not self.policy.started:  # the deadline has passed, or some have gone again
-            self._tell(WokeEvent(self._at_s))
+            self._tell_policy(Woke(self._at_s))
 
-    def _seat(self, row: LearnerSession) -> None:
-        row.seated = True
-        self._tell(Joined(row.learner, self._at_s))
+    def _join_policy(self, session: LearnerSession) -> None:
+        session.in_policy = True
+        self._tell_policy(Joined(session.learner, self._at_s))
 
-    def _unseat(self, row: LearnerSession) -> None:
+    def _rejoin_policy(self, session: LearnerSession) -> None:
+        """If the learner waits for nothing else any more."""
+        if self.seeded and not session.in_policy and session.want is None and session.call is None:
+            self._join_policy(session)
+
+    def _leave_policy(self, session: LearnerSession) -> None:
         """The policy is told that it is gone; what it was told before is void."""
-        if row.seated:
-            row.seated = False
-            row.grant = row.ready = None
-            row.answered = row.void = row.seq
-            row.versions.clear()
-            self.desk.unpin(row, "go", row.pin)
-            self._tell(Left(row.learner, self._at_s))
+        if session.in_policy:
+            session.in_policy = False
+            session.grant = session.ready = None
+            session.answered = session.void = session.seq
+            session.versions.clear()
+            self.grants.unpin(session, "go", session.pin)
+            self._tell_policy(Left(session.learner, self._at_s))
 
-    def _give_up(self, row: LearnerSession, *, why: str, may_wake: bool) -> None:
+    def _give_up(self, session: LearnerSession, *, why: str, may_wake: bool) -> None:
         """This incarnation is over. Its slot is free, unless it may still write there."""
-        if not row.here:
+        if not session.here:
             return
-        row.here = False
-        self.rests.askers.discard((row.learner, row.incarnation))
+        session.here = False
+        self.pauses.requesters.discard(session.name)
         self.counts[f"gone: {why}"] += 1
-        self._out.append(Fence(row.learner, row.incarnation))
-        self.desk.clear(row, may_wake=may_wake)
-        row.go = row.want = row.weights = row.call = None
-        if self.book is not None:
-            for lease in self.book.lose(row.learner):
-                self.samples["computed again: lost with its learner"] += lease.count
-        self._unseat(row)
+        self._out.append(FenceWord(session.learner, session.incarnation))
+        self.grants.clear(session, may_wake=may_wake)
+        session.go = session.want = session.weights = session.call = None
+        self.leases.lose(session.learner)
+        self._leave_policy(session)
         if not may_wake:
-            self._writes_no_more(row, range(row.incarnation + 1))
+            self._writes_no_more(session, range(session.incarnation + 1))
 
-    def _writes_no_more(self, row: LearnerSession, incarnations: range) -> None:
+    def _send_away(self, session: LearnerSession, told: str, *, why: str) -> None:
+        self._out.append(Refused(session.learner, session.nonce, told))
+        self._give_up(session, why=why, may_wake=True)
+
+    def _writes_no_more(self, session: LearnerSession, incarnations: range) -> None:
         """Neither to a slot nor, as the seeder, to buffer 0: others may."""
-        self.desk.clear_limbo(row, incarnations)
-        if self.seeder is not None and self.seeder[0] == row.learner and self.seeder[1] in incarnations:
+        self.grants.free_kept_slots(session, incarnations)
+        if self.seeder is not None and self.seeder[0] == session.learner and self.seeder[1] in incarnations:
             self.seeder = None
             self._gather()
 
-    def _bye(self, message: Bye) -> None:
-        row = self._known(message)
-        if row is not None:
-            self._give_up(row, why="it left", may_wake=False)
-
     def _gone(self, message: Gone) -> None:
-        row = self.rows.get(message.learner)
-        if row is None:
-            return
-        if row.here and row.incarnation == message.incarnation:
-            self._give_up(row, why="it died", may_wake=False)
-        self._writes_no_more(row, range(message.incarnation + 1))
+        session = self.sessions.get(message.learner)
+        if session is not None:
+            if session.incarnation == message.incarnation:
+                self._give_up(session, why="it died", may_wake=False)
+            self._writes_no_more(session, range(message.incarnation + 1))
 
     def _silent(self, message: Silent) -> None:
-        row = self.rows.get(message.learner)
-        if row is not None and row.here and row.incarnation == message.incarnation:
-            self._give_up(row, why="it gave no sign of life", may_wake=True)
+        session = self.sessions.get(message.learner)
+        if session is not None and session.incarnation == message.incarnation:
+            self._give_up(session, why="it gave no sign of life", may_wake=True)
 
     def _finish(self, message: Finish) -> None:
         """Gradients that still wait for others will wait for ever."""
-        for row in self.rows.values():
-            self._give_up(row, why="the run ended", may_wake=False)
+        for session in self.sessions.values():
+            self._give_up(session, why="the run ended", may_wake=False)
         self._end()
 
     def _end(self) -> None:
@@ -285,178 +307,124 @@ class Coordinator(SampleLeases):
 
     def _tick(self, message: Tick) -> None:
         self._gather()
-        self._out += [*self.desk.repeat(), *self.rests.calls(self.rows.values(), again=True)]
-        self._out += [self._lead(row) for row in self.rows.values() if self.rests.leads(row)]
+        self._out += [*self.grants.repeat(), *self.pauses.enter_messages(self.sessions.values(), again=True)]
+        self._out += [self.pauses.lead_message(one) for one in self.sessions.values() if self.pauses.leads(one)]
 
-    # --- what learners answer ---------------------------------------------------------------------------------------
+    # --- pushes -----------------------------------------------------------------------------------------------------
 
-    def _known(self, message: FROM_STAY) -> LearnerSession | None:
-        """The session that a message belongs to; none, and an answer, if that is over."""
-        row = self.rows.get(message.learner)
-        if row is not None and row.here and row.incarnation == message.incarnation:
-            if not self.rests.over or isinstance(message, Bye | Fetched):
-                return row
-            self._out.append(self.rests.rise(row))  # whatever it says: it has not heard that the run is over
-            return None
-        self._out.append(Fenced(message.learner, message.incarnation))
-        if isinstance(message, Push):
-            self.counts["fenced"] += 1
-        return None
-
-    def _again(self, row: LearnerSession) -> None:
-        """It asks a second time: it has not heard the answer."""
-        if self.rests.over:
-            self._out.append(self.rests.rise(row))
-        elif row.go is not None and row.go.seq > max(row.answered, row.cancelled):
-            self._out.append(row.go)
-
-    def _push(self, message: Push) -> None:
-        row = self._known(message)
-        if row is None:
-            return
-        if message.seq not in row.versions or message.seq <= row.answered or row.slot is None:
+    def _push(self, session: LearnerSession, message: Push) -> None:
+        if message.seq not in session.versions or message.seq <= session.answered or session.slot is None:
             self.counts["duplicate"] += 1
-            self._again(row)
+            self._repeat_answer(session)
             return
-        self._close(row, message.seq)
-        row.hyper = message.hyper or row.hyper
+        self._close(session, message.seq)
+        session.hyper = message.hyper or session.hyper
         self.counts["received"] += 1
-        if not message.finite:
-            self._bad(row, message)
-            return
-        row.bad = 0
-        slot = -1
-        if message.seq > row.cancelled:  # a late one is dropped, and its slot is that of the next minibatch already
-            slot, row.slot = row.slot, None
         gradient = Gradient(
-            learner=row.learner,
-            slot=slot,
+            learner=session.learner,
+            slot=-1,
             samples=message.samples,
-            leases=self._hand_in(row, message.leases),
+            leases=self.leases.hand_in(session, message.leases),
             absent=message.absent,
-            hyper=row.hyper,
-            pieces=row.pieces,
+            hyper=session.hyper,
+            pieces=session.pieces,
         )
-        if self.book is not None:
-            gradient.batch = [self.book.lease(number)[1:] for number in gradient.leases]
-        if self.policy.needs_drift and slot >= 0:
-            self.inbox.append((message, gradient))
-            self.desk.keep_reads(("inbox", row.learner, message.seq), gradient.pieces)
+        if not message.finite:
+            self._drop_non_finite(session, message, gradient)
+            return
+        session.non_finite = 0
+        if message.seq > session.cancelled:  # a late one is dropped, and its slot is that of the next minibatch already
+            gradient.slot, session.slot = session.slot, None
+        if self.leases.book is not None:
+            gradient.batch = [self.leases.book.lease(number)[1:] for number in gradient.leases]
+        if self.policy.needs_drift and gradient.slot >= 0:
+            self.unmeasured_pushes.append((message, gradient))
+            self.grants.keep_reads(("unmeasured", session.learner, message.seq), gradient.pieces)
         else:
             self._take(message, gradient, 0.0 if self.policy.needs_drift else None)
 
-    def _close(self, row: LearnerSession, seq: int) -> None:
+    def _close(self, session: LearnerSession, seq: int) -> None:
         """A minibatch was answered, and with it all before."""
-        row.answered = seq
-        row.versions = {one: version for one, version in row.versions.items() if one > seq}
+        session.answered = seq
+        session.versions = {one: version for one, version in session.versions.items() if one > seq}
 
     def _take(self, message: Push, gradient: Gradient, drift: float | None) -> None:
         """The policy hears of a push."""
         self.ticket += 1
         self.gradients[self.ticket] = gradient
-        self.desk.keep_reads(("ticket", self.ticket, 0), gradient.pieces)
-        row = self.rows[message.learner]
-        if self.finished or not row.here or row.incarnation != message.incarnation or message.seq <= row.void:
+        self.grants.keep_reads(("ticket", self.ticket, 0), gradient.pieces)
+        session = self.sessions[message.learner]
+        here = session.here and session.incarnation == message.incarnation and message.seq > session.void
+        if self.finished or not here:
             self._release(self.ticket, "dropped: its learner left before it was measured")
             return
-        self._extra = {"seq": [message.incarnation, message.seq], "batch": gradient.batch}
-        self._extra |= {"hyper": gradient.hyper} if gradient.hyper != row.logged else {}
-        row.logged = gradient.hyper
+        record = {"seq": [message.incarnation, message.seq], "batch": gradient.batch}
+        record |= {"hyper": gradient.hyper} if gradient.hyper != session.logged else {}
+        session.logged = gradient.hyper
         event = Pushed(message.learner, self.ticket, message.version, message.samples, drift, message.loss, self._at_s)
         try:
-            self._tell(event)
+            self._tell_policy(event, record)
         except EventError as error:  # the policy is as before; whoever says such things is sent away
             self._release(self.ticket, "dropped: impossible")
-            self._out.append(Refused(row.learner, row.nonce, str(error)))
-            self._give_up(row, why="it said what cannot be", may_wake=True)
+            self._send_away(session, str(error), why="it said what cannot be")
 
-    def _bad(self, row: LearnerSession, message: Push) -> None:
+    def _drop_non_finite(self, session: LearnerSession, message: Push, gradient: Gradient) -> None:
         """Not a number, or infinite: the whole push is dropped, and the learner tries another minibatch."""
-        self.counts["dropped"] += 1
-        self.counts["dropped: not finite"] += 1
-        self.samples["dropped: not finite"] += message.samples
-        for number in self._hand_in(row, message.leases):
-            assert self.book is not None
-            self.book.settle(number, "dropped: not finite")
-        row.bad += 1
-        if row.bad >= MOST_BAD:
-            why = f"its last {MOST_BAD} gradients were not finite"
-            self._out.append(Refused(row.learner, row.nonce, why))
-            self._give_up(row, why="not finite", may_wake=True)
-        elif message.seq <= row.cancelled:
-            self._tell(Stopped(row.learner, message.version, self._at_s))
+        self._count_fate("dropped: not finite")
+        self.leases.settle(gradient, "dropped: not finite")
+        session.non_finite += 1
+        if session.non_finite >= MOST_NON_FINITE:
+            told = f"its last {MOST_NON_FINITE} gradients were not finite"
+            self._send_away(session, told, why="not finite")
+        elif message.seq <= session.cancelled:
+            self._tell_policy(Stopped(session.learner, message.version, self._at_s))
         else:
-            self._tell(Asked(row.learner, self._at_s))
+            self._tell_policy(Asked(session.learner, self._at_s))
 
-    def _stop(self, message: Stop) -> None:
-        row = self._known(message)
-        if row is None:
+    def _stop(self, session: LearnerSession, message: Stop) -> None:
+        version = session.versions.get(message.seq)
+        if message.seq <= session.cancelled:  # also where the answer to a newer one came first
+            self.leases.give_back(self.leases.hand_in(session, message.leases), "cancelled")
+        if version is None or message.seq <= session.answered or message.seq > session.cancelled:
+            self._repeat_answer(session)
             return
-        version = row.versions.get(message.seq)
-        if message.seq <= row.cancelled:  # also where the answer to a newer one came first
-            self._back(self._hand_in(row, message.leases), "cancelled")
-        if version is None or message.seq <= row.answered or message.seq > row.cancelled:
-            self._again(row)
-            return
-        self._close(row, message.seq)
+        self._close(session, message.seq)
         self.counts["stopped"] += 1
-        self._tell(Stopped(row.learner, version, self._at_s))
-
-    def _ask(self, message: Ask) -> None:
-        row = self._known(message)
-        if row is None or not self.seeded:
-            return
-        if message.number > row.asked:
-            row.asked = message.number
-            if self.policy.rule.fetch_every and row.seated:
-                self._fetches = row.learner
-                self._tell(Asked(row.learner, self._at_s))
-                self._fetches = None
-            else:  # between epochs, or only to look at: the policy need not know
-                self._out.append(self.desk.send_weights(row, self.policy.version))
-        elif message.number == row.asked and row.weights is not None:
-            self._out.append(row.weights)
-
-    def _fetched(self, message: Fetched) -> None:
-        row = self._known(message)
-        if row is not None:
-            self.desk.fetched(row, message.pin)
+        self._tell_policy(Stopped(session.learner, version, self._at_s))
 
     # --- the policy -------------------------------------------------------------------------------------------------
 
-    def _tell(self, event: Event) -> None:
+    def _tell_policy(self, event: Event, record: Mapping[str, Any] = NOTHING, *, fetches: int | None = None) -> None:
+        """Carry out what it answers. `fetches`: a learner that goes on with its minibatch, and only wants weights."""
         if self.finished:
             return
-        extra, self._extra = self._extra, {}
         commands = self.guard.handle(event)
         if self.write is not None:
-            self.write(decision(event, commands) | extra)
+            self.write(decision(event, commands) | dict(record))
         for command in commands:
-            self._obey(command)
+            self._carry_out(command, fetches)
 
-    def _obey(self, command: Command) -> None:
-        if isinstance(command, ApplyCommand):
+    def _carry_out(self, command: Command, fetches: int | None) -> None:
+        if isinstance(command, Apply):
             self._update(command)
         elif isinstance(command, Drop):
             self._release(command.ticket, f"dropped: {command.why.partition(':')[0]}")
-        elif isinstance(command, CancelCommand):
-            row = self.rows[command.learner]
-            row.cancelled = row.seq
-            self.counts["cancelled"] += 1
-            self._out.append(Cancel(row.learner, row.incarnation, row.seq))
-        elif isinstance(command, Send):
-            row = self.rows[command.learner]
-            if self._fetches == row.learner:
-                self._out.append(self.desk.send_weights(row, self.policy.version))
-            else:
-                self.desk.grant(row, self.policy.version, weights=True)
-        elif isinstance(command, Resume):
-            row = self.rows[command.learner]
-            self.desk.grant(row, self.policy.learners[command.learner].version, weights=False)
         elif isinstance(command, Wake):
             self.wake.set(command.at_s, self._at_s)
+        else:
+            session = self.sessions[command.learner]
+            if isinstance(command, Cancel):
+                session.cancelled = session.seq
+                self.counts["cancelled"] += 1
+                self._out.append(CancelWord(session.learner, session.incarnation, session.seq))
+            elif isinstance(command, Resume):
+                self.grants.grant(session, self.policy.learners[command.learner].version, weights=False)
+            elif fetches == command.learner:
+                self._out.append(self.grants.send_weights(session, self.policy.version))
+            else:
+                self.grants.grant(session, self.policy.version, weights=True)
 
-    def _update(self, command: ApplyCommand) -> None:
+    def _update(self, command: Apply) -> None:
         gradients = [self.gradients[ticket] for ticket in command.tickets]
         for pushed in self.policy.last_update:
             self.staleness[self.policy.version - 1 - pushed.version] += 1
@@ -466,174 +434,224 @@ class Coordinator(SampleLeases):
             pairs = sorted(zip(gradients, scales, strict=True), key=lambda pair: pair[0].batch)
             gradients, scales = [gradient for gradient, _ in pairs], tuple(scale for _, scale in pairs)
         absent = set(gradients[0].absent).intersection(*(gradient.absent for gradient in gradients))
-        work = PendingUpdate(
-            tickets=command.tickets,
-            slots=tuple(gradient.slot for gradient in gradients),
-            scales=scales,
-            reads=tuple(tuple(b for b, _ in g.pieces) for g in gradients) if self.desk.keeps_reads else (),
-            compensation=self.policy.rate.compensation,
-            damping=command.damping,
-            hyper=hyper,
-            skip=tuple(sorted(absent)),
+        self.grants.add(
+            PendingUpdate(
+                tickets=command.tickets,
+                slots=tuple(gradient.slot for gradient in gradients),
+                scales=scales,
+                reads=tuple(tuple(b for b, _ in g.pieces) for g in gradients) if self.grants.keeps_reads else (),
+                compensation=self.policy.rate.compensation,
+                damping=command.damping,
+                hyper=hyper,
+                skip=tuple(sorted(absent)),
+            )
         )
-        self.desk.add(work)
+
+    # --- servers ----------------------------------------------------------------------------------------------------
+
+    def _done(self, message: Done) -> None:
+        update, committed = self.grants.done(message)
+        if committed is not None:
+            self._out.append(committed)
+            self.pauses.note_version(committed.version)
+            if not self.pauses.holds_back:
+                self._out += self.grants.give_out(self.sessions.values())  # before the next update can take its place
+        if update is None or update.groups_left:
+            return
+        if update.drift:
+            push, gradient = self.unmeasured_pushes.pop(0)
+            self.grants.forget(("unmeasured", push.learner, push.seq))
+            drift = sum(update.sums)
+            self._take(push, gradient, drift if drift >= 0 else math.inf)  # weights that are not numbers: far away
+        for ticket in update.tickets:
+            self._release(ticket, "applied")
 
     def _release(self, ticket: int, fate: str) -> None:
         """A gradient is applied or dropped: its slot is free, its samples are accounted for."""
         gradient = self.gradients.pop(ticket)
-        self.desk.release(ticket, gradient.slot)
-        self.counts["applied" if fate == "applied" else "dropped"] += 1
+        self.grants.release(ticket, gradient.slot)
+        self._count_fate(fate)
+        if fate != "applied" and self.setting.again and gradient.leases and not self.finished:
+            self.leases.give_back(gradient.leases, fate)
+        else:
+            self.leases.settle(gradient, fate)
+
+    def _count_fate(self, fate: str) -> None:
+        self.counts[fate] += 1
         if fate != "applied":
-            self.counts[fate] += 1
-        book = self.book
-        if fate != "applied" and book is not None and self.setting.again and gradient.leases and not self.finished:
-            self._back(gradient.leases, fate)
-            return
-        self.samples[fate] += gradient.samples
-        if book is not None:
-            for number in gradient.leases:
-                book.settle(number, fate)
-            for epoch, count in gradient.epochs:
-                book.recount(epoch, count, "held", fate)
-
-    # --- servers ----------------------------------------------------------------------------------------------------
-
-    def _ready(self, message: Ready) -> None:
-        self._out += self.desk.ready(message)
-
-    def _done(self, message: Done) -> None:
-        work, committed = self.desk.done(message)
-        if committed is not None:
-            self._out.append(committed)
-            self.rests.reached(committed.version)
-            if not self.rests.holds_back:
-                self._out += self.desk.give_out(self.rows.values())  # before the next update can take its place
-        if work is None or work.lanes_left:
-            return
-        if work.drift:
-            push, gradient = self.inbox.pop(0)
-            self.desk.forget(("inbox", push.learner, push.seq))
-            drift = sum(work.sums)
-            self._take(push, gradient, drift if drift >= 0 else math.inf)  # weights that are not numbers: far away
-        for ticket in work.tickets:
-            self._release(ticket, "applied")
+            self.counts["dropped"] += 1
 
     # --- what can go on now -----------------------------------------------------------------------------------------
 
-    def _settle_down(self) -> None:
-        """All that has become possible: grants, jobs, leases."""
-        desk = self.desk
+    def _advance(self) -> None:
+        """All that has become possible: grants, jobs, leases, calls, pauses."""
+        grants = self.grants
         while True:
-            measured = {push.learner for push, _ in self.inbox}
-            for row in self.rows.values():
-                if (row.want is not None or row.call is not None) and row.learner not in measured:
-                    self._unseat(row)  # the others need not wait for it; what it has pushed counts
-            if not self.rests.holds_back:
-                self._out += desk.give_out(self.rows.values())
-            if self.inbox and desk.idle:
+            measured = {push.learner for push, _ in self.unmeasured_pushes}
+            for session in self.sessions.values():
+                if (session.want is not None or session.call is not None) and session.learner not in measured:
+                    self._leave_policy(session)  # the others need not wait for it; what it has pushed counts
+            if not self.pauses.holds_back:
+                self._out += grants.give_out(self.sessions.values())
+            if self.unmeasured_pushes and grants.idle:
                 # The drift of the oldest push that waits, while no update is under way that would change it.
-                pieces = self.inbox[0][1].pieces
-                desk.add(PendingUpdate(tickets=(), reads=(tuple(buffer for buffer, _ in pieces),), drift=True))
-            self._out += desk.start(only_behind=self.rests.due)
-            if not self._serve_waiting() and not self._answer_calls() and not self._hold_rest():
+                pieces = self.unmeasured_pushes[0][1].pieces
+                grants.add(PendingUpdate(tickets=(), reads=(tuple(buffer for buffer, _ in pieces),), drift=True))
+            self._out += grants.start(only_behind=self.pauses.due)
+            if not self._answer_wants() and not self._answer_calls() and not self._advance_pause():
                 return
+
+    # --- weights and samples ----------------------------------------------------------------------------------------
+
+    def _ask(self, session: LearnerSession, message: Ask) -> None:
+        if not self.seeded:
+            return
+        if message.number > session.asked:
+            session.asked = message.number
+            if self.policy.rule.fetch_every and session.in_policy:
+                self._tell_policy(Asked(session.learner, self._at_s), fetches=session.learner)
+            else:  # between epochs, or only to look at: the policy need not know
+                self._out.append(self.grants.send_weights(session, self.policy.version))
+        elif message.number == session.asked and session.weights is not None:
+            self._out.append(session.weights)
+
+    def _want(self, session: LearnerSession, message: Want) -> None:
+        try:
+            answer = self.leases.want(session, message)
+        except RequestError as error:
+            self._send_away(session, str(error), why="other data")
+            return
+        if answer is not None:
+            self._out.append(answer)
+            self._rejoin_policy(session)
+
+    def _answer_wants(self) -> bool:
+        """Whoever waits for samples, if there are some now, or the epoch has ended."""
+        waiting = [session for session in self.sessions.values() if session.want is not None]
+        if not waiting or self.finished:
+            return False
+        answers = [answer for session in waiting if (answer := self.leases.answer(session)) is not None]
+        if not answers and self._only_held_are_left():
+            # Gradients that wait for more to come are applied with those of the next epoch.
+            self.leases.end_epoch(self.gradients.values())
+            answers = [answer for session in waiting if (answer := self.leases.answer(session)) is not None]
+        self._out += answers
+        for answer in answers:  # together: at an epoch's end all go on with the same version
+            self._rejoin_policy(self.sessions[answer.learner])
+        return bool(answers)
+
+    def _only_held_are_left(self) -> bool:
+        """Whether nothing of the epoch is free, computed, measured or applied: no learner can do anything for its end.
+
+        Where all pause between epochs, one that may compute and has yet to ask for samples is waited for: by that the
+        policy hears that no more is coming, and may make an update of what it holds. It is not waited for where
+        learners do as they like between epochs: who knows when it asks.
+        """
+        if self.pauses.due or self.unmeasured_pushes or not self.grants.idle:
+            return False
+        if self.leases.in_hand(self.sessions.values()):
+            return False
+        computing = [learner for learner, seat in self.policy.learners.items() if seat.computing]
+        return not (self.pauses.at_epochs and any(self.sessions[learner].want is None for learner in computing))
 
     # --- calls of learners to each other ----------------------------------------------------------------------------
 
-    def _call(self, message: Call) -> None:
-        row = self._known(message)
-        if row is None or (row.call is not None and message.number <= row.call.number and message.what):
-            return  # it waits already, or this is an old one
-        if not message.what:  # it waits no longer
-            if row.call is not None and row.call.number == message.number:
-                row.call = None
-                if not row.seated:
-                    self._seat(row)
-            return
-        answer = self.calls.again(row, message.number)
+    def _group_call(self, session: LearnerSession, message: GroupCall) -> None:
+        answer = self.calls.receive(session, message)
         if answer is not None:
             self._out.append(answer)
-        elif message.seq not in row.versions:  # else what it said before has not come yet
-            row.call = message
+        self._rejoin_policy(session)
 
     def _answer_calls(self) -> bool:
         """The call that all have made. They go on together, with the same version."""
-        served = self.calls.next([row for row in self.rows.values() if row.here]) if self.seeded else []
-        for row in served:
-            answer = self.calls.again(row, self.calls.last)
-            assert answer is not None
-            row.call = None
-            self._out.append(answer)
-        for row in served:
-            if not row.seated:
-                self._seat(row)
+        served = self.calls.next(self._here()) if self.seeded else []
+        self._out += [self.calls.answer(session, self.calls.last) for session in served]
+        for session in served:
+            self._rejoin_policy(session)
         return bool(served)
 
-    # --- rests ------------------------------------------------------------------------------------------------------
+    # --- pauses -----------------------------------------------------------------------------------------------------
 
-    def _rested(self, message: Paused) -> None:
-        row = self._known(message)
-        if row is None:
+    def _paused(self, session: LearnerSession, message: Paused) -> None:
+        pauses = self.pauses
+        if not pauses.due or message.number != pauses.number:
+            self._out.append(pauses.end_message(session))
             return
-        rests = self.rests
-        if not rests.due or message.number != rests.number:
-            self._out.append(rests.rise(row))
-            return
-        row.rested = rests.number
-        if message.led and rests.leads(row):
-            rests.end(self._at_s, stop=message.stop)
-            self._out += [rests.rise(one) for one in self.rows.values() if one.here]
-            if rests.over:
+        session.pause_entered = pauses.number
+        if message.led and pauses.leads(session):
+            pauses.end(self._at_s, stop=message.stop)
+            self._out += [pauses.end_message(one) for one in self._here()]
+            if pauses.over:
                 self._end()
 
-    def _halt(self, message: EndRequest) -> None:
-        if self._known(message) is not None:
-            self.rests.halt()
-
-    def _pause(self, message: PauseRequest) -> None:
-        row = self._known(message)
-        if row is not None:
-            self.rests.want(row)
-
-    def _hold_rest(self) -> bool:
-        """Call all to rest, if one is due; and when they do, somebody to lead. Whether it has ended for want of any."""
-        rows, rests = self.rows.values(), self.rests
-        if self.book is not None:
-            rests.look_at(self.book.epoch)
-        if not rests.due:
+    def _advance_pause(self) -> bool:
+        """Tell all to pause, if one is due; and when they have, one of them to lead. Whether nobody is left for it."""
+        pauses = self.pauses
+        if self.leases.book is not None:
+            pauses.note_epoch(self.leases.book.epoch)
+        if not pauses.due:
             return False
-        if not any(row.here for row in rows):
-            rests.drop(self._at_s)
-            if rests.over:
+        here = self._here()
+        if not here:
+            pauses.abandon(self._at_s)
+            if pauses.over:
                 self._end()
             return True
-        self._out += rests.calls(rows, again=False)
-        lead = rests.next_lead(rows, self._at_s) if self.desk.still else None
+        self._out += pauses.enter_messages(here, again=False)
+        lead = pauses.next_lead(here, self._at_s) if self.grants.still else None
         if lead is not None:
-            rests.facts = json.dumps(self.standing())
-            self._out.append(self._lead(lead))
+            pauses.facts = json.dumps(self.resume_state())
+            self._out.append(pauses.lead_message(lead))
         return False
 
-    def _lead(self, row: LearnerSession) -> EnterPause:
-        return EnterPause(row.learner, row.incarnation, self.rests.number, True, self.rests.facts)
+    def resume_state(self) -> dict[str, Any]:
+        """Where the run stands, for the learner that saves it. What is not in the weights yet is not computed yet."""
+        pauses, book = self.pauses, self.leases.book
+        return {
+            "version": min(group.version for group in self.grants.commit_groups),
+            "seeded": self.seeded,
+            "epoch_end": pauses.at_epoch_end,
+            "halt": pauses.end_requested,
+            "book": None if book is None else book.snapshot(all_back=True),
+            "memory": self.guard.kept(),
+            "gradients": sum(self.staleness.values()),
+            "staleness": self.mean_staleness,
+            "samples": dict(self.leases.samples),
+            "held": sum(count for gradient in self.gradients.values() for _, count in gradient.epochs),
+            "seconds": pauses.began_s - self.begun_s - sum(end - start for start, end in pauses.times),
+        }
 
-    def standing(self) -> dict[str, Any]:
-        return standing_of(self)
+    @property
+    def mean_staleness(self) -> float:
+        applied = sum(self.staleness.values())
+        return sum(age * many for age, many in self.staleness.items()) / applied if applied else 0.0
 
-    # --- books ------------------------------------------------------------------------------------------------------
+    # --- wakes ------------------------------------------------------------------------------------------------------
 
-    def words(self) -> list[Cancel | Fence | Committed]:
-        """What stands in shared words: one that was brought back says it again, since its last words may be lost."""
-        rows = self.rows.values()
+    @property
+    def next_wake_s(self) -> float | None:
+        """When a `WakeDue` is due."""
+        return None if self.finished else self.wake.due_s
+
+    def _wake_due(self, message: WakeDue) -> None:
+        if self.wake.take(self._at_s):
+            self._tell_policy(Woke(self._at_s))
+
+    # --- what is known ----------------------------------------------------------------------------------------------
+
+    def shared_words(self) -> list[CancelWord | FenceWord | Committed]:
+        """What shared memory must say: one that was brought back says it again, since its last messages may be lost."""
+        sessions = self.sessions.values()
         return [
-            *(Fence(row.learner, row.incarnation - row.here) for row in rows),
-            *(Cancel(row.learner, row.incarnation, row.cancelled) for row in rows if row.here),
-            *(Committed(lane.index, lane.version, lane.buffer) for lane in self.desk.lanes),
+            *(FenceWord(one.learner, one.incarnation - one.here) for one in sessions),
+            *(CancelWord(one.learner, one.incarnation, one.cancelled) for one in sessions if one.here),
+            *(Committed(group.index, group.version, group.buffer) for group in self.grants.commit_groups),
         ]
 
     def in_updates(self) -> set[int]:
-        return {ticket for lane in self.desk.lanes for work in lane.queue for ticket in work.tickets}
+        """Tickets that are on their way through the shards."""
+        return {ticket for group in self.grants.commit_groups for update in group.queue for ticket in update.tickets}
 
     def check(self) -> None:
-        """AssertionError, naming the law, where the books do not add up. For tests, and at the end of a run."""
+        """AssertionError, naming the law, where an invariant is broken. For tests, and at the end of a run."""
         check(self)

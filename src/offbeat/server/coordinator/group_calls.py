@@ -13,47 +13,61 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from offbeat.server.coordinator.session import LearnerSession
-from offbeat.server.wire import MOST_BYTES, Called
+from offbeat.server.wire import MOST_DATA_BYTES, GroupCall, GroupCallAnswer
 
 KEPT_CALLS = 256
-MOST_DATA_BYTES = MOST_BYTES // 2  # of all learners together
 
 
-class Calls:
+class GroupCalls:
     """The answers so far, and what is answered next."""
 
     def __init__(self) -> None:
         self.last = 0  # that was answered
         self._kept: dict[int, tuple[tuple[tuple[int, bytes], ...], str]] = {}
 
-    def again(self, row: LearnerSession, number: int) -> Called | None:
-        """The answer of a call that is over."""
-        if number > self.last:
+    def receive(self, session: LearnerSession, call: GroupCall) -> GroupCallAnswer | None:
+        """A learner calls, or without `what` waits no longer. The answer, if that call is over; else it waits."""
+        waits = session.call
+        if not call.what:
+            if waits is not None and waits.number == call.number:
+                session.call = None
             return None
+        if waits is not None and call.number <= waits.number:
+            return None  # it waits already, or this is an old one
+        if call.number <= self.last:
+            return self.answer(session, call.number)
+        if call.seq not in session.versions:  # else what it said before has not come yet
+            session.call = call
+        return None
+
+    def answer(self, session: LearnerSession, number: int) -> GroupCallAnswer:
+        """The answer of a call that is over."""
         gone = (), f"call {number} is over, and of {self.last} only the last {KEPT_CALLS} are kept"
         data, error = self._kept.get(number, gone)
-        return Called(row.learner, row.incarnation, number, data, error, row.answered)
+        return GroupCallAnswer(session.learner, session.incarnation, number, data, error, session.answered)
 
     def next(self, here: Sequence[LearnerSession]) -> list[LearnerSession]:
         """Who is answered now: all who have made the call that is due, if everybody who is here has made one."""
-        calls = [row.call for row in here if row.call is not None]
+        calls = [session.call for session in here if session.call is not None]
         if not calls or len(calls) < len(here):
             return []
         due = min(call.number for call in calls)
-        members = {row.learner: row.call for row in here if row.call is not None and row.call.number == due}
-        kinds = {learner: call.what for learner, call in members.items()}
+        members = {call.learner: call for call in calls if call.number == due}
         data = tuple((learner, members[learner].data) for learner in sorted(members))
         error = ""
-        if len(set(kinds.values())) > 1:
-            first, *others = sorted(kinds)
-            other = next(learner for learner in others if kinds[learner] != kinds[first])
+        first, *others = sorted(members)
+        other = next((one for one in others if members[one].what != members[first].what), None)
+        if other is not None:
             error = (
-                f"call {due} is {kinds[first]} on learner {first} and {kinds[other]} on learner {other}: all learners "
-                "make the same calls in the same order"
+                f"call {due} is {members[first].what} on learner {first} and {members[other].what} on learner {other}: "
+                "all learners make the same calls in the same order"
             )
         elif sum(len(one) for _, one in data) > MOST_DATA_BYTES:
             error = f"call {due} carries more than the {MOST_DATA_BYTES} bytes that may travel"
         self.last = due
         self._kept[due] = ((), error) if error else (data, "")
         self._kept.pop(due - KEPT_CALLS, None)
-        return [row for row in here if row.call is not None and row.call.number == due]
+        served = [session for session in here if session.learner in members]
+        for session in served:
+            session.call = None
+        return served

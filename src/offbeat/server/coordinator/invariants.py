@@ -9,18 +9,18 @@ if TYPE_CHECKING:
 
 
 def check(coordinator: Coordinator) -> None:
-    """AssertionError, naming the law, where the books do not add up."""
+    """AssertionError, naming the law, where one is broken."""
     coordinator.policy.check_invariants()
-    counts, policy, desk = coordinator.counts, coordinator.policy, coordinator.desk
-    rows, lanes, in_updates = coordinator.rows.values(), desk.lanes, coordinator.in_updates()
-    waiting = [*coordinator.gradients.values(), *(gradient for _, gradient in coordinator.inbox)]
-    in_use = [row.slot for row in rows if row.slot is not None]
-    in_use += [slot for row in rows for _, slot in row.limbo]
+    counts, policy, grants = coordinator.counts, coordinator.policy, coordinator.grants
+    sessions, commit_groups, in_updates = coordinator.sessions.values(), grants.commit_groups, coordinator.in_updates()
+    waiting = [*coordinator.gradients.values(), *(gradient for _, gradient in coordinator.unmeasured_pushes)]
+    in_use = [session.slot for session in sessions if session.slot is not None]
+    in_use += [slot for session in sessions for _, slot in session.kept_slots]
     in_use += [gradient.slot for gradient in waiting if gradient.slot >= 0]
-    decided = {lane.version + sum(not work.drift for work in lane.queue) for lane in lanes}
+    decided = {group.version + sum(not update.drift for update in group.queue) for group in commit_groups}
     reasons = sum(count for fate, count in counts.items() if fate.startswith("dropped: "))
     laws = {
-        "every slot is free or has one owner": sorted(in_use + desk.free_slots) == list(range(desk.slots)),
+        "every slot is free or has one owner": sorted(in_use + grants.free_slots) == list(range(grants.slots)),
         "received = waiting + applied + dropped": counts["received"]
         == len(waiting) + counts["applied"] + counts["dropped"],
         "every drop has a reason": counts["dropped"] == reasons,
@@ -30,9 +30,9 @@ def check(coordinator: Coordinator) -> None:
         "the version decided is that of the shards, and what is on its way": decided == {policy.version},
         "staleness counts what was decided": sum(coordinator.staleness.values()) == policy.applied,
         "nothing that can be read is being written": all(
-            job.target != lane.buffer and job.target not in lane.pins.values()
-            for lane in lanes
-            for job in lane.job.values()
+            job.target != group.buffer and job.target not in group.pins.values()
+            for group in commit_groups
+            for job in group.job.values()
             if job.kind == "apply"
         ),
     }
@@ -40,5 +40,5 @@ def check(coordinator: Coordinator) -> None:
         # Not `assert`: the laws hold under `python -O` too.
         if not holds:
             raise AssertionError(law)
-    if coordinator.book is not None:
-        coordinator.book.check()
+    if coordinator.leases.book is not None:
+        coordinator.leases.book.check()

@@ -1,12 +1,11 @@
-"""The books of a real run: its log, line by line while it goes on, and what is told of it at the end."""
+"""What a real run records: its log, line by line while it goes on, and its summary at the end."""
 
 from __future__ import annotations
 
 import json
 import sys
 from array import array
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ class Ledger:
         self.wait_s = [0.0] * learners
         self.minibatches = [0] * learners
         self.stopped: list[tuple[int, float]] = []  # learner, and seconds that it had computed
-        self.rests: list[tuple[float, float]] = []
+        self.pauses: list[tuple[float, float]] = []
         self.push_bytes = self.fetch_bytes = 0  # of one
         self.fetches = 0
         self.losses = array("d")  # of pushes that say it, in the order of their arrival
@@ -38,9 +37,7 @@ class Ledger:
         self._writer = None if path is None else LogWriter(path, run)
 
     def decision(self, record: Mapping[str, Any]) -> None:
-        if self._writer is not None:
-            with self._as_long_as_it_can():
-                self._writer.decision(record)
+        self._write(lambda writer: writer.decision(record))
 
     def hear(self, message: INPUT) -> None:
         """A minibatch that was pushed or given up, with its times."""
@@ -74,15 +71,15 @@ class Ledger:
         self.first_s = began if self.first_s is None else min(self.first_s, began)
         self.last_s = max(self.last_s, ended)
 
-    def rest(self, learner: int, start_s: float, end_s: float, version: int) -> None:
-        """All stood still, and this learner led: that is no training time."""
-        if (start_s, end_s) not in self.rests:
-            self.rests.append((start_s, end_s))
+    def pause(self, learner: int, start_s: float, end_s: float, version: int) -> None:
+        """All paused, and this learner led: that is no training time."""
+        if (start_s, end_s) not in self.pauses:
+            self.pauses.append((start_s, end_s))
             self._span(Span(learner, "evaluate", start_s, end_s, version))
 
     def _awake(self, start_s: float, end_s: float) -> Iterator[tuple[float, float]]:
-        """A stretch of time without the rests in it."""
-        for began_s, ended_s in self.rests:
+        """A stretch of time without the pauses in it."""
+        for began_s, ended_s in self.pauses:
             if start_s < ended_s and began_s < end_s:
                 if start_s < began_s:
                     yield start_s, began_s
@@ -91,15 +88,13 @@ class Ledger:
             yield start_s, end_s
 
     def _span(self, span: Span) -> None:
-        if self._writer is not None:
-            with self._as_long_as_it_can():
-                self._writer.span(span)
+        self._write(lambda writer: writer.span(span))
 
-    @contextmanager
-    def _as_long_as_it_can(self) -> Iterator[None]:
-        """A full disk ends the log, not the run."""
+    def _write(self, write: Callable[[LogWriter], object]) -> None:
+        """As long as it can: a full disk ends the log, not the run."""
         try:
-            yield
+            if self._writer is not None:
+                write(self._writer)
         except OSError as error:
             self._writer = None
             print(f"offbeat: the run log ends here: {error.strerror}", file=sys.stderr, flush=True)
@@ -116,22 +111,18 @@ class Ledger:
         """That the run has not learned, as far as its losses show."""
         if not machine.counts["received"]:
             return None
-        dropped = {"not finite": machine.samples["dropped: not finite"]}
+        dropped = {"not finite": machine.leases.samples["dropped: not finite"]}
         sign = sign_of([{"epoch": 1, "samples": machine.counts["applied"], "dropped": dropped}], ended=True)
         sign = sign or sign_of_losses(self.losses, machine.setting.learners)
         return None if sign is None else warning_of_losses(sign)
 
     def close(self, machine: Coordinator | None) -> str:
         """The end: the log gets its name, and the summary is one JSON object."""
-        if self._writer is not None:
-            with self._as_long_as_it_can():
-                self._writer.close()
+        self._write(LogWriter.close)
         if machine is None:
             return json.dumps({"updates": 0})
         counts = machine.counts
-        applied = sum(machine.staleness.values())
         seconds = sum(end - start for start, end in self._awake(self.first_s or 0.0, self.last_s))
-        staleness = sum(age * many for age, many in machine.staleness.items()) / applied if applied else 0.0
         summary = {
             "strategy": machine.setting.line,
             "learners": machine.setting.learners,
@@ -139,16 +130,16 @@ class Ledger:
             "updates": machine.policy.version,
             "seconds": seconds,
             "seconds_per_update": seconds / machine.policy.version if machine.policy.version else None,
-            "staleness_mean": staleness,
+            "staleness_mean": machine.mean_staleness,
             "staleness": {str(age): many for age, many in sorted(machine.staleness.items())},
-            "skew": {str(many): times for many, times in sorted(machine.desk.skew.items())},
+            "skew": {str(many): times for many, times in sorted(machine.grants.skew.items())},
             "pushes": {name: counts[name] for name in ("received", "applied", "dropped", "duplicate", "fenced")},
             "dropped": {name[9:]: many for name, many in counts.items() if name.startswith("dropped: ")},
             "gone": {name[6:]: many for name, many in counts.items() if name.startswith("gone: ")},
             "cancelled": counts["cancelled"],
             "stopped": counts["stopped"],
             "reclaimed_s": self.reclaimed_s(),
-            "samples": dict(machine.samples),
+            "samples": dict(machine.leases.samples),
             "compute_s": self.compute_s,
             "wait_s": self.wait_s,
             "wait_share": sum(self.wait_s) / max(sum(self.compute_s) + sum(self.wait_s), 1e-9),

@@ -1,44 +1,43 @@
-"""Rests: all learners stand still for a while, so that one of them can look at the weights, save them, or end the run.
+"""Pauses: all learners pause while one of them evaluates the weights, saves them, or ends the run.
 
-    due -> every learner that waits for anything is told to rest, and says when it does
+    due -> every learner that waits for anything is told to pause, and says when it has
         -> all have said so, and no update is under way: the lowest of them leads
-        -> it has looked or saved: all rise, or the run is over
+        -> it has evaluated or saved: all go on, or the run is over
 
-Nobody is interrupted: whoever computes goes on, pushes, and rests where it would wait for weights. But from the moment
-that a rest is due nobody is told to compute, and no update is begun, whoever comes or goes. So in a rest the weights
-stand still; gradients that were pushed wait, and so do updates that were decided.
+Nobody is interrupted: whoever computes goes on, pushes, and pauses where it would wait for weights. But from the moment
+that a pause is due nobody is told to compute, and no update is begun, whoever comes or goes. So in a pause the weights
+do not change; gradients that were pushed wait, and so do updates that were decided.
 
-This file knows nothing of what is done in a rest. It keeps the books of who rests; the coordinator carries the words.
+This file knows nothing of what is done in a pause. It knows who has paused; the coordinator carries the messages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from offbeat.server.coordinator.session import LearnerSession, Setting
+from offbeat.server.coordinator.session import LearnerSession, SessionName
+from offbeat.server.run_setting import RunSetting
 from offbeat.server.wire import EndPause, EnterPause
-
-Stay = tuple[int, int]  # a learner and its incarnation
 
 
 class Pauses:
     """See the module's text."""
 
-    def __init__(self, setting: Setting) -> None:
-        self.every = setting.rest_every
-        self.at_epochs = setting.rest_epochs
+    def __init__(self, setting: RunSetting) -> None:
+        self.every = setting.pause_every
+        self.at_epochs = setting.pause_epochs
         self.due = False
         self.at_epoch_end = False  # this one is due since an epoch has ended
-        self.number = 0  # of the rest that is due, or was last
-        self.halting = False  # somebody wants the run to end
-        self.askers: set[Stay] = set()  # learners that want to lead a rest
+        self.number = 0  # of the pause that is due, or was last
+        self.end_requested = False  # somebody wants the run to end
+        self.requesters: set[SessionName] = set()  # learners that want to lead a pause
         self.over = False
         self.epoch = 0  # the latest that was seen
-        self.lead: Stay | None = None
+        self.lead: SessionName | None = None
         self.facts = ""  # that it was told
         self._told = (False, False)  # whether it knows that an epoch has ended, and that somebody wants the run to end
         self.began_s = 0.0
-        self.times: list[tuple[float, float]] = []  # from when to when everybody stood still
+        self.times: list[tuple[float, float]] = []  # from when to when everybody paused
 
     @property
     def holds_back(self) -> bool:
@@ -46,76 +45,80 @@ class Pauses:
         return self.due or self.over
 
     def begin(self) -> None:
-        """A rest is due."""
+        """A pause is due."""
         if not self.due and not self.over:
             self.due = True
             self.number += 1
 
-    def halt(self) -> None:
-        """The run is to end, after a rest."""
-        self.halting = True
+    def request_end(self) -> None:
+        """The run is to end, after a pause."""
+        self.end_requested = True
         self.begin()
 
-    def want(self, row: LearnerSession) -> None:
-        """A learner wants a rest that it leads."""
-        self.askers.add((row.learner, row.incarnation))
+    def request(self, session: LearnerSession) -> None:
+        """A learner wants a pause that it leads."""
+        self.requesters.add(session.name)
         self.begin()
 
-    def look_at(self, epoch: int) -> None:
-        """The epoch that runs now: at the end of one a rest may be due."""
+    def note_epoch(self, epoch: int) -> None:
+        """The epoch that runs now: at the end of one a pause may be due."""
         if epoch != self.epoch:
             self.epoch = epoch
             if self.at_epochs and not self.over:
                 self.begin()
                 self.at_epoch_end = True
 
-    def reached(self, version: int) -> None:
+    def note_version(self, version: int) -> None:
         """There is a new version."""
         if self.every and version % self.every == 0:
             self.begin()
 
-    def calls(self, rows: Iterable[LearnerSession], *, again: bool) -> list[EnterPause]:
-        """To those that do not know yet that a rest is due; `again` to all that have not said that they rest."""
+    def enter_messages(self, sessions: Iterable[LearnerSession], *, again: bool) -> list[EnterPause]:
+        """To those that do not know yet that a pause is due; `again` to all that have not said that they pause."""
         if not self.due:
             return []
-        late = [row for row in rows if row.here and row.rested != self.number and (again or row.called != self.number)]
-        for row in late:
-            row.called = self.number
-        return [EnterPause(row.learner, row.incarnation, self.number) for row in late]
+        late = [session for session in sessions if session.here and session.pause_entered != self.number]
+        late = [session for session in late if again or session.pause_announced != self.number]
+        for session in late:
+            session.pause_announced = self.number
+        return [EnterPause(session.learner, session.incarnation, self.number) for session in late]
 
-    def next_lead(self, rows: Iterable[LearnerSession], at_s: float) -> LearnerSession | None:
-        """Who is to lead, if all rest and nobody leads yet."""
-        here = [row for row in rows if row.here]
-        if not self.due or not here or any(row.rested != self.number for row in here):
+    def next_lead(self, sessions: Iterable[LearnerSession], at_s: float) -> LearnerSession | None:
+        """Who is to lead, if all have paused and nobody leads yet."""
+        here = [session for session in sessions if session.here]
+        if not self.due or not here or any(session.pause_entered != self.number for session in here):
             return None
-        if self.lead is not None and any((row.learner, row.incarnation) == self.lead for row in here):
+        if any(self.leads(session) for session in here):
             return None
         self.began_s = at_s if self.lead is None else self.began_s  # one that led and died: it goes on
-        lead = next((row for row in here if (row.learner, row.incarnation) in self.askers), here[0])
-        self.lead = lead.learner, lead.incarnation
-        self._told = self.at_epoch_end, self.halting
+        lead = next((session for session in here if session.name in self.requesters), here[0])
+        self.lead = lead.name
+        self._told = self.at_epoch_end, self.end_requested
         return lead
 
-    def leads(self, row: LearnerSession) -> bool:
-        return row.here and self.lead == (row.learner, row.incarnation)
+    def leads(self, session: LearnerSession) -> bool:
+        return session.here and self.lead == session.name
+
+    def lead_message(self, session: LearnerSession) -> EnterPause:
+        return EnterPause(session.learner, session.incarnation, self.number, True, self.facts)
 
     def end(self, at_s: float, *, stop: bool) -> None:
-        """The leader is through. What it could not know of, since it came later, is for another rest."""
+        """The leader is through. What it could not know of, since it came later, is for another pause."""
         if self.lead is not None:
-            self.askers.discard(self.lead)
-        knew_of_end, knew_of_halt = self._told
-        missed_end = self.at_epoch_end and not knew_of_end
+            self.requesters.discard(self.lead)
+        knew_of_epoch, knew_of_end = self._told
+        missed_epoch = self.at_epoch_end and not knew_of_epoch
         self._close(at_s)
-        self.over = stop or (self.halting and knew_of_halt)
-        if not self.over and (missed_end or self.halting or self.askers):
+        self.over = stop or (self.end_requested and knew_of_end)
+        if not self.over and (missed_epoch or self.end_requested or self.requesters):
             self.begin()
-            self.at_epoch_end = missed_end
+            self.at_epoch_end = missed_epoch
 
-    def drop(self, at_s: float) -> None:
-        """Nobody is left to rest."""
-        self.askers.clear()
+    def abandon(self, at_s: float) -> None:
+        """Nobody is left to pause."""
+        self.requesters.clear()
         self._close(at_s)
-        self.over = self.halting
+        self.over = self.end_requested
 
     def _close(self, at_s: float) -> None:
         if self.lead is not None:
@@ -123,5 +126,5 @@ class Pauses:
         self.due = self.at_epoch_end = False
         self.lead = None
 
-    def rise(self, row: LearnerSession) -> EndPause:
-        return EndPause(row.learner, row.incarnation, self.number - self.due, self.over)
+    def end_message(self, session: LearnerSession) -> EndPause:
+        return EndPause(session.learner, session.incarnation, self.number - self.due, self.over)

@@ -17,14 +17,14 @@ MOST_NAMED = 8  # learners in one line
 
 def stall_of(coordinator: Coordinator) -> str | None:
     """One line that names the policy and what each learner waits for; None where something can still happen."""
-    here = [row for row in coordinator.rows.values() if row.here]
+    here = [session for session in coordinator.sessions.values() if session.here]
     if not coordinator.seeded or coordinator.finished or not here:
         return None
-    if coordinator.rests.holds_back or coordinator.wake.at_s is not None:
+    if coordinator.pauses.holds_back or coordinator.wake.at_s is not None:
         return None
-    if not coordinator.desk.idle or coordinator.inbox or any(_computes(row) for row in here):
+    if not coordinator.grants.idle or coordinator.unmeasured_pushes or any(_computes(session) for session in here):
         return None
-    waits = [f"learner {row.learner} waits for {_waits_for(coordinator, row)}" for row in here]
+    waits = [f"learner {session.learner} waits for {_waits_for(coordinator, session)}" for session in here]
     more = f", and {len(waits) - MOST_NAMED} more learners wait" if len(waits) > MOST_NAMED else ""
     return (
         f"'{coordinator.setting.line}' stands still at update {coordinator.policy.version}: no learner computes, no "
@@ -32,19 +32,19 @@ def stall_of(coordinator: Coordinator) -> str | None:
     )
 
 
-def _computes(row: LearnerSession) -> bool:
+def _computes(session: LearnerSession) -> bool:
     """It was told to, and has not answered: it computes, or has yet to say that it was cancelled."""
-    return row.go is not None and row.go.seq > row.answered
+    return session.go is not None and session.go.seq > session.answered
 
 
-def _waits_for(coordinator: Coordinator, row: LearnerSession) -> str:
+def _waits_for(coordinator: Coordinator, session: LearnerSession) -> str:
     held = coordinator.gradients.values()
-    if row.grant is not None:
-        return f"room for its gradient ({len(held)} are held in {coordinator.desk.slots} slots)"
-    if row.call is not None:
-        return f"the others at its call {row.call.number} ({row.call.what})"
-    if row.want is not None:
+    if session.grant is not None:
+        return f"room for its gradient ({len(held)} are held in {coordinator.grants.slots} slots)"
+    if session.call is not None:
+        return f"the others at its call {session.call.number} ({session.call.what})"
+    if session.want is not None:
         return "samples"
-    if any(gradient.learner == row.learner for gradient in held):
+    if any(gradient.learner == session.learner for gradient in held):
         return "the policy to apply its gradient"
     return "the policy to send it weights"

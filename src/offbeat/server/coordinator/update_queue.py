@@ -1,7 +1,7 @@
 """Updates on their way through the shards: which job comes next, into which buffer, and who still reads which.
 
-A lane is a set of shards that commit together. Policies with a common version have one lane with all shards: an update
-is there on all or on none. Downpour has a lane for each shard, and nothing keeps them together.
+A commit group is a set of shards that commit together. Policies with a common version have one, with all shards: an
+update is there on all or on none. Downpour has one for each shard, and nothing keeps them together.
 
 The weights lie in several buffers. An update is computed out of place, from the current buffer into one that nobody
 reads, and then that one is current. Whoever is to read pins first: a pinned buffer is never written. Without a free
@@ -15,25 +15,25 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from offbeat.server.wire import Hyper, Job
+from offbeat.server.wire import Hyper, ShardJob
 
-Pin = tuple[str, int, int]  # ("go" or "ask", learner, number), ("inbox", learner, seq) or ("ticket", ticket, 0)
+Pin = tuple[str, int, int]  # ("go" or "ask", learner, number), ("unmeasured", learner, seq) or ("ticket", ticket, 0)
 
 
 @dataclass(slots=True, kw_only=True)
 class PendingUpdate:
-    """An update, or with `drift_of` the question how far the weights have moved since a gradient was computed."""
+    """An update, or with `drift` the question how far the weights have moved since a gradient was computed."""
 
     tickets: tuple[int, ...]
     slots: tuple[int, ...] = ()
     scales: tuple[float, ...] = ()
-    reads: tuple[tuple[int, ...], ...] = ()  # per gradient: the buffer of each lane
+    reads: tuple[tuple[int, ...], ...] = ()  # per gradient: the buffer of each commit group
     compensation: float = 0.0
     damping: float = 1.0
     hyper: tuple[Hyper, ...] = ()
     skip: tuple[int, ...] = ()
     drift: bool = False
-    lanes_left: int = 0
+    groups_left: int = 0
     sums: list[float] = field(default_factory=list)
 
 
@@ -55,46 +55,42 @@ class CommitGroup:
         self.pins: dict[Pin, int] = {}
         self.queue: deque[PendingUpdate] = deque()
         self.number = 0  # of the latest job
-        self.job: dict[int, Job] = {}  # what each shard that has not answered yet is to do
+        self.job: dict[int, ShardJob] = {}  # what each shard that has not answered yet is to do
         self.sums: dict[int, tuple[float, ...]] = {}  # what the others have answered
         self.clip: float | None = None  # of the update at the head of the queue, once it is known
-
-    @property
-    def idle(self) -> bool:
-        return not self.queue
 
     def pin(self, pin: Pin) -> tuple[int, int]:
         """Keep the current buffer from being written; its number and its version."""
         self.pins[pin] = self.buffer
         return self.buffer, self.version
 
-    def start(self) -> list[Job]:
+    def start(self) -> list[ShardJob]:
         """The jobs of the update at the head of the queue, if none of it is under way and a buffer is free."""
         if self.job or not self.queue:
             return []
-        work = self.queue[0]
-        kind = "drift" if work.drift else "norm" if self.clip_norm and self.clip is None else "apply"
+        update = self.queue[0]
+        kind = "drift" if update.drift else "norm" if self.clip_norm and self.clip is None else "apply"
         target = self._free_buffer() if kind == "apply" else self.buffer
         if target is None:
             return []
         self.number += 1
         self.sums = {}
         self.job = {
-            shard: Job(
+            shard: ShardJob(
                 shard=shard,
                 number=self.number,
                 kind=kind,
                 version=self.version + 1,
                 source=self.buffer,
                 target=target,
-                slots=work.slots,
-                scales=work.scales,
-                reads=tuple(buffers[self.index] for buffers in work.reads),
-                compensation=work.compensation,
+                slots=update.slots,
+                scales=update.scales,
+                reads=tuple(buffers[self.index] for buffers in update.reads),
+                compensation=update.compensation,
                 clip=1.0 if self.clip is None else self.clip,
-                damping=work.damping,
-                hyper=work.hyper,
-                skip=work.skip,
+                damping=update.damping,
+                hyper=update.hyper,
+                skip=update.skip,
             )
             for shard in self.shards
         }
@@ -113,15 +109,15 @@ class CommitGroup:
         if job.kind == "norm":
             self.clip = clip_of(in_order, self.clip_norm)
             return None
-        work = self.queue.popleft()
-        work.lanes_left -= 1
+        update = self.queue.popleft()
+        update.groups_left -= 1
         if job.kind == "drift":
-            work.sums += in_order
+            update.sums += in_order
         else:
             self.version += 1
             self.buffer = job.target
             self.clip = None
-        return work
+        return update
 
     def _free_buffer(self) -> int | None:
         taken = {self.buffer, *self.pins.values()}

@@ -18,9 +18,7 @@ from offbeat.server.wire import (
     TO_LEARNER,
     Ask,
     Bye,
-    Call,
-    Called,
-    Cancel,
+    CancelWord,
     EndPause,
     EndRequest,
     EnterPause,
@@ -29,6 +27,8 @@ from offbeat.server.wire import (
     GiveBack,
     Go,
     Granted,
+    GroupCall,
+    GroupCallAnswer,
     Hello,
     Hyper,
     Lease,
@@ -68,7 +68,7 @@ class Client:
         self.leases: tuple[Lease, ...] = ()  # of the minibatch that is open
         self.granted: Granted | None = None
         self.weights: Weights | None = None
-        self.called: Called | None = None
+        self.called: GroupCallAnswer | None = None
         self.rest: EnterPause | None = None  # that it was called to, and has not come to yet
         self.over = False  # the run is
         self._rests = (0, False)  # the last one that it has come to, and whether it led it
@@ -78,14 +78,14 @@ class Client:
         self._answer: Push | Stop | Seeded | None = None
         self._want: Want | None = None
         self._ask: Ask | None = None
-        self._call: Call | None = None
+        self._call: GroupCall | None = None
         self._fetched: tuple[Fetched, ...] = ()  # the last ones
         self._seeds = True  # it may still be asked for the initial weights
         self._numbers = 0
 
     # --- what it hears --------------------------------------------------------------------------------------------
 
-    def receive(self, message: TO_LEARNER | Cancel) -> list[Message]:
+    def receive(self, message: TO_LEARNER | CancelWord) -> list[Message]:
         """What is to be said at once."""
         if isinstance(message, Welcome | Refused):
             if message.nonce == self.nonce:
@@ -106,7 +106,7 @@ class Client:
             if message.seq > max(self.seq, self.void) and (self.go is None or message.seq > self.go.seq):
                 self.go = message
                 self.void = max(self.void, message.seq - 1)
-        elif isinstance(message, Cancel):
+        elif isinstance(message, CancelWord):
             self.void = max(self.void, message.seq)
             self._forget_void()
         elif isinstance(message, Granted):
@@ -114,7 +114,7 @@ class Client:
                 self._want, self.granted = None, message
                 self.void = max(self.void, message.void)
                 self._forget_void()
-        elif isinstance(message, Called):
+        elif isinstance(message, GroupCallAnswer):
             if self._call is not None and message.number == self._call.number:
                 self._call, self.called = None, message
                 self.void = max(self.void, message.void)
@@ -265,7 +265,7 @@ class Client:
 
     def call(self, number: int, what: str, data: bytes) -> list[Message]:
         """To the other learners; without `what` its answer is not waited for any more."""
-        call = Call(self.learner, self.incarnation, number, what, data, 0 if self.working else self.seq)
+        call = GroupCall(self.learner, self.incarnation, number, what, data, 0 if self.working else self.seq)
         self._call, self.called = call if what else None, None
         return [call] if self.incarnation else []
 

@@ -23,7 +23,7 @@ from offbeat.policies import LearnerRule
 from offbeat.server.learner.client import Client
 from offbeat.server.learner.connection import Link
 from offbeat.server.learner.gradient_hooks import Cancelled
-from offbeat.server.parameter_layout import DTYPES, ModelTensors
+from offbeat.server.parameter_layout import DTYPES, ModelTensors, write_tensors
 from offbeat.server.wire import Go, Hyper, Lease, Message, Weights
 
 T = TypeVar("T")
@@ -340,7 +340,7 @@ class AsyncPushFetch(PushMode):
         if staged is not None and staged[2] > self.loaded:
             vector, self.version, self.loaded = staged
             with torch.no_grad():
-                self.arena._walk(vector, self.parts.trained, into_vector=False)
+                write_tensors(vector, self.parts.trained)
         self._reading = None
 
     def step(self, absent: tuple[int, ...], report: Report) -> None:

@@ -29,16 +29,22 @@ from offbeat.leases import Answer, Lease
 from offbeat.policies import LearnerRule, create
 from offbeat.processes.slowness import Slowness
 from offbeat.server.arena import Arena
-from offbeat.server.coordinator.group_calls import MOST_DATA_BYTES
 from offbeat.server.learner import leased_loader, optimizer_state
 from offbeat.server.learner.client import Client
 from offbeat.server.learner.connection import Link
 from offbeat.server.learner.gradient_hooks import Cancelled, Hooks
 from offbeat.server.learner.learner_collectives import LearnerCollectives
 from offbeat.server.learner.push_modes import AsyncPushFetch, PushDelta, PushGradient, PushMode, Report
-from offbeat.server.parameter_layout import DTYPES, ModelTensors, ParameterLayout, layout_of, model_tensors
+from offbeat.server.parameter_layout import (
+    DTYPES,
+    ModelTensors,
+    ParameterLayout,
+    layout_of,
+    model_tensors,
+    write_tensors,
+)
 from offbeat.server.shard import optimizers
-from offbeat.server.wire import Called, EnterPause, Granted
+from offbeat.server.wire import MOST_DATA_BYTES, EnterPause, Granted, GroupCallAnswer
 
 
 class Minibatch:
@@ -396,9 +402,9 @@ class ServedLearner(LearnerCollectives):
         `load_state_dict` before `prepare`.
         """
         kept, version = self._current()
-        model, optimizer, parts, arena = self._trained()
+        model, optimizer, parts, _ = self._trained()
         weights = {id(p): p.detach().clone() for p in parts.trained}
-        arena._walk(kept["weights"], list(weights.values()), into_vector=False)
+        write_tensors(kept["weights"], list(weights.values()))
         named = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
         whole = model.state_dict()
         for name, identity in named.items():
@@ -487,7 +493,7 @@ class ServedLearner(LearnerCollectives):
                 answer = link.wait(
                     _called_or_again, f"the other learners at call {number} ({what})", left_s, rests=True
                 )
-                if isinstance(answer, Called):
+                if isinstance(answer, GroupCallAnswer):
                     break
                 if link.client.fenced:
                     mode.step_aside()
@@ -551,8 +557,7 @@ class ServedLearner(LearnerCollectives):
     def load_current(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """The servers' weights, in a rest that this learner leads, into a model of the same kind."""
         arena = self._ready()[0].arena
-        with torch.no_grad():
-            arena._walk(arena.current()["weights"], model_tensors(model, optimizer)[0].trained, into_vector=False)
+        write_tensors(arena.current()["weights"], model_tensors(model, optimizer)[0].trained)
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
@@ -622,7 +627,7 @@ def follow(scheduler: Any, progress: Callable[[], int]) -> None:
     scheduler.__class__ = type(kind.__name__, (kind,), {"step": step})
 
 
-def _called_or_again(client: Client) -> Called | str | None:
+def _called_or_again(client: Client) -> GroupCallAnswer | str | None:
     """The same of a call to the other learners."""
     return "again" if client.fenced or not client.calls else client.called
 

@@ -13,10 +13,10 @@ from msgspec import structs
 from torch import Tensor, nn
 
 from offbeat.server.coordinator.update_queue import clip_of
-from offbeat.server.parameter_layout import DTYPES, layout_of, model_tensors
+from offbeat.server.parameter_layout import DTYPES, layout_of, model_tensors, read_tensors, views, write_tensors
 from offbeat.server.shard import optimizers
 from offbeat.server.shard.updates import Updates
-from offbeat.server.wire import Hyper, Job
+from offbeat.server.wire import Hyper, ShardJob
 
 
 class InProcessServer:
@@ -46,7 +46,7 @@ class InProcessServer:
         self.offsets = self.table.offsets()
         self._absent: dict[int, frozenset[int]] = {}  # parameters without a gradient
         steps = [torch.zeros(len(self.table.sizes), dtype=torch.int64) for _ in range(2)]
-        self._updates = Updates(self, 0, items, steps, self.device)
+        self._updates = Updates(self.table, self.weights, self.slots, self.states, steps, 0, items, self.device)
         self._travels = DTYPES[self.table.gradients]
         self.read_model(0)
 
@@ -58,31 +58,24 @@ class InProcessServer:
 
     def read_model(self, version: int) -> None:
         """The model's weights become those of a version."""
-        vector = self.weights[version]
-        with torch.no_grad():
-            for start, parameter in zip(self.offsets, self.parts.trained, strict=True):
-                vector[start : start + parameter.numel()].view(parameter.shape).copy_(parameter)
+        read_tensors(self.weights[version], self.parts.trained)
 
     def write_model(self, vector: Tensor, trained: Sequence[Tensor] = ()) -> None:
         """Weights into the model, or into these tensors of another one like it."""
-        with torch.no_grad():
-            for start, parameter in zip(self.offsets, trained or self.parts.trained, strict=True):
-                parameter.copy_(vector[start : start + parameter.numel()].view(parameter.shape))
+        write_tensors(vector, trained or self.parts.trained)
 
     # --- gradients ---------------------------------------------------------------------------------------------------
 
     def take_gradient(self, number: int) -> None:
         """What backward has left in the model."""
         slot = self.slots[number] = torch.empty(self.table.items, dtype=self._travels, device=self.device)
-        absent = []
-        for index, (start, parameter) in enumerate(zip(self.offsets, self.parts.trained, strict=True)):
-            place = slot[start : start + parameter.numel()]
-            if parameter.grad is None:
-                absent.append(index)
+        gradients = [parameter.grad for parameter in self.parts.trained]
+        for place, gradient in zip(views(slot, self.parts.trained), gradients, strict=True):
+            if gradient is None:
                 place.zero_()
             else:
-                place.view(parameter.shape).copy_(parameter.grad)
-        self._absent[number] = frozenset(absent)
+                place.copy_(gradient)
+        self._absent[number] = frozenset(index for index, gradient in enumerate(gradients) if gradient is None)
 
     def put_gradient(self, number: int, gradient: Tensor, absent: frozenset[int] = frozenset()) -> None:
         """A flat one; it is not copied."""
@@ -112,7 +105,7 @@ class InProcessServer:
     ) -> None:
         """One update, as the coordinator orders it and a shard makes it. `reads`: the version of each gradient."""
         self.weights[self.version + 1] = torch.empty_like(self.current)
-        job = Job(
+        job = ShardJob(
             shard=0,
             number=self.version + 1,
             kind="apply",
@@ -149,9 +142,8 @@ class InProcessServer:
 
     def keep(self, versions: Collection[int]) -> None:
         """Only these may still be asked for, and the current one."""
-        self.weights = {
-            version: one for version, one in self.weights.items() if version in versions or version == self.version
-        }
+        for version in [one for one in self.weights if one not in versions and one != self.version]:
+            del self.weights[version]
 
     def forget(self, state: str) -> None:
         """Sets a vector of the optimizer's state back to what it is at first, where the optimizer has it."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from offbeat.errors import EventError
-from offbeat.server.wire import Done, Job, Ready
+from offbeat.server.wire import Done, Ready, ShardJob
 
 
 class Memory(Protocol):
@@ -21,7 +21,7 @@ class Memory(Protocol):
     def finished(self) -> int: ...
     @property
     def version(self) -> int: ...
-    def apply(self, job: Job) -> None:
+    def apply(self, job: ShardJob) -> None:
         """Compute the update into the target buffer; changes nothing that is current."""
         ...
 
@@ -29,8 +29,8 @@ class Memory(Protocol):
         """The update is whole: from now on it is never done again."""
         ...
 
-    def norm(self, job: Job) -> tuple[float, ...]: ...
-    def drift(self, job: Job) -> tuple[float, ...]: ...
+    def norm(self, job: ShardJob) -> tuple[float, ...]: ...
+    def drift(self, job: ShardJob) -> tuple[float, ...]: ...
 
 
 class Shard:
@@ -45,7 +45,7 @@ class Shard:
     def ready(self) -> Ready:
         return Ready(self.shard, self.generation)
 
-    def handle(self, job: Job) -> Done:
+    def handle(self, job: ShardJob) -> Done:
         """Do a job, unless it was done; what it found."""
         memory = self.memory
         if self._last is not None and job.number == self._last.number:

@@ -7,60 +7,52 @@ middle is done again from them. `Updates` works on any vectors: those of the sha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from offbeat.server.parameter_layout import DTYPES, ParameterLayout
 from offbeat.server.shard import optimizers
-from offbeat.server.wire import Job
+from offbeat.server.wire import ShardJob
 
 CHUNK = 256 * 1024  # items worked on at a time: what is computed stays in the cache
 
 
-class Numbered(Protocol):
-    """Vectors by number: a list or a dict."""
-
-    def __getitem__(self, number: int, /) -> Tensor: ...
-
-
-class Vectors(Protocol):
-    """What an update works on, by the numbers that a job names."""
-
-    table: ParameterLayout
-
-    @property
-    def weights(self) -> Numbered: ...
-    @property
-    def slots(self) -> Numbered: ...
-    @property
-    def states(self) -> Sequence[Mapping[str, Tensor]]:
-        """Two copies of the optimizer's state."""
-        ...
+Numbered = Mapping[int, Tensor] | Sequence[Tensor]  # vectors, by the numbers that a job names
 
 
 class Updates:
-    """The items from `start` to `end`; `steps` are two copies of the number of steps of every parameter."""
+    """The items from `start` to `end` of these vectors.
+
+    `states` are two copies of the optimizer's state, `steps` of the number of steps of every parameter.
+    """
 
     def __init__(
-        self, vectors: Vectors, start: int, end: int, steps: Sequence[Tensor], device: torch.device | str = "cpu"
+        self,
+        table: ParameterLayout,
+        weights: Numbered,
+        slots: Numbered,
+        states: Sequence[Mapping[str, Tensor]],
+        steps: Sequence[Tensor],
+        start: int,
+        end: int,
+        device: torch.device | str = "cpu",
     ) -> None:
-        self.vectors, self.start, self.end, self.steps = vectors, start, end, steps
-        self.table = vectors.table
+        self.table, self.weights, self.slots, self.states, self.steps = table, weights, slots, states, steps
+        self.start, self.end = start, end
         self.offsets = self.table.offsets()
         dtype, most = DTYPES[self.table.dtype], min(CHUNK, max(1, end - start))
         self._mean, self._scratch, self._wide = (torch.empty(most, dtype=dtype, device=device) for _ in range(3))
 
-    def apply(self, job: Job) -> None:
+    def apply(self, job: ShardJob) -> None:
         """Compute the update into the target buffer. The state goes to its other copy, by odd and even versions."""
-        vectors, old, new = self.vectors, (job.version + 1) % 2, job.version % 2
+        old, new = (job.version + 1) % 2, job.version % 2
         steps, new_steps = self.steps[old], self.steps[new]
         new_steps.copy_(steps).add_(1)
         for index in job.skip:
             new_steps[index] = steps[index]
-        source, target = vectors.weights[job.source], vectors.weights[job.target]
-        before, after = vectors.states[old], vectors.states[new]
+        source, target = self.weights[job.source], self.weights[job.target]
+        before, after = self.states[old], self.states[new]
         for start, end, group, step in self._runs(new_steps, job.skip):
             for first in range(start, end, CHUNK):
                 part = slice(first, min(end, first + CHUNK))
@@ -99,21 +91,21 @@ class Updates:
                 runs.append((start, end, *kind))
         return runs
 
-    def _gradient(self, job: Job, part: slice, source: Tensor) -> Tensor:
+    def _gradient(self, job: ShardJob, part: slice, source: Tensor) -> Tensor:
         """(1/n) * sum(scale * gradient) of a part, compensated and clipped as the job says."""
         count = part.stop - part.start
         mean, wide = self._mean[:count], self._wide[:count]
         slots, scales = job.slots, job.scales
         plain = job.compensation == 0 and job.clip == 1.0
-        first = self.vectors.slots[slots[0]][part]
+        first = self.slots[slots[0]][part]
         if plain and len(slots) == 1 and scales[0] == 1.0 and first.dtype == mean.dtype:
             return first
         for number, (slot, scale) in enumerate(zip(slots, scales, strict=True)):
-            one = self.vectors.slots[slot][part]
+            one = self.slots[slot][part]
             if one.dtype != mean.dtype:
                 one = wide.copy_(one)
             if job.compensation:
-                one = self._compensated(one, source[part], self.vectors.weights[job.reads[number]][part], job)
+                one = self._compensated(one, source[part], self.weights[job.reads[number]][part], job)
             if number == 0:
                 torch.mul(one, scale, out=mean)
             else:
@@ -122,19 +114,19 @@ class Updates:
             mean.div_(len(slots))
         return mean if job.clip == 1.0 else mean.mul_(job.clip)
 
-    def _compensated(self, gradient: Tensor, now: Tensor, read: Tensor, job: Job) -> Tensor:
+    def _compensated(self, gradient: Tensor, now: Tensor, read: Tensor, job: ShardJob) -> Tensor:
         """g + L g g (w_now - w_read)."""
         moved = torch.sub(now, read, out=self._scratch[: now.numel()])
         moved.mul_(gradient).mul_(gradient).mul_(job.compensation).add_(gradient)
         return self._wide[: now.numel()].copy_(moved)
 
-    def norm(self, job: Job) -> tuple[float, ...]:
+    def norm(self, job: ShardJob) -> tuple[float, ...]:
         """Of the gradient: a sum for each block, the same however the blocks are cut into shards."""
-        source = self.vectors.weights[job.source]
+        source = self.weights[job.source]
         return self._by_block(lambda part: self._gradient(job, part, source))
 
-    def drift(self, job: Job) -> tuple[float, ...]:
-        source, read = self.vectors.weights[job.source], self.vectors.weights[job.reads[0]]
+    def drift(self, job: ShardJob) -> tuple[float, ...]:
+        source, read = self.weights[job.source], self.weights[job.reads[0]]
         return self._by_block(
             lambda part: torch.sub(source[part], read[part], out=self._mean[: part.stop - part.start])
         )

@@ -1,4 +1,4 @@
-"""Rests: exact answers for small conversations, what a learner hears, and real runs that rest and go on."""
+"""Pauses: exact answers for small conversations, what a learner hears, and real runs that pause and go on."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from collectives.nursery import Nursery
 from offbeat.leases import Lease, LeaseBook
 from offbeat.server.coordinator.coordinator import Coordinator
-from offbeat.server.coordinator.session import Setting
 from offbeat.server.learner.client import Client
+from offbeat.server.run_setting import RunSetting
 from offbeat.server.wire import (
     INPUT,
     Bye,
@@ -21,8 +21,8 @@ from offbeat.server.wire import (
     EndPause,
     EndRequest,
     EnterPause,
-    Fence,
     Fenced,
+    FenceWord,
     GiveBack,
     Go,
     Gone,
@@ -43,7 +43,7 @@ from server.test_coordinator import Talk, apply_job, push
 
 
 class Story(Talk):
-    """A talk that remembers what was said to it, and what it said of rests."""
+    """A talk that remembers what was said to it, and what it said of pauses."""
 
     def __init__(self, line: str, learners: int = 2, shards: int = 1, **more: Any) -> None:
         self.journal: list[tuple[INPUT, float]] = []
@@ -59,8 +59,8 @@ class Story(Talk):
         self.heard += said
         return said
 
-    def of_rests(self, message: INPUT) -> list[Message]:
-        """What is answered, without what a Rest tells to the one who leads."""
+    def of_pauses(self, message: INPUT) -> list[Message]:
+        """What is answered, without what an EnterPause tells to the one who leads."""
         kinds = EnterPause | EndPause
         return [_bare(one) for one in self.say(message) if isinstance(one, kinds)]
 
@@ -91,24 +91,24 @@ def update(story: Story, version: int, learners: int = 2) -> list[Message]:
 
 
 def at_rest(**more: Any) -> Story:
-    """Full-sync, in its first rest: both stand still, and learner 0 leads."""
-    story = Story("full-sync", rest_every=1, **more)
+    """Full-sync, in its first pause: both have paused, and learner 0 leads."""
+    story = Story("full-sync", pause_every=1, **more)
     update(story, 1)
-    assert story.of_rests(Paused(1, 1, 1)) == []
-    assert story.of_rests(Paused(0, 1, 1)) == [EnterPause(0, 1, 1, lead=True)]
+    assert story.of_pauses(Paused(1, 1, 1)) == []
+    assert story.of_pauses(Paused(0, 1, 1)) == [EnterPause(0, 1, 1, lead=True)]
     return story
 
 
 # --- when ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_rest_is_due_at_every_third_update_and_nobody_is_told_to_compute_before_it_ends() -> None:
-    story = Story("full-sync", rest_every=3)
+def test_a_pause_is_due_at_every_third_update_and_nobody_is_told_to_compute_before_it_ends() -> None:
+    story = Story("full-sync", pause_every=3)
     assert [type(one) for one in update(story, 1)] == [Committed, Go, Go]
     assert [type(one) for one in update(story, 2)] == [Committed, Go, Go]
     assert update(story, 3) == [Committed(0, 3, 1), EnterPause(0, 1, 1), EnterPause(1, 1, 1)]
     assert story.say(Paused(0, 1, 1)) == []
-    assert story.of_rests(Paused(1, 1, 1)) == [EnterPause(0, 1, 1, lead=True)]
+    assert story.of_pauses(Paused(1, 1, 1)) == [EnterPause(0, 1, 1, lead=True)]
     assert story.facts()["version"] == 3
     said = story.say(Paused(0, 1, 1, led=True))
     assert said[:2] == [EndPause(0, 1, 1), EndPause(1, 1, 1)]
@@ -118,8 +118,8 @@ def test_a_rest_is_due_at_every_third_update_and_nobody_is_told_to_compute_befor
     assert update(story, 6)[1:] == [EnterPause(0, 1, 2), EnterPause(1, 1, 2)]
 
 
-def test_a_rest_is_due_at_the_end_of_an_epoch_and_nobody_leaves_it_before() -> None:
-    story = Story("async", rest_epochs=True)
+def test_a_pause_is_due_at_the_end_of_an_epoch_and_nobody_leaves_it_before() -> None:
+    story = Story("async", pause_epochs=True)
     assert story.take(0, 1)[0].lease == (0, 0, 0, 2)
     assert story.take(1, 1)[0].lease == (1, 0, 2, 2)
     story.say(push(0, 1, 0, 0))
@@ -138,12 +138,12 @@ def test_a_rest_is_due_at_the_end_of_an_epoch_and_nobody_leaves_it_before() -> N
     assert story.take(1, 4, epoch=1)[0].lease == (2, 1, 0, 2)
 
 
-def test_a_halt_calls_all_to_a_last_rest() -> None:
+def test_a_halt_calls_all_to_a_last_pause() -> None:
     story = Story("async")
-    assert story.of_rests(EndRequest(1, 1)) == [EnterPause(0, 1, 1), EnterPause(1, 1, 1)]
-    assert story.of_rests(EndRequest(1, 1)) == []
+    assert story.of_pauses(EndRequest(1, 1)) == [EnterPause(0, 1, 1), EnterPause(1, 1, 1)]
+    assert story.of_pauses(EndRequest(1, 1)) == []
     story.say(Paused(0, 1, 1))
-    assert story.of_rests(Paused(1, 1, 1)) == [EnterPause(0, 1, 1, lead=True)]
+    assert story.of_pauses(Paused(1, 1, 1)) == [EnterPause(0, 1, 1, lead=True)]
     assert story.facts()["halt"]
     assert story.say(Paused(0, 1, 1, led=True)) == [EndPause(0, 1, 1, over=True), EndPause(1, 1, 1, over=True)]
 
@@ -156,15 +156,15 @@ def test_who_leads_may_end_the_run() -> None:
     ]
 
 
-def test_one_who_only_rests_does_not_end_anything() -> None:
+def test_one_who_only_pauses_does_not_end_anything() -> None:
     story = at_rest()
     assert story.say(Paused(1, 1, 1, led=True, stop=True)) == []
 
 
-def test_a_halt_in_a_rest_is_for_another_since_who_leads_does_not_know_of_it() -> None:
+def test_a_halt_in_a_pause_is_for_another_since_who_leads_does_not_know_of_it() -> None:
     story = at_rest()
     assert story.say(EndRequest(1, 1)) == []
-    assert story.of_rests(Tick()) == [EnterPause(0, 1, 1, lead=True)]
+    assert story.of_pauses(Tick()) == [EnterPause(0, 1, 1, lead=True)]
     assert not story.facts()["halt"], "what it was told stays the same"
     assert story.say(Paused(0, 1, 1, led=True)) == [
         EndPause(0, 1, 1),
@@ -178,8 +178,8 @@ def test_a_halt_in_a_rest_is_for_another_since_who_leads_does_not_know_of_it() -
     assert story.say(Paused(0, 1, 2, led=True)) == [EndPause(0, 1, 2, over=True), EndPause(1, 1, 2, over=True)]
 
 
-def test_an_epoch_that_ends_while_somebody_leads_has_a_rest_of_its_own() -> None:
-    story = Story("async", rest_every=1, rest_epochs=True)
+def test_an_epoch_that_ends_while_somebody_leads_has_a_pause_of_its_own() -> None:
+    story = Story("async", pause_every=1, pause_epochs=True)
     story.take(0, 1)
     story.take(1, 1)
     story.say(push(0, 1, 0, 0))
@@ -188,7 +188,7 @@ def test_an_epoch_that_ends_while_somebody_leads_has_a_rest_of_its_own() -> None
     story.say(Paused(1, 1, 1))
     story.say(GiveBack(1, 1, (1,), unused=True))  # it was long on its way
     assert not story.facts()["epoch_end"]
-    said = story.of_rests(Paused(0, 1, 1, led=True))
+    said = story.of_pauses(Paused(0, 1, 1, led=True))
     assert said == [EndPause(0, 1, 1), EndPause(1, 1, 1), EnterPause(0, 1, 2), EnterPause(1, 1, 2)]
     story.say(Paused(0, 1, 2))
     story.say(Paused(1, 1, 2))
@@ -199,13 +199,13 @@ def test_an_epoch_that_ends_while_somebody_leads_has_a_rest_of_its_own() -> None
 
 
 def test_nobody_is_interrupted_and_what_is_pushed_meanwhile_waits() -> None:
-    story = Story("async", rest_every=1)
+    story = Story("async", pause_every=1)
     story.say(push(0, 1, 0))
     assert story.done(1) == [Committed(0, 1, 1), EnterPause(0, 1, 1), EnterPause(1, 1, 1)]
     assert story.say(Paused(0, 1, 1)) == [], "learner 1 still computes"
     assert story.say(Tick()) == [EnterPause(1, 1, 1)]
-    assert story.say(push(1, 1, 0)) == [], "no update is begun in a rest"
-    assert story.of_rests(Paused(1, 1, 1)) == [EnterPause(0, 1, 1, lead=True)]
+    assert story.say(push(1, 1, 0)) == [], "no update is begun in a pause"
+    assert story.of_pauses(Paused(1, 1, 1)) == [EnterPause(0, 1, 1, lead=True)]
     assert story.facts()["version"] == 1
     said = story.say(Paused(0, 1, 1, led=True))
     assert said == [EndPause(0, 1, 1), EndPause(1, 1, 1), Go(0, 1, 2, 1, 0, 2, ((1, 1),)), apply_job(2, 2, 1, 2, 1)]
@@ -214,7 +214,7 @@ def test_nobody_is_interrupted_and_what_is_pushed_meanwhile_waits() -> None:
 def test_who_leads_is_told_when_the_update_under_way_is_done() -> None:
     story = Story("async")
     story.say(push(0, 1, 0))
-    assert story.of_rests(EndRequest(1, 1)) == [EnterPause(0, 1, 1), EnterPause(1, 1, 1)]
+    assert story.of_pauses(EndRequest(1, 1)) == [EnterPause(0, 1, 1), EnterPause(1, 1, 1)]
     assert story.say(Paused(0, 1, 1)) == []
     assert story.say(Paused(1, 1, 1)) == []
     assert [_bare(one) for one in story.done(1)] == [Committed(0, 1, 1), EnterPause(0, 1, 1, lead=True)]
@@ -222,49 +222,49 @@ def test_who_leads_is_told_when_the_update_under_way_is_done() -> None:
 
 
 def test_shards_that_commit_by_themselves_come_to_one_version_first() -> None:
-    story = Story("downpour:push=1,fetch=1", shards=2, rest_every=1)
+    story = Story("downpour:push=1,fetch=1", shards=2, pause_every=1)
     story.say(push(0, 1, 0))
     story.say(push(1, 1, 0))
     assert not any(isinstance(one, EnterPause) for one in story.heard)
     first = story.say(Done(0, 1, 1))
     assert first == [Committed(0, 1, 1), EnterPause(0, 1, 1), EnterPause(1, 1, 1)], "the next is not begun"
     story.say(Paused(0, 1, 1))
-    assert story.of_rests(Paused(1, 1, 1)) == []
-    assert story.of_rests(Done(1, 1, 1)) == [EnterPause(0, 1, 1, lead=True)]
-    assert {lane.version for lane in story.coordinator.desk.lanes} == {story.facts()["version"]} == {1}
+    assert story.of_pauses(Paused(1, 1, 1)) == []
+    assert story.of_pauses(Done(1, 1, 1)) == [EnterPause(0, 1, 1, lead=True)]
+    assert {group.version for group in story.coordinator.grants.commit_groups} == {story.facts()["version"]} == {1}
 
 
 def test_the_lowest_who_is_here_leads() -> None:
-    story = Story("full-sync", learners=3, rest_every=1)
+    story = Story("full-sync", learners=3, pause_every=1)
     update(story, 1, learners=3)
     story.say(Gone(0, 1))
     story.say(Paused(2, 1, 1))
-    assert story.of_rests(Paused(1, 1, 1)) == [EnterPause(1, 1, 1, lead=True)]
+    assert story.of_pauses(Paused(1, 1, 1)) == [EnterPause(1, 1, 1, lead=True)]
 
 
 @pytest.mark.parametrize("how", [Gone(0, 1), Silent(0, 1), Bye(0, 1)], ids=["dies", "is silent", "leaves"])
 def test_a_lead_that_is_gone_is_replaced_and_its_word_counts_no_more(how: INPUT) -> None:
     story = at_rest()
-    assert story.of_rests(how) == [EnterPause(1, 1, 1, lead=True)]
-    assert story.of_rests(Paused(0, 1, 1, led=True)) == []
-    assert story.of_rests(Paused(1, 1, 1, led=True)) == [EndPause(1, 1, 1)]
+    assert story.of_pauses(how) == [EnterPause(1, 1, 1, lead=True)]
+    assert story.of_pauses(Paused(0, 1, 1, led=True)) == []
+    assert story.of_pauses(Paused(1, 1, 1, led=True)) == [EndPause(1, 1, 1)]
 
 
-def test_who_leaves_in_a_rest_makes_no_update() -> None:
+def test_who_leaves_in_a_pause_makes_no_update() -> None:
     story = Story("full-sync", learners=3)
     story.say(push(0, 1, 0))
     story.say(push(1, 1, 0))
     story.say(EndRequest(1, 1))
     story.say(Paused(0, 1, 1))
     story.say(Paused(2, 1, 1))  # it has not begun yet
-    assert story.of_rests(Paused(1, 1, 1)) == [EnterPause(0, 1, 1, lead=True)]
-    assert story.say(Gone(2, 1)) == [Fence(2, 1)], "though all that can come are in"
-    assert story.of_rests(Tick()) == [EnterPause(0, 1, 1, lead=True)]
+    assert story.of_pauses(Paused(1, 1, 1)) == [EnterPause(0, 1, 1, lead=True)]
+    assert story.say(Gone(2, 1)) == [FenceWord(2, 1)], "though all that can come are in"
+    assert story.of_pauses(Tick()) == [EnterPause(0, 1, 1, lead=True)]
     assert story.facts()["version"] == 0
 
 
-def test_a_learner_that_joins_in_a_rest_is_called_and_computes_after_it() -> None:
-    story = Story("async", learners=3, rest_every=1)
+def test_a_learner_that_joins_in_a_pause_is_called_and_computes_after_it() -> None:
+    story = Story("async", learners=3, pause_every=1)
     story.say(Gone(2, 1))
     story.say(push(0, 1, 0))
     story.done(1)
@@ -277,21 +277,21 @@ def test_a_learner_that_joins_in_a_rest_is_called_and_computes_after_it() -> Non
     assert [one.learner for one in said[3:] if isinstance(one, Go)] == [0, 2]
 
 
-def test_one_that_led_and_comes_again_rests_before_it_leads() -> None:
-    story = Story("full-sync", rest_every=1)
+def test_one_that_led_and_comes_again_pauses_before_it_leads() -> None:
+    story = Story("full-sync", pause_every=1)
     update(story, 1)
     story.say(Paused(1, 1, 1))
     story.say(Paused(0, 1, 1))
-    assert story.of_rests(Hello(0, 20, "t", after=1)) == [EnterPause(0, 2, 1)]
-    assert story.of_rests(Tick()) == [EnterPause(0, 2, 1)]
-    assert story.of_rests(Paused(0, 2, 1)) == [EnterPause(0, 2, 1, lead=True)]
+    assert story.of_pauses(Hello(0, 20, "t", after=1)) == [EnterPause(0, 2, 1)]
+    assert story.of_pauses(Tick()) == [EnterPause(0, 2, 1)]
+    assert story.of_pauses(Paused(0, 2, 1)) == [EnterPause(0, 2, 1, lead=True)]
 
 
-def test_a_rest_when_everybody_is_gone_is_over_and_the_run_goes_on_with_who_comes() -> None:
+def test_a_pause_when_everybody_is_gone_is_over_and_the_run_goes_on_with_who_comes() -> None:
     story = at_rest()
     story.say(Gone(0, 1))
     story.say(Gone(1, 1))
-    assert not story.coordinator.rests.due
+    assert not story.coordinator.pauses.due
     assert [type(one) for one in story.say(Hello(1, 20, "t"))] == [Welcome, Go]
 
 
@@ -307,13 +307,13 @@ def test_a_halt_when_everybody_is_gone_ends_the_run() -> None:
 
 
 def test_a_call_that_is_lost_is_said_again_to_those_who_have_not_come() -> None:
-    story = Story("full-sync", rest_every=1)
+    story = Story("full-sync", pause_every=1)
     update(story, 1)
     assert story.say(Tick()) == [EnterPause(0, 1, 1), EnterPause(1, 1, 1)]
     story.say(Paused(0, 1, 1))
     assert story.say(Tick()) == [EnterPause(1, 1, 1)]
     story.say(Paused(1, 1, 1))
-    assert story.of_rests(Tick()) == [EnterPause(0, 1, 1, lead=True)]
+    assert story.of_pauses(Tick()) == [EnterPause(0, 1, 1, lead=True)]
 
 
 def test_what_is_said_twice_changes_nothing() -> None:
@@ -322,16 +322,16 @@ def test_what_is_said_twice_changes_nothing() -> None:
     assert story.say(Paused(0, 1, 1)) == []
     story.say(Paused(0, 1, 1, led=True))
     assert story.say(Paused(0, 1, 1, led=True)) == [EndPause(0, 1, 1)]
-    assert story.say(Paused(1, 1, 1)) == [EndPause(1, 1, 1)], "its Rise was lost"
-    assert len(story.coordinator.rests.times) == 1
+    assert story.say(Paused(1, 1, 1)) == [EndPause(1, 1, 1)], "its EndPause was lost"
+    assert len(story.coordinator.pauses.times) == 1
 
 
-def test_one_that_is_still_in_the_rest_before_rises_from_it_first() -> None:
+def test_one_that_is_still_in_the_pause_before_goes_on_from_it_first() -> None:
     story = at_rest()
     story.say(Paused(0, 1, 1, led=True))
     story.say(EndRequest(0, 1))
-    assert story.of_rests(Paused(1, 1, 1)) == [EndPause(1, 1, 1)]
-    assert story.of_rests(Paused(1, 1, 2)) == []
+    assert story.of_pauses(Paused(1, 1, 1)) == [EndPause(1, 1, 1)]
+    assert story.of_pauses(Paused(1, 1, 2)) == []
 
 
 @pytest.mark.parametrize(
@@ -355,7 +355,7 @@ def test_after_the_end_nobody_comes_and_those_who_leave_make_no_update() -> None
     story.say(Paused(0, 1, 1))
     story.say(Paused(1, 1, 1))
     story.say(Paused(0, 1, 1, led=True))
-    assert story.say(Bye(1, 1)) == [Fence(1, 1)], "the gradient that was held is not applied"
+    assert story.say(Bye(1, 1)) == [FenceWord(1, 1)], "the gradient that was held is not applied"
     assert story.say(Hello(1, 20, "t")) == [Refused(1, 20, "the run is over")]
     assert story.coordinator.counts["dropped: the run ended before its update was full"] == 1
 
@@ -364,7 +364,7 @@ def test_after_the_end_nobody_comes_and_those_who_leave_make_no_update() -> None
 
 
 def test_what_is_saved_has_everything_back_that_is_not_in_the_weights() -> None:
-    story = Story("async", learners=3, rest_every=1)
+    story = Story("async", learners=3, pause_every=1)
     for learner in range(3):
         story.say(Want(learner, 1, 1, 0, 2, 8, True))
     story.say(push(1, 1, 0, 1))
@@ -380,7 +380,7 @@ def test_what_is_saved_has_everything_back_that_is_not_in_the_weights() -> None:
     assert book.counts[0] == {"applied": 2}
     taken = [book.take(0, 0, 2) for _ in range(3)]
     assert [lease[2:] for lease in taken if isinstance(lease, Lease)] == [(0, 2), (4, 2), (6, 2)], "in order"
-    setting = Setting(line="async", learners=3, book=facts["book"], memory=facts["memory"])
+    setting = RunSetting(line="async", learners=3, book=facts["book"], memory=facts["memory"])
     again = Coordinator(setting)
     beginning: list[INPUT] = [Ready(0, 1), *(Hello(learner, 10 + learner, "t") for learner in range(3)), Seeded(0, 1)]
     for message in beginning:
@@ -394,29 +394,29 @@ def test_a_policy_keeps_what_it_has_learned_and_not_who_waits() -> None:
     waits.say(push(0, 1, 0))
     waits.done(1)
     assert waits.coordinator.policy.waiting == [0]  # type: ignore[attr-defined]  # it is the policy of ssp
-    assert waits.coordinator.standing()["memory"] == {}
+    assert waits.coordinator.resume_state()["memory"] == {}
     learns = Story("adaptive-k:1,window=1")
     for learner in (0, 1):
         learns.say(push(learner, 1, 0, loss=1.0))
         learns.done(1 + learner)
-    memory = json.loads(json.dumps(learns.coordinator.standing()["memory"]))
+    memory = json.loads(json.dumps(learns.coordinator.resume_state()["memory"]))
     assert memory == {"k": 2, "losses": [], "before": 1.0}
-    assert Setting(line="adaptive-k:1,window=1", learners=2, memory=memory).policy().k == 2  # type: ignore[attr-defined]  # see above
+    assert RunSetting(line="adaptive-k:1,window=1", learners=2, memory=memory).policy().k == 2  # type: ignore[attr-defined]  # see above
 
 
 @pytest.mark.parametrize("upto", range(4))
-def test_a_journal_brings_a_coordinator_back_in_the_middle_of_a_rest(upto: int) -> None:
-    story = Story("full-sync", rest_every=1)
+def test_a_journal_brings_a_coordinator_back_in_the_middle_of_a_pause(upto: int) -> None:
+    story = Story("full-sync", pause_every=1)
     update(story, 1)
-    in_the_rest: tuple[INPUT, ...] = (Paused(1, 1, 1), Paused(0, 1, 1), EndRequest(1, 1))
-    for said in in_the_rest[:upto]:
+    in_the_pause: tuple[INPUT, ...] = (Paused(1, 1, 1), Paused(0, 1, 1), EndRequest(1, 1))
+    for said in in_the_pause[:upto]:
         story.say(said)
     again = Coordinator(story.coordinator.setting)
     for message, at_s in story.journal:
         again.handle(message, at_s)
-    assert again.standing() == story.coordinator.standing()
-    assert vars(again.rests) == vars(story.coordinator.rests)
-    rest_of_it: tuple[INPUT, ...] = (
+    assert again.resume_state() == story.coordinator.resume_state()
+    assert vars(again.pauses) == vars(story.coordinator.pauses)
+    later: tuple[INPUT, ...] = (
         Tick(),
         Paused(0, 1, 1),
         Paused(1, 1, 1),
@@ -424,7 +424,7 @@ def test_a_journal_brings_a_coordinator_back_in_the_middle_of_a_rest(upto: int) 
         Tick(),
         Paused(1, 1, 2),
     )
-    for later_s, message in enumerate(rest_of_it, start=100):
+    for later_s, message in enumerate(later, start=100):
         assert again.handle(message, later_s) == story.coordinator.handle(message, later_s)
 
 
@@ -438,7 +438,7 @@ def joined() -> Client:
     return client
 
 
-def test_a_learner_takes_each_call_once_and_says_that_it_rests_until_it_may_rise() -> None:
+def test_a_learner_takes_each_call_once_and_says_that_it_pauses_until_it_may_go_on() -> None:
     client = joined()
     for _ in range(2):
         client.receive(EnterPause(0, 1, 1))
@@ -449,7 +449,7 @@ def test_a_learner_takes_each_call_once_and_says_that_it_rests_until_it_may_rise
     client.receive(EnterPause(0, 1, 1))
     assert client.take_rest() is None
     assert client.resting and Paused(0, 1, 1) in client.retry()
-    client.receive(EndPause(0, 1, 0))  # from a rest before
+    client.receive(EndPause(0, 1, 0))  # from a pause before
     assert client.resting
     client.receive(EndPause(0, 1, 1))
     assert not client.resting and Paused(0, 1, 1) not in client.retry()
@@ -469,7 +469,7 @@ def test_a_learner_leads_once() -> None:
     assert Paused(0, 1, 1, led=True, stop=True) in client.retry()
 
 
-def test_a_call_that_comes_after_its_rest_is_answered_and_nothing_else() -> None:
+def test_a_call_that_comes_after_its_pause_is_answered_and_nothing_else() -> None:
     client = joined()
     client.receive(EnterPause(0, 1, 1))
     client.receive(EndPause(0, 1, 1))
@@ -483,7 +483,7 @@ def test_that_the_run_is_over_is_not_taken_back_by_a_word_from_before() -> None:
     assert client.over
 
 
-def test_one_that_was_given_up_in_a_rest_comes_again_and_knows_of_none() -> None:
+def test_one_that_was_given_up_in_a_pause_comes_again_and_knows_of_none() -> None:
     client = joined()
     client.receive(EnterPause(0, 1, 1))
     rest = client.take_rest()
@@ -515,7 +515,7 @@ def test_a_halt_is_said_until_the_run_is_over_also_as_another() -> None:
 
 def run(nursery: Nursery, line: str, **given: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """What both learners gave back, and the summary."""
-    first, second, summary = nursery.values("serve_resting", ranks=3, line=line, **given)
+    first, second, summary = nursery.values("serve_pausing", ranks=3, line=line, **given)
     return first, second, summary
 
 
@@ -524,7 +524,7 @@ def run(nursery: Nursery, line: str, **given: Any) -> tuple[dict[str, Any], dict
 def test_a_run_that_goes_on_from_what_was_saved_has_the_bits_of_one_that_was_never_stopped(
     nursery: Nursery, optimizer: str, servers: int
 ) -> None:
-    given: dict[str, Any] = {"optimizer": optimizer, "servers": servers, "rest_every": 3, "rest_epochs": True}
+    given: dict[str, Any] = {"optimizer": optimizer, "servers": servers, "pause_every": 3, "pause_epochs": True}
     whole, other, summary = run(nursery, "full-sync", **given)
     assert [(one["version"], one["epoch_end"]) for one in whole["led"]] == [
         (3, False),
@@ -533,10 +533,10 @@ def test_a_run_that_goes_on_from_what_was_saved_has_the_bits_of_one_that_was_nev
         (12, True),
     ]
     assert all(one["still"] for one in whole["led"])
-    assert (whole["rests"], other["rests"], other["led"]) == (4, 4, [])
+    assert (whole["pauses"], other["pauses"], other["led"]) == (4, 4, [])
     assert summary["updates"] == 12
     plain, _, _ = run(nursery, "full-sync", optimizer=optimizer, servers=servers)
-    assert plain["weights"] == whole["weights"], "rests change nothing"
+    assert plain["weights"] == whole["weights"], "pauses change nothing"
     for stop_at in (3, 6):  # in the middle of an epoch, and at its end
         first, second, summary = run(nursery, "full-sync", **given, stop_at=stop_at)
         assert first["over"] and second["over"]
@@ -550,8 +550,8 @@ def test_a_run_that_goes_on_from_what_was_saved_has_the_bits_of_one_that_was_nev
 @pytest.mark.parametrize(
     "line", ["downpour:push=2,fetch=1", "local-sgd:2", "async", "k-batch-sync:3", "async:rate=drift:1.0"]
 )
-def test_every_kind_of_learner_rests_and_goes_on(nursery: Nursery, line: str) -> None:
-    first, second, summary = run(nursery, line, servers=2, rest_every=2, rest_epochs=True)
+def test_every_kind_of_learner_pauses_and_goes_on(nursery: Nursery, line: str) -> None:
+    first, second, summary = run(nursery, line, servers=2, pause_every=2, pause_epochs=True)
     led = first["led"] + second["led"]
     assert len(led) >= 3 and all(one["still"] for one in led)
     assert not first["over"] and first["weights"] == second["weights"]
@@ -573,5 +573,5 @@ def test_a_halt_ends_the_run_for_all_and_another_goes_on_from_it(nursery: Nurser
 
 
 def test_weights_in_place_stand_still_too(nursery: Nursery) -> None:
-    first, _, _ = run(nursery, "async", in_place=True, rest_every=2, rest_epochs=True)
+    first, _, _ = run(nursery, "async", in_place=True, pause_every=2, pause_epochs=True)
     assert len(first["led"]) >= 3 and all(one["still"] for one in first["led"])
