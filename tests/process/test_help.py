@@ -14,7 +14,7 @@ from pathlib import Path
 import offbeat
 import offbeat.train
 from offbeat.server.learner.reduced_learner import ReducedLearner
-from offbeat.server.learner.served_learner import Minibatch, ServedLearner
+from offbeat.server.learner.served_learner import ServedLearner
 
 TIME_LIMIT_S = 120
 
@@ -57,7 +57,7 @@ def test_help_of_a_learner_describes_each_call() -> None:
         text = plain(kind)
         for name in ("prepare", "minibatch", "finish", "version", "notes"):
             assert name in text, (kind, name)
-    assert "cancelled" in plain(Minibatch)
+    assert "cancelled" in plain(offbeat.OpenMinibatch)
 
 
 def test_dir_and_subpackages_load_no_torch() -> None:

@@ -13,7 +13,7 @@ from offbeat.server.coordinator.grants import Grants
 from offbeat.server.coordinator.pauses import Pauses
 from offbeat.server.coordinator.session import Gradient, LearnerSession
 from offbeat.server.coordinator.update_queue import CommitGroup, PendingUpdate
-from offbeat.server.learner.client import Client
+from offbeat.server.learner.connection import ConnectionState
 from offbeat.server.shard.shard import Shard
 from offbeat.server.wire import (
     Ask,
@@ -272,7 +272,7 @@ class FinishesFirst(Shard):
         return super().handle(job)
 
 
-class SeedsAgain(Client):
+class SeedsAgain(ConnectionState):
     """A Welcome that was long on its way makes it write the initial weights again."""
 
     def _welcome(self, message: Welcome) -> None:
@@ -281,14 +281,14 @@ class SeedsAgain(Client):
             self.must_seed = True
 
 
-class PushesOnce(Client):
+class PushesOnce(ConnectionState):
     """A push that is lost is not said again."""
 
     def retry(self) -> list[Message]:
         return [one for one in super().retry() if not isinstance(one, Push)]
 
 
-class RejoinsWhileItWrites(Client):
+class RejoinsWhileItWrites(ConnectionState):
     """It comes again before it has stopped."""
 
     def receive(self, message: Any) -> list[Message]:
@@ -410,29 +410,29 @@ class GoesInRests(Coordinator):
         self._out += self.desk.give_out([self.rows[message.learner]])
 
 
-class RestsAtWork(Client):
+class RestsAtWork(ConnectionState):
     """It says that it rests when it is called, and computes on."""
 
     def receive(self, message: Any) -> list[Message]:
         said = super().receive(message)
-        if self.rest is not None and not self.rest.lead and self.working:
-            said += [Paused(self.learner, self.incarnation, self.rest.number)]
+        if self.pause is not None and not self.pause.lead and self.working:
+            said += [Paused(self.learner, self.incarnation, self.pause.number)]
         return said
 
 
-class RestsOnce(Client):
+class RestsOnce(ConnectionState):
     """That it rests is said once."""
 
     def retry(self) -> list[Message]:
         return [one for one in super().retry() if not isinstance(one, Paused)]
 
 
-class LeadsTwice(Client):
+class LeadsTwice(ConnectionState):
     """A call to lead that comes again is another one."""
 
     def receive(self, message: Any) -> list[Message]:
         if isinstance(message, EnterPause) and message.lead and message.incarnation == self.incarnation:
-            self._rests = (0, False)
+            self._entered = (0, False)
         return super().receive(message)
 
 

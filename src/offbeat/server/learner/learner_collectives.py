@@ -6,7 +6,6 @@ One definition for both kinds of learners: each only says how values get from al
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any, TypeVar
@@ -47,13 +46,6 @@ class LearnerCollectives:
     """
 
     number: int
-    notes: tuple[str, ...] = ()  # what is done otherwise than one might think, and why
-    says_notes = False  # when it is prepared
-
-    def _say_notes(self, but: Sequence[str] = ()) -> None:
-        for note in self.notes if self.says_notes else ():
-            if note not in but:
-                print(f"offbeat: note: {note}", file=sys.stderr)
 
     def _exchange(self, what: str, data: bytes, timeout_s: float) -> dict[int, bytes]:
         """What every member has given, by learner."""
