@@ -20,6 +20,7 @@ from torch import Tensor
 
 from offbeat.errors import RequestError
 from offbeat.server.learner.join import join
+from offbeat.server.learner.leased_loader import LoaderWrapper
 from offbeat.server.learner.served_learner import ServedLearner
 
 
@@ -59,12 +60,11 @@ class OffbeatStrategy(SingleDeviceStrategy):
         over_versions = [one.scheduler for one in self.lr_scheduler_configs if one.interval == "step"]
         if len(over_versions) > 1:
             raise RequestError(f"offbeat steps one scheduler over versions; there are {len(over_versions)}")
-        optimizer = self.optimizers[0]
-        given = self.learner.prepare(self.lightning_module, optimizer, dataloader, *over_versions)
+        given = self.learner.prepare(self.lightning_module, self.optimizers[0], dataloader, *over_versions)
         self.model, loader = given[0], given[2]
         self._batches = _Batches(loader, looks_ahead=self._serves)
         if isinstance(self.learner, ServedLearner):
-            self.learner.accumulate(lambda: _step(optimizer))
+            self.learner.accumulate()
         return self._batches
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **more: Any) -> Any:
@@ -121,7 +121,7 @@ class OffbeatStrategy(SingleDeviceStrategy):
         return torch.stack([one.to(tensor.device) for one in self.learner.gather(tensor)])
 
 
-class _Batches:
+class _Batches(LoaderWrapper):
     """The training loader as Lightning iterates it; after each minibatch it is asked whether another will come.
 
     Which minibatch is the last of an epoch is known only when the others are done too: it may not be asked before the
@@ -129,7 +129,8 @@ class _Batches:
     """
 
     def __init__(self, loader: Any, *, looks_ahead: bool) -> None:
-        self._loader, self._looks_ahead = loader, looks_ahead
+        super().__init__(loader)
+        self._looks_ahead = looks_ahead
         self._iterator: Iterator[Any] = iter(())
         self._next: list[Any] = []
 
@@ -139,14 +140,6 @@ class _Batches:
 
     def __next__(self) -> Any:
         return self._next.pop() if self._next else next(self._iterator)
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._loader, name)
 
     def start(self, epoch: int) -> None:
         """The next iteration is of this epoch: a run that goes on does not begin with the first."""
@@ -183,9 +176,3 @@ class _Around(Callback):
         if strategy._batches is not None and strategy._batches.has_ended():
             loop.epoch_loop.batch_progress.is_last_batch = True
             loop._data_fetcher.done = True
-
-
-def _step(optimizer: torch.optim.Optimizer) -> None:
-    """What was accumulated and is waited for."""
-    optimizer.step()
-    optimizer.zero_grad()

@@ -92,25 +92,29 @@ class ConnectionState:
         self.layout = layout  # digest of the model's parameters
         self.nonces = nonces
         self.nonce = 0
-        self.incarnation = 0  # 0 while it has none
         self.previous = 0  # the incarnation before
         self.refused: str | None = None
         self.left = False  # it has said goodbye
-        self.must_seed = False
+        self.version = self.slot = 0  # of the minibatch begun last
+        self.over = False  # the run is
+        self.wants_end = False  # of the run
+        self.wants_pause = False  # that it leads
+        self._requests = 0
+        self._start_incarnation()
+
+    def _start_incarnation(self) -> None:
+        """All that is of one incarnation, as it is before the learner is welcome."""
+        self.incarnation: int = 0  # 0 while it has none
+        self.must_seed: bool = False
         self.go: Go | None = None  # the newest, not begun yet
-        self.seq = 0  # of the minibatch begun last
-        self.version = 0  # and its version
-        self.slot = 0
-        self.void = 0  # minibatches up to this one are not wanted
-        self.working = False
-        self.fenced = False  # it was given up while it worked, or wrote the initial weights
+        self.seq: int = 0  # of the minibatch begun last
+        self.void: int = 0  # minibatches up to this one are not wanted
+        self.working: bool = False
+        self.fenced: bool = False  # it was given up while it worked, or wrote the initial weights
         self.granted: Granted | None = None
         self.weights: Weights | None = None
         self.called: Called | None = None
         self.pause: EnterPause | None = None  # that it was called to, and has not entered yet
-        self.over = False  # the run is
-        self.wants_end = False  # of the run
-        self.wants_pause = False  # that it leads
         self._entered = (0, False)  # the last pause that it has entered, and whether it led it
         self._paused: Paused | None = None  # said until the pause ends
         self._answer: Push | Stop | Seeded | None = None
@@ -118,8 +122,7 @@ class ConnectionState:
         self._ask: Ask | None = None
         self._call: Call | None = None
         self._fetched: tuple[Fetched, ...] = ()  # the last ones
-        self._seeds = True  # it may still be asked for the initial weights
-        self._requests = 0
+        self._seeds: bool = True  # it may still be asked for the initial weights
 
     # --- what it hears --------------------------------------------------------------------------------------------
 
@@ -230,13 +233,7 @@ class ConnectionState:
         """Join, or join again."""
         self.previous = self.incarnation or self.previous
         self.nonce = next(self.nonces)
-        self.incarnation = self.seq = self.void = 0
-        self.go = self.granted = self.weights = self.called = None
-        self._answer = self._want = self._ask = self._call = self._paused = self.pause = None
-        self._entered = (0, False)
-        self._fetched = ()
-        self.working = self.must_seed = self.fenced = False
-        self._seeds = True
+        self._start_incarnation()
         return self.hello()
 
     def hello(self) -> list[Message]:

@@ -50,15 +50,12 @@ class GradientSink(Protocol):
 
         It gets gradients as they are, on their device, sparse ones as dense ones.
         """
-        ...
 
     def is_unchanged(self, index: int, gradient: Tensor) -> bool:
         """Whether a gradient that seems to be as it was filled is so."""
-        ...
 
     def is_cancelled(self) -> bool:
         """Whether the minibatch is cancelled: asked before each forward and at each gradient, it must be cheap."""
-        ...
 
 
 class FilledGradient(NamedTuple):

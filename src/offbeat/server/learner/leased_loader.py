@@ -36,19 +36,15 @@ class LeaseSource(Protocol):
         With `wait` only a lease or `ENDED` comes back. The learner then has no batch left, and the user is done with
         the last one: what was begun and will never be pushed must be settled first, or the learner waits for itself.
         """
-        ...
 
     def begin(self, leases: Sequence[Lease]) -> None:
         """The batch that is handed to the user now carries these leases; none: it is the learner's own data."""
-        ...
 
     def give_back(self, leases: Sequence[Lease]) -> None:
         """These were taken, and their batches will never be handed out: `LeaseBook.put_back`."""
-        ...
 
     def was_cancelled(self) -> bool:
         """Whether the batch of the last `begin` was cancelled. Only a `LocalLoader` asks, when it wants the next."""
-        ...
 
 
 def seed_of(seed: int, epoch: int) -> int:

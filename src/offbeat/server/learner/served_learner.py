@@ -87,7 +87,8 @@ class ServedLearner(BaseLearner):
         self._last_cancelled = False
         self.pushed_s = 0.0  # when it has last pushed, by the monotonic clock
         self._has_entered = False  # `with learner.minibatch()`, ever
-        self._before_waiting: Callable[[], object] | None = None  # steps with what was accumulated
+        self._accumulates = False
+        self._before_own_step: Callable[[], object] | None = None
         self._since_s = 0.0  # when the last step ended
         self._pid = os.getpid()
 
@@ -235,13 +236,20 @@ class ServedLearner(BaseLearner):
         finally:
             hooks.interrupts = False
 
-    def accumulate(self, step: Callable[[], object]) -> None:
+    def accumulate(self, check: Callable[[], object] | None = None) -> None:
         """For trainers that take batches without `with learner.minibatch()` and step after several of them.
 
-        The batches since the last step belong to the next. `step` is called where samples are waited for while some
-        were computed and not pushed: others may wait for them.
+        The batches since the last step belong to the next. Where samples are waited for while some were computed and
+        not pushed, the learner makes a step with these by itself: others may wait for them. `check` is called before.
         """
-        self._before_waiting = step
+        self._accumulates, self._before_own_step = True, check
+
+    def _step_with_accumulated(self) -> None:
+        if self._before_own_step is not None:
+            self._before_own_step()
+        _, optimizer = self._trained()
+        optimizer.step()
+        optimizer.zero_grad()
 
     def _ready(self) -> tuple[Connection, PushMode, Hooks]:
         if self._connection is None or self._mode is None or self._hooks is None:
@@ -501,8 +509,8 @@ class _CoordinatorLeases:
         learner = self.learner
         connection, mode, _ = learner._ready()
         if wait:
-            if learner._before_waiting is not None and mode.leases:
-                learner._before_waiting()
+            if learner._accumulates and mode.leases:
+                learner._step_with_accumulated()
             learner._discard_batch()
             mode.flush()  # what was computed and not pushed would be waited for
         while True:
@@ -522,7 +530,7 @@ class _CoordinatorLeases:
     def begin(self, leases: Sequence[Lease]) -> None:
         learner = self.learner
         _, mode, _ = learner._ready()
-        if learner._open is None and learner._before_waiting is None:  # no gradients are accumulated
+        if learner._open is None and not learner._accumulates:
             learner._discard_batch()
         mode.leases += tuple(leases)
         mode.leased_to = mode.incarnation if leases else 0
