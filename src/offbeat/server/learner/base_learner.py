@@ -5,7 +5,9 @@ from __future__ import annotations
 import atexit
 import sys
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from offbeat.server.learner.learner_collectives import LearnerCollectives
 from offbeat.server.learner.leased_loader import LoaderWrapper
 
 
+@dataclass(slots=True)
 class MinibatchBlock:
     """What `with learner.minibatch() as minibatch` gives: `loss`, `samples`, `cancelled`; see `offbeat.OpenMinibatch`.
 
@@ -24,11 +27,10 @@ class MinibatchBlock:
     `cancelled` says whether it was interrupted.
     """
 
-    def __init__(self, began_s: float) -> None:
-        self.cancelled = False
-        self.loss: float | Tensor | None = None
-        self.samples: int | None = None
-        self.began_s = began_s
+    began_s: float
+    loss: float | Tensor | None = None
+    samples: int | None = None
+    cancelled: bool = False
 
 
 class BaseLearner(LearnerCollectives):
@@ -126,6 +128,7 @@ class BaseLearner(LearnerCollectives):
 
     # --- what differs -------------------------------------------------------------------------------------------------
 
+    @abstractmethod
     def _attach(
         self,
         model: nn.Module,
@@ -136,11 +139,10 @@ class BaseLearner(LearnerCollectives):
         in_place: bool,
     ) -> nn.Module:
         """Join with the model, replace `optimizer.step`, and set `_trains`; the model to be used."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _share(self, loader: Any) -> Any:
         """The loader with this learner's share of each epoch; as it is where that cannot be."""
-        raise NotImplementedError
 
     def _follow_version(self, scheduler: Any) -> None:
         """Make a scheduler count versions, where its own steps do not."""
@@ -148,9 +150,9 @@ class BaseLearner(LearnerCollectives):
     def _notes_to_say(self) -> Sequence[str]:
         return self.notes
 
+    @abstractmethod
     def _current_state(self) -> tuple[int, Mapping[str, Any], dict[str, Any]]:
         """The version, the model's state, and what is kept of the optimizer, by the names in `state_dict`."""
-        raise NotImplementedError
 
 
 def replace_step(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> None:

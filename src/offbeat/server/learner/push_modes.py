@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -150,9 +151,9 @@ class PushMode:
 
     # --- pushing ------------------------------------------------------------------------------------------------------
 
+    @abstractmethod
     def step(self, report: PushReport, absent: tuple[int, ...]) -> None:
         """`optimizer.step()`: the gradients are there, but for parameters that are `absent`."""
-        raise NotImplementedError
 
     def flush(self) -> None:
         """Push what was computed and not pushed."""
@@ -207,33 +208,6 @@ class PushGradient(PushMode):
     ) -> None:
         super().__init__(connection, tensors, rule, local_step)
         self._squares = [0.0] * len(tensors.trained)  # of the norms of what is in the slot
-        self._views: dict[int, list[Tensor]] = {}  # of each buffer, where the model's parameters are in place
-
-    def start(self) -> None:
-        super().start()
-        if self.arena.table.in_place:
-            self.arena.protect()
-
-    def load(self, pieces: Pieces, *, extra: bool) -> None:
-        if not self.arena.table.in_place:
-            super().load(pieces, extra=extra)
-            return
-        buffer = pieces[0][0]
-        if buffer not in self._views:
-            self._views[buffer] = self.arena.views(buffer, self.tensors.trained)
-        for parameter, view in zip(self.tensors.trained, self._views[buffer], strict=True):
-            parameter.data = view
-        if extra:
-            self.arena.fetch_extra(self.tensors)
-
-    def epoch_ended(self) -> None:
-        if self.arena.table.in_place:
-            self.begin()
-
-    def detach(self) -> None:
-        if self.arena.table.in_place:
-            for parameter in self.tensors.trained:
-                parameter.data = parameter.data.clone()
 
     def fill(self, index: int, gradient: Tensor) -> None:
         self._squares[index] = self.arena.fill(self.state.slot, index, gradient)
@@ -249,6 +223,31 @@ class PushGradient(PushMode):
             self._squares[index] = 0.0
         self.push(report, absent=absent, finite=math.isfinite(sum(self._squares)))
         self.take_go()
+
+
+class PushGradientInPlace(PushGradient):
+    """The same, with the servers' memory as the model's parameters: a fetch copies nothing."""
+
+    def start(self) -> None:
+        self._views: dict[int, list[Tensor]] = {}  # by buffer
+        super().start()
+        self.arena.protect()
+
+    def load(self, pieces: Pieces, *, extra: bool) -> None:
+        trained, buffer = self.tensors.trained, pieces[0][0]
+        if buffer not in self._views:
+            self._views[buffer] = self.arena.views(buffer, trained)
+        for parameter, view in zip(trained, self._views[buffer], strict=True):
+            parameter.data = view
+        if extra:
+            self.arena.fetch_extra(self.tensors)
+
+    def epoch_ended(self) -> None:
+        self.begin()
+
+    def detach(self) -> None:
+        for parameter in self.tensors.trained:
+            parameter.data = parameter.data.clone()
 
 
 class PushDelta(PushMode):

@@ -65,8 +65,12 @@ class ReducedLearner(BaseLearner):
         own_step = optimizer.step
 
         def step(closure: Any = None) -> Any:
-            if closure is None:
-                self._check_forward()
+            if closure is None and not self._forwards:
+                raise RequestError(
+                    "the model that learner.prepare returned was not used in this step, so that no gradient was "
+                    "averaged; write: model, optimizer, loader = learner.prepare(model, optimizer, loader)"
+                )
+            self._forwards = 0
             if clip_norm is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
             if self._open is not None:
@@ -78,16 +82,8 @@ class ReducedLearner(BaseLearner):
         return wrapped
 
     def _count_forward(self, *_: object) -> None:
-        self._forwards += 1
-
-    def _check_forward(self) -> None:
         """Gradients are averaged by the model that `prepare` returns, and by no other."""
-        if not self._forwards:
-            raise RequestError(
-                "the model that learner.prepare returned was not used in this step, so that no gradient was averaged; "
-                "write: model, optimizer, loader = learner.prepare(model, optimizer, loader)"
-            )
-        self._forwards = 0
+        self._forwards += 1
 
     def _share(self, loader: Any) -> Any:
         own = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)

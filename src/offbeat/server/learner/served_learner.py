@@ -28,13 +28,20 @@ from torch import Tensor, nn
 
 from offbeat.errors import OffbeatError, PeerError, RequestError
 from offbeat.leases import Answer, Lease
-from offbeat.policies import LearnerRule, create
+from offbeat.policies import create
 from offbeat.server.coordinator.group_calls import MOST_DATA_BYTES
 from offbeat.server.learner import leased_loader, optimizer_state
 from offbeat.server.learner.base_learner import BaseLearner, MinibatchBlock, replace_step
 from offbeat.server.learner.connection import Connection, ConnectionState
 from offbeat.server.learner.gradient_hooks import Cancelled, Hooks
-from offbeat.server.learner.push_modes import AsyncPushFetch, PushDelta, PushGradient, PushMode, PushReport
+from offbeat.server.learner.push_modes import (
+    AsyncPushFetch,
+    PushDelta,
+    PushGradient,
+    PushGradientInPlace,
+    PushMode,
+    PushReport,
+)
 from offbeat.server.parameter_layout import DTYPES, layout_of, model_tensors
 from offbeat.server.shard import optimizers
 from offbeat.server.wire import Called, EnterPause, Granted
@@ -70,10 +77,7 @@ class ServedLearner(BaseLearner):
         super().__init__(line, number, learners, slow=slow, seed=seed)
         self._listener, self._token = listener, token
         self._at_end = at_end
-        policy = create(line, expect=learners)
-        self._rule: LearnerRule = policy.rule
-        self._cancels = policy.cancels
-        self._outer = policy.outer_optimizer
+        self._policy = create(line, expect=learners)
         self.on_pause: Callable[[EnterPause], bool] | None = None  # what is to be done in a pause; True ends the run
         self.server_state: Mapping[str, Tensor] | None = None  # set before `prepare`: a `snapshot` to go on from
         self._connection: Connection | None = None
@@ -103,13 +107,13 @@ class ServedLearner(BaseLearner):
         *,
         in_place: bool,
     ) -> nn.Module:
-        delta, fetches = self._rule.delta, self._rule.fetch_every > 0
+        delta, fetches = self._policy.rule.delta, self._policy.rule.fetch_every > 0
         if in_place and (delta or fetches):
             raise RequestError(f"in_place is not for '{self.strategy}': its learners make steps of their own")
         tensors, groups = model_tensors(model, optimizer)
         rule, hypers = optimizers.describe(optimizer)
         if delta:
-            rule, hypers = "sgd", optimizers.outer_of(self._outer, optimizer)
+            rule, hypers = "sgd", optimizers.outer_of(self._policy.outer_optimizer, optimizer)
         layout = layout_of(
             model,
             tensors,
@@ -122,8 +126,9 @@ class ServedLearner(BaseLearner):
         )
         connection = self._connection = Connection(self._listener, self._token, self.number, layout, self._in_pause)
         self._trains = model, optimizer
-        kind = PushDelta if delta else AsyncPushFetch if fetches else PushGradient
-        mode = self._mode = kind(connection, tensors, self._rule, optimizer.step)
+        plain = PushGradientInPlace if in_place else PushGradient
+        kind = PushDelta if delta else AsyncPushFetch if fetches else plain
+        mode = self._mode = kind(connection, tensors, self._policy.rule, optimizer.step)
         corrects = mode.arena.setting.corrects
         if fetches and corrects:
             mode.local_step = optimizers.without_velocity(optimizer)
@@ -131,11 +136,11 @@ class ServedLearner(BaseLearner):
         if mode.resumed is not None:
             mode.arena.check_kept(mode.resumed)
         if delta and corrects:
-            hypers = optimizers.outer_of(self._outer, optimizer, corrects=True)
-            note = optimizers.outer_note(self._outer, hypers)
+            hypers = optimizers.outer_of(self._policy.outer_optimizer, optimizer, corrects=True)
+            note = optimizers.outer_note(self._policy.outer_optimizer, hypers)
             self.notes += (note,) if note else ()
         self._outer_hyper = tuple(hypers) if delta else None
-        self._hooks = Hooks(model, tensors.trained, mode, keeps_buffers=self._cancels)
+        self._hooks = Hooks(model, tensors.trained, mode, keeps_buffers=self._policy.cancels)
         self.notes += (*self._hooks.notes, *optimizers.notes_of(optimizer))
         mode.start()
         self._has_begun = True
@@ -149,7 +154,7 @@ class ServedLearner(BaseLearner):
         if self.server_state is not None:
             return self.server_state
         table, trained = mode.arena.table, mode.tensors.trained
-        if self._rule.delta:
+        if self._policy.rule.delta:
             outer = (self._loaded or {}).get("outer")
             if outer is None:
                 return None
@@ -157,7 +162,7 @@ class ServedLearner(BaseLearner):
         if not any(optimizer.state.values()):
             return None
         found = optimizer_state.to_vectors(trained, optimizer.state, table.states, DTYPES[table.dtype])
-        if not self._rule.fetch_every:
+        if not self._policy.rule.fetch_every:
             optimizer.state.clear()  # from now on it is the servers'
         return found
 
@@ -181,7 +186,7 @@ class ServedLearner(BaseLearner):
             return loss
 
         replace_step(optimizer, step)
-        if not self._rule.delta:  # there the learner's own optimizer is the one that counts
+        if not self._policy.rule.delta:  # there the learner's own optimizer is the one that counts
             optimizer.state_dict = self._optimizer_state  # type: ignore[method-assign]
         optimizer.load_state_dict = _refuse_to_load  # type: ignore[method-assign, assignment]
 
@@ -198,7 +203,7 @@ class ServedLearner(BaseLearner):
         follow(scheduler, lambda: self.version)
 
     def _notes_to_say(self) -> Sequence[str]:
-        unsaid = () if self._cancels or self._hooks is None else self._hooks.notes  # those are about cancelling
+        unsaid = () if self._policy.cancels or self._hooks is None else self._hooks.notes  # those are about cancelling
         return [note for note in self.notes if note not in unsaid]
 
     # --- the loop ---------------------------------------------------------------------------------------------------
@@ -316,7 +321,7 @@ class ServedLearner(BaseLearner):
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if id(parameter) in weights and name in found:
                 found[name] = weights[id(parameter)]
-        if not self._rule.delta:
+        if not self._policy.rule.delta:
             return version, found, {"optimizer": self._as_optimizer_state(kept)}
         outer = {name: vector for name, vector in kept.items() if name != "weights"}
         return version, found, {"optimizer": optimizer.state_dict(), "outer": outer}
