@@ -34,7 +34,7 @@ class OffbeatStrategy(SingleDeviceStrategy):
         self.learner = join(sync)
         self.global_rank = self.local_rank = self.learner.number
         self.world_size = self.learner.learners
-        self._serves = isinstance(self.learner, ServedLearner)
+        self._is_served = isinstance(self.learner, ServedLearner)
         self._batches: _Batches | None = None  # of the training, once it is prepared
         self._saved: dict[str, Any] | None = None  # of a checkpoint that is being put together
         self._in_batch = False
@@ -47,8 +47,8 @@ class OffbeatStrategy(SingleDeviceStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
-        if trainer.state.fn == "fit" and not any(isinstance(one, _Around) for one in trainer.callbacks):
-            trainer.callbacks.insert(0, _Around(self))
+        if trainer.state.fn == "fit" and not any(isinstance(one, _LoopCallback) for one in trainer.callbacks):
+            trainer.callbacks.insert(0, _LoopCallback(self))
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """The training loader, the first time it is asked for: what was loaded from a checkpoint is loaded by then."""
@@ -62,7 +62,7 @@ class OffbeatStrategy(SingleDeviceStrategy):
             raise RequestError(f"offbeat steps one scheduler over versions; there are {len(over_versions)}")
         given = self.learner.prepare(self.lightning_module, self.optimizers[0], dataloader, *over_versions)
         self.model, loader = given[0], given[2]
-        self._batches = _Batches(loader, looks_ahead=self._serves)
+        self._batches = _Batches(loader, reads_ahead=self._is_served)
         if isinstance(self.learner, ServedLearner):
             self.learner.accumulate()
         return self._batches
@@ -88,13 +88,13 @@ class OffbeatStrategy(SingleDeviceStrategy):
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self._batches is None or not self._serves or not self.is_global_zero:
+        if self._batches is None or not self._is_served or not self.is_global_zero:
             return super().lightning_module_state_dict()
         self._saved = self.learner.state_dict()
         return dict(self._saved["model"])
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        if self._batches is not None and self._serves and not self.is_global_zero:
+        if self._batches is not None and self._is_served and not self.is_global_zero:
             return {}  # only the first learner writes
         saved, self._saved = self._saved, None
         return dict(super().optimizer_state(optimizer)) if saved is None else saved["optimizer"]
@@ -128,9 +128,9 @@ class _Batches(LoaderWrapper):
     one at hand is pushed.
     """
 
-    def __init__(self, loader: Any, *, looks_ahead: bool) -> None:
+    def __init__(self, loader: Any, *, reads_ahead: bool) -> None:
         super().__init__(loader)
-        self._looks_ahead = looks_ahead
+        self._reads_ahead = reads_ahead
         self._iterator: Iterator[Any] = iter(())
         self._next: list[Any] = []
 
@@ -148,19 +148,19 @@ class _Batches(LoaderWrapper):
 
     def has_ended(self) -> bool:
         """Whether there is no more of this epoch."""
-        if self._looks_ahead and not self._next:
+        if self._reads_ahead and not self._next:
             self._next = [batch for batch in (next(self._iterator, self),) if batch is not self]
-        return self._looks_ahead and not self._next
+        return self._reads_ahead and not self._next
 
 
-class _Around(Callback):
+class _LoopCallback(Callback):
     """What a strategy is not told of."""
 
     def __init__(self, strategy: OffbeatStrategy) -> None:
         self._strategy = strategy
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.val_check_interval == 1.0 and self._strategy._serves:
+        if trainer.val_check_interval == 1.0 and self._strategy._is_served:
             trainer.val_check_batch = float("inf")  # at the last minibatch, whichever that will be
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
