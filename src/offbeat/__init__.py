@@ -55,6 +55,7 @@ In this module:
 
     join                        become a learner; returns a `Learner`
     Learner                     what `join` returns: prepare, minibatch, finish, version, notes, ...
+    OpenMinibatch               what `with learner.minibatch() as minibatch` gives: loss, samples, cancelled
     stats, Options              the torch.distributed backend "offbeat": counters and settings of a group
     register_policy,
     register_schedule           add a strategy of your own
@@ -91,16 +92,19 @@ if TYPE_CHECKING:
     from offbeat import train as train
     from offbeat.collectives.backend import stats
     from offbeat.collectives.options import Options
-    from offbeat.server.learner.interface import Learner
+    from offbeat.server.learner.interface import Learner, OpenMinibatch
     from offbeat.server.learner.join import join
     from offbeat.strategy import register_policy, register_schedule
 
 __version__ = "0.1.0"
-__all__ = ["Learner", "Options", "__version__", "join", "register_policy", "register_schedule", "stats"]
+__all__ = [
+    "Learner", "OpenMinibatch", "Options", "__version__", "join", "register_policy", "register_schedule", "stats",
+]  # fmt: skip
 
 # Where each name is defined; the module is imported when the name is first asked for.
 _HOMES = {
     "Learner": "offbeat.server.learner.interface",
+    "OpenMinibatch": "offbeat.server.learner.interface",
     "Options": "offbeat.collectives.options",
     "join": "offbeat.server.learner.join",
     "register_policy": "offbeat.strategy",

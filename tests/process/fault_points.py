@@ -19,7 +19,7 @@ import torch
 from offbeat.processes import child
 from offbeat.server import arena, handshake, wire
 from offbeat.server.coordinator import coordinator_process
-from offbeat.server.learner import client, connection, push_modes
+from offbeat.server.learner import connection, push_modes
 from offbeat.server.shard import server_process
 
 LEARNER = ("compute", "computed", "fill", "push", "pushed", "reply", "fetch", "seed", "want", "granted", "bye", "end")
@@ -103,14 +103,14 @@ def learner(order: dict[str, Any], folder: Path, number: int) -> Points:
         points("seed", lambda: self.weights[0][:7].fill_(1e9))
         original(self, parts, kept)
 
-    def receive(original: Any, self: client.Client, message: Any) -> Any:
+    def receive(original: Any, self: connection.ConnectionState, message: Any) -> Any:
         if isinstance(message, wire.Go) and message.seq > 1:
             points("reply")
         elif isinstance(message, wire.Granted):
             points("granted")
         return original(self, message)
 
-    def push(original: Any, self: client.Client, **named: Any) -> Any:
+    def push(original: Any, self: connection.ConnectionState, **named: Any) -> Any:
         points("push")
         return original(self, **named)
 
@@ -119,7 +119,7 @@ def learner(order: dict[str, Any], folder: Path, number: int) -> Points:
         points("pushed")
 
     def spoken(at: str) -> Callable[..., Any]:
-        def speak(original: Any, self: client.Client, *given: Any, **named: Any) -> Any:
+        def speak(original: Any, self: connection.ConnectionState, *given: Any, **named: Any) -> Any:
             points(at)
             return original(self, *given, **named)
 
@@ -134,11 +134,11 @@ def learner(order: dict[str, Any], folder: Path, number: int) -> Points:
         (arena.Arena, "fill", fill),
         (arena.Arena, "fetch", fetch),
         (arena.Arena, "seed", seed),
-        (client.Client, "receive", receive),
-        (client.Client, "push", push),
+        (connection.ConnectionState, "receive", receive),
+        (connection.ConnectionState, "push", push),
         (push_modes.PushMode, "push", pushed),
-        (client.Client, "want", spoken("want")),
-        (client.Client, "bye", spoken("bye")),
+        (connection.ConnectionState, "request_samples", spoken("want")),
+        (connection.ConnectionState, "bye", spoken("bye")),
         (handshake, "connect", connect),
     ):
         wrap(owner, name, around)
@@ -261,7 +261,7 @@ def _forget_pushes() -> None:
 
 def _outlive_the_supervisor() -> None:
     child.die_with_parent = lambda parent=None: None
-    connection._NOBODY_S = server_process._NOBODY_S = 60.0  # nor do they end by themselves, when the door is gone
+    connection._GONE_S = server_process._NOBODY_S = 60.0  # nor do they end by themselves, when the door is gone
 
 
 PLANTED = {

@@ -222,8 +222,6 @@ def test_a_learner_that_fails_is_named_and_nothing_is_left() -> None:
     before = children()
     setting = RunSetting(line="async", learners=2)
     plan = ServerPlan(setting=setting, command=program("policy_learner", "many"), restarts=0)
-        setting=RunSetting(line="async", learners=2), command=program("policy_learner", "many"), restarts=0
-    )
     with pytest.raises(OffbeatError, match=r"bench: learner \d: ValueError: invalid literal .* \(testing\)"):
         supervise(plan, "testing", 60.0)
     assert children() == before

@@ -13,7 +13,7 @@ from pathlib import Path
 import offbeat
 import offbeat.train
 from offbeat.server.learner.reduced_learner import ReducedLearner
-from offbeat.server.learner.served_learner import Minibatch, ServedLearner
+from offbeat.server.learner.served_learner import ServedLearner
 from process.forked_scripts import fork_scripts
 from train.programs import offbeat as run
 
@@ -26,7 +26,7 @@ def plain(thing: object) -> str:
 def test_dir_names_what_a_user_needs_and_nothing_else() -> None:
     shown = {name for name in dir(offbeat) if not name.startswith("__")}
     assert shown == {
-        "Learner", "Options", "join", "register_policy", "register_schedule", "stats",
+        "Learner", "OpenMinibatch", "Options", "join", "register_policy", "register_schedule", "stats",
         "datasets", "errors", "policies", "schedules", "simulate", "strategy", "topology", "train",
     }  # fmt: skip
     assert {"Config", "Task", "train"} <= set(dir(offbeat.train))
@@ -56,7 +56,7 @@ def test_help_of_a_learner_describes_each_call() -> None:
         text = plain(kind)
         for name in ("prepare", "minibatch", "finish", "version", "notes"):
             assert name in text, (kind, name)
-    assert "cancelled" in plain(Minibatch)
+    assert "cancelled" in plain(offbeat.OpenMinibatch)
 
 
 def test_dir_and_subpackages_load_no_torch() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from offbeat.server.wire import CancelWord, Done, EnterPause, Fenced, Lease, Message, Push, Ready, ShardJob, Stop
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from server.world import World
 
 Life = Iterator[float | None]
+
+
+def numbers(leases: Iterable[Lease]) -> tuple[int, ...]:
+    return tuple(lease[0] for lease in leases)
 
 
 class Learner:
@@ -87,8 +91,8 @@ class Learner:
             if client.over:
                 break
             self.look()
-            if client.rest is not None and (client.go is None or self.rng.random() < 0.5):
-                yield from self._rest()
+            if client.pause is not None and (client.go is None or self.rng.random() < 0.5):
+                yield from self._pause()
             elif client.must_seed:
                 yield from self._seed()
             elif not client.incarnation:
@@ -108,25 +112,25 @@ class Learner:
         world = self.world
         return self.epoch >= world.epochs if world.samples else world.places[self.learner].left <= 0
 
-    def _rest(self) -> Life:
-        """Where it waits. As `Link` does, it stands still until it may go on, leads, or was given up."""
+    def _pause(self) -> Life:
+        """Where it waits. As `Connection` does, it stands still until the pause ends, it leads, or was given up."""
         client = self.client
-        while (rest := client.take_rest()) is not None:
+        while (pause := client.take_pause()) is not None:
             stop = False
-            if rest.lead:
-                stop = yield from self._lead(rest)
+            if pause.lead:
+                stop = yield from self._lead(pause)
             elif self.rng.random() < 0.3:
                 yield self.rng.uniform(0, 1)
-            self.say(client.rested(rest, stop=stop))
-            while client.resting and client.rest is None and not (client.over or client.fenced or client.refused):
+            self.say(client.paused(pause, stop=stop))
+            while client.must_wait:
                 yield None
                 self.look()
 
-    def _lead(self, rest: EnterPause) -> Generator[float | None, None, bool]:
+    def _lead(self, pause: EnterPause) -> Generator[float | None, None, bool]:
         """Read all weights, slowly; whether the run is to end."""
-        world, stay = self.world, (self.learner, rest.incarnation)
-        facts = json.loads(rest.facts)
-        world.oracle.leads(stay, rest.number, facts)
+        world, stay = self.world, (self.learner, pause.incarnation)
+        facts = json.loads(pause.facts)
+        world.oracle.leads(stay, pause.number, facts)
         copies = []
         for shard, buffers in enumerate(world.buffers):
             buffer = world.oracle.buffers[world.oracle.group_of(shard)]
@@ -167,7 +171,7 @@ class Learner:
     def _look_at_weights(self) -> Life:
         """Not to work on them; but one that works by itself goes on with them."""
         client, nonce = self.client, self.client.nonce
-        self.say(client.ask())
+        self.say(client.request_weights())
         while client.weights is None and client.nonce == nonce and client.refused is None and not client.over:
             yield from self._idle()
             self.look()
@@ -183,12 +187,12 @@ class Learner:
 
     def _get_batch(self, *, wait: bool) -> Life:
         client, world, nonce = self.client, self.world, self.client.nonce
-        self.say(client.want(epoch=self.epoch, count=world.batch, of=world.samples, wait=wait))
+        self.say(client.request_samples(epoch=self.epoch, count=world.batch, of=world.samples, wait=wait))
         while client.granted is None and client.nonce == nonce and client.refused is None and not client.cancelled:
             if client.over:
                 break
             self.look()
-            yield from self._rest() if wait and client.rest is not None else self._idle()
+            yield from self._pause() if wait and client.pause is not None else self._idle()
         granted = client.granted
         if granted is None or client.nonce != nonce:
             return
@@ -229,18 +233,17 @@ class Learner:
                 if client.cancelled or not self._has_batch():
                     break
                 leases.append(self.batches.popleft())
-                client.leases = tuple(leases)
             for _ in range(rng.randint(1, 3)):
                 yield rng.uniform(0.05, 0.5) * world.slowness[self.learner]
                 self.look()
                 if client.cancelled:
-                    self.say(client.stop())
+                    self.say(client.stop(numbers(leases)))
                     return
             self.count += 1
             if rule.fetch_every:
                 yield from self._fetch(key, rule.fetch_every)
         if client.cancelled or (world.samples and not leases):
-            self.say(client.stop())
+            self.say(client.stop(numbers(leases)))
             return
         yield from self._push(key, version, tuple(leases))
 
@@ -271,7 +274,7 @@ class Learner:
         """Beside its work, as Downpour does."""
         client = self.client
         if self.count % every == 0 and client.weights is None:
-            self.say(client.ask())
+            self.say(client.request_weights())
             while self.world.patient and client.weights is None and not client.cancelled and not client.over:
                 yield None
                 self.look()
@@ -296,12 +299,22 @@ class Learner:
         if rng.random() < 0.5:
             self.look()
             if client.cancelled:
-                self.say(client.stop())
+                self.say(client.stop(numbers(leases)))
                 return
         world.places[self.learner].left -= 1
         hyper = ({"lr": lr},)
         loss = float(rng.randint(1, 3))
-        self.say(client.push(samples=samples, version=version, loss=loss, finite=finite, hyper=hyper, absent=absent))
+        self.say(
+            client.push(
+                samples=samples,
+                version=version,
+                loss=loss,
+                finite=finite,
+                hyper=hyper,
+                leases=numbers(leases),
+                absent=absent,
+            )
+        )
         self.last = key if finite else None
 
 

@@ -14,6 +14,10 @@ from offbeat.server.learner.served_learner import ServedLearner
 from server.programs import FEATURES, data, family, loss_of, model_of, weights_of
 
 
+def is_cancelled(learner: ServedLearner) -> bool:
+    return learner._mode is not None and learner._mode.is_cancelled()
+
+
 def train(learner: ServedLearner, model: nn.Module, optimizer: Any, batches: int, x: torch.Tensor | None = None) -> int:
     """So many minibatches on the same samples; how many were cancelled."""
     cancelled = 0
@@ -41,7 +45,7 @@ def serve_cancelled(rank: int, ranks: int, store: str, *, updates: int, **run: A
             entered.append(self.number)
             if slow and self.number == 2:
                 end = time.monotonic() + 5.0
-                while not learner_._is_cancelled() and time.monotonic() < end:
+                while not is_cancelled(learner_) and time.monotonic() < end:
                     time.sleep(0.001)
             out: torch.Tensor = self.norm(self.inner(x)).relu()
             return out
@@ -283,7 +287,7 @@ def serve_late_step(rank: int, ranks: int, store: str, *, inside: bool, **run: A
 
         def late() -> None:
             end = time.monotonic() + 5.0
-            while rank == ranks - 2 and not learner._is_cancelled() and time.monotonic() < end and not seen:
+            while rank == ranks - 2 and not is_cancelled(learner) and time.monotonic() < end and not seen:
                 time.sleep(0.001)
 
         for x in loader:

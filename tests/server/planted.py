@@ -14,7 +14,7 @@ from offbeat.server.coordinator.pauses import Pauses
 from offbeat.server.coordinator.sample_leases import SampleLeases
 from offbeat.server.coordinator.session import Gradient, LearnerSession
 from offbeat.server.coordinator.update_queue import CommitGroup, PendingUpdate
-from offbeat.server.learner.client import Client
+from offbeat.server.learner.connection import ConnectionState
 from offbeat.server.shard.shard import Shard
 from offbeat.server.wire import (
     Ask,
@@ -272,7 +272,7 @@ class FinishesFirst(Shard):
         return super().handle(job)
 
 
-class SeedsAgain(Client):
+class SeedsAgain(ConnectionState):
     """A Welcome that was long on its way makes it write the initial weights again."""
 
     def _welcome(self, message: Welcome) -> None:
@@ -281,14 +281,14 @@ class SeedsAgain(Client):
             self.must_seed = True
 
 
-class PushesOnce(Client):
+class PushesOnce(ConnectionState):
     """A push that is lost is not said again."""
 
     def retry(self) -> list[Message]:
         return [one for one in super().retry() if not isinstance(one, Push)]
 
 
-class RejoinsWhileItWrites(Client):
+class RejoinsWhileItWrites(ConnectionState):
     """It comes again before it has stopped."""
 
     def receive(self, message: Any) -> list[Message]:
@@ -401,29 +401,29 @@ class GoesInPauses(Coordinator):
         self._out += self.grants.give_out([self.sessions[message.learner]])
 
 
-class PausesAtWork(Client):
+class PausesAtWork(ConnectionState):
     """It says that it pauses when it is called, and computes on."""
 
     def receive(self, message: Any) -> list[Message]:
         said = super().receive(message)
-        if self.rest is not None and not self.rest.lead and self.working:
-            said += [Paused(self.learner, self.incarnation, self.rest.number)]
+        if self.pause is not None and not self.pause.lead and self.working:
+            said += [Paused(self.learner, self.incarnation, self.pause.number)]
         return said
 
 
-class PausesOnce(Client):
+class PausesOnce(ConnectionState):
     """That it pauses is said once."""
 
     def retry(self) -> list[Message]:
         return [one for one in super().retry() if not isinstance(one, Paused)]
 
 
-class LeadsTwice(Client):
+class LeadsTwice(ConnectionState):
     """A call to lead that comes again is another one."""
 
     def receive(self, message: Any) -> list[Message]:
         if isinstance(message, EnterPause) and message.lead and message.incarnation == self.incarnation:
-            self._rests = (0, False)
+            self._entered = (0, False)
         return super().receive(message)
 
 

@@ -67,13 +67,26 @@ def weights_of(model: nn.Module) -> list[float]:
     return flat
 
 
+class NowhereSink:
+    """Takes gradients and does nothing with them."""
+
+    def fill(self, index: int, gradient: torch.Tensor) -> None:
+        pass
+
+    def is_unchanged(self, index: int, gradient: torch.Tensor) -> bool:
+        return True
+
+    def is_cancelled(self) -> bool:
+        return False
+
+
 def warm_up() -> None:
     """Whatever torch loads when it is first used, before anything is forked: it takes seconds."""
     torch.set_num_threads(1)
     model = model_of()
     optimizer = optimizer_of("adam", model)
     torch.optim.lr_scheduler.StepLR(optimizer, step_size=4)
-    hooks = Hooks(model, list(model.parameters()), fill=lambda i, g: None, cancelled=lambda: False, keeps_buffers=True)
+    hooks = Hooks(model, list(model.parameters()), NowhereSink(), keeps_buffers=True)
     hooks.remove()
     for parameter in model.parameters():  # by hand: where there is a GPU, backward starts threads
         parameter.grad = torch.zeros_like(parameter)
@@ -107,9 +120,9 @@ def family(
     end = time.monotonic() + within_s
     while not address.exists() and time.monotonic() < end:
         time.sleep(0.005)
-    door, token = json.loads(address.read_text())
+    listener, token = json.loads(address.read_text())
     torch.set_num_threads(1)
-    learner = ServedLearner(line=line, number=rank, learners=learners, door=door, token=token, slow=slow)
+    learner = ServedLearner(line=line, number=rank, learners=learners, listener=listener, token=token, slow=slow)
     try:
         return body(learner)
     finally:
@@ -254,12 +267,12 @@ def serve_pausing(
         saved: dict[str, Any] = {}
         pauses = seen = 0
 
-        def at_rest(rest: EnterPause) -> bool:
+        def on_pause(pause: EnterPause) -> bool:
             nonlocal pauses
-            if not rest.lead:
+            if not pause.lead:
                 pauses += 1
                 return False
-            facts, first = json.loads(rest.facts), learner.snapshot()
+            facts, first = json.loads(pause.facts), learner.snapshot()
             time.sleep(0.02)
             second, other = learner.snapshot(), model_of(seed=99)
             learner.load_current(other, optimizer_of(optimizer, other))
@@ -269,13 +282,14 @@ def serve_pausing(
             saved.update(facts, kept={name: vector.tolist() for name, vector in first.items()})
             return bool(facts["version"] == stop_at)
 
-        learner.at_rest = at_rest
+        learner.on_pause = on_pause
         vectors = {
             name: torch.tensor(values, dtype=torch.int64 if name == "steps" else torch.float32)
             for name, values in (kept or {}).items()
         }
+        learner.server_state = vectors or None
         loader: Any = DataLoader(data(), batch_size=8, shuffle=True)
-        model, inner, loader = learner.prepare(model, inner, loader, in_place=in_place, kept=vectors or None)
+        model, inner, loader = learner.prepare(model, inner, loader, in_place=in_place)
         over = False
         try:
             for _ in range(2):
@@ -286,7 +300,7 @@ def serve_pausing(
                         inner.step()
                     seen += 1
                     if halt_after == seen and rank == ranks - 2:
-                        learner.halt()
+                        learner.request_end()
             learner.finish()
         except RunOverError:
             over = True

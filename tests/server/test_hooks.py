@@ -39,15 +39,16 @@ class Bench:
         self.fills: list[int] = []
         self.looks = 0
         self.at = NEVER
-        self.hooks = Hooks(
-            model, self.parameters, fill=self.fill, cancelled=self.cancelled, keeps_buffers=keeps_buffers
-        )
+        self.hooks = Hooks(model, self.parameters, self, keeps_buffers=keeps_buffers)
 
     def fill(self, index: int, gradient: Tensor) -> None:
         self.fills.append(index)
         self.filled[index] = torch.zeros(gradient.shape, dtype=gradient.dtype).copy_(gradient)
 
-    def cancelled(self) -> bool:
+    def is_unchanged(self, index: int, gradient: Tensor) -> bool:
+        return True
+
+    def is_cancelled(self) -> bool:
         self.looks += 1
         return self.looks >= self.at
 

@@ -12,7 +12,6 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 
 import offbeat
-from offbeat.server.learner.interface import OpenMinibatch
 from offbeat.server.learner.reduced_learner import ReducedLearner
 from offbeat.server.learner.served_learner import ServedLearner
 
@@ -46,7 +45,7 @@ if TYPE_CHECKING:  # not run: `mypy`, a part of `make test`, checks each line
         learner.prepare(model, optimizer, 5)  # type: ignore[call-overload] # not a loader
         learner.prepare(optimizer, model)  # type: ignore[call-overload] # the other way round
         with learner.minibatch() as minibatch:
-            assert_type(minibatch, OpenMinibatch)
+            assert_type(minibatch, offbeat.OpenMinibatch)
             minibatch.loss = torch.zeros(())
         assert_type(minibatch.cancelled, bool)
         assert_type(learner.version, int)
@@ -74,6 +73,6 @@ def test_both_learners_take_what_the_interface_takes_and_document_it(kind: type[
 
 
 def test_a_learner_has_the_attributes_of_the_interface() -> None:
-    learner = ServedLearner(line="async", number=0, learners=1, door="nowhere", token="")
+    learner = ServedLearner(line="async", number=0, learners=1, listener="nowhere", token="")
     assert all(hasattr(learner, name) for name in ATTRIBUTES)
     learner.close()

@@ -113,7 +113,7 @@ def test_batches_without_use_are_settled_and_do_not_come_again(nursery: Nursery)
 
 
 def refusal(model: nn.Module, optimizer: Any, **options: Any) -> str:
-    learner = ServedLearner(line="async", number=0, learners=1, door="nowhere", token="")
+    learner = ServedLearner(line="async", number=0, learners=1, listener="nowhere", token="")
     try:
         with pytest.raises(RequestError) as caught:
             learner.prepare(model, optimizer, **options)
@@ -134,7 +134,7 @@ def test_what_cannot_be_run_is_refused_by_name() -> None:
 
 
 def test_a_minibatch_before_prepare_says_what_to_do() -> None:
-    learner = ServedLearner(line="async", number=0, learners=1, door="nowhere", token="")
+    learner = ServedLearner(line="async", number=0, learners=1, listener="nowhere", token="")
     with pytest.raises(RequestError, match=r"learner\.prepare"), learner.minibatch():
         pass
     learner.close()
@@ -167,10 +167,10 @@ def test_what_changes_after_prepare_and_schedulers_of_other_things_are_refused()
     model = programs.model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-    learner = ServedLearner(line="async", number=0, learners=1, door="nowhere", token="")
+    learner = ServedLearner(line="async", number=0, learners=1, listener="nowhere", token="")
     with pytest.raises(RequestError, match="ReduceLROnPlateau"):
-        learner._over_versions(plateau)
-    learner._replace_step(optimizer, optimizer.step, list(model.parameters()))
+        learner._follow_version(plateau)
+    learner._replace_methods(optimizer, list(model.parameters()))
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
     with pytest.raises(RequestError, match="other parameters"):
         optimizer.step()

@@ -11,7 +11,7 @@ import pytest
 from collectives.nursery import Nursery
 from offbeat.leases import Lease, LeaseBook
 from offbeat.server.coordinator.coordinator import Coordinator
-from offbeat.server.learner.client import Client
+from offbeat.server.learner.connection import ConnectionState
 from offbeat.server.run_setting import RunSetting
 from offbeat.server.wire import (
     INPUT,
@@ -431,8 +431,8 @@ def test_a_journal_brings_a_coordinator_back_in_the_middle_of_a_pause(upto: int)
 # --- the learner's end --------------------------------------------------------------------------------------------
 
 
-def joined() -> Client:
-    client = Client(0, "t", iter(count(10)))
+def joined() -> ConnectionState:
+    client = ConnectionState(0, "t", iter(count(10)))
     client.join()
     client.receive(Welcome(0, 10, 1))
     return client
@@ -442,30 +442,30 @@ def test_a_learner_takes_each_call_once_and_says_that_it_pauses_until_it_may_go_
     client = joined()
     for _ in range(2):
         client.receive(EnterPause(0, 1, 1))
-    rest = client.take_rest()
-    assert rest == EnterPause(0, 1, 1)
-    assert not client.resting
-    assert client.rested(rest) == [Paused(0, 1, 1)]
+    pause = client.take_pause()
+    assert pause == EnterPause(0, 1, 1)
+    assert not client.is_paused
+    assert client.paused(pause) == [Paused(0, 1, 1)]
     client.receive(EnterPause(0, 1, 1))
-    assert client.take_rest() is None
-    assert client.resting and Paused(0, 1, 1) in client.retry()
+    assert client.take_pause() is None
+    assert client.is_paused and Paused(0, 1, 1) in client.retry()
     client.receive(EndPause(0, 1, 0))  # from a pause before
-    assert client.resting
+    assert client.is_paused
     client.receive(EndPause(0, 1, 1))
-    assert not client.resting and Paused(0, 1, 1) not in client.retry()
+    assert not client.is_paused and Paused(0, 1, 1) not in client.retry()
 
 
 def test_a_learner_leads_once() -> None:
     client = joined()
     client.receive(EnterPause(0, 1, 1))
-    client.rested(client.take_rest() or EnterPause(0, 1, 0))
+    client.paused(client.take_pause() or EnterPause(0, 1, 0))
     client.receive(EnterPause(0, 1, 1, lead=True))
-    lead = client.take_rest()
+    lead = client.take_pause()
     assert lead is not None and lead.lead
     client.receive(EnterPause(0, 1, 1, lead=True))
     client.receive(EnterPause(0, 1, 1))
-    assert client.take_rest() is None
-    assert client.rested(lead, stop=True) == [Paused(0, 1, 1, led=True, stop=True)]
+    assert client.take_pause() is None
+    assert client.paused(lead, stop=True) == [Paused(0, 1, 1, led=True, stop=True)]
     assert Paused(0, 1, 1, led=True, stop=True) in client.retry()
 
 
@@ -473,7 +473,7 @@ def test_a_call_that_comes_after_its_pause_is_answered_and_nothing_else() -> Non
     client = joined()
     client.receive(EnterPause(0, 1, 1))
     client.receive(EndPause(0, 1, 1))
-    assert client.take_rest() is None
+    assert client.take_pause() is None
 
 
 def test_that_the_run_is_over_is_not_taken_back_by_a_word_from_before() -> None:
@@ -486,21 +486,21 @@ def test_that_the_run_is_over_is_not_taken_back_by_a_word_from_before() -> None:
 def test_one_that_was_given_up_in_a_pause_comes_again_and_knows_of_none() -> None:
     client = joined()
     client.receive(EnterPause(0, 1, 1))
-    rest = client.take_rest()
-    assert rest is not None
-    client.rested(rest)
+    pause = client.take_pause()
+    assert pause is not None
+    client.paused(pause)
     assert [type(one) for one in client.receive(Fenced(0, 1))] == [Hello]
-    assert not client.resting
-    assert client.rested(rest) == [], "what it led as another is nobody's"
+    assert not client.is_paused
+    assert client.paused(pause) == [], "what it led as another is nobody's"
     client.receive(Welcome(0, 11, 2))
     client.receive(EnterPause(0, 2, 1))
-    assert client.take_rest() == EnterPause(0, 2, 1)
+    assert client.take_pause() == EnterPause(0, 2, 1)
 
 
 def test_a_halt_is_said_until_the_run_is_over_also_as_another() -> None:
-    client = Client(0, "t", iter(count(10)))
+    client = ConnectionState(0, "t", iter(count(10)))
     client.join()
-    assert client.halt() == [], "it is nobody yet"
+    assert client.request_end() == [], "it is nobody yet"
     client.receive(Welcome(0, 10, 1))
     assert EndRequest(0, 1) in client.retry()
     client.receive(Fenced(0, 1))

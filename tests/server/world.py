@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from offbeat.errors import EventError
 from offbeat.policies import POLICIES
 from offbeat.server.coordinator.coordinator import Coordinator
-from offbeat.server.learner.client import Client
+from offbeat.server.learner.connection import ConnectionState
 from offbeat.server.run_setting import RunSetting
 from offbeat.server.shard.shard import Shard
 from offbeat.server.wire import (
@@ -98,7 +98,7 @@ class Kit:
     """The machines that the world is made of; a planted bug is another kit."""
 
     coordinator: type[Coordinator] = Coordinator
-    client: type[Client] = Client
+    client: type[ConnectionState] = ConnectionState
     shard: type[Shard] = Shard
     looks_at_fence: bool = True  # after reading
     journal_lag: int = 0  # messages at the end of the journal that a crash loses
@@ -414,7 +414,7 @@ class World:
             self.after(1.0, self._halt)
         for process in there[: self.rng.randint(1, 2)]:
             if not process.dead and not process.paused:
-                process.say(process.client.halt())
+                process.say(process.client.request_end())
 
     def _kill(self, process: Learner) -> None:
         process.dead = True

@@ -32,10 +32,5 @@ def prepare(
     model, wrapped = accelerator.prepare(model, optimizer)
     given = () if scheduler is None else (scheduler,)
     found = learner.prepare(accelerator.unwrap_model(model), wrapped.optimizer, loader, *given)
-
-    def step() -> None:
-        wrapped.optimizer.step()
-        wrapped.optimizer.zero_grad()
-
-    learner.accumulate(step)
+    learner.accumulate()
     return model, wrapped, *found[2:]

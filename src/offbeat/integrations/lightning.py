@@ -20,6 +20,7 @@ from torch import Tensor
 
 from offbeat.errors import RequestError
 from offbeat.server.learner.join import join
+from offbeat.server.learner.leased_loader import LoaderWrapper
 from offbeat.server.learner.served_learner import ServedLearner
 
 
@@ -33,7 +34,7 @@ class OffbeatStrategy(SingleDeviceStrategy):
         self.learner = join(sync)
         self.global_rank = self.local_rank = self.learner.number
         self.world_size = self.learner.learners
-        self._serves = isinstance(self.learner, ServedLearner)
+        self._is_served = isinstance(self.learner, ServedLearner)
         self._batches: _Batches | None = None  # of the training, once it is prepared
         self._saved: dict[str, Any] | None = None  # of a checkpoint that is being put together
         self._in_batch = False
@@ -46,8 +47,8 @@ class OffbeatStrategy(SingleDeviceStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
-        if trainer.state.fn == "fit" and not any(isinstance(one, _Around) for one in trainer.callbacks):
-            trainer.callbacks.insert(0, _Around(self))
+        if trainer.state.fn == "fit" and not any(isinstance(one, _LoopCallback) for one in trainer.callbacks):
+            trainer.callbacks.insert(0, _LoopCallback(self))
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """The training loader, the first time it is asked for: what was loaded from a checkpoint is loaded by then."""
@@ -59,12 +60,11 @@ class OffbeatStrategy(SingleDeviceStrategy):
         over_versions = [one.scheduler for one in self.lr_scheduler_configs if one.interval == "step"]
         if len(over_versions) > 1:
             raise RequestError(f"offbeat steps one scheduler over versions; there are {len(over_versions)}")
-        optimizer = self.optimizers[0]
-        given = self.learner.prepare(self.lightning_module, optimizer, dataloader, *over_versions)
+        given = self.learner.prepare(self.lightning_module, self.optimizers[0], dataloader, *over_versions)
         self.model, loader = given[0], given[2]
-        self._batches = _Batches(loader, looks_ahead=self._serves)
+        self._batches = _Batches(loader, reads_ahead=self._is_served)
         if isinstance(self.learner, ServedLearner):
-            self.learner.accumulate(lambda: _step(optimizer))
+            self.learner.accumulate()
         return self._batches
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **more: Any) -> Any:
@@ -88,13 +88,13 @@ class OffbeatStrategy(SingleDeviceStrategy):
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self._batches is None or not self._serves or not self.is_global_zero:
+        if self._batches is None or not self._is_served or not self.is_global_zero:
             return super().lightning_module_state_dict()
         self._saved = self.learner.state_dict()
         return dict(self._saved["model"])
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        if self._batches is not None and self._serves and not self.is_global_zero:
+        if self._batches is not None and self._is_served and not self.is_global_zero:
             return {}  # only the first learner writes
         saved, self._saved = self._saved, None
         return dict(super().optimizer_state(optimizer)) if saved is None else saved["optimizer"]
@@ -121,15 +121,16 @@ class OffbeatStrategy(SingleDeviceStrategy):
         return torch.stack([one.to(tensor.device) for one in self.learner.gather(tensor)])
 
 
-class _Batches:
+class _Batches(LoaderWrapper):
     """The training loader as Lightning iterates it; after each minibatch it is asked whether another will come.
 
     Which minibatch is the last of an epoch is known only when the others are done too: it may not be asked before the
     one at hand is pushed.
     """
 
-    def __init__(self, loader: Any, *, looks_ahead: bool) -> None:
-        self._loader, self._looks_ahead = loader, looks_ahead
+    def __init__(self, loader: Any, *, reads_ahead: bool) -> None:
+        super().__init__(loader)
+        self._reads_ahead = reads_ahead
         self._iterator: Iterator[Any] = iter(())
         self._next: list[Any] = []
 
@@ -140,14 +141,6 @@ class _Batches:
     def __next__(self) -> Any:
         return self._next.pop() if self._next else next(self._iterator)
 
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._loader, name)
-
     def start(self, epoch: int) -> None:
         """The next iteration is of this epoch: a run that goes on does not begin with the first."""
         if hasattr(self._loader, "epoch"):
@@ -155,19 +148,19 @@ class _Batches:
 
     def has_ended(self) -> bool:
         """Whether there is no more of this epoch."""
-        if self._looks_ahead and not self._next:
+        if self._reads_ahead and not self._next:
             self._next = [batch for batch in (next(self._iterator, self),) if batch is not self]
-        return self._looks_ahead and not self._next
+        return self._reads_ahead and not self._next
 
 
-class _Around(Callback):
+class _LoopCallback(Callback):
     """What a strategy is not told of."""
 
     def __init__(self, strategy: OffbeatStrategy) -> None:
         self._strategy = strategy
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.val_check_interval == 1.0 and self._strategy._serves:
+        if trainer.val_check_interval == 1.0 and self._strategy._is_served:
             trainer.val_check_batch = float("inf")  # at the last minibatch, whichever that will be
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -183,9 +176,3 @@ class _Around(Callback):
         if strategy._batches is not None and strategy._batches.has_ended():
             loop.epoch_loop.batch_progress.is_last_batch = True
             loop._data_fetcher.done = True
-
-
-def _step(optimizer: torch.optim.Optimizer) -> None:
-    """What was accumulated and is waited for."""
-    optimizer.step()
-    optimizer.zero_grad()

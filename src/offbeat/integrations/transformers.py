@@ -118,14 +118,12 @@ class _Loader:
         self.set_epoch(epoch)
         follow(scheduler, self.progress)
         optimizer.register_step_post_hook(self._count_step)
+        self._learner.accumulate(self._check_computed)
 
-        def step() -> None:
-            if self._handed > self.computed:
-                raise _TakenError
-            optimizer.step()
-            optimizer.zero_grad()
-
-        self._learner.accumulate(step)
+    def _check_computed(self) -> None:
+        """Before a step with what was accumulated: what was handed out must be in it."""
+        if self._handed > self.computed:
+            raise _TakenError
 
     def _count_step(self, *_: object) -> None:
         self._own_steps += 1

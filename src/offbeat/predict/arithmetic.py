@@ -29,7 +29,7 @@ from torch.utils.data import default_collate
 from offbeat.policies import Policy, create
 from offbeat.policies.damping import CORRECT
 from offbeat.predict.timelines import Answer, Minibatch, Update
-from offbeat.server.learner.leased_loader import Orders
+from offbeat.server.learner.leased_loader import SampleOrder
 from offbeat.server.shard import optimizers
 from offbeat.server.shard.in_process import InProcessServer
 from offbeat.server.wire import Hyper
@@ -54,7 +54,7 @@ class Arithmetic:
         self.trainer = trainer
         config = trainer.config
         self.dataset: Any = trainer.task.train
-        self.orders = Orders(config.seed, trainer.samples)
+        self.orders = SampleOrder(config.seed, trainer.samples)
         served = family_of(config.sync) == SERVER
         policy = create(config.sync, expect=trainer.learners) if served else None
         self.rule = None if policy is None else policy.rule

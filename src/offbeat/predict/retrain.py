@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from offbeat.errors import LogError, ReplayError
 from offbeat.predict.logged_timeline import LoggedTimeline
 from offbeat.runs.log import RunLog
-from offbeat.server.learner.leased_loader import Orders
+from offbeat.server.learner.leased_loader import SampleOrder
 from offbeat.server.shard.in_process import InProcessServer
 
 LossOf = Callable[[nn.Module, Sequence[int]], Tensor]
@@ -36,7 +36,7 @@ def retrain(
     replica = InProcessServer(
         model, optimizer, clip_norm=float(run.get("clip_norm", 0.0)), gradients=run.get("gradients")
     )
-    orders = Orders(int(run.get("seed", 0)), samples, shuffled=shuffled)
+    orders = SampleOrder(int(run.get("seed", 0)), samples, shuffled=shuffled)
     compensation = timeline.policy.rate.compensation
     for update in timeline.stream():
         for work in update.works:

@@ -1,8 +1,8 @@
 """Learners of a parameter server: which minibatch counts, and when, is the policy's to say.
 
 Samples are leased, a minibatch at a time. The servers hold weights and optimizer; what a learner has for itself are its
-buffers, and under local-sgd and Downpour an optimizer of its own. In a rest everybody hands in that part, by way of the
-run's folder, and the one who leads looks at the servers' weights.
+buffers, and under local-sgd and Downpour an optimizer of its own. In a pause every learner hands in that part, by way
+of the run's folder, and the one who leads evaluates the servers' weights.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from offbeat.train.trainer import Trainer, TrainingState, piece_of, size_of
 
 
 def setting_of(config: Config, checkpoint: Checkpoint | None) -> dict[str, Any]:
-    """What the services of a run must know beyond the line: when to rest, and where to go on."""
+    """What the services of a run must know beyond the line: when to pause, and where to go on."""
     kept = None if checkpoint is None else checkpoint.state["standing"]["server"]
     return {
         "again": config.cancelled == "again",
@@ -72,12 +72,12 @@ class ServedTrainer(Trainer):
 
     def ask_to_stop(self) -> None:
         super().ask_to_stop()
-        self.learner.halt_soon()  # also while it waits, where no minibatch begins
+        self.learner.request_end_soon()  # also while it waits, where no minibatch begins
 
     def fit(self) -> None:
         config, learner = self.config, self.learner
         train = config.train
-        learner.at_rest = self._at_rest
+        learner.on_pause = self._on_pause
         loader: Any = DataLoader(
             self.task.train,
             batch_size=train.batch_size * train.accumulate,
@@ -87,12 +87,10 @@ class ServedTrainer(Trainer):
             pin_memory=self.device.type == "cuda",
             generator=torch.Generator().manual_seed(config.seed),
         )
-        kept = None if self.checkpoint is None else self.checkpoint.files["server"]
+        learner.server_state = None if self.checkpoint is None else self.checkpoint.files["server"]
         self.set_rate(self._base)
         try:
-            _, _, loader = learner.prepare(
-                self.model, self.optimizer, loader, clip_norm=train.clip_norm or None, kept=kept
-            )
+            _, _, loader = learner.prepare(self.model, self.optimizer, loader, clip_norm=train.clip_norm or None)
             if self.checkpoint is not None:
                 self.load_own(self.checkpoint)  # again: joining has made all buffers those of the first
             if self.number == 0:
@@ -104,7 +102,7 @@ class ServedTrainer(Trainer):
                 self.forget_losses()
                 for batch in loader:
                     if self.stop_wanted:
-                        learner.halt()
+                        learner.request_end()
                     self._minibatch(batch)
         except RunOverError:
             pass
@@ -113,11 +111,11 @@ class ServedTrainer(Trainer):
 
     def _minibatch(self, batch: Any) -> None:
         learner, scaler = self.learner, self.precision.scaler
-        rested_s, began_s = learner.rested_s, time.monotonic()
+        paused_s, began_s = learner.paused_s, time.monotonic()
         many = size_of(batch)
         counted = False
         with learner.minibatch() as minibatch:
-            epoch, place = learner.place
+            epoch, place = learner.batch_position
             self.set_chance(epoch, place)
             total = torch.zeros((), device=self.device)
             passes = min(self.config.train.accumulate, many)
@@ -142,17 +140,17 @@ class ServedTrainer(Trainer):
             if counted:
                 self.forget(many)
             return
-        self._count_time(began_s, learner.rested_s - rested_s)
+        self._count_time(began_s, learner.paused_s - paused_s)
         self.tell_progress(update, total)
 
-    def _count_time(self, began_s: float, rested_s: float) -> None:
+    def _count_time(self, began_s: float, paused_s: float) -> None:
         ended_s, pushed_s = time.monotonic(), self.learner.pushed_s
         if pushed_s < began_s:  # a step of its own
             pushed_s = ended_s
         self.compute_s += pushed_s - began_s
-        self.wait_s += max(0.0, ended_s - pushed_s - rested_s)
+        self.wait_s += max(0.0, ended_s - pushed_s - paused_s)
 
-    # --- rests ------------------------------------------------------------------------------------------------------
+    # --- pauses -----------------------------------------------------------------------------------------------------
 
     def own_part(self) -> LearnerSnapshot:
         part = super().own_part()
@@ -160,17 +158,17 @@ class ServedTrainer(Trainer):
             part.optimizer = optimizer_tensors(self.optimizer)
         return part
 
-    def _at_rest(self, rest: EnterPause) -> bool:
-        if not rest.lead:
+    def _on_pause(self, pause: EnterPause) -> bool:
+        if not pause.lead:
             try:
-                self.run.hand_in(rest.number, self.number, self.own_part().encode())
+                self.run.hand_in(pause.number, self.number, self.own_part().encode())
             except OSError as error:  # training goes on
                 self.note(f"cannot write to {self.run.path}: {error.strerror}")
             return False
-        facts = json.loads(rest.facts)
+        facts = json.loads(pause.facts)
         if not facts["seeded"] or facts["book"] is None:  # nothing has happened yet
             return True
-        return self.evaluate_and_save(self._standing(facts), self.run.handed_in(rest.number))
+        return self.evaluate_and_save(self._standing(facts), self.run.handed_in(pause.number))
 
     def _standing(self, facts: dict[str, Any]) -> TrainingState:
         before, samples = self._before, facts["samples"]

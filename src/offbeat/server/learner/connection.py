@@ -1,7 +1,18 @@
-"""A learner's line to the run: the client machine, the socket, and a thread that listens.
+"""A learner's connection to the coordinator: the conversation (`ConnectionState`), and its socket (`Connection`).
 
-The thread reads what comes, gives a sign of life, and comes in again when the line was cut (a coordinator that was
-killed comes back). Whoever waits for an answer waits on a condition, and is told when the run is gone for good.
+`ConnectionState` knows what the learner has said, what it was told and what it waits for. It is a state machine without
+clock, socket or tensor. Its driver calls a method when the learner has something to say, and sends what the method
+returns; it hands over what comes by `receive`; and it sends what `retry` returns when an answer takes long or the
+socket was closed. Saying something twice does no harm.
+
+    join -> (Welcome) -> [seeded ->] (Go) -> begin -> push or stop -> (Go) -> begin -> ...
+
+A newer Go cancels the minibatch that is open. After `Fenced` the learner has no incarnation, and joins again by itself
+as a new one.
+
+`Connection` drives it over a socket. Its thread reads messages, gives a sign of life, and connects again when the
+socket was closed (a coordinator that was killed comes back). Whoever waits for an answer waits on a condition, and is
+told when the run is gone for good.
 """
 
 from __future__ import annotations
@@ -15,104 +26,438 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from typing import Concatenate, Literal, ParamSpec, TypeVar
 
 from offbeat.errors import OffbeatError, PeerError, RequestError
 from offbeat.processes.child import die_with_parent
 from offbeat.server import handshake
 from offbeat.server.arena import Arena, stamp
-from offbeat.server.learner.client import Client
 from offbeat.server.parameter_layout import ParameterLayout
-from offbeat.server.wire import MOST_BYTES, PROTOCOL, TO_LEARNER, EnterPause, Message, WireError, decode_output, encode
+from offbeat.server.wire import (
+    MOST_BYTES,
+    PROTOCOL,
+    TO_LEARNER,
+    Ask,
+    Bye,
+    CancelWord,
+    EndPause,
+    EndRequest,
+    EnterPause,
+    Fenced,
+    Fetched,
+    GiveBack,
+    Go,
+    Granted,
+    GroupCall,
+    GroupCallAnswer,
+    Hello,
+    Hyper,
+    Message,
+    Paused,
+    PauseRequest,
+    Push,
+    Refused,
+    Seeded,
+    Stop,
+    Want,
+    Weights,
+    Welcome,
+    WireError,
+    decode_output,
+    encode,
+)
 
 BEAT_S = 0.2
 RETRY_S = 2.0  # an answer that takes longer may have been lost
-_AGAIN_S = 600.0  # for a coordinator that goes through its journal
-_NOBODY_S = 1.0  # for a door that is not there
+_RECONNECT_S = 600.0  # for a coordinator that goes through its journal
+_GONE_S = 1.0  # for a listener that is not there any more
 _FIRST_S = 60.0  # to find the run at all
-_PAUSE_S = 0.05  # before connecting again
+_PAUSE_S = 0.05  # between two attempts to connect
+P = ParamSpec("P")
 T = TypeVar("T")
+Again = Literal["again"]  # the learner was given up meanwhile: what it asked for must be asked again
 
 
 class RunOverError(OffbeatError):
     """The run has ended before its time: somebody wanted it to, and all was saved."""
 
 
-class Link:
-    """See the module's text. Methods may be called from any thread."""
+class ConnectionState:
+    """The learner's side of the conversation; see the module's text. `nonces` gives numbers that nobody has used."""
+
+    def __init__(self, learner: int, layout: str, nonces: Iterator[int]) -> None:
+        self.learner = learner
+        self.layout = layout  # digest of the model's parameters
+        self.nonces = nonces
+        self.nonce = 0
+        self.previous = 0  # the incarnation before
+        self.refused: str | None = None
+        self.left = False  # it has said goodbye
+        self.version = self.slot = 0  # of the minibatch begun last
+        self.over = False  # the run is
+        self.wants_end = False  # of the run
+        self.wants_pause = False  # that it leads
+        self._requests = 0
+        self._start_incarnation()
+
+    def _start_incarnation(self) -> None:
+        """All that is of one incarnation, as it is before the learner is welcome."""
+        self.incarnation: int = 0  # 0 while it has none
+        self.must_seed: bool = False
+        self.go: Go | None = None  # the newest, not begun yet
+        self.seq: int = 0  # of the minibatch begun last
+        self.void: int = 0  # minibatches up to this one are not wanted
+        self.working: bool = False
+        self.fenced: bool = False  # it was given up while it worked, or wrote the initial weights
+        self.granted: Granted | None = None
+        self.weights: Weights | None = None
+        self.called: GroupCallAnswer | None = None
+        self.pause: EnterPause | None = None  # that it was called to, and has not entered yet
+        self._entered = (0, False)  # the last pause that it has entered, and whether it led it
+        self._paused: Paused | None = None  # said until the pause ends
+        self._answer: Push | Stop | Seeded | None = None
+        self._want: Want | None = None
+        self._ask: Ask | None = None
+        self._call: GroupCall | None = None
+        self._fetched: tuple[Fetched, ...] = ()  # the last ones
+        self._seeds: bool = True  # it may still be asked for the initial weights
+
+    # --- what it hears --------------------------------------------------------------------------------------------
+
+    def receive(self, message: TO_LEARNER | CancelWord) -> list[Message]:
+        """Take a message in; what is to be said at once."""
+        if isinstance(message, Welcome | Refused):
+            if message.nonce == self.nonce:
+                if isinstance(message, Refused):
+                    self.refused = message.why
+                else:
+                    self._welcome(message)
+            return []
+        if message.incarnation != self.incarnation or self.left:
+            return []  # for one that it was before
+        if isinstance(message, Fenced):
+            if self.working or self.must_seed:  # another is given its slot when it joins again: not while it writes
+                self.fenced = True
+                self._cancel(self.seq)
+                return []
+            return self.join()
+        if isinstance(message, Go):
+            if message.seq > max(self.seq, self.void) and (self.go is None or message.seq > self.go.seq):
+                self.go = message
+                self._cancel(message.seq - 1)
+        elif isinstance(message, CancelWord):
+            self._cancel(message.seq)
+        elif isinstance(message, Granted):
+            if self._want is not None and message.number == self._want.number:
+                self._want, self.granted = None, message
+                self._cancel(message.void)
+        elif isinstance(message, GroupCallAnswer):
+            if self._call is not None and message.number == self._call.number:
+                self._call, self.called = None, message
+                self._cancel(message.void)
+        elif isinstance(message, EnterPause):
+            if (message.number, message.lead) > self._entered:
+                self.pause = message
+        elif isinstance(message, EndPause):
+            self.over = self.over or message.over  # one from before may come after
+            if self._paused is not None and message.number >= self._paused.number:
+                self._paused = None
+            if self.pause is not None and message.number >= self.pause.number:
+                self.pause = None
+        elif isinstance(message, Weights) and self._ask is not None and message.number == self._ask.number:
+            self._ask, self.weights = None, message
+        return []
+
+    def _welcome(self, message: Welcome) -> None:
+        if self.incarnation == 0:
+            self.incarnation = message.incarnation
+        if message.incarnation == self.incarnation and message.seed and self._seeds:
+            self.must_seed = True
+
+    def _cancel(self, seq: int) -> None:
+        """Minibatches up to this one are not wanted any more."""
+        self.void = max(self.void, seq)
+        if self.go is not None and self.go.seq <= self.void:
+            self.go = None
+
+    # --- what a learner waits for: None until it is there -----------------------------------------------------------
+
+    def joined(self) -> int | None:
+        """Its incarnation."""
+        return self.incarnation or None
+
+    def begun_or_seed(self) -> Go | Literal["seed"] | None:
+        """The minibatch to compute, begun; or that the initial weights are wanted first."""
+        if self.must_seed:
+            return "seed"
+        return self.begin() if self.go is not None and not self.working else None
+
+    def granted_or_again(self) -> Granted | Again | None:
+        """The answer to `request_samples`."""
+        lost = self.fenced or (self._want is None and self.granted is None)
+        return "again" if lost else self.granted
+
+    def called_or_again(self) -> GroupCallAnswer | Again | None:
+        """The answer to `call`."""
+        lost = self.fenced or (self._call is None and self.called is None)
+        return "again" if lost else self.called
+
+    def weights_or_again(self) -> Weights | Again | None:
+        """The answer to `request_weights`."""
+        return "again" if self._ask is None and self.weights is None else self.weights
+
+    def led_or_fenced(self) -> bool | None:
+        """Whether the pause that it asked for was led; False if the learner was given up."""
+        return False if self.fenced else None if self.wants_pause else True
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the minibatch that is open is not wanted any more."""
+        return self.working and self.seq <= self.void
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether it stands still until the pause ends."""
+        return self._paused is not None
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether it stands still in a pause, and nothing else has come that it has to act on."""
+        return self.is_paused and self.pause is None and not (self.over or self.fenced or self.refused)
+
+    # --- what it says -----------------------------------------------------------------------------------------------
+
+    def join(self) -> list[Message]:
+        """Join, or join again."""
+        self.previous = self.incarnation or self.previous
+        self.nonce = next(self.nonces)
+        self._start_incarnation()
+        return self.hello()
+
+    def hello(self) -> list[Message]:
+        """On a new socket: it is still the one that it was."""
+        hello = Hello(self.learner, self.nonce, self.layout, self.previous)
+        return [hello] if self.nonce and not self.left else []
+
+    def seeded(self) -> list[Message]:
+        """The initial weights are written."""
+        self.must_seed = self._seeds = False
+        return self._say_answer(Seeded(self.learner, self.incarnation))
+
+    def begin(self) -> Go:
+        """Start the minibatch that it was told to compute."""
+        go = self.go
+        assert go is not None and not self.working
+        self.go = None
+        self.seq, self.version, self.slot = go.seq, go.version, go.slot
+        self.working = True
+        self._answer = None
+        self.must_seed = self._seeds = False
+        return go
+
+    def fetched(self, pin: int) -> list[Message]:
+        """The weights that were pinned under this number are read."""
+        if not self.incarnation:
+            return []
+        self._fetched = (*self._fetched, Fetched(self.learner, self.incarnation, pin))[-2:]
+        return [self._fetched[-1]]
+
+    def push(
+        self,
+        *,
+        samples: int,
+        version: int | None = None,
+        loss: float | None = None,
+        finite: bool = True,
+        hyper: tuple[Hyper, ...] = (),
+        leases: tuple[int, ...] = (),
+        absent: tuple[int, ...] = (),
+        began_s: float = 0.0,
+        ended_s: float = 0.0,
+    ) -> list[Message]:
+        """The minibatch is done, and its gradient is in the slot."""
+        told = self.version if version is None else version
+        answer = Push(
+            self.learner,
+            self.incarnation,
+            self.seq,
+            told,
+            samples,
+            loss,
+            finite,
+            hyper,
+            leases,
+            absent,
+            began_s,
+            ended_s,
+        )
+        return self._say_answer(answer)
+
+    def stop(self, leases: tuple[int, ...] = (), began_s: float = 0.0, ended_s: float = 0.0) -> list[Message]:
+        """The minibatch was cancelled, and it has stopped. Without times nothing of it was computed."""
+        return self._say_answer(Stop(self.learner, self.incarnation, self.seq, leases, began_s, ended_s, self.version))
+
+    def _say_answer(self, answer: Push | Stop | Seeded) -> list[Message]:
+        self.working = False
+        if self.fenced:
+            return self.join()
+        self._answer = answer
+        return [answer]
+
+    def request_weights(self) -> list[Message]:
+        if not self.incarnation:
+            return []
+        self._requests += 1
+        self._ask, self.weights = Ask(self.learner, self.incarnation, self._requests), None
+        return [self._ask]
+
+    def request_samples(self, *, epoch: int, count: int, of: int, wait: bool) -> list[Message]:
+        if not self.incarnation:
+            return []
+        self._requests += 1
+        answered = 0 if self.working else self.seq
+        self._want = Want(self.learner, self.incarnation, self._requests, epoch, count, of, wait, answered)
+        self.granted = None
+        return [self._want]
+
+    def call(self, number: int, what: str, data: bytes) -> list[Message]:
+        """To the other learners; without `what` its answer is not waited for any more."""
+        call = GroupCall(self.learner, self.incarnation, number, what, data, 0 if self.working else self.seq)
+        self._call, self.called = call if what else None, None
+        return [call] if self.incarnation else []
+
+    def give_back(self, leases: tuple[int, ...], *, unused: bool = False) -> list[Message]:
+        here = self.incarnation and not self.left
+        return [GiveBack(self.learner, self.incarnation, leases, unused)] if here else []
+
+    def take_pause(self) -> EnterPause | None:
+        """The pause that it is called to, once."""
+        pause, self.pause = self.pause, None
+        if pause is not None:
+            self._entered = pause.number, pause.lead
+            self.wants_pause = self.wants_pause and not pause.lead
+        return pause
+
+    def paused(self, pause: EnterPause, *, stop: bool = False) -> list[Message]:
+        """It stands still, or has done what there was to do; until the pause ends, `is_paused` holds."""
+        if pause.incarnation != self.incarnation:
+            return []
+        self._paused = Paused(self.learner, self.incarnation, pause.number, pause.lead, stop)
+        return [self._paused]
+
+    def request_end(self) -> list[Message]:
+        """The run is to end. Said again until it has."""
+        self.wants_end = True
+        return [EndRequest(self.learner, self.incarnation)] if self.incarnation and not self.over else []
+
+    def request_pause(self) -> list[Message]:
+        """A pause is wanted that it leads. Said again until it does."""
+        self.wants_pause = True
+        return [PauseRequest(self.learner, self.incarnation)] if self.incarnation and not self.over else []
+
+    def bye(self) -> list[Message]:
+        said: list[Message] = [Bye(self.learner, self.incarnation)] if self.incarnation and not self.left else []
+        self.left = True
+        return said
+
+    def retry(self) -> list[Message]:
+        """What has not been answered. A Hello again brings back whatever this incarnation was told last."""
+        if self.left and self.incarnation:
+            return [Bye(self.learner, self.incarnation)]
+        if self.refused is not None:
+            return []
+        said = [] if self.working or self.go is not None else self.hello()
+        if self.incarnation:
+            asked = (*self._fetched, self._answer, self._want, self._ask, self._call, self._paused)
+            said += [one for one in asked if one is not None]
+            said += self.request_end() if self.wants_end else []
+            said += self.request_pause() if self.wants_pause else []
+        return said
+
+
+class Connection:
+    """A `ConnectionState` on a socket; see the module's text. Methods may be called from any thread.
+
+    `on_pause` does what there is to do in a pause; it returns True if the run is to end.
+    """
 
     def __init__(
         self,
-        name: str,
+        listener: str,
         token: str,
         learner: int,
-        table: ParameterLayout,
-        at_rest: Callable[[EnterPause], bool] = lambda rest: False,
+        layout: ParameterLayout,
+        on_pause: Callable[[EnterPause], bool] = lambda pause: False,
     ) -> None:
-        self.name = name
-        self.introduction = handshake.Handshake(PROTOCOL, token, "learner", learner, handshake.versions(), table)
-        self.line, self.admission, self.arena = self._come_in()
-        self.client = Client(learner, table.digest, _nonces())
+        self.listener = listener
+        self.handshake = handshake.Handshake(PROTOCOL, token, "learner", learner, handshake.versions(), layout)
+        self.closed = False
+        self.state = ConnectionState(learner, layout.digest, _nonces())
+        self.socket, self.accepted, self.arena = self._connect(_FIRST_S)
         self.changed = threading.Condition()
         self.failed: OffbeatError | None = None
-        self.closed = False
-        self.rested_s = 0.0
-        self.halt_wanted = False  # whoever waits says so; may be set by a signal handler
-        self.at_rest = at_rest  # what is to be done; True: the run is to end
+        self.paused_s = 0.0
+        self.end_wanted = False  # whoever waits says so; may be set by a signal handler
+        self.on_pause = on_pause
         self._cancel = self.arena.cancel_word(learner)
         self._fence = self.arena.fence_word(learner)
         self._beat = self.arena.beat_word(learner)
         self._heard_s = time.monotonic()
         self._stamp = 0  # of the minibatch that is open
         self._thread = threading.Thread(target=self._listen, name="offbeat", daemon=True)
-        _forget_in_children(self)
-        with self.changed:
-            self._send(self.client.join())
+        _close_in_children(self)
+        self.say(ConnectionState.join)
         self._thread.start()
 
-    def _come_in(self) -> tuple[socket.socket, handshake.Accept, Arena]:
-        """For the first time. A coordinator may be killed while it opens the door."""
-        end = time.monotonic() + _FIRST_S
+    def _connect(
+        self, most_s: float, gone_s: float = _FIRST_S, answer_s: float = _FIRST_S
+    ) -> tuple[socket.socket, handshake.Accept, Arena]:
+        """Try until it succeeds: a coordinator may be killed while it lets a learner in."""
+        start_s = time.monotonic()
         while True:
             try:
-                return handshake.connect(self.name, self.introduction, _FIRST_S)
-            except PeerError:
-                if time.monotonic() > end:
+                return handshake.connect(self.listener, self.handshake, answer_s)
+            except PeerError as error:
+                limit_s = gone_s if isinstance(error, handshake.RunGoneError) else most_s
+                if self.closed or self.state.left or time.monotonic() - start_s > limit_s:
                     raise
                 time.sleep(_PAUSE_S)
 
     # --- speaking ---------------------------------------------------------------------------------------------------
 
-    def say(self, make: Callable[[Client], list[Message]]) -> None:
-        """What the client has to say now."""
+    def say(
+        self, make: Callable[Concatenate[ConnectionState, P], list[Message]], *given: P.args, **named: P.kwargs
+    ) -> None:
+        """Send what a method of the state has to say: `connection.say(ConnectionState.fetched, pin)`."""
         with self.changed:
-            self._send(make(self.client))
+            self._send(make(self.state, *given, **named))
 
     def wait(
         self,
-        ready: Callable[[Client], T | None],
+        ready: Callable[[ConnectionState], T | None],
         what: str,
         timeout_s: float | None = None,
         *,
-        rests: bool = False,
+        pauses: bool = False,
     ) -> T:
         """What `ready` finds, as soon as it finds something. `PeerError` when the run is gone, or the time is up.
 
-        Who may rest here says so: it writes nothing, and does not mind that it takes long.
+        With `pauses` the learner may enter a pause here: it writes nothing, and does not mind that it takes long.
         """
         end = None if timeout_s is None else time.monotonic() + timeout_s
+        state = self.state
         with self.changed:
             while True:
-                if self.client.over:
+                if state.over:
                     raise RunOverError("the run is over")
-                if self.halt_wanted and not self.client.halting and self.client.incarnation:
-                    self._send(self.client.halt())
-                if self.client.refused is not None:
-                    raise RequestError(f"the run sent learner {self.client.learner} away: {self.client.refused}")
-                if rests and (rest := self.client.take_rest()) is not None:
-                    self._rest(rest)
+                if self.end_wanted and not state.wants_end and state.incarnation:
+                    self._send(state.request_end())
+                if state.refused is not None:
+                    raise RequestError(f"the run sent learner {state.learner} away: {state.refused}")
+                if pauses and (pause := state.take_pause()) is not None:
+                    self._pause(pause)
                     continue
-                found = ready(self.client)
+                found = ready(state)
                 if found is not None:
                     return found
                 if self.failed is not None:
@@ -121,38 +466,35 @@ class Link:
                     raise PeerError(f"waited {timeout_s:g} s for {what}")
                 self.changed.wait(1.0)
 
-    def _rest(self, rest: EnterPause) -> None:
-        """Stand still until all may rise. What is to be done meanwhile is done without the lock: others listen on."""
+    def _pause(self, pause: EnterPause) -> None:
+        """Stand still until the pause ends. `on_pause` runs without the lock: the other threads go on."""
         began_s = time.monotonic()
         self.changed.release()
         try:
-            stop = self.at_rest(rest)
+            stop = self.on_pause(pause)
         finally:
             self.changed.acquire()
-        self._send(self.client.rested(rest, stop=stop))
-        client = self.client
-        while client.resting and client.rest is None and not (client.over or client.fenced or client.refused):
-            if self.failed is not None:
-                break
+        self._send(self.state.paused(pause, stop=stop))
+        while self.state.must_wait and self.failed is None:
             self.changed.wait(1.0)
-        self.rested_s += time.monotonic() - began_s
+        self.paused_s += time.monotonic() - began_s
 
     def _send(self, messages: Iterable[Message]) -> None:
         for message in messages:
-            with contextlib.suppress(OSError):  # the listener sees that the line is cut, and all is said again
-                self.line.send(encode(message))
+            with contextlib.suppress(OSError):  # the thread sees that the socket is closed, and all is said again
+                self.socket.send(encode(message))
 
-    # --- what a learner looks at while it computes ------------------------------------------------------------------
+    # --- words in shared memory, which a learner reads while it computes ----------------------------------------------
 
-    def opened(self) -> None:
-        """A minibatch has begun."""
-        self._stamp = stamp(self.client.incarnation, self.client.seq)
+    def minibatch_begun(self) -> None:
+        """From now on `is_cancelled` is about the minibatch that the state has begun."""
+        self._stamp = stamp(self.state.incarnation, self.state.seq)
 
     def is_cancelled(self) -> bool:
-        """Whether the minibatch that is open is not wanted: one look at a word that is shared, one at our own."""
-        return self._cancel.view[self._cancel.index] >= self._stamp or self.client.void >= self.client.seq
+        """Whether the minibatch that is open is not wanted: two comparisons, of a shared word and of our own."""
+        return self._cancel.view[self._cancel.index] >= self._stamp or self.state.void >= self.state.seq
 
-    def nap(self, most_s: float) -> None:
+    def sleep(self, most_s: float) -> None:
         """Sleep, but not on when the minibatch is cancelled."""
         seen = self._cancel.get()
         if seen < self._stamp:
@@ -167,18 +509,18 @@ class Link:
     def _listen(self) -> None:
         try:
             while not self.closed:
-                readable, _, _ = select.select([self.line], [], [], BEAT_S)
+                readable, _, _ = select.select([self.socket], [], [], BEAT_S)
                 self._beat.view[self._beat.index] = (self._beat.get() + 1) & 0xFFFFFFFF
                 if readable:
                     self._read()
                 elif time.monotonic() - self._heard_s > RETRY_S:
                     self._heard_s = time.monotonic()
-                    self.say(lambda client: client.retry())
+                    self.say(ConnectionState.retry)
         except OffbeatError as error:
             self._fail(error)
         except (OSError, ValueError) as error:
             if not self.closed:
-                self._fail(PeerError(f"the line to the run broke: {error}"))
+                self._fail(PeerError(f"the connection to the run broke: {error}"))
 
     def _fail(self, error: OffbeatError) -> None:
         with self.changed:
@@ -187,11 +529,11 @@ class Link:
 
     def _read(self) -> None:
         try:
-            data = self.line.recv(MOST_BYTES)
+            data = self.socket.recv(MOST_BYTES)
         except OSError:
             data = b""
         if not data:
-            self._come_again()
+            self._reconnect()
             return
         message = decode_output(data)
         if not isinstance(message, TO_LEARNER):
@@ -199,38 +541,30 @@ class Link:
         if not isinstance(message, EnterPause):  # that is no answer, and is said again and again
             self._heard_s = time.monotonic()
         with self.changed:
-            self._send(self.client.receive(message))
+            self._send(self.state.receive(message))
             self.changed.notify_all()
 
-    def _come_again(self) -> None:
+    def _reconnect(self) -> None:
         """The coordinator is gone; perhaps another takes its place."""
-        start = time.monotonic()
-        self.line.close()
-        while not self.closed:
-            try:
-                line, _, _ = handshake.connect(self.name, self.introduction, handshake.GREETING_S)
-                break
-            except PeerError as error:
-                most_s = _NOBODY_S if isinstance(error, handshake.RunGoneError) else _AGAIN_S
-                if self.client.gone or time.monotonic() - start > most_s:
-                    raise PeerError("the run is gone: its coordinator does not answer any more") from None
-                time.sleep(_PAUSE_S)
-        else:
-            return
+        self.socket.close()
+        try:
+            found, _, _ = self._connect(_RECONNECT_S, _GONE_S, handshake.GREETING_S)
+        except PeerError:
+            raise PeerError("the run is gone: its coordinator does not answer any more") from None
         with self.changed:
-            self.line = line
-            self._send([*self.client.hello(), *self.client.retry()])
+            self.socket = found
+            self._send([*self.state.hello(), *self.state.retry()])
 
     def close(self) -> None:
-        """Say goodbye and hang up."""
+        """Say goodbye and close the socket."""
         if self.closed:
             return
-        self.say(lambda client: client.bye())
+        self.say(ConnectionState.bye)
         self.closed = True
         with contextlib.suppress(OSError):
-            self.line.shutdown(socket.SHUT_RDWR)
+            self.socket.shutdown(socket.SHUT_RDWR)
         self._thread.join(2.0)
-        self.line.close()
+        self.socket.close()
 
 
 def _nonces() -> Iterator[int]:
@@ -238,25 +572,25 @@ def _nonces() -> Iterator[int]:
         yield secrets.randbits(62) + 1
 
 
-def _forget_in_children(link: Link) -> None:
-    """A process that is forked off (to load data) must not keep the line open when its parent dies, nor outlive it.
+def _close_in_children(connection: Connection) -> None:
+    """A process that is forked off (to load data) must not keep the socket open when its parent dies, nor outlive it.
 
     The kernel ends a child with the thread that has forked it: only the main thread is sure to live as long as all.
     """
-    known = weakref.ref(link)
+    known = weakref.ref(connection)
     learner = os.getpid()
     by_main: list[bool] = []
 
-    def look() -> None:
+    def note_the_forking_thread() -> None:
         by_main[:] = [threading.current_thread() is threading.main_thread()]
 
-    def forget() -> None:
+    def close() -> None:
         mine = known()
         if mine is not None:
             mine.closed = True
             with contextlib.suppress(OSError):
-                os.close(mine.line.fileno())
+                os.close(mine.socket.fileno())
             if by_main == [True] and os.getppid() == learner:
                 die_with_parent()
 
-    os.register_at_fork(before=look, after_in_child=forget)
+    os.register_at_fork(before=note_the_forking_thread, after_in_child=close)

@@ -1,22 +1,22 @@
 """The model's side of a learner: gradients leave layer by layer, and a minibatch can be cancelled in its midst.
 
 Laws:
-- Between `begin` and `finish` or `abandon` the hooks are armed; at any other time they do nothing, so that evaluation
-  and backwards of the user's own are left alone.
+- Between `begin` and `finish`, `abandon` or `end` the hooks are armed; at any other time they do nothing, so that
+  evaluation and backwards of the user's own are left alone.
 - After `finish`, what was filled equals the gradients as they are now, whatever was done to them since backward.
 - After `abandon`, parameters, gradients and buffers are as before `begin`. What a model keeps elsewhere (attributes
   that are no buffers, the state of random generators) is not put back.
 - What torch.compile traces sees hooks that do nothing: they neither break its graph nor make it compile again.
 
-This file knows nothing of servers, policies or memory: it calls `fill` and asks `cancelled`. On a GPU it does so from
-autograd's own thread for that device; autograd carries `Cancelled` from there to the caller of backward, as it is.
+This file knows nothing of servers, policies or memory: these are behind `GradientSink`. On a GPU that is called from
+autograd's own thread for the device; autograd carries `Cancelled` from there to the caller of backward, as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import RequestError
 
-LOOKS = 16  # elements of a gradient that are looked at again in `finish`
+COMPARED = 16  # elements of a gradient that are compared in `finish`
 NAMED = 3  # names in a note, before "and 9 more"
 
 COMPILED = "compiled"
@@ -42,7 +42,23 @@ class Cancelled(BaseException):
     """
 
 
-class Mark(NamedTuple):
+class GradientSink(Protocol):
+    """Where gradients are copied to: a `PushMode`, or what a test puts in its place."""
+
+    def fill(self, index: int, gradient: Tensor) -> None:
+        """Copy a gradient to where it is pushed from; called again when the gradient has changed: the last call counts.
+
+        It gets gradients as they are, on their device, sparse ones as dense ones.
+        """
+
+    def is_unchanged(self, index: int, gradient: Tensor) -> bool:
+        """Whether a gradient that seems to be as it was filled is so."""
+
+    def is_cancelled(self) -> bool:
+        """Whether the minibatch is cancelled: asked before each forward and at each gradient, it must be cheap."""
+
+
+class FilledGradient(NamedTuple):
     """A gradient as it was when it was filled. It is held, so that no other can come to lie at its address."""
 
     gradient: Tensor
@@ -54,7 +70,7 @@ class Mark(NamedTuple):
         return gradient is self.gradient and gradient._version == self.version and gradient.data_ptr() == self.address
 
 
-class Kept(NamedTuple):
+class BufferSnapshot(NamedTuple):
     """Buffers as they were at `begin`: which ones each module had, and what was in them."""
 
     tables: tuple[tuple[dict[str, Tensor | None], dict[str, Tensor | None]], ...]  # a module's own one, and a copy
@@ -74,16 +90,14 @@ class Hook:
             self.call(*given)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[object, ...]]:
-        return partial, (_idle,)
+        return partial, (_do_nothing,)
 
 
 class Hooks:
     """Hooks on the modules of `model` and on `parameters`, which stand in the order of the flat vector.
 
-    `fill(index, gradient)` copies a gradient to where it is pushed from, and is called again when the gradient has
-    changed: the last call counts. It gets gradients as they are, on their device, sparse ones as dense ones.
-    `cancelled()` says whether the minibatch at hand is cancelled; it is asked before each module's forward and at each
-    gradient, and must be cheap. With `keeps_buffers`, buffers are remembered at `begin`, for `abandon`.
+    Gradients go to the sink, and it says whether the minibatch at hand is cancelled; `interrupts` is whether that ends
+    it (a user's block may be left before the step). With `keeps_buffers`, buffers are saved at `begin`, for `abandon`.
 
     `notes` say, in words, how coarsely a cancel acts where it does not act at every layer.
 
@@ -100,28 +114,25 @@ class Hooks:
         self,
         model: nn.Module,
         parameters: Sequence[nn.Parameter],
+        sink: GradientSink,
         *,
-        fill: Callable[[int, Tensor], None],
-        cancelled: Callable[[], bool],
         keeps_buffers: bool,
-        unchanged: Callable[[int, Tensor], bool] | None = None,
     ) -> None:
-        parts = tuple(_parts(model))
-        _check(model, parts, parameters)
-        self.notes = _notes(parts, parameters)
+        modules = tuple(_visible_modules(model))
+        _check(model, modules, parameters)
+        self.notes = _notes(modules, parameters)
+        self.interrupts = False
         self._model = model
         self._parameters = tuple(parameters)
-        self._copy_out = fill
-        self._unchanged = unchanged
-        self._cancelled = cancelled
+        self._sink = sink
         self._keeps_buffers = keeps_buffers
         self._armed = False
-        self._marks: list[Mark | None] = [None] * len(self._parameters)
-        self._kept: Kept | None = None
+        self._filled: dict[int, FilledGradient] = {}
+        self._buffers: BufferSnapshot | None = None
         self._places: dict[tuple[int, torch.device], Tensor] = {}
         self._handles: list[RemovableHandle] = []
         self._wrapped: list[tuple[nn.Module, Callable[..., Any], Callable[..., Any]]] = []
-        for _, module, kind in parts:
+        for _, module, kind in modules:
             self._hook(module, kind)
         for index, parameter in enumerate(self._parameters):
             hook = Hook(partial(self._accumulated, index))
@@ -129,11 +140,11 @@ class Hooks:
             self._handles.append(register(hook))
 
     def begin(self) -> None:
-        """A minibatch begins. Once more before its end, it goes on: what was filled and remembered stays."""
+        """A minibatch begins. Once more before its end, it goes on: what was filled and saved stays."""
+        self.interrupts = True
         if self._armed:
             return
-        self._kept = _remember(self._model) if self._keeps_buffers else None
-        self._marks = [None] * len(self._parameters)
+        self._buffers = _save_buffers(self._model) if self._keeps_buffers else None
         self._armed = True
 
     def finish(self) -> tuple[int, ...]:
@@ -141,41 +152,42 @@ class Hooks:
 
         Seen are other tensors in `.grad`, every change that torch counts, and every rescaling, counted or not
         (GradScaler.unscale_ is not counted). A change of *some elements* by way of `.grad.data` or numpy leaves no
-        trace: it is seen if `unchanged`, which is asked of all that seem to be as they were, sees it.
+        trace: it is seen if the sink's `is_unchanged`, which is asked of all that seem to be as they were, sees it.
         """
         unused: list[int] = []
-        same: list[tuple[int, Mark]] = []
+        same: dict[int, FilledGradient] = {}
         for index, parameter in enumerate(self._parameters):
-            gradient = parameter.grad
-            mark = self._marks[index]
+            gradient, filled = parameter.grad, self._filled.get(index)
             if gradient is None:
                 unused.append(index)
-            elif mark is None or not mark.fits(gradient):
+            elif filled is None or not filled.fits(gradient):
                 self._fill(index, gradient)
             else:
-                same.append((index, mark))
-        doubtful = {index for index, _ in self._doubtful(same)}
-        for index, mark in same:
-            if index in doubtful or not (self._unchanged is None or self._unchanged(index, mark.gradient)):
-                self._fill(index, mark.gradient)
-        self._disarm()
+                same[index] = filled
+        doubtful = set(self._doubtful(same))
+        for index, filled in same.items():
+            if index in doubtful or not self._sink.is_unchanged(index, filled.gradient):
+                self._fill(index, filled.gradient)
+        self.end()
         return tuple(unused)
 
     def abandon(self) -> None:
-        """After a cancel: gradients are None, buffers are as they were at `begin`; the hooks rest."""
+        """After a cancel: gradients are None, and buffers are as they were at `begin`."""
         for parameter in (*self._parameters, *self._model.parameters()):
             parameter.grad = None
-        if self._kept is not None:
-            _restore(self._kept)
-        self._disarm()
+        if self._buffers is not None:
+            _restore_buffers(self._buffers)
+        self.end()
 
-    def rest(self) -> None:
+    def end(self) -> None:
         """The minibatch is over, in whatever way."""
-        self._disarm()
+        self._armed = False
+        self._buffers = None
+        self._filled.clear()
 
     def remove(self) -> None:
         """Takes all hooks away; the model does not know of this object any more."""
-        self._disarm()
+        self.end()
         for handle in self._handles:
             handle.remove()
         for module, wrapper, inner in self._wrapped:
@@ -191,83 +203,78 @@ class Hooks:
             return
         inner = module._compiled_call_impl
         if inner is None:
-            self._handles.append(module.register_forward_pre_hook(Hook(self._look)))
+            self._handles.append(module.register_forward_pre_hook(Hook(self._check_cancelled)))
             return
         # `module.compile()` compiles the calling of hooks too, so that one which acts must stand outside of that.
-        look = Hook(self._look)
+        check = Hook(self._check_cancelled)
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            look()
+            check()
             return inner(*args, **kwargs)
 
         module._compiled_call_impl = wrapper
         self._wrapped.append((module, wrapper, inner))
 
-    def _look(self, *_: object) -> None:
-        if self._armed and self._cancelled():
+    def _check_cancelled(self, *_: object) -> None:
+        if self._armed and self.interrupts and self._sink.is_cancelled():
             raise Cancelled
 
     def _accumulated(self, index: int, parameter: Tensor) -> None:
         if not self._armed:
             return
-        if self._cancelled():
-            raise Cancelled
+        self._check_cancelled()
         gradient = parameter.grad
-        self._marks[index] = None
-        # A sparse gradient has no one address to mark: `finish` fills it.
+        self._filled.pop(index, None)
+        # A sparse gradient has no one address to compare: `finish` fills it.
         if gradient is not None and gradient.layout is torch.strided and gradient.numel():
             self._fill(index, gradient)
-            self._marks[index] = Mark(gradient, gradient._version, gradient.data_ptr(), self._sample(gradient))
+            sample = self._sample(gradient)
+            self._filled[index] = FilledGradient(gradient, gradient._version, gradient.data_ptr(), sample)
 
     def _fill(self, index: int, gradient: Tensor) -> None:
         if gradient.requires_grad:  # backward(create_graph=True): the copy is no part of the graph
             gradient = gradient.detach()
-        self._copy_out(index, gradient if gradient.layout is torch.strided else gradient.to_dense())
+        self._sink.fill(index, gradient if gradient.layout is torch.strided else gradient.to_dense())
 
     def _sample(self, gradient: Tensor) -> Tensor:
         key = gradient.numel(), gradient.device
         places = self._places.get(key)
         if places is None:
-            spread = [place * gradient.numel() // LOOKS for place in range(LOOKS)]
+            spread = [place * gradient.numel() // COMPARED for place in range(COMPARED)]
             places = self._places[key] = torch.tensor(spread, device=gradient.device)
         return torch.take(gradient.detach(), places)
 
-    def _doubtful(self, marked: Sequence[tuple[int, Mark]]) -> Iterator[tuple[int, Mark]]:
+    def _doubtful(self, filled: Mapping[int, FilledGradient]) -> Iterator[int]:
         """Those whose gradient may have been multiplied by something without torch counting it.
 
         A finite element other than zero tells; where the sample has none, nothing is known. One answer is awaited for
         each device and type, not one for each gradient.
         """
-        groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, Mark]]] = {}
-        for index, mark in marked:
-            groups.setdefault((mark.sample.device, mark.sample.dtype), []).append((index, mark))
+        groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        for index, one in filled.items():
+            groups.setdefault((one.sample.device, one.sample.dtype), []).append(index)
         for group in groups.values():
-            before = torch.stack([mark.sample for _, mark in group])
-            now = torch.stack([self._sample(mark.gradient) for _, mark in group])
+            before = torch.stack([filled[index].sample for index in group])
+            now = torch.stack([self._sample(filled[index].gradient) for index in group])
             telling = ((before != 0) & before.isfinite()).any(1)
             same = ((before == now).all(1) & telling).tolist()
-            yield from (entry for entry, is_same in zip(group, same, strict=True) if not is_same)
-
-    def _disarm(self) -> None:
-        self._armed = False
-        self._kept = None
-        self._marks = [None] * len(self._parameters)
+            yield from (index for index, is_same in zip(group, same, strict=True) if not is_same)
 
 
-def _idle(*_: object) -> None:
+def _do_nothing(*_: object) -> None:
     """Nothing. What a hook becomes in a copy of a model."""
 
 
 # --- what a model is made of ------------------------------------------------------------------------------------------
 
-Part = tuple[str, nn.Module, str | None]  # name, module, and why nothing inside of it is hooked
+VisibleModule = tuple[str, nn.Module, str | None]  # name, module, and why nothing inside of it is hooked
 
 
-def _parts(model: nn.Module) -> Iterator[Part]:
+def _visible_modules(model: nn.Module) -> Iterator[VisibleModule]:
     """Every module outside of compiled and scripted ones, those themselves included."""
     seen: set[nn.Module] = set()
 
-    def walk(name: str, module: nn.Module) -> Iterator[Part]:
+    def walk(name: str, module: nn.Module) -> Iterator[VisibleModule]:
         if module in seen:
             return
         seen.add(module)
@@ -291,8 +298,8 @@ def _kind(module: nn.Module) -> str | None:
     return COMPILED if compiled else None
 
 
-def _check(model: nn.Module, parts: Sequence[Part], parameters: Sequence[nn.Parameter]) -> None:
-    for name, module, _ in parts:
+def _check(model: nn.Module, modules: Sequence[VisibleModule], parameters: Sequence[nn.Parameter]) -> None:
+    for name, module, _ in modules:
         if isinstance(module, DistributedDataParallel):
             raise RequestError(
                 f"{_called(name)} is wrapped in DistributedDataParallel, which reduces gradients itself and waits for "
@@ -314,10 +321,10 @@ def _check(model: nn.Module, parts: Sequence[Part], parameters: Sequence[nn.Para
             raise RequestError(f"parameter {index} ({name}) is parameter {first[id(parameter)]} again; give it once")
 
 
-def _notes(parts: Sequence[Part], parameters: Sequence[nn.Parameter]) -> tuple[str, ...]:
+def _notes(modules: Sequence[VisibleModule], parameters: Sequence[nn.Parameter]) -> tuple[str, ...]:
     notes = []
-    compiled = [_called(name) for name, _, kind in parts if kind == COMPILED]
-    scripted = [_called(name) for name, _, kind in parts if kind == SCRIPTED]
+    compiled = [_called(name) for name, _, kind in modules if kind == COMPILED]
+    scripted = [_called(name) for name, _, kind in modules if kind == SCRIPTED]
     if compiled:
         notes.append(
             f"compiled: {_listed(compiled)}; a cancel acts before its forward, not inside, and in backward, which is "
@@ -328,7 +335,7 @@ def _notes(parts: Sequence[Part], parameters: Sequence[nn.Parameter]) -> tuple[s
             f"a ScriptModule: {_listed(scripted)}; torch lets nothing look into its forward, so that a cancel acts in "
             "the modules around it and, in backward, at each parameter"
         )
-    if all(isinstance(module, HOLDERS) for name, module, _ in parts if name) and not (compiled or scripted):
+    if all(isinstance(module, HOLDERS) for name, module, _ in modules if name) and not (compiled or scripted):
         notes.append(
             "the model has no submodules that are called; a cancel acts at the start of its forward and, in backward, "
             "at each parameter"
@@ -347,14 +354,14 @@ def _called(name: str) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    rest = len(names) - NAMED
-    return ", ".join(names[:NAMED]) + (f" and {rest} more" if rest > 0 else "")
+    more = len(names) - NAMED
+    return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 # --- buffers ----------------------------------------------------------------------------------------------------------
 
 
-def _remember(model: nn.Module) -> Kept:
+def _save_buffers(model: nn.Module) -> BufferSnapshot:
     """Contents are copied whether torch counted a change or not: batch norm changes its statistics uncounted."""
     tables = tuple(
         (module._buffers, dict(module._buffers))
@@ -362,15 +369,15 @@ def _remember(model: nn.Module) -> Kept:
         if not isinstance(module, torch.jit.ScriptModule)  # its tables are C++'s
     )
     contents = tuple((buffer, buffer.detach().clone()) for buffer in model.buffers() if _is_writable(buffer))
-    return Kept(tables, contents)
+    return BufferSnapshot(tables, contents)
 
 
-def _restore(kept: Kept) -> None:
-    for table, before in kept.tables:
+def _restore_buffers(saved: BufferSnapshot) -> None:
+    for table, before in saved.tables:
         table.clear()
         table.update(before)
     with torch.no_grad():
-        for buffer, content in kept.contents:
+        for buffer, content in saved.contents:
             buffer.copy_(content)
 
 

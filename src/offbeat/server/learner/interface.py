@@ -23,18 +23,38 @@ S = TypeVar("S", bound=LRScheduler)
 
 
 class OpenMinibatch(Protocol):
-    """What `with learner.minibatch() as minibatch` gives."""
+    """One minibatch, as `with learner.minibatch() as minibatch` gives it.
+
+        with learner.minibatch() as minibatch:
+            optimizer.zero_grad()
+            loss = loss_fn(model(inputs), targets)
+            loss.backward()
+            minibatch.loss = loss.detach()
+            minibatch.samples = len(inputs)
+            optimizer.step()
+        if minibatch.cancelled:
+            ...  # it was interrupted, and nothing of it counts
+
+    Both attributes are optional, and are read by `optimizer.step()`: set them before it.
+
+    loss       The loss as a number or a detached tensor. Policies such as adaptive K use it, and so does the warning at
+               the end of a run that has not learned. None: unknown.
+    samples    How many samples the gradient is of. A shared loader knows it; set it where data comes from elsewhere.
+               None: as many as the loader handed out, or 1.
+    cancelled  After the block: True if the strategy interrupted it. Under an all-reduce it is always False.
+    """
 
     loss: float | torch.Tensor | None
-    """Set it (detached) for policies that use the loss, and for the warning that a training does not learn."""
     samples: int | None
-    """Set it where the loader cannot know how many samples the gradient is of."""
 
     @property
     def cancelled(self) -> bool:
-        """After the block: whether it was cancelled. False does not say that its gradient was applied: what arrives
-        after the update that it was for is dropped, and a shared loader hands its samples out again."""
-        ...
+        """After the block: whether it was interrupted. The model is then as it was before the block.
+
+        False does not say that its gradient was applied. A push that comes too late, after the update that it was
+        computed for, is dropped on the servers without `cancelled` being set; a shared loader hands its samples out
+        again.
+        """
 
 
 class Learner(Protocol):
@@ -55,27 +75,22 @@ class Learner(Protocol):
     @property
     def strategy(self) -> str:
         """The strategy of the run, as one line: "k-sync:3"."""
-        ...
 
     @property
     def number(self) -> int:
         """This learner's number, from 0. Print, evaluate and save where it is 0."""
-        ...
 
     @property
     def learners(self) -> int:
         """How many learners the run has."""
-        ...
 
     @property
     def version(self) -> int:
         """The version of the weights that the model has now: the number of updates made so far."""
-        ...
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What `prepare` had to do differently from what you may expect, one sentence each."""
-        ...
 
     @overload
     def prepare(
@@ -173,25 +188,33 @@ class Learner(Protocol):
 
         Type checkers see the types that were given. A `RequestError` says what cannot be trained, and why.
         """
-        ...
 
     def minibatch(self) -> AbstractContextManager[OpenMinibatch]:
         """One minibatch, as a block: forward, backward, `optimizer.step()`.
 
             with learner.minibatch() as minibatch:
-                ...
+                optimizer.zero_grad()
+                loss = loss_fn(model(inputs), targets)
                 minibatch.loss = loss.detach()  # optional
+                loss.backward()
+                optimizer.step()
+
+        minibatch.loss       Optional: the loss, a number or a detached tensor, for policies that use it and for the
+                             warning that a run does not learn. Set it before `optimizer.step()`.
+        minibatch.samples    Optional: how many samples the gradient is of, where `loader` does not know it.
+        minibatch.cancelled  After the block: whether the strategy interrupted it.
 
         K-sync and some other strategies cancel minibatches that are not waited for any more. The block then ends at
         the next module or parameter, without an error; the model is as it was before, `minibatch.cancelled` is True,
-        and a shared loader hands the samples out again. A block without `optimizer.step()` accumulates gradients. A
-        loop without the block works too, and is never interrupted; what it pushes too late is dropped.
+        and a shared loader hands the samples out again. A push that comes too late, because the cancel came after
+        `optimizer.step()`, is dropped by the servers without `cancelled` being set; its samples come again too.
+
+        A block without `optimizer.step()` accumulates gradients. A loop without the block works too, and is never
+        interrupted; what it pushes too late is dropped.
         """
-        ...
 
     def finish(self) -> None:
         """Wait until all learners are done, and load the final weights. Call it once, after the last epoch."""
-        ...
 
     def all_reduce(self, value: Number, op: str = "mean", *, timeout_s: float = TIMEOUT_S) -> Number:
         """The mean of a number or a tensor over the learners, on all of them. `op`: "mean", "sum", "min" or "max".
@@ -200,19 +223,15 @@ class Learner(Protocol):
         every learner comes (after an epoch; within one, learners need not have the same number of minibatches). Who has
         left is not waited for. `PeerError` after `timeout_s` seconds. Values are small: kilobytes, not weights.
         """
-        ...
 
     def gather(self, value: Any, *, timeout_s: float = TIMEOUT_S) -> list[Any]:
         """What each learner gives, in the order of their numbers, on all: numbers, strings, lists, dicts, tensors."""
-        ...
 
     def broadcast(self, value: Any = None, source: int = 0, *, timeout_s: float = TIMEOUT_S) -> Any:
         """What learner `source` gives, on all."""
-        ...
 
     def barrier(self, *, timeout_s: float = TIMEOUT_S) -> None:
         """Wait until all learners are here."""
-        ...
 
     def state_dict(self) -> dict[str, Any]:
         """Weights, optimizer state, version and epoch, as the servers have them now: for `torch.save`.
@@ -220,12 +239,9 @@ class Learner(Protocol):
         One learner asks, between minibatches; the others stand still for a moment. (`optimizer.state_dict()` gives the
         servers' state too.) Any strategy can go on from it.
         """
-        ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave. Before `prepare`, on all learners."""
-        ...
 
     def close(self) -> None:
         """Leave the run without waiting for the others. It is called by itself at the end of the program."""
-        ...

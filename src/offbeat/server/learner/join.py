@@ -16,6 +16,7 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -111,7 +112,7 @@ def join_run(line: str, *, servers: int, slow: Sequence[str], seed: int, setting
             line=line,
             number=int(told["OFFBEAT_LEARNER"]),
             learners=int(told["OFFBEAT_LEARNERS"]),
-            door=told["OFFBEAT_DOOR"],
+            listener=told["OFFBEAT_DOOR"],
             token=told["OFFBEAT_TOKEN"],
             slow=slow,
             seed=seed,
@@ -122,25 +123,19 @@ def join_run(line: str, *, servers: int, slow: Sequence[str], seed: int, setting
     services = _Services(plan, seed) if rank == 0 else None
     found = services.address if services is not None else None
     if learners > 1:
-        found = _share(found, rank, learners)
+        key = f"{_KEY}/{told.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        found = json.loads(through_store(key, None if found is None else json.dumps(found)))
     assert found is not None
     return ServedLearner(
         line=line,
         number=rank,
         learners=learners,
-        door=found["door"],
+        listener=found["door"],
         token=found["token"],
         slow=slow,
         seed=seed,
         at_end=None if services is None else services.close,
     )
-
-
-def _share(found: dict[str, str] | None, rank: int, learners: int) -> dict[str, str]:
-    """From the first rank to all."""
-    key = f"{_KEY}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    answer: dict[str, str] = json.loads(through_store(key, None if found is None else json.dumps(found)))
-    return answer
 
 
 def through_store(key: str, value: str | None) -> str:
@@ -151,19 +146,16 @@ def through_store(key: str, value: str | None) -> str:
     except (KeyError, ValueError):
         raise RequestError("WORLD_SIZE is set, but not MASTER_ADDR and MASTER_PORT: start with torchrun") from None
     owns = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    if owns and _stores:
-        store = _stores[0]
-    else:
-        store = TCPStore(host, port, learners, is_master=owns, timeout=timedelta(seconds=60), wait_for_workers=False)
-    if owns and not _stores:
-        _stores.append(store)
+    store = _store(host, port, learners, owns)
     if value is not None:
         store.set(f"offbeat/{key}", value)
     found: bytes = store.get(f"offbeat/{key}")
     return found.decode()
 
 
-_stores: list[Any] = []  # kept open for those who come later
+@cache  # so that it is kept open for those who come later
+def _store(host: str, port: int, learners: int, owns: bool) -> Any:
+    return TCPStore(host, port, learners, is_master=owns, timeout=timedelta(seconds=60), wait_for_workers=False)
 
 
 class _Services:

@@ -6,7 +6,7 @@ One definition for both kinds of learners: each only says how values get from al
 
 from __future__ import annotations
 
-import sys
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any, TypeVar
@@ -47,17 +47,10 @@ class LearnerCollectives:
     """
 
     number: int
-    notes: tuple[str, ...] = ()  # what is done otherwise than one might think, and why
-    says_notes = False  # when it is prepared
 
-    def _say_notes(self, but: Sequence[str] = ()) -> None:
-        for note in self.notes if self.says_notes else ():
-            if note not in but:
-                print(f"offbeat: note: {note}", file=sys.stderr)
-
+    @abstractmethod
     def _exchange(self, what: str, data: bytes, timeout_s: float) -> dict[int, bytes]:
         """What every member has given, by learner."""
-        raise NotImplementedError
 
     def all_reduce(self, value: Number, op: str = "mean", *, timeout_s: float = TIMEOUT_S) -> Number:
         """The mean ("sum", "min", "max") of a number or a tensor over the learners, on all of them."""

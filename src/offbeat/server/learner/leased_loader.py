@@ -6,7 +6,7 @@ becomes a `LocalLoader`: each learner goes through its own data, and only a canc
 
 Law: a lease that was taken is either begun, just before its batch is handed to the user, or given back.
 
-This file knows nothing of sockets, policies or gradients: these are behind `Source`.
+This file knows nothing of sockets, policies or gradients: these are behind `LeaseSource`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from offbeat.errors import RequestError
 from offbeat.leases import Answer, Lease
 
 
-class Source(Protocol):
+class LeaseSource(Protocol):
     """What a loader asks; the real one speaks with the coordinator. One source serves one loader.
 
     All calls come from the thread that iterates, but for `give_back`, which Python may also call when it throws an
@@ -36,19 +36,15 @@ class Source(Protocol):
         With `wait` only a lease or `ENDED` comes back. The learner then has no batch left, and the user is done with
         the last one: what was begun and will never be pushed must be settled first, or the learner waits for itself.
         """
-        ...
 
     def begin(self, leases: Sequence[Lease]) -> None:
         """The batch that is handed to the user now carries these leases; none: it is the learner's own data."""
-        ...
 
     def give_back(self, leases: Sequence[Lease]) -> None:
         """These were taken, and their batches will never be handed out: `LeaseBook.put_back`."""
-        ...
 
     def was_cancelled(self) -> bool:
         """Whether the batch of the last `begin` was cancelled. Only a `LocalLoader` asks, when it wants the next."""
-        ...
 
 
 def seed_of(seed: int, epoch: int) -> int:
@@ -56,35 +52,74 @@ def seed_of(seed: int, epoch: int) -> int:
     return int.from_bytes(blake2b(f"{seed} {epoch}".encode(), digest_size=7).digest(), "big")
 
 
-class Orders:
+class SampleOrder:
     """Which samples the positions of epochs are. The last few permutations are kept."""
 
     KEPT = 4
 
     def __init__(self, seed: int, samples: int, *, shuffled: bool = True) -> None:
         self.seed, self.samples, self.shuffled = seed, samples, shuffled
-        self._orders: dict[int, torch.Tensor] = {}
+        self._permutations: dict[int, torch.Tensor] = {}  # by epoch
 
     def indices(self, batch: Iterable[tuple[int, int, int]]) -> list[int]:
         """Of stretches (epoch, start, count)."""
         found: list[int] = []
         for epoch, start, count in batch:
             if self.shuffled:
-                found += self._order(epoch)[start : start + count].tolist()
+                found += self._permutation(epoch)[start : start + count].tolist()
             else:
                 found += range(start, start + count)
         return found
 
-    def _order(self, epoch: int) -> torch.Tensor:
-        if epoch not in self._orders:
+    def _permutation(self, epoch: int) -> torch.Tensor:
+        if epoch not in self._permutations:
+            # On the CPU, whatever the default device: there the numbers are the same on every machine.
             chance = torch.Generator(device="cpu").manual_seed(seed_of(self.seed, epoch))
-            while len(self._orders) >= self.KEPT:
-                del self._orders[next(iter(self._orders))]
-            self._orders[epoch] = torch.randperm(self.samples, generator=chance, device="cpu")
-        return self._orders[epoch]
+            while len(self._permutations) >= self.KEPT:
+                del self._permutations[next(iter(self._permutations))]
+            self._permutations[epoch] = torch.randperm(self.samples, generator=chance, device="cpu")
+        return self._permutations[epoch]
 
 
-class LeasedLoader:
+class LoaderWrapper:
+    """A user's loader in the hands of a learner. `epoch` counts; what is not defined here is the wrapped loader's.
+
+    `notes` say in words what is done otherwise than with the loader by itself, and why.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self.epoch = 0
+        self.notes: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self._loader)  # has it no length, then its own error says so
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # what is private is not the wrapped loader's to answer, `_loader` itself least of all
+            raise AttributeError(f"{type(self).__name__} has no attribute '{name}'")
+        return getattr(self._loader, name)
+
+
+def rebuilt(loader: DataLoader[Any], *, persistent_workers: bool, **order: Any) -> DataLoader[Any]:
+    """A loader like this one, in another order (`sampler`, `batch_sampler`, ...)."""
+    return DataLoader(
+        loader.dataset,
+        **order,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        pin_memory_device=loader.pin_memory_device,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=persistent_workers,
+    )
+
+
+class LeasedLoader(LoaderWrapper):
     """A `DataLoader` whose batches are what its learner is leased; iterating it is one epoch.
 
     Batches are built as the user's loader would (its data set, batch size, collate function, workers, ...), and with
@@ -101,10 +136,10 @@ class LeasedLoader:
     must agree on it; only they can meet a short batch in spite of `drop_last`.
 
     `len()` counts the batches of the whole epoch, over all learners: how many one of them will get, nobody knows.
-    All else is asked of the wrapped loader: `dataset`, `batch_size`, `sampler`, ...
     """
 
-    def __init__(self, loader: DataLoader[Any], source: Source, *, seed: int) -> None:
+    def __init__(self, loader: DataLoader[Any], source: LeaseSource, *, seed: int) -> None:
+        super().__init__(loader)
         if why := why_local(loader):
             raise RequestError(f"this loader cannot be leased, since {why}; `wrap` makes it a LocalLoader")
         batches = loader.batch_sampler if type(loader.batch_sampler) is BatchSampler else None
@@ -114,91 +149,60 @@ class LeasedLoader:
         if self.samples < 1:
             dropped = f", batches of {batch}, and drop_last" if size else ""
             raise RequestError(f"an epoch of this loader has no batch: {size} samples{dropped}")
-        self.epoch = 0
-        self.notes: tuple[str, ...] = ()
         if not loader.in_order:
             self.notes = ("in_order=False is not kept: batches come in the order in which they were leased",)
-        self._loader = loader
-        self._source = source
-        self._feed = _Feed(
-            source,
-            seed=seed if type(sampler) is RandomSampler else None,
-            size=size,
-            samples=self.samples,
-            batch=batch,
-            listed=batches is not None,
-        )
-        self._lasting: DataLoader[Any] | None = None  # the loader inside, if its workers persist
+        order = SampleOrder(seed, size, shuffled=type(sampler) is RandomSampler)
+        self._sampler = _LeaseSampler(source, order, self.samples, batch, listed=batches is not None)
+        self._persistent: DataLoader[Any] | None = None  # the loader inside, if its workers persist
 
     def __len__(self) -> int:
-        return -(-self.samples // self._feed.batch)
-
-    def __getattr__(self, name: str) -> Any:
-        return _ask(self, name)
+        return -(-self.samples // self._sampler.batch)
 
     def __iter__(self) -> Iterator[Any]:
-        feed, epoch = self._feed, self.epoch
-        turn = feed.start(epoch)
+        leases, epoch = self._sampler, self.epoch
+        turn = leases.start(epoch)
         inside: DataLoader[Any] | None = None
         try:
-            while feed.wait():
+            while leases.wait():
                 if inside is None:
                     inside = self._inside()
                 for batch in inside:  # one pass: leases are taken ahead, until nothing is free
-                    feed.begin()
+                    leases.begin()
                     yield batch
-                    if feed.turn != turn:
+                    if leases.turn != turn:
                         raise RequestError("this iteration was ended by a newer one of the same loader")
             if self.epoch == epoch:
                 self.epoch += 1
         finally:
-            if feed.turn == turn:
-                feed.give_back()
+            if leases.turn == turn:
+                leases.give_back()
 
     def _inside(self) -> DataLoader[Any]:
-        """The user's loader over the feed. Its workers outlive a pass, since an epoch can have many short ones."""
-        if self._lasting is not None:
-            return self._lasting
-        user = self._loader
-        order: dict[str, Any] = (
-            {"batch_sampler": self._feed} if self._feed.listed else {"sampler": self._feed, "batch_size": None}
-        )
-        inside: DataLoader[Any] = DataLoader(
-            user.dataset,
-            **order,
-            num_workers=user.num_workers,
-            collate_fn=user.collate_fn,
-            pin_memory=user.pin_memory,
-            pin_memory_device=user.pin_memory_device,
-            timeout=user.timeout,
-            worker_init_fn=user.worker_init_fn,
-            multiprocessing_context=user.multiprocessing_context,
-            generator=user.generator,
-            prefetch_factor=user.prefetch_factor,
-            persistent_workers=user.num_workers > 0,
-        )
-        if user.persistent_workers:
-            self._lasting = inside
+        """The user's loader over the leases. Its workers outlive a pass: an epoch can have many short ones."""
+        if self._persistent is not None:
+            return self._persistent
+        leases = self._sampler
+        order = {"batch_sampler": leases} if leases.listed else {"sampler": leases, "batch_size": None}
+        inside = rebuilt(self._loader, persistent_workers=self._loader.num_workers > 0, **order)
+        if self._loader.persistent_workers:
+            self._persistent = inside
         return inside
 
 
-class _Feed:
+class _LeaseSampler:
     """The sampler of the loader inside: it takes leases, and knows those whose batches are still to come, in order.
 
     While batches are on their way it never waits: told `WAIT`, it ends the pass, and `wait` begins the next one when
     that is drained. So a learner that waits has nothing that others wait for.
     """
 
-    def __init__(self, source: Source, *, seed: int | None, size: int, samples: int, batch: int, listed: bool) -> None:
-        self.source = source
-        self.seed = seed  # None: in plain order
-        self.size, self.samples, self.batch = size, samples, batch
+    def __init__(self, source: LeaseSource, order: SampleOrder, samples: int, batch: int, *, listed: bool) -> None:
+        self.source, self.order, self.samples, self.batch = source, order, samples, batch
         self.listed = listed  # whether indices come in lists, one for each batch
         self.epoch = 0
         self.turn = 0  # counts iterations: only the newest may take
         self.first: Lease | None = None  # of the next pass
         self.coming: deque[Lease] = deque()
-        self.permutation: tuple[int, torch.Tensor] | None = None  # and its epoch
 
     def start(self, epoch: int) -> int:
         """A new iteration; whatever one before it still has is given back."""
@@ -211,7 +215,7 @@ class _Feed:
         """Wait for a lease to begin a pass with; False: the epoch is over."""
         answer = self.source.take(self.epoch, self.batch, wait=True)
         if answer is Answer.WAIT:
-            raise AssertionError("Source.take with wait=True answers with a lease or ENDED; it said WAIT")
+            raise AssertionError("LeaseSource.take with wait=True answers with a lease or ENDED; it said WAIT")
         self.first = answer if isinstance(answer, Lease) else None
         return self.first is not None
 
@@ -244,41 +248,25 @@ class _Feed:
                 f"{lease} does not fit epoch {self.epoch} of {self.samples} samples in batches of {self.batch}; "
                 "do all learners have the same data set, and one batch size if drop_last?"
             )
-        if self.seed is None:
-            indices = list(range(lease.start, end))
-        else:
-            if self.permutation is None or self.permutation[0] != self.epoch:
-                # On the CPU, whatever the default device: there the numbers are the same on every machine.
-                chance = torch.Generator(device="cpu").manual_seed(seed_of(self.seed, self.epoch))
-                self.permutation = self.epoch, torch.randperm(self.size, generator=chance, device="cpu")
-            indices = self.permutation[1][lease.start : end].tolist()
+        indices = self.order.indices([lease[1:]])
         return indices if self.listed else indices[0]
 
 
-class LocalLoader:
+class LocalLoader(LoaderWrapper):
     """Any iterable: each learner goes through its own data, and a batch that was cancelled is handed out again.
 
     It is the same object that is handed out again: who changes batches in place finds them changed. `epoch` counts
-    the iterations that came to their end; `notes` say in words what is not done for this loader, and why.
-    All else is asked of the wrapped iterable.
+    the iterations that came to their end.
     """
 
-    def __init__(self, loader: Iterable[Any], source: Source, *, why: str = "") -> None:
-        self._loader = loader
+    def __init__(self, loader: Iterable[Any], source: LeaseSource, *, why: str = "") -> None:
+        super().__init__(loader)
         self._source = source
-        self.epoch = 0
         reason = f", since {why}" if why else ""
         self.notes = (
             f"every learner goes through its own data{reason}: what a learner that is lost had left is not seen, "
             "and learners given the same data all go through all of it",
         )
-
-    def __len__(self) -> int:
-        loader: Any = self._loader  # Any: has it no length, then its own error says so
-        return len(loader)
-
-    def __getattr__(self, name: str) -> Any:
-        return _ask(self, name)
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self._loader:
@@ -290,7 +278,7 @@ class LocalLoader:
         self.epoch += 1
 
 
-def wrap(loader: Any, source: Source, *, seed: int) -> LeasedLoader | LocalLoader:
+def wrap(loader: Any, source: LeaseSource, *, seed: int) -> LeasedLoader | LocalLoader:
     """The loader, fed by leases if it can be and local if not; what is wrapped already comes back as it is."""
     if isinstance(loader, (LeasedLoader, LocalLoader)):
         return loader
@@ -327,9 +315,3 @@ def why_local(loader: Any) -> str:
     if through != (size, size):
         return f"its sampler goes through {through[0]} samples of {through[1]}, and its data set has {size}"
     return ""
-
-
-def _ask(wrapper: LeasedLoader | LocalLoader, name: str) -> Any:
-    if name.startswith("_"):  # what is private is not the wrapped loader's to answer, `_loader` itself least of all
-        raise AttributeError(f"{type(wrapper).__name__} has no attribute '{name}'")
-    return getattr(wrapper._loader, name)

@@ -51,10 +51,7 @@ def from_vectors(trained: Sequence[nn.Parameter], kept: Mapping[str, Tensor], *,
             found[parameter] = {"step": torch.tensor(float(steps))} if counts else {}
             for name, vector in kept.items():
                 if name.startswith("state."):
-                    found[parameter][name[6:]] = _as(vector[start:end], parameter)
+                    piece = vector[start:end].view(parameter.shape)
+                    found[parameter][name[6:]] = piece.to(parameter.device, parameter.dtype, copy=True)
         start = end
     return found
-
-
-def _as(piece: Tensor, parameter: nn.Parameter) -> Tensor:
-    return piece.view(parameter.shape).to(parameter.device, parameter.dtype, copy=True)

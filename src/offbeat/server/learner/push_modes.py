@@ -1,88 +1,106 @@
-"""What a learner does with its gradients: push each (Whole), push what several steps have moved (Delta), or push and
-fetch beside its own steps (Free).
+"""What a learner pushes, and when. The strategy chooses one of three modes.
 
-    Whole   every policy but those below: the servers make the steps, and the learner waits for their weights
-    Delta   local-sgd and DiLoCo: H steps of the learner's own optimizer, then by how much the weights have moved
-    Free    Downpour: own steps all the time; one thread pushes, one fetches, and computing waits for neither
+    PushGradient     every policy but those below: the servers make the steps, and the learner waits for their weights
+    PushDelta        local-sgd and DiLoCo: H steps of the learner's own optimizer, then by how much the weights moved
+    AsyncPushFetch   Downpour: own steps all the time; one thread pushes, one fetches, and computing waits for neither
+
+A push: `gradient_hooks` copies gradients into the learner's slot (`fill`), `optimizer.step()` calls `step`, that calls
+`push`, which says so on the connection; `take_go` waits for the answer and loads the weights that it names.
 """
 
 from __future__ import annotations
 
 import math
-import queue
 import threading
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from offbeat.errors import OffbeatError
+from offbeat.leases import Lease
 from offbeat.policies import LearnerRule
-from offbeat.server.learner.client import Client
-from offbeat.server.learner.connection import Link
-from offbeat.server.learner.gradient_hooks import Cancelled
+from offbeat.server.learner.connection import Connection, ConnectionState
 from offbeat.server.parameter_layout import DTYPES, ModelTensors, write_tensors
-from offbeat.server.wire import Go, Hyper, Lease, Message, Weights
+from offbeat.server.wire import Go, Hyper, Weights
 
-T = TypeVar("T")
+Pieces = tuple[tuple[int, int], ...]  # where weights are: buffer and version of each shard that has its own
 
 
-class Report(NamedTuple):
-    """What is told of a minibatch when it is pushed."""
+class PushReport(NamedTuple):
+    """What is told of a minibatch, or of several that are pushed as one."""
 
     hyper: tuple[Hyper, ...]
     samples: int
     loss: float | None
-    leases: tuple[Lease, ...]
+    leases: tuple[int, ...]
     began_s: float
 
-
-def _next(client: Client) -> Go | str | None:
-    if client.must_seed:
-        return "seed"
-    return client.begin() if client.go is not None and not client.working else None
+    def after(self, earlier: PushReport | None) -> PushReport:
+        """Together with what was computed before and not pushed."""
+        if earlier is None:
+            return self
+        samples, leases = earlier.samples + self.samples, earlier.leases + self.leases
+        return self._replace(samples=samples, leases=leases, began_s=earlier.began_s)
 
 
 class PushMode:
-    """What all have in common: the line, the model, and taking what a Go says."""
+    """What all have in common: the connection, the model, the batch at hand, and taking what a Go says."""
 
-    def __init__(self, link: Link, parts: ModelTensors, rule: LearnerRule, local_step: Callable[[], Any]) -> None:
-        self.link, self.parts, self.rule, self.local_step = link, parts, rule, local_step
-        self.arena = link.arena
+    def __init__(
+        self, connection: Connection, tensors: ModelTensors, rule: LearnerRule, local_step: Callable[[], object]
+    ) -> None:
+        self.connection, self.tensors, self.rule, self.local_step = connection, tensors, rule, local_step
+        self.state, self.arena = connection.state, connection.arena
         self.version = 0  # of the weights that the model has
         self.sent_bytes = self.received_bytes = 0  # gradients, and weights
         self.loaded = (0, 0)  # incarnation and pin under which it got them: later ones are larger
-        self.start_s = link.admission.start_s
-        self.kept: Mapping[str, Tensor] | None = None  # what the run goes on from, if this learner is asked for it
+        self.resumed: Mapping[str, Tensor] | None = None  # what the run goes on from, if this learner is asked for it
+        self.leases: tuple[Lease, ...] = ()  # of what the loader has handed out since the last step
+        self.leased_to = 0  # the incarnation that they belong to; 0: no leases
+        self._start_s = connection.accepted.start_s
 
     @property
     def incarnation(self) -> int:
-        return self.link.client.incarnation
+        return self.state.incarnation
+
+    def take_leases(self) -> tuple[int, ...]:
+        """The numbers of the leases at hand, which are answered for now."""
+        numbers = tuple(lease.number for lease in self.leases)
+        self.leases, self.leased_to = (), 0
+        return numbers
+
+    # --- called by the hooks ------------------------------------------------------------------------------------------
 
     def fill(self, index: int, gradient: Tensor) -> None:
         """A gradient is there."""
 
-    def unchanged(self, index: int, gradient: Tensor) -> bool:
+    def is_unchanged(self, index: int, gradient: Tensor) -> bool:
         """Whether a gradient is what was filled."""
         return True
 
     def is_cancelled(self) -> bool:
-        return self.link.is_cancelled()
+        """Whether the minibatch is not wanted any more, or its samples are those of another."""
+        return self.connection.is_cancelled() or self._has_lost_leases()
 
-    def come(self) -> None:
+    def _has_lost_leases(self) -> bool:
+        return self.leased_to not in (0, self.incarnation)
+
+    # --- weights ------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
         """Wait for the beginning, and take what all begin with."""
         self.take_go(extra=True)
 
-    def await_go(self) -> Go:
-        """The word to go on; whoever waits may first be asked for the initial weights."""
-        while True:
-            go = self.link.wait(_next, "the word to go on", rests=True)
-            if isinstance(go, Go):
-                return go
-            self.arena.seed(self.parts, self.kept)
-            self.link.say(lambda client: client.seeded())
+    def begin(self) -> None:
+        """A minibatch is about to be computed: on what is wanted now, not on what was cancelled while data was read."""
+        while not self.state.working or self.connection.is_cancelled():
+            if self.state.working:
+                self.step_aside()
+            self.take_go()
 
     def take_go(self, *, extra: bool = False) -> None:
         """Wait for the word to go on, and load the weights that it names.
@@ -90,238 +108,241 @@ class PushMode:
         What was read is thrown away if by then the minibatch was cancelled or this incarnation given up: only until
         then is the buffer safe from being written.
         """
-        link = self.link
         while True:
-            go = self.await_go()
-            incarnation = link.client.incarnation
-            link.opened()
+            go = self.wait_for_go()
+            incarnation = self.incarnation
             if go.pieces:
                 self.load(go.pieces, extra=extra)
                 self.loaded = (incarnation, go.pin)
-                link.say(lambda client, pin=go.pin: client.fetched(pin))  # type: ignore[misc]  # mypy has no defaults of lambdas
+                self.connection.say(ConnectionState.fetched, go.pin)
             self.version = go.version
-            if not link.is_cancelled() and not link.is_fenced(incarnation):
+            if not self.connection.is_cancelled() and not self.connection.is_fenced(incarnation):
                 return
-            link.say(lambda client: client.stop())
+            self.connection.say(ConnectionState.stop)
 
-    def load(self, pieces: tuple[tuple[int, int], ...], *, extra: bool) -> None:
+    def wait_for_go(self) -> Go:
+        """The word to go on, with which a minibatch begins; a learner may first be asked for the initial weights."""
+        while True:
+            go = self.connection.wait(ConnectionState.begun_or_seed, "the word to go on", pauses=True)
+            if isinstance(go, Go):
+                self.connection.minibatch_begun()
+                return go
+            self.arena.seed(self.tensors, self.resumed)
+            self.connection.say(ConnectionState.seeded)
+
+    def load(self, pieces: Pieces, *, extra: bool) -> None:
+        """Weights, into the model; with `extra` what is not trained too."""
         self.received_bytes += self.arena.weights[0].nbytes
-        self.arena.fetch(self.parts, pieces, extra=extra)
+        self.arena.fetch(self.tensors, pieces, extra=extra)
 
     def load_last(self) -> None:
         """The weights at the end of the run, when nobody changes them any more."""
-        lanes = self.arena.setting.shards if self.arena.setting.independent else 1
-        words = [self.arena.committed(lane) for lane in range(lanes)]
+        shards = self.arena.setting.shards if self.arena.setting.independent else 1
+        words = [self.arena.committed(shard) for shard in range(shards)]
         self.load(tuple((buffer.get(), version.get()) for version, buffer in words), extra=False)
         self.version = min(version.get() for version, _ in words)
-        self.part()
+        self.detach()
 
-    def begin(self) -> None:
-        """A minibatch is about to be computed: on what is wanted now, not on what was cancelled while data was read."""
-        link = self.link
-        while not link.client.working or link.is_cancelled():
-            if link.client.working:
-                link.say(lambda client: client.stop())
-            self.take_go()
+    def epoch_ended(self) -> None:
+        """Who knows what the user does now: the model must have weights that stay."""
 
-    def step(self, absent: tuple[int, ...], report: Report) -> None:
-        raise NotImplementedError
+    def detach(self) -> None:
+        """The run goes on without this learner: what the model has must be its own."""
 
-    def push(
-        self, absent: tuple[int, ...], report: Report, *, version: int | None = None, finite: bool | None = None
-    ) -> None:
-        """The slot is full: say so."""
-        link = self.link
-        self.sent_bytes += self.arena.slots[0].nbytes
-        if finite is None:
-            finite = self.arena.is_finite(link.client.slot)
-        ended_s = time.monotonic()
+    # --- pushing ------------------------------------------------------------------------------------------------------
 
-        def say(client: Any) -> list[Message]:
-            client.leases = report.leases
-            said: list[Message] = client.push(
-                samples=report.samples,
-                version=version,
-                loss=report.loss,
-                finite=finite,
-                hyper=report.hyper,
-                absent=absent,
-                began_s=report.began_s - self.start_s,
-                ended_s=ended_s - self.start_s,
-            )
-            return said
-
-        link.say(say)
-
-    def cancel(self, leases: tuple[Lease, ...], began_s: float) -> None:
-        """The minibatch was cancelled: its samples go back."""
-        link = self.link
-        ended_s = time.monotonic()
-
-        def say(client: Any) -> list[Message]:
-            client.leases = leases
-            said: list[Message] = client.stop(began_s=began_s - self.start_s, ended_s=ended_s - self.start_s)
-            return said
-
-        if link.is_cancelled():
-            link.say(say)
-
-    def step_aside(self) -> None:
-        """It was given up between two minibatches, and writes nothing now: it may come again."""
-        self.cancel((), time.monotonic())
+    @abstractmethod
+    def step(self, report: PushReport, absent: tuple[int, ...]) -> None:
+        """`optimizer.step()`: the gradients are there, but for parameters that are `absent`."""
 
     def flush(self) -> None:
         """Push what was computed and not pushed."""
 
-    def rest(self) -> None:
-        """An epoch has ended, and who knows what the user does now: the model must have weights that stay."""
+    def push(
+        self,
+        report: PushReport,
+        *,
+        absent: tuple[int, ...] = (),
+        version: int | None = None,
+        finite: bool | None = None,
+    ) -> None:
+        """The slot is full: say so."""
+        self.sent_bytes += self.arena.slots[0].nbytes
+        self.connection.say(
+            ConnectionState.push,
+            samples=report.samples,
+            version=version,
+            loss=report.loss,
+            finite=self.arena.is_finite(self.state.slot) if finite is None else finite,
+            hyper=report.hyper,
+            leases=report.leases,
+            absent=absent,
+            began_s=report.began_s - self._start_s,
+            ended_s=time.monotonic() - self._start_s,
+        )
 
-    def part(self) -> None:
-        """The run goes on without this learner: what the model has must be its own."""
+    def cancel(self, began_s: float) -> None:
+        """The open minibatch, computed since `began_s`, was cancelled: its samples go back."""
+        self._stop(self._forget_computed() + self.take_leases(), began_s)
+
+    def step_aside(self) -> None:
+        """It was cancelled or given up between two minibatches, and writes nothing now: it may join again."""
+        self._stop(self._forget_computed())
+
+    def _stop(self, leases: tuple[int, ...], began_s: float | None = None) -> None:
+        if self.connection.is_cancelled():
+            ended_s = time.monotonic()
+            times = () if began_s is None else (began_s - self._start_s, ended_s - self._start_s)
+            self.connection.say(ConnectionState.stop, leases, *times)
+
+    def _forget_computed(self) -> tuple[int, ...]:
+        """Leave out what was computed before the batch at hand and was not pushed; its leases."""
+        return ()
 
 
 class PushGradient(PushMode):
     """Every gradient is pushed, and the servers make the step."""
 
-    def __init__(self, link: Link, parts: ModelTensors, rule: LearnerRule, local_step: Callable[[], Any]) -> None:
-        super().__init__(link, parts, rule, local_step)
-        self._squares = [0.0] * len(parts.trained)  # of the norms of what is in the slot
-        self._views: dict[int, list[Tensor]] = {}  # of each buffer, where the model's parameters are in place
-
-    def come(self) -> None:
-        super().come()
-        if self.arena.table.in_place:
-            self.arena.protect()
-
-    def load(self, pieces: tuple[tuple[int, int], ...], *, extra: bool) -> None:
-        if not self.arena.table.in_place:
-            super().load(pieces, extra=extra)
-            return
-        buffer = pieces[0][0]
-        if buffer not in self._views:
-            self._views[buffer] = self.arena.views(buffer, self.parts.trained)
-        for parameter, view in zip(self.parts.trained, self._views[buffer], strict=True):
-            parameter.data = view
-        if extra:
-            self.arena.fetch_extra(self.parts)
-
-    def rest(self) -> None:
-        if self.arena.table.in_place:
-            self.begin()
-
-    def part(self) -> None:
-        if self.arena.table.in_place:
-            for parameter in self.parts.trained:
-                parameter.data = parameter.data.clone()
+    def __init__(
+        self, connection: Connection, tensors: ModelTensors, rule: LearnerRule, local_step: Callable[[], object]
+    ) -> None:
+        super().__init__(connection, tensors, rule, local_step)
+        self._squares = [0.0] * len(tensors.trained)  # of the norms of what is in the slot
 
     def fill(self, index: int, gradient: Tensor) -> None:
-        self._squares[index] = self.arena.fill(self.link.client.slot, index, gradient)
+        self._squares[index] = self.arena.fill(self.state.slot, index, gradient)
 
-    def unchanged(self, index: int, gradient: Tensor) -> bool:
-        """By its norm, as it was summed when it was filled. What is on a GPU is not looked at: that would take long."""
+    def is_unchanged(self, index: int, gradient: Tensor) -> bool:
+        """By its norm, as it was summed when it was filled. On a GPU it is not checked: that would take long."""
         square = self.arena.square(gradient)
         return square is None or square == self._squares[index]
 
-    def step(self, absent: tuple[int, ...], report: Report) -> None:
-        self.arena.clear(self.link.client.slot, absent)
+    def step(self, report: PushReport, absent: tuple[int, ...]) -> None:
+        self.arena.clear(self.state.slot, absent)
         for index in absent:
             self._squares[index] = 0.0
-        self.push(absent, report, finite=math.isfinite(sum(self._squares)))
+        self.push(report, absent=absent, finite=math.isfinite(sum(self._squares)))
         self.take_go()
+
+
+class PushGradientInPlace(PushGradient):
+    """The same, with the servers' memory as the model's parameters: a fetch copies nothing."""
+
+    def start(self) -> None:
+        self._views: dict[int, list[Tensor]] = {}  # by buffer
+        super().start()
+        self.arena.protect()
+
+    def load(self, pieces: Pieces, *, extra: bool) -> None:
+        trained, buffer = self.tensors.trained, pieces[0][0]
+        if buffer not in self._views:
+            self._views[buffer] = self.arena.views(buffer, trained)
+        for parameter, view in zip(trained, self._views[buffer], strict=True):
+            parameter.data = view
+        if extra:
+            self.arena.fetch_extra(self.tensors)
+
+    def epoch_ended(self) -> None:
+        self.begin()
+
+    def detach(self) -> None:
+        for parameter in self.tensors.trained:
+            parameter.data = parameter.data.clone()
 
 
 class PushDelta(PushMode):
     """H steps of its own, then a push of by how much they moved the weights."""
 
-    def __init__(self, link: Link, parts: ModelTensors, rule: LearnerRule, local_step: Callable[[], Any]) -> None:
-        super().__init__(link, parts, rule, local_step)
-        self._before = [torch.empty_like(p) for p in parts.trained]
+    def __init__(
+        self, connection: Connection, tensors: ModelTensors, rule: LearnerRule, local_step: Callable[[], object]
+    ) -> None:
+        super().__init__(connection, tensors, rule, local_step)
+        self._before = [torch.empty_like(p) for p in tensors.trained]
         self._steps = 0
-        self._leases: tuple[Lease, ...] = ()
-        self._samples = 0
-        self._report: Report | None = None
+        self._computed: PushReport | None = None  # in these steps
 
-    def load(self, pieces: tuple[tuple[int, int], ...], *, extra: bool) -> None:
+    def load(self, pieces: Pieces, *, extra: bool) -> None:
         super().load(pieces, extra=extra)
         with torch.no_grad():
-            for before, parameter in zip(self._before, self.parts.trained, strict=True):
+            for before, parameter in zip(self._before, self.tensors.trained, strict=True):
                 before.copy_(parameter)
 
-    def step(self, absent: tuple[int, ...], report: Report) -> None:
-        if self.is_cancelled():
-            self._leases += report.leases
-            raise Cancelled
+    def step(self, report: PushReport, absent: tuple[int, ...]) -> None:
         self.local_step()
         self._steps += 1
-        self._leases += report.leases
-        self._samples += report.samples
-        began_s = report.began_s if self._report is None else self._report.began_s
-        self._report = report._replace(began_s=began_s)
+        self._computed = report.after(self._computed)
         if self._steps == self.rule.push_every:
             self.flush()
 
     def flush(self) -> None:
-        if self._report is None or not self.link.client.working:
+        computed = self._computed
+        if computed is None or not self.state.working:
             return
-        if self.is_cancelled():
-            self.cancel((), self._report.began_s)
+        if self.connection.is_cancelled():
+            self._stop(self._forget_computed(), computed.began_s)
             return
         with torch.no_grad():
-            for index, (before, parameter) in enumerate(zip(self._before, self.parts.trained, strict=True)):
-                self.arena.fill(self.link.client.slot, index, before - parameter)
-        self.push((), self._report._replace(leases=self._leases, samples=self._samples))
-        self._forget()
+            for index, (before, parameter) in enumerate(zip(self._before, self.tensors.trained, strict=True)):
+                self.arena.fill(self.state.slot, index, before - parameter)
+        self.push(computed)
+        self._forget_computed()
         self.take_go()
 
-    def cancel(self, leases: tuple[Lease, ...], began_s: float) -> None:
-        super().cancel((*self._leases, *leases), began_s)
-        self._forget()
-
-    def _forget(self) -> None:
-        self._steps = self._samples = 0
-        self._leases, self._report = (), None
+    def _forget_computed(self) -> tuple[int, ...]:
+        leases = () if self._computed is None else self._computed.leases
+        self._steps, self._computed = 0, None
+        return leases
 
 
-class _Accrued(NamedTuple):
+class _GradientSum(NamedTuple):
     """Gradients added up, on their way to the thread that pushes."""
 
     vector: Tensor
     version: int  # of the oldest weights that they were computed on
-    report: Report
+    report: PushReport
     incarnation: int  # that computed them: their samples are those of nobody else
+
+
+class _StagedWeights(NamedTuple):
+    """Weights that were read beside the model, for the next minibatch to begin with."""
+
+    vector: Tensor
+    version: int
+    loaded: tuple[int, int]  # as `PushMode.loaded`
 
 
 class AsyncPushFetch(PushMode):
     """Own steps all the time. What is pushed is the sum of the gradients since the last push."""
 
-    def __init__(self, link: Link, parts: ModelTensors, rule: LearnerRule, local_step: Callable[[], Any]) -> None:
-        super().__init__(link, parts, rule, local_step)
-        travels = DTYPES[self.arena.table.gradients]
-        self._vectors = [torch.zeros(self.arena.table.items, dtype=travels) for _ in range(2)]
-        self._accrued = self._vectors.pop()
-        self._leases: tuple[Lease, ...] = ()
-        self._samples = self._minibatches = 0
+    def __init__(
+        self, connection: Connection, tensors: ModelTensors, rule: LearnerRule, local_step: Callable[[], object]
+    ) -> None:
+        super().__init__(connection, tensors, rule, local_step)
+        items, dtype = self.arena.table.items, DTYPES[self.arena.table.gradients]
+        self._sum = torch.zeros(items, dtype=dtype)
+        self._spare: Tensor | None = torch.zeros(items, dtype=dtype)  # to add up in while the other is pushed
+        self._computed: PushReport | None = None  # what is in the sum
         self._first_version = 0
-        self._stay = 0  # incarnation in which the minibatch began
-        self._report: Report | None = None
-        self._outbox: queue.Queue[_Accrued] = queue.Queue(maxsize=1)
-        self._back: queue.Queue[Tensor] = queue.Queue()
-        self._pushed = threading.Condition()
-        self._under_way = 0
-        self._wanted = threading.Event()
-        self._staged: tuple[Tensor, int, tuple[int, int]] | None = None  # weights, their version, and as `loaded`
+        self._minibatches = 0
+        self._computes_as = 0  # the incarnation in which the minibatch began
+        self._changed = threading.Condition()  # of the next three, and of `_spare`
+        self._outgoing: _GradientSum | None = None
+        self._under_way = 0  # sums that are handed over, and not answered yet
+        self._error: OffbeatError | None = None
+        self._wanted = threading.Event()  # weights are
+        self._staged: _StagedWeights | None = None
         self._reading: Tensor | None = None  # what is being copied into the model
         self._staging = [torch.empty_like(self.arena.weights[0]) for _ in range(3)]
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of the three above
         self._stages = threading.Lock()  # one thread at a time
-        self._error: OffbeatError | None = None
 
     def is_cancelled(self) -> bool:
-        return False
+        """Only with its incarnation: what that computed is computed again, by others."""
+        return self._computes_as != self.incarnation or self._has_lost_leases()
 
-    def come(self) -> None:
-        super().come()
-        self._back.put(self._vectors.pop())
+    def start(self) -> None:
+        super().start()
+        self._computes_as = self.incarnation
         for body in (self._push_all, self._fetch_all):
             threading.Thread(target=self._guarded, args=(body,), name=f"offbeat {body.__name__}", daemon=True).start()
 
@@ -331,33 +352,28 @@ class AsyncPushFetch(PushMode):
             raise self._error
         if not self._under_way:  # else it goes on by itself; but not where it waited for the end of an epoch
             super().begin()
-        if self._stay != self.incarnation:  # what was computed before is computed again, by others
-            self._forget()
-            self._stay = self.incarnation
+        if self._computes_as != self.incarnation:
+            self._start_sum()
+            self._computes_as = self.incarnation
         with self._lock:
             staged, self._staged = self._staged, None
-            self._reading = None if staged is None else staged[0]
-        if staged is not None and staged[2] > self.loaded:
-            vector, self.version, self.loaded = staged
+            self._reading = None if staged is None else staged.vector
+        if staged is not None and staged.loaded > self.loaded:
+            self.version, self.loaded = staged.version, staged.loaded
             with torch.no_grad():
-                write_tensors(vector, self.parts.trained)
+                write_tensors(staged.vector, self.tensors.trained)
         self._reading = None
 
-    def step(self, absent: tuple[int, ...], report: Report) -> None:
-        if self._stay != self.incarnation:
-            raise Cancelled
-        if self._report is None:
+    def step(self, report: PushReport, absent: tuple[int, ...]) -> None:
+        if self._computed is None:
             self._first_version = self.version
-        for offset, parameter in zip(self.arena.offsets, self.parts.trained, strict=True):
+        for offset, parameter in zip(self.arena.offsets, self.tensors.trained, strict=True):
             if parameter.grad is not None:
-                place = self._accrued[offset : offset + parameter.numel()].view(parameter.shape)
+                place = self._sum[offset : offset + parameter.numel()].view(parameter.shape)
                 place.add_(parameter.grad.to(place.device))
         self.local_step()
         self._minibatches += 1
-        self._leases += report.leases
-        self._samples += report.samples
-        began_s = report.began_s if self._report is None else self._report.began_s
-        self._report = report._replace(began_s=began_s)
+        self._computed = report.after(self._computed)
         if self._minibatches % self.rule.push_every == 0:
             self._hand_over()
         if self._minibatches % self.rule.fetch_every == 0:
@@ -365,40 +381,34 @@ class AsyncPushFetch(PushMode):
 
     def _hand_over(self) -> None:
         """To the thread that pushes: computing waits only if the push before has not even begun."""
-        if self._report is None:
+        if self._computed is None:
             return
-        report = self._report._replace(leases=self._leases, samples=self._samples)
-        item = _Accrued(self._accrued, self._first_version, report, self._stay)
-        with self._pushed:
-            self._under_way += 1
-        self._patiently(lambda: self._outbox.put(item, timeout=0.2))
-        self._accrued = self._patiently(lambda: self._back.get(timeout=0.2))
-        self._forget()
-
-    def _patiently(self, take: Callable[[], T]) -> T:
-        """As long as there is somebody to wait for."""
-        while True:
-            try:
-                return take()
-            except (queue.Full, queue.Empty):
-                failed = self._error or self.link.failed
+        with self._changed:
+            while self._spare is None:
+                failed = self._error or self.connection.failed
                 if failed is not None:
-                    raise failed from None
+                    raise failed
+                self._changed.wait(0.2)
+            self._outgoing = _GradientSum(self._sum, self._first_version, self._computed, self._computes_as)
+            self._under_way += 1
+            self._sum, self._spare = self._spare, None
+            self._changed.notify_all()
+        self._start_sum()
 
-    def _forget(self) -> None:
-        self._accrued.zero_()
-        self._leases, self._samples, self._report = (), 0, None
+    def _start_sum(self) -> None:
+        self._sum.zero_()
+        self._computed = None
 
     def flush(self) -> None:
         self._hand_over()
-        with self._pushed:
-            while self._under_way and self._error is None and self.link.failed is None:
-                self._pushed.wait(0.2)
+        with self._changed:
+            while self._under_way and self._error is None and self.connection.failed is None:
+                self._changed.wait(0.2)
 
     def step_aside(self) -> None:
-        with self._pushed:
-            if self._under_way:  # the thread that pushes comes again by itself
-                self._pushed.wait(0.05)
+        with self._changed:
+            if self._under_way:  # the thread that pushes joins again by itself
+                self._changed.wait(0.05)
                 return
         super().step_aside()
 
@@ -408,60 +418,56 @@ class AsyncPushFetch(PushMode):
         try:
             body()
         except OffbeatError as error:
-            self._error = error
-            with self._pushed:
-                self._pushed.notify_all()
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
 
     def _push_all(self) -> None:
-        link = self.link
-        while not link.closed:
-            try:
-                item = self._outbox.get(timeout=0.5)
-            except queue.Empty:
-                continue
-            if item.incarnation != self.incarnation:
-                self._back.put(item.vector)
-                self._is_through()
-                continue
-            self.arena.slots[link.client.slot].copy_(item.vector)
-            self._back.put(item.vector)
-            self.push((), item.report, version=item.version)
-            go = self.await_go()
-            link.opened()
-            if go.pieces:  # it was given up or away, and has come again
-                self._stage(go.pieces, go.version, go.pin)
-            self._is_through()
-
-    def _is_through(self) -> None:
-        with self._pushed:
-            self._under_way -= 1
-            self._pushed.notify_all()
+        while not self.connection.closed:
+            with self._changed:
+                outgoing, self._outgoing = self._outgoing, None
+                if outgoing is None:
+                    self._changed.wait(0.5)
+                    continue
+            wanted = outgoing.incarnation == self.incarnation
+            if wanted:
+                self.arena.slots[self.state.slot].copy_(outgoing.vector)
+            with self._changed:
+                self._spare = outgoing.vector
+                self._changed.notify_all()
+            if wanted:
+                self.push(outgoing.report, version=outgoing.version)
+                go = self.wait_for_go()
+                if go.pieces:  # it was given up or away, and has joined again
+                    self._stage(go.pieces, go.version, go.pin)
+            with self._changed:
+                self._under_way -= 1
+                self._changed.notify_all()
 
     def _fetch_all(self) -> None:
-        link = self.link
-        while not link.closed:
+        while not self.connection.closed:
             if not self._wanted.wait(0.5):
                 continue
             self._wanted.clear()
-            link.wait(lambda client: client.incarnation or None, "joining again")
-            link.say(lambda client: client.ask() if client.incarnation else [])
-            found = link.wait(lambda client: client.weights if client.asks else "again", "weights")
+            self.connection.wait(ConnectionState.joined, "joining again")
+            self.connection.say(ConnectionState.request_weights)
+            found = self.connection.wait(ConnectionState.weights_or_again, "weights")
             if isinstance(found, Weights):
                 self._stage(found.pieces, found.version, found.pin)
             else:  # it was given up meanwhile
                 self._wanted.set()
 
-    def _stage(self, pieces: tuple[tuple[int, int], ...], version: int, pin: int) -> None:
+    def _stage(self, pieces: Pieces, version: int, pin: int) -> None:
         """Copy the weights beside, for the next minibatch to begin with."""
-        incarnation = self.link.client.incarnation
+        incarnation = self.incarnation
         with self._stages:
             with self._lock:
-                taken = (self._reading, None if self._staged is None else self._staged[0])
+                taken = (self._reading, None if self._staged is None else self._staged.vector)
                 vector = next(one for one in self._staging if all(one is not other for other in taken))
             self.arena.gather(pieces, out=vector)
             self.received_bytes += vector.nbytes
-            self.link.say(lambda client: client.fetched(pin))
+            self.connection.say(ConnectionState.fetched, pin)
             with self._lock:
-                newer = self._staged is None or (incarnation, pin) > self._staged[2]
-                if newer and not self.link.is_fenced(incarnation):
-                    self._staged = (vector, version, (incarnation, pin))
+                newer = self._staged is None or (incarnation, pin) > self._staged.loaded
+                if newer and not self.connection.is_fenced(incarnation):
+                    self._staged = _StagedWeights(vector, version, (incarnation, pin))

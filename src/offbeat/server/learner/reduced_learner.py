@@ -1,8 +1,7 @@
-"""The same learner's interface for all-reduce strategies: DDP on the offbeat backend. Only the line changes."""
+"""A learner of an all-reduce strategy: DDP on the offbeat backend, with the interface of every learner."""
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import time
@@ -22,26 +21,14 @@ from torch.utils.data.distributed import DistributedSampler
 from offbeat.collectives.backend import stats
 from offbeat.collectives.options import Options
 from offbeat.errors import RequestError
-from offbeat.processes.slowness import Slowness
 from offbeat.runs.learning import sign_of_losses, warning_of_losses
-from offbeat.server.learner.learner_collectives import LearnerCollectives, decode, encode
-from offbeat.server.learner.leased_loader import why_local
+from offbeat.server.learner.base_learner import BaseLearner, MinibatchBlock, replace_step
+from offbeat.server.learner.learner_collectives import decode, encode
+from offbeat.server.learner.leased_loader import LoaderWrapper, rebuilt, why_local
 from offbeat.strategy import NATIVE
 
 
-class Round:
-    """One minibatch of an all-reduce: it is never cancelled. `loss` may be set, for the warning about trainings that
-    do not learn."""
-
-    cancelled = False
-
-    def __init__(self) -> None:
-        self.loss: float | torch.Tensor | None = None
-        self.samples: int | None = None
-        self.began_s = time.monotonic()
-
-
-class ReducedLearner(LearnerCollectives):
+class ReducedLearner(BaseLearner):
     """A rank of a process group in DDP, as `offbeat.join()` returns it for an all-reduce such as "ring".
 
     `help(offbeat.Learner)` describes the calls that every strategy has. Attributes: `strategy` (the line), `number` (of
@@ -49,84 +36,56 @@ class ReducedLearner(LearnerCollectives):
     """
 
     def __init__(self, line: str, *, slow: Sequence[str] = (), seed: int = 0) -> None:
-        self.strategy = line
-        self.number = int(os.environ.get("RANK", "0"))
-        self.learners = int(os.environ.get("WORLD_SIZE", "1"))
+        rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        super().__init__(line, rank, ranks, slow=slow, seed=seed)
         self.version = 0
-        self._slowness = Slowness(slow, learner=self.number, learners=self.learners, seed=seed) if slow else None
         self._seed = seed
-        self._now: Round | None = None
         self._losses: list[float | torch.Tensor] = []
         self._busy_s = 0.0  # in minibatches, with what they wait for
-        self._given: Mapping[str, Any] | None = None  # by `load_state_dict`, until `prepare`
-        self._trains: tuple[nn.Module, torch.optim.Optimizer] | None = None
-        self._loader: _Shared | None = None
         self._forwards = 0  # of the model in DDP, since the last step
         self._owns_group = not dist.is_initialized()
         if self._owns_group:
-            store = None if "MASTER_ADDR" in os.environ else HashStore()
+            store = None if "MASTER_ADDR" in os.environ else HashStore()  # alone
             options = replace(Options.of_environment(), strategy=line)
-            dist.init_process_group(
-                "offbeat", rank=self.number, world_size=self.learners, store=store, pg_options=options
-            )
-        atexit.register(self.close)
+            dist.init_process_group("offbeat", rank=rank, world_size=ranks, store=store, pg_options=options)
 
-    def prepare(
+    def _attach(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        loader: Any = None,
-        scheduler: Any = None,
+        clip_norm: float | None,
+        gradients: str | None,
         *,
-        clip_norm: float | None = None,
-        gradients: str | None = None,
-        in_place: bool = False,
-    ) -> tuple[Any, ...]:
-        """The model in DDP, the optimizer as it is, the loader with this rank's share of each epoch."""
+        in_place: bool,
+    ) -> nn.Module:
+        """The model in DDP, and the optimizer as it is."""
         if gradients is not None or in_place:
             self.notes += ("gradients= and in_place= are for a parameter server: DDP has its own communication hooks",)
-        if self._trains is not None:
-            raise RequestError("this learner was prepared before: a run has one model")
-        if self._given is not None:
-            model.load_state_dict(self._given["model"])
-            optimizer.load_state_dict(self._given["optimizer"])
         self._trains = model, optimizer
         wrapped = nn.parallel.DistributedDataParallel(model)
         wrapped.register_forward_pre_hook(self._count_forward)
         own_step = optimizer.step
 
         def step(closure: Any = None) -> Any:
-            if closure is None:
-                self._check_forward()
+            if closure is None and not self._forwards:
+                raise RequestError(
+                    "the model that learner.prepare returned was not used in this step, so that no gradient was "
+                    "averaged; write: model, optimizer, loader = learner.prepare(model, optimizer, loader)"
+                )
+            self._forwards = 0
             if clip_norm is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
-            if self._slowness is not None and self._now is not None:
-                self._slowness.act(time.monotonic() - self._now.began_s, lambda: False)
+            if self._open is not None:
+                self._be_slow(self._open.began_s, lambda: False)
             self.version += 1
             return own_step(closure) if closure is not None else own_step()
 
-        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # as torch marks the steps it has wrapped
-        optimizer.step = step  # type: ignore[method-assign]  # the point of it
-        given: list[Any] = [wrapped, optimizer]
-        if loader is not None:
-            given.append(self._share(loader))
-        if scheduler is not None:
-            given.append(scheduler)
-        self._given = None
-        self._say_notes()
-        return tuple(given)
+        replace_step(optimizer, step)
+        return wrapped
 
     def _count_forward(self, *_: object) -> None:
-        self._forwards += 1
-
-    def _check_forward(self) -> None:
         """Gradients are averaged by the model that `prepare` returns, and by no other."""
-        if not self._forwards:
-            raise RequestError(
-                "the model that learner.prepare returned was not used in this step, so that no gradient was averaged; "
-                "write: model, optimizer, loader = learner.prepare(model, optimizer, loader)"
-            )
-        self._forwards = 0
+        self._forwards += 1
 
     def _share(self, loader: Any) -> Any:
         own = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
@@ -141,34 +100,13 @@ class ReducedLearner(LearnerCollectives):
             self.notes += (
                 f"the loader keeps its order, since {why}: of what that gives, each learner takes its share",
             )
-        self._loader = _Shared(loader, self._seed, plain=not why)
-        if self._given is not None:
-            self._loader.epoch = self._given["epoch"]
-        return self._loader
+        return RankLoader(loader, self._seed, plain=not why)
 
-    # --- checkpoints, and the other learners --------------------------------------------------------------------------
+    def _current_state(self) -> tuple[int, Mapping[str, Any], dict[str, Any]]:
+        model, optimizer = self._trained()
+        return self.version, model.state_dict(), {"optimizer": optimizer.state_dict()}
 
-    def state_dict(self) -> dict[str, Any]:
-        """What a run goes on from: weights, optimizer state, version and epoch; see `ServedLearner.state_dict`."""
-        if self._trains is None:
-            raise RequestError("call learner.prepare(model, optimizer, loader) first")
-        model, optimizer = self._trains
-        return {
-            "strategy": self.strategy,
-            "version": self.version,
-            "epoch": 0 if self._loader is None else self._loader.epoch,
-            "model": {name: value.detach().clone() for name, value in model.state_dict().items()},
-            "optimizer": optimizer.state_dict(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave, of this line or another. Before `prepare`, on all learners alike."""
-        if self._trains is not None:
-            raise RequestError("the learner is prepared: load what was saved before learner.prepare")
-        missing = {"model", "optimizer", "version", "epoch"} - state.keys()
-        if missing:
-            raise RequestError(f"this is not what learner.state_dict() gave: {', '.join(sorted(missing))} is missing")
-        self._given = state
+    # --- the other learners -------------------------------------------------------------------------------------------
 
     def _exchange(self, what: str, data: bytes, timeout_s: float) -> dict[int, bytes]:
         """By the process group; it has a time limit of its own."""
@@ -184,16 +122,17 @@ class ReducedLearner(LearnerCollectives):
     # --- the loop -----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def minibatch(self) -> Iterator[Round]:
-        """One minibatch, as a `with` block: forward, backward, `optimizer.step()`."""
-        self._now = now = Round()
+    def minibatch(self) -> Iterator[MinibatchBlock]:
+        """One minibatch, as a `with` block: forward, backward, `optimizer.step()`. It is never cancelled."""
+        self._open = minibatch = MinibatchBlock(time.monotonic())
         try:
-            yield now
+            yield minibatch
         finally:
-            self._now = None
-            self._busy_s += time.monotonic() - now.began_s
-            if now.loss is not None:
-                self._losses.append(now.loss.detach() if isinstance(now.loss, torch.Tensor) else now.loss)
+            self._open = None
+            self._busy_s += time.monotonic() - minibatch.began_s
+            loss = minibatch.loss
+            if loss is not None:
+                self._losses.append(loss.detach() if isinstance(loss, torch.Tensor) else loss)
 
     def finish(self) -> None:
         """Wait until all learners are done; they have the same weights. Call it once, after the last epoch."""
@@ -227,7 +166,7 @@ class ReducedLearner(LearnerCollectives):
 
     def close(self) -> None:
         """Leave the process group, where `join` made it. It is called by itself at the end of the program."""
-        atexit.unregister(self.close)
+        super().close()
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -244,16 +183,15 @@ def _gather_bytes(data: bytes) -> list[bytes]:
     return [one[: int(size)].numpy().tobytes() for one, size in zip(found, sizes, strict=True)]
 
 
-class _Shared:
+class RankLoader(LoaderWrapper):
     """A loader with this rank's share, another order each epoch if the user's shuffles."""
 
     def __init__(self, loader: DataLoader[Any], seed: int, *, plain: bool) -> None:
-        self.epoch = 0
-        self._sampler: DistributedSampler[Any] | _EveryNth
+        self._sampler: DistributedSampler[Any] | _EveryNthSampler
         batches: Any = loader.batch_sampler
         order: dict[str, Any]
         if batches is not None and type(batches) is not BatchSampler:
-            self._sampler = _EveryNth(batches, drop_last=False)
+            self._sampler = _EveryNthSampler(batches, drop_last=False)
             order = {"batch_sampler": self._sampler}
         else:
             sampler = loader.sampler if batches is None else batches.sampler
@@ -262,38 +200,18 @@ class _Shared:
                 shuffles = isinstance(sampler, RandomSampler)
                 self._sampler = DistributedSampler(loader.dataset, shuffle=shuffles, seed=seed, drop_last=drop_last)
             else:
-                self._sampler = _EveryNth(sampler, drop_last=drop_last)
+                self._sampler = _EveryNthSampler(sampler, drop_last=drop_last)
             size = None if batches is None else batches.batch_size
             order = {"sampler": self._sampler, "batch_size": size, "drop_last": drop_last}
-        self._loader: DataLoader[Any] = DataLoader(
-            loader.dataset,
-            **order,
-            num_workers=loader.num_workers,
-            collate_fn=loader.collate_fn,
-            pin_memory=loader.pin_memory,
-            timeout=loader.timeout,
-            worker_init_fn=loader.worker_init_fn,
-            multiprocessing_context=loader.multiprocessing_context,
-            generator=loader.generator,
-            prefetch_factor=loader.prefetch_factor,
-            persistent_workers=loader.persistent_workers,
-        )
+        super().__init__(rebuilt(loader, persistent_workers=loader.persistent_workers, **order))
 
     def __iter__(self) -> Iterator[Any]:
         self._sampler.set_epoch(self.epoch)
         yield from self._loader
         self.epoch += 1
 
-    def __len__(self) -> int:
-        return len(self._loader)
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._loader, name)
-
-
-class _EveryNth:
+class _EveryNthSampler:
     """A sampler (or batch sampler) of the user's own, shared out: rank i takes what comes i-th of every P.
 
     What the first rank's gives is taken on all, so that nothing comes twice, however each is seeded; what does not
@@ -312,9 +230,9 @@ class _EveryNth:
     def __iter__(self) -> Iterator[Any]:
         if not hasattr(self._given, "__len__"):
             return islice(iter(self._given), self._rank, None, self._ranks)
-        whole = decode(_gather_bytes(encode(list(self._given)) if self._rank == 0 else b"")[0])
-        share = self._share_of(len(whole))
-        return islice(cycle(whole), self._rank, share * self._ranks, self._ranks)
+        order = decode(_gather_bytes(encode(list(self._given)) if self._rank == 0 else b"")[0])
+        share = self._share_of(len(order))
+        return islice(cycle(order), self._rank, share * self._ranks, self._ranks)
 
     def __len__(self) -> int:
         return self._share_of(len(self._given))
