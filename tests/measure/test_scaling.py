@@ -48,7 +48,7 @@ def found(request: ScalingRequest, rates: Mapping[tuple[str, int], Sequence[floa
     """Measured, with so many samples a second of a strategy and learners in each round."""
     begun: dict[tuple[str, int], int] = {}
 
-    def train(config: Config, folder: Path) -> Trained:
+    def train(config: Config, folder: Path) -> Any:
         key = (config.sync, config.learners)
         begun[key] = begun.get(key, -1) + 1
         return Trained(samples_per_s=rates[key][begun[key]])
@@ -63,7 +63,7 @@ REQUEST = ScalingRequest(config=CONFIG, lines=("ring", "k-async:2"), learners=(1
 def test_in_every_round_the_base_and_every_configuration_take_turns_with_a_seed_of_the_round() -> None:
     seen: list[tuple[int, str, int]] = []
 
-    def train(config: Config, folder: Path) -> Trained:
+    def train(config: Config, folder: Path) -> Any:
         seen.append((config.seed, config.sync, config.learners))
         assert not folder.exists() and folder.parent.is_dir()
         assert config.save.every_epochs == 0 and config.train.epochs == 3
@@ -229,7 +229,7 @@ def test_a_ranking_has_a_sentence_for_each_group() -> None:
 
 
 def notes_of(request: ScalingRequest, machine: Mapping[str, Any], **trained: Any) -> list[str]:
-    def train(config: Config, folder: Path) -> Trained:
+    def train(config: Config, folder: Path) -> Any:
         return Trained(samples_per_s=1.0, **trained)
 
     return list(measure(request, lambda text: None, train=train, machine=machine).json["notes"])
@@ -300,7 +300,8 @@ def test_a_kept_training_has_its_evaluations_and_no_log() -> None:
         {"seconds": 2.0, "update": 9, "accuracy": None},
         {"seconds": 3.0, "update": 12, "accuracy": 0.7},
     ]
-    kept = numbers_of(Trained(samples_per_s=9.0, metrics=tuple(evaluated)))
+    made_up: Any = Trained(samples_per_s=9.0, metrics=tuple(evaluated))
+    kept = numbers_of(made_up)
     assert kept.points == ((1.0, 5, 0.5), (3.0, 12, 0.7)) and kept.joules == 50
 
 

@@ -84,30 +84,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_arguments(parser, sections=_SECTIONS)
 
 
-def _number(text: str, wanted: str) -> float:
+def _number(text: str, wanted: str, most: float) -> float:
     try:
         number = float(text)
     except ValueError:
         number = math.nan
-    if not math.isfinite(number):
+    if not 0 <= number <= most:
         raise RequestError(f"expected {wanted}; got '{text[:40]}'")
     return number
 
 
 def _share(text: str) -> float:
-    wanted = "a share from 0 to 1, like 0.01"
-    number = _number(text, wanted)
-    if not 0 <= number <= 1:
-        raise RequestError(f"expected {wanted}; got '{text[:40]}'")
-    return number
+    return _number(text, "a share from 0 to 1, like 0.01", 1.0)
 
 
 def _price(text: str) -> float:
-    wanted = "a price of a device hour, 0 or more"
-    number = _number(text, wanted)
-    if number < 0:
-        raise RequestError(f"expected {wanted}; got '{text[:40]}'")
-    return number
+    return _number(text, "a price of a device hour, 0 or more", sys.float_info.max)
 
 
 def refuse_changes(given: argparse.Namespace) -> None:

@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import math
 import statistics
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from offbeat.chart import Line, line_chart
@@ -30,18 +28,14 @@ from offbeat.measure.training_bench import (
     check_lines,
     check_price,
     check_slow,
+    compare_trainings,
     configured,
     definition,
     energy_and_cost,
     least_ratio,
-    machine_for,
-    predict_all,
     ranked_sentences,
-    shared_notes,
-    train_all,
     training_terms,
 )
-from offbeat.processes.signals import terminable
 from offbeat.report.benchmark_fields import ACCURACY, ACCURACY_MORE, FIELDS, STRATEGY, Row, format_percent
 from offbeat.runs import metrics
 from offbeat.spec import count_of, format_seconds
@@ -268,15 +262,18 @@ def measure(
 
     The predictor gives the seconds to the target, or None where it is not reached.
     """
-    facts = machine_for(request.config) if machine is None else machine
-    plans = [request.configs(request.seed + number) for number in range(request.seeds)]
-    with terminable(), tempfile.TemporaryDirectory(prefix="offbeat-bench-") as folder:
-        trained = train_all(plans, progress, train, Path(folder), unit="seed", needs_accuracy=True)
-        slow = request.config.slow
-        notes = shared_notes(plans[0], facts, [run for runs in trained for run in runs], "time")
-        notes += [f"slowness on purpose: {', '.join(slow)}"] if slow else []
-        # Last, since it computes here: no fork after it.
-        predicted = predict_all(list(zip(*plans, strict=True)), predictor, progress, notes)
+    slow = request.config.slow
+    machine, trained, predicted, notes = compare_trainings(
+        [request.configs(request.seed + number) for number in range(request.seeds)],
+        progress,
+        unit="seed",
+        number="time",
+        notes=[f"slowness on purpose: {', '.join(slow)}"] if slow else [],
+        needs_accuracy=True,
+        train=train,
+        predictor=predictor,
+        machine=machine,
+    )
     for line, times in zip(request.lines, predicted, strict=True):
         if None in times:
             many = f"{times.count(None)} of {count_of(len(times), 'seed')}"
@@ -292,4 +289,4 @@ def measure(
         )
         for line, runs, times in zip(request.lines, trained, predicted, strict=True)
     ]
-    return accuracy_result(request, facts, rows, notes)
+    return accuracy_result(request, machine, rows, notes)

@@ -12,10 +12,8 @@ What it must not know: how a training is run (it is given the function), and how
 from __future__ import annotations
 
 import statistics
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from offbeat.errors import RequestError
@@ -29,20 +27,16 @@ from offbeat.measure.training_bench import (
     check_lines,
     check_price,
     check_slow,
+    compare_trainings,
     configured,
     definition,
     energy_and_cost,
     least_ratio,
-    machine_for,
     minibatch,
-    predict_all,
     ranked_sentences,
-    shared_notes,
-    train_all,
     trained_label,
     training_terms,
 )
-from offbeat.processes.signals import terminable
 from offbeat.report.benchmark_fields import (
     FIELDS,
     LEARNERS,
@@ -306,14 +300,18 @@ def measure(
     machine: Mapping[str, Any] | None = None,
 ) -> BenchResult:
     """All rounds. `train` and `machine` are the real ones if they are left out. `predictor` gives samples/s."""
-    facts = machine_for(request.config) if machine is None else machine
     plans = [request.configs(number) for number in range(request.rounds)]
-    with terminable(), tempfile.TemporaryDirectory(prefix="offbeat-bench-") as folder:
-        trained = train_all(plans, progress, train, Path(folder), unit="round")
-        notes = shared_notes(plans[0], facts, [run for runs in trained for run in runs], "efficiency")
-        notes += _slow_notes(request)
-        # Last, since it may start threads: no fork after it.
-        predicted = predict_all([[config] for config in plans[0]], predictor, progress, notes)
+    machine, trained, predicted, notes = compare_trainings(
+        plans,
+        progress,
+        unit="round",
+        number="efficiency",
+        notes=_slow_notes(request),
+        predict_plans=1,
+        train=train,
+        predictor=predictor,
+        machine=machine,
+    )
     alone_s = [iteration_s(1, minibatch(plans[0][0]), run.samples_per_s) for run in trained[0]]
     rows = [
         scaling_row(
@@ -322,7 +320,7 @@ def measure(
             batch=minibatch(config),
             kind=request.kind,
             precision=config.train.precision,
-            device=facts["device"],
+            device=machine["device"],
             runs=runs,
             alone_s=alone_s,
             predicted_s=next((iteration_s(config.learners, minibatch(config), rate) for rate in rates if rate), None),
@@ -330,7 +328,7 @@ def measure(
         )
         for config, runs, rates in zip(plans[0], trained, predicted, strict=True)
     ]
-    return scaling_result(request, facts, judged(rows, request.accuracy_within), notes)
+    return scaling_result(request, machine, judged(rows, request.accuracy_within), notes)
 
 
 def _slow_notes(request: ScalingRequest) -> list[str]:

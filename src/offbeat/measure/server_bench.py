@@ -279,8 +279,8 @@ def _ours(request: ServerRequest, learners: int, doing: str, *, in_place: bool) 
         environment=environment({"OFFBEAT_SYNC": LINE}),
         restarts=0,
     )
-    ended = supervise(plan, doing, request.timeout_s + request.seconds)
-    found = [_read(ended.last_lines.get(learner, ""), doing) for learner in range(learners)]
+    last_lines = supervise(plan, doing, request.timeout_s + request.seconds)
+    found = [_read(last_lines.get(learner, ""), doing) for learner in range(learners)]
     seconds = max(one["end_s"] for one in found) - min(one["start_s"] for one in found)
     return sum(one["cycles"] for one in found) / seconds, sum(one["copy_bytes_per_s"] for one in found)
 

@@ -12,9 +12,10 @@ from __future__ import annotations
 import math
 import os
 import statistics
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from offbeat import spec as grammar
 from offbeat.errors import RequestError
@@ -22,6 +23,7 @@ from offbeat.machine import machine_facts
 from offbeat.measure.bench_result import defined
 from offbeat.measure.requests import check_distinct
 from offbeat.measure.rounds import Progress, Turn, alternate, median_known
+from offbeat.processes.signals import terminable
 from offbeat.processes.slowness import parse as parse_slowness
 from offbeat.report.benchmark_fields import Field, Row
 from offbeat.runs import metrics
@@ -30,32 +32,16 @@ from offbeat.strategy import SERVER, family_of
 from offbeat.train.config import Config
 from offbeat.train.config_files import built_in, changed
 
+if TYPE_CHECKING:
+    from offbeat.measure.trainings import Trained
+
 ALIKE = 1.05  # medians this close are not told apart, whatever their rounds say
 ENOUGH = 5  # rounds or seeds, from which on it is told apart what differs by more than that
 CLEAR = 1.25  # and with fewer
 NOT_PREDICTED = "not predicted: no --calibration (offbeat calibrate makes one)"
 
 
-class Run(Protocol):
-    """What a training must tell; `offbeat.measure.trainings.Trained` does."""
-
-    @property
-    def metrics(self) -> tuple[Mapping[str, Any], ...]: ...
-
-    @property
-    def energy(self) -> Mapping[str, Any] | None: ...
-
-    @property
-    def seconds(self) -> float: ...
-
-    @property
-    def accuracy(self) -> float | None: ...
-
-    @property
-    def samples_per_s(self) -> float: ...
-
-
-Train = Callable[[Config, Path], Run]
+Train = Callable[[Config, Path], "Trained"]
 Predictor = Callable[[Config], float | None]  # None: the target is not reached
 
 
@@ -139,7 +125,7 @@ class TrainingNumbers(NamedTuple):
     not_measured: tuple[str, ...]  # why energy, or a part of it, is not known
 
 
-def numbers_of(run: Run) -> TrainingNumbers:
+def numbers_of(run: Trained) -> TrainingNumbers:
     energy = run.energy or {}
     joules = energy.get("joules")
     reasons = tuple(map(str, energy.get("not_measured", ())))
@@ -160,16 +146,50 @@ def numbers_of(run: Run) -> TrainingNumbers:
     )
 
 
-def train_all(
+class Compared(NamedTuple):
+    """What several configurations were found to do: for each, in their order."""
+
+    machine: Mapping[str, Any]
+    trained: list[list[TrainingNumbers]]
+    predicted: list[list[float | None]]  # empty: not predicted
+    notes: list[str]
+
+
+def compare_trainings(
+    plans: Sequence[Sequence[Config]],
+    progress: Progress,
+    *,
+    unit: str,
+    number: str,
+    notes: Sequence[str] = (),
+    needs_accuracy: bool = False,
+    predict_plans: int | None = None,
+    train: Train | None,
+    predictor: Predictor | None,
+    machine: Mapping[str, Any] | None,
+) -> Compared:
+    """Train every configuration of every plan, in turn, and predict those of the first `predict_plans`.
+
+    A plan is a round or a seed (`unit`). `number` is what the sharing of cores spoils, in one word. `train` and
+    `machine` are the real ones where they are None.
+    """
+    facts = machine_for(plans[0][0]) if machine is None else machine
+    with terminable(), tempfile.TemporaryDirectory(prefix="offbeat-bench-") as folder:
+        trained = _train_all(plans, progress, train, Path(folder) / "run", unit, needs_accuracy)
+        told = [*shared_notes(plans[0], facts, [run for runs in trained for run in runs], number), *notes]
+        # Last, since it computes here and may start threads: no fork after it.
+        predicted = _predict_all(list(zip(*plans[:predict_plans], strict=True)), predictor, progress, told)
+    return Compared(facts, trained, predicted, told)
+
+
+def _train_all(
     plans: Sequence[Sequence[Config]],
     progress: Progress,
     train: Train | None,
     folder: Path,
-    *,
     unit: str,
-    needs_accuracy: bool = False,
+    needs_accuracy: bool,
 ) -> list[list[TrainingNumbers]]:
-    """Every configuration of a plan, in turn; a plan is a round or a seed. `train` is the real one if it is None."""
     if train is None:
         from offbeat.measure.trainings import train_once
 
@@ -178,7 +198,7 @@ def train_all(
     def turn_of(place: int) -> Turn[TrainingNumbers]:
         def turn(number: int, doing: str) -> TrainingNumbers:
             config = plans[number][place]
-            found = numbers_of(train(config, folder / "run"))
+            found = numbers_of(train(config, folder))
             if needs_accuracy and found.accuracy is None:
                 raise RequestError(f"bench: the recipe '{config.name}' has no accuracy: there is none to reach")
             return found
@@ -189,10 +209,10 @@ def train_all(
     return list(alternate(turns, len(plans), progress, unit=unit).values())
 
 
-def predict_all(
+def _predict_all(
     configs: Sequence[Sequence[Config]], predictor: Predictor | None, progress: Progress, notes: list[str]
 ) -> list[list[float | None]]:
-    """The prediction for each of these, by strategy and seed. What cannot be predicted is empty, and noted."""
+    """By strategy and seed. What cannot be predicted is empty, and noted."""
     if predictor is None:
         notes.append(NOT_PREDICTED)
         return [[] for _ in configs]
