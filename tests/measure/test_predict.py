@@ -10,7 +10,7 @@ import pytest
 from offbeat.errors import OffbeatError, RequestError
 from offbeat.machine import machine_facts
 from offbeat.measure.predictions_bench import PredictionsRequest, order_of, prediction_row, predictions_result
-from offbeat.measure.probes import KEPT, probe_of
+from offbeat.measure.probes import MOST_TIMES, probe_of
 from offbeat.measure.trainings import Trained
 from offbeat.predict.calibration import Calibration, Probe
 from offbeat.predict.calibration_match import check, of_another_machine, settings_of
@@ -165,8 +165,8 @@ def test_many_times_are_thinned_to_the_same_law() -> None:
     spans = [Span(0, "compute", 0.1 * at, 0.1 * at + 0.00001 * (at + 1), at) for at in range(2000)]
     spans += [Span(0, "wait", span.end_s, 0.1 * span.version + 0.1, span.version) for span in spans]
     found = probe_of(trained(spans), "ring", 1)
-    assert len(found.compute_s) == KEPT
-    assert sum(found.compute_s) / KEPT == pytest.approx(0.00001 * 1000.5)
+    assert len(found.compute_s) == MOST_TIMES
+    assert sum(found.compute_s) / MOST_TIMES == pytest.approx(0.00001 * 1000.5)
 
 
 def test_a_probe_that_computed_nothing_says_so() -> None:

@@ -26,7 +26,7 @@ from offbeat.measure.probes import probe
 from offbeat.measure.requests import MOST_PROCESSES
 from offbeat.measure.rounds import Progress, Turn, alternate
 from offbeat.measure.server_runs import environment, program
-from offbeat.measure.trainings import Trained, train_once
+from offbeat.measure.trainings import Trained, train_for
 from offbeat.predict.calibration import PROBED, SERVED, TOGETHER, Calibration, Layer, Probe, Timed, fit_server_work
 from offbeat.predict.calibration_match import settings_of
 from offbeat.predict.from_calibration import predict
@@ -211,15 +211,6 @@ def checked(calibration: Calibration, learners: int) -> tuple[str, ...]:
     """Strategies that are no probes, nor the same as one by another name."""
     lines = line_up("check", learners)
     return tuple(line for line in lines if not calibration.has(line, learners, plain=True))[:MOST_CHECKED]
-
-
-def train_for(config: Config, samples: int, folder: Path, updates: int = 150) -> Trained:
-    """So many epochs that there are enough updates, and at least three."""
-    batch = config.train.batch_size * config.train.accumulate
-    epochs = max(3, -(-updates * batch * config.learners // samples) + 1)
-    return train_once(
-        changed(config, {"train": {"epochs": epochs, "stop_at": 0.0}, "save": {"every_epochs": 0}}), folder
-    )
 
 
 def compared(calibration: Calibration, trained: Trained, samples: int) -> dict[str, Any]:

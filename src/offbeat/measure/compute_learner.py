@@ -5,6 +5,7 @@ It computes as a learner alone does, on the recipe's own data and device, and se
 
 from __future__ import annotations
 
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -144,16 +145,12 @@ def layers_of(learner: ComputeLearner, size: int, repeats: int = 12) -> list[dic
     return [
         {
             "name": name or type(model).__name__,
-            "forward_s": _middle(forward[name][2:]),
-            "backward_s": _middle(backward[name][2:]),
+            "forward_s": statistics.median_high(forward[name][2:] or [0.0]),
+            "backward_s": statistics.median_high(backward[name][2:] or [0.0]),
             "size_bytes": sum(one.numel() * one.element_size() for one in owners[name]),
         }
         for name in order
     ]
-
-
-def _middle(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2] if values else 0.0
 
 
 def begin(request: Request) -> tuple[Answer, Handlers]:

@@ -19,9 +19,9 @@ from typing import Any
 from offbeat.errors import RequestError
 from offbeat.machine import machine_facts
 from offbeat.measure.bench_result import BenchResult
-from offbeat.measure.calibration_bench import train_for
 from offbeat.measure.requests import check_distinct
 from offbeat.measure.rounds import Progress, Turn, alternate
+from offbeat.measure.trainings import train_for
 from offbeat.predict.calibration import Calibration
 from offbeat.predict.from_calibration import predict
 from offbeat.processes.signals import terminable
@@ -36,15 +36,15 @@ LINES = ("ring", "k-sync:2", "k-batch-async:2")
 LEARNERS = (2, 4)
 SLOW = ("none", "exp:0.02", "learner=0,factor=2")
 DRAWN = 5  # predictions, each with delays drawn anew, of which the mean is taken
-APART = 1.15  # two whose times differ by more have an order
+ORDERED_RATIO = 1.15  # two whose times differ by more have an order
 
 DEFINITIONS: Mapping[str, str] = {
     "measured_s": "seconds an update of a real training after its first epoch, evaluation left out; median over rounds",
     "predicted_s": "seconds an update, simulated from the calibration before the run",
     "error": "predicted / measured - 1",
     "mean_error": "mean of the errors without their signs; probes of the calibration do not count",
-    "order": f"pairs whose measured times differ by more than {100 * (APART - 1):.0f} %, and how many are predicted in "
-    "that order",
+    "order": f"pairs whose measured times differ by more than {100 * (ORDERED_RATIO - 1):.0f} %, and how many are "
+    "predicted in that order",
 }
 
 
@@ -95,7 +95,7 @@ def order_of(rows: Sequence[Row]) -> tuple[int, list[tuple[Row, Row]]]:
     pairs, wrong = 0, []
     for one, other in combinations(rows, 2):
         fast, slow = sorted((one, other), key=lambda row: float(row["measured_s"]))
-        if slow["measured_s"] > APART * fast["measured_s"]:
+        if slow["measured_s"] > ORDERED_RATIO * fast["measured_s"]:
             pairs += 1
             if not slow["predicted_s"] > fast["predicted_s"]:
                 wrong.append((fast, slow))

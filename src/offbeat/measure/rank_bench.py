@@ -139,7 +139,6 @@ class RankRequest:
     threads: int = 1
     strategy: str | None = None
     timeout_s: float = 120.0
-    ours_backend: str = OURS  # as torch.distributed knows it
 
     def __post_init__(self) -> None:
         check_processes("--ranks", [self.ranks], 2)
@@ -154,10 +153,6 @@ class RankRequest:
                 )
             if grammar.parse(self.strategy).name in schedules.algorithms():  # and not `auto`
                 schedules.build(self.strategy, ranks=self.ranks)  # refuses a shape of other ranks
-
-    def backends(self, systems: Sequence[str]) -> dict[str, str]:
-        """The systems that are process groups, ours first, and torch's names of them."""
-        return {OURS: self.ours_backend} | {name: name for name in systems if name not in (OURS, MPI)}
 
     def as_json(self, machine: Mapping[str, Any], not_measured: Mapping[str, str]) -> dict[str, Any]:
         return {
@@ -464,7 +459,7 @@ def _start_torch(
             "timeout_s": 2 * request.timeout_s,  # whose own deadline is first is asked who is late
             "port": listener.getsockname()[1],
             "listen_fd": listener.fileno(),
-            "backends": request.backends(systems),
+            "backends": {system: system for system in systems if system != MPI},  # torch knows them by the same names
         }
         answers = ranks.ask([asked | {"rank": rank} for rank in range(request.ranks)], "starting the ranks")
     return ranks, answers[0]
