@@ -236,9 +236,10 @@ def print_result(result: BenchResult) -> None:
         _print_table(out, fields, rows)
     for text in result.verdict:
         say(out, text, style="bold")
-    for text in (*result.details, *(f"note: {note}" for note in result.json.get("notes", ()))):
+    for text in (*result.details, "", *(f"note: {note}" for note in result.json.get("notes", ()))):
         say(out, text)
-    out.print()
+    if result.json.get("notes"):
+        out.print()
     machine = result.json["machine"]
     load = "load not known" if machine["load"] is None else f"load {machine['load']:.2f} before"
     cores = f"{count_of(machine['cores'], 'core')} ({machine['processor']}), {load}"

@@ -230,13 +230,13 @@ def _mark(row: Row) -> tuple[float, float] | None:
 
 def definitions(request: AccuracyRequest) -> dict[str, str]:
     return {
-        "seconds_to_target": f"{definition('time to accuracy')}; looked at the end of each epoch; median over the "
+        "seconds_to_target": f"{definition('time to accuracy')}; evaluated at the end of each epoch; median over the "
         f"seeds that reached it, {INTERVAL}",
         "updates_to_target": "updates made until then, median over the seeds that reached it",
         "reached": "seeds with which the target was reached; ranked are those with all of them",
         "accuracy_mean": f"at the end of {count_of(request.config.train.epochs, 'epoch')}, mean over seeds; "
         f"accuracy_std: their standard deviation (n - 1); {definition('accuracy')}",
-        "seconds": "of training of a whole run, evaluation left out; median over seeds",
+        "seconds": "seconds of training in a whole run, evaluation left out; median over seeds",
         "joules": f"of a run, median; {definition('energy')}",
         "joules_to_target": "joules of the run * seconds to the target / seconds of the run: power is taken as even",
         "cost": f"of a run: {definition('cost')}; devices are learners, hours those of training; to the target: of the "

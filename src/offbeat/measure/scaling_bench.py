@@ -39,10 +39,9 @@ from offbeat.measure.training_bench import (
 )
 from offbeat.report.benchmark_fields import (
     FIELDS,
-    LEARNERS,
     SCALING,
     SCALING_MORE,
-    STRATEGY,
+    SCALING_NAMES,
     Row,
     format_percent,
     format_samples_per_s,
@@ -238,7 +237,7 @@ def scaling_result(
     ranked = ranking(rows)
     total = f"minibatches of {rows[0]['batch']}" + (" in all" if request.kind == STRONG else " of each learner")
     rounds = f"median of {count_of(request.rounds, 'round')}"
-    tables = ((SCALING, rows), ((STRATEGY, LEARNERS, *SCALING_MORE), rows))
+    tables = ((SCALING, rows), ((*SCALING_NAMES, *SCALING_MORE), rows))
     return BenchResult(
         json={
             "measured": "scaling",

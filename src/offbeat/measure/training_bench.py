@@ -243,7 +243,7 @@ def energy_and_cost(runs: Sequence[TrainingNumbers], learners: int, price: float
 def machine_for(config: Config) -> dict[str, Any]:
     """Facts that explain a number, before anything is started; a device that is not here is refused."""
     facts = machine_facts()
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # so that a look at the GPUs does not spoil a fork
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # so that counting the GPUs does not spoil a fork
     import torch
 
     from offbeat.train.launch import check_device

@@ -119,7 +119,7 @@ JOULES = Field(
 )  # fmt: skip
 JOULES_TO_TARGET = Field(
     "joules_to_target", "from zero", "joules", "energy to target (J)",
-    title="to target", text=_joules("joules_to_target"), optional=True,
+    title="energy to target", text=_joules("joules_to_target"), optional=True,
 )  # fmt: skip
 COST = Field(
     "cost", "from zero", "money", "cost", DEFINITIONS["cost"].formula, title="cost", text=_cost("cost"), optional=True
@@ -132,11 +132,14 @@ ENERGY = (BENCHMARK, STRATEGY, LEARNERS, JOULES, JOULES_TO_TARGET, COST, COST_TO
 
 # --- one benchmark each ----------------------------------------------------------------------------------------------
 
+SCALING_NAMES = (
+    STRATEGY._replace(text=lambda row: "(alone)" if row["learners"] == 1 else str(row["strategy"])),
+    LEARNERS._replace(title="n"),  # as in T(n)
+)
 SCALING = (
     BENCHMARK,
     Field("kind", "computed", page="scaling", help="weak: the same batch per learner; strong: the same total batch"),
-    STRATEGY._replace(text=lambda row: "(alone)" if row["learners"] == 1 else str(row["strategy"])),
-    LEARNERS._replace(title="n"),  # as in T(n)
+    *SCALING_NAMES,
     Field("batch", "count", "number", "batch of a learner"),
     Field(
         "seconds", "above zero", "seconds", "T(n) (s)",
