@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from offbeat.machine import machine_facts
-from offbeat.measure import policies
+from offbeat.measure import policies_bench
 from offbeat.policies import Wake, Woke, create
 from offbeat.policies.events import EVENTS, from_text
 from offbeat.runs.log import read_log
@@ -76,13 +76,13 @@ def main() -> int:
         updates = round(SECONDS / server.run(line, cluster, updates=2000).seconds_per_update)
         decisions: list[dict[str, Any]] = []
         server.run(line, cluster, updates=updates, write=decisions.append)
-        simulated = policies.steady(decisions, updates)
+        simulated = policies_bench.steady(decisions, updates)
         with tempfile.TemporaryDirectory(prefix="offbeat-bench-") as folder:
             log = Path(folder) / "run.jsonl"
-            request = policies.PoliciesRequest(lines=(line,), learners=LEARNERS, updates=updates)
-            policies.run(request, law, line, updates, log, 60.0)
+            request = policies_bench.PoliciesRequest(lines=(line,), learners=LEARNERS, updates=updates)
+            policies_bench.run(request, law, line, updates, log, 60.0)
             real_decisions = read_log(log).decisions
-        real = policies.steady(real_decisions, updates)
+        real = policies_bench.steady(real_decisions, updates)
         off = real.seconds_per_update / simulated.seconds_per_update - 1
         waits = waits_of(real_decisions)
         told = ""
@@ -92,7 +92,7 @@ def main() -> int:
             told = f"{waits.woken} of {waits.updates}: {1000 * min(waits.took_s):.1f} to {1000 * most:.1f} ms, "
             told += f"median {1000 * middle:.1f}; {early} early"
             failed |= early > 0
-        failed |= abs(off) > policies.WITHIN
+        failed |= abs(off) > policies_bench.WITHIN
         seconds = f"{1000 * real.seconds_per_update:>9.1f} ms{1000 * simulated.seconds_per_update:>9.1f} ms"
         print(f"{line:<26}{updates:>8}{seconds}{100 * off:>+7.1f}%  {told}", flush=True)
     print("\nall within 10 %, and no wake before its time" if not failed else "\nnot as promised")

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from offbeat.errors import RequestError
-from offbeat.measure.accuracy import AccuracyRequest, AccuracyResult, measure, ranking
+from offbeat.measure.accuracy_bench import AccuracyRequest, measure, ranking
+from offbeat.measure.bench_result import BenchResult
+from offbeat.report.benchmark_fields import Row
 from offbeat.train.config import Config
 from offbeat.train.config_files import changed
 from offbeat.train.recipes import RECIPES
@@ -54,10 +56,10 @@ class Trained:
         return self.accuracies[-1]
 
 
-def found(runs: Mapping[tuple[str, int], Trained], request: AccuracyRequest = REQUEST, **more: Any) -> AccuracyResult:
+def found(runs: Mapping[tuple[str, int], Trained], request: AccuracyRequest = REQUEST, **more: Any) -> BenchResult:
     """Measured, by strategy and seed."""
 
-    def train(config: Config, folder: Path) -> Trained:
+    def train(config: Config, folder: Path) -> Any:
         assert config.train.stop_at == 0 and config.learners == 2
         return runs[config.sync, config.seed]
 
@@ -78,7 +80,7 @@ MIXED = {
 def test_every_strategy_takes_its_turn_with_every_seed() -> None:
     seen: list[tuple[int, str]] = []
 
-    def train(config: Config, folder: Path) -> Trained:
+    def train(config: Config, folder: Path) -> Any:
         seen.append((config.seed, config.sync))
         return Trained(accuracies=EARLY)
 
@@ -86,15 +88,19 @@ def test_every_strategy_takes_its_turn_with_every_seed() -> None:
     assert seen == [(5, "ring"), (5, "async"), (6, "ring"), (6, "async")]
 
 
+def to_target(row: Row) -> tuple[Any, Any, Any]:
+    return row["seconds_to_target"], row["seconds_to_target_low"], row["seconds_to_target_high"]
+
+
 def test_the_time_to_the_target_is_the_median_over_the_seeds_that_reached_it() -> None:
     ring, asynchronous = found(MIXED).rows
-    assert ring.reached_s == (2.0, 3.0, 2.5) and ring.reached == 3
-    assert ring.seconds_to_target == (2.5, 2.0, 3.0) and ring.updates_to_target == 20
-    assert asynchronous.reached_s == (1.0, None, 1.5) and asynchronous.reached == 2
-    assert asynchronous.seconds_to_target == (1.25, 1.0, 1.5) and asynchronous.updates_to_target == 25
+    assert ring["reached_s"] == (2.0, 3.0, 2.5) and ring["reached"] == 3
+    assert to_target(ring) == (2.5, 2.0, 3.0) and ring["updates_to_target"] == 20
+    assert asynchronous["reached_s"] == (1.0, None, 1.5) and asynchronous["reached"] == 2
+    assert to_target(asynchronous) == (1.25, 1.0, 1.5) and asynchronous["updates_to_target"] == 25
     ends = [0.94, 0.7, 0.9]
-    assert asynchronous.accuracy_mean == pytest.approx(statistics.fmean(ends))
-    assert asynchronous.accuracy_std == pytest.approx(statistics.stdev(ends))
+    assert asynchronous["accuracy_mean"] == pytest.approx(statistics.fmean(ends))
+    assert asynchronous["accuracy_std"] == pytest.approx(statistics.stdev(ends))
 
 
 def test_only_who_got_there_with_every_seed_is_ranked() -> None:
@@ -119,7 +125,8 @@ def test_who_is_within_the_spread_is_called_alike_and_who_is_not_comes_after() -
 def test_nobody_at_the_target_is_said_with_what_to_do() -> None:
     result = found(MIXED, replace(REQUEST, target=0.99))
     row = result.rows[0]
-    assert (row.reached, row.seconds_to_target, row.updates_to_target, row.error) == (0, None, None, None)
+    assert (row["reached"], row["error"], row["updates_to_target"]) == (0, None, None)
+    assert to_target(row) == (None, None, None)
     lines = ranking(result.rows, 0.99)
     assert lines[0] == "nobody reached 99.0 %: more --epochs, another --rate or a lower --target may tell"
     some = {key: Trained(accuracies=NEVER if key[1] else EARLY) for key in MIXED}
@@ -128,30 +135,30 @@ def test_nobody_at_the_target_is_said_with_what_to_do() -> None:
 
 def test_energy_and_cost_are_of_the_run_and_of_its_part_until_the_target() -> None:
     ring, _ = found(MIXED, replace(REQUEST, price=3600.0)).rows
-    assert ring.joules == 90 and ring.joules_to_target == pytest.approx(60)  # of 60, 67.5 and 60
-    assert ring.cost == pytest.approx(2 * 3.75) and ring.cost_to_target == pytest.approx(2 * 2.5)
+    assert ring["joules"] == 90 and ring["joules_to_target"] == pytest.approx(60)  # of 60, 67.5 and 60
+    assert ring["cost"] == pytest.approx(2 * 3.75) and ring["cost_to_target"] == pytest.approx(2 * 2.5)
     dark = {key: replace(run, energy=None) for key, run in MIXED.items()}
     result = found(dark)
-    assert result.rows[0].joules is None and result.rows[0].joules_to_target is None and result.rows[0].cost is None
-    assert "energy: not measured: the run left no energy.json" in result.notes
+    assert all(result.rows[0][key] is None for key in ("joules", "joules_to_target", "cost", "cost_to_target"))
+    assert "energy: not measured: the run left no energy.json" in result.json["notes"]
 
 
 def test_the_prediction_stands_beside_it_as_the_median_over_the_seeds() -> None:
     result = found(MIXED, predictor=lambda config: None if config.sync == "async" else 2.0 + config.seed)
     ring, asynchronous = result.rows
-    assert ring.predicted_s == 3.0 and ring.error == pytest.approx(0.2)
-    assert asynchronous.predicted_s is None and asynchronous.error is None
-    assert "async: by the prediction 3 of 3 seeds do not reach the target" in result.notes
+    assert ring["predicted_s"] == 3.0 and ring["error"] == pytest.approx(0.2)
+    assert asynchronous["predicted_s"] is None and asynchronous["error"] is None
+    assert "async: by the prediction 3 of 3 seeds do not reach the target" in result.json["notes"]
 
     def refuses(config: Config) -> float | None:
         raise RequestError("no probe")
 
-    assert "ring: not predicted: no probe" in found(MIXED, predictor=refuses).notes
-    assert "not predicted: no --calibration (offbeat calibrate makes one)" in found(MIXED).notes
+    assert "ring with 2 learners: not predicted: no probe" in found(MIXED, predictor=refuses).json["notes"]
+    assert "not predicted: no --calibration (offbeat calibrate makes one)" in found(MIXED).json["notes"]
 
 
 def test_the_object_is_the_contracts() -> None:
-    told = found(MIXED).as_json()
+    told = found(MIXED).json
     assert (told["measured"], told["recipe"], told["target"]) == ("accuracy", "digits-softmax", 0.9)
     assert (told["machine"], told["precision"]) == (MACHINE, "fp32")
     names = "strategy learners seeds reached seconds_to_target seconds_to_target_low seconds_to_target_high "
@@ -166,7 +173,7 @@ def test_the_object_is_the_contracts() -> None:
 
 
 def test_the_chart_has_a_line_for_each_strategy_and_the_target() -> None:
-    chart = found(MIXED).chart()
+    chart = found(MIXED).chart
     assert chart.startswith("<svg") and all(word in chart for word in ("ring", "async", "target: 90.0 % right"))
 
 

@@ -9,12 +9,13 @@ import pytest
 
 from offbeat.errors import OffbeatError, RequestError
 from offbeat.machine import machine_facts
-from offbeat.measure.predictions import PredictionRow, Predictions, PredictionsRequest, order_of
-from offbeat.measure.probes import KEPT, probe_of
+from offbeat.measure.predictions_bench import PredictionsRequest, order_of, prediction_row, predictions_result
+from offbeat.measure.probes import MOST_TIMES, probe_of
 from offbeat.measure.trainings import Trained
 from offbeat.predict.calibration import Calibration, Probe
 from offbeat.predict.calibration_match import check, of_another_machine, settings_of
 from offbeat.predict.from_calibration import foresee_accuracy, predict
+from offbeat.report.benchmark_fields import Row
 from offbeat.runs.log import RunLog, Span
 from offbeat.simulate.compute import Draws, parse_law
 from offbeat.train.config import Config
@@ -164,8 +165,8 @@ def test_many_times_are_thinned_to_the_same_law() -> None:
     spans = [Span(0, "compute", 0.1 * at, 0.1 * at + 0.00001 * (at + 1), at) for at in range(2000)]
     spans += [Span(0, "wait", span.end_s, 0.1 * span.version + 0.1, span.version) for span in spans]
     found = probe_of(trained(spans), "ring", 1)
-    assert len(found.compute_s) == KEPT
-    assert sum(found.compute_s) / KEPT == pytest.approx(0.00001 * 1000.5)
+    assert len(found.compute_s) == MOST_TIMES
+    assert sum(found.compute_s) / MOST_TIMES == pytest.approx(0.00001 * 1000.5)
 
 
 def test_a_probe_that_computed_nothing_says_so() -> None:
@@ -176,16 +177,15 @@ def test_a_probe_that_computed_nothing_says_so() -> None:
 # --- predictions ------------------------------------------------------------------------------------------
 
 
-def row(measured_s: float, predicted_s: float, probe: bool = False) -> PredictionRow:
-    return PredictionRow(config=config("ring", 2), rounds_s=(measured_s,), predicted_s=predicted_s, probe=probe)
+def row(measured_s: float, predicted_s: float, probe: bool = False) -> Row:
+    return prediction_row(config("ring", 2), (measured_s,), predicted_s, probe=probe)
 
 
 def test_what_was_a_probe_does_not_count() -> None:
     rows = (row(1.0, 1.1), row(1.0, 1.3), row(1.0, 9.0, probe=True))
-    request = PredictionsRequest(config=config("ring", 2), calibration=EVEN)
-    found = Predictions(request=request, machine={}, rows=rows)
-    assert found.mean_error == pytest.approx(0.2) and found.worst_error == pytest.approx(0.3)
-    assert found.order() == (0, []) and found.as_json()["rows"][0]["probe"] is True
+    found = predictions_result("digits-mlp", {}, 3, rows).json
+    assert found["mean_error"] == pytest.approx(0.2) and found["worst_error"] == pytest.approx(0.3)
+    assert (found["pairs"], found["pairs_in_order"]) == (0, 0) and found["rows"][0]["probe"] is True
 
 
 def test_only_pairs_that_differ_enough_have_an_order() -> None:

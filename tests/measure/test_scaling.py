@@ -12,16 +12,11 @@ from typing import Any
 import pytest
 
 from offbeat.errors import RequestError
-from offbeat.measure.comparisons import Kept, keep, ladder, middle
-from offbeat.measure.scaling import (
-    ScalingRequest,
-    ScalingResult,
-    ScalingRow,
-    are_alike,
-    judged,
-    measure,
-    ranking,
-)
+from offbeat.measure.bench_result import BenchResult
+from offbeat.measure.rounds import median_interval
+from offbeat.measure.scaling_bench import ScalingRequest, are_alike, judged, measure, ranking, scaling_row
+from offbeat.measure.training_bench import TrainingNumbers, numbers_of, ranked_sentences
+from offbeat.report.benchmark_fields import Row
 from offbeat.train.config import Config
 from offbeat.train.config_files import changed
 from offbeat.train.recipes import RECIPES
@@ -49,16 +44,11 @@ class Trained:
     metrics: tuple[Mapping[str, Any], ...] = ()
 
 
-class Predicted:
-    def __init__(self, samples_per_s: float) -> None:
-        self.samples_per_s = samples_per_s
-
-
-def found(request: ScalingRequest, rates: Mapping[tuple[str, int], Sequence[float]], **more: Any) -> ScalingResult:
+def found(request: ScalingRequest, rates: Mapping[tuple[str, int], Sequence[float]], **more: Any) -> BenchResult:
     """Measured, with so many samples a second of a strategy and learners in each round."""
     begun: dict[tuple[str, int], int] = {}
 
-    def train(config: Config, folder: Path) -> Trained:
+    def train(config: Config, folder: Path) -> Any:
         key = (config.sync, config.learners)
         begun[key] = begun.get(key, -1) + 1
         return Trained(samples_per_s=rates[key][begun[key]])
@@ -73,7 +63,7 @@ REQUEST = ScalingRequest(config=CONFIG, lines=("ring", "k-async:2"), learners=(1
 def test_in_every_round_the_base_and_every_configuration_take_turns_with_a_seed_of_the_round() -> None:
     seen: list[tuple[int, str, int]] = []
 
-    def train(config: Config, folder: Path) -> Trained:
+    def train(config: Config, folder: Path) -> Any:
         seen.append((config.seed, config.sync, config.learners))
         assert not folder.exists() and folder.parent.is_dir()
         assert config.save.every_epochs == 0 and config.train.epochs == 3
@@ -83,19 +73,20 @@ def test_in_every_round_the_base_and_every_configuration_take_turns_with_a_seed_
     result = measure(request, lambda text: None, train=train, machine=MACHINE)
     once = [("ring", 1), ("ring", 2), ("async", 2), ("ring", 4), ("async", 4)]
     assert seen == [(7, *one) for one in once] + [(8, *one) for one in once]
-    assert [(row.line, row.learners) for row in result.rows] == once
+    assert [(row["strategy"], row["learners"]) for row in result.rows] == once
 
 
 def test_speed_up_efficiency_and_overhead_are_medians_of_paired_rounds() -> None:
     result = found(REQUEST, RATES)
     base, ring, _ = result.rows
-    assert base.times_s == pytest.approx([0.032, 0.064, 0.040])
-    assert ring.times_s == pytest.approx([64 / 1500, 64 / 900, 64 / 1000])
-    assert ring.speedup == pytest.approx((1.5, 1.25, 1.8))  # of 1.5, 1.8, 1.25; not 1000 / 800 of the medians
-    assert ring.efficiency == pytest.approx(0.75)
-    assert ring.overhead_s == pytest.approx(statistics.median([64 / 1500 - 0.032, 64 / 900 - 0.064, 0.064 - 0.040]))
-    assert ring.throughput == 1000
-    assert (base.speedup.median, base.efficiency, base.overhead_s) == (1, 1, 0)
+    assert base["seconds_of_rounds"] == pytest.approx([0.032, 0.064, 0.040])
+    assert ring["seconds_of_rounds"] == pytest.approx([64 / 1500, 64 / 900, 64 / 1000])
+    speedup = ring["speedup"], ring["speedup_low"], ring["speedup_high"]
+    assert speedup == pytest.approx((1.5, 1.25, 1.8))  # of 1.5, 1.8, 1.25; not 1000 / 800 of the medians
+    assert ring["efficiency"] == pytest.approx(0.75)
+    assert ring["overhead_s"] == pytest.approx(statistics.median([64 / 1500 - 0.032, 64 / 900 - 0.064, 0.064 - 0.040]))
+    assert ring["throughput"] == 1000
+    assert (base["speedup"], base["efficiency"], base["overhead_s"]) == (1, 1, 0)
     assert result.spread == pytest.approx(4.0)
 
 
@@ -104,9 +95,9 @@ def test_strong_scaling_parts_the_minibatch_and_has_definitions_of_its_own() -> 
     assert [config.train.batch_size for config in request.configs(0)] == [32, 16, 16]
     result = found(request, RATES)
     ring = result.rows[1]
-    assert ring.batch == 16 and ring.times_s == pytest.approx([32 / 1500, 32 / 900, 32 / 1000])
-    assert ring.speedup.median == pytest.approx(1.5) and ring.efficiency == pytest.approx(0.75)
-    assert ring.overhead_s is None and "not defined" in result.as_json()["definitions"]["overhead_s"]
+    assert ring["batch"] == 16 and ring["seconds_of_rounds"] == pytest.approx([32 / 1500, 32 / 900, 32 / 1000])
+    assert ring["speedup"] == pytest.approx(1.5) and ring["efficiency"] == pytest.approx(0.75)
+    assert ring["overhead_s"] is None and "not defined" in result.json["definitions"]["overhead_s"]
     with pytest.raises(RequestError, match="32 is no multiple of 3: choose another --batch-size"):
         replace(REQUEST, kind="strong", lines=("ring",), learners=(3,))
 
@@ -114,11 +105,11 @@ def test_strong_scaling_parts_the_minibatch_and_has_definitions_of_its_own() -> 
 def test_a_minibatch_of_several_passes_counts_all_of_them() -> None:
     config = changed(CONFIG, {"train": {"accumulate": 2}})
     base, *_ = found(replace(REQUEST, config=config), RATES).rows
-    assert base.batch == 64 and base.times_s[0] == pytest.approx(0.064)
+    assert base["batch"] == 64 and base["seconds_of_rounds"][0] == pytest.approx(0.064)
 
 
 def test_the_object_is_the_contracts() -> None:
-    result = found(REQUEST, RATES, predictor=lambda config: Predicted(1250.0 * config.learners)).as_json()
+    result = found(REQUEST, RATES, predictor=lambda config: 1250.0 * config.learners).json
     assert (result["measured"], result["kind"], result["recipe"]) == ("scaling", "weak", "digits-softmax")
     assert (result["base"], result["precision"]) == ("one learner alone on cpu, 1 thread", "fp32")
     assert (result["rounds"], result["machine"]) == (3, MACHINE)
@@ -136,24 +127,24 @@ def test_the_object_is_the_contracts() -> None:
 
 def test_without_a_calibration_nothing_is_predicted_and_it_is_said() -> None:
     result = found(REQUEST, RATES)
-    assert all(row.predicted_s is None and row.error is None for row in result.rows)
-    assert "not predicted: no --calibration (offbeat calibrate makes one)" in result.notes
+    assert all(row["predicted_s"] is None and row["error"] is None for row in result.rows)
+    assert "not predicted: no --calibration (offbeat calibrate makes one)" in result.json["notes"]
 
 
 def test_what_cannot_be_predicted_is_named_and_the_others_are() -> None:
-    def predictor(config: Config) -> Predicted:
+    def predictor(config: Config) -> float:
         if config.sync == "k-async:2":
             raise RequestError("no probe of servers")
-        return Predicted(1000.0)
+        return 1000.0
 
     result = found(REQUEST, RATES, predictor=predictor)
-    assert [row.predicted_s is None for row in result.rows] == [False, False, True]
-    assert "k-async:2 with 2 learners: not predicted: no probe of servers" in result.notes
+    assert [row["predicted_s"] is None for row in result.rows] == [False, False, True]
+    assert "k-async:2 with 2 learners: not predicted: no probe of servers" in result.json["notes"]
 
 
 def test_the_cost_is_devices_times_hours_times_price() -> None:
     result = found(replace(REQUEST, price=3.6), RATES)
-    assert [row.cost for row in result.rows] == pytest.approx([0.01, 0.02, 0.02])  # 10 s each
+    assert [row["cost"] for row in result.rows] == pytest.approx([0.01, 0.02, 0.02])  # 10 s each
 
 
 # --- who is ranked ------------------------------------------------------------------------------------------------
@@ -161,10 +152,10 @@ def test_the_cost_is_devices_times_hours_times_price() -> None:
 
 def row(
     line: str, learners: int, rates: Sequence[float], accuracy: float | None = 0.97, *, tests: int = 359, **more: Any
-) -> ScalingRow:
-    runs = tuple(Kept(rate, 1.0, accuracy, tests, (), None, ("no counters",)) for rate in rates)
+) -> Row:
+    runs = tuple(TrainingNumbers(rate, 1.0, accuracy, tests, (), None, ("no counters",)) for rate in rates)
     fields: dict[str, Any] = {"precision": "fp32", "device": "cpu"} | more
-    return ScalingRow(
+    return scaling_row(
         line=line, learners=learners, batch=32, kind="weak", runs=runs, alone_s=(0.032,) * len(runs), **fields
     )
 
@@ -174,38 +165,38 @@ BASE = row("ring", 1, (1000, 1010, 990))
 
 def test_who_learns_worse_is_not_ranked_however_fast() -> None:
     rows = judged([BASE, row("ring", 2, (1800, 1810, 1790)), row("async", 2, (2000, 2010, 1990), 0.91)], 0.01)
-    assert [one.why_not == "" for one in rows] == [True, True, False]
-    assert rows[2].why_not == "its accuracy 91.0 % (87.6-93.5) is 6 points below the 97.0 % of one learner alone"
-    assert rows[2].as_json()["ranked"] is False
+    assert [one["why_not"] == "" for one in rows] == [True, True, False]
+    assert rows[2]["why_not"] == "its accuracy 91.0 % (87.6-93.5) is 6 points below the 97.0 % of one learner alone"
+    assert rows[2]["ranked"] is False
     assert ranking(rows) == [
         "fastest of those that learn as well: ring with 2 learners (1,800 samples/s, 1.80x)",
         "then one learner alone (1,000 samples/s)",
-        f"async with 2 learners: not ranked: {rows[2].why_not}",
+        f"async with 2 learners: not ranked: {rows[2]['why_not']}",
     ]
 
 
 def test_one_point_below_is_ranked_and_a_bit_more_is_not() -> None:
     base = row("ring", 1, (1, 1, 1), tests=60_000)
-    assert judged([base, row("ring", 2, (1, 1, 1), 0.96, tests=60_000)], 0.01)[1].why_not == ""
-    assert judged([base, row("ring", 2, (1, 1, 1), 0.9599, tests=60_000)], 0.01)[1].why_not != ""
-    assert judged([base, row("ring", 2, (1, 1, 1), 0.9599, tests=60_000)], 0.02)[1].why_not == ""
+    assert judged([base, row("ring", 2, (1, 1, 1), 0.96, tests=60_000)], 0.01)[1]["why_not"] == ""
+    assert judged([base, row("ring", 2, (1, 1, 1), 0.9599, tests=60_000)], 0.01)[1]["why_not"] != ""
+    assert judged([base, row("ring", 2, (1, 1, 1), 0.9599, tests=60_000)], 0.02)[1]["why_not"] == ""
 
 
 def test_what_may_be_chance_on_a_small_test_set_is_ranked() -> None:
-    assert judged([BASE, row("ring", 2, (1, 1, 1), 0.95)], 0.01)[1].why_not == ""
-    assert judged([BASE, row("ring", 2, (1, 1, 1), 0.93)], 0.01)[1].why_not != ""
+    assert judged([BASE, row("ring", 2, (1, 1, 1), 0.95)], 0.01)[1]["why_not"] == ""
+    assert judged([BASE, row("ring", 2, (1, 1, 1), 0.93)], 0.01)[1]["why_not"] != ""
 
 
 def test_another_precision_or_device_than_the_bases_is_not_ranked_and_sets_no_mark() -> None:
     other = row("ring", 2, (1, 1, 1), 0.999, precision="bf16")
     rows = judged([BASE, other, row("ring", 4, (1, 1, 1), device="cuda")], 0.01)
-    assert rows[1].why_not == "it was computed in bf16, and the base in fp32"
-    assert rows[2].why_not == "it was computed on cuda, and the base on cpu"
-    assert rows[0].why_not == ""  # 2.9 points below one that does not count
+    assert rows[1]["why_not"] == "it was computed in bf16, and the base in fp32"
+    assert rows[2]["why_not"] == "it was computed on cuda, and the base on cpu"
+    assert rows[0]["why_not"] == ""  # 2.9 points below one that does not count
 
 
 def test_without_an_accuracy_nothing_is_ranked() -> None:
-    rows = judged([replace(BASE, runs=row("ring", 1, (9,), None).runs, alone_s=(1.0,))], 0.01)
+    rows = judged([row("ring", 1, (9,), None)], 0.01)
     assert ranking(rows) == ["nothing can be ranked", "one learner alone: not ranked: its accuracy is not known"]
 
 
@@ -226,19 +217,22 @@ def test_one_round_tells_nobody_apart() -> None:
     assert len(lines) == 1 and lines[0].endswith("one round cannot tell them apart (--rounds 5)")
 
 
-def test_a_ladder_has_a_sentence_for_each_group() -> None:
-    lines = ladder([1, 2, 10, 11, 30], lambda a, b: b - a < 5, str, "first", "alike")
+def test_a_ranking_has_a_sentence_for_each_group() -> None:
+    rows = [{"number": number} for number in (1, 2, 10, 11, 30)]
+    lines = ranked_sentences(
+        rows, lambda a, b: b["number"] - a["number"] < 5, lambda row: str(row["number"]), "first", "alike"
+    )
     assert lines == ["first: 1 and 2: alike", "then 10 and 11: alike", "then 30"]
 
 
 # --- notes --------------------------------------------------------------------------------------------------------
 
 
-def notes_of(request: ScalingRequest, machine: Mapping[str, Any], **trained: Any) -> tuple[str, ...]:
-    def train(config: Config, folder: Path) -> Trained:
+def notes_of(request: ScalingRequest, machine: Mapping[str, Any], **trained: Any) -> list[str]:
+    def train(config: Config, folder: Path) -> Any:
         return Trained(samples_per_s=1.0, **trained)
 
-    return measure(request, lambda text: None, train=train, machine=machine).notes
+    return list(measure(request, lambda text: None, train=train, machine=machine).json["notes"])
 
 
 def test_more_learners_than_cores_are_said_plainly() -> None:
@@ -287,7 +281,7 @@ def test_one_epoch_has_the_start_in_it_and_that_is_said() -> None:
 
 @pytest.mark.parametrize("many", range(1, 40))
 def test_the_interval_of_many_holds_the_median_in_95_of_100_cases_and_no_narrower_one_does(many: int) -> None:
-    found = middle(range(many))
+    found = median_interval(range(many))
     assert found.median == (many - 1) / 2 and found.low == many - 1 - found.high
 
     def inside(low: int) -> float:  # by counting heads: the chance that the true median is between the two
@@ -306,7 +300,8 @@ def test_a_kept_training_has_its_evaluations_and_no_log() -> None:
         {"seconds": 2.0, "update": 9, "accuracy": None},
         {"seconds": 3.0, "update": 12, "accuracy": 0.7},
     ]
-    kept = keep(Trained(samples_per_s=9.0, metrics=tuple(evaluated)))
+    made_up: Any = Trained(samples_per_s=9.0, metrics=tuple(evaluated))
+    kept = numbers_of(made_up)
     assert kept.points == ((1.0, 5, 0.5), (3.0, 12, 0.7)) and kept.joules == 50
 
 

@@ -26,18 +26,13 @@ from offbeat.cli import main
 from offbeat.commands import base
 from offbeat.commands import bench as command
 from offbeat.errors import OffbeatError, RequestError
-from offbeat.measure import allreduce_rank, mpi_rank, rank_bench
-from offbeat.measure.bench_results import (
-    AllReduceResult,
-    Setting,
-    SizeResult,
-    Times,
-    format_ms,
-    format_ratio,
-    size_label,
-)
+from offbeat.measure import rank_bench
+from offbeat.measure.bench_result import BenchResult
 from offbeat.measure.harness import Harness
-from offbeat.measure.torch_rank import Peers
+from offbeat.measure.mpi_rank import MpiRank
+from offbeat.measure.rank_bench import allreduce_result, format_ratio, size_label
+from offbeat.measure.torch_rank import AllReduceRank, Peers
+from offbeat.report.benchmark_fields import format_ms
 
 
 def run_json(line: str) -> dict[str, Any]:
@@ -124,20 +119,19 @@ def test_bench_ddp_compares_iterations_and_parameters(monkeypatch: pytest.Monkey
 # --- what is printed, from rounds that are made up ----------------------------------------------------------------
 
 
-def made_up() -> AllReduceResult:
+def made_up(monkeypatch: pytest.MonkeyPatch) -> BenchResult:
+    monkeypatch.setattr(rank_bench, "_COPY_BYTES", 1_000_000)
     machine = {"cores": 2, "load": 0.1, "processor": "AMD EPYC", "torch": "2.13.0+cpu", "python": "3.11.2"}
-    systems = (
-        Times(system="offbeat", iterations=(9, 9, 9), rounds_s=(0.00011, 0.0001, 0.00012)),
-        Times(system="gloo", iterations=(5, 5, 5), rounds_s=(0.00341, 0.0035, 0.0003)),
-        Times(system="mpi", iterations=(5, 5, 5), rounds_s=(0.000506, 0.0005, 0.0006)),
+    rounds: dict[str, list[tuple[float, float]]] = {
+        "copying": [(1e-4, 2e-4)],
+        "offbeat": [(9, 0.00011), (9, 0.0001), (9, 0.00012)],
+        "gloo": [(5, 0.00341), (5, 0.0035), (5, 0.0003)],
+        "mpi": [(5, 0.000506), (5, 0.0005), (5, 0.0006)],
+    }
+    request = rank_bench.RankRequest(
+        ranks=4, rounds=3, against=("gloo", "mpi"), others=rank_bench.ALLREDUCE_OTHERS, strategy="ring"
     )
-    return AllReduceResult(
-        setting=Setting(ranks=4, rounds=3, threads=1, strategy="ring", machine=machine, not_measured={"x": "no x"}),
-        copy_buffer_bytes=1_000_000,
-        copy_alone_s=(1e-4,),
-        copy_together_s=(2e-4,),
-        sizes=(SizeResult(size_bytes=4 * 2**20, systems=systems),),
-    )
+    return allreduce_result(request, machine, {"x": "no x"}, {4 * 2**20: rounds})
 
 
 def test_a_result_is_summed_up_in_one_sentence_a_size_and_fits_80_columns(
@@ -146,7 +140,7 @@ def test_a_result_is_summed_up_in_one_sentence_a_size_and_fits_80_columns(
     from rich.console import Console
 
     monkeypatch.setattr(command, "console", lambda: Console(width=80, highlight=False, file=sys.stdout))
-    command.print_allreduce(made_up())
+    command.print_result(made_up(monkeypatch))
     lines = capsys.readouterr().out.splitlines()
     assert "4 MiB: offbeat 0.11 ms, 31x gloo, 4.6x mpi" in lines
     assert "copy     20 GB/s by 4 ranks together, 10 GB/s by one alone" in lines
@@ -169,8 +163,8 @@ def test_sizes_read_as_they_are_written() -> None:
 WRONG = {
     "bench": "the following arguments are required: allreduce|ddp",
     "bench alreduce": "did you mean 'allreduce'?",
-    "bench allreduce --ranks 1": "--ranks is from 2 to 64; got 1",
-    "bench allreduce --ranks 65": "--ranks is from 2 to 64; got 65",
+    "bench allreduce --ranks 1": "--ranks: expected a number from 2 to 64; got 1",
+    "bench allreduce --ranks 65": "--ranks: expected a number from 2 to 64; got 65",
     "bench allreduce --ranks two": "--ranks: expected a whole number",
     "bench allreduce --sizes 64KB,x": "--sizes: a size is a number with a unit",
     "bench allreduce --sizes 64kib": "did you mean 'KiB'?",
@@ -183,7 +177,7 @@ WRONG = {
     "bench allreduce --against gloo,gloo": "names a system twice",
     "bench allreduce --against offbeat": "offbeat is always measured",
     "bench allreduce --rounds 0": "--rounds: expected a whole number from 1",
-    "bench allreduce --timeout 0": "--timeout is more than 0",
+    "bench allreduce --timeout 0": "--timeout: expected more than 0",
     "bench allreduce --strategy rign": "unknown strategy 'rign'; did you mean 'ring'?",
     "bench allreduce --strategy k-sync:2": "'k-sync:2' is a server policy",
     "bench allreduce --strategy torus:3x3": "3x3 has 9 ranks, not 4",
@@ -214,12 +208,14 @@ def test_mpi_alone_is_refused_where_it_is_missing(monkeypatch: pytest.MonkeyPatc
 def test_a_wrong_sum_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor, group: None)
     broken: Any = None
-    ranks = allreduce_rank.Bench(Peers(rank=0, ranks=2, groups={"lazy": broken}))
+    ranks = AllReduceRank(Peers(rank=0, ranks=2, groups={"lazy": broken}))
     with pytest.raises(OffbeatError, match="lazy: wrong sum: element 1 is 1, and 3 is right"):
         ranks.warm({"system": "lazy", "size_bytes": 4096, "iterations": 5})
     world = SimpleNamespace(Get_rank=lambda: 1, Get_size=lambda: 2, Allreduce=lambda *words: None)
+    rank = MpiRank(SimpleNamespace(IN_PLACE=None), world)
+    rank.buffer = np.zeros(300, dtype=np.float32)
     with pytest.raises(OffbeatError, match="mpi: wrong sum: element 1 is 2, and 3 is right"):
-        mpi_rank._check(SimpleNamespace(IN_PLACE=None), world, np.zeros(300, dtype=np.float32))
+        rank.check()
 
 
 def test_parameters_that_differ_are_an_error_unless_only_the_order_of_adding_does() -> None:
@@ -239,7 +235,7 @@ def test_parameters_that_differ_are_an_error_unless_only_the_order_of_adding_doe
             rank_bench._compared(ranks, answers)
 
 
-# --- the crew: stand-ins for ranks, without torch -----------------------------------------------------------------
+# --- the harness: stand-ins for ranks, without torch --------------------------------------------------------------
 
 ECHO = "import sys\nfor line in sys.stdin: print('noise'); print(line, flush=True)"
 DIES = "import os, signal, sys\nsys.stdin.readline()\nos.kill(os.getpid(), signal.SIGKILL)"
@@ -248,19 +244,19 @@ FAILS = "import sys\nsys.stdin.readline()\nsys.exit('no luck')"
 SAYS = 'import sys\nsys.stdin.readline()\nprint(\'{"error": "peer gone"}\', flush=True)\nsys.stdin.readline()'
 
 
-def crew_of(*programs: str, timeout_s: float = 30.0) -> Harness:
-    crew = Harness(timeout_s)
+def harness_of(*programs: str, timeout_s: float = 30.0) -> Harness:
+    harness = Harness(timeout_s)
     for number, program in enumerate(programs):
-        crew.start(f"rank {number}", [sys.executable, "-c", program], os.environ)
-    return crew
+        harness.start(f"rank {number}", [sys.executable, "-c", program], os.environ)
+    return harness
 
 
-def test_a_crew_answers_together_and_one_can_be_asked_alone() -> None:
-    with crew_of(ECHO, ECHO) as crew:
-        assert crew.ask({"a": 1}, "asking") == [{"a": 1}, {"a": 1}]
-        assert crew.ask([{"a": 1}, {"a": 2}], "asking") == [{"a": 1}, {"a": 2}]
-        assert crew.ask({"b": 1}, "asking", first=1) == [{"b": 1}]
-    assert [child.process.returncode for child in crew.children] == [0, 0]
+def test_all_children_answer_together_and_one_can_be_asked_alone() -> None:
+    with harness_of(ECHO, ECHO) as harness:
+        assert harness.ask({"a": 1}, "asking") == [{"a": 1}, {"a": 1}]
+        assert harness.ask([{"a": 1}, {"a": 2}], "asking") == [{"a": 1}, {"a": 2}]
+        assert harness.ask({"b": 1}, "asking", first=1) == [{"b": 1}]
+    assert [child.process.returncode for child in harness.children] == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -275,32 +271,32 @@ def test_a_crew_answers_together_and_one_can_be_asked_alone() -> None:
 def test_a_child_that_fails_ends_the_run_with_one_line_and_nothing_is_left(
     programs: tuple[str, ...], message: str
 ) -> None:
-    with pytest.raises(OffbeatError) as caught, crew_of(*programs) as crew:
-        crew.ask({"do": "it"}, "testing")
-        crew.ask({"do": "it"}, "testing")  # a child may have gone after it answered
+    with pytest.raises(OffbeatError) as caught, harness_of(*programs) as harness:
+        harness.ask({"do": "it"}, "testing")
+        harness.ask({"do": "it"}, "testing")  # a child may have gone after it answered
     assert str(caught.value) == message
-    assert all(child.process.returncode is not None for child in crew.children)
+    assert all(child.process.returncode is not None for child in harness.children)
 
 
 def test_a_child_that_does_not_answer_is_named_and_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offbeat.measure.harness._GRACE_S", 0.2)
-    with pytest.raises(OffbeatError) as caught, crew_of(ECHO, HANGS, timeout_s=1.0) as crew:
-        crew.ask({"do": "it"}, "testing")
+    with pytest.raises(OffbeatError) as caught, harness_of(ECHO, HANGS, timeout_s=1.0) as harness:
+        harness.ask({"do": "it"}, "testing")
     assert str(caught.value) == "bench: no answer of rank 1 within 1 s (--timeout), testing"
-    assert crew.children[1].process.returncode == -signal.SIGKILL
+    assert harness.children[1].process.returncode == -signal.SIGKILL
 
 
 def test_ranks_end_when_their_parent_is_killed() -> None:
     """The parent stands in a process of its own, which is killed while its rank sleeps for ever."""
-    rank = "import time; time.sleep(600)"
+    rank = "from offbeat.measure.child_requests import die_with_parent; import time; die_with_parent(); time.sleep(600)"
     parent = (
         "import os, sys\nfrom offbeat.measure.harness import Harness\n"
         f"child = Harness(9).start('rank 0', [sys.executable, '-c', {rank!r}], os.environ)\n"
         "import json, time; time.sleep(1); print(json.dumps({'pid': child.process.pid}), flush=True); time.sleep(600)"
     )
-    with crew_of(parent) as crew:
-        (answer,) = crew.ask({}, "starting")
-        crew.children[0].process.kill()
+    with harness_of(parent) as harness:
+        (answer,) = harness.ask({}, "starting")
+        harness.children[0].process.kill()
         deadline = time.monotonic() + 20
         while _is_alive(answer["pid"]) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -321,5 +317,5 @@ def test_the_parent_loads_no_torch() -> None:
         "import sys\nsys.stdin.readline()\nimport offbeat.commands.bench, offbeat.measure.rank_bench, json\n"
         "print(json.dumps({'torch': 'torch' in sys.modules}), flush=True)\nsys.stdin.readline()"
     )
-    with crew_of(program) as crew:
-        assert crew.ask({}, "importing") == [{"torch": False}]
+    with harness_of(program) as harness:
+        assert harness.ask({}, "importing") == [{"torch": False}]

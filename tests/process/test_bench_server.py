@@ -18,10 +18,11 @@ import pytest
 from offbeat.cli import main
 from offbeat.commands import bench as command
 from offbeat.errors import OffbeatError, RequestError
-from offbeat.measure import policies, server_bench
-from offbeat.measure.policies import PoliciesResult, PoliciesRow, Steady, steady
-from offbeat.measure.served import program, supervise
-from offbeat.measure.server_bench import Case, Rates, ServerResult
+from offbeat.measure import policies_bench, server_bench
+from offbeat.measure.bench_result import BenchResult
+from offbeat.measure.policies_bench import Steady, policies_result, policy_row, steady
+from offbeat.measure.server_bench import server_result
+from offbeat.measure.server_runs import program, supervise
 from offbeat.server.run_setting import RunSetting
 from offbeat.server.supervisor import ServerPlan
 
@@ -108,57 +109,55 @@ def test_a_run_is_judged_between_its_start_and_its_last_update() -> None:
 
 
 def test_the_prediction_is_that_of_the_closed_form() -> None:
-    request = policies.PoliciesRequest(laws=("exp:0.1",), learners=4)
+    request = policies_bench.PoliciesRequest(laws=("exp:0.1",), learners=4)
     for line, seconds, staleness in (("full-sync", 0.1 * 25 / 12, 0.0), ("async", 0.025, 3.0)):
-        for found in (policies.predict(request, "exp:0.1", line, 2000), policies.foresee(request, "exp:0.1", line)):
+        for found in (
+            policies_bench.predict(request, "exp:0.1", line, 2000),
+            policies_bench.predict_long_run(request, "exp:0.1", line),
+        ):
             assert found.seconds_per_update == pytest.approx(seconds, rel=0.05)
             assert found.staleness_mean == pytest.approx(staleness, rel=0.05)
 
 
 def test_nothing_against_nothing_is_equal_and_something_is_not() -> None:
-    assert policies.difference(0.0, 0.0) == 0.0
-    assert policies.difference(0.1, 0.0) == float("inf")
-    assert policies.difference(1.1, 1.0) == pytest.approx(0.1)
+    assert policies_bench.difference(0.0, 0.0) == 0.0
+    assert policies_bench.difference(0.1, 0.0) == float("inf")
+    assert policies_bench.difference(1.1, 1.0) == pytest.approx(0.1)
 
 
-def made_up_policies() -> PoliciesResult:
+def made_up_policies() -> BenchResult:
     right = Steady(updates=10, seconds=1.0, staleness_mean=0.0)
-    rows = tuple(
-        PoliciesRow(law="exp:0.1", line=line, updates=11, measured=measured, predicted=right, long_run=right)
+    rows = [
+        policy_row("exp:0.1", line, 11, measured, right, right)
         for line, measured in (
             ("full-sync", Steady(updates=10, seconds=1.09, staleness_mean=0.0)),
             ("k-sync:2", Steady(updates=10, seconds=1.11, staleness_mean=0.0)),
             ("async", Steady(updates=10, seconds=1.0, staleness_mean=0.5)),
         )
-    )
+    ]
     machine = {"cores": 2, "load": 0.1, "processor": "AMD EPYC", "python": "3.11.2"}
-    return PoliciesResult(request=policies.PoliciesRequest(), machine=machine, rows=rows)
+    return policies_result(policies_bench.PoliciesRequest(), machine, rows)
 
 
 def test_what_is_off_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    command.print_policies(made_up_policies())
+    command.print_result(made_up_policies())
     lines = capsys.readouterr().out.splitlines()
     assert "2 of 3 off by more than 10 %: k-sync:2 with exp:0.1, async with exp:0.1" in lines
     row = next(line for line in lines if " k-sync:2 " in line and "+" in line)
     assert row.split() == ["k-sync:2", "11", "111", "100", "+11.0", "%", "!", "100", "0.000", "0.000", "+0.0", "%"]
-    assert [row["off"] for row in made_up_policies().as_json()["rows"]] == [False, True, True]
-    assert json.dumps(made_up_policies().as_json(), allow_nan=False)
+    assert [row["off"] for row in made_up_policies().json["rows"]] == [False, True, True]
+    assert json.dumps(made_up_policies().json, allow_nan=False)
 
 
 def test_a_server_result_is_summed_up_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    systems = (
-        Rates(system="offbeat", rounds_per_s=(40.0, 42.0, 10.0)),
-        Rates(system="rpc", rounds_per_s=(8.0, 7.0, 9.0)),
-    )
-    case = Case(learners=2, size_bytes=102_400_000, systems=systems, copy_rounds_bytes_per_s=(2e10,))
+    rounds: dict[str, list[tuple[float, float | None]]] = {
+        "offbeat": [(40.0, 2e10), (42.0, 2e10), (10.0, 2e10)],
+        "rpc": [(8.0, None), (7.0, None), (9.0, None)],
+    }
     machine = {"cores": 2, "load": 0.1, "processor": "AMD EPYC", "python": "3.11.2"}
-    result = ServerResult(
-        request=server_bench.ServerRequest(learners=(2,)),
-        machine=machine,
-        not_measured={"ray": "no ray"},
-        cases=(case,),
-    )
-    command.print_server(result)
+    request = server_bench.ServerRequest(learners=(2,))
+    result = server_result(request, machine, {"ray": "no ray"}, {2: rounds})
+    command.print_result(result)
     lines = capsys.readouterr().out.splitlines()
     assert "2 learners: offbeat 40/s, 5.0x rpc" in lines and "ray: not measured: no ray" in lines
     row = next(line for line in lines if " rpc " in line and "%" in line)
@@ -180,8 +179,8 @@ WRONG = {
     "bench policies ring": "'ring' is an all-reduce",
     "bench policies k-sink:2": "did you mean 'k-sync'?",
     "bench policies async:rate=drift:0.1": "a rate by drift needs weights",
-    "bench policies async async": "a strategy is given twice",
-    "bench policies --slow exp:0.1 exp:0.1": "a law is given twice",
+    "bench policies async async": "policies names a strategy twice",
+    "bench policies --slow exp:0.1 exp:0.1": "--slow names a law twice",
     "bench policies --slow expo:0.1": "unknown law 'expo'",
     "bench policies --slow pareto:1,1": "'pareto:1,1' has no mean",
     "bench policies --updates 5": "--updates is 20 or more; got 5",
@@ -198,7 +197,7 @@ WRONG = {
     "bench server --against rcp": "unknown system 'rcp'; did you mean 'rpc'?",
     "bench server --against rpc,rpc": "names a system twice",
     "bench server --against offbeat": "offbeat is always measured",
-    "bench server --seconds 0s": "--seconds and --timeout are more than 0",
+    "bench server --seconds 0s": "--seconds and --timeout: expected more than 0",
     "bench allreduce --learners 2": "--learners is not an option of bench allreduce",
 }
 
@@ -221,8 +220,8 @@ def test_without_the_repository_there_is_nothing_to_measure_against(monkeypatch:
 def test_a_learner_that_fails_is_named_and_nothing_is_left() -> None:
     before = children()
     setting = RunSetting(line="async", learners=2)
-    plan = ServerPlan(setting=setting, command=program("policy_learner", "many"), restarts=0)
-    with pytest.raises(OffbeatError, match=r"bench: learner \d: ValueError: invalid literal .* \(testing\)"):
+    plan = ServerPlan(setting=setting, command=program("bench_learner", "many"), restarts=0)
+    with pytest.raises(OffbeatError, match=r"bench: learner \d: json.decoder.JSONDecodeError: .* \(testing\)"):
         supervise(plan, "testing", 60.0)
     assert children() == before
 

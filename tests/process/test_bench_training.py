@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 
 from offbeat.cli import load, main
-from offbeat.commands import bench_training as command
-from offbeat.measure import accuracy, scaling
-from offbeat.measure.comparisons import Kept
+from offbeat.commands import bench, bench_training
+from offbeat.measure import accuracy_bench, scaling_bench
+from offbeat.measure.bench_result import BenchResult
+from offbeat.measure.training_bench import TrainingNumbers
 from offbeat.predict.calibration import Calibration, Probe, as_json
 from offbeat.train.config_files import changed
 from offbeat.train.recipes import RECIPES
@@ -199,7 +200,7 @@ WRONG = {
 def test_a_wrong_request_is_refused_in_one_line_before_anything_runs(
     line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (scaling, accuracy):
+    for module in (scaling_bench, accuracy_bench):
         monkeypatch.setattr(module, "measure", lambda *words, **more: pytest.fail("it runs"))
     assert main(line.split()) == 2
     out, err = capsys.readouterr()
@@ -209,7 +210,7 @@ def test_a_wrong_request_is_refused_in_one_line_before_anything_runs(
 def test_a_calibration_of_another_recipe_is_refused_before_anything_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scaling, "measure", lambda *words, **more: pytest.fail("it runs"))
+    monkeypatch.setattr(scaling_bench, "measure", lambda *words, **more: pytest.fail("it runs"))
     (tmp_path / "cnn.json").write_text(calibration(settings={"model": "cnn"}), encoding="utf-8")
     assert main(["bench", "scaling", "digits-mlp", "--calibration", str(tmp_path / "cnn.json")]) == 2
     assert "the calibration is of model 'cnn', and this has 'mlp'" in capsys.readouterr().err
@@ -226,21 +227,23 @@ MACHINE = {"cores": 2, "load": 0.1, "processor": "AMD EPYC", "torch": "2.13.0", 
 CONFIG = changed(RECIPES["digits-softmax"].config, {"train": {"epochs": 3}})
 
 
-def kept(rate: float, right: float, joules: float | None) -> Kept:
-    return Kept(rate, 3.0, right, 359, ((1.0, 10, 0.5), (2.0, 20, right), (3.0, 30, right)), joules, ())
+def kept(rate: float, right: float, joules: float | None) -> TrainingNumbers:
+    return TrainingNumbers(rate, 3.0, right, 359, ((1.0, 10, 0.5), (2.0, 20, right), (3.0, 30, right)), joules, ())
 
 
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     from rich.console import Console
 
-    monkeypatch.setattr(command, "console", lambda: Console(width=80, highlight=False, file=sys.stdout))
+    monkeypatch.setattr(bench, "console", lambda: Console(width=80, highlight=False, file=sys.stdout))
 
 
-def made_up_scaling(kind: str) -> scaling.ScalingResult:
-    request = scaling.ScalingRequest(config=CONFIG, lines=("k-batch-async:2",), learners=(1, 2), kind=kind, rounds=2)
-    rows = tuple(
-        scaling.ScalingRow(
+def made_up_scaling(kind: str) -> BenchResult:
+    request = scaling_bench.ScalingRequest(
+        config=CONFIG, lines=("k-batch-async:2",), learners=(1, 2), kind=kind, rounds=2
+    )
+    rows = [
+        scaling_bench.scaling_row(
             line=line,
             learners=learners,
             batch=32 // learners if kind == "strong" else 32,
@@ -253,15 +256,14 @@ def made_up_scaling(kind: str) -> scaling.ScalingResult:
             price=1.0,
         )
         for line, learners, rate, right in (("ring", 1, 1000, 0.97), ("k-batch-async:2", 2, 1500, 0.91))
-    )
-    return scaling.ScalingResult(
-        request=request, machine=MACHINE, rows=scaling.judged(rows, 0.01), notes=("energy: not measured: no counters",)
-    )
+    ]
+    notes = ["energy: not measured: no counters"]
+    return scaling_bench.scaling_result(request, MACHINE, scaling_bench.judged(rows, 0.01), notes)
 
 
 @pytest.mark.usefixtures("narrow")
 def test_scaling_is_printed_with_its_base_its_ranking_and_its_notes(capsys: pytest.CaptureFixture[str]) -> None:
-    command.print_scaling(made_up_scaling("weak"))
+    bench.print_result(made_up_scaling("weak"))
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert "base: one learner alone on cpu, 1 thread" in lines
     first, second = (line.split() for line in lines if line.startswith(" k-batch-async:2 "))
@@ -279,24 +281,24 @@ def test_scaling_is_printed_with_its_base_its_ranking_and_its_notes(capsys: pyte
 
 @pytest.mark.usefixtures("narrow")
 def test_strong_scaling_is_printed_without_an_overhead(capsys: pytest.CaptureFixture[str]) -> None:
-    command.print_scaling(made_up_scaling("strong"))
+    bench.print_result(made_up_scaling("strong"))
     out = capsys.readouterr().out
     assert "minibatches of 32 in all" in out and "overhead" not in out and "1.50x" in out
 
 
 @pytest.mark.usefixtures("narrow")
 def test_accuracy_is_printed_with_who_reached_it(capsys: pytest.CaptureFixture[str]) -> None:
-    request = accuracy.AccuracyRequest(config=CONFIG, target=0.95, lines=("ring", "async"), seeds=2, price=1.0)
-    rows = tuple(
-        accuracy.AccuracyRow(
+    request = accuracy_bench.AccuracyRequest(config=CONFIG, target=0.95, lines=("ring", "async"), seeds=2, price=1.0)
+    rows = [
+        accuracy_bench.accuracy_row(
             line=line, learners=2, target=0.95, runs=(kept(9, 0.96, 90.0), kept(9, right, 90.0)), price=1.0
         )
         for line, right in (("ring", 0.98), ("async", 0.94))
-    )
-    command.print_accuracy(accuracy.AccuracyResult(request=request, machine=MACHINE, rows=rows, notes=("a note",)))
+    ]
+    bench.print_result(accuracy_bench.accuracy_result(request, MACHINE, rows, ["a note"]))
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     first, second = (line.split() for line in lines if line.startswith(" ring "))
-    assert first == ["ring", "2", "s", "2", "of", "2", "20", "97.0", "%", "(94.7-98.3)"]
+    assert first == ["ring", "2", "of", "2", "2", "s", "20", "97.0", "%", "(94.7-98.3)"]
     assert second == ["ring", "90", "J", "60", "J", "0.00167", "0.00111"]
     assert "first at 95.0 %: ring (2 s, 2 s to 2 s)" in lines and "note: a note" in lines
     assert "async: not ranked: 1 of 2 seeds reached 95.0 %; it ended at 95.0 % (92.2-96.8)" in lines
@@ -308,5 +310,5 @@ def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path: Path) -> None:
     (tmp_path / ".x.json.unfinished").mkdir()
     (tmp_path / "x.json").write_text("before", encoding="utf-8")
     with pytest.raises(OffbeatError, match="cannot write"):
-        command._write_whole(tmp_path / "x.json", "after")
+        bench_training._write_whole(tmp_path / "x.json", "after")
     assert (tmp_path / "x.json").read_text(encoding="utf-8") == "before"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from offbeat.commands import bench_training
@@ -19,16 +19,16 @@ from offbeat.commands.base import (
     say,
 )
 from offbeat.errors import RequestError
-from offbeat.spec import choice, count_of, format_rate, format_size, parse_count, parse_seconds, parse_size
+from offbeat.report.benchmark_fields import Field, Row, printed
+from offbeat.spec import choice, count_of, parse_count, parse_seconds, parse_size
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from offbeat.measure.bench_results import AllReduceResult, DdpResult, Setting, Times
-    from offbeat.measure.policies import PoliciesResult
-    from offbeat.measure.server_bench import ServerResult
+    from offbeat.measure.bench_result import BenchResult
 
-_BUSY = 2.0  # rounds that differ by more are worth a word
+_BUSY = 2.0  # rounds that differ by more are worth a warning
+_WIDE = 100  # columns, from which on intervals are in the tables
 ALLREDUCE, DDP, POLICIES, SERVER = "allreduce", "ddp", "policies", "server"
 _TIMEOUT_S = 120.0
 # What an option of a measurement is when left out; those that it does not have are refused.
@@ -148,295 +148,126 @@ def _number(text: str) -> int:
 
 
 def _run(given: argparse.Namespace) -> None:
-    _fill(given)
+    options = _with_defaults(given)
     if given.what in bench_training.DEFAULTS:
-        bench_training.run(given, progress_line())
-        return
-    bench_training.refuse_changes(given)
-    {ALLREDUCE: _run_ranks, DDP: _run_ranks, POLICIES: _run_policies, SERVER: _run_server}[given.what](given)
-
-
-def _run_ranks(given: argparse.Namespace) -> None:
-    from offbeat.measure import rank_bench
-
-    request = rank_bench.RankRequest(
-        ranks=given.ranks,
-        against=given.against,
-        others=rank_bench.ALLREDUCE_OTHERS if given.what == ALLREDUCE else rank_bench.DDP_OTHERS,
-        rounds=given.rounds,
-        threads=given.threads,
-        strategy=given.strategy,
-        timeout_s=given.timeout,
-    )
-    if given.what == ALLREDUCE:
-        with progress_line() as progress:
-            reduced = rank_bench.measure_allreduce(request, given.sizes, progress)
-        print_json(reduced.as_json()) if given.json else print_allreduce(reduced)
+        measured = bench_training.measurement(options)
     else:
-        with progress_line() as progress:
-            trained = rank_bench.measure_ddp(request, given.batch, progress)
-        print_json(trained.as_json()) if given.json else print_ddp(trained)
-
-
-def _run_policies(given: argparse.Namespace) -> None:
-    from offbeat.measure import policies
-
-    if len(given.learners) > 1:
-        raise RequestError("bench: --learners is one number for bench policies")
-    request = policies.PoliciesRequest(
-        lines=tuple(given.lines) or policies.LINES,
-        laws=tuple(given.slow or policies.LAWS),
-        learners=given.learners[0],
-        servers=given.servers,
-        updates=given.updates,
-        seed=given.seed,
-        timeout_s=given.timeout,
-    )
+        bench_training.refuse_changes(given)
+        measure = {ALLREDUCE: _measure_ranks, DDP: _measure_ranks, POLICIES: _measure_policies, SERVER: _measure_server}
+        measured = measure[given.what](options)
     with progress_line() as progress:
-        result = policies.measure(request, progress)
-    print_json(result.as_json()) if given.json else print_policies(result)
+        result = measured(progress)
+    print_json(result.json) if given.json else print_result(result)
+    bench_training.write_files(options, result)
 
 
-def _run_server(given: argparse.Namespace) -> None:
-    from offbeat.measure import server_bench
-
-    request = server_bench.ServerRequest(
-        learners=tuple(given.learners),
-        servers=given.servers,
-        parameters=given.parameters or server_bench.PARAMETERS,
-        tensors=given.tensors,
-        against=given.against,
-        rounds=given.rounds,
-        seconds=given.seconds,
-        timeout_s=given.timeout,
-    )
-    with progress_line() as progress:
-        result = server_bench.measure(request, progress)
-    print_json(result.as_json()) if given.json else print_server(result)
-
-
-def _fill(given: argparse.Namespace) -> None:
-    """Defaults of this measurement; an option of another one is a mistake."""
+def _with_defaults(given: argparse.Namespace) -> argparse.Namespace:
+    """What was given, and the defaults of this measurement; an option of another one is a mistake."""
     own = _DEFAULTS[given.what]
     for name in {name for options in _DEFAULTS.values() for name in options}:
         if name not in own and getattr(given, name) not in (None, ()):
             word = f"'{given.lines[0]}'" if name == "lines" else f"--{name.replace('_', '-')}"
             raise RequestError(f"bench: {word} is not an option of bench {given.what}")
-    for name, value in own.items():
-        if getattr(given, name) is None:
-            setattr(given, name, value)
+    filled = {name: value for name, value in own.items() if getattr(given, name) is None}
+    return argparse.Namespace(**(vars(given) | filled))
 
 
-def print_allreduce(result: AllReduceResult) -> None:
-    from rich import box
-    from rich.table import Table
+Measurement = Callable[[Callable[[str], None]], "BenchResult"]
 
-    from offbeat.measure.bench_results import DEFINITIONS, OURS, format_ms, format_ratio, size_label
 
-    out = console()
-    ranks = result.setting.ranks
-    heading(
-        out, f"all-reduce of float32, {count_of(ranks, 'rank')}, median of {count_of(result.setting.rounds, 'round')}"
+def _measure_ranks(options: argparse.Namespace) -> Measurement:
+    from offbeat.measure import rank_bench
+
+    reduces = options.what == ALLREDUCE
+    request = rank_bench.RankRequest(
+        ranks=options.ranks,
+        against=options.against,
+        others=rank_bench.ALLREDUCE_OTHERS if reduces else rank_bench.DDP_OTHERS,
+        rounds=options.rounds,
+        threads=options.threads,
+        strategy=options.strategy,
+        timeout_s=options.timeout,
     )
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("size", no_wrap=True)
-    table.add_column("system", no_wrap=True)
-    for column in ("ms", "of rounds", "bus", f"vs {OURS}", "of copy"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for size in result.sizes:
-        for times in size.systems:
-            ours = times is size.systems[0]
-            table.add_row(
-                size_label(size.size_bytes) if ours else "",
-                times.system,
-                format_ms(times.ms),
-                _spread(times),
-                format_rate(size.bus_bytes_per_s(times, ranks)),
-                "" if ours else format_ratio(size.ratio(times)),
-                f"{100 * result.copy_share(size, times):.0f} %",
-            )
-    out.print(table)
-    for size in result.sizes:
-        say(out, size.summary(), style="bold")
-    out.print()
-    rows = [
-        ("bus", DEFINITIONS["bus_bytes_per_s"]),
-        ("of copy", DEFINITIONS["copy_share"]),
-        (
-            "copy",
-            f"{format_rate(result.copy_together_bytes_per_s)} by {count_of(ranks, 'rank')} together, "
-            f"{format_rate(result.copy_alone_bytes_per_s)} by one alone",
-        ),
-    ]
-    facts(out, [*rows, *_setting(result.setting)])
-    _warn(out, result.spread)
-    for system, reason in result.setting.not_measured.items():
-        say(out, f"{system}: not measured: {reason}")
+    if reduces:
+        return lambda progress: rank_bench.measure_allreduce(request, options.sizes, progress)
+    return lambda progress: rank_bench.measure_ddp(request, options.batch, progress)
 
 
-def print_ddp(result: DdpResult) -> None:
-    from rich import box
-    from rich.table import Table
+def _measure_policies(options: argparse.Namespace) -> Measurement:
+    from offbeat.measure import policies_bench
 
-    from offbeat.measure.bench_results import DEFINITIONS, format_ms
-
-    out = console()
-    setting = result.setting
-    heading(out, f"DDP iteration, {count_of(setting.ranks, 'rank')}, {result.parameters / 1e6:.1f} million parameters")
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("system", no_wrap=True)
-    for column in ("ms", "of rounds", "added ms", "alone ms", "hidden", "beyond DDP"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_row("(none)", format_ms(result.none.ms), _spread(result.none))
-    table.add_row(
-        "(empty)", format_ms(result.empty.ms), _spread(result.empty), format_ms(result.added_ms(result.empty))
+    if len(options.learners) > 1:
+        raise RequestError("bench: --learners is one number for bench policies")
+    request = policies_bench.PoliciesRequest(
+        lines=tuple(options.lines) or policies_bench.LINES,
+        laws=tuple(options.slow or policies_bench.LAWS),
+        learners=options.learners[0],
+        servers=options.servers,
+        updates=options.updates,
+        seed=options.seed,
+        timeout_s=options.timeout,
     )
-    for system in result.systems:
-        table.add_row(
-            system.training.system,
-            format_ms(system.training.ms),
-            _spread(system.training),
-            format_ms(result.added_ms(system.training)),
-            format_ms(system.alone.ms),
-            f"{100 * result.hidden_share(system):.0f} %",
-            f"{100 * result.hidden_beyond_ddp_share(system):.0f} %",
-        )
-    out.print(table)
-    say(out, result.summary(), style="bold")
-    same = "yes, bit for bit" if result.same_parameters else f"to {result.largest_difference:.1g} of the largest"
-    say(out, f"same parameters: {same}")
-    out.print()
-    buckets = ", ".join(format_size(size) for size in result.bucket_bytes)
-    rows = [
-        ("empty", DEFINITIONS["empty"]),
-        ("alone", DEFINITIONS["alone_ms"]),
-        ("hidden", f"{DEFINITIONS['hidden_share']}; without a spare core there is nowhere to hide"),
-        ("beyond", DEFINITIONS["hidden_beyond_ddp_share"]),
-        ("model", f"minibatches of {result.batch}, buckets of {buckets}"),
-    ]
-    facts(out, [*rows, *_setting(setting)])
-    _warn(out, result.spread)
+    return lambda progress: policies_bench.measure(request, progress)
 
 
-def print_policies(result: PoliciesResult) -> None:
-    from rich import box
-    from rich.table import Table
+def _measure_server(options: argparse.Namespace) -> Measurement:
+    from offbeat.measure import server_bench
 
-    from offbeat.measure.policies import DEFINITIONS, WITHIN
-
-    out = console()
-    request = result.request
-    heading(
-        out, f"real runs beside the simulator, {count_of(request.learners, 'learner')}, slowness is all they compute"
+    request = server_bench.ServerRequest(
+        learners=tuple(options.learners),
+        servers=options.servers,
+        parameters=options.parameters or server_bench.PARAMETERS,
+        tensors=options.tensors,
+        against=options.against,
+        rounds=options.rounds,
+        seconds=options.seconds,
+        timeout_s=options.timeout,
     )
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("slowness", "strategy"):
-        table.add_column(column, no_wrap=True)
-    for column in ("updates", "ms", "predicted", "off", "long run", "staleness", "predicted", "off"):
-        table.add_column(column, justify="right", no_wrap=True)
-    before = ""
-    for row in result.rows:
-        table.add_row(
-            row.law if row.law != before else "",
-            row.line,
-            str(row.updates),
-            *(f"{1e3 * found.seconds_per_update:.4g}" for found in (row.measured, row.predicted)),
-            _off(row.seconds_difference, WITHIN),
-            f"{1e3 * row.long_run.seconds_per_update:.4g}",
-            *(f"{found.staleness_mean:.3f}" for found in (row.measured, row.predicted)),
-            _off(row.staleness_difference, WITHIN),
-        )
-        before = row.law
-    out.print(table)
-    say(out, result.summary(), style="bold")
-    out.print()
-    names = {"ms": "seconds_per_update", "staleness": "staleness_mean", "long run": "long_run"}
-    rows = [(label, DEFINITIONS[names.get(label, label)]) for label in ("ms", "staleness", "measured", "predicted")]
-    facts(out, [*rows, ("long run", DEFINITIONS["long_run"]), _machine(result.machine)])
+    return lambda progress: server_bench.measure(request, progress)
 
 
-def _off(difference: float, within: float) -> str:
-    return f"{100 * difference:+.1f} %{' !' if abs(difference) > within else ''}"
+# --- printing --------------------------------------------------------------------------------------------------------
 
 
-def print_server(result: ServerResult) -> None:
-    from rich import box
-    from rich.table import Table
-
-    from offbeat.measure.bench_results import OURS, format_ratio
-    from offbeat.measure.server_bench import DEFINITIONS, ITEM_BYTES
-
+def print_result(result: BenchResult) -> None:
     out = console()
-    request = result.request
-    size = format_size(ITEM_BYTES * request.parameters)
-    heading(
-        out,
-        f"push and fetch of {size} in {result.tensors} tensors, async and SGD, ours on "
-        f"{count_of(request.servers, 'server')}, median of {count_of(request.rounds, 'round')}",
-    )
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("learners", justify="right", no_wrap=True)
-    table.add_column("system", no_wrap=True)
-    for column in ("a second", "of rounds", f"{OURS} is", "of copy"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for case in result.cases:
-        for rates in case.systems:
-            ours = rates is case.systems[0]
-            table.add_row(
-                str(case.learners) if ours else "",
-                rates.system,
-                f"{rates.per_s:.3g}",
-                f"{min(rates.rounds_per_s):.3g}-{max(rates.rounds_per_s):.3g}",
-                "" if ours else format_ratio(case.ratio(rates)),
-                f"{100 * case.copy_share(rates):.0f} %",
-            )
-    out.print(table)
-    for case in result.cases:
-        say(out, case.summary(), style="bold")
-    out.print()
-    measured = {rates.system for case in result.cases for rates in case.systems}
-    rows = [
-        ("a second", DEFINITIONS["per_s"]),
-        ("of copy", DEFINITIONS["copy_share"]),
-        (
-            "copy",
-            ", ".join(
-                f"{format_rate(case.copy_bytes_per_s)} by {count_of(case.learners, 'learner')}" for case in result.cases
-            ),
-        ),
-        *((name, DEFINITIONS[name]) for name in DEFINITIONS if name in measured),
-    ]
-    facts(out, [*rows, _machine(result.machine)])
-    _warn(out, result.spread)
-    for system, reason in result.not_measured.items():
-        say(out, f"{system}: not measured: {reason}")
-
-
-def _warn(out: Console, spread: float) -> None:
-    if spread > _BUSY:
-        text = f"rounds of one system differ by up to {spread:.1f}x: the machine was busy; measure again when it is not"
+    heading(out, result.heading)
+    for fields, rows in result.tables:
+        _print_table(out, fields, rows)
+    for text in result.verdict:
+        say(out, text, style="bold")
+    for text in (*result.details, "", *(f"note: {note}" for note in result.json.get("notes", ()))):
+        say(out, text)
+    if result.json.get("notes"):
+        out.print()
+    machine = result.json["machine"]
+    load = "load not known" if machine["load"] is None else f"load {machine['load']:.2f} before"
+    cores = f"{count_of(machine['cores'], 'core')} ({machine['processor']}), {load}"
+    facts(out, [*result.terms, ("machine", cores)])
+    if result.spread > _BUSY:
+        times = f"{result.spread:.1f}x"
+        text = f"rounds of one system differ by up to {times}: the machine was busy; measure again when it is not"
         say(out, text, style="yellow")
 
 
-def _spread(times: Times) -> str:
-    from offbeat.measure.bench_results import format_ms
+def _print_table(out: Console, fields: Sequence[Field], rows: Sequence[Row]) -> None:
+    """Nothing where no value is known."""
+    from rich import box
+    from rich.table import Table
 
-    return f"{format_ms(min(times.rounds_ms))}-{format_ms(max(times.rounds_ms))}"
-
-
-def _setting(setting: Setting) -> list[tuple[str, str]]:
-    machine = setting.machine
-    versions = [
-        f"torch {machine['torch']} with {count_of(setting.threads, 'thread')} a rank",
-        *([machine["mpi"]] if "mpi" in machine else []),
-        *([f"strategy {setting.strategy}"] if setting.strategy else []),
-    ]
-    return [_machine(machine), ("with", ", ".join(versions))]
-
-
-def _machine(machine: Mapping[str, Any]) -> tuple[str, str]:
-    load = "load not known" if machine["load"] is None else f"load {machine['load']:.2f} before"
-    return "machine", f"{count_of(machine['cores'], 'core')} ({machine['processor']}), {load}"
+    shown = printed(fields, rows, wide=out.width >= _WIDE)
+    if all(field.key in ("strategy", "learners") for field in shown):
+        return
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for field in shown:
+        table.add_column(field.title, justify="left" if field.form == "text" else "right", no_wrap=True)
+    before: Row = {}
+    for row in rows:
+        table.add_row(
+            *("" if field.once and row[field.key] == before.get(field.key) else field.written(row) for field in shown)
+        )
+        before = row
+    out.print(table)
 
 
 COMMAND = Command(

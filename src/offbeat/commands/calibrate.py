@@ -57,7 +57,7 @@ def _run(given: argparse.Namespace) -> None:
             f"calibrate: cannot write {given.out}: expected the name of a file, in a folder that is there"
         )
     _try_to_write(given.out)
-    from offbeat.measure.calibrate import CalibrationRequest, measure
+    from offbeat.measure.calibration_bench import CalibrationRequest, measure
     from offbeat.predict.calibration import as_json
 
     request = CalibrationRequest(
@@ -153,7 +153,7 @@ def _print_check(out: Console, found: Calibration) -> None:
     if not found.self_check:
         say(out, "Not checked: that takes trainings with two learners or more, and no --quick.")
         return
-    from offbeat.measure.calibrate import mean_error
+    from offbeat.measure.calibration_bench import mean_error
 
     out.print()
     rows = [

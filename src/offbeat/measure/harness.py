@@ -19,7 +19,7 @@ from offbeat.errors import OffbeatError
 from offbeat.processes.child import describe_exit, end_program, start_program
 from offbeat.spec import format_seconds
 
-_LOOK_S = 0.5  # how often a process is looked at whose pipe says nothing
+_POLL_S = 0.5  # how often a process is checked whose pipe says nothing
 _AFTERMATH_S = 0.5  # when one has died, its peers complain as well: the cause is sought among all of them
 _GRACE_S = 3.0
 _MOST_NOISE = 8192
@@ -121,10 +121,14 @@ class Harness:
                     late = ", ".join(child.name for child in asked if not child.answer)
                     limit = format_seconds(self.timeout_s)
                     raise OffbeatError(f"bench: no answer of {late} within {limit} (--timeout), {doing}")
-                self._hear(selector, min(left, _LOOK_S))
+                self._hear(selector, min(left, _POLL_S))
                 if any(child.failure() for child in self.children):
                     raise self._cause(selector, doing)
         return [child.answer for child in asked]
+
+    def slowest_s(self, question: Mapping[str, object], doing: str, first: int | None = None) -> float:
+        """The seconds of the slowest answer."""
+        return max(float(answer["seconds"]) for answer in self.ask(question, doing, first))
 
     def _listen(self, selector: selectors.BaseSelector, child: Child) -> None:
         assert child.process.stdout is not None and child.process.stderr is not None

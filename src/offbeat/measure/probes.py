@@ -14,33 +14,21 @@ from itertools import pairwise
 from pathlib import Path
 
 from offbeat.errors import OffbeatError
-from offbeat.measure.trainings import Trained, train_once
+from offbeat.measure.trainings import Trained, train_for
 from offbeat.predict.calibration import Probe
 from offbeat.runs.log import Span
 from offbeat.strategy import ALL_REDUCE, family_of
 from offbeat.train.config import Config
 from offbeat.train.config_files import changed
 
-KEPT = 400  # compute times of a probe that are written down
-MINIBATCHES = 150  # of each learner, at least
+MOST_TIMES = 400  # compute times of a probe that are written down
 _OUTLIERS = 0.02  # of the waits, the longest: something else ran
 
 
 def probe(config: Config, line: str, learners: int, samples: int, folder: Path) -> Probe:
     """Train so long that each learner has computed enough."""
-    batch = config.train.batch_size * config.train.accumulate
-    epochs = max(3, math.ceil(MINIBATCHES * learners * batch / samples) + 1)
-    asked = changed(
-        config,
-        {
-            "sync": line,
-            "learners": learners,
-            "slow": (),
-            "train": {"epochs": epochs, "stop_at": 0.0},
-            "save": {"every_epochs": 0},
-        },
-    )
-    return probe_of(train_once(asked, folder), line, learners)
+    asked = changed(config, {"sync": line, "learners": learners, "slow": ()})
+    return probe_of(train_for(asked, samples, folder), line, learners)
 
 
 def probe_of(trained: Trained, line: str, learners: int) -> Probe:
@@ -114,7 +102,7 @@ def _mean(values: Sequence[float]) -> float:
 def _thinned(values: Sequence[float]) -> tuple[float, ...]:
     """At most so many, evenly taken from the sorted ones: the same law."""
     ordered = sorted(values)
-    if len(ordered) <= KEPT:
+    if len(ordered) <= MOST_TIMES:
         return tuple(ordered)
-    cuts = [number * len(ordered) // KEPT for number in range(KEPT + 1)]
+    cuts = [number * len(ordered) // MOST_TIMES for number in range(MOST_TIMES + 1)]
     return tuple(statistics.fmean(ordered[start:end]) for start, end in pairwise(cuts))

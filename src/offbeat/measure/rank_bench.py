@@ -1,8 +1,8 @@
-"""The parent of a benchmark: it starts the ranks, asks each system in turn, and collects the rounds.
+"""`offbeat bench allreduce` and `offbeat bench ddp`: ours and other systems, alternately in one run.
 
-Laws: no torch is loaded here. Systems take turns within every round, so that a machine that slows down slows all of
-them; who is not asked sleeps. Ours and Gloo are two groups of the same processes; Open MPI is a program of its own.
-Nothing listens beyond loopback except what mpirun opens for itself, and no file or process is left behind.
+Laws: no torch is loaded here. Systems take turns within every round; who is not asked sleeps. Ours and Gloo are two
+groups of the same processes; Open MPI is a program of its own. A round is the slowest rank's mean over the round's
+iterations. Nothing listens beyond loopback except what mpirun opens for itself, and no file or process is left behind.
 """
 
 from __future__ import annotations
@@ -12,40 +12,43 @@ import math
 import os
 import shutil
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from offbeat import schedules
 from offbeat import spec as grammar
-from offbeat.errors import OffbeatError, RequestError, unknown
-from offbeat.machine import available_bytes, machine_facts
-from offbeat.measure.bench_results import (
-    BASELINES,
-    OURS,
-    AllReduceResult,
-    DdpResult,
-    DdpSystem,
-    Setting,
-    SizeResult,
-    Times,
-    size_label,
-)
+from offbeat.errors import OffbeatError, RequestError
+from offbeat.machine import machine_facts
+from offbeat.measure.bench_result import BenchResult
 from offbeat.measure.harness import Harness
+from offbeat.measure.requests import (
+    ITEM_BYTES,
+    OURS,
+    check_above_zero,
+    check_against,
+    check_distinct,
+    check_memory,
+    check_processes,
+)
+from offbeat.measure.rounds import Progress, Turn, alternate, spread
 from offbeat.processes.signals import terminable
-from offbeat.spec import count_of, format_size
+from offbeat.report.benchmark_fields import Field, Row, format_ms
+from offbeat.runs.metrics import BUS_FACTORS, bus_bandwidth
+from offbeat.spec import count_of, format_rate, format_size
 from offbeat.strategy import ALL_REDUCE, family_of
 
 GLOO, MPI = "gloo", "mpi"
 ALLREDUCE_OTHERS = (GLOO, MPI)
 DDP_OTHERS = (GLOO,)
+# What a training iteration is compared with, and how each is called in a sentence.
+BASELINES: Mapping[str, str] = {"none": "no communication", "empty": "DDP with an empty all-reduce"}
 STRATEGY_VARIABLE = "OFFBEAT_STRATEGY"
-ITEM_BYTES = 4  # float32
-MOST_RANKS = 64
 
 _COPY_BYTES = 128 * 2**20  # well beyond the caches
 _COPIES = 3
@@ -55,7 +58,74 @@ _ROUND_S = 0.2
 _DDP_ROUND_S = 0.3
 _CLOSE = 1e-3  # of parameters that were summed in another order
 
-Progress = Callable[[str], None]
+DEFINITIONS: Mapping[str, str] = {
+    "ms": "median over rounds; a round is the slowest rank's mean over its iterations, after a barrier",
+    "bus_bytes_per_s": f"size / seconds * {BUS_FACTORS['all-reduce'].text}, as in NCCL's tests",
+    "spread": "slowest round / fastest round, the largest of all systems; far above 1 the machine was busy",
+    "ratio": f"ms / ms of {OURS}",
+    "copy_share": "bus bandwidth * P / copy bandwidth together",
+    "copy_together_bytes_per_s": (
+        "bytes copied (each counted once) a second by all ranks at once, each copying a large private buffer "
+        "with tensor.copy_; P * buffer / seconds of the slowest rank; median over all rounds"
+    ),
+    "copy_alone_bytes_per_s": "the same by rank 0 while the other ranks sleep",
+    "added_ms": "ms - ms without communication (no_sync)",
+    "alone_ms": "all-reduces of the same buckets one after the other, nothing beside them",
+    "hidden_share": "1 - added / alone",
+    "empty": "DDP fills its buckets, divides and empties them, and reduces nothing",
+    "hidden_beyond_ddp_share": "1 - (ms - ms of empty) / alone: without what DDP itself adds",
+}
+_REDUCED = ("ms", "spread", "bus_bytes_per_s", "ratio", "copy_share")
+_COPIED = ("copy_together_bytes_per_s", "copy_alone_bytes_per_s")
+_TRAINED = ("ms", "spread", "added_ms", "alone_ms", "hidden_share", "ratio", "empty", "hidden_beyond_ddp_share")
+
+
+def size_label(size_bytes: int) -> str:
+    """`4 MiB` for what is a whole number of those, `100 MB` otherwise."""
+    for factor, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if size_bytes % factor == 0 and size_bytes:
+            return f"{size_bytes // factor} {unit}"
+    return format_size(size_bytes)
+
+
+def format_ratio(ratio: float) -> str:
+    return f"{ratio:.0f}x" if ratio >= 9.95 else f"{ratio:.1f}x"
+
+
+def times_faster(ours: str, rows: Sequence[Row]) -> str:
+    """`offbeat 0.11 ms, 31x gloo, 4.6x mpi`: how many times as fast as each of the others. The first row is ours."""
+    return ", ".join([f"{OURS} {ours}", *(f"{format_ratio(row['ratio'])} {row['system']}" for row in rows[1:])])
+
+
+_ROUNDS_MS = Field(
+    "rounds_ms", "computed", "number", title="of rounds",
+    text=lambda row: f"{format_ms(min(row['rounds_ms']))}-{format_ms(max(row['rounds_ms']))}",
+)  # fmt: skip
+_MS = Field("ms", "computed", "number", title="ms", text=lambda row: format_ms(row["ms"]))
+ALLREDUCE_FIELDS = (
+    Field("size_bytes", title="size", text=lambda row: size_label(row["size_bytes"]), once=True),
+    Field("system", title="system"),
+    _MS,
+    _ROUNDS_MS,
+    Field("bus_bytes_per_s", form="number", title="bus", text=lambda row: format_rate(row["bus_bytes_per_s"])),
+    Field(
+        "ratio", form="number", title=f"vs {OURS}",
+        text=lambda row: "" if row["system"] == OURS else format_ratio(row["ratio"]),
+    ),
+    Field("copy_share", form="number", title="of copy", text=lambda row: f"{100 * row['copy_share']:.0f} %"),
+)  # fmt: skip
+DDP_FIELDS = (
+    Field("system", title="system"),
+    _MS,
+    _ROUNDS_MS,
+    Field("added_ms", form="number", title="added ms", text=lambda row: format_ms(row["added_ms"])),
+    Field("alone_ms", form="number", title="alone ms", text=lambda row: format_ms(row["alone_ms"])),
+    Field("hidden_share", form="number", title="hidden", text=lambda row: f"{100 * row['hidden_share']:.0f} %"),
+    Field(
+        "hidden_beyond_ddp_share", form="number", title="beyond DDP",
+        text=lambda row: f"{100 * row['hidden_beyond_ddp_share']:.0f} %",
+    ),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,22 +139,13 @@ class RankRequest:
     threads: int = 1
     strategy: str | None = None
     timeout_s: float = 120.0
-    ours_backend: str = OURS  # as torch.distributed knows it
 
     def __post_init__(self) -> None:
-        if not 2 <= self.ranks <= MOST_RANKS:
-            raise RequestError(f"bench: --ranks is from 2 to {MOST_RANKS}; got {self.ranks}")
-        for name in self.against:
-            if name == OURS:
-                raise RequestError(f"bench: {OURS} is always measured; --against names the others")
-            if name == MPI and MPI not in self.others:
-                raise RequestError(f"bench: mpi is measured by bench allreduce only; --against here: {self.others[0]}")
-            if name not in self.others:
-                raise RequestError(f"bench: --against: {unknown('system', name, self.others)}")
-        if len(set(self.against)) < len(self.against):
-            raise RequestError(f"bench: --against names a system twice: {','.join(self.against)}")
-        if self.timeout_s <= 0:
-            raise RequestError("bench: --timeout is more than 0")
+        check_processes("--ranks", [self.ranks], 2)
+        if MPI in self.against and MPI not in self.others:
+            raise RequestError(f"bench: mpi is measured by bench allreduce only; --against here: {self.others[0]}")
+        check_against(self.against, self.others)
+        check_above_zero("--timeout", self.timeout_s)
         if self.strategy is not None:
             if family_of(self.strategy) != ALL_REDUCE:
                 raise RequestError(
@@ -93,9 +154,15 @@ class RankRequest:
             if grammar.parse(self.strategy).name in schedules.algorithms():  # and not `auto`
                 schedules.build(self.strategy, ranks=self.ranks)  # refuses a shape of other ranks
 
-    def backends(self, systems: Sequence[str]) -> dict[str, str]:
-        """The systems that are process groups, ours first, and torch's names of them."""
-        return {OURS: self.ours_backend} | {name: name for name in systems if name not in (OURS, MPI)}
+    def as_json(self, machine: Mapping[str, Any], not_measured: Mapping[str, str]) -> dict[str, Any]:
+        return {
+            "ranks": self.ranks,
+            "rounds": self.rounds,
+            "threads": self.threads,
+            "strategy": self.strategy or os.environ.get(STRATEGY_VARIABLE),
+            "machine": dict(machine),
+            "not_measured": dict(not_measured),
+        }
 
 
 def why_no_mpi() -> str | None:
@@ -111,7 +178,18 @@ def why_no_mpi() -> str | None:
     return None if "Open MPI" in said or "OpenRTE" in said else "mpirun is not Open MPI's"
 
 
-def measure_allreduce(request: RankRequest, sizes: Sequence[int], progress: Progress) -> AllReduceResult:
+def _with(about: Mapping[str, Any]) -> tuple[str, str]:
+    """What the ranks ran with."""
+    machine, strategy = about["machine"], about["strategy"]
+    words = [f"torch {machine['torch']} with {count_of(about['threads'], 'thread')} a rank"]
+    words += [machine["mpi"]] if "mpi" in machine else []
+    return "with", ", ".join([*words, *([f"strategy {strategy}"] if strategy else [])])
+
+
+# --- all-reduces -----------------------------------------------------------------------------------------------------
+
+
+def measure_allreduce(request: RankRequest, sizes: Sequence[int], progress: Progress) -> BenchResult:
     """All systems at all sizes."""
     _check_sizes(request, sizes)
     reason = why_no_mpi() if MPI in request.against else None
@@ -121,127 +199,228 @@ def measure_allreduce(request: RankRequest, sizes: Sequence[int], progress: Prog
     machine = machine_facts()
     with terminable(), ExitStack() as stack:
         progress("starting")
-        ranks, facts = _start_torch(stack, request, "allreduce_rank", systems, {})
-        crews = dict.fromkeys(systems, ranks)
+        ranks, facts = _start_torch(stack, request, {"do": "join allreduce"}, systems)
+        asked = dict.fromkeys(systems, ranks)
         if MPI in systems:
-            crews[MPI], mpi_facts = _start_mpi(stack, request)
+            asked[MPI], mpi_facts = _start_mpi(stack, request)
             facts |= mpi_facts
-        run = _AllReduceRun(request, crews, ranks, progress)
-        results = tuple(run.size(size) for size in sizes)
-    return AllReduceResult(
-        setting=_setting(request, machine | facts, {} if reason is None else {MPI: reason}),
-        copy_buffer_bytes=_COPY_BYTES,
-        copy_alone_s=tuple(run.copy_alone_s),
-        copy_together_s=tuple(run.copy_together_s),
-        sizes=results,
+        rounds = {size: _measure_size(request, asked, size, progress) for size in sizes}
+    return allreduce_result(request, machine | facts, {} if reason is None else {MPI: reason}, rounds)
+
+
+def _measure_size(
+    request: RankRequest, asked: Mapping[str, Harness], size_bytes: int, progress: Progress
+) -> dict[str, list[tuple[float, float]]]:
+    """Iterations and seconds of each system in each round; under "copying", seconds of a copy alone and together."""
+    label = size_label(size_bytes)
+    fastest_s: dict[str, float] = {}
+
+    def time(system: str, iterations: int, doing: str) -> float:
+        question = {"do": "time", "system": system, "untimed": 2, "iterations": iterations}
+        return asked[system].slowest_s(question, doing)
+
+    def copy(number: int, doing: str) -> tuple[float, float]:
+        question = {"do": "copy", "system": OURS, "size_bytes": _COPY_BYTES, "untimed": 1, "iterations": _COPIES}
+        alone_s = asked[OURS].slowest_s(question | {"together": False}, doing, first=1)
+        return alone_s, asked[OURS].slowest_s(question | {"together": True}, doing)
+
+    def turn_of(system: str) -> Turn[tuple[float, float]]:
+        def turn(number: int, doing: str) -> tuple[float, float]:
+            # By the fastest so far: a disturbed one would make the round too short.
+            iterations = min(_MOST, max(_FEWEST, math.ceil(_ROUND_S / fastest_s[system])))
+            seconds = time(system, iterations, doing)
+            fastest_s[system] = min(fastest_s[system], seconds)
+            return iterations, seconds
+
+        return turn
+
+    for system, harness in asked.items():
+        doing = f"warming up {system} at {label}"
+        progress(doing)
+        harness.ask({"do": "warm", "system": system, "size_bytes": size_bytes, "iterations": _WARM_UP}, doing)
+        fastest_s[system] = time(system, _FEWEST, doing)
+    turns = {"copying": copy} | {system: turn_of(system) for system in asked}
+    return alternate(turns, request.rounds, progress, at=f"{label}, ")
+
+
+def allreduce_result(
+    request: RankRequest,
+    machine: Mapping[str, Any],
+    not_measured: Mapping[str, str],
+    rounds: Mapping[int, Mapping[str, Sequence[tuple[float, float]]]],
+) -> BenchResult:
+    """From the rounds of each size, as `_measure_size` returns them."""
+    about, ranks = request.as_json(machine, not_measured), request.ranks
+    copies = [pair for found in rounds.values() for pair in found["copying"]]
+    alone = _COPY_BYTES / statistics.median(alone_s for alone_s, _ in copies)
+    together = ranks * _COPY_BYTES / statistics.median(together_s for _, together_s in copies)
+
+    def row(size_bytes: int, system: str) -> Row:
+        iterations, seconds = zip(*rounds[size_bytes][system], strict=True)
+        ours_s = statistics.median(seconds for _, seconds in rounds[size_bytes][OURS])
+        bus = bus_bandwidth("all-reduce", ranks, size_bytes, statistics.median(seconds))
+        return {
+            "size_bytes": size_bytes,
+            "system": system,
+            "ms": 1e3 * statistics.median(seconds),
+            "bus_bytes_per_s": bus,
+            "ratio": statistics.median(seconds) / ours_s,
+            "copy_share": bus * ranks / together,
+            "iterations": list(iterations),
+            "rounds_ms": [1e3 * one for one in seconds],
+        }
+
+    rows = [row(size, system) for size, found in rounds.items() for system in found if system != "copying"]
+    by_size = {size: [row for row in rows if row["size_bytes"] == size] for size in rounds}
+    verdict = {
+        size: f"{size_label(size)}: " + times_faster(f"{format_ms(own[0]['ms'])} ms", own)
+        for size, own in by_size.items()
+    }
+    most = max(spread(row["rounds_ms"]) for row in rows)
+    json = {
+        "measured": "allreduce",
+        **about,
+        "copy_buffer_bytes": _COPY_BYTES,
+        "copy_alone_bytes_per_s": alone,
+        "copy_together_bytes_per_s": together,
+        "spread": most,
+        "sizes": [
+            {
+                "size_bytes": size,
+                "summary": verdict[size],
+                "systems": [{key: value for key, value in row.items() if key != "size_bytes"} for row in own],
+            }
+            for size, own in by_size.items()
+        ],
+        "definitions": {name: DEFINITIONS[name] for name in (*_REDUCED, *_COPIED)},
+    }
+    return BenchResult(
+        json=json,
+        heading=f"all-reduce of float32, {count_of(ranks, 'rank')}, median of {count_of(request.rounds, 'round')}",
+        tables=((ALLREDUCE_FIELDS, rows),),
+        verdict=tuple(verdict.values()),
+        details=[f"{system}: not measured: {reason}" for system, reason in not_measured.items()],
+        terms=(
+            ("bus", DEFINITIONS["bus_bytes_per_s"]),
+            ("of copy", DEFINITIONS["copy_share"]),
+            (
+                "copy",
+                f"{format_rate(together)} by {count_of(ranks, 'rank')} together, {format_rate(alone)} by one alone",
+            ),
+            _with(about),
+        ),
+        spread=most,
     )
 
 
-class _AllReduceRun:
-    """Rounds of all-reduces, and of plain copies among them."""
-
-    def __init__(self, request: RankRequest, crews: Mapping[str, Harness], ranks: Harness, progress: Progress) -> None:
-        self._request = request
-        self._crews = crews
-        self._ranks = ranks
-        self._progress = progress
-        self.copy_alone_s: list[float] = []
-        self.copy_together_s: list[float] = []
-
-    def size(self, size_bytes: int) -> SizeResult:
-        label = size_label(size_bytes)
-        fastest_s: dict[str, float] = {}
-        for system, crew in self._crews.items():
-            doing = f"warming up {system} at {label}"
-            self._progress(doing)
-            question = {"system": system, "size_bytes": size_bytes}
-            crew.ask(question | {"do": "warm", "iterations": _WARM_UP}, doing)
-            fastest_s[system] = self._time(system, _FEWEST, doing)
-        rounds: dict[str, list[float]] = {system: [] for system in self._crews}
-        iterations: dict[str, list[int]] = {system: [] for system in self._crews}
-        for number in range(self._request.rounds):
-            at = f"{label}, round {number + 1} of {self._request.rounds}"
-            self._copy(at)
-            for system in self._crews:
-                doing = f"{at}: {system}"
-                self._progress(doing)
-                # By the fastest so far: a disturbed one would make the round too short.
-                count = min(_MOST, max(_FEWEST, math.ceil(_ROUND_S / fastest_s[system])))
-                seconds = self._time(system, count, doing)
-                fastest_s[system] = min(fastest_s[system], seconds)
-                iterations[system].append(count)
-                rounds[system].append(seconds)
-        return SizeResult(
-            size_bytes=size_bytes,
-            systems=tuple(
-                Times(system=system, iterations=tuple(iterations[system]), rounds_s=tuple(rounds[system]))
-                for system in self._crews
-            ),
-        )
-
-    def _time(self, system: str, iterations: int, doing: str) -> float:
-        question = {"do": "time", "system": system, "untimed": 2, "iterations": iterations}
-        return _slowest(self._crews[system].ask(question, doing))
-
-    def _copy(self, at: str) -> None:
-        doing = f"{at}: copying"
-        self._progress(doing)
-        question = {"do": "copy", "system": OURS, "size_bytes": _COPY_BYTES, "iterations": _COPIES}
-        self.copy_alone_s.append(_slowest(self._ranks.ask(question | {"together": False}, doing, first=1)))
-        self.copy_together_s.append(_slowest(self._ranks.ask(question | {"together": True}, doing)))
+def _check_sizes(request: RankRequest, sizes: Sequence[int]) -> None:
+    for size in sizes:
+        if size < ITEM_BYTES or size % ITEM_BYTES:
+            raise RequestError(f"bench: --sizes are whole numbers of float32, 4 bytes each; got {size} bytes")
+    check_distinct("--sizes", sizes, "size")
+    # A tensor for each system, as much again for what the system keeps, and the values of the check.
+    needed = request.ranks * (max(sizes) * (2 * (1 + len(request.against)) + 2) + 2 * _COPY_BYTES)
+    what = f"{size_label(max(sizes))} on {count_of(request.ranks, 'rank')}"
+    check_memory(what, needed, ": ask for smaller --sizes or fewer --ranks")
 
 
-def measure_ddp(request: RankRequest, batch: int, progress: Progress) -> DdpResult:
+# --- training iterations under DDP -----------------------------------------------------------------------------------
+
+
+def measure_ddp(request: RankRequest, batch: int, progress: Progress) -> BenchResult:
     """A training iteration without communication and with each system, alternately."""
     machine = machine_facts()
     systems = [OURS, *request.against]
     with terminable(), ExitStack() as stack:
         progress("starting")
-        crew, facts = _start_torch(stack, request, "ddp_rank", systems, {"batch": batch})
-        parameters = facts.pop("parameters")
+        ranks, facts = _start_torch(stack, request, {"do": "join ddp", "batch": batch}, systems)
 
         def seconds(do: str, system: str, untimed: int, iterations: int, doing: str) -> float:
-            progress(doing)
             question = {"do": do, "system": system, "untimed": untimed, "iterations": iterations}
-            return _slowest(crew.ask(question, doing))
+            return ranks.slowest_s(question, doing)
 
-        trained = [*BASELINES, *systems]
-        warm_s = {name: seconds("train", name, 3, 3, f"warming up {BASELINES.get(name, name)}") for name in trained}
+        def warm(do: str, system: str, untimed: int, label: str) -> float:
+            progress(f"warming up {label}")
+            return seconds(do, system, untimed, 3, f"warming up {label}")
+
+        def turn_of(do: str, system: str, iterations: int) -> Turn[float]:
+            return lambda number, doing: seconds(do, system, 1, iterations, doing)
+
+        trained = {**BASELINES, **{system: system for system in systems}}
+        warm_s = {system: warm("train", system, 3, label) for system, label in trained.items()}
         iterations = max(3, math.ceil(_DDP_ROUND_S / warm_s["none"]))  # alike for all, as their parameters are compared
-        buckets = crew.ask({"do": "buckets"}, "reading DDP's buckets")[0]["bucket_bytes"]
-        reductions = {
-            name: max(3, math.ceil(_ROUND_S / seconds("reduce", name, _WARM_UP, 3, f"warming up {name} alone")))
-            for name in systems
+        buckets = ranks.ask({"do": "buckets"}, "reading DDP's buckets")[0]["bucket_bytes"]
+        turns = {label: turn_of("train", system, iterations) for system, label in trained.items()}
+        for system in systems:
+            alone_s = warm("reduce", system, _WARM_UP, f"{system} alone")
+            turns[f"{system} alone"] = turn_of("reduce", system, max(3, math.ceil(_ROUND_S / alone_s)))
+        rounds = alternate(turns, request.rounds, progress)
+        same, difference = _compared(request.ranks, ranks.ask({"do": "compare"}, "comparing parameters"))
+    about = {
+        "batch": batch,
+        "parameters": facts.pop("parameters"),
+        "bucket_bytes": buckets,
+        "iterations": [iterations] * request.rounds,
+        "same_parameters": same,
+        "largest_difference": difference,
+    }
+    return ddp_result({**request.as_json(machine | facts, {}), **about}, systems, rounds)
+
+
+def ddp_result(about: Mapping[str, Any], systems: Sequence[str], rounds: Mapping[str, Sequence[float]]) -> BenchResult:
+    """From the seconds of each round: of "gloo", "gloo alone", and of the baselines by their labels."""
+    ms = {name: 1e3 * statistics.median(found) for name, found in rounds.items()}
+    rounds_ms = {name: [1e3 * one for one in found] for name, found in rounds.items()}
+    none, empty = BASELINES.values()
+
+    def row(system: str) -> dict[str, Any]:
+        alone = f"{system} alone"
+        return {
+            "system": system,
+            "ms": ms[system],
+            "ratio": ms[system] / ms[OURS],
+            "added_ms": ms[system] - ms[none],
+            "alone_ms": ms[alone],
+            "hidden_share": 1 - (ms[system] - ms[none]) / ms[alone],
+            "hidden_beyond_ddp_share": 1 - (ms[system] - ms[empty]) / ms[alone],
+            "rounds_ms": rounds_ms[system],
+            "alone_rounds_ms": rounds_ms[alone],
         }
-        training: dict[str, list[float]] = {name: [] for name in trained}
-        alone: dict[str, list[float]] = {name: [] for name in systems}
-        for number in range(request.rounds):
-            at = f"round {number + 1} of {request.rounds}"
-            for name in trained:
-                training[name].append(seconds("train", name, 1, iterations, f"{at}: {BASELINES.get(name, name)}"))
-            for name in systems:
-                alone[name].append(seconds("reduce", name, 1, reductions[name], f"{at}: {name} alone"))
-        same, difference = _compared(request.ranks, crew.ask({"do": "compare"}, "comparing parameters"))
 
-    def times(name: str) -> Times:
-        return Times(system=name, iterations=(iterations,) * request.rounds, rounds_s=tuple(training[name]))
-
-    return DdpResult(
-        setting=_setting(request, machine | facts, {}),
-        batch=batch,
-        parameters=parameters,
-        bucket_bytes=tuple(buckets),
-        none=times("none"),
-        empty=times("empty"),
-        systems=tuple(
-            DdpSystem(
-                training=times(name),
-                alone=Times(system=name, iterations=(reductions[name],) * request.rounds, rounds_s=tuple(alone[name])),
-            )
-            for name in systems
+    rows = [row(system) for system in systems]
+    without = {"ms": ms[none], "rounds_ms": rounds_ms[none]}
+    reducing_nothing = {"ms": ms[empty], "added_ms": ms[empty] - ms[none], "rounds_ms": rounds_ms[empty]}
+    added = [f"{row['system']} adds {format_ms(row['added_ms'])} ms" for row in rows]
+    verdict = f"{format_ms(ms[none])} ms of compute: {', '.join(added)}"
+    most = max(spread(found) for found in rounds.values())
+    same = "yes, bit for bit" if about["same_parameters"] else f"to {about['largest_difference']:.1g} of the largest"
+    buckets = ", ".join(format_size(size) for size in about["bucket_bytes"])
+    json = {
+        "measured": "ddp",
+        **about,
+        "none": without,
+        "empty": reducing_nothing,
+        "systems": rows,
+        "spread": most,
+        "summary": verdict,
+        "definitions": {name: DEFINITIONS[name] for name in _TRAINED},
+    }
+    millions = f"{about['parameters'] / 1e6:.1f} million parameters"
+    return BenchResult(
+        json=json,
+        heading=f"DDP iteration, {count_of(about['ranks'], 'rank')}, {millions}",
+        tables=((DDP_FIELDS, [{"system": "(none)", **without}, {"system": "(empty)", **reducing_nothing}, *rows]),),
+        verdict=(verdict,),
+        details=(f"same parameters: {same}",),
+        terms=(
+            ("empty", DEFINITIONS["empty"]),
+            ("alone", DEFINITIONS["alone_ms"]),
+            ("hidden", f"{DEFINITIONS['hidden_share']}; without a spare core there is nowhere to hide"),
+            ("beyond", DEFINITIONS["hidden_beyond_ddp_share"]),
+            ("model", f"minibatches of {about['batch']}, buckets of {buckets}"),
+            _with(about),
         ),
-        same_parameters=same,
-        largest_difference=difference,
+        spread=most,
     )
 
 
@@ -264,43 +443,42 @@ def _compared(ranks: int, answers: Sequence[Mapping[str, Any]]) -> tuple[bool, f
 
 
 def _start_torch(
-    stack: ExitStack, request: RankRequest, module: str, systems: Sequence[str], more: Mapping[str, object]
+    stack: ExitStack, request: RankRequest, join: Mapping[str, object], systems: Sequence[str]
 ) -> tuple[Harness, dict[str, Any]]:
     """The ranks, joined in one group a system; and what rank 0 says of itself."""
     environment = _environment(request)
-    crew = stack.enter_context(Harness(request.timeout_s))
+    ranks = stack.enter_context(Harness(request.timeout_s))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         for rank in range(request.ranks):
             inherited = (listener.fileno(),) if rank == 0 else ()
-            crew.start(f"rank {rank}", _program(module), environment, inherited)
-        join = {
-            "do": "join",
+            ranks.start(f"rank {rank}", _program("torch_rank"), environment, inherited)
+        asked = {
+            **join,
             "ranks": request.ranks,
             "threads": request.threads,
             "timeout_s": 2 * request.timeout_s,  # whose own deadline is first is asked who is late
             "port": listener.getsockname()[1],
             "listen_fd": listener.fileno(),
-            "backends": request.backends(systems),
-            **more,
+            "backends": {system: system for system in systems if system != MPI},  # torch knows them by the same names
         }
-        answers = crew.ask([join | {"rank": rank} for rank in range(request.ranks)], "starting the ranks")
-    return crew, answers[0]
+        answers = ranks.ask([asked | {"rank": rank} for rank in range(request.ranks)], "starting the ranks")
+    return ranks, answers[0]
 
 
 def _start_mpi(stack: ExitStack, request: RankRequest) -> tuple[Harness, dict[str, Any]]:
     # Its files and its shared memory, which it leaves when it is killed, go to a folder that is removed after it.
     place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="offbeat-bench-", dir=place))
-    crew = stack.enter_context(Harness(request.timeout_s))
+    ranks = stack.enter_context(Harness(request.timeout_s))
     flags = {"btl": "^tcp", "oob_tcp_if_include": _loopback(), "btl_vader_backing_directory": folder}
     words = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
     words += [word for name, value in flags.items() for word in ("--mca", name, value)]
     words += ["-np", str(request.ranks), *_program("mpi_rank")]
-    crew.start("mpi", words, _environment(request) | {"TMPDIR": folder})
-    (answer,) = crew.ask({"do": "join"}, "starting mpi")
+    ranks.start("mpi", words, _environment(request) | {"TMPDIR": folder})
+    (answer,) = ranks.ask({"do": "join"}, "starting mpi")
     if answer.pop("ranks") != request.ranks:
         raise OffbeatError("bench: mpi4py does not belong to this mpirun: every rank is alone")
-    return crew, answer
+    return ranks, answer
 
 
 def _program(module: str) -> list[str]:
@@ -315,37 +493,3 @@ def _environment(request: RankRequest) -> dict[str, str]:
 
 def _loopback() -> str:
     return "lo0" if sys.platform == "darwin" else "lo"
-
-
-# --- the machine ----------------------------------------------------------------------------------------------------
-
-
-def _slowest(answers: Sequence[Mapping[str, Any]]) -> float:
-    return max(float(answer["seconds"]) for answer in answers)
-
-
-def _setting(request: RankRequest, machine: Mapping[str, Any], not_measured: Mapping[str, str]) -> Setting:
-    return Setting(
-        ranks=request.ranks,
-        rounds=request.rounds,
-        threads=request.threads,
-        strategy=request.strategy or os.environ.get(STRATEGY_VARIABLE),
-        machine=machine,
-        not_measured=not_measured,
-    )
-
-
-def _check_sizes(request: RankRequest, sizes: Sequence[int]) -> None:
-    for size in sizes:
-        if size < ITEM_BYTES or size % ITEM_BYTES:
-            raise RequestError(f"bench: --sizes are whole numbers of float32, 4 bytes each; got {size} bytes")
-    if len(set(sizes)) < len(sizes):
-        raise RequestError("bench: --sizes names a size twice")
-    # A tensor for each system, as much again for what the system keeps, and the values of the check.
-    needed = request.ranks * (max(sizes) * (2 * (1 + len(request.against)) + 2) + 2 * _COPY_BYTES)
-    available = available_bytes()
-    if available is not None and needed > available:
-        raise RequestError(
-            f"bench: {size_label(max(sizes))} on {count_of(request.ranks, 'rank')} needs about {format_size(needed)} "
-            f"of memory, and {format_size(available)} is available: ask for smaller --sizes or fewer --ranks"
-        )

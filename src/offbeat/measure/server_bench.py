@@ -16,23 +16,35 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import offbeat
-from offbeat.errors import OffbeatError, RequestError, unknown
-from offbeat.machine import available_bytes, machine_facts
-from offbeat.measure.bench_results import OURS, format_ratio
-from offbeat.measure.rank_bench import MOST_RANKS, Progress
-from offbeat.measure.served import environment, program, supervise
+from offbeat.errors import OffbeatError, RequestError
+from offbeat.machine import machine_facts
+from offbeat.measure.bench_result import BenchResult
+from offbeat.measure.rank_bench import format_ratio, times_faster
+from offbeat.measure.requests import (
+    ITEM_BYTES,
+    OURS,
+    check_above_zero,
+    check_against,
+    check_distinct,
+    check_least,
+    check_memory,
+    check_processes,
+)
+from offbeat.measure.rounds import Progress, alternate, spread
+from offbeat.measure.server_runs import environment, program, supervise
 from offbeat.processes.signals import terminable
+from offbeat.report.benchmark_fields import Field, Row
 from offbeat.server.run_setting import RunSetting
 from offbeat.server.supervisor import ServerPlan
-from offbeat.spec import count_of, format_seconds, format_size
+from offbeat.spec import count_of, format_rate, format_seconds, format_size
 
 PARAMETERS = 25_600_000
 LINE = "async"
-ITEM_BYTES = 4  # float32
 FEWEST = 10_000  # parameters
 TENSORS = 161
 IN_PLACE = "in-place"  # ours too: the parameters are the servers' memory, and a fetch copies nothing
@@ -59,6 +71,21 @@ DEFINITIONS: Mapping[str, str] = {
     "ray": "Ray actors as in Ray's tutorial: gradients as a list of arrays, then a call for the weights as tensors",
     "ray-tuned": "one flat array, one call for both, and an object store that is kept small",
 }
+
+FIELDS = (
+    Field("learners", form="number", title="learners", once=True),
+    Field("system", title="system"),
+    Field("per_s", form="number", title="a second", text=lambda row: f"{row['per_s']:.3g}"),
+    Field(
+        "rounds_per_s", form="number", title="of rounds",
+        text=lambda row: f"{min(row['rounds_per_s']):.3g}-{max(row['rounds_per_s']):.3g}",
+    ),
+    Field(
+        "ratio", form="number", title=f"{OURS} is",
+        text=lambda row: "" if row["system"] == OURS else format_ratio(row["ratio"]),
+    ),
+    Field("copy_share", form="number", title="of copy", text=lambda row: f"{100 * row['copy_share']:.0f} %"),
+)  # fmt: skip
 
 
 def sizes_of(parameters: int) -> list[int]:
@@ -93,133 +120,22 @@ class ServerRequest:
     timeout_s: float = 120.0  # beyond these
 
     def __post_init__(self) -> None:
-        if not all(1 <= number <= MOST_RANKS for number in (*self.learners, self.servers)):
-            raise RequestError(f"bench: --learners and --servers are from 1 to {MOST_RANKS}")
-        if len(set(self.learners)) < len(self.learners):
-            raise RequestError("bench: --learners names a number twice")
-        if self.parameters < FEWEST:
-            raise RequestError(f"bench: --parameters is {FEWEST} or more; got {self.parameters}")
+        check_processes("--learners and --servers", (*self.learners, self.servers))
+        check_distinct("--learners", self.learners, "number")
+        check_least("--parameters", self.parameters, FEWEST)
         if self.tensors not in (1, TENSORS):
             raise RequestError(f"bench: --tensors is 1 or {TENSORS}; got {self.tensors}")
-        if self.seconds <= 0 or self.timeout_s <= 0:
-            raise RequestError("bench: --seconds and --timeout are more than 0")
-        for name in self.against or ():
-            if name in (OURS, IN_PLACE):
-                raise RequestError(f"bench: {OURS} is always measured; --against names the others")
-            if name not in BASELINES:
-                raise RequestError(f"bench: --against: {unknown('system', name, BASELINES)}")
-        if self.against is not None:
-            if len(set(self.against)) < len(self.against):
-                raise RequestError(f"bench: --against names a system twice: {','.join(self.against)}")
-            if folder() is None:
-                raise RequestError("bench: --against: the other systems' programs are in the repository, not installed")
-        self._check_memory()
-
-    def _check_memory(self) -> None:
-        """Weights in a few buffers, a slot for each learner, its parameters, gradients and what it copies."""
-        needed = ITEM_BYTES * self.parameters * (8 + 7 * max(self.learners))
-        available = available_bytes()
-        if available is not None and needed > available:
-            raise RequestError(
-                f"bench: {self.parameters} parameters and {count_of(max(self.learners), 'learner')} need about "
-                f"{format_size(needed)} of memory, and {format_size(available)} is available"
-            )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
-    """One system's rounds with so many learners."""
-
-    system: str
-    rounds_per_s: tuple[float, ...]
+        check_above_zero("--seconds and --timeout", self.seconds, self.timeout_s)
+        check_against(self.against or (), BASELINES, (OURS, IN_PLACE))
+        if self.against is not None and folder() is None:
+            raise RequestError("bench: --against: the other systems' programs are in the repository, not installed")
+        # Weights in a few buffers, a slot for each learner, its parameters, gradients and what it copies.
+        needed = self.size_bytes * (8 + 7 * max(self.learners))
+        check_memory(f"{self.parameters} parameters and {count_of(max(self.learners), 'learner')}", needed)
 
     @property
-    def per_s(self) -> float:
-        return statistics.median(self.rounds_per_s)
-
-    @property
-    def spread(self) -> float:
-        return max(self.rounds_per_s) / min(self.rounds_per_s)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """All systems with so many learners; ours is the first."""
-
-    learners: int
-    size_bytes: int
-    systems: tuple[Rates, ...]
-    copy_rounds_bytes_per_s: tuple[float, ...]
-
-    @property
-    def copy_bytes_per_s(self) -> float:
-        return statistics.median(self.copy_rounds_bytes_per_s)
-
-    def ratio(self, rates: Rates) -> float:
-        return self.systems[0].per_s / rates.per_s
-
-    def copy_share(self, rates: Rates) -> float:
-        return rates.per_s * 2 * self.size_bytes / self.copy_bytes_per_s
-
-    def summary(self) -> str:
-        """`2 learners: offbeat 41.2/s, 6.1x rpc, 20x ray`."""
-        ours, *others = self.systems
-        words = [f"{ours.system} {ours.per_s:.3g}/s"]
-        words += [f"{format_ratio(self.ratio(rates))} {rates.system}" for rates in others]
-        return f"{count_of(self.learners, 'learner')}: {', '.join(words)}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerResult:
-    """What `offbeat bench server` found."""
-
-    request: ServerRequest
-    machine: Mapping[str, Any]
-    not_measured: Mapping[str, str]
-    cases: tuple[Case, ...]
-
-    @property
-    def tensors(self) -> int:
-        return self.request.tensors
-
-    @property
-    def spread(self) -> float:
-        return max(rates.spread for case in self.cases for rates in case.systems)
-
-    def as_json(self) -> dict[str, Any]:
-        request = self.request
-        return {
-            "measured": "server",
-            "strategy": LINE,
-            "servers": request.servers,
-            "parameters": request.parameters,
-            "tensors": self.tensors,
-            "size_bytes": ITEM_BYTES * request.parameters,
-            "rounds": request.rounds,
-            "seconds": request.seconds,
-            "machine": dict(self.machine),
-            "not_measured": dict(self.not_measured),
-            "spread": self.spread,
-            "cases": [
-                {
-                    "learners": case.learners,
-                    "summary": case.summary(),
-                    "copy_bytes_per_s": case.copy_bytes_per_s,
-                    "systems": [
-                        {
-                            "system": rates.system,
-                            "per_s": rates.per_s,
-                            "ratio": case.ratio(rates),
-                            "copy_share": case.copy_share(rates),
-                            "rounds_per_s": list(rates.rounds_per_s),
-                        }
-                        for rates in case.systems
-                    ],
-                }
-                for case in self.cases
-            ],
-            "definitions": dict(DEFINITIONS),
-        }
+    def size_bytes(self) -> int:
+        return ITEM_BYTES * self.parameters
 
 
 def folder() -> Path | None:
@@ -240,7 +156,7 @@ def missing(against: Sequence[str]) -> dict[str, str]:
     }
 
 
-def measure(request: ServerRequest, progress: Progress) -> ServerResult:
+def measure(request: ServerRequest, progress: Progress) -> BenchResult:
     """All systems, alternately, for every number of learners."""
     wanted = tuple(BASELINES) if request.against is None else request.against
     not_measured = missing(wanted)
@@ -250,8 +166,94 @@ def measure(request: ServerRequest, progress: Progress) -> ServerResult:
     systems = [OURS, IN_PLACE, *(name for name in wanted if name not in not_measured)]
     machine = machine_facts()
     with terminable():
-        cases = tuple(_case(request, learners, systems, progress) for learners in request.learners)
-    return ServerResult(request=request, machine=machine, not_measured=not_measured, cases=cases)
+        rounds = {
+            learners: alternate(
+                {system: partial(_turn, request, learners, system) for system in systems},
+                request.rounds,
+                progress,
+                at=f"{count_of(learners, 'learner')}, ",
+            )
+            for learners in request.learners
+        }
+    return server_result(request, machine, not_measured, rounds)
+
+
+def _turn(request: ServerRequest, learners: int, system: str, number: int, doing: str) -> tuple[float, float | None]:
+    if system in (OURS, IN_PLACE):
+        return _ours(request, learners, doing, in_place=system == IN_PLACE)
+    return _theirs(request, learners, system, doing), None
+
+
+def server_result(
+    request: ServerRequest,
+    machine: Mapping[str, Any],
+    not_measured: Mapping[str, str],
+    rounds: Mapping[int, Mapping[str, Sequence[tuple[float, float | None]]]],
+) -> BenchResult:
+    """From pushes a second, and bytes a second of plain copies, of each round: by learners and systems, ours first."""
+    copy_bytes_per_s = {
+        learners: statistics.median(copied for turns in turns_of.values() for _, copied in turns if copied is not None)
+        for learners, turns_of in rounds.items()
+    }
+
+    def row(learners: int, system: str) -> Row:
+        per_s, ours_per_s = (statistics.median(rate for rate, _ in rounds[learners][name]) for name in (system, OURS))
+        return {
+            "learners": learners,
+            "system": system,
+            "per_s": per_s,
+            "ratio": ours_per_s / per_s,
+            "copy_share": per_s * 2 * request.size_bytes / copy_bytes_per_s[learners],
+            "rounds_per_s": [rate for rate, _ in rounds[learners][system]],
+        }
+
+    rows = [row(learners, system) for learners, systems in rounds.items() for system in systems]
+    cases = {learners: [row for row in rows if row["learners"] == learners] for learners in rounds}
+    verdict = {
+        learners: f"{count_of(learners, 'learner')}: " + times_faster(f"{own[0]['per_s']:.3g}/s", own)
+        for learners, own in cases.items()
+    }
+    most = max(spread(row["rounds_per_s"]) for row in rows)
+    found = {
+        "measured": "server",
+        "strategy": LINE,
+        "servers": request.servers,
+        "parameters": request.parameters,
+        "tensors": request.tensors,
+        "size_bytes": request.size_bytes,
+        "rounds": request.rounds,
+        "seconds": request.seconds,
+        "machine": dict(machine),
+        "not_measured": dict(not_measured),
+        "spread": most,
+        "cases": [
+            {
+                "learners": learners,
+                "summary": verdict[learners],
+                "copy_bytes_per_s": copy_bytes_per_s[learners],
+                "systems": [{key: value for key, value in row.items() if key != "learners"} for row in own],
+            }
+            for learners, own in cases.items()
+        ],
+        "definitions": dict(DEFINITIONS),
+    }
+    measured = {row["system"] for row in rows}
+    copies = [f"{format_rate(rate)} by {count_of(learners, 'learner')}" for learners, rate in copy_bytes_per_s.items()]
+    return BenchResult(
+        json=found,
+        heading=f"push and fetch of {format_size(request.size_bytes)} in {request.tensors} tensors, async and SGD, "
+        f"ours on {count_of(request.servers, 'server')}, median of {count_of(request.rounds, 'round')}",
+        tables=((FIELDS, rows),),
+        verdict=tuple(verdict.values()),
+        details=[f"{system}: not measured: {reason}" for system, reason in not_measured.items()],
+        terms=(
+            ("a second", DEFINITIONS["per_s"]),
+            ("of copy", DEFINITIONS["copy_share"]),
+            ("copy", ", ".join(copies)),
+            *((name, text) for name, text in DEFINITIONS.items() if name in measured),
+        ),
+        spread=most,
+    )
 
 
 def measure_ours(request: ServerRequest, progress: Progress) -> Iterator[tuple[int, float]]:
@@ -264,42 +266,21 @@ def measure_ours(request: ServerRequest, progress: Progress) -> Iterator[tuple[i
             yield learners, learners / per_s
 
 
-def _case(request: ServerRequest, learners: int, systems: Sequence[str], progress: Progress) -> Case:
-    rounds: dict[str, list[float]] = {system: [] for system in systems}
-    copies: list[float] = []
-    for number in range(request.rounds):
-        for system in systems:
-            doing = f"{count_of(learners, 'learner')}, round {number + 1} of {request.rounds}: {system}"
-            progress(doing)
-            if system in (OURS, IN_PLACE):
-                per_s, copied = _ours(request, learners, doing, in_place=system == IN_PLACE)
-                copies.append(copied)
-            else:
-                per_s = _theirs(request, learners, system, doing)
-            rounds[system].append(per_s)
-    return Case(
-        learners=learners,
-        size_bytes=ITEM_BYTES * request.parameters,
-        systems=tuple(Rates(system=system, rounds_per_s=tuple(found)) for system, found in rounds.items()),
-        copy_rounds_bytes_per_s=tuple(copies),
-    )
-
-
 def _sizes(request: ServerRequest) -> list[int]:
     return [request.parameters] if request.tensors == 1 else sizes_of(request.parameters)
 
 
 def _ours(request: ServerRequest, learners: int, doing: str, *, in_place: bool) -> tuple[float, float]:
     """Pushes a second, and bytes a second of plain copies, both of all learners."""
-    asked = {"sizes": _sizes(request), "seconds": request.seconds, "warm_up": WARM_UP, "in_place": in_place}
+    asked = {"do": "push", "sizes": _sizes(request), "seconds": request.seconds, "warm_up": WARM_UP}
     plan = ServerPlan(
         setting=RunSetting(line=LINE, learners=learners, shards=request.servers),
-        command=program("server_learner", json.dumps(asked)),
+        command=program("bench_learner", json.dumps(asked | {"in_place": in_place})),
         environment=environment({"OFFBEAT_SYNC": LINE}),
         restarts=0,
     )
-    ended = supervise(plan, doing, request.timeout_s + request.seconds)
-    found = [_read(ended.last_lines.get(learner, ""), doing) for learner in range(learners)]
+    last_lines = supervise(plan, doing, request.timeout_s + request.seconds)
+    found = [_read(last_lines.get(learner, ""), doing) for learner in range(learners)]
     seconds = max(one["end_s"] for one in found) - min(one["start_s"] for one in found)
     return sum(one["cycles"] for one in found) / seconds, sum(one["copy_bytes_per_s"] for one in found)
 

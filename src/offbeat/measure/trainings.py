@@ -8,6 +8,7 @@ one epoch has nothing else.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any
 from offbeat.errors import OffbeatError
 from offbeat.runs.log import RunLog, read_log
 from offbeat.train.config import Config
+from offbeat.train.config_files import changed
 from offbeat.train.launch import launch, prepare
 from offbeat.train.rundir import Evaluated, RunDir
 
@@ -66,6 +68,15 @@ def train_once(config: Config, folder: Path) -> Trained:
         return Trained(config=start.config, log=read_log(run.log(1)), metrics=metrics, energy=_energy(folder))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def train_for(config: Config, samples: int, folder: Path, minibatches: int = 150) -> Trained:
+    """So many epochs that each learner has computed enough minibatches of the set's samples, and at least three."""
+    batch = config.train.batch_size * config.train.accumulate
+    epochs = max(3, math.ceil(minibatches * batch * config.learners / samples) + 1)
+    return train_once(
+        changed(config, {"train": {"epochs": epochs, "stop_at": 0.0}, "save": {"every_epochs": 0}}), folder
+    )
 
 
 def _energy(folder: Path) -> Mapping[str, Any] | None:

@@ -8,17 +8,36 @@ What it must not know: runs, files and HTML.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
+from offbeat.report.benchmark_fields import (
+    ACCURACY,
+    BENCHMARK,
+    ENERGY,
+    LEARNERS,
+    PREDICTIONS,
+    SCALING,
+    STRATEGY,
+    Field,
+    Row,
+)
 from offbeat.report.files import share, shorten
 from offbeat.report.page_model import BarChart, Bars, Cell, Column, Item, LineChart, Section, Series, Table
 from offbeat.report.results import Result
 from offbeat.report.summary import percent
-from offbeat.runs.metrics import DEFINITIONS, known_interval
+from offbeat.runs.metrics import known_interval
 from offbeat.spec import count_of
 
-Row = Mapping[str, Any]
+_CURVES = (
+    BENCHMARK,
+    STRATEGY,
+    LEARNERS,
+    Field("seed", "count", "number", "seed"),
+    Field("seconds", "from zero", "seconds", "training time (s)"),
+    Field("updates", "from zero", "number", "updates"),
+    Field("accuracy", "share", "percent", "accuracy"),
+    Field("error", "computed", "percent", "test error"),
+)
 
 
 def _of(results: Sequence[Result], kind: str) -> Iterator[tuple[int, Result]]:
@@ -51,9 +70,16 @@ def _lines(rows: Sequence[Row], key: str) -> tuple[Series, ...]:
     return tuple(Series(name=shorten(name), points=tuple(sorted(line.items()))) for name, line in points.items())
 
 
-def _both(name: str) -> str:
-    """A definition of weak scaling, and that of strong scaling beside it."""
-    return f"{DEFINITIONS[name].formula}; strong: {DEFINITIONS[f'strong {name}'].formula}"
+def _table(key: str, title: str, fields: Sequence[Field], rows: Sequence[Row], note: str = "") -> Table:
+    """The fields that a page shows, in their order."""
+    shown = [field for field in fields if field.page]
+    return Table(
+        key=key,
+        title=title,
+        columns=tuple(Column(field.page, field.form, field.help) for field in shown),
+        rows=tuple(tuple(row.get(field.key) for field in shown) for row in rows),
+        note=note,
+    )
 
 
 # --- scaling ------------------------------------------------------------------------------------------------------
@@ -62,7 +88,7 @@ def _both(name: str) -> str:
 def scaling(results: Sequence[Result]) -> Section | None:
     """Speed-up against learners, with the ideal line."""
     items: list[Item] = []
-    rows: list[tuple[Cell, ...]] = []
+    rows: list[Row] = []
     notes = []
     for number, result in _of(results, "scaling"):
         kind = result.said("kind") or "weak"
@@ -85,33 +111,11 @@ def scaling(results: Sequence[Result]) -> Section | None:
             )
         for row in result.rows:
             why = "" if row["ranked"] is not False else row["why_not"] or "not ranked"
-            rows.append(
-                (result.label, kind, row["strategy"], row["learners"], row["batch"], row["seconds"],
-                 row["seconds_low"], row["seconds_high"], row["throughput"], row["speedup"], row["speedup_low"],
-                 row["speedup_high"], row["efficiency"], row["overhead_s"], row["accuracy"], why)
-            )  # fmt: skip
+            rows.append({**row, "benchmark": result.label, "kind": kind, "why_not": why})
         notes.append(_notes(result))
     if not rows:
         return None
-    columns = (
-        Column("benchmark"),
-        Column("scaling", "text", "weak: the same batch per learner; strong: the same total batch"),
-        Column("strategy"),
-        Column("learners", "number"),
-        Column("batch of a learner", "number"),
-        Column("T(n) (s)", "seconds", "seconds in which n minibatches are applied; synchronous: an iteration"),
-        Column("T(n) low (s)", "seconds"),
-        Column("T(n) high (s)", "seconds"),
-        Column("throughput (samples/s)", "number", DEFINITIONS["throughput"].formula),
-        Column("speed-up", "times", _both("speedup")),
-        Column("speed-up low", "times"),
-        Column("speed-up high", "times"),
-        Column("efficiency", "percent", _both("efficiency")),
-        Column("overhead (s)", "seconds", DEFINITIONS["overhead"].formula),
-        Column("accuracy", "percent"),
-        Column("not ranked because"),
-    )
-    table = Table(key="scaling", title="Scaling", columns=columns, rows=tuple(rows), note=" ".join(filter(None, notes)))
+    table = _table("scaling", "Scaling", SCALING, rows, " ".join(filter(None, notes)))
     text = "How much faster several learners are than one. The dashed line is what n learners could be at best."
     return Section(key="scaling", title="Scaling", items=(*items, table), words=(text,))
 
@@ -150,8 +154,8 @@ def overheads(results: Sequence[Result]) -> list[Item]:
 def races(results: Sequence[Result]) -> list[Item]:
     """Curves of each race to an accuracy, and who got there when."""
     items: list[Item] = []
-    rows: list[tuple[Cell, ...]] = []
-    points: list[tuple[Cell, ...]] = []
+    rows: list[Row] = []
+    points: list[Row] = []
     for number, result in _of(results, "accuracy"):
         target = share(result.about.get("target"))
         series = []
@@ -160,8 +164,16 @@ def races(results: Sequence[Result]) -> list[Item]:
             name = group if curve.seed is None else f"{group}, seed {curve.seed}"
             line = tuple((seconds, 1 - accuracy) for seconds, _, accuracy in curve.points)
             series.append(Series(name=shorten(name), points=line, group=shorten(group)))
-            points += [(result.label, curve.strategy, curve.learners, curve.seed, seconds, updates, accuracy,
-                        1 - accuracy) for seconds, updates, accuracy in curve.points]  # fmt: skip
+            own = {
+                "benchmark": result.label,
+                "strategy": curve.strategy,
+                "learners": curve.learners,
+                "seed": curve.seed,
+            }
+            points += [
+                {**own, "seconds": seconds, "updates": updates, "accuracy": accuracy, "error": 1 - accuracy}
+                for seconds, updates, accuracy in curve.points
+            ]
         if series:
             level = () if target is None else ((1 - target, f"target {percent(target)}"),)
             items.append(
@@ -177,46 +189,12 @@ def races(results: Sequence[Result]) -> list[Item]:
                     note=_notes(result),
                 )
             )
-        rows += [
-            (result.label, row["strategy"], row["learners"], target, row["seeds"],
-             row["reached"], row["seconds_to_target"], row["seconds_to_target_low"], row["seconds_to_target_high"],
-             row["updates_to_target"], row["accuracy_mean"], *known_interval(row["accuracy_mean"], row["test_samples"]),
-             row["accuracy_std"], row["seconds"])
-            for row in result.rows
-        ]  # fmt: skip
-    if rows:
-        columns = (
-            Column("benchmark"),
-            Column("strategy"),
-            Column("learners", "number"),
-            Column("target", "percent"),
-            Column("seeds", "number"),
-            Column("reached it", "number", "of the seeds"),
-            Column("time to target (s)", "seconds", DEFINITIONS["time to accuracy"].formula),
-            Column("time to target: low (s)", "seconds"),
-            Column("time to target: high (s)", "seconds"),
-            Column("updates to target", "number"),
-            Column("mean accuracy", "percent", DEFINITIONS["accuracy"].formula),
-            Column("at least", "percent"),
-            Column("at most", "percent"),
-            Column("its standard deviation", "percent"),
-            Column("training time (s)", "seconds"),
-        )
-        items.append(Table(key="races", title="Races to an accuracy", columns=columns, rows=tuple(rows)))
-    if points:
-        curve_columns = (
-            Column("benchmark"),
-            Column("strategy"),
-            Column("learners", "number"),
-            Column("seed", "number"),
-            Column("training time (s)", "seconds"),
-            Column("updates", "number"),
-            Column("accuracy", "percent"),
-            Column("test error", "percent"),
-        )
-        items.append(
-            Table(key="race-curves", title="Every evaluation of the races", columns=curve_columns, rows=tuple(points))
-        )
+        for row in result.rows:
+            low, high = known_interval(row["accuracy_mean"], row["test_samples"])
+            more = {"benchmark": result.label, "target": target, "accuracy_low": low, "accuracy_high": high}
+            rows.append({**row, **more})
+    items += [_table("races", "Races to an accuracy", ACCURACY, rows)] if rows else []
+    items += [_table("race-curves", "Every evaluation of the races", _CURVES, points)] if points else []
     return items
 
 
@@ -249,24 +227,15 @@ def machines(results: Sequence[Result]) -> tuple[list[Item], list[tuple[Cell, ..
 
 def energies(results: Sequence[Result]) -> list[Item]:
     """Energy and cost in benchmarks, where they were measured."""
-    keys = ("joules", "joules_to_target", "cost", "cost_to_target")
-    rows: list[tuple[Cell, ...]] = []
-    for kind in ("scaling", "accuracy"):
-        for _, result in _of(results, kind):
-            rows += [(result.label, row["strategy"], row["learners"], *(row.get(key) for key in keys))
-                     for row in result.rows if any(row.get(key) is not None for key in keys)]  # fmt: skip
-    if not rows:
-        return []
-    columns = (
-        Column("benchmark"),
-        Column("strategy"),
-        Column("learners", "number"),
-        Column("energy (J)", "joules", DEFINITIONS["energy"].formula),
-        Column("energy to target (J)", "joules"),
-        Column("cost", "money", DEFINITIONS["cost"].formula),
-        Column("cost to target", "money"),
-    )
-    return [Table(key="energy-benchmarks", title="Energy and cost in benchmarks", columns=columns, rows=tuple(rows))]
+    keys = [field.key for field in ENERGY if field.form in ("joules", "money")]
+    rows = [
+        {**row, "benchmark": result.label}
+        for kind in ("scaling", "accuracy")
+        for _, result in _of(results, kind)
+        for row in result.rows
+        if any(row.get(key) is not None for key in keys)
+    ]
+    return [_table("energy-benchmarks", "Energy and cost in benchmarks", ENERGY, rows)] if rows else []
 
 
 # --- predictions --------------------------------------------------------------------------------------------------
@@ -278,7 +247,7 @@ _MEASURED = {"scaling": ("seconds", "T(n)"), "accuracy": ("seconds_to_target", "
 
 def predictions(results: Sequence[Result]) -> Section | None:
     """What the simulator said beside what was measured, the worst first."""
-    found: list[tuple[float, tuple[Cell, ...]]] = []
+    found: list[tuple[float, Row]] = []
     points: dict[str, list[tuple[float, float]]] = {}
     for kind, (key, what) in _MEASURED.items():
         for _, result in _of(results, kind):
@@ -288,14 +257,15 @@ def predictions(results: Sequence[Result]) -> Section | None:
                     continue
                 if error is None and measured:
                     error = predicted / measured - 1
-                cells = (result.label, row["strategy"], row["learners"], row.get("slow") or "", what,
-                         measured, predicted, error)  # fmt: skip
-                found.append((-1.0 if error is None else abs(error), cells))
+                own = {"benchmark": result.label, "slow": row.get("slow") or "", "what": what}
+                found.append(
+                    (-1.0 if error is None else abs(error), {**row, **own, "measured_s": measured, "error": error})
+                )
                 if measured:
                     points.setdefault(result.label, []).append((float(measured), float(predicted)))
     if not found:
         return None
-    rows = tuple(cells for _, cells in sorted(found, key=lambda one: -one[0]))
+    rows = [row for _, row in sorted(found, key=lambda one: -one[0])]
     items: list[Item] = []
     ends = [x for line in points.values() for point in line for x in point]
     if ends:
@@ -315,17 +285,7 @@ def predictions(results: Sequence[Result]) -> Section | None:
                 note="A dot above the dashed line was predicted too slow, one below it too fast.",
             )
         )
-    columns = (
-        Column("benchmark"),
-        Column("strategy"),
-        Column("learners", "number"),
-        Column("slowed"),
-        Column("what"),
-        Column("measured (s)", "seconds"),
-        Column("predicted (s)", "seconds"),
-        Column("error", "signed-percent", "predicted / measured - 1"),
-    )
-    items.append(Table(key="predictions", title="Predictions, the worst first", columns=columns, rows=rows))
+    items.append(_table("predictions", "Predictions, the worst first", PREDICTIONS, rows))
     known = [off for off, _ in found if off >= 0]
     text = f"{count_of(len(found), 'prediction')} of the simulator beside what was measured."
     if known:

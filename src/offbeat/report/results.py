@@ -16,51 +16,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from offbeat.report import files
+from offbeat.report.benchmark_fields import FIELDS, Accepts, Row
 from offbeat.report.files import LABEL, Broken, clean, shorten
 
 _MOST_ROWS = 10_000
 _MOST_CURVES, _MOST_POINTS = 500, 5_000
 
-Reader = Callable[[Any], Any]
-
-
-def _positive(value: Any) -> float | None:
-    found = files.number(value)
-    return found if found is not None and found > 0 else None
-
-
-def _flag(value: Any) -> bool | None:
-    return value if isinstance(value, bool) else None
-
-
-def _text(value: Any) -> str | None:
-    return clean(value) if isinstance(value, str) else None
-
-
-# How each field of a row is read; what is not there is None.
-FIELDS: Mapping[str, Mapping[str, Reader]] = {
-    "scaling": {
-        "strategy": _text, "learners": files.count, "batch": files.count, "seconds": _positive,
-        "seconds_low": _positive, "seconds_high": _positive, "throughput": files.from_zero,
-        "speedup": files.from_zero, "speedup_low": files.from_zero, "speedup_high": files.from_zero,
-        "efficiency": files.from_zero, "overhead_s": files.number,
-        "accuracy": files.share, "predicted_s": _positive, "error": files.number, "joules": files.from_zero,
-        "cost": files.from_zero, "ranked": _flag, "why_not": _text,
-    },
-    "accuracy": {
-        "strategy": _text, "learners": files.count, "seeds": files.count, "reached": files.count,
-        "seconds_to_target": files.from_zero, "seconds_to_target_low": files.from_zero,
-        "seconds_to_target_high": files.from_zero, "updates_to_target": files.from_zero,
-        "accuracy_mean": files.share, "test_samples": files.count, "accuracy_std": files.from_zero,
-        "seconds": files.from_zero,
-        "joules": files.from_zero, "joules_to_target": files.from_zero, "cost": files.from_zero,
-        "cost_to_target": files.from_zero, "predicted_s": _positive, "error": files.number,
-    },
-    "predictions": {
-        "strategy": _text, "learners": files.count, "slow": _text, "measured_s": _positive, "predicted_s": _positive,
-        "error": files.number,
-    },
-}  # fmt: skip
+_READERS: Mapping[Accepts, Callable[[Any], Any]] = {
+    "text": lambda value: clean(value) if isinstance(value, str) else None,
+    "flag": lambda value: value if isinstance(value, bool) else None,
+    "count": files.count,
+    "number": files.number,
+    "from zero": files.from_zero,
+    "above zero": lambda value: files.from_zero(value) or None,
+    "share": files.share,
+}
 
 
 class Curve(NamedTuple):
@@ -81,7 +51,7 @@ class Result:
     kind: str = ""
     about: Mapping[str, Any] = field(default_factory=dict)  # recipe, precision, base, target, ...: text and numbers
     machine: Mapping[str, Any] = field(default_factory=dict)
-    rows: tuple[Mapping[str, Any], ...] = ()
+    rows: tuple[Row, ...] = ()
     curves: tuple[Curve, ...] = ()
     ranking: tuple[str, ...] = ()  # the benchmark's own verdict, a sentence each; nothing in old files
     notes: tuple[str, ...] = ()
@@ -91,9 +61,6 @@ class Result:
     def said(self, key: str) -> str:
         """A text that the file says of itself, or nothing."""
         return files.text(self.about.get(key))
-
-    def column(self, key: str) -> list[Any]:
-        return [row.get(key) for row in self.rows]
 
 
 def read_result(path: Path) -> Result:
@@ -140,7 +107,7 @@ def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _rows(name: str, kind: str, given: Any, problems: list[str]) -> tuple[Mapping[str, Any], ...]:
+def _rows(name: str, kind: str, given: Any, problems: list[str]) -> tuple[Row, ...]:
     if not isinstance(given, list) or not given:
         problems.append(f"{name}: has no rows")
         return ()
@@ -150,7 +117,8 @@ def _rows(name: str, kind: str, given: Any, problems: list[str]) -> tuple[Mappin
         if not isinstance(row, dict):
             wrong.append(f"row {at} is no object")
             continue
-        read = {key: reader(row.get(key)) for key, reader in FIELDS[kind].items()}
+        known = (field for field in FIELDS[kind] if field.accepts != "computed")
+        read = {field.key: _READERS[field.accepts](row.get(field.key)) for field in known}
         bad = [key for key in read if read[key] is None and row.get(key) is not None]
         wrong += [f"'{key}' of row {at}" for key in bad]
         if read["strategy"] and read["learners"]:

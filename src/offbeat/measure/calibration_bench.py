@@ -23,9 +23,10 @@ from offbeat.machine import machine_facts
 from offbeat.measure import rank_bench, server_bench
 from offbeat.measure.harness import Harness
 from offbeat.measure.probes import probe
-from offbeat.measure.rank_bench import MOST_RANKS, Progress
-from offbeat.measure.served import environment, program
-from offbeat.measure.trainings import Trained, train_once
+from offbeat.measure.requests import MOST_PROCESSES
+from offbeat.measure.rounds import Progress, Turn, alternate
+from offbeat.measure.server_runs import environment, program
+from offbeat.measure.trainings import Trained, train_for
 from offbeat.predict.calibration import PROBED, SERVED, TOGETHER, Calibration, Layer, Probe, Timed, fit_server_work
 from offbeat.predict.calibration_match import settings_of
 from offbeat.predict.from_calibration import predict
@@ -56,8 +57,8 @@ class CalibrationRequest:
     def __post_init__(self) -> None:
         if 1 not in self.learners or len(set(self.learners)) < len(self.learners):
             raise RequestError("calibrate: --learners are different numbers, and 1 is among them, like 1 2 4")
-        if max(self.learners) > MOST_RANKS:
-            raise RequestError(f"calibrate: --learners are at most {MOST_RANKS}; got {max(self.learners)}")
+        if max(self.learners) > MOST_PROCESSES:
+            raise RequestError(f"calibrate: --learners are at most {MOST_PROCESSES}; got {max(self.learners)}")
         for line in (PROBED, SERVED):  # both families must be able to train it
             try:
                 changed(self.config, {"sync": line, "learners": max(self.learners)})
@@ -72,7 +73,7 @@ def measure(request: CalibrationRequest, progress: Progress) -> Calibration:
         if request.sizes:
             found = _over_sizes(request, found, progress)
         found = replace(found, probes=_probes(request, samples, Path(folder), progress))
-        found = fit_server_work(found, lambda tried, crowded: _foreseen(request, tried, crowded, samples))
+        found = fit_server_work(found, lambda tried, crowded: _predicted_s(request, tried, crowded, samples))
         found = replace(found, overlap_slowdown=_overlap(found))
         if request.check:
             found = replace(found, self_check=tuple(check(request, found, samples, Path(folder), progress)))
@@ -85,26 +86,26 @@ def measure(request: CalibrationRequest, progress: Progress) -> Calibration:
 def _alone(request: CalibrationRequest, machine: Mapping[str, Any], progress: Progress) -> tuple[Calibration, int]:
     config = request.config
     batch = config.train.batch_size * config.train.accumulate
-    words = program("calibrate_learner")
+    words = program("compute_learner")
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(config.train.threads))
-    with Harness(request.timeout_s) as crew:
+    with Harness(request.timeout_s) as learners:
         progress("starting")
         many = max(request.learners)
         for learner in range(many):
-            crew.start(f"learner {learner}", words, environment({}) | threads)
+            learners.start(f"learner {learner}", words, environment({}) | threads)
         begin = {"do": "begin", "config": as_json(config)}
-        facts = crew.ask([begin | {"learner": learner} for learner in range(many)], "starting the learners")[0]
+        facts = learners.ask([begin | {"learner": learner} for learner in range(many)], "starting the learners")[0]
         progress("layers")
-        layers = crew.ask({"do": "layers", "batch": batch}, "timing the layers", first=1)[0]["layers"]
+        layers = learners.ask({"do": "layers", "batch": batch}, "timing the layers", first=1)[0]["layers"]
         batches = []
         for size in sorted({max(1, batch // 4), max(1, batch // 2), batch, 2 * batch}):
             progress(f"minibatches of {count_of(size, 'sample')}")
             question = {"do": "times", "batch": size, "seconds": TIMES_S}
-            (answer,) = crew.ask(question, f"computing minibatches of {size}", first=1)
+            (answer,) = learners.ask(question, f"computing minibatches of {size}", first=1)
             batches.append((size, statistics.median(answer["times_s"])))
         progress("copies")
-        copies = [crew.ask({"do": "copy"}, "copying", first=1)[0] for _ in range(3)]
-        together = [crew.ask({"do": "copy"}, "copying together") for _ in range(3)]
+        copies = [learners.ask({"do": "copy"}, "copying", first=1)[0] for _ in range(3)]
+        together = [learners.ask({"do": "copy"}, "copying together") for _ in range(3)]
     alone_s = statistics.median(one["seconds"] for one in copies)
     together_s = statistics.median(max(one["seconds"] for one in answers) for answers in together)
     size_bytes = copies[0]["bytes"]
@@ -138,7 +139,7 @@ def _over_sizes(request: CalibrationRequest, found: Calibration, progress: Progr
     for many in several:
         asked = rank_bench.RankRequest(ranks=many, rounds=2, against=(), others=(), timeout_s=request.timeout_s)
         result = rank_bench.measure_allreduce(asked, REDUCED_BYTES, lambda doing: progress(f"all-reduce: {doing}"))
-        reductions += [Timed(many, size.size_bytes, size.systems[0].ms / 1e3) for size in result.sizes]
+        reductions += [Timed(many, row["size_bytes"], row["ms"] / 1e3) for row in result.rows]
     for items in PUSHED_ITEMS:
         wanted = server_bench.ServerRequest(
             learners=tuple(sorted({1, max(request.learners)})),
@@ -159,18 +160,19 @@ def _over_sizes(request: CalibrationRequest, found: Calibration, progress: Progr
 
 
 def _probes(request: CalibrationRequest, samples: int, folder: Path, progress: Progress) -> tuple[Probe, ...]:
-    """In turn, so that a machine that slows down slows all of them."""
+    """Of each probe the round with the middle time of an update."""
+
+    def turn_of(line: str, many: int) -> Turn[Probe]:
+        return lambda number, doing: probe(request.config, line, many, samples, folder / "probe")
+
     wanted = [(line, many) for many in sorted(request.learners) for line in (PROBED, SERVED)]
     wanted += [(TOGETHER, max(request.learners))] if max(request.learners) > 1 else []
-    found: dict[tuple[str, int], list[Probe]] = {one: [] for one in wanted}
-    for number in range(request.rounds):
-        for line, many in wanted:
-            progress(f"{line} with {count_of(many, 'learner')}, round {number + 1} of {request.rounds}")
-            found[line, many].append(probe(request.config, line, many, samples, folder / "probe"))
+    turns = {f"{line} with {count_of(many, 'learner')}": turn_of(line, many) for line, many in wanted}
+    found = alternate(turns, request.rounds, progress)
     return tuple(sorted(probes, key=lambda one: one.update_s)[len(probes) // 2] for probes in found.values())
 
 
-def _foreseen(request: CalibrationRequest, tried: Calibration, crowded: Probe, samples: int) -> float:
+def _predicted_s(request: CalibrationRequest, tried: Calibration, crowded: Probe, samples: int) -> float:
     config = changed(request.config, {"sync": crowded.line, "learners": crowded.learners, "slow": ()})
     return predict(tried, changed(config, {"train": {"epochs": 3}}), samples).seconds_per_update
 
@@ -192,13 +194,14 @@ def check(
     many = max(request.learners)
     if many == 1:
         return []
+
+    def turn_of(config: Config) -> Turn[Trained]:
+        return lambda number, doing: train_for(config, samples, folder / "check")
+
     rows = []
     for line in checked(calibration, many):
         config = changed(request.config, {"sync": line, "learners": many})
-        trained = []
-        for number in range(request.rounds):
-            progress(f"self-check: {line}, round {number + 1} of {request.rounds}")
-            trained.append(train_for(config, samples, folder / "check"))
+        (trained,) = alternate({line: turn_of(config)}, request.rounds, progress, at="self-check, ").values()
         trained.sort(key=lambda one: one.seconds_per_update)
         rows.append(compared(calibration, trained[len(trained) // 2], samples))
     return rows
@@ -208,15 +211,6 @@ def checked(calibration: Calibration, learners: int) -> tuple[str, ...]:
     """Strategies that are no probes, nor the same as one by another name."""
     lines = line_up("check", learners)
     return tuple(line for line in lines if not calibration.has(line, learners, plain=True))[:MOST_CHECKED]
-
-
-def train_for(config: Config, samples: int, folder: Path, updates: int = 150) -> Trained:
-    """So many epochs that there are enough updates, and at least three."""
-    batch = config.train.batch_size * config.train.accumulate
-    epochs = max(3, -(-updates * batch * config.learners // samples) + 1)
-    return train_once(
-        changed(config, {"train": {"epochs": epochs, "stop_at": 0.0}, "save": {"every_epochs": 0}}), folder
-    )
 
 
 def compared(calibration: Calibration, trained: Trained, samples: int) -> dict[str, Any]:

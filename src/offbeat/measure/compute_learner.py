@@ -5,16 +5,18 @@ It computes as a learner alone does, on the recipe's own data and device, and se
 
 from __future__ import annotations
 
+import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from offbeat.measure.rank_messages import Wire, require, serve
+from offbeat.measure.child_requests import Answer, Handlers, Request, serve
 from offbeat.measure.torch_rank import mean_s
 from offbeat.train.config_files import from_json
 from offbeat.train.precision import Precision
@@ -25,14 +27,14 @@ _COPY_BYTES = 64 * 2**20
 _COPIES = 4
 
 
-class Bench:
+class ComputeLearner:
     """A model with its data, ready to compute."""
 
-    def __init__(self, question: Mapping[str, Any]) -> None:
-        config = from_json(question["config"], "calibrate")
+    def __init__(self, request: Request) -> None:
+        config = from_json(request["config"], "calibrate")
         torch.set_num_threads(config.train.threads)
         torch.manual_seed(config.seed)
-        self.device = device_of(config.device, question["learner"])
+        self.device = device_of(config.device, request["learner"])
         self.task: Task = task_of(config)
         self.model = self.task.build().to(self.device)
         self.precision = Precision(config.train.precision, self.device)
@@ -56,10 +58,12 @@ class Bench:
             self._batches[size] = self._moved(next(iter(loader)))
         return self._batches[size]
 
-    def minibatch(self, size: int) -> None:
+    def forward(self, size: int) -> Tensor:
         inputs, targets = self.batch(size)
         with self.precision.computing():
-            loss = self.task.loss(self.model(inputs), targets)
+            return self.task.loss(self.model(inputs), targets)
+
+    def backward(self, loss: Tensor) -> None:
         with self.precision.differentiating():
             loss.backward()  # type: ignore[no-untyped-call] # torch's own
         self.model.zero_grad(set_to_none=True)
@@ -72,11 +76,11 @@ class Bench:
     def times(self, size: int, seconds: float) -> list[float]:
         """Of minibatches of so many samples, one after the other, for so long."""
         for _ in range(3):
-            self.minibatch(size)
+            self.backward(self.forward(size))
         found: list[float] = []
         end = time.perf_counter() + seconds
         while len(found) < 5 or (time.perf_counter() < end and len(found) < 2000):
-            found.append(mean_s(1, lambda: self.minibatch(size)))
+            found.append(mean_s(1, lambda: self.backward(self.forward(size))))
         return found
 
     def copy_s(self) -> float:
@@ -93,104 +97,77 @@ class Bench:
         return mean_s(_COPIES, copy)
 
 
-def layers_of(bench: Bench, size: int, repeats: int = 12) -> list[dict[str, Any]]:
+def layers_of(learner: ComputeLearner, size: int, repeats: int = 12) -> list[dict[str, Any]]:
     """Seconds forward and backward of each module with parameters of its own, medians, in the order of forward.
 
     Backward is seen from the last to the first: a layer takes from the moment at which the gradients of the one behind
     it are there to the one at which its own are. What has no parameters (an activation) counts to the layer before it.
     """
-    model = bench.model
+    model = learner.model
     owners = {
-        name: [one for one in module.parameters(recurse=False) if one.requires_grad]
+        name: own
         for name, module in model.named_modules()
+        if (own := [one for one in module.parameters(recurse=False) if one.requires_grad])
     }
-    owners = {name: own for name, own in owners.items() if own}
-    entered: list[str] = []  # in the order of forward
-    begun: dict[str, float] = {}
-    ready: dict[str, float] = {}
-    hooks: list[Any] = []
-    modules = dict(model.named_modules())
+    begun: dict[str, float] = {}  # in the order of forward
+    ready: dict[str, float] = {}  # the last gradient of each
 
-    def entering(name: str) -> Callable[..., None]:
+    def note(name: str, times: dict[str, float], keep_first: bool) -> Callable[..., None]:
         def hook(*_: object) -> None:
-            bench.wait()
-            if name not in begun:
-                entered.append(name)
-                begun[name] = time.perf_counter()
+            learner.wait()
+            if not (keep_first and name in times):
+                times[name] = time.perf_counter()
 
         return hook
 
-    def done(name: str) -> Callable[[Tensor], None]:
-        def hook(_: Tensor) -> None:
-            bench.wait()
-            ready[name] = time.perf_counter()
-
-        return hook
-
+    hooks: list[Any] = []
     for name, own in owners.items():
-        hooks.append(modules[name].register_forward_pre_hook(entering(name)))
-        hooks += [one.register_post_accumulate_grad_hook(done(name)) for one in own]
+        hooks.append(model.get_submodule(name).register_forward_pre_hook(note(name, begun, keep_first=True)))
+        hooks += [one.register_post_accumulate_grad_hook(note(name, ready, keep_first=False)) for one in own]
     forward: dict[str, list[float]] = {name: [] for name in owners}
     backward: dict[str, list[float]] = {name: [] for name in owners}
     try:
         for _ in range(repeats + 2):
-            entered.clear()
             begun.clear()
             ready.clear()
-            inputs, targets = bench.batch(size)
-            with bench.precision.computing():
-                loss = bench.task.loss(bench.model(inputs), targets)
-            bench.wait()
+            loss = learner.forward(size)
+            learner.wait()
             turned = time.perf_counter()
-            with bench.precision.differentiating():
-                loss.backward()  # type: ignore[no-untyped-call] # torch's own
-            bench.model.zero_grad(set_to_none=True)
-            edges = [*(begun[name] for name in entered), turned]
-            for number, name in enumerate(entered):
-                forward[name].append(edges[number + 1] - edges[number])
-            at = turned
-            for name in sorted(ready, key=ready.__getitem__):
-                backward[name].append(ready[name] - at)
-                at = ready[name]
+            learner.backward(loss)
+            for name, (start, end) in zip(begun, pairwise([*begun.values(), turned]), strict=True):
+                forward[name].append(end - start)
+            for (_, before), (name, end) in pairwise([("", turned), *sorted(ready.items(), key=lambda one: one[1])]):
+                backward[name].append(end - before)
     finally:
         for hook in hooks:
             hook.remove()
-    order = [*entered, *(name for name in owners if name not in entered)]
+    order = [*begun, *(name for name in owners if name not in begun)]
     return [
         {
             "name": name or type(model).__name__,
-            "forward_s": _middle(forward[name][2:]),
-            "backward_s": _middle(backward[name][2:]),
+            "forward_s": statistics.median_high(forward[name][2:] or [0.0]),
+            "backward_s": statistics.median_high(backward[name][2:] or [0.0]),
             "size_bytes": sum(one.numel() * one.element_size() for one in owners[name]),
         }
         for name in order
     ]
 
 
-def _middle(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2] if values else 0.0
-
-
-def _work(wire: Wire) -> None:
-    bench: Bench | None = None
-    for question in wire.questions():
-        if bench is None:
-            require(question, "begin")
-            bench = Bench(question)
-            wire.answer(
-                size_bytes=bench.size_bytes,
-                samples=bench.samples,
-                torch=torch.__version__,
-                device=str(bench.device),
-                gpus=torch.cuda.device_count() if bench.device.type == "cuda" else 0,
-            )
-        elif question["do"] == "times":
-            wire.answer(times_s=bench.times(question["batch"], question["seconds"]))
-        elif question["do"] == "layers":
-            wire.answer(layers=layers_of(bench, question["batch"]))
-        elif question["do"] == "copy":
-            wire.answer(seconds=bench.copy_s(), bytes=_COPY_BYTES)
+def begin(request: Request) -> tuple[Answer, Handlers]:
+    learner = ComputeLearner(request)
+    answer = {
+        "size_bytes": learner.size_bytes,
+        "samples": learner.samples,
+        "torch": torch.__version__,
+        "device": str(learner.device),
+        "gpus": torch.cuda.device_count() if learner.device.type == "cuda" else 0,
+    }
+    return answer, {
+        "times": lambda asked: {"times_s": learner.times(asked["batch"], asked["seconds"])},
+        "layers": lambda asked: {"layers": layers_of(learner, asked["batch"])},
+        "copy": lambda _: {"seconds": learner.copy_s(), "bytes": _COPY_BYTES},
+    }
 
 
 if __name__ == "__main__":
-    sys.exit(serve(_work))
+    sys.exit(serve(begin))

@@ -7,26 +7,31 @@ the first updates (processes start one after the other) and all that came after 
 
 from __future__ import annotations
 
+import json
 import math
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from offbeat.errors import OffbeatError, RequestError
 from offbeat.machine import machine_facts
-from offbeat.measure.rank_bench import MOST_RANKS, Progress
-from offbeat.measure.served import environment, program, supervise
+from offbeat.measure.bench_result import BenchResult
+from offbeat.measure.requests import check_distinct, check_least, check_processes
+from offbeat.measure.rounds import Progress
+from offbeat.measure.server_runs import environment, program, supervise
 from offbeat.policies import Apply, Pushed, create
 from offbeat.policies.events import EVENTS, from_text
 from offbeat.processes.signals import terminable
+from offbeat.report.benchmark_fields import Field, Row, format_error
 from offbeat.runs.log import read_log
 from offbeat.server.run_setting import RunSetting
 from offbeat.server.supervisor import ServerPlan
 from offbeat.simulate import server as simulator
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.compute import parse_law
+from offbeat.spec import count_of
 from offbeat.strategy import ALL_REDUCE, family_of
 
 LINES = ("full-sync", "k-sync:2", "k-batch-sync:2", "async", "k-async:2", "k-batch-async:2")
@@ -49,6 +54,32 @@ DEFINITIONS: Mapping[str, str] = {
 }  # fmt: skip
 
 
+def _ms(name: str) -> Callable[[Row], str]:
+    return lambda row: f"{1e3 * row[name]['seconds_per_update']:.4g}"
+
+
+def _staleness(name: str) -> Callable[[Row], str]:
+    return lambda row: f"{row[name]['staleness_mean']:.3f}"
+
+
+def _off(key: str) -> Callable[[Row], str]:
+    return lambda row: f"{format_error(row[key])}{' !' if abs(row[key]) > WITHIN else ''}"
+
+
+FIELDS = (
+    Field("law", title="slowness", once=True),
+    Field("strategy", title="strategy"),
+    Field("updates", form="number", title="updates"),
+    Field("measured", form="number", title="ms", text=_ms("measured")),
+    Field("predicted", form="number", title="predicted", text=_ms("predicted")),
+    Field("seconds_difference", form="number", title="off", text=_off("seconds_difference")),
+    Field("long_run", form="number", title="long run", text=_ms("long_run")),
+    Field("measured", form="number", title="staleness", text=_staleness("measured")),
+    Field("predicted", form="number", title="predicted", text=_staleness("predicted")),
+    Field("staleness_difference", form="number", title="off", text=_off("staleness_difference")),
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoliciesRequest:
     """What is asked for; wrong requests are refused at birth."""
@@ -62,13 +93,9 @@ class PoliciesRequest:
     timeout_s: float = 120.0  # of a run, beyond what is predicted
 
     def __post_init__(self) -> None:
-        if not 1 <= self.learners <= MOST_RANKS or not 1 <= self.servers <= MOST_RANKS:
-            raise RequestError(
-                f"bench: --learners and --servers are from 1 to {MOST_RANKS}; got {self.learners} and {self.servers}"
-            )
-        for name, words in (("a strategy", self.lines), ("a law", self.laws)):
-            if len(set(words)) < len(words):
-                raise RequestError(f"bench: {name} is given twice: {', '.join(words)}")
+        check_processes("--learners and --servers", (self.learners, self.servers))
+        check_distinct("policies", self.lines, "strategy")
+        check_distinct("--slow", self.laws, "law")
         for line in self.lines:
             if family_of(line) == ALL_REDUCE:
                 raise RequestError(f"bench: '{line}' is an all-reduce; bench policies measures the server's policies")
@@ -77,8 +104,8 @@ class PoliciesRequest:
         for law in self.laws:
             if not math.isfinite(parse_law(law).mean_s):
                 raise RequestError(f"bench: '{law}' has no mean, so that there is nothing to predict")
-        if self.updates is not None and self.updates < _FEWEST:
-            raise RequestError(f"bench: --updates is {_FEWEST} or more; got {self.updates}")
+        if self.updates is not None:
+            check_least("--updates", self.updates, _FEWEST)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,82 +124,11 @@ class Steady:
         return {"seconds_per_update": self.seconds_per_update, "staleness_mean": self.staleness_mean}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoliciesRow:
-    """One policy under one law."""
-
-    law: str
-    line: str
-    updates: int
-    measured: Steady
-    predicted: Steady
-    long_run: Steady
-
-    @property
-    def seconds_difference(self) -> float:
-        return difference(self.measured.seconds_per_update, self.predicted.seconds_per_update)
-
-    @property
-    def staleness_difference(self) -> float:
-        return difference(self.measured.staleness_mean, self.predicted.staleness_mean)
-
-    @property
-    def is_off(self) -> bool:
-        return max(abs(self.seconds_difference), abs(self.staleness_difference)) > WITHIN
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "law": self.law,
-            "strategy": self.line,
-            "updates": self.updates,
-            "measured": self.measured.as_json(),
-            "predicted": self.predicted.as_json(),
-            "long_run": self.long_run.as_json(),
-            "seconds_difference": self.seconds_difference,
-            "staleness_difference": _finite(self.staleness_difference),
-            "off": self.is_off,
-        }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoliciesResult:
-    """What `offbeat bench policies` found."""
-
-    request: PoliciesRequest
-    machine: Mapping[str, Any]
-    rows: tuple[PoliciesRow, ...]
-
-    def summary(self) -> str:
-        off = [row for row in self.rows if row.is_off]
-        if not off:
-            return f"all {len(self.rows)} within {100 * WITHIN:.0f} % of the prediction"
-        names = ", ".join(f"{row.line} with {row.law}" for row in off)
-        return f"{len(off)} of {len(self.rows)} off by more than {100 * WITHIN:.0f} %: {names}"
-
-    def as_json(self) -> dict[str, Any]:
-        request = self.request
-        return {
-            "measured": "policies",
-            "learners": request.learners,
-            "servers": request.servers,
-            "seed": request.seed,
-            "within": WITHIN,
-            "machine": dict(self.machine),
-            "rows": [row.as_json() for row in self.rows],
-            "summary": self.summary(),
-            "definitions": dict(DEFINITIONS),
-        }
-
-
 def difference(measured: float, predicted: float) -> float:
     """How far measured is from predicted, as a part of it; nothing against nothing is equal."""
     if predicted == 0:
         return 0.0 if measured == 0 else math.inf
     return measured / predicted - 1
-
-
-def _finite(number: float) -> float | None:
-    return number if math.isfinite(number) else None
 
 
 def steady(decisions: Iterable[Mapping[str, Any]], updates: int) -> Steady:
@@ -202,7 +158,7 @@ def steady(decisions: Iterable[Mapping[str, Any]], updates: int) -> Steady:
     )
 
 
-def measure(request: PoliciesRequest, progress: Progress) -> PoliciesResult:
+def measure(request: PoliciesRequest, progress: Progress) -> BenchResult:
     """All policies under all laws, one after the other."""
     machine = machine_facts()
     rows = []
@@ -210,18 +166,60 @@ def measure(request: PoliciesRequest, progress: Progress) -> PoliciesResult:
         for law in request.laws:
             for line in request.lines:
                 progress(f"{line} with {law}")
-                rows.append(_row(request, law, line, Path(folder)))
-    return PoliciesResult(request=request, machine=machine, rows=tuple(rows))
+                long_run = predict_long_run(request, law, line)
+                updates = request.updates or max(_FEWEST, round(ROW_S / long_run.seconds_per_update))
+                predicted = predict(request, law, line, updates)
+                log = Path(folder) / "run.jsonl"
+                run(request, law, line, updates, log, request.timeout_s + 2 * predicted.seconds)
+                measured = steady(read_log(log).decisions, updates)
+                rows.append(policy_row(law, line, updates, measured, predicted, long_run))
+    return policies_result(request, machine, rows)
 
 
-def _row(request: PoliciesRequest, law: str, line: str, folder: Path) -> PoliciesRow:
-    long_run = foresee(request, law, line)
-    updates = request.updates or max(_FEWEST, round(ROW_S / long_run.seconds_per_update))
-    predicted = predict(request, law, line, updates)
-    log = folder / "run.jsonl"
-    run(request, law, line, updates, log, request.timeout_s + 2 * predicted.seconds)
-    measured = steady(read_log(log).decisions, updates)
-    return PoliciesRow(law=law, line=line, updates=updates, measured=measured, predicted=predicted, long_run=long_run)
+def policy_row(law: str, line: str, updates: int, measured: Steady, predicted: Steady, long_run: Steady) -> Row:
+    """One policy under one law."""
+    seconds = difference(measured.seconds_per_update, predicted.seconds_per_update)
+    staleness = difference(measured.staleness_mean, predicted.staleness_mean)
+    return {
+        "law": law,
+        "strategy": line,
+        "updates": updates,
+        "measured": measured.as_json(),
+        "predicted": predicted.as_json(),
+        "long_run": long_run.as_json(),
+        "seconds_difference": seconds,
+        "staleness_difference": staleness if math.isfinite(staleness) else None,
+        "off": max(abs(seconds), abs(staleness)) > WITHIN,
+    }
+
+
+def policies_result(request: PoliciesRequest, machine: Mapping[str, Any], rows: Sequence[Row]) -> BenchResult:
+    off = [f"{row['strategy']} with {row['law']}" for row in rows if row["off"]]
+    verdict = f"all {len(rows)} within {100 * WITHIN:.0f} % of the prediction"
+    if off:
+        verdict = f"{len(off)} of {len(rows)} off by more than {100 * WITHIN:.0f} %: {', '.join(off)}"
+    terms = {"ms": "seconds_per_update", "staleness": "staleness_mean", "long run": "long_run"}
+    return BenchResult(
+        json={
+            "measured": "policies",
+            "learners": request.learners,
+            "servers": request.servers,
+            "seed": request.seed,
+            "within": WITHIN,
+            "machine": dict(machine),
+            "rows": list(rows),
+            "summary": verdict,
+            "definitions": dict(DEFINITIONS),
+        },
+        heading=f"real runs beside the simulator, {count_of(request.learners, 'learner')}, "
+        "slowness is all they compute",
+        tables=((FIELDS, rows),),
+        verdict=(verdict,),
+        terms=[
+            (label, DEFINITIONS[terms.get(label, label)])
+            for label in ("ms", "staleness", "measured", "predicted", "long run")
+        ],
+    )
 
 
 def predict(request: PoliciesRequest, law: str, line: str, updates: int) -> Steady:
@@ -231,7 +229,7 @@ def predict(request: PoliciesRequest, law: str, line: str, updates: int) -> Stea
     return steady(decisions, updates)
 
 
-def foresee(request: PoliciesRequest, law: str, line: str) -> Steady:
+def predict_long_run(request: PoliciesRequest, law: str, line: str) -> Steady:
     """What the simulator says of very many."""
     result = simulator.run(line, _cluster(request, law), updates=MANY)
     return Steady(updates=result.updates, seconds=result.seconds, staleness_mean=result.staleness_mean)
@@ -245,7 +243,7 @@ def run(request: PoliciesRequest, law: str, line: str, updates: int, log: Path, 
     """Real learners, until so many updates are made; the log is left."""
     plan = ServerPlan(
         setting=RunSetting(line=line, learners=request.learners, shards=request.servers),
-        command=program("policy_learner", str(updates)),
+        command=program("bench_learner", json.dumps({"do": "train", "updates": updates})),
         environment=environment({"OFFBEAT_SYNC": line, "OFFBEAT_SEED": str(request.seed), "OFFBEAT_SLOW": law}),
         seed=request.seed,
         log=log,

@@ -6,13 +6,10 @@ is left when `supervise` returns or raises.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
 from offbeat import plugins
 from offbeat.errors import OffbeatError
@@ -20,14 +17,6 @@ from offbeat.server.supervisor import ServerPlan, Supervisor
 from offbeat.spec import format_seconds
 
 _MOST_SAID = 200  # lines that are kept
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
-    """What the run tells of itself, and what each learner printed last."""
-
-    summary: Mapping[str, Any]
-    last_lines: Mapping[int, str]
 
 
 def program(module: str, *words: str) -> list[str]:
@@ -41,8 +30,8 @@ def environment(own: Mapping[str, str]) -> dict[str, str]:
     return {**outer, **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1"), **own}
 
 
-def supervise(plan: ServerPlan, doing: str, timeout_s: float) -> Ended:
-    """Start it, and wait until all learners have left."""
+def supervise(plan: ServerPlan, doing: str, timeout_s: float) -> dict[int, str]:
+    """Start it, and wait until all learners have left. What each of them printed last."""
     said: list[tuple[str, str]] = []
 
     def tell(name: str, text: str) -> None:
@@ -68,5 +57,4 @@ def supervise(plan: ServerPlan, doing: str, timeout_s: float) -> Ended:
         supervisor.close()
     if summary is None:
         raise OffbeatError(f"bench: the coordinator did not say how the run went ({doing})")
-    last = {int(who.removeprefix("learner ")): text for who, text in said if who.startswith("learner ")}
-    return Ended(summary=json.loads(summary), last_lines=last)
+    return {int(who.removeprefix("learner ")): text for who, text in said if who.startswith("learner ")}

@@ -1,8 +1,8 @@
 """What `bench scaling` and `bench accuracy` share: which trainings are compared, and what is kept and said of each.
 
 Laws. Every configuration is made, and refused, before anything runs; within a comparison they differ in strategy,
-learners and seed alone. Of a training its numbers are kept and its log is not, since many are run. A middle is a
-median, and never comes without its interval. What could not be measured is not 0 but unknown, with the reason in words.
+learners and seed alone. Of a training its numbers are kept and its log is not, since many are run. What could not be
+measured is not 0 but unknown, with the reason in words.
 
 What it must not know: how a training is run, and how anything is printed. Torch is loaded only to ask for devices.
 """
@@ -12,62 +12,40 @@ from __future__ import annotations
 import math
 import os
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from offbeat import spec as grammar
 from offbeat.errors import RequestError
 from offbeat.machine import machine_facts
-from offbeat.measure.rank_bench import MOST_RANKS
+from offbeat.measure.bench_result import defined
+from offbeat.measure.requests import check_distinct
+from offbeat.measure.rounds import Progress, Turn, alternate, median_known
+from offbeat.processes.signals import terminable
 from offbeat.processes.slowness import parse as parse_slowness
-from offbeat.runs.metrics import DEFINITIONS
+from offbeat.report.benchmark_fields import Field, Row
+from offbeat.runs import metrics
 from offbeat.spec import count_of
 from offbeat.strategy import SERVER, family_of
 from offbeat.train.config import Config
 from offbeat.train.config_files import built_in, changed
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from offbeat.measure.trainings import Trained
 
 ALIKE = 1.05  # medians this close are not told apart, whatever their rounds say
 ENOUGH = 5  # rounds or seeds, from which on it is told apart what differs by more than that
 CLEAR = 1.25  # and with fewer
-FEW = 6  # values from which on an interval of 95 % is narrower than all of them
-SURE = 0.95
+NOT_PREDICTED = "not predicted: no --calibration (offbeat calibrate makes one)"
 
 
-class Run(Protocol):
-    """What a training must tell; `offbeat.measure.trainings.Trained` does."""
-
-    @property
-    def metrics(self) -> tuple[Mapping[str, Any], ...]: ...
-
-    @property
-    def energy(self) -> Mapping[str, Any] | None: ...
-
-    @property
-    def seconds(self) -> float: ...
-
-    @property
-    def accuracy(self) -> float | None: ...
-
-    @property
-    def samples_per_s(self) -> float: ...
-
-
-Train = Callable[[Config, Path], Run]
+Train = Callable[[Config, Path], "Trained"]
+Predictor = Callable[[Config], float | None]  # None: the target is not reached
 
 
 # --- configurations --------------------------------------------------------------------------------------------------
-
-
-def apart(rounds: int) -> float:
-    """By how much two must differ to be told apart; one round tells nothing.
-
-    With noise of 10 % two that are equal are in the same order in all of three rounds, and differ by over 5 %, one time
-    in five; by over 25 % nearly never.
-    """
-    return math.inf if rounds == 1 else ALIKE if rounds >= ENOUGH else CLEAR
 
 
 def check_lines(lines: Sequence[str]) -> None:
@@ -81,14 +59,7 @@ def check_lines(lines: Sequence[str]) -> None:
             raise RequestError(f"bench: --sync: {error}") from None
     if not lines:
         raise RequestError("bench: --sync names no strategy")
-    if len({str(grammar.parse(line)) for line in lines}) < len(lines):
-        raise RequestError(f"bench: --sync names a strategy twice: {', '.join(lines)}")
-
-
-def check_processes(learners: Sequence[int], servers: int) -> None:
-    wrong = [number for number in (*learners, servers) if not 1 <= number <= MOST_RANKS]
-    if wrong:
-        raise RequestError(f"bench: --learners and --servers are from 1 to {MOST_RANKS}; got {wrong[0]}")
+    check_distinct("--sync", [str(grammar.parse(line)) for line in lines], "strategy")
 
 
 def check_price(price: float | None) -> None:
@@ -135,14 +106,14 @@ def minibatch(config: Config) -> int:
     return config.train.batch_size * config.train.accumulate
 
 
-def label(line: str, learners: int) -> str:
+def trained_label(line: str, learners: int) -> str:
     return f"{line} with {count_of(learners, 'learner')}"
 
 
 # --- what is kept of a training --------------------------------------------------------------------------------------
 
 
-class Kept(NamedTuple):
+class TrainingNumbers(NamedTuple):
     """One training."""
 
     samples_per_s: float  # applied ones
@@ -154,13 +125,13 @@ class Kept(NamedTuple):
     not_measured: tuple[str, ...]  # why energy, or a part of it, is not known
 
 
-def keep(run: Run) -> Kept:
+def numbers_of(run: Trained) -> TrainingNumbers:
     energy = run.energy or {}
     joules = energy.get("joules")
     reasons = tuple(map(str, energy.get("not_measured", ())))
     if joules is None and not reasons:
         reasons = ("the run left no energy.json",) if run.energy is None else ("no reason was given",)
-    return Kept(
+    return TrainingNumbers(
         samples_per_s=run.samples_per_s,
         seconds=run.seconds,
         accuracy=run.accuracy,
@@ -175,58 +146,104 @@ def keep(run: Run) -> Kept:
     )
 
 
-# --- middles and intervals -------------------------------------------------------------------------------------------
+class Compared(NamedTuple):
+    """What several configurations were found to do: for each, in their order."""
+
+    machine: Mapping[str, Any]
+    trained: list[list[TrainingNumbers]]
+    predicted: list[list[float | None]]  # empty: not predicted
+    notes: list[str]
 
 
-class Middle(NamedTuple):
-    """A median, and between which values it is."""
+def compare_trainings(
+    plans: Sequence[Sequence[Config]],
+    progress: Progress,
+    *,
+    unit: str,
+    number: str,
+    notes: Sequence[str] = (),
+    needs_accuracy: bool = False,
+    predict_plans: int | None = None,
+    train: Train | None,
+    predictor: Predictor | None,
+    machine: Mapping[str, Any] | None,
+) -> Compared:
+    """Train every configuration of every plan, in turn, and predict those of the first `predict_plans`.
 
-    median: float
-    low: float
-    high: float
-
-
-def middle(values: Sequence[float]) -> Middle:
-    """The median, with the least and the greatest of a few; of `FEW` or more, with an interval of 95 %.
-
-    That interval is between two of the sorted values: the median of whatever they were drawn from is outside of it no
-    more often than a fair coin falls so unevenly. Nothing is assumed of how they are distributed.
+    A plan is a round or a seed (`unit`). `number` is what the sharing of cores spoils, in one word. `train` and
+    `machine` are the real ones where they are None.
     """
-    order, many = sorted(values), len(values)
-    if many >= FEW:
-        outside, left_out = 2 / 2**many, 0  # the chance of being outside, with so many left out at each end
-        while outside + 2 * math.comb(many, left_out + 1) / 2**many <= 1 - SURE:
-            left_out += 1
-            outside += 2 * math.comb(many, left_out) / 2**many
-        return Middle(statistics.median(order), order[left_out], order[-1 - left_out])
-    return Middle(statistics.median(order), order[0], order[-1])
+    facts = machine_for(plans[0][0]) if machine is None else machine
+    with terminable(), tempfile.TemporaryDirectory(prefix="offbeat-bench-") as folder:
+        trained = _train_all(plans, progress, train, Path(folder) / "run", unit, needs_accuracy)
+        told = [*shared_notes(plans[0], facts, [run for runs in trained for run in runs], number), *notes]
+        # Last, since it computes here and may start threads: no fork after it.
+        predicted = _predict_all(list(zip(*plans[:predict_plans], strict=True)), predictor, progress, told)
+    return Compared(facts, trained, predicted, told)
 
 
-def median_of(values: Iterable[float | None]) -> float | None:
-    """The median of those that are known."""
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
+def _train_all(
+    plans: Sequence[Sequence[Config]],
+    progress: Progress,
+    train: Train | None,
+    folder: Path,
+    unit: str,
+    needs_accuracy: bool,
+) -> list[list[TrainingNumbers]]:
+    if train is None:
+        from offbeat.measure.trainings import train_once
+
+        train = train_once
+
+    def turn_of(place: int) -> Turn[TrainingNumbers]:
+        def turn(number: int, doing: str) -> TrainingNumbers:
+            config = plans[number][place]
+            found = numbers_of(train(config, folder))
+            if needs_accuracy and found.accuracy is None:
+                raise RequestError(f"bench: the recipe '{config.name}' has no accuracy: there is none to reach")
+            return found
+
+        return turn
+
+    turns = {trained_label(one.sync, one.learners): turn_of(place) for place, one in enumerate(plans[0])}
+    return list(alternate(turns, len(plans), progress, unit=unit).values())
 
 
-def relative(predicted: float | None, measured: float | None) -> float | None:
-    """predicted / measured - 1, where both are known."""
-    return None if predicted is None or not measured else predicted / measured - 1
+def _predict_all(
+    configs: Sequence[Sequence[Config]], predictor: Predictor | None, progress: Progress, notes: list[str]
+) -> list[list[float | None]]:
+    """By strategy and seed. What cannot be predicted is empty, and noted."""
+    if predictor is None:
+        notes.append(NOT_PREDICTED)
+        return [[] for _ in configs]
+    found: list[list[float | None]] = []
+    for seeds in configs:
+        label = trained_label(seeds[0].sync, seeds[0].learners)
+        progress(f"predicting {label}")
+        try:
+            found.append([predictor(config) for config in seeds])
+        except RequestError as error:
+            found.append([])
+            notes.append(f"{label}: not predicted: {error}")
+    return found
 
 
-INTERVAL = f"low and high: the least and the greatest; of {FEW} or more, the 95 % interval of the median"
+def energy_and_cost(runs: Sequence[TrainingNumbers], learners: int, price: float | None) -> dict[str, float | None]:
+    """Of a whole run."""
+    seconds = statistics.median(run.seconds for run in runs)
+    return {
+        "joules": median_known(run.joules for run in runs),
+        "cost": None if price is None else metrics.cost(learners, seconds, price),
+    }
 
 
 # --- words -----------------------------------------------------------------------------------------------------------
 
 
-def percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
-
-
 def machine_for(config: Config) -> dict[str, Any]:
     """Facts that explain a number, before anything is started; a device that is not here is refused."""
     facts = machine_facts()
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # so that a look at the GPUs does not spoil a fork
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # so that counting the GPUs does not spoil a fork
     import torch
 
     from offbeat.train.launch import check_device
@@ -238,7 +255,9 @@ def machine_for(config: Config) -> dict[str, Any]:
     return facts
 
 
-def shared_notes(configs: Sequence[Config], machine: Mapping[str, Any], kept: Sequence[Kept], number: str) -> list[str]:
+def shared_notes(
+    configs: Sequence[Config], machine: Mapping[str, Any], trainings: Sequence[TrainingNumbers], number: str
+) -> list[str]:
     """What a reader of the numbers must know: who shared cores, who else was at work, what is not known.
 
     `number` is what the sharing of cores spoils, in one word.
@@ -250,18 +269,18 @@ def shared_notes(configs: Sequence[Config], machine: Mapping[str, Any], kept: Se
             f"the load was {load:.2f} before the start, more than half of {count_of(cores, 'core')}: "
             "others were at work, measure again when they are not"
         )
-    notes += _crowded(configs, machine, number)
+    notes += _sharing_notes(configs, machine, number)
     if configs[0].train.epochs == 1:
         notes.append("one epoch: the start of torch is in the times; 2 or more (--epochs 2) leave it out of the rates")
-    reasons = list(dict.fromkeys(reason for one in kept for reason in one.not_measured))
-    if all(one.joules is None for one in kept):
+    reasons = list(dict.fromkeys(reason for one in trainings for reason in one.not_measured))
+    if all(one.joules is None for one in trainings):
         notes.append(f"energy: not measured: {'; '.join(reasons)}")
     elif reasons:
         notes.append(f"energy: without a part that is not measured: {'; '.join(reasons)}")
     return notes
 
 
-def _crowded(configs: Sequence[Config], machine: Mapping[str, Any], number: str) -> list[str]:
+def _sharing_notes(configs: Sequence[Config], machine: Mapping[str, Any], number: str) -> list[str]:
     """Where there are more learners than something to run on."""
     notes = []
     cores, gpus = machine["cores"], machine.get("gpus")
@@ -281,7 +300,7 @@ def _crowded(configs: Sequence[Config], machine: Mapping[str, Any], number: str)
     ]
     for config in served:
         notes.append(
-            f"{label(config.sync, config.learners)}: with its {count_of(config.servers, 'server')} "
+            f"{trained_label(config.sync, config.learners)}: with its {count_of(config.servers, 'server')} "
             f"{config.learners + config.servers} processes share {count_of(cores, 'core')}"
         )
     return notes
@@ -294,11 +313,23 @@ def joined(words: Sequence[str]) -> str:
 
 def definition(name: str) -> str:
     """As `offbeat.runs.metrics` has it."""
-    return DEFINITIONS[name].formula
+    return metrics.DEFINITIONS[name].formula
 
 
-def ladder(
-    order: Sequence[T], alike: Callable[[T, T], bool], words: Callable[[T], str], first: str, why: str
+# --- ranking ---------------------------------------------------------------------------------------------------------
+
+
+def least_ratio(rounds: int) -> float:
+    """By how much two must differ to be told apart; one round tells nothing.
+
+    With noise of 10 % two that are equal are in the same order in all of three rounds, and differ by over 5 %, one time
+    in five; by over 25 % nearly never.
+    """
+    return math.inf if rounds == 1 else ALIKE if rounds >= ENOUGH else CLEAR
+
+
+def ranked_sentences(
+    order: Sequence[Row], alike: Callable[[Row, Row], bool], words: Callable[[Row], str], first: str, why: str
 ) -> list[str]:
     """Who comes first, and who then: a sentence for each group of those that are alike, with `why` they are."""
     left = list(order)
@@ -309,3 +340,12 @@ def ladder(
         line = f"{f'{first}:' if not lines else 'then'} {joined([words(one) for one in group])}"
         lines.append(f"{line}: {why}" if len(group) > 1 else line)
     return lines
+
+
+def training_terms(
+    tables: Sequence[tuple[Sequence[Field], Sequence[Row]]], definitions: Mapping[str, str], machine: Mapping[str, Any]
+) -> list[tuple[str, str]]:
+    """What the columns mean, and what the learners ran with."""
+    threads = count_of(machine["threads"], "thread")
+    with_ = f"torch {machine['torch']} on {machine['device']} with {threads} a learner"
+    return [*defined(tables, definitions).items(), ("with", with_)]
