@@ -287,6 +287,22 @@ def format_rate(bytes_per_s: float) -> str:
     return _scaled(bytes_per_s, [(1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"), (1, "B/s")])
 
 
+def format_percent(share: float, digits: int = 1) -> str:
+    """`12.5 %` of a share of 0.125; with 0 digits `12 %`."""
+    return f"{100 * share:.{digits}f} %"
+
+
+def format_change(share: float) -> str:
+    """`+12.5 %`, with a sign."""
+    return f"{100 * share:+.1f} %"
+
+
+def format_learners(numbers: Sequence[int], most: int | None = None) -> str:
+    """`learner 3`, `learners 2, 5`; of more than `most` the first ones."""
+    shown = ", ".join([*map(str, numbers[:most]), *(["..."] if most is not None and len(numbers) > most else [])])
+    return f"learner{'' if len(numbers) == 1 else 's'} {shown}"
+
+
 def count_of(number: int, noun: str) -> str:
     """`1 rank`, `8 ranks`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -5,27 +5,76 @@ faster and need more of them. Both are told. A target is reached when it is held
 several times (seeds): its time is the median, and two whose times overlap are not told apart unless their medians are
 far from each other; then the simpler one is advised, an all-reduce before everything else.
 
-This file knows nothing of how the curves were computed.
+Where a learner is persistently slow, an all-reduce that gives it less to do, and everybody without it, are in the race
+too. This file knows nothing of how the curves were computed.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from offbeat.chart import Line, line_chart
+from offbeat.errors import RequestError
 from offbeat.policies import create
 from offbeat.runs.metrics import Score, format_accuracy, ranking
-from offbeat.spec import format_seconds
-from offbeat.strategy import ALL_REDUCE, family_of
+from offbeat.simulate.cluster import Cluster
+from offbeat.simulate.setup import Network
+from offbeat.spec import format_learners, format_percent, format_seconds
+from offbeat.strategy import ALL_REDUCE, family_of, line_up, simulated_family_of
 
 ALIKE = 1.05  # medians this close are not told apart
 FAR = 1.15  # medians beyond this are, even if the times of some seeds overlap
 PARTS = 40  # of the time, in a picture
 SEEN = 3  # times the fastest one's time: what comes later is not in the picture, or the fast ones would not be
 DRAWN = 6  # lines in the picture, at most: more cannot be told from each other
+
+
+class Contender(NamedTuple):
+    """A strategy in the race, and its machines."""
+
+    strategy: str
+    cluster: Cluster
+    variant: str = ""  # "without learner 3", "split by speed"
+    option: str = ""  # what to write for it beside --sync, like --train.split auto
+    split: str = ""  # of an update's samples, where it is not the recipe's
+
+    @property
+    def label(self) -> str:
+        return f"{self.strategy}, {self.variant}" if self.variant else self.strategy
+
+
+def usual_strategies(cluster: Cluster) -> list[str]:
+    """Some of each kind that can run on the cluster: an all-reduce bears no failures."""
+    names = line_up("race", cluster.learners)
+    return [name for name in names if cluster.failures is None or simulated_family_of(name) != ALL_REDUCE]
+
+
+def variants(contenders: Sequence[Contender], slow: Sequence[int]) -> list[Contender]:
+    """What could be done about learners that are always slow: give them less, or do without them."""
+    if not slow or not contenders:
+        return []
+    cluster = contenders[0].cluster
+    names = [one.strategy for one in contenders]
+    reduces = next((name for name in names if simulated_family_of(name) == ALL_REDUCE), "ring")
+    rest = cluster.without(*slow)
+    without, option = f"without {format_learners(sorted(slow), most=4)}", f"leave it out: --learners {rest.learners}"
+    return [
+        Contender(reduces, cluster, "split by speed", "--train.split auto", "auto"),
+        *(Contender(name, rest, without, option) for name in dict.fromkeys([reduces, *names])),
+    ]
+
+
+def check_ports(network: Network, strategies: Sequence[str]) -> None:
+    """`RequestError` where it is said how some of them communicate, and not how the others do."""
+    families = {simulated_family_of(name) for name in strategies}
+    if len(families) > 1 and network.topology != "uniform" and not network.has_ports:
+        raise RequestError(
+            "--topology says how an all-reduce communicates, and nothing says it for servers: give "
+            "--learner-bandwidth, --server-bandwidth and --latency too, or one port for all with --network"
+        )
 
 
 class Curve(NamedTuple):
@@ -48,18 +97,32 @@ class Curve(NamedTuple):
     warning: str = ""  # that it does not learn
 
 
-class Racer(NamedTuple):
-    """A strategy, on the cluster as it is or on another (`variant`), with a curve for each seed."""
+def checked(curve: Curve, name: str, target: float) -> Curve:
+    """`RequestError` where there is nothing to race for."""
+    if not curve.points:
+        raise RequestError(f"{name} has no accuracy, only a loss: there is no target to race to")
+    if curve.reached_s == 0:
+        raise RequestError(f"--target {target:g}: a model that has learned nothing is there already")
+    return curve
 
-    strategy: str
+
+class Racer(NamedTuple):
+    """A contender with a curve for each seed."""
+
+    contender: Contender
     curves: tuple[Curve, ...]
-    learners: int
-    variant: str = ""  # "without learner 3", "split by speed"
-    option: str = ""  # what to write for it beside --sync, like --train.split auto
+
+    @property
+    def strategy(self) -> str:
+        return self.contender.strategy
+
+    @property
+    def variant(self) -> str:
+        return self.contender.variant
 
     @property
     def label(self) -> str:
-        return f"{self.strategy}, {self.variant}" if self.variant else self.strategy
+        return self.contender.label
 
     @property
     def times(self) -> tuple[float, ...]:
@@ -75,6 +138,12 @@ class Racer(NamedTuple):
     @property
     def median_s(self) -> float:
         return math.inf if self.middle.reached_s is None else self.middle.reached_s
+
+    @property
+    def median_updates(self) -> int | None:
+        """To the target; None: most did not get there."""
+        updates = [one.reached_updates for one in self.curves if one.reached_updates is not None]
+        return sorted(updates)[len(self.curves) // 2] if len(self.curves) // 2 < len(updates) else None
 
     @property
     def samples_needed(self) -> float:
@@ -100,7 +169,7 @@ class Racer(NamedTuple):
 
     @property
     def right(self) -> str:
-        """The accuracy in words."""
+        """The accuracy at the end, with its interval."""
         return format_accuracy(self.accuracy, self.test_samples)
 
     @property
@@ -115,9 +184,29 @@ class Racer(NamedTuple):
     def waste_share(self) -> float:
         return statistics.median(one.waste_share for one in self.curves)
 
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "strategy": self.strategy,
+            "variant": self.variant,
+            "seconds_to_target": None if self.median_s == math.inf else self.median_s,
+            "samples_per_s": self.samples_per_s,
+            "accuracy": self.accuracy,
+            "test_samples": self.test_samples,
+            "staleness_mean": self.staleness,
+            "wait_share": self.wait_share,
+            "waste_share": self.waste_share,
+            "runs": [curve._asdict() for curve in self.curves],
+        }
 
-def percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
+
+def run_race(
+    contenders: Sequence[Contender], seeds: Sequence[int], train: Callable[[Contender, int, str], Curve]
+) -> list[Racer]:
+    """Train each with every seed. `train` is told which of how many it is."""
+    return [
+        Racer(one, tuple(train(one, seed, f"{at} of {len(contenders)}") for seed in seeds))
+        for at, one in enumerate(contenders, start=1)
+    ]
 
 
 def ranked(racers: Sequence[Racer]) -> list[Racer]:
@@ -161,8 +250,9 @@ def _complexity(racer: Racer) -> int:
     """An all-reduce, a server that waits for all, or any other policy; each as it is, or on other machines."""
     kind = 0
     if family_of(racer.strategy) != ALL_REDUCE:
-        policy = create(racer.strategy, expect=racer.learners)
-        kind = 1 if policy.waits_for_all(racer.learners) and not policy.rule.delta else 2
+        learners = racer.contender.cluster.learners
+        policy = create(racer.strategy, expect=learners)
+        kind = 1 if policy.waits_for_all(learners) and not policy.rule.delta else 2
     return 2 * kind + bool(racer.variant)
 
 
@@ -181,9 +271,9 @@ def words_of(racer: Racer) -> str:
     if racer.staleness > 0.005:
         parts.append(f"gradients {racer.staleness:.1f} versions old")
     if racer.wait_share > 0.005:
-        parts.append(f"{100 * racer.wait_share:.0f} % of the time waiting")
+        parts.append(f"{format_percent(racer.wait_share, 0)} of the time waiting")
     if racer.waste_share > 0.005:
-        parts.append(f"{100 * racer.waste_share:.0f} % thrown away")
+        parts.append(f"{format_percent(racer.waste_share, 0)} thrown away")
     if all(curve.warning for curve in racer.curves):
         parts.append(racer.curves[0].warning)
     return ", ".join(parts)
@@ -198,16 +288,16 @@ def advice(racers: Sequence[Racer], target: float, machines: str) -> list[str]:
         best = max(tied, key=lambda one: one.accuracy)
         others = [one.label for one in tied if one is not best]
         return [
-            f"nobody reached {percent(target)}; the best end was {best.right}, with {best.label}",
+            f"nobody reached {format_percent(target)}; the best end was {best.right}, with {best.label}",
             *([f"not told apart from it on {best.test_samples:,} test samples: {', '.join(others)}"] if others else []),
             "more epochs (--epochs), another learning rate (--rate) or a lower --target would tell them apart",
         ]
     plain = family_of(chosen.strategy) == ALL_REDUCE and not chosen.variant
-    line = f"use {'plain ' if plain else ''}{chosen.strategy}" + (f", {chosen.variant}" if chosen.variant else "")
-    line += f": {percent(target)} after {format_seconds(chosen.median_s)}{_spread(chosen)} ({words_of(chosen)})"
-    lines = [line]
-    if chosen.option:
-        lines.append(f"write {chosen.option}" if chosen.option.startswith("--") else chosen.option)
+    line = f"use {'plain ' if plain else ''}{chosen.label}: {format_percent(target)} after "
+    line += f"{format_seconds(chosen.median_s)}{_spread(chosen)} ({words_of(chosen)})"
+    lines, option = [line], chosen.contender.option
+    if option:
+        lines.append(f"write {option}" if option.startswith("--") else option)
     lines += [_against(chosen, other) for other in _worth_telling(chosen, order)]
     lines.append(f"the machines: {machines}")
     return lines
@@ -270,6 +360,15 @@ def worth_drawing(order: Sequence[Racer]) -> list[Racer]:
     return [*order[: DRAWN - 1], *plain]
 
 
+def race_chart(order: Sequence[Racer], *, title: str, target: float) -> str:
+    """The picture of a race: error against time."""
+    seeds, shown = len(order[0].curves), worth_drawing(order)
+    subtitle = f"{seeds} seeds thin, median bold, dots: target reached" if seeds > 1 else "dots: target reached"
+    if len(shown) < len(order):
+        subtitle = f"{len(shown)} of {len(order)}, {subtitle}"
+    return chart_of([(one.label, one.curves) for one in shown], title=title, target=target, subtitle=subtitle)
+
+
 def chart_of(
     lines: Sequence[tuple[str, Sequence[Curve]]], *, title: str, target: float | None, subtitle: str = ""
 ) -> str:
@@ -296,7 +395,7 @@ def chart_of(
         x_label="simulated time, seconds",
         y_label="test error",
         target=None if target is None else 1 - target,
-        target_label="" if target is None else f"target: {percent(target)} right",
+        target_label="" if target is None else f"target: {format_percent(target)} right",
         x_max=x_max or None,
     )
 

@@ -14,7 +14,7 @@ Laws: the folder of the run is only read. The same arguments give the same numbe
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,15 +23,18 @@ from offbeat import spec as grammar
 from offbeat.errors import LogError, RequestError
 from offbeat.policies import create
 from offbeat.predict.calibration import Calibration, Probe
+from offbeat.predict.calibration_match import check, of_another_machine
+from offbeat.predict.machines import Clock
 from offbeat.predict.recorded_run import MOSTLY, Recorded, filled, law_of, read_recorded, starts_of
-from offbeat.predict.timelines import Answer, Minibatch, ServedTimeline, Update
-from offbeat.predict.virtual import Clock, reached_by, timeline_of, train_virtually
+from offbeat.predict.replay_advice import POINTS, advice_on, doubts_on, is_trusted
+from offbeat.predict.timelines import Update, untrained
+from offbeat.predict.virtual import prepare_task, reached_by, running_user_code, timeline_of, train_virtually
 from offbeat.runs.log import read_log
 from offbeat.runs.metrics import highest_reached, time_to_accuracy
 from offbeat.simulate.cluster import Cluster, Wires
 from offbeat.simulate.compute import Law
-from offbeat.spec import count_of, format_seconds
-from offbeat.strategy import ALL_REDUCE, AUTO, NATIVE, family_of
+from offbeat.spec import count_of, format_learners, format_seconds
+from offbeat.strategy import ALL_REDUCE, AUTO, NATIVE, family_of, line_up
 from offbeat.train.config import Config
 from offbeat.train.config_files import changed
 from offbeat.train.rundir import Evaluated, RunDir
@@ -40,7 +43,6 @@ from offbeat.train.trainer import Report
 
 PLENTY = 8  # times the run's epochs: what drops much needs more of them for as many applied samples
 STANDS_FOR = "ring"  # an all-reduce that only a running group chooses
-OLDER, OLDER_SHARE = 0.5, 0.25  # versions, and of the run's staleness: a replay that is off by more is of another run
 RECORDED, CALIBRATED, NONE = "recorded", "calibrated", "none"  # where communication is from
 UNLIKE = 0.05  # by which a learner's times differ from those of all before it is told
 
@@ -73,6 +75,25 @@ class RealRun(Evaluated):
     def ends_s(self) -> float:
         """What the ends of epochs took, for each applied sample: all replays have as many of both."""
         return self.recorded.ends_s(self.seconds) / self.samples
+
+    def as_json(self, target: float | None) -> dict[str, Any]:
+        recorded = self.recorded
+        return {
+            "strategy": self.config.sync,
+            "learners": self.config.learners,
+            "seconds": self.seconds,
+            "target_seconds": None if target is None else self.reached_s(target),
+            "accuracy": self.accuracy,
+            "updates": self.updates,
+            "staleness_mean": self.staleness,
+            "wait_share": recorded.shares.wait,
+            "waste_share": recorded.shares.waste,
+            "minibatches": recorded.minibatches,
+            "cancelled": recorded.cancelled,
+            "there_s": recorded.there_s,
+            "back_s": recorded.back_s,
+            "epoch_ends_s": self.ends_s * self.samples,
+        }
 
 
 def read_run(path: Path) -> RealRun:
@@ -121,6 +142,21 @@ class Played:
     foreign: bool = False  # its communication was not in the recording
     reached: Reached | None = None  # None: not trained
 
+    def as_json(self, run: RealRun) -> dict[str, Any]:
+        return {
+            "strategy": self.strategy,
+            "learners": self.learners,
+            "seconds": self.seconds,
+            "against_run": self.seconds / run.seconds - 1,
+            "target_seconds": None if self.reached is None else self.reached.seconds,
+            "best_accuracy": None if self.reached is None else self.reached.best,
+            "updates": self.updates,
+            "samples": self.samples,
+            "staleness_mean": self.staleness,
+            "wait_share": self.wait_share,
+            "waste_share": self.waste_share,
+        }
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
@@ -136,9 +172,9 @@ class Replay:
     def __call__(self, line: str) -> Played:
         """Replay it without computing. `RequestError` where the line cannot be replayed with so many learners."""
         config, clock, notes = self._set_up(line)
-        timeline = timeline_of(_longer(config, PLENTY), clock, self.samples)
-        if isinstance(timeline, ServedTimeline) and timeline.lock_step:
-            timeline.ask = _same
+        epochs = {"train": {"epochs": config.train.epochs * PLENTY}}
+        timeline = untrained(timeline_of(changed(config, epochs), clock, self.samples))
+        if timeline.lock_step:
             notes = (*notes, f"{line} asks for losses or weights: replayed as if neither changed")
         applied = gradients = ages = 0
         last: Update | None = None
@@ -154,7 +190,6 @@ class Replay:
                 f"'{line}' drops so much that {self.run.samples:,} samples are not applied in {PLENTY} times the epochs"
             )
         spent = last.spent
-        whole = spent.compute_s + spent.send_s + spent.wait_s or 1.0
         wait_s = spent.send_s + spent.wait_s
         if clock.cluster.starts is None and self._source(line) == RECORDED:  # its minibatches have them
             wait_s += self.run.recorded.back_s * gradients
@@ -165,8 +200,8 @@ class Replay:
             updates=last.version,
             samples=applied,
             staleness=ages / max(1, gradients),
-            wait_share=min(1.0, wait_s / whole),
-            waste_share=spent.waste_s / whole,
+            wait_share=min(1.0, wait_s / spent.whole_s),
+            waste_share=spent.waste_share,
             notes=notes,
             foreign=not self._is_like_the_run(line),
         )
@@ -178,8 +213,7 @@ class Replay:
         outcome = train_virtually(config, clock, task=task, hear=hear, every=1.0)
         there = reached_by(outcome.points[1:], target)
         seconds = None if there is None else there.seconds + self.run.ends_s * there.samples
-        best = highest_reached([point.accuracy for point in outcome.points[1:] if point.accuracy is not None])
-        return replace(played, reached=Reached(seconds, best or 0.0))
+        return replace(played, reached=Reached(seconds, outcome.best or 0.0))
 
     def _set_up(self, line: str) -> tuple[Config, Clock, tuple[str, ...]]:
         """The training, its clock, and what is to be said of it."""
@@ -267,19 +301,6 @@ class Replay:
         )
 
 
-def _longer(config: Config, times: int) -> Config:
-    return changed(config, {"train": {"epochs": config.train.epochs * times}})
-
-
-def _same(work: Minibatch) -> Answer:
-    return Answer(1.0, 1.0)  # a loss that does not fall, and weights that do not move
-
-
-def is_as_stale(run: RealRun, own: Played) -> bool:
-    """Whether the replay of the run's own strategy has gradients about as old as they were."""
-    return abs(own.staleness - run.staleness) <= max(OLDER, OLDER_SHARE * run.staleness)
-
-
 def notes_of(run: RealRun, learners: int = 0) -> list[str]:
     """What is to be known of the recording before its replays are believed."""
     recorded, notes = run.recorded, []
@@ -291,7 +312,9 @@ def notes_of(run: RealRun, learners: int = 0) -> list[str]:
         pairs = zip(recorded.numbers, recorded.learners, strict=True)
         mostly = [number for number, one in pairs if one.share_cancelled > MOSTLY]
         if mostly:
-            notes.append(f"most minibatches of {_who(mostly)} were cancelled: what they would have taken is uncertain")
+            notes.append(
+                f"most minibatches of {format_learners(mostly)} were cancelled: what they would have taken is uncertain"
+            )
     rule = None if recorded.reduces else create(run.config.sync, expect=run.config.learners).rule
     if rule is not None and rule.push_every > 1:
         notes.append("of several minibatches that were pushed together each is given an equal part of their time")
@@ -299,7 +322,7 @@ def notes_of(run: RealRun, learners: int = 0) -> list[str]:
         notes.append("learners fetched beside computing: what waiting for weights takes is not in the recording")
     many, learners = len(recorded.learners), learners or run.config.learners
     if learners < many:
-        notes.append(_fewer(recorded, learners))
+        notes.append(_fewer_learners_note(recorded, learners))
     if learners > many:
         notes.append(
             f"{count_of(many, 'learner')} were recorded: the others take their times in turn, each copy from another "
@@ -308,7 +331,7 @@ def notes_of(run: RealRun, learners: int = 0) -> list[str]:
     return notes
 
 
-def _fewer(recorded: Recorded, learners: int) -> str:
+def _fewer_learners_note(recorded: Recorded, learners: int) -> str:
     """Whose times are used, and how these differ from those of all."""
     used, left = recorded.numbers[:learners], recorded.numbers[learners:]
     means = [float(row.mean()) for row in filled(recorded.learners, seed=0)]
@@ -317,10 +340,122 @@ def _fewer(recorded: Recorded, learners: int) -> str:
         f", which took {ratio:.2f} times as long for a minibatch as all on average" if abs(ratio - 1) > UNLIKE else ""
     )
     return (
-        f"the times of {_who(used)} are used{unlike}, and those of {_who(left)} are not; ways between minibatches, "
-        f"if any, are as they were with {count_of(len(recorded.numbers), 'learner')}"
+        f"the times of {format_learners(used)} are used{unlike}, and those of {format_learners(left)} are not; ways "
+        f"between minibatches, if any, are as they were with {count_of(len(recorded.numbers), 'learner')}"
     )
 
 
-def _who(numbers: Sequence[int]) -> str:
-    return f"learner{'' if len(numbers) == 1 else 's'} {', '.join(map(str, numbers))}"
+# --- a whole replay ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayReport:
+    """What the replays of a run say. `own`: of its own strategy, if that fits so many learners."""
+
+    run: RealRun
+    learners: int
+    target: float | None  # None: only times
+    own: Played | None
+    others: tuple[Played, ...]
+    further_notes: tuple[str, ...]
+
+    @property
+    def replayed(self) -> list[Played]:
+        return [*([] if self.own is None else [self.own]), *self.others]
+
+    @property
+    def measured(self) -> bool:
+        """Whether the run had as many learners; else its own strategy was never run so."""
+        return self.learners == self.run.config.learners
+
+    @property
+    def error(self) -> float | None:
+        """Of the run's own replay."""
+        return self.own.seconds / self.run.seconds - 1 if self.measured and self.own is not None else None
+
+    @property
+    def advice(self) -> list[str]:
+        return advice_on(self.run, self.own, self.others, self.error, self.target)
+
+    @property
+    def notes(self) -> list[str]:
+        doubts = doubts_on(self.run, self.own, self.target) if self.own is not None and self.measured else []
+        return [*doubts, *self.further_notes]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "samples": self.run.samples,
+            "target": self.target,
+            "run": self.run.as_json(self.target),
+            "error": self.error,
+            "trusted": is_trusted(self.run, self.own, self.error, self.target),
+            "replayed": [one.as_json(self.run) for one in self.replayed],
+            "advice": self.advice,
+            "notes": self.notes,
+        }
+
+
+def usual_others(own: str, learners: int) -> list[str]:
+    """Some strategies of each kind, and none that is another by another name."""
+    return [line for line in line_up("replay", learners) if line != own]
+
+
+def replay_run(
+    run: RealRun,
+    strategies: Sequence[str] = (),
+    *,
+    learners: int = 0,
+    seed: int = 0,
+    calibration: Calibration | None = None,
+    target: float | None = None,
+    accuracy: bool = True,
+    tell: Callable[[str], Report] = lambda strategy: lambda record: None,
+) -> ReplayReport:
+    """Replay a run under its own strategy and others. With `accuracy` they are trained in virtual time to the target.
+
+    `tell` is called when the training of a strategy begins, and gives who hears of its evaluations.
+    """
+    if calibration is not None:
+        check(calibration, run.config)
+    run = replace(run, config=changed(run.config, {"device": "auto"}))  # the run's own may be another machine's
+    task, line = prepare_task(run.config), run.config.sync
+    many = learners or run.config.learners
+    train_set, test_set = len(task.train), len(task.test)  # type: ignore[arg-type]  # map-style sets have a length
+    replay = Replay(run=run, samples=train_set, learners=learners, seed=seed, calibration=calibration)
+    lines = [one for one in dict.fromkeys(strategies or usual_others(line, many)) if one != line]
+    own, notes = None, []
+    try:
+        own = replay(line)
+    except RequestError as error:  # it may not fit another number of learners
+        if many == run.config.learners or not lines:
+            raise
+        notes.append(f"{line}, as it was, is not replayed: {error}")
+    others = sorted((replay(one) for one in lines), key=lambda one: one.seconds)
+    target = (target or run.highest_reached) if accuracy else None
+    if target is not None:
+
+        def trained(one: Played, target: float = target) -> Played:
+            hear = tell(one.strategy)
+            with running_user_code(one.strategy):
+                return replay.train(one, task, target, hear)
+
+        own = own and trained(own)
+        others = [trained(one) for one in others]
+    notes += notes_of(run, many)
+    notes += [of_another_machine(calibration)] if calibration is not None and of_another_machine(calibration) else []
+    notes += dict.fromkeys(note for one in ([own, *others] if own else others) for note in one.notes)
+    if target is not None:
+        notes.append(
+            f"each accuracy is of one training, with one seed, on {count_of(test_set, 'test sample')}: another seed "
+            f"may well differ by {POINTS}"
+        )
+    elif accuracy:
+        why = "has no accuracy, only a loss" if run.accuracy is None else "has one evaluation, too few for an accuracy"
+        notes.append(f"{run.config.name} {why}: there are only times for as many samples")
+    if others:
+        notes.append(
+            "another strategy loads the machine otherwise, which a replay does not know: it is less sure of others"
+        )
+    return ReplayReport(
+        run=run, learners=many, target=target, own=own, others=tuple(others), further_notes=tuple(notes)
+    )

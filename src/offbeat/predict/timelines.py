@@ -70,6 +70,19 @@ class Spent(NamedTuple):
     send_s: float
     wait_s: float
 
+    @property
+    def whole_s(self) -> float:
+        return self.compute_s + self.send_s + self.wait_s or 1.0
+
+    @property
+    def waste_share(self) -> float:
+        return self.waste_s / self.whole_s
+
+    @property
+    def wait_share(self) -> float:
+        """Not computing: sending and waiting."""
+        return (self.wait_s + self.send_s) / self.whole_s
+
 
 class Update(NamedTuple):
     """One change of the parameters: the optimizer fed with (1/n) * sum(scales[i] * gradient of works[i])."""
@@ -191,6 +204,8 @@ class ServedTimeline(Simulation):
         self._arrived: dict[int, Minibatch] = {}  # by ticket
         self._next = 0
         self._made: list[Update] = []
+        self._decisions = 0
+        self.logged: dict[int, tuple[int, int]] = {}  # by version: spans and decisions when the update was made
         self._keep_every = max(1, min(KEEP_EVERY, cluster.learners // 8))  # a look takes as long as there are learners
         self._away: list[int] = []  # learners without samples, in the order of stepping aside
         self.handlers[ASIDE] = self._aside
@@ -203,8 +218,10 @@ class ServedTimeline(Simulation):
         for _ in self.turns():
             if self._away:
                 self._call_back()
-            yield from self._made
-            self._made.clear()
+            if self._made:
+                self.logged.update((update.version, (len(self.spans), self._decisions)) for update in self._made)
+                yield from self._made
+                self._made.clear()
 
     def result(self, strategy: str = "") -> Result:
         return super().result(strategy or self.strategy)
@@ -345,10 +362,18 @@ class ServedTimeline(Simulation):
     def _add_batch(self, record: dict[str, Any]) -> None:
         """To what is logged of a push: its samples."""
         assert self._write is not None
+        self._decisions += 1
         work = self._arrived[self.ticket] if record["event"].startswith("pushed") else None
         if work is not None:
             record["batch"] = [list(stretch) for stretch in work.batch]
         self._write(record, work)
+
+
+def untrained(timeline: Timeline) -> Timeline:
+    """The timeline as if neither losses nor weights changed, where its policy asks for them: nothing is trained."""
+    if isinstance(timeline, ServedTimeline) and timeline.lock_step:
+        timeline.ask = lambda work: Answer(1.0, 1.0)
+    return timeline
 
 
 # --- all-reduce -----------------------------------------------------------------------------------------------------

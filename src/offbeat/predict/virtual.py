@@ -12,39 +12,45 @@ by rounding only, and no time at all.
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from offbeat import plugins, topology
-from offbeat.errors import RequestError
+from offbeat.errors import OffbeatError, RequestError
 from offbeat.policies import create
 from offbeat.predict.arithmetic import Arithmetic
+from offbeat.predict.calibration_match import check as check_calibration
 from offbeat.predict.logged_timeline import LoggedTimeline
+from offbeat.predict.machines import Clock, Machines
+from offbeat.predict.race import Contender, Curve
 from offbeat.predict.timelines import Minibatch, ReducedTimeline, ServedTimeline, Spent, Timeline, Update, train
 from offbeat.runs.log import RunLog, read_log, write_chrome_trace, write_log
-from offbeat.runs.metrics import reached_at
+from offbeat.runs.metrics import highest_reached, reached_at
 from offbeat.schedules.algorithms import fewest_bytes
 from offbeat.server.parameter_layout import model_tensors
 from offbeat.simulate.cluster import Cluster
-from offbeat.simulate.collective import Model, Rounds
-from offbeat.simulate.compare import describe_machines
+from offbeat.simulate.collective import Rounds
+from offbeat.simulate.diagnosis import describe_machines
 from offbeat.simulate.sample_source import Batch, Epochs, Stream, pieces_of
 from offbeat.strategy import SERVER, family_of, simulated_family_of
-from offbeat.topology import Topology
 from offbeat.train.checkpoint import write_weights
 from offbeat.train.config import Config, shares_of
 from offbeat.train.config_files import changed
+from offbeat.train.launch import check_device
 from offbeat.train.learner_snapshot import load_buffers
 from offbeat.train.learning_rate import correction_of, optimizer_of, pace_of
 from offbeat.train.run_summary import summary_of
 from offbeat.train.rundir import RunDir
 from offbeat.train.sample_plan import cut, speeds_to_shares, updates
-from offbeat.train.tasks import Task, task_of
+from offbeat.train.tasks import Task, check, task_of
 from offbeat.train.trainer import Report, Trainer, evaluate
 
 WIDTH = 128  # minibatches that are computed at a time, at most
@@ -52,19 +58,7 @@ MOST_BYTES = 1_000_000_000  # of gradients and weights that are computed at a ti
 ALL = 10**12  # spans of all versions
 Write = Callable[[dict[str, Any], Minibatch | None], object]
 STREAM = "a stream"  # what the log says of epochs that have no ends
-NOTHING = Model.even(layers=1, size_bytes=0, forward_share=1 / 3)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Clock:
-    """When things happen."""
-
-    cluster: Cluster
-    topology: Topology | None = None  # of an all-reduce; None: without latency
-    layers: Model = NOTHING  # what an all-reduce has to send
-    bucket_bytes: int | None = 25_000_000  # None: no overlap
-    reduce_s: Callable[[int], float] | None = None  # of so many bytes, where it was measured
-    ends_of_epochs: bool = False  # learners wait for each other there, as in a real run; see `has_ends`
+EVALUATE_EVERY = 0.25  # epochs
 
 
 class Point(NamedTuple):
@@ -105,11 +99,119 @@ class Outcome:
         """The look at which the accuracy had reached the target (`metrics.reached_at`)."""
         return reached_by(self.points, target)
 
+    @property
+    def best(self) -> float | None:
+        """The highest accuracy that was reached after the beginning (`metrics.highest_reached`)."""
+        return highest_reached([point.accuracy for point in self.points[1:] if point.accuracy is not None])
+
+    def curve(self, target: float | None) -> Curve:
+        """What a race is told of a run."""
+        reached = None if target is None else self.reached(target)
+        points = [(one.seconds, one.accuracy) for one in self.points if one.accuracy is not None]
+        last = self.points[-1]
+        return Curve(
+            seed=self.config.seed,
+            points=tuple(points),
+            reached_s=None if reached is None else reached.seconds,
+            reached_updates=None if reached is None else reached.update,
+            reached_samples=None if reached is None else reached.samples,
+            accuracy=last.accuracy,
+            test_samples=last.test_samples,
+            best=highest_reached([accuracy for _, accuracy in points]),
+            seconds=last.seconds,
+            updates=last.update,
+            samples=last.samples,
+            staleness=self.staleness_mean,
+            waste_share=self.spent.waste_share,
+            wait_share=self.spent.wait_share,
+            warning=self.end.get("warning") or "",
+        )
+
 
 def reached_by(points: Iterable[Point], target: float) -> Point | None:
     known = [point for point in points if point.accuracy is not None]
     at = reached_at([point.accuracy for point in known if point.accuracy is not None], target)
     return None if at is None else known[at]
+
+
+@contextmanager
+def running_user_code(name: str) -> Iterator[None]:
+    """What a model or data set of the user's own prints goes to stderr; what it raises is told in a line."""
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    except (OffbeatError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        raise OffbeatError(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
+
+
+def prepare_task(config: Config) -> Task:
+    """Data and model, tried once: what is wrong with them is told before anything runs."""
+    check_device(config.device)
+    torch.set_num_threads(config.train.threads)
+    with redirect_stdout(sys.stderr):  # what modules of one's own print when they are loaded
+        task = task_of(config)
+        check(task)
+    return task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecipeTraining:
+    """A recipe that is trained in virtual time, under any strategy on the same machines."""
+
+    recipe: Config
+    machines: Machines
+    ends_of_epochs: bool = False
+    width: int = 0
+    every: float = EVALUATE_EVERY
+
+    def config(self, contender: Contender, seed: int) -> Config:
+        simulated_family_of(contender.strategy)  # refuses what cannot be simulated, by its name
+        run = {"sync": contender.strategy, "learners": contender.cluster.learners, "seed": seed, "slow": ()}
+        try:
+            return changed(self.recipe, run | ({"train": {"split": contender.split}} if contender.split else {}))
+        except RequestError as error:
+            raise RequestError(str(error).removeprefix("sync: ")) from None
+
+    def for_task(self, task: Task) -> RecipeTraining:
+        """With the size of its model, where that is sent."""
+
+        def size_bytes() -> int:
+            with torch.random.fork_rng(devices=[]), redirect_stdout(sys.stderr):
+                trained = [one for one in task.build().parameters() if one.requires_grad]
+            return sum(one.numel() * one.element_size() for one in trained)
+
+        return replace(self, machines=self.machines.for_model(size_bytes))
+
+    def clock(self, contender: Contender, seed: int) -> Clock:
+        config = self.config(contender, seed)
+        if self.machines.calibration is not None:
+            check_calibration(self.machines.calibration, config)
+        batch = config.train.batch_size * config.train.accumulate
+        cluster = replace(contender.cluster, seed=seed)
+        return self.machines.clock(config.sync, cluster, batch=batch, ends_of_epochs=self.ends_of_epochs)
+
+    def check(self, contender: Contender, seed: int, task: Task) -> None:
+        """`RequestError` where the strategy cannot be trained on these machines."""
+        samples = len(task.train)  # type: ignore[arg-type]  # a map-style set has a length
+        timeline_of(self.config(contender, seed), self.clock(contender, seed), samples)
+
+    def fits(self, contender: Contender, seed: int, task: Task) -> bool:
+        """Whether it can run, on so few learners or with work for some of them."""
+        try:
+            self.check(contender, seed, task)
+        except RequestError:
+            return False
+        return True
+
+    def train(
+        self, contender: Contender, seed: int, hear: Report, *, task: Task | None = None, run: RunDir | None = None
+    ) -> Outcome:
+        config, clock = self.config(contender, seed), self.clock(contender, seed)
+        task = task or prepare_task(config)
+        with running_user_code(config.name):
+            return train_virtually(config, clock, task=task, run=run, hear=hear, width=self.width, every=self.every)
 
 
 def train_virtually(
@@ -120,7 +222,7 @@ def train_virtually(
     run: RunDir | None = None,
     hear: Report = lambda record: None,
     width: int = 0,
-    every: float = 0.25,
+    every: float = EVALUATE_EVERY,
 ) -> Outcome:
     """Train in virtual time. `every`: epochs from look to look. `width` 1: one minibatch after the other; 0: `WIDTH`.
 
@@ -157,29 +259,6 @@ def train_again(run: Path, *, task: Task | None = None, hear: Report = lambda re
     return trainer.outcome()
 
 
-class _Marked(ServedTimeline):
-    """Knows how much there was when an update was made: it is asked for updates ahead of time."""
-
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
-        self.decisions = 0
-        self.marks: dict[int, tuple[int, int]] = {}  # by version: spans and decisions
-
-    def stream(self) -> Iterator[Update]:
-        for update in super().stream():
-            self.marks[update.version] = len(self.spans), self.decisions
-            yield update
-
-    def _add_batch(self, record: dict[str, Any]) -> None:
-        self.decisions += 1
-        super()._add_batch(record)
-
-
-def check_clock(config: Config, clock: Clock, task: Task) -> None:
-    """`RequestError` where this cannot be trained on this clock."""
-    timeline_of(config, clock, len(task.train))  # type: ignore[arg-type]  # a map-style set has a length
-
-
 def has_ends(config: Config, clock: Clock) -> bool:
     """Whether learners wait for each other at the ends of epochs.
 
@@ -200,14 +279,13 @@ def timeline_of(config: Config, clock: Clock, samples: int, *, write: Write | No
         again = config.cancelled == "again"
         book = kind(samples=samples, sizes=(size,) * learners, epochs=train.epochs, again=again)
         correction = correction_of(config, learners)
-        return _Marked(config.sync, cluster, book, keep_spans=spans, write=write, **correction)
+        return ServedTimeline(config.sync, cluster, book, keep_spans=spans, write=write, **correction)
     simulated_family_of(config.sync)  # refuses what only a running group decides
     shares = _shares(train.split, cluster)
     sizes = (size,) * learners
     if shares:  # the time of a minibatch is in proportion to its samples
         sizes = tuple(cut(size * learners, shares, least=1))
-        speeds = [*cluster.speeds, *[1.0] * (learners - len(cluster.speeds))]
-        faster = tuple(speed * size / piece for speed, piece in zip(speeds, sizes, strict=True))
+        faster = tuple(speed * size / piece for speed, piece in zip(cluster.all_speeds, sizes, strict=True))
         cluster = replace(cluster, speeds=faster)
     rounds = Rounds(
         config.sync,
@@ -253,7 +331,7 @@ class VirtualTrainer(Trainer):
         run: RunDir | None,
         report: Report,
         width: int = 0,
-        every: float = 0.25,
+        every: float = EVALUATE_EVERY,
     ) -> None:
         if not 0 < every < math.inf:
             raise RequestError(f"epochs from look to look are above 0; got {every}")
@@ -359,8 +437,7 @@ class VirtualTrainer(Trainer):
         return point
 
     def _tell_look(self, point: Point) -> None:
-        at, spent = self.at, self._spent
-        whole = spent.compute_s + spent.send_s + spent.wait_s
+        at = self.at
         self._write_last()
         self.last = {
             "kind": "evaluated",
@@ -375,7 +452,7 @@ class VirtualTrainer(Trainer):
             "seconds": at.seconds,
             "samples": at.applied,
             "samples_per_s": at.applied / at.seconds if at.seconds else 0.0,
-            "wait_share": (spent.wait_s + spent.send_s) / whole if whole else 0.0,
+            "wait_share": self._spent.wait_share,
             "sent_bytes": self._sent_bytes,
             "received_bytes": self._received_bytes,
             "staleness": at.staleness,
@@ -423,8 +500,8 @@ class VirtualTrainer(Trainer):
         end_s, timeline = self.at.seconds, self.timeline
         spans = tuple(span for span in timeline.result().spans if span.end_s <= end_s)
         decisions = self._decisions
-        if isinstance(timeline, _Marked):  # at one moment much may happen: seconds do not tell
-            of_spans, of_decisions = timeline.marks[self.at.update]
+        if isinstance(timeline, ServedTimeline):  # at one moment much may happen: seconds do not tell
+            of_spans, of_decisions = timeline.logged[self.at.update]
             spans, decisions = spans[:of_spans], decisions[:of_decisions]
         facts = {
             "strategy": self.config.sync,
