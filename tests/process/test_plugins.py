@@ -25,8 +25,8 @@ from offbeat.runs.log import read_log
 from offbeat.schedules import Algorithm, auto_lines
 from offbeat.simulate import server
 from offbeat.simulate.cluster import Cluster
-from offbeat.simulate.compare import why
 from offbeat.simulate.compute import parse_law
+from offbeat.simulate.diagnosis import why
 from offbeat.strategy import line_up, register_policy, register_schedule, strategies
 from offbeat.train.checkpoint import read_weights
 from offbeat.train.rundir import RunDir

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from offbeat.cli import main
-from offbeat.simulate.limits import LATENCY, LEARNER_LINKS, LINKS, SCATTER, SERVER_LINK
+from offbeat.simulate.diagnosis import LATENCY, LEARNER_LINKS, LINKS, SCATTER, SERVER_LINK
 
 MATRIX = bool(os.environ.get("OFFBEAT_MATRIX"))
 CLUSTERS = range(40) if MATRIX else (1, 14)  # these two are small

@@ -31,7 +31,7 @@ from offbeat.simulate.collective import bucket_curve
 from offbeat.simulate.diagnosis import why
 from offbeat.simulate.result import Result
 from offbeat.simulate.setup import Network, Setup
-from offbeat.simulate.sweep import Point, point_of
+from offbeat.simulate.sweep import SweepPoint, point_of
 from offbeat.simulate.theory import alone_s
 from offbeat.spec import count_of, expand, format_percent, format_seconds, format_size, parse_count
 
@@ -164,7 +164,7 @@ def _facts(result: Result, took: float) -> list[tuple[str, str]]:
     return [row for row in found if row[0] != "lost" or result.cancelled or result.dropped or result.failed]
 
 
-def _scaling(point: Point, epoch_samples: int | None) -> list[tuple[str, str]]:
+def _scaling(point: SweepPoint, epoch_samples: int | None) -> list[tuple[str, str]]:
     """Beside one learner alone."""
     found = (
         f"T(1) {format_seconds(point.alone_s)}, T({point.learners}) {format_seconds(point.iteration_s)}: "

@@ -13,7 +13,7 @@ from offbeat.commands.virtual_training import refuse_without_recipe
 from offbeat.errors import RequestError
 from offbeat.runs.metrics import DEFINITIONS
 from offbeat.simulate.setup import Setup
-from offbeat.simulate.sweep import Point, Ratio, measure, picture, ratios
+from offbeat.simulate.sweep import Ratio, SweepPoint, measure, picture, ratios
 from offbeat.spec import count_of, expand, format_change, format_percent, format_seconds, parse_count
 from offbeat.strategy import line_up
 
@@ -109,7 +109,7 @@ def _setups(given: argparse.Namespace, lines: Sequence[str]) -> tuple[list[tuple
 
 
 def _show(
-    given: argparse.Namespace, what: str, points: list[Point], compared: list[Ratio], left_out: list[str]
+    given: argparse.Namespace, what: str, points: list[SweepPoint], compared: list[Ratio], left_out: list[str]
 ) -> None:
     out = console()
     heading(out, what)
@@ -147,7 +147,7 @@ def _show(
         say(out, f"picture: {given.svg}")
 
 
-def _cells(point: Point, epoch_samples: int | None) -> list[str]:
+def _cells(point: SweepPoint, epoch_samples: int | None) -> list[str]:
     update_s, theory = point.result.seconds_per_update, "-"
     if point.theory is not None:
         theory = f"{format_seconds(point.theory.seconds)} ({format_change(update_s / point.theory.seconds - 1)})"

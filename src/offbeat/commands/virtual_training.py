@@ -27,13 +27,13 @@ from offbeat.commands.machine_options import machines_of
 from offbeat.errors import RequestError
 from offbeat.policies.damping import CORRECT
 from offbeat.predict import race
-from offbeat.predict.race import Contender, Curve, Racer
+from offbeat.predict.race import Contender, RaceResult, TrainingCurve
 from offbeat.runs.metrics import format_accuracy, format_traffic
 from offbeat.simulate.diagnosis import describe, describe_machines
 from offbeat.spec import count_of, format_percent, format_seconds, parse_count
 
 if TYPE_CHECKING:
-    from offbeat.predict.virtual import Outcome, RecipeTraining
+    from offbeat.predict.virtual import RecipeTraining, VirtualRun
     from offbeat.train.config import Config
 
 ROWS = 12  # of the table of a run
@@ -171,7 +171,7 @@ def simulate_recipe(given: argparse.Namespace, strategy: str) -> None:
     facts(out, _facts(given.target, outcome, curve, took, run.path))
 
 
-def _rows(outcome: Outcome) -> list[tuple[str, ...]]:
+def _rows(outcome: VirtualRun) -> list[tuple[str, ...]]:
     points = outcome.points
     step = max(1, -(-(len(points) - 1) // (ROWS - 1)))
     chosen = {*points[::step], points[-1], max(points, key=lambda point: point.accuracy or 0.0)}
@@ -187,7 +187,9 @@ def _rows(outcome: Outcome) -> list[tuple[str, ...]]:
     ]
 
 
-def _facts(target: float | None, outcome: Outcome, curve: Curve, took: float, folder: Path) -> list[tuple[str, str]]:
+def _facts(
+    target: float | None, outcome: VirtualRun, curve: TrainingCurve, took: float, folder: Path
+) -> list[tuple[str, str]]:
     rows: list[tuple[str, str]] = []
     if target is not None:
         if curve.reached_s is None:
@@ -228,7 +230,7 @@ def _facts(target: float | None, outcome: Outcome, curve: Curve, took: float, fo
 
 
 def _as_json(
-    target: float | None, outcome: Outcome, curve: Curve, machines: Mapping[str, Any], folder: str
+    target: float | None, outcome: VirtualRun, curve: TrainingCurve, machines: Mapping[str, Any], folder: str
 ) -> dict[str, Any]:
     return {
         "name": outcome.config.name,
@@ -288,7 +290,7 @@ def race_recipe(given: argparse.Namespace, strategies: Sequence[str]) -> None:
     started = time.perf_counter()
     with stages("training in virtual time", QUIET_S) as tell:
 
-        def train(one: Contender, seed: int, which: str) -> Curve:
+        def train(one: Contender, seed: int, which: str) -> TrainingCurve:
             outcome = training.train(one, seed, evaluations(tell, f"{which}: {one.label}, seed {seed}"))
             return race.checked(outcome.curve(given.target), config.name, given.target)
 
@@ -325,7 +327,7 @@ def race_recipe(given: argparse.Namespace, strategies: Sequence[str]) -> None:
     rows = [(racer.label, *(_cells(racer)[at] for at in shown)) for racer in order]
     table(out, ("strategy", *(columns[at] for at in shown)), rows, wrapped=(0,))
     for racer in order:
-        say(out, f"{racer.label}: {race.words_of(racer)}")
+        say(out, f"{racer.label}: {race.explain_result(racer)}")
     out.print()
     say(out, f"error against time: {folder / 'error.svg'}; every point: {folder / 'race.json'}")
     say(out, f"computed in {format_seconds(took)}", style="dim")
@@ -341,7 +343,7 @@ def _rate_of(config: Config) -> str:
     return f"{train.rate:g} {scaled}{how}{momentum}{stale}"
 
 
-def _cells(racer: Racer) -> tuple[str, ...]:
+def _cells(racer: RaceResult) -> tuple[str, ...]:
     times = (racer.median_s, racer.times[0], racer.times[-1])
     reached = ("not reached" if seconds == math.inf else format_seconds(seconds) for seconds in times)
     updates = "-" if racer.median_updates is None else f"{racer.median_updates:,}"

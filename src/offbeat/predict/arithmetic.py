@@ -28,12 +28,12 @@ from torch.utils.data import default_collate
 
 from offbeat.policies import Policy, create
 from offbeat.policies.damping import CORRECT
-from offbeat.predict.timelines import Answer, Minibatch, Update
+from offbeat.predict.timelines import LossAndDrift, Minibatch, Update
 from offbeat.server.learner.leased_loader import Orders
 from offbeat.server.shard import optimizers
 from offbeat.server.shard.in_process import InProcessServer
 from offbeat.server.wire import Hyper
-from offbeat.simulate.sample_source import Batch, samples_of
+from offbeat.simulate.sample_source import Batch, count_samples
 from offbeat.strategy import SERVER, family_of
 from offbeat.train.learner_snapshot import buffers_of, load_buffers
 from offbeat.train.learning_rate import WHOLE
@@ -376,7 +376,7 @@ class Arithmetic:
         inputs, targets = self._fetch(batches)
         for parameter in self.replica.parts.trained:
             parameter.grad = None
-        sizes = [samples_of(batch) for batch in batches]
+        sizes = [count_samples(batch) for batch in batches]
         with trainer.precision.computing():
             outputs = trainer.model(inputs)
             if isinstance(outputs, Tensor) and isinstance(targets, Tensor) and len(set(sizes)) == 1:
@@ -435,9 +435,9 @@ class Arithmetic:
 
     # --- what is asked ------------------------------------------------------------------------------------------------
 
-    def answer(self, work: Minibatch) -> Answer:
+    def answer(self, work: Minibatch) -> LossAndDrift:
         drift = self.replica.drift(work.version) if self._needs_drift else None
-        return Answer(self._losses[work.number], drift if drift is None or drift >= 0 else math.inf)
+        return LossAndDrift(self._losses[work.number], drift if drift is None or drift >= 0 else math.inf)
 
     def keep(self, versions: Collection[int]) -> None:
         self.replica.keep(versions)

@@ -77,7 +77,7 @@ def check_ports(network: Network, strategies: Sequence[str]) -> None:
         )
 
 
-class Curve(NamedTuple):
+class TrainingCurve(NamedTuple):
     """One run: accuracy against seconds, and what it took."""
 
     seed: int
@@ -97,7 +97,7 @@ class Curve(NamedTuple):
     warning: str = ""  # that it does not learn
 
 
-def checked(curve: Curve, name: str, target: float) -> Curve:
+def checked(curve: TrainingCurve, name: str, target: float) -> TrainingCurve:
     """`RequestError` where there is nothing to race for."""
     if not curve.points:
         raise RequestError(f"{name} has no accuracy, only a loss: there is no target to race to")
@@ -106,11 +106,11 @@ def checked(curve: Curve, name: str, target: float) -> Curve:
     return curve
 
 
-class Racer(NamedTuple):
+class RaceResult(NamedTuple):
     """A contender with a curve for each seed."""
 
     contender: Contender
-    curves: tuple[Curve, ...]
+    curves: tuple[TrainingCurve, ...]
 
     @property
     def strategy(self) -> str:
@@ -130,7 +130,7 @@ class Racer(NamedTuple):
         return tuple(sorted(math.inf if one.reached_s is None else one.reached_s for one in self.curves))
 
     @property
-    def middle(self) -> Curve:
+    def middle(self) -> TrainingCurve:
         """The run that has the median time; of two in the middle, the slower one."""
         order = sorted(self.curves, key=lambda one: (one.reached_s is None, one.reached_s or 0.0, one.seed))
         return order[len(order) // 2]
@@ -200,29 +200,29 @@ class Racer(NamedTuple):
 
 
 def run_race(
-    contenders: Sequence[Contender], seeds: Sequence[int], train: Callable[[Contender, int, str], Curve]
-) -> list[Racer]:
+    contenders: Sequence[Contender], seeds: Sequence[int], train: Callable[[Contender, int, str], TrainingCurve]
+) -> list[RaceResult]:
     """Train each with every seed. `train` is told which of how many it is."""
     return [
-        Racer(one, tuple(train(one, seed, f"{at} of {len(contenders)}") for seed in seeds))
+        RaceResult(one, tuple(train(one, seed, f"{at} of {len(contenders)}") for seed in seeds))
         for at, one in enumerate(contenders, start=1)
     ]
 
 
-def ranked(racers: Sequence[Racer]) -> list[Racer]:
+def ranked(racers: Sequence[RaceResult]) -> list[RaceResult]:
     """The fastest first; those that did not get there by where they ended, as far as that can be told apart."""
     there = sorted((one for one in racers if one.median_s < math.inf), key=lambda one: one.median_s)
     return [*there, *(one for tied in not_there(racers) for one in tied)]
 
 
-def not_there(racers: Sequence[Racer]) -> list[list[Racer]]:
+def not_there(racers: Sequence[RaceResult]) -> list[list[RaceResult]]:
     """Those that did not reach the target, the best accuracies at the end first: groups that are tied, by time."""
     rest = [one for one in racers if one.median_s == math.inf]
     scores = [Score(one.accuracy, one.test_samples, statistics.median(c.seconds for c in one.curves)) for one in rest]
     return [[rest[at] for at in tied] for tied in ranking(scores)]
 
 
-def advised(racers: Sequence[Racer]) -> Racer | None:
+def advised(racers: Sequence[RaceResult]) -> RaceResult | None:
     """Whom to take: the simplest of those that cannot be told from the fastest. None: nobody got there."""
     order = ranked(racers)
     if order[0].median_s == math.inf:
@@ -231,7 +231,7 @@ def advised(racers: Sequence[Racer]) -> Racer | None:
     return min(alike, key=lambda one: (_complexity(one), order.index(one)))
 
 
-def _are_alike(fast: Racer, slow: Racer) -> bool:
+def _are_alike(fast: RaceResult, slow: RaceResult) -> bool:
     """Whether these seeds cannot tell which of the two is faster."""
     if slow.median_s == fast.median_s:
         return True
@@ -241,12 +241,12 @@ def _are_alike(fast: Racer, slow: Racer) -> bool:
     return ratio <= ALIKE or (ratio <= FAR and _overlap(fast, slow))
 
 
-def _overlap(fast: Racer, slow: Racer) -> bool:
+def _overlap(fast: RaceResult, slow: RaceResult) -> bool:
     """Whether some seeds say otherwise than the medians; one seed has no spread, and may."""
     return slow.times[0] <= fast.times[-1] or len(fast.times) == len(slow.times) == 1
 
 
-def _complexity(racer: Racer) -> int:
+def _complexity(racer: RaceResult) -> int:
     """An all-reduce, a server that waits for all, or any other policy; each as it is, or on other machines."""
     kind = 0
     if family_of(racer.strategy) != ALL_REDUCE:
@@ -256,14 +256,14 @@ def _complexity(racer: Racer) -> int:
     return 2 * kind + bool(racer.variant)
 
 
-def _kind(racer: Racer) -> str:
+def _kind(racer: RaceResult) -> str:
     """All-reduce, a server that keeps everybody in step, or one that takes old gradients."""
     if family_of(racer.strategy) == ALL_REDUCE:
         return ALL_REDUCE
     return "stale" if racer.staleness > 0.005 else "in step"
 
 
-def words_of(racer: Racer) -> str:
+def explain_result(racer: RaceResult) -> str:
     """How its time came about, in one line."""
     parts = [f"{racer.samples_per_s:,.4g} samples/s"]
     if racer.median_s < math.inf:
@@ -279,7 +279,7 @@ def words_of(racer: Racer) -> str:
     return ", ".join(parts)
 
 
-def advice(racers: Sequence[Racer], target: float, machines: str) -> list[str]:
+def advice(racers: Sequence[RaceResult], target: float, machines: str) -> list[str]:
     """What to do, and why, in a few lines. `machines` says what the learners are like."""
     chosen = advised(racers)
     order = ranked(racers)
@@ -294,7 +294,7 @@ def advice(racers: Sequence[Racer], target: float, machines: str) -> list[str]:
         ]
     plain = family_of(chosen.strategy) == ALL_REDUCE and not chosen.variant
     line = f"use {'plain ' if plain else ''}{chosen.label}: {format_percent(target)} after "
-    line += f"{format_seconds(chosen.median_s)}{_spread(chosen)} ({words_of(chosen)})"
+    line += f"{format_seconds(chosen.median_s)}{_spread(chosen)} ({explain_result(chosen)})"
     lines, option = [line], chosen.contender.option
     if option:
         lines.append(f"write {option}" if option.startswith("--") else option)
@@ -303,7 +303,7 @@ def advice(racers: Sequence[Racer], target: float, machines: str) -> list[str]:
     return lines
 
 
-def _worth_telling(chosen: Racer, order: Sequence[Racer]) -> list[Racer]:
+def _worth_telling(chosen: RaceResult, order: Sequence[RaceResult]) -> list[RaceResult]:
     """Whom to compare it with: the best of the others, the best of another kind, and an all-reduce as it is."""
     others = [one for one in order if one is not chosen]
     firsts = [
@@ -315,7 +315,7 @@ def _worth_telling(chosen: Racer, order: Sequence[Racer]) -> list[Racer]:
     return [one for at, one in enumerate(told) if not any(one is earlier for earlier in told[:at])]
 
 
-def _spread(racer: Racer) -> str:
+def _spread(racer: RaceResult) -> str:
     """From the fastest run to the slowest."""
     if len(racer.times) == 1:
         return ""
@@ -325,7 +325,7 @@ def _spread(racer: Racer) -> str:
     return f", seeds from {format_seconds(racer.times[0])} to {format_seconds(racer.times[-1])}"
 
 
-def _against(one: Racer, other: Racer) -> str:
+def _against(one: RaceResult, other: RaceResult) -> str:
     """Why one is faster than another, or as fast and simpler."""
     if other.median_s == math.inf:
         return f"{other.label} did not get there: it ended at {other.right}"
@@ -345,14 +345,14 @@ def _against(one: Racer, other: Racer) -> str:
     )
 
 
-def _doubt(fast: Racer, slow: Racer) -> str:
+def _doubt(fast: RaceResult, slow: RaceResult) -> str:
     """Why two are not told apart."""
     if len(fast.times) == 1:
         return "which one seed cannot tell (--seeds 3)"
     return "within the spread of the seeds" if _overlap(fast, slow) else "too little to tell"
 
 
-def worth_drawing(order: Sequence[Racer]) -> list[Racer]:
+def worth_drawing(order: Sequence[RaceResult]) -> list[RaceResult]:
     """The first ones, as many as can be told from each other; the first plain all-reduce is among them."""
     plain = [one for one in order if _kind(one) == ALL_REDUCE and not one.variant][:1]
     if len(order) <= DRAWN or not plain or order.index(plain[0]) < DRAWN:
@@ -360,7 +360,7 @@ def worth_drawing(order: Sequence[Racer]) -> list[Racer]:
     return [*order[: DRAWN - 1], *plain]
 
 
-def race_chart(order: Sequence[Racer], *, title: str, target: float) -> str:
+def race_chart(order: Sequence[RaceResult], *, title: str, target: float) -> str:
     """The picture of a race: error against time."""
     seeds, shown = len(order[0].curves), worth_drawing(order)
     subtitle = f"{seeds} seeds thin, median bold, dots: target reached" if seeds > 1 else "dots: target reached"
@@ -370,7 +370,7 @@ def race_chart(order: Sequence[Racer], *, title: str, target: float) -> str:
 
 
 def chart_of(
-    lines: Sequence[tuple[str, Sequence[Curve]]], *, title: str, target: float | None, subtitle: str = ""
+    lines: Sequence[tuple[str, Sequence[TrainingCurve]]], *, title: str, target: float | None, subtitle: str = ""
 ) -> str:
     """Error against simulated time, as an SVG. Where looks are close together, each point is the mean of some."""
     notes = [subtitle] if subtitle else []
@@ -400,7 +400,7 @@ def chart_of(
     )
 
 
-def _mark(curves: Sequence[Curve], target: float | None) -> tuple[float, float] | None:
+def _mark(curves: Sequence[TrainingCurve], target: float | None) -> tuple[float, float] | None:
     """Where the median run was when it reached the target."""
     times = sorted(math.inf if curve.reached_s is None else curve.reached_s for curve in curves)
     middle = statistics.median_high(times)

@@ -48,7 +48,7 @@ UNLIKE = 0.05  # by which a learner's times differ from those of all before it i
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RealRun(Evaluated):
+class FinishedRun(Evaluated):
     """What a run left."""
 
     config: Config
@@ -96,7 +96,7 @@ class RealRun(Evaluated):
         }
 
 
-def read_run(path: Path) -> RealRun:
+def read_run(path: Path) -> FinishedRun:
     """`RequestError`, in a line, where the folder is not that of one real run from its beginning to its end."""
     folder = RunDir(path)
     config = folder.read_config()
@@ -116,10 +116,10 @@ def read_run(path: Path) -> RealRun:
     except RequestError as error:
         raise RequestError(f"{path}: {error}") from None
     config = changed(config, {"learners": config.learners or len(recorded.learners)})
-    return RealRun(config=config, recorded=recorded, metrics=tuple(metrics))
+    return FinishedRun(config=config, recorded=recorded, metrics=tuple(metrics))
 
 
-class Reached(NamedTuple):
+class TargetReached(NamedTuple):
     """Of a training in virtual time: when it had reached the target, if it ever had, and the highest it reached."""
 
     seconds: float | None
@@ -127,7 +127,7 @@ class Reached(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Played:
+class ReplayedStrategy:
     """What a strategy would have given, for as many applied samples as the run had."""
 
     strategy: str
@@ -140,9 +140,9 @@ class Played:
     waste_share: float
     notes: tuple[str, ...] = ()
     foreign: bool = False  # its communication was not in the recording
-    reached: Reached | None = None  # None: not trained
+    reached: TargetReached | None = None  # None: not trained
 
-    def as_json(self, run: RealRun) -> dict[str, Any]:
+    def as_json(self, run: FinishedRun) -> dict[str, Any]:
         return {
             "strategy": self.strategy,
             "learners": self.learners,
@@ -162,14 +162,14 @@ class Played:
 class Replay:
     """See the module's text. `samples`: of the training set; `learners` 0: as many as the run had."""
 
-    run: RealRun
+    run: FinishedRun
     samples: int
     learners: int = 0
     seed: int = 0
     calibration: Calibration | None = None
     _laws: dict[str, Law] = field(default_factory=dict)  # since filling in what was cancelled takes a while
 
-    def __call__(self, line: str) -> Played:
+    def __call__(self, line: str) -> ReplayedStrategy:
         """Replay it without computing. `RequestError` where the line cannot be replayed with so many learners."""
         config, clock, notes = self._set_up(line)
         epochs = {"train": {"epochs": config.train.epochs * PLENTY}}
@@ -193,7 +193,7 @@ class Replay:
         wait_s = spent.send_s + spent.wait_s
         if clock.cluster.starts is None and self._source(line) == RECORDED:  # its minibatches have them
             wait_s += self.run.recorded.back_s * gradients
-        return Played(
+        return ReplayedStrategy(
             strategy=line,
             learners=config.learners,
             seconds=last.at_s + self.run.ends_s * applied,
@@ -206,14 +206,16 @@ class Replay:
             foreign=not self._is_like_the_run(line),
         )
 
-    def train(self, played: Played, task: Task, target: float, hear: Report = lambda record: None) -> Played:
+    def train(
+        self, played: ReplayedStrategy, task: Task, target: float, hear: Report = lambda record: None
+    ) -> ReplayedStrategy:
         """The same, trained in virtual time until an epoch ends with the target."""
         config, clock, _ = self._set_up(played.strategy)
         config = changed(config, {"train": {"stop_at": target}})
         outcome = train_virtually(config, clock, task=task, hear=hear, every=1.0)
         there = reached_by(outcome.points[1:], target)
         seconds = None if there is None else there.seconds + self.run.ends_s * there.samples
-        return replace(played, reached=Reached(seconds, outcome.best or 0.0))
+        return replace(played, reached=TargetReached(seconds, outcome.best or 0.0))
 
     def _set_up(self, line: str) -> tuple[Config, Clock, tuple[str, ...]]:
         """The training, its clock, and what is to be said of it."""
@@ -301,7 +303,7 @@ class Replay:
         )
 
 
-def notes_of(run: RealRun, learners: int = 0) -> list[str]:
+def notes_of(run: FinishedRun, learners: int = 0) -> list[str]:
     """What is to be known of the recording before its replays are believed."""
     recorded, notes = run.recorded, []
     if recorded.cancelled:
@@ -352,15 +354,15 @@ def _fewer_learners_note(recorded: Recorded, learners: int) -> str:
 class ReplayReport:
     """What the replays of a run say. `own`: of its own strategy, if that fits so many learners."""
 
-    run: RealRun
+    run: FinishedRun
     learners: int
     target: float | None  # None: only times
-    own: Played | None
-    others: tuple[Played, ...]
+    own: ReplayedStrategy | None
+    others: tuple[ReplayedStrategy, ...]
     further_notes: tuple[str, ...]
 
     @property
-    def replayed(self) -> list[Played]:
+    def replayed(self) -> list[ReplayedStrategy]:
         return [*([] if self.own is None else [self.own]), *self.others]
 
     @property
@@ -401,7 +403,7 @@ def usual_others(own: str, learners: int) -> list[str]:
 
 
 def replay_run(
-    run: RealRun,
+    run: FinishedRun,
     strategies: Sequence[str] = (),
     *,
     learners: int = 0,
@@ -434,7 +436,7 @@ def replay_run(
     target = (target or run.highest_reached) if accuracy else None
     if target is not None:
 
-        def trained(one: Played, target: float = target) -> Played:
+        def trained(one: ReplayedStrategy, target: float = target) -> ReplayedStrategy:
             hear = tell(one.strategy)
             with running_user_code(one.strategy):
                 return replay.train(one, task, target, hear)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from offbeat.spec import count_of, format_percent, format_seconds
 
 if TYPE_CHECKING:
-    from offbeat.predict.replay import Played, RealRun
+    from offbeat.predict.replay import FinishedRun, ReplayedStrategy
 
 SURE = 0.05  # a gain is told of if it is larger than this, and than what the run's own replay is off by
 TRUSTED = 0.10  # an error of the run's own replay beyond which the others are not to be believed
@@ -24,12 +24,12 @@ def format_difference(share: float) -> str:
     return f"{'−' if share < 0 else '+'}{format_percent(abs(share))}"
 
 
-def is_as_stale(run: RealRun, own: Played) -> bool:
+def is_as_stale(run: FinishedRun, own: ReplayedStrategy) -> bool:
     """Whether the replay of the run's own strategy has gradients about as old as they were."""
     return abs(own.staleness - run.staleness) <= max(OLDER, OLDER_SHARE * run.staleness)
 
 
-def doubts_on(run: RealRun, own: Played, target: float | None) -> list[str]:
+def doubts_on(run: FinishedRun, own: ReplayedStrategy, target: float | None) -> list[str]:
     """Why accuracies of replays say little here: the run's own replay has another than the run, or other staleness."""
     lines = []
     if not is_as_stale(run, own):
@@ -46,13 +46,17 @@ def doubts_on(run: RealRun, own: Played, target: float | None) -> list[str]:
     return lines
 
 
-def is_trusted(run: RealRun, own: Played | None, error: float | None, target: float | None) -> bool:
+def is_trusted(run: FinishedRun, own: ReplayedStrategy | None, error: float | None, target: float | None) -> bool:
     """Whether the replay of what really ran is near enough to it, in time, staleness and accuracy."""
     return own is not None and error is not None and abs(error) <= TRUSTED and not doubts_on(run, own, target)
 
 
 def advice_on(
-    run: RealRun, own: Played | None, others: Sequence[Played], error: float | None, target: float | None
+    run: FinishedRun,
+    own: ReplayedStrategy | None,
+    others: Sequence[ReplayedStrategy],
+    error: float | None,
+    target: float | None,
 ) -> list[str]:
     """What would have been best, and how sure that is: by the accuracy, where that was asked for and is to be believed.
 
@@ -100,7 +104,7 @@ def advice_on(
     return lines
 
 
-def _off_by(run: RealRun, own: Played | None, error: float | None, target: float | None) -> float:
+def _off_by(run: FinishedRun, own: ReplayedStrategy | None, error: float | None, target: float | None) -> float:
     """What the run's own replay is off by, in the time for as many samples and, if that is asked for, to the target."""
     if own is None or error is None:
         return 0.0
@@ -113,7 +117,7 @@ def _misses(accuracy: float, target: float) -> bool:
     return target - accuracy > ABOUT + 1e-9
 
 
-def _about_there(one: Played | None, target: float) -> str:
+def _about_there(one: ReplayedStrategy | None, target: float) -> str:
     """Its name and accuracy, where that is not the target but as near as another seed may come; else nothing."""
     reached = None if one is None else one.reached
     if one is None or reached is None or reached.seconds is not None or _misses(reached.best, target):
@@ -121,5 +125,5 @@ def _about_there(one: Played | None, target: float) -> str:
     return f"{one.strategy} ({format_percent(reached.best)})"
 
 
-def _time(one: Played, target: float | None) -> float | None:
+def _time(one: ReplayedStrategy, target: float | None) -> float | None:
     return one.seconds if target is None else None if one.reached is None else one.reached.seconds

@@ -27,7 +27,7 @@ from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.collective import Rounds
 from offbeat.simulate.engine import ASIDE, REJOIN
 from offbeat.simulate.result import Result, Tally
-from offbeat.simulate.sample_source import Batch, Epochs, samples_of
+from offbeat.simulate.sample_source import Batch, Epochs, count_samples
 from offbeat.simulate.server import Simulation
 
 KEEP_EVERY = 16  # updates from one look at which versions are needed to the next, at most
@@ -54,7 +54,7 @@ class Minibatch(NamedTuple):
 
     @property
     def samples(self) -> int:
-        return sum(samples_of(step.batch) for step in self.steps)
+        return sum(count_samples(step.batch) for step in self.steps)
 
     @property
     def latest(self) -> int:
@@ -62,7 +62,7 @@ class Minibatch(NamedTuple):
         return max(self.version, *(step.fetched for step in self.steps))
 
 
-class Spent(NamedTuple):
+class TimeSpent(NamedTuple):
     """Seconds of all learners together, up to now, of what they have finished doing."""
 
     compute_s: float
@@ -92,7 +92,7 @@ class Update(NamedTuple):
     works: tuple[Minibatch, ...]
     scales: tuple[float, ...]
     told: int  # the version whose learning rate is taken: that of who pushed last
-    spent: Spent
+    spent: TimeSpent
     dropped: Mapping[str, int] = {}  # samples by reason, up to now
     damping: float = 1.0  # of the step
     needed: frozenset[int] | None = None  # versions that works of later updates may be at; None: not looked at
@@ -127,12 +127,12 @@ def needed_by(policy: Policy) -> set[int]:
     return {*held, *(seat.version for seat in policy.seats.values())}
 
 
-def spent_of(tally: Tally) -> Spent:
+def spent_of(tally: Tally) -> TimeSpent:
     seconds = tally.seconds
-    return Spent(seconds["compute"], tally.waste_s, seconds["send"], seconds["wait"])
+    return TimeSpent(seconds["compute"], tally.waste_s, seconds["send"], seconds["wait"])
 
 
-class Answer(NamedTuple):
+class LossAndDrift(NamedTuple):
     """What a policy may ask about a gradient."""
 
     loss: float | None
@@ -150,7 +150,7 @@ class Learner(Protocol):
         """Make the update. What was not computed before is computed now; if it `is_fresh`, as one batch if it can."""
         ...
 
-    def answer(self, work: Minibatch) -> Answer:
+    def answer(self, work: Minibatch) -> LossAndDrift:
         """About a gradient that was computed, at the current version."""
         ...
 
@@ -176,7 +176,7 @@ class Timeline(Protocol):
 
 
 class ServedTimeline(Simulation):
-    """The server's simulation with samples. Without an end of its own: it ends when its book is over.
+    """The server's simulation with samples. Without an end of its own: it ends when its source is over.
 
     Where learners push every H minibatches, they also push what they have where there are no more samples to take.
     """
@@ -185,7 +185,7 @@ class ServedTimeline(Simulation):
         self,
         strategy: str,
         cluster: Cluster,
-        book: Epochs,
+        source: Epochs,
         *,
         keep_spans: int = 0,
         write: Callable[[dict[str, Any], Minibatch | None], object] | None = None,
@@ -195,9 +195,9 @@ class ServedTimeline(Simulation):
         self._write = write
         wanted = None if write is None else self._add_batch
         super().__init__(strategy, cluster, 10**12, keep_spans, wanted, corrects=corrects, scaling=scaling)
-        self.strategy, self.book = strategy, book
+        self.strategy, self.source = strategy, source
         self.lock_step = self.policy.needs_drift or self.policy.needs_loss
-        self.ask: Callable[[Minibatch], Answer] | None = None  # in lock step: about a gradient that has arrived
+        self.ask: Callable[[Minibatch], LossAndDrift] | None = None  # in lock step: about a gradient that has arrived
         self._steps: list[list[Step]] = [[] for _ in range(cluster.learners)]  # of what is not pushed yet
         self._numbers = [0] * cluster.learners
         self._works: dict[int, Minibatch] = {}  # on their way, by the number under which they were sent
@@ -212,7 +212,7 @@ class ServedTimeline(Simulation):
 
     @property
     def is_over(self) -> bool:
-        return self.book.over
+        return self.source.over
 
     def stream(self) -> Iterator[Update]:
         for _ in self.turns():
@@ -243,7 +243,7 @@ class ServedTimeline(Simulation):
     # --- what the simulation does, with samples -----------------------------------------------------------------------
 
     def _begin(self, learner: int) -> None:
-        batch = self.book.take(learner)
+        batch = self.source.take(learner)
         if batch is None:
             self._without_samples(learner)
             return
@@ -261,7 +261,7 @@ class ServedTimeline(Simulation):
 
     def _pushed(self, learner: int, number: int) -> Pushed:
         work = self._arrived[self.ticket] = self._works.pop(number)
-        answer = Answer(None, None)
+        answer = LossAndDrift(None, None)
         if self.lock_step:
             assert self.ask is not None
             answer = self.ask(work)
@@ -274,20 +274,20 @@ class ServedTimeline(Simulation):
             works, scales = in_order(self.policy, works, command.scales)
             for work in works:
                 for step in work.steps:
-                    self.book.settle(step.batch)
+                    self.source.settle(step.batch)
             version = self.policy.version
             needed = self._needed() if version % self._keep_every == 0 else None
-            spent, dropped = spent_of(self.tally), self.book.dropped
+            spent, dropped = spent_of(self.tally), self.source.dropped
             self._made.append(Update(version, self.now, works, scales, told, spent, dropped, command.damping, needed))
         elif isinstance(command, Drop):
             for step in self._arrived.pop(command.ticket).steps:
-                self.book.give_back(step.batch, command.why.split(":")[0])
+                self.source.give_back(step.batch, command.why.split(":")[0])
         super()._obey(command)
 
     def _close(self, learner: int, *, cancelled: bool = False) -> None:
         if cancelled:
             for step in self._steps[learner]:
-                self.book.give_back(step.batch, "cancelled")
+                self.source.give_back(step.batch, "cancelled")
             self._steps[learner] = []
         super()._close(learner, cancelled=cancelled)
 
@@ -296,7 +296,7 @@ class ServedTimeline(Simulation):
             return 0  # it has stepped aside since
         lost = [sent for sent, gradient in self.flying.items() if gradient[0] == learner]
         for step in [*self._steps[learner], *(step for sent in lost for step in self._works.pop(sent).steps)]:
-            self.book.put_back(step.batch)
+            self.source.put_back(step.batch)
         self._steps[learner] = []
         return super()._fail(learner, number)
 
@@ -325,7 +325,7 @@ class ServedTimeline(Simulation):
         """A learner without samples leaves until there are some, so that nobody waits for it."""
         if number != self.turn[learner] or self.doing[learner] != "wait" or self.pushing[learner] in self.flying:
             return 0
-        if self.book.free:  # some have come back at this very moment
+        if self.source.free:  # some have come back at this very moment
             self._begin(learner)
             return 0
         self._close(learner)
@@ -339,9 +339,14 @@ class ServedTimeline(Simulation):
 
     def _call_back(self) -> None:
         """Those who have stepped aside, as soon as there are samples."""
-        if len(self._away) == self.cluster.learners and not self.flying and not self.book.free and not self.book.over:
-            self.book.settle_held()
-        if self.book.free:
+        if (
+            len(self._away) == self.cluster.learners
+            and not self.flying
+            and not self.source.free
+            and not self.source.over
+        ):
+            self.source.settle_held()
+        if self.source.free:
             for learner in self._away:
                 self._plan(self.now, REJOIN, learner, self.done[learner])
             self._away.clear()
@@ -372,7 +377,7 @@ class ServedTimeline(Simulation):
 def untrained(timeline: Timeline) -> Timeline:
     """The timeline as if neither losses nor weights changed, where its policy asks for them: nothing is trained."""
     if isinstance(timeline, ServedTimeline) and timeline.lock_step:
-        timeline.ask = lambda work: Answer(1.0, 1.0)
+        timeline.ask = lambda work: LossAndDrift(1.0, 1.0)
     return timeline
 
 
@@ -470,7 +475,7 @@ def _in_lock_step(timeline: Timeline, learner: Learner, width: int) -> Iterator[
     assert isinstance(timeline, ServedTimeline)
     computed: set[int] = set()
 
-    def ask(work: Minibatch) -> Answer:
+    def ask(work: Minibatch) -> LossAndDrift:
         if work.number not in computed:
             others = (one for one in timeline.under_way() if one.number not in computed)
             chosen = [work, *islice(others, width - 1)]

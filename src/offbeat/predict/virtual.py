@@ -30,8 +30,8 @@ from offbeat.predict.arithmetic import Arithmetic
 from offbeat.predict.calibration_match import check as check_calibration
 from offbeat.predict.logged_timeline import LoggedTimeline
 from offbeat.predict.machines import Clock, Machines
-from offbeat.predict.race import Contender, Curve
-from offbeat.predict.timelines import Minibatch, ReducedTimeline, ServedTimeline, Spent, Timeline, Update, train
+from offbeat.predict.race import Contender, TrainingCurve
+from offbeat.predict.timelines import Minibatch, ReducedTimeline, ServedTimeline, Timeline, TimeSpent, Update, train
 from offbeat.runs.log import RunLog, read_log, write_chrome_trace, write_log
 from offbeat.runs.metrics import highest_reached, reached_at
 from offbeat.schedules.algorithms import fewest_bytes
@@ -39,7 +39,7 @@ from offbeat.server.parameter_layout import model_tensors
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.collective import Rounds
 from offbeat.simulate.diagnosis import describe_machines
-from offbeat.simulate.sample_source import Batch, Epochs, Stream, pieces_of
+from offbeat.simulate.sample_source import Batch, Epochs, Stream, batches_of_updates
 from offbeat.strategy import SERVER, family_of, simulated_family_of
 from offbeat.train.checkpoint import write_weights
 from offbeat.train.config import Config, shares_of
@@ -61,7 +61,7 @@ STREAM = "a stream"  # what the log says of epochs that have no ends
 EVALUATE_EVERY = 0.25  # epochs
 
 
-class Point(NamedTuple):
+class Evaluation(NamedTuple):
     """One look at the test set."""
 
     seconds: float
@@ -74,12 +74,12 @@ class Point(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class VirtualRun:
     """What came of it."""
 
     config: Config
-    points: tuple[Point, ...]
-    spent: Spent
+    points: tuple[Evaluation, ...]
+    spent: TimeSpent
     staleness: Mapping[int, int]  # how many gradients were so old
     dropped: Mapping[str, int]  # samples, by reason
     end: Mapping[str, Any]  # as a real run tells it
@@ -95,7 +95,7 @@ class Outcome:
     def staleness_mean(self) -> float:
         return sum(age * many for age, many in self.staleness.items()) / max(1, self.gradients)
 
-    def reached(self, target: float) -> Point | None:
+    def reached(self, target: float) -> Evaluation | None:
         """The look at which the accuracy had reached the target (`metrics.reached_at`)."""
         return reached_by(self.points, target)
 
@@ -104,12 +104,12 @@ class Outcome:
         """The highest accuracy that was reached after the beginning (`metrics.highest_reached`)."""
         return highest_reached([point.accuracy for point in self.points[1:] if point.accuracy is not None])
 
-    def curve(self, target: float | None) -> Curve:
+    def curve(self, target: float | None) -> TrainingCurve:
         """What a race is told of a run."""
         reached = None if target is None else self.reached(target)
         points = [(one.seconds, one.accuracy) for one in self.points if one.accuracy is not None]
         last = self.points[-1]
-        return Curve(
+        return TrainingCurve(
             seed=self.config.seed,
             points=tuple(points),
             reached_s=None if reached is None else reached.seconds,
@@ -128,7 +128,7 @@ class Outcome:
         )
 
 
-def reached_by(points: Iterable[Point], target: float) -> Point | None:
+def reached_by(points: Iterable[Evaluation], target: float) -> Evaluation | None:
     known = [point for point in points if point.accuracy is not None]
     at = reached_at([point.accuracy for point in known if point.accuracy is not None], target)
     return None if at is None else known[at]
@@ -207,7 +207,7 @@ class RecipeTraining:
 
     def train(
         self, contender: Contender, seed: int, hear: Report, *, task: Task | None = None, run: RunDir | None = None
-    ) -> Outcome:
+    ) -> VirtualRun:
         config, clock = self.config(contender, seed), self.clock(contender, seed)
         task = task or prepare_task(config)
         with running_user_code(config.name):
@@ -223,7 +223,7 @@ def train_virtually(
     hear: Report = lambda record: None,
     width: int = 0,
     every: float = EVALUATE_EVERY,
-) -> Outcome:
+) -> VirtualRun:
     """Train in virtual time. `every`: epochs from look to look. `width` 1: one minibatch after the other; 0: `WIDTH`.
 
     With `run` its folder gets what a real run leaves, but for checkpoints.
@@ -235,7 +235,9 @@ def train_virtually(
     return trainer.outcome()
 
 
-def train_again(run: Path, *, task: Task | None = None, hear: Report = lambda record: None, width: int = 1) -> Outcome:
+def train_again(
+    run: Path, *, task: Task | None = None, hear: Report = lambda record: None, width: int = 1
+) -> VirtualRun:
     """Train as a run with a parameter server did, by its log: with `width` 1, on such a machine, to the same bits.
 
     `run` is its folder, in which nothing is changed; `task` is its task, where the config does not say it.
@@ -277,9 +279,9 @@ def timeline_of(config: Config, clock: Clock, samples: int, *, write: Write | No
     if family_of(config.sync) == SERVER:
         kind = Epochs if has_ends(config, clock) else Stream
         again = config.cancelled == "again"
-        book = kind(samples=samples, sizes=(size,) * learners, epochs=train.epochs, again=again)
+        source = kind(samples=samples, sizes=(size,) * learners, epochs=train.epochs, again=again)
         correction = correction_of(config, learners)
-        return ServedTimeline(config.sync, cluster, book, keep_spans=spans, write=write, **correction)
+        return ServedTimeline(config.sync, cluster, source, keep_spans=spans, write=write, **correction)
     simulated_family_of(config.sync)  # refuses what only a running group decides
     shares = _shares(train.split, cluster)
     sizes = (size,) * learners
@@ -298,7 +300,7 @@ def timeline_of(config: Config, clock: Clock, samples: int, *, write: Write | No
     )
     if clock.ends_of_epochs:
         return ReducedTimeline(rounds, _planned(config, samples, shares or (1.0,) * learners))
-    return ReducedTimeline(rounds, pieces_of(Stream(samples=samples, sizes=sizes, epochs=train.epochs)))
+    return ReducedTimeline(rounds, batches_of_updates(Stream(samples=samples, sizes=sizes, epochs=train.epochs)))
 
 
 def _planned(config: Config, samples: int, shares: tuple[float, ...]) -> Iterator[tuple[Batch, ...]]:
@@ -350,16 +352,16 @@ class VirtualTrainer(Trainer):
         if not self.arithmetic.together:  # nothing is gained ahead of time, and buffers would be ahead of the looks
             self._width = min(self._width, 1)
         self._every = max(1, round(every * self.samples))
-        self._next_look = self._every
+        self._next_evaluation = self._every
         self.timeline: Timeline = clock if isinstance(clock, LoggedTimeline) else self._timeline(clock)
-        self.points: list[Point] = []
+        self.points: list[Evaluation] = []
         self._taken = 0  # samples of updates: applied, or not finite
         self._through = 0  # and those that were dropped
         self._staleness: Counter[int] = Counter()  # of gradients
         self._sent_bytes = self._received_bytes = 0
         self._minibatches = 0  # that were applied: a gradient may be of several
         self._late: Mapping[str, int] = {}  # samples that were not applied, by reason
-        self._spent = Spent(0.0, 0.0, 0.0, 0.0)
+        self._spent = TimeSpent(0.0, 0.0, 0.0, 0.0)
         self._evaluations: list[dict[str, Any]] = []
         self._chance: float | None = None
         self._stops = False
@@ -376,12 +378,12 @@ class VirtualTrainer(Trainer):
 
     def fit(self) -> None:
         self.tell_beginning()
-        self._look()
+        self._evaluate_now()
         train(self.timeline, self.arithmetic, width=self._width, after=self._after)
         if isinstance(self.timeline, ServedTimeline) and not self._stops:
-            self._late = self.timeline.book.dropped
+            self._late = self.timeline.source.dropped
         if self.points[-1].update != self.at.update:
-            self._look()
+            self._evaluate_now()
         self._end_here()
 
     def _after(self, update: Update) -> bool:
@@ -400,10 +402,10 @@ class VirtualTrainer(Trainer):
         at.staleness = old / at.gradients
         at.epoch = self._through // self.samples
         self._late = update.dropped
-        if self._through < self._next_look:
+        if self._through < self._next_evaluation:
             return False
-        self._next_look = (self._through // self._every + 1) * self._every
-        self._look()
+        self._next_evaluation = (self._through // self._every + 1) * self._every
+        self._evaluate_now()
         wanted = self.config.train.stop_at
         self._stops = bool(wanted and reached_by(self.points[1:], wanted))
         return self._stops
@@ -419,7 +421,7 @@ class VirtualTrainer(Trainer):
         self._sent_bytes += sent
         self._received_bytes += received
 
-    def _look(self) -> Point:
+    def _evaluate_now(self) -> Evaluation:
         """Evaluate, and tell."""
         at, arithmetic = self.at, self.arithmetic
         if self._twin is None:
@@ -430,13 +432,13 @@ class VirtualTrainer(Trainer):
         loss, accuracy, tests, self._chance = evaluate(self._twin, self.task, self.precision, self.moved)
         told = arithmetic.loss_sum / arithmetic.loss_of if arithmetic.loss_of else None
         arithmetic.loss_sum, arithmetic.loss_of = 0.0, 0
-        point = Point(at.seconds, at.update, at.applied, _finite(loss), accuracy, _finite(told), tests)
+        point = Evaluation(at.seconds, at.update, at.applied, _finite(loss), accuracy, _finite(told), tests)
         self.points.append(point)
         if at.update:
-            self._tell_look(point)
+            self._report_evaluation(point)
         return point
 
-    def _tell_look(self, point: Point) -> None:
+    def _report_evaluation(self, point: Evaluation) -> None:
         at = self.at
         self._write_last()
         self.last = {
@@ -520,9 +522,9 @@ class VirtualTrainer(Trainer):
         write_log(self.run.log(1), RunLog(run=facts, spans=spans, decisions=tuple(decisions)))
         write_chrome_trace(self.run.trace, spans, name=self.config.name)
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> VirtualRun:
         assert self._twin is not None
-        return Outcome(
+        return VirtualRun(
             config=self.config,
             points=tuple(self.points),
             spent=self._spent,
