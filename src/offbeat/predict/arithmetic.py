@@ -1,4 +1,4 @@
-"""The arithmetic of virtual training: `simulate.training.Learner`, with torch.
+"""The arithmetic of virtual training: `timelines.Learner`, with torch.
 
 Weights of all versions that are still needed lie in a replica of the servers, whose own code makes the updates. A
 gradient is computed in one of three ways, which give the same numbers to float tolerance:

@@ -5,7 +5,7 @@
     own, other = play(run.config.sync), play("k-async:2")
 
 The machine is the run's own: each learner's minibatches take what they took, in their order, and so do the ways between
-them (`simulate.rerun`). A replay computes nothing; `Replay.train` does, to say when an accuracy would have been there.
+them (`recorded_run`). A replay computes nothing; `Replay.train` does, to say when an accuracy would have been there.
 What a replay of the run's own strategy is off by, in time and in staleness, says how far the others are to be trusted.
 
 Laws: the folder of the run is only read. The same arguments give the same numbers. Evaluation is no part of any time.

@@ -2,7 +2,7 @@
 
 A *timeline* is a run of the simulator that says more: which samples each minibatch has, and, update by update, which
 minibatches it applies and at which weights they were computed (`Update`). A `Learner` does the arithmetic. This file
-knows neither tensors nor models; the torch side is in `train/virtual`.
+knows neither tensors nor models; the torch side is in `arithmetic` and `virtual`.
 
     the policy's timing does not depend on values    the timeline is simulated ahead; minibatches whose weights exist
                                                      already are then computed together, up to `width` at a time, and
