@@ -239,6 +239,17 @@ def parse_count(text: str) -> int:
     return int(text)
 
 
+def parse_number(text: str, fits: Callable[[float], bool], expected: str) -> float:
+    """A number that fits; `expected` says in words what does."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not fits(value):
+        raise RequestError(f"{expected}; got '{_cut(text)}'")
+    return value
+
+
 def parse_shape(text: str) -> tuple[int, ...]:
     """`4x8` is (4, 8)."""
     if not re.fullmatch(r"[1-9][0-9]{0,8}(x[1-9][0-9]{0,8})*", text):

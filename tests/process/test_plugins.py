@@ -101,7 +101,7 @@ def test_a_policy_is_simulated_by_every_loop_and_explained_truly(line: str) -> N
     for _ in plain.turns():
         pass
     assert logs[0] == logs[1] and len(logs[0]) >= 100
-    result = plain.result(line)
+    result = plain.result()
     said = why(result)
     assert f"gradients {result.staleness_mean:.2f} versions old on average" in said
     if line.startswith("pool"):

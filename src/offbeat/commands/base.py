@@ -48,13 +48,7 @@ def reader(read: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def read_accuracy(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value <= 1:
-        raise RequestError(f"an accuracy is above 0 and at most 1, like 0.95; got '{text[:40]}'")
-    return value
+    return grammar.parse_number(text, lambda x: 0 < x <= 1, "an accuracy is above 0 and at most 1, like 0.95")
 
 
 def json_argument(parser: argparse.ArgumentParser) -> None:

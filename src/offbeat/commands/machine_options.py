@@ -15,7 +15,7 @@ from offbeat.predict.machines import Machines
 from offbeat.simulate.cluster import Cluster, check_memory
 from offbeat.simulate.compute import LAWS, Failures, SlowPeriods, parse_law
 from offbeat.simulate.setup import Network
-from offbeat.spec import parse_count, parse_rate, parse_seconds, parse_size
+from offbeat.spec import parse_count, parse_number, parse_rate, parse_seconds, parse_size
 
 
 def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -179,10 +179,7 @@ def _numbers(text: str) -> tuple[float, ...]:
 
 
 def _share(text: str) -> float:
-    (value,) = _numbers(text) if "," not in text else (math.nan,)
-    if not 0 <= value < 1:
-        raise RequestError(f"expected a share from 0 to below 1; got '{text}'")
-    return value
+    return parse_number(text, lambda x: 0 <= x < 1, "expected a share from 0 to below 1")
 
 
 def _slow(text: str) -> SlowPeriods:

@@ -30,7 +30,7 @@ from offbeat.predict import race
 from offbeat.predict.race import Contender, RaceResult, TrainingCurve
 from offbeat.runs.metrics import format_accuracy, format_traffic
 from offbeat.simulate.diagnosis import describe, describe_machines
-from offbeat.spec import count_of, format_percent, format_seconds, parse_count
+from offbeat.spec import count_of, format_percent, format_seconds, parse_count, parse_number
 
 if TYPE_CHECKING:
     from offbeat.predict.virtual import RecipeTraining, VirtualRun
@@ -82,13 +82,7 @@ def refuse_without_recipe(given: argparse.Namespace, *, batch_size: bool = False
 
 
 def _epochs(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise RequestError(f"expected a number of epochs above 0, like 0.25; got '{text}'")
-    return value
+    return parse_number(text, lambda x: 0 < x < math.inf, "expected a number of epochs above 0, like 0.25")
 
 
 def _training(given: argparse.Namespace) -> RecipeTraining:

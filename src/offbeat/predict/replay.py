@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from offbeat import spec as grammar
 from offbeat.errors import LogError, RequestError
 from offbeat.policies import create
-from offbeat.predict.calibration import Calibration, Probe
+from offbeat.predict.calibration import Calibration
 from offbeat.predict.calibration_match import check, of_another_machine
 from offbeat.predict.machines import Clock
 from offbeat.predict.recorded_run import MOSTLY, Recorded, filled, law_of, read_recorded, starts_of
@@ -43,7 +43,6 @@ from offbeat.train.trainer import Report
 
 PLENTY = 8  # times the run's epochs: what drops much needs more of them for as many applied samples
 STANDS_FOR = "ring"  # an all-reduce that only a running group chooses
-RECORDED, CALIBRATED, NONE = "recorded", "calibrated", "none"  # where communication is from
 UNLIKE = 0.05  # by which a learner's times differ from those of all before it is told
 
 
@@ -171,7 +170,8 @@ class Replay:
 
     def __call__(self, line: str) -> ReplayedStrategy:
         """Replay it without computing. `RequestError` where the line cannot be replayed with so many learners."""
-        config, clock, notes = self._set_up(line)
+        config, clock, ways = self._set_up(line)
+        notes = ways.notes
         epochs = {"train": {"epochs": config.train.epochs * PLENTY}}
         timeline = untrained(timeline_of(changed(config, epochs), clock, self.samples))
         if timeline.lock_step:
@@ -191,7 +191,7 @@ class Replay:
             )
         spent = last.spent
         wait_s = spent.send_s + spent.wait_s
-        if clock.cluster.starts is None and self._source(line) == RECORDED:  # its minibatches have them
+        if clock.cluster.starts is None and ways.is_recorded:  # its minibatches have them
             wait_s += self.run.recorded.back_s * gradients
         return ReplayedStrategy(
             strategy=line,
@@ -203,7 +203,7 @@ class Replay:
             wait_share=min(1.0, wait_s / spent.whole_s),
             waste_share=spent.waste_share,
             notes=notes,
-            foreign=not self._is_like_the_run(line),
+            foreign=ways.foreign,
         )
 
     def train(
@@ -217,30 +217,29 @@ class Replay:
         seconds = None if there is None else there.seconds + self.run.ends_s * there.samples
         return replace(played, reached=TargetReached(seconds, outcome.best or 0.0))
 
-    def _set_up(self, line: str) -> tuple[Config, Clock, tuple[str, ...]]:
-        """The training, its clock, and what is to be said of it."""
-        family = family_of(line)
-        simulated = STANDS_FOR if grammar.parse(line).name in (AUTO, NATIVE) else line
+    def _set_up(self, line: str) -> tuple[Config, Clock, _Communication]:
+        """The training and its clock."""
         learners = self.learners or self.run.config.learners
-        changes = {"sync": simulated, "learners": learners, "slow": (), "train": {"stop_at": 0.0}}
+        changes = {"sync": _simulated(line), "learners": learners, "slow": (), "train": {"stop_at": 0.0}}
         try:
             config = changed(self.run.config, changes)
         except RequestError as error:
             raise RequestError(str(error).removeprefix("sync: ")) from None
-        beside_s = self._beside_s(simulated)
-        notes = self._way_notes(line, beside_s)
-        cluster = Cluster(learners=learners, law=self._law("computed"), seed=self.seed)
-        if family == ALL_REDUCE:
-            if self._source(line) == RECORDED:
-                cluster = replace(cluster, law=self._law("with ways"))
-            return (
-                config,
-                Clock(cluster=cluster, bucket_bytes=None, reduce_s=lambda size: beside_s, ends_of_epochs=True),
-                notes,
-            )
-        starts = self._law("ways") if self._source(line) == RECORDED else None
-        cluster = replace(cluster, wires=Wires(size_bytes=0, latency_s=beside_s / 2), starts=starts)
-        return config, Clock(cluster=cluster, ends_of_epochs=True), notes
+        ways = self._communication(line)
+        if family_of(line) == ALL_REDUCE:
+            law = self._law("with ways" if ways.is_recorded else "computed")
+            cluster = Cluster(learners=learners, law=law, seed=self.seed)
+            reduce_s = ways.beside_s
+            clock = Clock(cluster=cluster, bucket_bytes=None, reduce_s=lambda size: reduce_s, ends_of_epochs=True)
+            return config, clock, ways
+        cluster = Cluster(
+            learners=learners,
+            law=self._law("computed"),
+            seed=self.seed,
+            wires=Wires(size_bytes=0, latency_s=ways.beside_s / 2),
+            starts=self._law("ways") if ways.is_recorded else None,
+        )
+        return config, Clock(cluster=cluster, ends_of_epochs=True), ways
 
     def _law(self, what: str) -> Law:
         if what not in self._laws:
@@ -250,57 +249,47 @@ class Replay:
             )
         return self._laws[what]
 
-    # --- what lies between minibatches --------------------------------------------------------------------------------
-
-    def _is_like_the_run(self, line: str) -> bool:
-        return self.run.recorded.reduces == (family_of(line) == ALL_REDUCE)
-
-    def _probe(self, line: str) -> Probe | None:
-        """Of the calibration, where the run was of another family and has nothing better."""
-        if self.calibration is None or self._is_like_the_run(line):
-            return None
-        learners = self.learners or self.run.config.learners
-        return min(self.calibration.of(family_of(line)), key=lambda one: abs(one.learners - learners))
-
-    def _source(self, line: str) -> str:
-        """Where communication is from. One learner has nobody to reduce with: there is none, unless measured."""
-        alone = self.learners == 1 < self.run.config.learners and family_of(line) == ALL_REDUCE
-        probe = self._probe(line)
-        if alone and (probe is None or probe.learners > 1):
-            return NONE
-        return RECORDED if probe is None else CALIBRATED
-
-    def _beside_s(self, line: str) -> float:
-        """What the way of a gradient takes beside the way back."""
-        source, probe = self._source(line), self._probe(line)
-        if source == NONE:
-            return 0.0
-        if self.calibration is None or probe is None:
-            return self.run.recorded.there_s
-        learners = self.learners or self.run.config.learners
-        family = family_of(line)
-        factor = self.calibration.reduction_factor(line, learners) if family == ALL_REDUCE else 1.0
-        return probe.there_s * factor + probe.back_s
-
-    def _way_notes(self, line: str, beside_s: float) -> tuple[str, ...]:
-        """The same for all lines of a family, so that it is told once."""
-        source = self._source(line)
-        if source == NONE:
-            return ("an all-reduce with 1 learner has nobody to reduce with: it is replayed without communication",)
-        if self._is_like_the_run(line):
-            return ()
-        reduces = family_of(line) == ALL_REDUCE
-        if source == CALIBRATED:
+    def _communication(self, line: str) -> _Communication:
+        """Of a strategy's family. One learner has nobody to reduce with: there is none, unless measured."""
+        run, recorded, family = self.run.config, self.run.recorded, family_of(line)
+        learners, reduces = self.learners or run.learners, family == ALL_REDUCE
+        foreign, probe = recorded.reduces != reduces, None
+        if foreign and self.calibration is not None:  # the run was of another family, and has nothing better
+            probe = min(self.calibration.of(family), key=lambda one: abs(one.learners - learners))
+        if reduces and self.learners == 1 < run.learners and (probe is None or probe.learners > 1):
+            note = "an all-reduce with 1 learner has nobody to reduce with: it is replayed without communication"
+            return _Communication(0.0, False, foreign, (note,))
+        if not foreign:
+            return _Communication(recorded.there_s, True, foreign, ())
+        if self.calibration is not None and probe is not None:
+            factor = self.calibration.reduction_factor(_simulated(line), learners) if reduces else 1.0
+            beside_s = probe.there_s * factor + probe.back_s
             took = format_seconds(beside_s)
-            told = (
+            way = (
                 f"{line} takes {took} an update" if reduces else f"a gradient's way to the server and back takes {took}"
             )
-            return (f"communication was not in the recording, and is by the calibration: {told}",)
-        took = format_seconds(self.run.recorded.there_s + self.run.recorded.back_s)
-        return (
+            note = f"communication was not in the recording, and is by the calibration: {way}"
+            return _Communication(beside_s, False, foreign, (note,))
+        took = format_seconds(recorded.there_s + recorded.back_s)
+        note = (
             f"communication {'by an all-reduce' if reduces else 'with a server'} was not in the recording: taken as "
-            f"long as what it took in the run, {took} on average; a --calibration says it better",
+            f"long as what it took in the run, {took} on average; a --calibration says it better"
         )
+        return _Communication(recorded.there_s, True, foreign, (note,))
+
+
+class _Communication(NamedTuple):
+    """What a replay takes communication to be."""
+
+    beside_s: float  # what the way of a gradient takes beside the way back
+    is_recorded: bool  # and not measured otherwise, or none
+    foreign: bool  # the run was of another family
+    notes: tuple[str, ...]  # the same for all lines of a family, so that they are told once
+
+
+def _simulated(line: str) -> str:
+    """An all-reduce that only a running group chooses is simulated as another."""
+    return STANDS_FOR if grammar.parse(line).name in (AUTO, NATIVE) else line
 
 
 def notes_of(run: FinishedRun, learners: int = 0) -> list[str]:

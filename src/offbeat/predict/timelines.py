@@ -144,23 +144,18 @@ class Learner(Protocol):
 
     def compute(self, works: Sequence[Minibatch]) -> None:
         """The gradients of these, whose versions exist; each is kept until it is applied."""
-        ...
 
     def apply(self, update: Update) -> None:
         """Make the update. What was not computed before is computed now; if it `is_fresh`, as one batch if it can."""
-        ...
 
     def answer(self, work: Minibatch) -> LossAndDrift:
         """About a gradient that was computed, at the current version."""
-        ...
 
     def keep(self, versions: Collection[int]) -> None:
         """No other versions will be asked for; the current one stays in any case."""
-        ...
 
     def forget(self, numbers: Collection[int]) -> None:
         """These works will not be applied."""
-        ...
 
 
 class Timeline(Protocol):
@@ -195,7 +190,7 @@ class ServedTimeline(Simulation):
         self._write = write
         wanted = None if write is None else self._add_batch
         super().__init__(strategy, cluster, 10**12, keep_spans, wanted, corrects=corrects, scaling=scaling)
-        self.strategy, self.source = strategy, source
+        self.source = source
         self.lock_step = self.policy.needs_drift or self.policy.needs_loss
         self.ask: Callable[[Minibatch], LossAndDrift] | None = None  # in lock step: about a gradient that has arrived
         self._steps: list[list[Step]] = [[] for _ in range(cluster.learners)]  # of what is not pushed yet
@@ -222,9 +217,6 @@ class ServedTimeline(Simulation):
                 self.logged.update((update.version, (len(self.spans), self._decisions)) for update in self._made)
                 yield from self._made
                 self._made.clear()
-
-    def result(self, strategy: str = "") -> Result:
-        return super().result(strategy or self.strategy)
 
     def under_way(self) -> Iterator[Minibatch]:
         """What is being computed or on its way; nothing where learners step by themselves, for that has an order."""

@@ -353,7 +353,10 @@ class VirtualTrainer(Trainer):
             self._width = min(self._width, 1)
         self._every = max(1, round(every * self.samples))
         self._next_evaluation = self._every
-        self.timeline: Timeline = clock if isinstance(clock, LoggedTimeline) else self._timeline(clock)
+        write = self._add_decision if self._writes else None
+        self.timeline: Timeline = (
+            clock if isinstance(clock, LoggedTimeline) else timeline_of(config, clock, self.samples, write=write)
+        )
         self.points: list[Evaluation] = []
         self._taken = 0  # samples of updates: applied, or not finite
         self._through = 0  # and those that were dropped
@@ -370,9 +373,6 @@ class VirtualTrainer(Trainer):
     def _fitting_width(self) -> int:
         of_each = 4 * 6 * self.arithmetic.replica.table.items  # weights, gradients, and what lies between them
         return max(1, min(WIDTH, MOST_BYTES // of_each))
-
-    def _timeline(self, clock: Clock) -> Timeline:
-        return timeline_of(self.config, clock, self.samples, write=self._add_decision if self._writes else None)
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 

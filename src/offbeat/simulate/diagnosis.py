@@ -15,14 +15,14 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from offbeat.errors import RequestError
 from offbeat.policies import create
 from offbeat.policies.memory import vectors_of
-from offbeat.simulate.cluster import Cluster, Wires
+from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.compute import Law
 from offbeat.simulate.engine import Floats, Ints
 from offbeat.simulate.result import Result
@@ -137,13 +137,6 @@ def why(result: Result) -> str:
     return f"everybody waits for the slowest: {format_percent(result.wait_share, 0)} of the time{sent}; staleness 0"
 
 
-class Cause(NamedTuple):
-    """Something that costs time, and the machines without it."""
-
-    name: str
-    without: Setup
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
     """The gains in throughput (samples applied a second) if one cause at a time were gone, the largest first."""
@@ -241,7 +234,7 @@ def limit_of(setup: Setup, machines: MachineSummary, updates: int) -> Limit:
     causes = causes_of(setup, machines)
     now = rate(setup) if causes else 1.0
     gains: dict[str, float] = {}
-    for name, without in causes:
+    for name, without in causes.items():
         try:
             gains[name] = rate(without) / now - 1
         except RequestError:  # without it there is no update at all: it is no cause
@@ -254,36 +247,28 @@ def limit_of(setup: Setup, machines: MachineSummary, updates: int) -> Limit:
     return Limit(gains=dict(sorted(gains.items(), key=lambda item: -item[1])))
 
 
-def causes_of(setup: Setup, machines: MachineSummary) -> list[Cause]:
-    """What could be taken away, whether that gains anything or not."""
-    cluster = setup.cluster
-    found = [Cause(name, replace(setup, cluster=without)) for name, without in _of_computing(cluster, machines)]
-    if setup.reduces:
-        return found + _of_reductions(setup)
-    return found + [
-        Cause(name, replace(setup, cluster=replace(cluster, wires=wires))) for name, wires in _of_links(cluster)
-    ]
+def causes_of(setup: Setup, machines: MachineSummary) -> dict[str, Setup]:
+    """What could be taken away, whether that gains anything or not, and the setup without it."""
+    found = {name: replace(setup, cluster=cluster) for name, cluster in _of_computing(setup.cluster, machines).items()}
+    return found | (_of_reductions(setup) if setup.reduces else _of_links(setup))
 
 
-def _of_computing(cluster: Cluster, machines: MachineSummary) -> list[tuple[str, Cluster]]:
-    found: list[tuple[str, Cluster]] = []
+def _of_computing(cluster: Cluster, machines: MachineSummary) -> dict[str, Cluster]:
+    found: dict[str, Cluster] = {}
     if machines.slow:
-        found.append((f"the slow {format_learners(machines.slow, most=4)}", machines.as_fast(cluster, machines.slow)))
+        found[f"the slow {format_learners(machines.slow, most=4)}"] = machines.as_fast(cluster, machines.slow)
     elif max(machines.mean_s) > SLOWER * min(machines.mean_s):
         slower = [one for one, mean in enumerate(machines.mean_s) if mean > machines.typical_s]
-        found.append(("unequal speeds of the learners", machines.as_fast(cluster, slower)))
+        found["unequal speeds of the learners"] = machines.as_fast(cluster, slower)
     if machines.spread > 0.005:
-        even = replace(cluster, law=_even(cluster))
-        if cluster.cores is not None:
-            even = replace(even, cores=replace(cluster.cores, law=_always([cluster.cores.law.mean_s])))
-        found.append((SCATTER, even))
+        cores = cluster.cores and replace(cluster.cores, law=_always([cluster.cores.law.mean_s]))
+        found[SCATTER] = replace(cluster, law=_even(cluster), cores=cores)
     if cluster.slow is not None:
-        found.append(("slow periods", replace(cluster, slow=None)))
+        found["slow periods"] = replace(cluster, slow=None)
     if cluster.failures is not None:
-        found.append(("failures", replace(cluster, failures=None)))
+        found["failures"] = replace(cluster, failures=None)
     if cluster.cores is not None and cluster.cores.count < cluster.learners:
-        cores = replace(cluster.cores, count=float(cluster.learners))
-        found.append(("sharing the cores", replace(cluster, cores=cores)))
+        found["sharing the cores"] = replace(cluster, cores=replace(cluster.cores, count=float(cluster.learners)))
     return found
 
 
@@ -311,36 +296,39 @@ def _none(chance: Callable[[int], Floats]) -> Floats:
     raise AssertionError("a law with `at` takes nothing from chance")
 
 
-def _of_links(cluster: Cluster) -> list[tuple[str, Wires | None]]:
-    wires = cluster.wires
+def _of_links(setup: Setup) -> dict[str, Setup]:
+    cluster, wires = setup.cluster, setup.cluster.wires
     if wires is None:
-        return []
-    found: list[tuple[str, Wires | None]] = []
-    caps = [wires.cap(learner) for learner in range(cluster.learners)]
-    at_server, at_learners = wires.server_bytes_per_s < math.inf, min(caps) < math.inf
-    if wires.size_bytes and at_server:
-        found.append((SERVER_LINK, replace(wires, server_bytes_per_s=math.inf)))
-    if wires.size_bytes and at_learners:
-        found.append((LEARNER_LINKS, replace(wires, learner_bytes_per_s=math.inf)))
-    if wires.size_bytes and at_server and at_learners:
-        found.append((LINKS, replace(wires, server_bytes_per_s=math.inf, learner_bytes_per_s=math.inf)))
+        return {}
+    free: dict[str, dict[str, float]] = {}
+    at_server = bool(wires.size_bytes) and wires.server_bytes_per_s < math.inf
+    at_learners = bool(wires.size_bytes) and min(map(wires.cap, range(cluster.learners))) < math.inf
+    if at_server:
+        free[SERVER_LINK] = {"server_bytes_per_s": math.inf}
+    if at_learners:
+        free[LEARNER_LINKS] = {"learner_bytes_per_s": math.inf}
+    if at_server and at_learners:
+        free[LINKS] = free[SERVER_LINK] | free[LEARNER_LINKS]
     if wires.latency_s:
-        found.append((LATENCY, replace(wires, latency_s=0.0)))
-    return found
+        free[LATENCY] = {"latency_s": 0.0}
+    return {
+        name: replace(setup, cluster=replace(cluster, wires=replace(wires, **changes)))  # type: ignore[arg-type]  # floats
+        for name, changes in free.items()
+    }
 
 
-def _of_reductions(setup: Setup) -> list[Cause]:
+def _of_reductions(setup: Setup) -> dict[str, Setup]:
     """Latency is what a reduction of nothing takes; the rest is bandwidth."""
     reduction_s = setup.reduction_s()
     latency_s = reduction_s(0)
     if setup.reduce_s is not None:
-        return [Cause(REDUCTION, replace(setup, reduce_s=lambda size: 0.0))] if latency_s else []
+        return {REDUCTION: replace(setup, reduce_s=lambda size: 0.0)} if latency_s else {}
     assert setup.model is not None
-    found = []
+    found = {}
     if latency_s:
-        found.append(Cause(LATENCY, replace(setup, reduce_s=lambda size: reduction_s(size) - latency_s)))
+        found[LATENCY] = replace(setup, reduce_s=lambda size: reduction_s(size) - latency_s)
     if sum(setup.model.size_bytes):
-        found.append(Cause(BANDWIDTH, replace(setup, reduce_s=lambda size: latency_s)))
+        found[BANDWIDTH] = replace(setup, reduce_s=lambda size: latency_s)
     return found
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from offbeat.errors import RequestError
 from offbeat.policies import Policy, create
-from offbeat.schedules import build, price
 from offbeat.simulate import collective, server
 from offbeat.simulate.cluster import Cluster, Wires
 from offbeat.simulate.collective import Model
@@ -123,8 +121,7 @@ class Setup:
         if self.reduce_s is not None:
             return self.reduce_s
         assert self.topology is not None
-        topology, schedule = self.topology, build(self.strategy, ranks=self.cluster.learners)
-        return cache(lambda size_bytes: price(schedule, topology, size_bytes).seconds)
+        return collective.priced(self.strategy, self.topology)
 
     def run(
         self,
