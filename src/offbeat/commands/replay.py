@@ -71,7 +71,7 @@ def _run(given: argparse.Namespace) -> None:
     check_memory(given.learners or 0, available_bytes())
     calibration = None if given.calibration is None else read_calibration(given.calibration)
     run = read_run(given.run)
-    with stages(f"training {run.config.name} in virtual time", QUIET_S) as tell:
+    with stages(f"replaying {run.config.name}", QUIET_S) as tell:
         report = replay_run(
             run,
             given.sync,

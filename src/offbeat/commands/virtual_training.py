@@ -288,10 +288,10 @@ def race_recipe(given: argparse.Namespace, strategies: Sequence[str]) -> None:
             outcome = training.train(one, seed, evaluations(tell, f"{which}: {one.label}, seed {seed}"))
             return race.checked(outcome.curve(given.target), config.name, given.target)
 
-        racers = race.run_race(contenders, range(given.seed, given.seed + seeds), train)
+        results = race.run_race(contenders, range(given.seed, given.seed + seeds), train)
     took = time.perf_counter() - started
-    order, chosen = race.ranked(racers), race.advised(racers)
-    lines = race.advice(racers, given.target, describe(machines))
+    order, chosen = race.ranked(results), race.advised(results)
+    lines = race.advice(results, given.target, describe(machines))
     title = training.machines.title(config.name)
     write_file(folder / "error.svg", race.race_chart(order, title=title, target=given.target))
     told = {
@@ -303,7 +303,7 @@ def race_recipe(given: argparse.Namespace, strategies: Sequence[str]) -> None:
         "seeds": seeds,
         "advice": lines,
         "advised": None if chosen is None else {"strategy": chosen.strategy, "variant": chosen.variant},
-        "strategies": [racer.as_json() for racer in order],
+        "strategies": [result.as_json() for result in order],
         "run_dir": str(folder),
     }
     write_file(folder / "race.json", json.dumps(told, indent=1, allow_nan=False))
@@ -318,10 +318,10 @@ def race_recipe(given: argparse.Namespace, strategies: Sequence[str]) -> None:
     out.print()
     columns = ("to target", "fastest", "slowest", "updates", "at the end", "staleness")
     shown = range(len(columns)) if out.width >= WIDE else (0, 4, 5)
-    rows = [(racer.label, *(_cells(racer)[at] for at in shown)) for racer in order]
+    rows = [(result.label, *(_cells(result)[at] for at in shown)) for result in order]
     table(out, ("strategy", *(columns[at] for at in shown)), rows, wrapped=(0,))
-    for racer in order:
-        say(out, f"{racer.label}: {race.explain_result(racer)}")
+    for result in order:
+        say(out, f"{result.label}: {race.explain_result(result)}")
     out.print()
     say(out, f"error against time: {folder / 'error.svg'}; every point: {folder / 'race.json'}")
     say(out, f"computed in {format_seconds(took)}", style="dim")
@@ -337,8 +337,8 @@ def _rate_of(config: Config) -> str:
     return f"{train.rate:g} {scaled}{how}{momentum}{stale}"
 
 
-def _cells(racer: RaceResult) -> tuple[str, ...]:
-    times = (racer.median_s, racer.times[0], racer.times[-1])
+def _cells(result: RaceResult) -> tuple[str, ...]:
+    times = (result.median_s, result.times[0], result.times[-1])
     reached = ("not reached" if seconds == math.inf else format_seconds(seconds) for seconds in times)
-    updates = "-" if racer.median_updates is None else f"{racer.median_updates:,}"
-    return *reached, updates, racer.right, f"{racer.staleness:.1f}"
+    updates = "-" if result.median_updates is None else f"{result.median_updates:,}"
+    return *reached, updates, result.accuracy_text, f"{result.staleness:.1f}"

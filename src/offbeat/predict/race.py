@@ -168,7 +168,7 @@ class RaceResult(NamedTuple):
         return self.curves[0].test_samples
 
     @property
-    def right(self) -> str:
+    def accuracy_text(self) -> str:
         """The accuracy at the end, with its interval."""
         return format_accuracy(self.accuracy, self.test_samples)
 
@@ -209,22 +209,22 @@ def run_race(
     ]
 
 
-def ranked(racers: Sequence[RaceResult]) -> list[RaceResult]:
+def ranked(results: Sequence[RaceResult]) -> list[RaceResult]:
     """The fastest first; those that did not get there by where they ended, as far as that can be told apart."""
-    there = sorted((one for one in racers if one.median_s < math.inf), key=lambda one: one.median_s)
-    return [*there, *(one for tied in not_there(racers) for one in tied)]
+    there = sorted((one for one in results if one.median_s < math.inf), key=lambda one: one.median_s)
+    return [*there, *(one for tied in not_there(results) for one in tied)]
 
 
-def not_there(racers: Sequence[RaceResult]) -> list[list[RaceResult]]:
+def not_there(results: Sequence[RaceResult]) -> list[list[RaceResult]]:
     """Those that did not reach the target, the best accuracies at the end first: groups that are tied, by time."""
-    rest = [one for one in racers if one.median_s == math.inf]
+    rest = [one for one in results if one.median_s == math.inf]
     scores = [Score(one.accuracy, one.test_samples, statistics.median(c.seconds for c in one.curves)) for one in rest]
     return [[rest[at] for at in tied] for tied in ranking(scores)]
 
 
-def advised(racers: Sequence[RaceResult]) -> RaceResult | None:
+def advised(results: Sequence[RaceResult]) -> RaceResult | None:
     """Whom to take: the simplest of those that cannot be told from the fastest. None: nobody got there."""
-    order = ranked(racers)
+    order = ranked(results)
     if order[0].median_s == math.inf:
         return None
     alike = [one for one in order if _are_alike(order[0], one)]
@@ -246,49 +246,49 @@ def _overlap(fast: RaceResult, slow: RaceResult) -> bool:
     return slow.times[0] <= fast.times[-1] or len(fast.times) == len(slow.times) == 1
 
 
-def _complexity(racer: RaceResult) -> int:
+def _complexity(result: RaceResult) -> int:
     """An all-reduce, a server that waits for all, or any other policy; each as it is, or on other machines."""
     kind = 0
-    if family_of(racer.strategy) != ALL_REDUCE:
-        learners = racer.contender.cluster.learners
-        policy = create(racer.strategy, expect=learners)
+    if family_of(result.strategy) != ALL_REDUCE:
+        learners = result.contender.cluster.learners
+        policy = create(result.strategy, expect=learners)
         kind = 1 if policy.waits_for_all(learners) and not policy.rule.delta else 2
-    return 2 * kind + bool(racer.variant)
+    return 2 * kind + bool(result.variant)
 
 
-def _kind(racer: RaceResult) -> str:
+def _kind(result: RaceResult) -> str:
     """All-reduce, a server that keeps everybody in step, or one that takes old gradients."""
-    if family_of(racer.strategy) == ALL_REDUCE:
+    if family_of(result.strategy) == ALL_REDUCE:
         return ALL_REDUCE
-    return "stale" if racer.staleness > 0.005 else "in step"
+    return "stale" if result.staleness > 0.005 else "in step"
 
 
-def explain_result(racer: RaceResult) -> str:
+def explain_result(result: RaceResult) -> str:
     """How its time came about, in one line."""
-    parts = [f"{racer.samples_per_s:,.4g} samples/s"]
-    if racer.median_s < math.inf:
-        parts.append(f"{racer.samples_needed:,.0f} samples to the target")
-    if racer.staleness > 0.005:
-        parts.append(f"gradients {racer.staleness:.1f} versions old")
-    if racer.wait_share > 0.005:
-        parts.append(f"{format_percent(racer.wait_share, 0)} of the time waiting")
-    if racer.waste_share > 0.005:
-        parts.append(f"{format_percent(racer.waste_share, 0)} thrown away")
-    if all(curve.warning for curve in racer.curves):
-        parts.append(racer.curves[0].warning)
+    parts = [f"{result.samples_per_s:,.4g} samples/s"]
+    if result.median_s < math.inf:
+        parts.append(f"{result.samples_needed:,.0f} samples to the target")
+    if result.staleness > 0.005:
+        parts.append(f"gradients {result.staleness:.1f} versions old")
+    if result.wait_share > 0.005:
+        parts.append(f"{format_percent(result.wait_share, 0)} of the time waiting")
+    if result.waste_share > 0.005:
+        parts.append(f"{format_percent(result.waste_share, 0)} thrown away")
+    if all(curve.warning for curve in result.curves):
+        parts.append(result.curves[0].warning)
     return ", ".join(parts)
 
 
-def advice(racers: Sequence[RaceResult], target: float, machines: str) -> list[str]:
+def advice(results: Sequence[RaceResult], target: float, machines: str) -> list[str]:
     """What to do, and why, in a few lines. `machines` says what the learners are like."""
-    chosen = advised(racers)
-    order = ranked(racers)
+    chosen = advised(results)
+    order = ranked(results)
     if chosen is None:
-        tied = not_there(racers)[0]
+        tied = not_there(results)[0]
         best = max(tied, key=lambda one: one.accuracy)
         others = [one.label for one in tied if one is not best]
         return [
-            f"nobody reached {format_percent(target)}; the best end was {best.right}, with {best.label}",
+            f"nobody reached {format_percent(target)}; the best end was {best.accuracy_text}, with {best.label}",
             *([f"not told apart from it on {best.test_samples:,} test samples: {', '.join(others)}"] if others else []),
             "more epochs (--epochs), another learning rate (--rate) or a lower --target would tell them apart",
         ]
@@ -315,20 +315,20 @@ def _worth_telling(chosen: RaceResult, order: Sequence[RaceResult]) -> list[Race
     return [one for at, one in enumerate(told) if not any(one is earlier for earlier in told[:at])]
 
 
-def _spread(racer: RaceResult) -> str:
+def _spread(result: RaceResult) -> str:
     """From the fastest run to the slowest."""
-    if len(racer.times) == 1:
+    if len(result.times) == 1:
         return ""
-    if racer.times[-1] == math.inf:
-        missing = sum(one == math.inf for one in racer.times)
-        return f", {missing} of {len(racer.times)} seeds not at all"
-    return f", seeds from {format_seconds(racer.times[0])} to {format_seconds(racer.times[-1])}"
+    if result.times[-1] == math.inf:
+        missing = sum(one == math.inf for one in result.times)
+        return f", {missing} of {len(result.times)} seeds not at all"
+    return f", seeds from {format_seconds(result.times[0])} to {format_seconds(result.times[-1])}"
 
 
 def _against(one: RaceResult, other: RaceResult) -> str:
     """Why one is faster than another, or as fast and simpler."""
     if other.median_s == math.inf:
-        return f"{other.label} did not get there: it ended at {other.right}"
+        return f"{other.label} did not get there: it ended at {other.accuracy_text}"
     time = format_seconds(other.median_s)
     if other.median_s < one.median_s:
         ratio = one.median_s / other.median_s
