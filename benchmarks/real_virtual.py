@@ -19,7 +19,8 @@ from pathlib import Path
 
 import torch
 
-from offbeat.predict.virtual import Clock, train_virtually
+from offbeat.predict.machines import Clock
+from offbeat.predict.virtual import train_virtually
 from offbeat.runs.metrics import reached_at
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.compute import parse_law

@@ -20,7 +20,8 @@ from pathlib import Path
 
 import torch
 
-from offbeat.predict.replay import Played, RealRun, Replay, is_as_stale, read_run
+from offbeat.predict.replay import FinishedRun, Replay, ReplayedStrategy, read_run
+from offbeat.predict.replay_advice import is_as_stale
 from offbeat.train.tasks import task_of
 
 STRATEGIES = {  # and the epochs that take some seconds
@@ -36,7 +37,7 @@ LEARNERS = 4
 WHOLE, CUT = 0.05, 0.10  # the errors that are allowed: with all minibatches whole, with some cancelled
 
 
-def real(line: str, folder: Path, given: argparse.Namespace) -> RealRun:
+def real(line: str, folder: Path, given: argparse.Namespace) -> FinishedRun:
     words = ["digits-mlp", "--sync", line, "--learners", str(LEARNERS), "--run-dir", str(folder), "--quiet"]
     words += ["--slow", given.slow, "--slow", "learner=0,factor=2", "--save.every-epochs", "0"]
     words += ["--epochs", str(max(1, round(STRATEGIES[line] * given.length)))]
@@ -44,7 +45,7 @@ def real(line: str, folder: Path, given: argparse.Namespace) -> RealRun:
     return read_run(folder)
 
 
-def told(line: str, run: RealRun, own: Played, error: float, allowed: float) -> str:
+def told(line: str, run: FinishedRun, own: ReplayedStrategy, error: float, allowed: float) -> str:
     recorded = run.recorded
     shares = f"{100 * recorded.shares.wait:6.0f} %{100 * own.wait_share:5.0f} %"
     return (
@@ -54,7 +55,7 @@ def told(line: str, run: RealRun, own: Played, error: float, allowed: float) -> 
     )
 
 
-def across(runs: dict[str, RealRun], samples: int) -> None:
+def across(runs: dict[str, FinishedRun], samples: int) -> None:
     """Seconds a sample of each run, by the recordings of all; what else the machine did is in these errors."""
     print(f"{'error, from the run':<20}" + "".join(f"{line:>17}" for line in runs))
     for line, run in runs.items():

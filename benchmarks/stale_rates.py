@@ -28,7 +28,8 @@ from typing import NamedTuple
 
 import torch
 
-from offbeat.predict.virtual import Clock, train_virtually
+from offbeat.predict.machines import Clock
+from offbeat.predict.virtual import train_virtually
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.compute import parse_law
 from offbeat.spec import count_of

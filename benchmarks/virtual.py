@@ -18,7 +18,8 @@ from collections.abc import Callable
 
 import torch
 
-from offbeat.predict.virtual import Clock, Outcome, train_virtually
+from offbeat.predict.machines import Clock
+from offbeat.predict.virtual import VirtualRun, train_virtually
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.compute import parse_law
 from offbeat.train.config import Config
@@ -36,7 +37,7 @@ def config_of(line: str, *, learners: int = LEARNERS, seed: int = 0, epochs: int
     return changed(read_recipe("digits-mlp"), {"sync": line, "learners": learners, "seed": seed, "train": train})
 
 
-def virtual(config: Config, task: Task, *, width: int = 0, every: float = NEVER) -> Outcome:
+def virtual(config: Config, task: Task, *, width: int = 0, every: float = NEVER) -> VirtualRun:
     cluster = Cluster(learners=config.learners, law=parse_law("gamma:1,0.25"), seed=config.seed)
     return train_virtually(config, Clock(cluster=cluster), task=task, width=width, every=every)
 

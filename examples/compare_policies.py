@@ -5,8 +5,8 @@ python compare_policies.py
 
 from offbeat.simulate import server
 from offbeat.simulate.cluster import Cluster
-from offbeat.simulate.compare import why
 from offbeat.simulate.compute import parse_law
+from offbeat.simulate.diagnosis import why
 
 
 def main() -> None:

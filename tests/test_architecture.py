@@ -17,10 +17,11 @@ import pytest
 HERE = Path(__file__).parents[1]
 PACKAGE = HERE / "src" / "offbeat"
 
-# A room imports only rooms above it. The torch-free ones use the standard library and numpy alone.
+# A room imports only rooms above it. Torch-free rooms and files use the standard library and numpy alone.
 TORCH_FREE = (
     "errors", "spec", "synonyms", "plugins", "topology", "schedules", "policies", "strategy", "runs", "leases", "chart",
-    "simulate", "datasets", "report",
+    "simulate", "datasets", "report", "predict/calibration", "predict/timelines", "predict/logged_timeline",
+    "predict/recorded_run", "predict/machines", "predict/race", "predict/replay_advice",
 )  # fmt: skip
 ROOMS = (
     "errors", "spec", "synonyms", "plugins", "topology", "schedules", "policies", "strategy", "runs", "leases", "chart",
@@ -38,6 +39,7 @@ BANNED_NAMES = {"torch.load", "yaml.load", "yaml.unsafe_load", "torch.distribute
 BANNED_BUILTINS = {"eval", "exec", "__import__", "compile"}
 BANNED_ENDINGS = ("_object", "_object_list")  # collectives of pickled objects
 UNSEEDED = re.compile(r"(np|numpy)\.random\.(?!default_rng$|Generator$)\w+|os\.urandom|os\.getrandom")
+
 
 Sources = Mapping[str, str]  # path inside the repository -> text
 
@@ -65,6 +67,12 @@ def room_of(path: str) -> str:
     if path == "src/offbeat_autoload.py":  # beside the house: `import torch` calls it
         return "__init__"
     return Path(path).relative_to("src/offbeat").parts[0].removesuffix(".py")
+
+
+def is_torch_free(path: str) -> bool:
+    """Whether a file is one of `TORCH_FREE`, or in one of its rooms."""
+    inside = path.removeprefix("src/offbeat/").removesuffix(".py")
+    return path.startswith("src/offbeat/") and (inside in TORCH_FREE or inside.split("/")[0] in TORCH_FREE)
 
 
 def wrong_directions(files: Sources) -> list[str]:
@@ -95,7 +103,7 @@ def wrong_imports(files: Sources) -> list[str]:
             top = name.split(".")[0]
             if top in BANNED_EVERYWHERE:
                 found.append(f"{path}: {top} is banned")
-            if path.startswith("src/") and room_of(path) in TORCH_FREE:
+            if is_torch_free(path):
                 allowed = top in ("offbeat", "numpy") or (top in sys.stdlib_module_names and top not in BANNED_MODULES)
                 if not allowed:
                     found.append(f"{path}: a torch-free room imports {top}")
@@ -140,8 +148,30 @@ def wrong_names(files: Sources) -> list[str]:
             objects = ending.startswith(("all_gather", "broadcast", "gather", "scatter", "send", "recv"))
             if name in BANNED_NAMES or (objects and ending.endswith(BANNED_ENDINGS)):
                 found.append(f"{path}: {name}")
-            if path.startswith("src/") and room_of(path) in TORCH_FREE and UNSEEDED.fullmatch(name):
+            if is_torch_free(path) and UNSEEDED.fullmatch(name):
                 found.append(f"{path}: {name} has no seed")
+    return found
+
+
+def changed_options(files: Sources) -> list[str]:
+    """Where a function changes the parsed options that it was given. Actions do: they are how argparse parses."""
+    found = []
+    for path, text in files.items():
+        tree = ast.parse(text)
+        actions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "__call__"]
+        for function in ast.walk(tree):
+            if not isinstance(function, ast.FunctionDef) or function in actions:
+                continue
+            arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+            options = {one.arg for one in arguments if one.annotation and "Namespace" in ast.unparse(one.annotation)}
+            for node in ast.walk(function):
+                changed = None
+                if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+                    changed = node.value
+                elif isinstance(node, ast.Call) and dotted(node.func) in ("setattr", "delattr", "vars"):
+                    changed = next(iter(node.args), None)
+                if changed is not None and dotted(changed) in options:
+                    found.append(f"{path}:{changed.lineno}: {ast.unparse(node)}")
     return found
 
 
@@ -192,6 +222,11 @@ def test_torch_free_rooms_import_nothing_but_the_standard_library_and_numpy() ->
 
 def test_nothing_that_executes_received_bytes_is_used() -> None:
     assert wrong_names(sources("src", "tests", "examples")) == []
+
+
+def test_commands_do_not_write_into_parsed_options() -> None:
+    files = sources("src/offbeat/commands")
+    assert changed_options(files) == []
 
 
 def test_the_tree_of_the_architecture_page_is_the_disk() -> None:
@@ -263,6 +298,18 @@ BREACHES = [
 @pytest.mark.parametrize("line", BREACHES)
 def test_a_banned_name_is_seen(line: str) -> None:
     assert wrong_names({"src/offbeat/runs/log.py": line}) != []
+
+
+@pytest.mark.parametrize("line", ["given.size = 3", "given.size += 3", "del given.size", "setattr(given, 'size', 3)",
+                                  "vars(given).pop('size')", "given.size, more = 1, 2"])  # fmt: skip
+def test_a_change_of_parsed_options_is_seen(line: str) -> None:
+    assert changed_options({"x.py": f"def run(given: argparse.Namespace) -> None:\n    {line}"})
+    assert not changed_options({"x.py": f"def run(given: Other) -> None:\n    {line}"})
+
+
+def test_a_torch_free_file_is_known_by_its_path() -> None:
+    assert wrong_imports({"src/offbeat/predict/race.py": "import torch"})
+    assert not wrong_imports({"src/offbeat/predict/virtual.py": "import torch"})
 
 
 def test_what_only_looks_like_a_banned_name_is_not_seen() -> None:

@@ -181,9 +181,8 @@ def test_nobody_asks_which_policy_or_schedule_it_is() -> None:
 KNEW = (  # where such knowledge stood before
     "server/coordinator/session.py", "server/coordinator/coordinator.py", "server/learner/served_learner.py",
     "train/learning_rate.py", "report/theory.py",
-    "predict/calibration.py", "simulate/server.py", "simulate/compare.py", "predict/race.py",
-    "measure/calibration_bench.py", "schedules/ranking.py", "commands/race.py", "commands/compare.py",
-    "commands/replay.py",
+    "predict/calibration.py", "simulate/server.py", "simulate/diagnosis.py", "predict/race.py",
+    "measure/calibration_bench.py", "schedules/ranking.py", "predict/replay.py", "commands/compare.py", "commands/replay.py",
 )  # fmt: skip
 PLANTED = {
     "an import": "from offbeat.policies.stale import KAsync\n",

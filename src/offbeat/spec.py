@@ -239,6 +239,17 @@ def parse_count(text: str) -> int:
     return int(text)
 
 
+def parse_number(text: str, fits: Callable[[float], bool], expected: str) -> float:
+    """A number that fits; `expected` says in words what does."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not fits(value):
+        raise RequestError(f"{expected}; got '{_cut(text)}'")
+    return value
+
+
 def parse_shape(text: str) -> tuple[int, ...]:
     """`4x8` is (4, 8)."""
     if not re.fullmatch(r"[1-9][0-9]{0,8}(x[1-9][0-9]{0,8})*", text):
@@ -285,6 +296,22 @@ def format_seconds(seconds: float) -> str:
 
 def format_rate(bytes_per_s: float) -> str:
     return _scaled(bytes_per_s, [(1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"), (1, "B/s")])
+
+
+def format_percent(share: float, digits: int = 1) -> str:
+    """`12.5 %` of a share of 0.125; with 0 digits `12 %`."""
+    return f"{100 * share:.{digits}f} %"
+
+
+def format_change(share: float) -> str:
+    """`+12.5 %`, with a sign."""
+    return f"{100 * share:+.1f} %"
+
+
+def format_learners(numbers: Sequence[int], most: int | None = None) -> str:
+    """`learner 3`, `learners 2, 5`; of more than `most` the first ones."""
+    shown = ", ".join([*map(str, numbers[:most]), *(["..."] if most is not None and len(numbers) > most else [])])
+    return f"learner{'' if len(numbers) == 1 else 's'} {shown}"
 
 
 def count_of(number: int, noun: str) -> str:

@@ -20,7 +20,7 @@ from offbeat.runs.log import RunLog, Span
 from offbeat.simulate.compute import Draws, parse_law
 from offbeat.train.config import Config
 from offbeat.train.config_files import changed, override, read_recipe
-from simulate.made_up import MADE_UP
+from predict.made_up import MADE_UP
 
 DIGITS = 1438
 EVEN = replace(

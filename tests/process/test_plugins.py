@@ -24,8 +24,8 @@ from offbeat.runs.log import read_log
 from offbeat.schedules import Algorithm, auto_lines
 from offbeat.simulate import server
 from offbeat.simulate.cluster import Cluster
-from offbeat.simulate.compare import why
 from offbeat.simulate.compute import parse_law
+from offbeat.simulate.diagnosis import why
 from offbeat.strategy import line_up, register_policy, register_schedule, strategies
 from offbeat.train.checkpoint import read_weights
 from offbeat.train.rundir import RunDir
@@ -100,7 +100,7 @@ def test_a_policy_is_simulated_by_every_loop_and_explained_truly(line: str) -> N
     for _ in plain.turns():
         pass
     assert logs[0] == logs[1] and len(logs[0]) >= 100
-    result = plain.result(line)
+    result = plain.result()
     said = why(result)
     assert f"gradients {result.staleness_mean:.2f} versions old on average" in said
     if line.startswith("pool"):

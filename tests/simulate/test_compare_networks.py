@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from offbeat.cli import main
-from offbeat.simulate.limits import LATENCY, LEARNER_LINKS, LINKS, SCATTER, SERVER_LINK
+from offbeat.simulate.diagnosis import LATENCY, LEARNER_LINKS, LINKS, SCATTER, SERVER_LINK
 
 MATRIX = bool(os.environ.get("OFFBEAT_MATRIX"))
 CLUSTERS = range(40) if MATRIX else (1, 14)  # these two are small
@@ -94,3 +94,11 @@ def test_compare_and_simulate_agree_and_the_headline_names_what_gains_most(offbe
         if name != LINKS or reason == LINKS
     }
     assert without[reason] >= NEAR * max(without.values()), (reason, without, cluster)
+
+
+def test_networks_are_said_to_differ_only_where_they_do(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["compare", "full-sync", "ring", "--learners", "2", "--updates", "20", "--size", "1MB"]
+    assert main([*words, "--server-bandwidth", "1GB/s"]) == 0
+    assert "networks differ" in capsys.readouterr().out
+    assert main([*words, "--network", "1GB/s"]) == 0
+    assert "networks differ" not in capsys.readouterr().out

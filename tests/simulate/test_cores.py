@@ -11,16 +11,16 @@ from offbeat.simulate import collective, server
 from offbeat.simulate.cluster import Cluster, Wires
 from offbeat.simulate.collective import Model
 from offbeat.simulate.compute import Failures, parse_law
-from offbeat.simulate.cores import SLICE_S, Cores, Crowd, Job, shared_s
+from offbeat.simulate.cores import SLICE_S, Cores, CoreScheduler, Job, shared_s
 from offbeat.topology import build as topology
 
 NOTHING = Model.even(layers=1, size_bytes=0, forward_share=1 / 3)
 
 
-def ends(crowd: Crowd) -> list[tuple[float, int]]:
+def ends(scheduler: CoreScheduler) -> list[tuple[float, int]]:
     found = []
-    while (now := crowd.next_end_s()) < math.inf:
-        found += [(round(now, 9), job.learner) for job in crowd.finish(now)]
+    while (now := scheduler.next_end_s()) < math.inf:
+        found += [(round(now, 9), job.learner) for job in scheduler.finish(now)]
     return found
 
 
@@ -43,19 +43,19 @@ def test_a_short_job_overtakes_longer_ones_when_turns_are_taken() -> None:
 
 
 def test_urgent_work_takes_the_core_of_who_has_had_it_longest() -> None:
-    crowd = Crowd(2)
-    crowd.start(0.0, 0.010, Job(None, 0, 0))
-    crowd.start(0.001, 0.010, Job(None, 1, 0))
-    crowd.start(0.002, 0.001, Job(None, 2, 0, urgent=True))
-    assert ends(crowd) == [(0.003, 2), (0.011, 1), (0.011, 0)]
+    scheduler = CoreScheduler(2)
+    scheduler.start(0.0, 0.010, Job(None, 0, 0))
+    scheduler.start(0.001, 0.010, Job(None, 1, 0))
+    scheduler.start(0.002, 0.001, Job(None, 2, 0, urgent=True))
+    assert ends(scheduler) == [(0.003, 2), (0.011, 1), (0.011, 0)]
 
 
 def test_urgent_work_waits_behind_other_urgent_work_only() -> None:
-    crowd = Crowd(1)
-    crowd.start(0.0, 0.001, Job(None, 9, 0))
+    scheduler = CoreScheduler(1)
+    scheduler.start(0.0, 0.001, Job(None, 9, 0))
     for who in range(5):
-        crowd.start(0.0, 0.001, Job(None, who, 0, urgent=True))
-    assert [who for _, who in ends(crowd)] == [0, 1, 2, 3, 4, 9]
+        scheduler.start(0.0, 0.001, Job(None, who, 0, urgent=True))
+    assert [who for _, who in ends(scheduler)] == [0, 1, 2, 3, 4, 9]
 
 
 @pytest.mark.parametrize("line", ["async", "k-sync:2", "k-batch-sync:4"])
@@ -69,17 +69,17 @@ def test_who_fails_or_is_cancelled_leaves_its_core(line: str) -> None:
     )
     simulation = server.Simulation(line, cluster, 200, 0, None)
     simulation.go()
-    assert simulation.tally.failed > 50 and simulation.crowd is not None
-    assert len(simulation.crowd) <= 2 * cluster.learners  # a minibatch, or what is sent to each
+    assert simulation.tally.failed > 50 and simulation.cores is not None
+    assert len(simulation.cores) <= 2 * cluster.learners  # a minibatch, or what is sent to each
 
 
 def test_work_that_is_given_up_leaves_its_core_to_another() -> None:
-    crowd = Crowd(1)
-    first = crowd.start(0.0, 1.0, Job(None, 0, 0))
-    crowd.start(0.0, 0.002, Job(None, 1, 0))
-    assert crowd.give_up(0.001, first) == Job(None, 0, 0)
-    assert crowd.give_up(0.001, first) is None
-    assert ends(crowd) == [(0.003, 1)]
+    scheduler = CoreScheduler(1)
+    first = scheduler.start(0.0, 1.0, Job(None, 0, 0))
+    scheduler.start(0.0, 0.002, Job(None, 1, 0))
+    assert scheduler.give_up(0.001, first) == Job(None, 0, 0)
+    assert scheduler.give_up(0.001, first) is None
+    assert ends(scheduler) == [(0.003, 1)]
 
 
 def machine(learners: int, cores: float, *, delay: str = "constant:1e-9", speeds: tuple[float, ...] = ()) -> Cluster:

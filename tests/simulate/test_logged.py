@@ -17,7 +17,7 @@ from offbeat.simulate.cluster import Cluster, Wires
 from offbeat.simulate.compute import Failures, parse_law
 from offbeat.simulate.result import Result
 from offbeat.simulate.sample_source import Epochs
-from simulate.fakes import FakeLearner, fake_for, stream_for
+from predict.fakes import FakeLearner, fake_for, stream_for
 
 LINES = (
     "full-sync", "k-sync:4", "k-batch-sync:5", "async", "k-async:3", "k-batch-async:4", "softsync:2,rate=inverse",

@@ -9,11 +9,11 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from offbeat import spec as grammar
 from offbeat.errors import RequestError
@@ -48,13 +48,7 @@ def reader(read: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def read_accuracy(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value <= 1:
-        raise RequestError(f"an accuracy is above 0 and at most 1, like 0.95; got '{text[:40]}'")
-    return value
+    return grammar.parse_number(text, lambda x: 0 < x <= 1, "an accuracy is above 0 and at most 1, like 0.95")
 
 
 def json_argument(parser: argparse.ArgumentParser) -> None:
@@ -87,7 +81,7 @@ def busy(what: str) -> AbstractContextManager[object]:
 
 
 @contextmanager
-def stages(first: str) -> Iterator[Callable[[str], None]]:
+def stages(first: str, quiet_s: float = _LONG_S) -> Iterator[Callable[[str], None]]:
     """What is being worked on, told by stages: a moving line on a terminal; elsewhere plain lines, if it takes long."""
     if sys.stderr.isatty():
         from rich.console import Console
@@ -108,7 +102,7 @@ def stages(first: str) -> Iterator[Callable[[str], None]]:
         if time.monotonic() - spoke_at > 5 * _LONG_S:
             speak()
 
-    timer = threading.Timer(_LONG_S, speak)
+    timer = threading.Timer(quiet_s, speak)
     timer.daemon = True
     timer.start()
     try:
@@ -145,14 +139,22 @@ def heading(out: Console, text: str) -> None:
     out.print()
 
 
-def table(out: Console, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """The first column is words, the others are numbers."""
+def table(
+    out: Console,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    text: Collection[int] = (0,),
+    wrapped: Collection[int] = (),
+) -> None:
+    """Columns of numbers are aligned right. `text`: which columns are not; `wrapped`: which may take several lines."""
     from rich import box
     from rich.table import Table
 
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for number, column in enumerate(columns):
-        made.add_column(column, justify="right" if number else "left", no_wrap=True)
+        justify: Literal["left", "right"] = "left" if number in text else "right"
+        made.add_column(column, justify=justify, no_wrap=number not in wrapped, overflow="fold")
     for row in rows:
         made.add_row(*row)
     out.print(made)

@@ -4,49 +4,18 @@ from __future__ import annotations
 
 import argparse
 import math
-from typing import NamedTuple
 
-from offbeat.commands.base import Command, busy, console, heading, json_argument, print_json, reader, say
-from offbeat.commands.cluster import add_cluster_arguments, cluster_of, setup_of
-from offbeat.commands.race import race
+from offbeat.commands.base import Command, busy, console, heading, json_argument, print_json, reader, say, table
+from offbeat.commands.machine_options import add_machine_arguments, machines_of
 from offbeat.commands.sweep import add_sweep_arguments, batch_of, is_sweep, lines_of, one_count, sweep
-from offbeat.commands.virtual import add_recipe_arguments, refuse_without_recipe
+from offbeat.commands.virtual_training import add_recipe_arguments, race_recipe, refuse_without_recipe
 from offbeat.errors import RequestError
-from offbeat.policies.memory import vectors_of
-from offbeat.simulate.compare import MachineSummary, WhatIf, advise, describe, describe_machines, what_if, why
-from offbeat.simulate.limits import Limit, limit_of
-from offbeat.simulate.result import Result
-from offbeat.simulate.server import StandsStillError
-from offbeat.simulate.setup import Setup
-from offbeat.spec import count_of, format_seconds, format_size, parse_count
+from offbeat.simulate.diagnosis import Diagnosis, describe, describe_machines, diagnose, typical_of, what_helps
+from offbeat.simulate.setup import Network
+from offbeat.spec import count_of, format_percent, format_seconds, format_size, parse_count
 from offbeat.strategy import line_up
 
 _WIDE = 140
-
-
-class _Row(NamedTuple):
-    """What was found of one strategy."""
-
-    setup: Setup
-    result: Result | None  # none: no update would ever come, and `note` says why
-    limit: Limit | None = None
-    note: str = ""
-
-    @property
-    def strategy(self) -> str:
-        return self.setup.strategy
-
-    @property
-    def why(self) -> str:
-        if self.result is None or self.limit is None:
-            return self.note
-        return f"{self.limit.text(self.result.full_share)}; {why(self.result)}"
-
-    def server_bytes(self, size_bytes: int) -> int | None:
-        """Memory of all servers together, with SGD's momentum."""
-        if self.setup.reduces or not size_bytes:
-            return None
-        return vectors_of(self.setup.policy(), self.setup.cluster.learners).size_bytes(size_bytes)
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +33,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="of each learner (default 500, within bounds that keep a simulation short)",
     )
-    add_cluster_arguments(parser)
+    add_machine_arguments(parser)
     add_sweep_arguments(parser)
     json_argument(parser)
     add_recipe_arguments(parser)
@@ -77,152 +46,97 @@ def _run(given: argparse.Namespace) -> None:
         one_count(given, "--recipe")
         if given.updates is not None:
             raise RequestError("--updates is not for a recipe: it has --epochs")
-        given.strategies = lines_of(lines)
-        race(given)
+        race_recipe(given, lines_of(lines))
         return
     if is_sweep(given, lines):
         sweep(given, lines)
         return
     epoch = None if given.epoch_samples is None else given.epoch_samples / batch_of(given)
-    refuse_without_recipe(given)
-    cluster = cluster_of(given)
-    setups = [setup_of(given, name, cluster) for name in lines_of(lines) or line_up("compare", cluster.learners)]
+    refuse_without_recipe(given, batch_size=epoch is not None)
+    machines = machines_of(given)
+    cluster, size_bytes = machines.cluster, machines.network.size_bytes
+    setups = [machines.setup(name) for name in lines_of(lines) or line_up("compare", cluster.learners)]
     with busy("simulating"):
-        machines = describe_machines(cluster)
-        rows = []
-        for setup in setups:
-            updates = given.updates or setup.updates_for(given.minibatches)
-            try:
-                rows.append(_Row(setup, setup.run(updates), limit_of(setup, machines, updates)))
-            except StandsStillError as error:
-                rows.append(_Row(setup, None, note=str(error)))
-        subject = _subject(rows)
-        found = _advised(_subject([row for row in rows if not row.setup.reduces]), machines, given.minibatches)
+        learners = describe_machines(cluster)
+        found = [diagnose(one, learners, given.updates or one.updates_for(given.minibatches)) for one in setups]
+        helps = what_helps(found, learners, given.minibatches)
+    subject = typical_of(found)
     headline = "no strategy makes an update on this cluster"
-    if subject is not None and subject.result is not None and subject.limit is not None:
-        headline = f"{subject.strategy}: {subject.limit.text(subject.result.full_share)}"
+    if subject is not None:
+        headline = f"{subject.strategy}: {subject.limited}"
     if given.json:
-        print_json(_as_json(rows, headline, describe(machines), found, given.size, epoch))
+        print_json(
+            {
+                "headline": headline,
+                "machines": describe(learners),
+                "strategies": [one.as_json(size_bytes, _epoch_s(one, epoch)) for one in found],
+                "slow_learners": None if helps is None else helps.as_json(),
+            }
+        )
         return
     out = console()
     heading(out, f"{count_of(cluster.learners, 'learner')}, {cluster.law.text}, seed {given.seed}")
-    say(out, headline)
-    say(out, describe(machines))
-    if found is not None:
-        for line in advise(found):
-            say(out, line)
+    for line in (headline, describe(learners), *([] if helps is None else helps.advice)):
+        say(out, line)
     out.print()
     wide = out.width >= _WIDE
-    _table(rows, wide, given.size, epoch)
+    columns = ["strategy", "gradients/s", "s/update", "staleness", "waiting", "wasted"]
+    columns += (["epoch"] if epoch else []) + (["memory"] if size_bytes else []) + (["why"] if wide else [])
+    rows = [[*_cells(one, size_bytes, epoch), *([one.why] if wide else [])] for one in found]
+    why = {len(columns) - 1} if wide else set()
+    table(out, columns, rows, text={0, *why}, wrapped=why)
     if not wide:
-        for row in rows:
-            say(out, f"{row.strategy}: {row.why}")
+        for one in found:
+            say(out, f"{one.strategy}: {one.why}")
         out.print()
-    if given.size:
-        say(out, _memory_words(given), style="dim")
-        if given.network is None and len({row.setup.reduces for row in rows}) > 1:
-            say(out, _network_words(given), style="dim")
+    if size_bytes:
+        say(out, _memory_words(machines.network), style="dim")
+        if given.network is None and len({one.setup.reduces for one in found}) > 1:
+            say(out, _network_words(machines.network), style="dim")
     say(out, "Which is best needs accuracy: more gradients a second may be worth less each (--recipe).", style="dim")
 
 
-def _subject(rows: list[_Row]) -> _Row | None:
-    """The strategy of the headline: one that waits for all, or else the first."""
-    made = [row for row in rows if row.result is not None]
-    return next(iter([*(row for row in made if row.setup.waits_for_all), *made]), None)
-
-
-def _advised(subject: _Row | None, machines: MachineSummary, minibatches: int | None) -> WhatIf | None:
-    """What could be done about slow learners, where something can be gained by it."""
-    if subject is None or not machines.slow:
-        return None
-    found = what_if(subject.strategy, subject.setup.cluster, machines, minibatches)
-    return found if found.as_fast > 1.05 * found.as_it_is else None
-
-
-def _network_words(given: argparse.Namespace) -> str:
-    ends = [given.learner_bandwidth, given.server_bandwidth]
-    links = "links that take no time" if all(map(math.isinf, ends)) else "the links of --learner-, --server-bandwidth"
+def _network_words(network: Network) -> str:
+    free = network.port_bytes_per_s == math.inf
+    links = "links that take no time" if free else "the links of --learner-, --server-bandwidth"
     return (
-        f"networks differ: servers have {links}, all-reduces the topology {given.topology}; "
+        f"networks differ: servers have {links}, all-reduces the topology {network.topology}; "
         "--network RATE,LATENCY gives all the same"
     )
 
 
-def _memory_words(given: argparse.Namespace) -> str:
-    shards = f"; each of the {given.shards} servers has its part of it" if given.shards > 1 else ""
+def _memory_words(network: Network) -> str:
+    shards = f"; each of the {network.shards} servers has its part of it" if network.shards > 1 else ""
     return (
-        f"memory: what the server keeps in vectors of {format_size(given.size)}: gradients, weights, and 2 of momentum "
-        f"(SGD; Adam has 4){shards}"
+        f"memory: what the server keeps in vectors of {format_size(network.size_bytes)}: gradients, weights, and 2 of "
+        f"momentum (SGD; Adam has 4){shards}"
     )
 
 
-def _table(rows: list[_Row], wide: bool, size_bytes: int, epoch: float | None) -> None:
+def _epoch_s(one: Diagnosis, epoch: float | None) -> float | None:
     """`epoch`: minibatches in one."""
-    from rich import box
-    from rich.table import Table
-
-    out = console()
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("strategy", no_wrap=True)
-    columns = ["gradients/s", "s/update", "staleness", "waiting", "wasted"]
-    columns += (["epoch"] if epoch else []) + (["memory"] if size_bytes else [])
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    if wide:
-        table.add_column("why")
-    for row in rows:
-        result = row.result
-        cells = ["no update", "-", "-", "-", "-"]
-        if result is not None:
-            cells = [
-                f"{result.minibatches_per_s:.4g}",
-                format_seconds(result.seconds_per_update),
-                f"{result.staleness_mean:.2f}",
-                f"{100 * (result.wait_share + result.send_share):.0f} %",
-                f"{100 * result.waste_share:.0f} %",
-            ]
-        if epoch:
-            cells.append("-" if result is None else format_seconds(epoch / result.minibatches_per_s))
-        memory = row.server_bytes(size_bytes)
-        if size_bytes:
-            cells.append("-" if memory is None else format_size(memory))
-        table.add_row(row.strategy, *cells, *([row.why] if wide else []))
-    out.print(table)
+    return None if epoch is None or one.result is None else epoch / one.result.minibatches_per_s
 
 
-def _as_json(
-    rows: list[_Row], headline: str, machines: str, found: WhatIf | None, size_bytes: int, epoch: float | None
-) -> dict[str, object]:
-    listed = [
-        (
-            row.result.as_json() | row.result.network_json()
-            if row.result is not None
-            else {"strategy": row.strategy, "updates": 0}
-        )
-        | {
-            "limited_by": row.limit.reason if row.limit else None,
-            "gains_without": dict(row.limit.gains) if row.limit else {},
-            "epoch_s": None if epoch is None or row.result is None else epoch / row.result.minibatches_per_s,
-            "server_bytes": row.server_bytes(size_bytes),
-            "why": row.why,
-        }
-        for row in rows
-    ]
-    advice = None
-    if found is not None:
-        advice = {
-            "strategy": found.strategy,
-            "learners": list(found.slow),
-            "times_slower": found.slower,
-            "minibatches_per_s": found.as_it_is,
-            "if_as_fast": found.as_fast,
-            "if_dropped": found.without,
-            "if_given_less": found.lighter,
-            "shares_of_work": list(found.shares),
-            "share_of_loss": found.share_of_loss,
-            "text": advise(found),
-        }
-    return {"headline": headline, "machines": machines, "strategies": listed, "slow_learners": advice}
+def _cells(one: Diagnosis, size_bytes: int, epoch: float | None) -> list[str]:
+    result = one.result
+    cells = [one.strategy, "no update", "-", "-", "-", "-"]
+    if result is not None:
+        cells = [
+            one.strategy,
+            f"{result.minibatches_per_s:.4g}",
+            format_seconds(result.seconds_per_update),
+            f"{result.staleness_mean:.2f}",
+            format_percent(result.wait_share + result.send_share, 0),
+            format_percent(result.waste_share, 0),
+        ]
+    if epoch:
+        epoch_s = _epoch_s(one, epoch)
+        cells.append("-" if epoch_s is None else format_seconds(epoch_s))
+    if size_bytes:
+        memory = one.server_bytes(size_bytes)
+        cells.append("-" if memory is None else format_size(memory))
+    return cells
 
 
 COMMAND = Command(

@@ -20,9 +20,10 @@ from offbeat.commands.base import (
     reader,
     say,
     stages,
+    table,
     write_file,
 )
-from offbeat.commands.rings import print_rings, rings_of
+from offbeat.commands.topology import print_rings, rings_of
 from offbeat.errors import RequestError
 from offbeat.predict.calibration import read_calibration
 from offbeat.runs.metrics import BUS_FACTORS, bus_bandwidth
@@ -151,9 +152,6 @@ def _price_json(name: str, ranks: int, cost: Price) -> dict[str, Any]:
 
 
 def _rank_all(given: argparse.Namespace, machine: Topology) -> None:
-    from rich import box
-    from rich.table import Table
-
     if given.svg is not None or given.collective != "all-reduce" or given.root:
         raise RequestError("schedule: --svg, --collective and --root need an algorithm, like ring")
     with stages(f"pricing every all-reduce on {count_of(machine.ranks, 'rank')}") as tell:
@@ -171,19 +169,19 @@ def _rank_all(given: argparse.Namespace, machine: Topology) -> None:
     out = console()
     heading(out, f"all-reduce of {format_size(given.size)} on {count_of(machine.ranks, 'rank')}, {machine.name}")
     wide = out.width >= _WIDE
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("algorithm", no_wrap=True)
-    for column in ("steps", *(("busiest rank sends",) if wide else ()), "time", f"vs {schedules.BASELINE}"):
-        table.add_column(column, justify="right", no_wrap=True)
-    if wide:
-        table.add_column("where the time goes")
     flat = next(ranked for ranked in ranking if ranked.line == schedules.BASELINE)
+    columns = ("algorithm", "steps", "busiest rank sends", "time", f"vs {schedules.BASELINE}", "where the time goes")
+    shown = range(len(columns)) if wide else (0, 1, 3, 4)
+    shown_rows = []
     for ranked in ranking:
         cost = ranked.price
         versus = f"{flat.price.seconds / cost.seconds:.2f}x" if cost.seconds else ""
-        sent, where = ([format_size(max(cost.bytes_per_rank))], [cost.why()]) if wide else ([], [])
-        table.add_row(_best_of(ranked, given.all), str(cost.steps), *sent, format_seconds(cost.seconds), versus, *where)
-    out.print(table)
+        sent = format_size(max(cost.bytes_per_rank))
+        cells = (
+            _best_of(ranked, given.all), str(cost.steps), sent, format_seconds(cost.seconds), versus, cost.why()
+        )  # fmt: skip
+        shown_rows.append([cells[at] for at in shown])
+    table(out, [columns[at] for at in shown], shown_rows, text=(0, 5), wrapped=(5,))
     for sentence in advice(ranking, machine):
         say(out, sentence)
     print_rings(out, machine, rings)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import math
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offbeat import plugins, topology
+from offbeat import plugins
 from offbeat.commands.base import (
     Command,
     busy,
@@ -20,18 +21,19 @@ from offbeat.commands.base import (
     reader,
     say,
 )
-from offbeat.commands.cluster import add_cluster_arguments, cluster_of, model_of, setup_of
+from offbeat.commands.machine_options import add_machine_arguments, machines_of
 from offbeat.commands.sweep import add_sweep_arguments, batch_of, is_sweep, one_count, sweep
-from offbeat.commands.virtual import add_recipe_arguments, refuse_without_recipe, simulate_recipe
+from offbeat.commands.virtual_training import add_recipe_arguments, refuse_without_recipe, simulate_recipe
 from offbeat.errors import RequestError
 from offbeat.runs import text_timeline
-from offbeat.runs.log import RunLog, Span, write_chrome_trace, write_log
+from offbeat.runs.log import RunLog, write_chrome_trace, write_log
 from offbeat.simulate.collective import bucket_curve
-from offbeat.simulate.compare import why
+from offbeat.simulate.diagnosis import why
 from offbeat.simulate.result import Result
-from offbeat.simulate.sweep import Point, point_of
+from offbeat.simulate.setup import Network, Setup
+from offbeat.simulate.sweep import SweepPoint, point_of
 from offbeat.simulate.theory import alone_s
-from offbeat.spec import count_of, expand, format_seconds, format_size, parse_count
+from offbeat.spec import count_of, expand, format_percent, format_seconds, format_size, parse_count
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -53,7 +55,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="(default: those of 500 minibatches of each learner, within bounds; a recipe has epochs)",
     )
-    add_cluster_arguments(parser)
+    add_machine_arguments(parser)
     parser.add_argument("--show", type=reader(_whole), metavar="N", help="updates in the timeline (default 3)")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="all spans, for Perfetto or chrome://tracing")
     parser.add_argument(
@@ -75,7 +77,7 @@ def _run(given: argparse.Namespace) -> None:
         raise RequestError("simulate: the following arguments are required: strategy")
     if len(lines) > 1:
         raise RequestError(f"simulate: unknown argument '{lines[1]}'; it takes one strategy, and compare takes several")
-    given.strategy, *more = expand(lines[0])
+    strategy, *more = expand(lines[0])
     if given.recipe is not None:
         one_count(given, "--recipe")
         if more:
@@ -84,42 +86,42 @@ def _run(given: argparse.Namespace) -> None:
             if getattr(given, word):
                 instead = "--epochs" if word == "updates" else "the files in its folder (--run-dir)"
                 raise RequestError(f"--{word} is not for a recipe: it has {instead}")
-        simulate_recipe(given)
+        simulate_recipe(given, strategy)
         return
     if is_sweep(given, lines):
         sweep(given, lines)
         return
     batch = batch_of(given)
-    refuse_without_recipe(given)
-    given.show = 3 if given.show is None else given.show
-    cluster = cluster_of(given)
-    setup = setup_of(given, given.strategy, cluster)
-    given.updates = given.updates or setup.updates_for()
-    reduces = setup.reduces
+    refuse_without_recipe(given, batch_size=True)
+    machines = machines_of(given)
+    setup = machines.setup(strategy)
+    updates = given.updates or setup.updates_for()
     if given.curve:
         if given.calibration is not None:
             raise RequestError("--curve needs the layers' times and a topology of one's own: leave --calibration out")
-        if not reduces:
-            raise RequestError(f"--curve is for an all-reduce like ring; '{given.strategy}' is a server policy")
-        _curve(given)
+        if not setup.reduces:
+            raise RequestError(f"--curve is for an all-reduce like ring; '{strategy}' is a server policy")
+        _curve(setup, machines.network, json=given.json)
         return
+    show = 3 if given.show is None else given.show
     wants_all = given.trace is not None or given.log is not None
-    decisions: list[dict[str, object]] | None = [] if given.log is not None and not reduces else None
-    keep = given.updates if wants_all else 0 if given.json else given.show
+    decisions: list[dict[str, object]] | None = [] if given.log is not None and not setup.reduces else None
+    keep = updates if wants_all else 0 if given.json else show
     start = time.perf_counter()
-    with busy(f"simulating {given.strategy}"):
+    with busy(f"simulating {strategy}"):
         write = None if decisions is None else decisions.append
-        result = setup.run(given.updates, keep_spans=keep, write=write)
+        result = setup.run(updates, keep_spans=keep, write=write)
     took = time.perf_counter() - start
     _write_files(given, result, decisions)
-    point = point_of(given.strategy, setup, result, batch=batch) if alone_s(cluster) < math.inf else None
+    cluster = setup.cluster
+    point = point_of(strategy, setup, result, batch=batch) if alone_s(cluster) < math.inf else None
     if given.json:
         scaling = {} if point is None else point.as_json(given.epoch_samples)
         print_json(result.as_json() | result.network_json() | scaling | {"events_per_s": result.events / took})
         return
     out = console()
-    heading(out, f"{given.strategy}, {count_of(given.learners, 'learner')}, {cluster.law.text}, seed {given.seed}")
-    _timeline(out, result, given.show)
+    heading(out, f"{strategy}, {count_of(cluster.learners, 'learner')}, {cluster.law.text}, seed {given.seed}")
+    _timeline(out, result, show)
     facts(out, _facts(result, took) + ([] if point is None else _scaling(point, given.epoch_samples)))
 
 
@@ -129,9 +131,9 @@ def _write_files(given: argparse.Namespace, result: Result, decisions: list[dict
             raise RequestError(f"cannot write {path}: it is a folder")
     try:
         if given.trace is not None:
-            write_chrome_trace(given.trace, result.spans, name=f"offbeat simulate {given.strategy}")
+            write_chrome_trace(given.trace, result.spans, name=f"offbeat simulate {result.strategy}")
         if given.log is not None:
-            run = {"strategy": given.strategy, "expect": given.learners, "seed": given.seed, "simulated": True}
+            run = {"strategy": result.strategy, "expect": result.learners, "seed": given.seed, "simulated": True}
             run |= plugins.facts()
             write_log(given.log, RunLog(run=run, spans=result.spans, decisions=tuple(decisions or ())))
     except OSError as error:
@@ -154,7 +156,7 @@ def _facts(result: Result, took: float) -> list[tuple[str, str]]:
         ("throughput", f"{result.minibatches_per_s:.4g} minibatches applied a second"),
         ("staleness", f"{result.staleness_mean:.3f} on average, standard deviation {result.staleness_std:.3f}"),
         ("", f"gradients by staleness: {ages}{more}"),
-        ("learners", ", ".join(f"{100 * share:.1f} % {name}" for name, share in shares if share > 0)),
+        ("learners", ", ".join(f"{format_percent(share)} {name}" for name, share in shares if share > 0)),
         ("lost", f"{result.cancelled} minibatches cancelled, {result.dropped} dropped, {result.failed} failures"),
         ("why", why(result)),
         ("simulated", f"{result.events} events in {format_seconds(took)}, {result.events / took:,.0f} a second"),
@@ -162,11 +164,11 @@ def _facts(result: Result, took: float) -> list[tuple[str, str]]:
     return [row for row in found if row[0] != "lost" or result.cancelled or result.dropped or result.failed]
 
 
-def _scaling(point: Point, epoch_samples: int | None) -> list[tuple[str, str]]:
+def _scaling(point: SweepPoint, epoch_samples: int | None) -> list[tuple[str, str]]:
     """Beside one learner alone."""
     found = (
         f"T(1) {format_seconds(point.alone_s)}, T({point.learners}) {format_seconds(point.iteration_s)}: "
-        f"speed-up {point.speedup:.3g}, efficiency {100 * point.efficiency:.1f} %, "
+        f"speed-up {point.speedup:.3g}, efficiency {format_percent(point.efficiency)}, "
         f"overhead {format_seconds(point.overhead_s)} (one learner alone is the base; weak scaling)"
     )
     epoch = [] if epoch_samples is None else [("epoch", format_seconds(epoch_samples / point.samples_per_s))]
@@ -180,7 +182,7 @@ def _timeline(out: Console, result: Result, updates: int) -> None:
     spans = [span for span in result.spans if span.version < updates]
     if not spans or updates < 1:
         return
-    end = _end_of(spans, updates)
+    end = max(span.end_s for span in spans)
     shown = text_timeline.rows(spans, width=max(20, min(100, out.width - 16)), end_s=end)
     for learner, pieces in list(shown.items())[:16]:
         row = Text(f"learner {learner}".ljust(12) + "|")
@@ -195,29 +197,18 @@ def _timeline(out: Console, result: Result, updates: int) -> None:
     out.print()
 
 
-def _end_of(spans: list[Span], updates: int) -> float:
-    """When the last of the shown versions was begun by everybody who began it, and its work is over."""
-    return max(span.end_s for span in spans if span.version < updates)
-
-
-def _curve(given: argparse.Namespace) -> None:
-    machine = topology.build(given.topology, ranks=given.learners)
-    mean_s = cluster_of(given).law.mean_s
-    if mean_s == math.inf:
-        raise RequestError(f"--curve is for the mean compute time, and that of '{given.compute.text}' is infinite")
-    points = bucket_curve(given.strategy, mean_s, model_of(given), machine)
-    if given.json:
-        rows = [
-            {"buckets": p.buckets, "bucket_bytes": p.bucket_bytes, "iteration_s": p.iteration_s, "bound_s": p.bound_s}
-            for p in points
-        ]
-        print_json({"strategy": given.strategy, "learners": given.learners, "curve": rows})
+def _curve(setup: Setup, network: Network, *, json: bool) -> None:
+    assert setup.topology is not None
+    strategy, learners, law = setup.strategy, setup.cluster.learners, setup.cluster.law
+    if law.mean_s == math.inf:
+        raise RequestError(f"--curve is for the mean compute time, and that of '{law.text}' is infinite")
+    points = bucket_curve(strategy, law.mean_s, network.model(), setup.topology)
+    if json:
+        print_json({"strategy": strategy, "learners": learners, "curve": [asdict(point) for point in points]})
         return
     out = console()
-    heading(
-        out,
-        f"{given.strategy}, {count_of(given.learners, 'learner')}, {format_size(given.size)} in {given.layers} layers",
-    )
+    size = f"{format_size(network.size_bytes)} in {network.layers} layers"
+    heading(out, f"{strategy}, {count_of(learners, 'learner')}, {size}")
     say(out, f"{'buckets':>8}{'each':>12}{'iteration':>12}{'at least':>12}", style="bold")
     most = max(p.iteration_s for p in points)
     for p in points:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from offbeat.commands.base import busy, console, heading, print_json, reader, say, table, write_file
-from offbeat.commands.cluster import cluster_of, setup_of
-from offbeat.commands.virtual import refuse_without_recipe
+from offbeat.commands.machine_options import machines_of
+from offbeat.commands.virtual_training import refuse_without_recipe
 from offbeat.errors import RequestError
 from offbeat.runs.metrics import DEFINITIONS
 from offbeat.simulate.setup import Setup
-from offbeat.simulate.sweep import Point, Ratio, measure, picture, ratios
-from offbeat.spec import count_of, expand, format_seconds, parse_count
+from offbeat.simulate.sweep import Ratio, SweepPoint, measure, picture, ratios
+from offbeat.spec import count_of, expand, format_change, format_percent, format_seconds, parse_count
 from offbeat.strategy import line_up
 
 _NOT_HERE = ("trace", "log", "curve", "show", "minibatches")
@@ -49,11 +50,11 @@ def one_count(given: argparse.Namespace, option: str) -> None:
 
 def batch_of(given: argparse.Namespace) -> int:
     """Samples in a minibatch, where nothing is trained: 1 unless --batch-size says it."""
-    from offbeat.train.arguments import take
+    from offbeat.train.arguments import given as changes_of
 
-    words = take(given, "train.batch_size")
+    words = changes_of(given).get("train.batch_size")
     try:
-        return 1 if words is None else parse_count(words)
+        return 1 if words is None else parse_count(str(words))
     except RequestError as error:
         raise RequestError(f"--batch-size: {error}") from None
 
@@ -61,7 +62,7 @@ def batch_of(given: argparse.Namespace) -> int:
 def sweep(given: argparse.Namespace, lines: Sequence[str]) -> None:
     """Every line with every number of learners: a table, a picture if asked for, or one JSON object."""
     batch = batch_of(given)
-    refuse_without_recipe(given)
+    refuse_without_recipe(given, batch_size=True)
     for word in _NOT_HERE:
         if getattr(given, word, None):
             raise RequestError(f"--{word} does not go with a sweep; name one strategy and one number of learners")
@@ -79,7 +80,7 @@ def sweep(given: argparse.Namespace, lines: Sequence[str]) -> None:
         print_json(
             {
                 "sweep": [point.as_json(given.epoch_samples) for point in points],
-                "ratios": [_ratio_json(one) for one in compared],
+                "ratios": [asdict(one) for one in compared],
                 "left_out": left_out,
             }
         )
@@ -92,11 +93,10 @@ def _setups(given: argparse.Namespace, lines: Sequence[str]) -> tuple[list[tuple
     setups: list[tuple[str, Setup]] = []
     left_out: list[str] = []
     for line, learners in ((line, learners) for line in lines for learners in given.counts):
-        given.learners = learners
-        cluster = cluster_of(given)
+        machines = machines_of(given, learners)
         for strategy in expand(line):
             try:
-                setup = setup_of(given, strategy, cluster)
+                setup = machines.setup(strategy)
                 setup.updates_for()
                 setups.append((line, setup))
             except RequestError as error:
@@ -109,7 +109,7 @@ def _setups(given: argparse.Namespace, lines: Sequence[str]) -> tuple[list[tuple
 
 
 def _show(
-    given: argparse.Namespace, what: str, points: list[Point], compared: list[Ratio], left_out: list[str]
+    given: argparse.Namespace, what: str, points: list[SweepPoint], compared: list[Ratio], left_out: list[str]
 ) -> None:
     out = console()
     heading(out, what)
@@ -127,7 +127,7 @@ def _show(
                     str(one.learners),
                     f"{one.ratio:.4g}",
                     "-" if one.theory is None else f"{one.theory:.4g}",
-                    "-" if one.theory is None else f"{100 * (one.ratio / one.theory - 1):+.1f} %",
+                    "-" if one.theory is None else format_change(one.ratio / one.theory - 1),
                     "-" if one.p_h_p is None else f"{one.p_h_p:.4g}",
                 ]
                 for one in compared
@@ -147,10 +147,10 @@ def _show(
         say(out, f"picture: {given.svg}")
 
 
-def _cells(point: Point, epoch_samples: int | None) -> list[str]:
+def _cells(point: SweepPoint, epoch_samples: int | None) -> list[str]:
     update_s, theory = point.result.seconds_per_update, "-"
     if point.theory is not None:
-        theory = f"{format_seconds(point.theory.seconds)} ({100 * (update_s / point.theory.seconds - 1):+.1f} %)"
+        theory = f"{format_seconds(point.theory.seconds)} ({format_change(update_s / point.theory.seconds - 1)})"
     cells = [
         point.strategy,
         str(point.learners),
@@ -158,19 +158,8 @@ def _cells(point: Point, epoch_samples: int | None) -> list[str]:
         theory,
         format_seconds(point.iteration_s),
         f"{point.speedup:.3g}",
-        f"{100 * point.efficiency:.1f} %",
+        format_percent(point.efficiency),
         format_seconds(point.overhead_s),
         f"{point.samples_per_s:.4g}",
     ]
     return cells + ([format_seconds(epoch_samples / point.samples_per_s)] if epoch_samples else [])
-
-
-def _ratio_json(one: Ratio) -> dict[str, object]:
-    return {
-        "strategy": one.strategy,
-        "other": one.other,
-        "learners": one.learners,
-        "ratio": one.ratio,
-        "theory": one.theory,
-        "p_h_p": one.p_h_p,
-    }

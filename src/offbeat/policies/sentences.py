@@ -5,7 +5,12 @@ A policy chooses its own sentence (`Policy.explain`). `in_general` is true of ev
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
+
+from offbeat.spec import format_percent
+
+percent = partial(format_percent, digits=0)
 
 
 class Outcome(Protocol):
@@ -31,10 +36,6 @@ class Outcome(Protocol):
     def fetch_share(self) -> float: ...  # part of wait_share: weights are on their way
     @property
     def staleness_mean(self) -> float: ...
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
 
 
 def for_others(result: Outcome) -> float:

@@ -1,4 +1,4 @@
-"""The arithmetic of virtual training: `simulate.training.Learner`, with torch.
+"""The arithmetic of virtual training: `timelines.Learner`, with torch.
 
 Weights of all versions that are still needed lie in a replica of the servers, whose own code makes the updates. A
 gradient is computed in one of three ways, which give the same numbers to float tolerance:
@@ -28,12 +28,12 @@ from torch.utils.data import default_collate
 
 from offbeat.policies import Policy, create
 from offbeat.policies.damping import CORRECT
-from offbeat.predict.timelines import Answer, Minibatch, Update
+from offbeat.predict.timelines import LossAndDrift, Minibatch, Update
 from offbeat.server.learner.leased_loader import SampleOrder
 from offbeat.server.shard import optimizers
 from offbeat.server.shard.in_process import InProcessServer
 from offbeat.server.wire import Hyper
-from offbeat.simulate.sample_source import Batch, samples_of
+from offbeat.simulate.sample_source import Batch, count_samples
 from offbeat.strategy import SERVER, family_of
 from offbeat.train.learner_snapshot import buffers_of, load_buffers
 from offbeat.train.learning_rate import WHOLE
@@ -132,11 +132,8 @@ class Arithmetic:
                 return "minibatches are not two tensors"
             with _strictly():
                 many, _ = self._gradients([replica.current] * 2, inputs, targets)
-        except Exception as error:  # whatever torch cannot do with this model, it can do alone
-            return " ".join(str(error).split())[:120]
-        try:
             self._backward_as_one(batches, [0.5, 0.5])
-        except Exception as error:  # the same
+        except Exception as error:  # whatever torch cannot do with this model, it can do alone
             return " ".join(str(error).split())[:120]
         replica.take_gradient(_TRIED)
         union = replica.slots[_TRIED]
@@ -169,7 +166,7 @@ class Arithmetic:
         loss = self._backward(work.batch)
         self._keep_buffers(work)
         self.replica.take_gradient(work.number)
-        self._note(work, float(loss), bool(torch.isfinite(_square(self.replica.slots[work.number]))))
+        self._note(work, float(loss), _is_finite(self.replica.slots[work.number]))
 
     def _compute_together(self, works: Sequence[Minibatch]) -> None:
         inputs, targets = self._fetch([work.batch for work in works])
@@ -199,7 +196,7 @@ class Arithmetic:
 
     def _backward(self, batch: Batch) -> Tensor:
         """As a real learner does, on the weights that the model has; the mean loss."""
-        trainer, scaler = self.trainer, self.trainer.precision.scaler
+        trainer = self.trainer
         epoch, place, _ = batch[0]
         trainer.set_chance(epoch, place)
         inputs, targets = self._fetch([batch])
@@ -214,10 +211,15 @@ class Arithmetic:
             loss = trainer.loss_of(*one)
             trainer.backward(loss * ((end - start) / many) if passes > 1 else loss)
             total += loss.detach() * ((end - start) / many)
+        self._unscale()
+        return total
+
+    def _unscale(self) -> None:
+        """Gradients of a loss that was scaled up, in fp16."""
+        scaler = self.trainer.precision.scaler
         if scaler is not None:
             gradients = (one.grad for one in self.replica.parts.trained if one.grad is not None)
             scaler.update(scaler.unscale(gradients))
-        return total
 
     def _fetch(self, batches: Sequence[Batch]) -> Any:
         """Samples of minibatches, one behind the other. What a data set draws at random is each minibatch's own."""
@@ -299,11 +301,11 @@ class Arithmetic:
                 own.forget("momentum_buffer")
             own.apply([_TRIED], [1.0], optimizers.describe(trainer.optimizer)[1])
             own.keep(())
-            total += float(loss) * sum(count for _, _, count in step.batch)
+            total += float(loss) * count_samples(step.batch)
         self._owns[work.learner] = own, version
         pushed = before - own.current if rule.delta else accrued
         self.replica.put_gradient(work.number, pushed)
-        self._note(work, total / work.samples, bool(torch.isfinite(_square(pushed))))
+        self._note(work, total / work.samples, _is_finite(pushed))
 
     # --- updates ------------------------------------------------------------------------------------------------------
 
@@ -355,7 +357,7 @@ class Arithmetic:
             part = self.replica.slots[number]
             gradient = part if gradient is None else gradient.add_(part)
         assert gradient is not None
-        finite = bool(torch.isfinite(_square(gradient)))
+        finite = _is_finite(gradient)
         if not finite and self.rule is not None:
             self.replica.drop([number])
             return False
@@ -372,11 +374,11 @@ class Arithmetic:
 
     def _backward_as_one(self, batches: Sequence[Batch], weights: Sequence[float]) -> list[float]:
         """One forward of all samples; then the loss of each minibatch by itself, weighted. Gives these losses."""
-        trainer, scaler = self.trainer, self.trainer.precision.scaler
+        trainer = self.trainer
         inputs, targets = self._fetch(batches)
         for parameter in self.replica.parts.trained:
             parameter.grad = None
-        sizes = [samples_of(batch) for batch in batches]
+        sizes = [count_samples(batch) for batch in batches]
         with trainer.precision.computing():
             outputs = trainer.model(inputs)
             if isinstance(outputs, Tensor) and isinstance(targets, Tensor) and len(set(sizes)) == 1:
@@ -389,9 +391,7 @@ class Arithmetic:
                 pieces = [piece_of((outputs, targets), end - size, end) for end, size in zip(ends, sizes, strict=True)]
                 losses = torch.stack([trainer.task.loss(*piece) for piece in pieces])
         trainer.backward((losses * torch.tensor(weights, dtype=losses.dtype, device=losses.device)).sum())
-        if scaler is not None:
-            gradients = (one.grad for one in self.replica.parts.trained if one.grad is not None)
-            scaler.update(scaler.unscale(gradients))
+        self._unscale()
         found: list[float] = losses.detach().tolist()
         return found
 
@@ -435,9 +435,9 @@ class Arithmetic:
 
     # --- what is asked ------------------------------------------------------------------------------------------------
 
-    def answer(self, work: Minibatch) -> Answer:
+    def answer(self, work: Minibatch) -> LossAndDrift:
         drift = self.replica.drift(work.version) if self._needs_drift else None
-        return Answer(self._losses[work.number], drift if drift is None or drift >= 0 else math.inf)
+        return LossAndDrift(self._losses[work.number], drift if drift is None or drift >= 0 else math.inf)
 
     def keep(self, versions: Collection[int]) -> None:
         self.replica.keep(versions)
@@ -466,8 +466,8 @@ def _strictly() -> Iterator[None]:
         torch.set_warn_always(before)
 
 
-def _square(vector: Tensor) -> Tensor:
-    return torch.dot(vector, vector)
+def _is_finite(vector: Tensor) -> bool:
+    return bool(torch.isfinite(torch.dot(vector, vector)))
 
 
 def _near(one: Tensor, other: Tensor) -> bool:

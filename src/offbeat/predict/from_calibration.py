@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from offbeat.predict.calibration import Calibration, Delays, Machine, machine_of
 from offbeat.predict.calibration_match import check
-from offbeat.predict.timelines import Answer, Minibatch, ServedTimeline, Timeline
-from offbeat.predict.virtual import Clock, reached_by, timeline_of, train_virtually
+from offbeat.predict.machines import Clock
+from offbeat.predict.timelines import untrained
+from offbeat.predict.virtual import reached_by, timeline_of, train_virtually
 from offbeat.processes.slowness import parse as parse_slowness
 from offbeat.simulate.result import Result
-from offbeat.strategy import ALL_REDUCE, simulated_family_of
 from offbeat.train.config import Config
 from offbeat.train.tasks import task_of
 
@@ -64,7 +64,8 @@ def predict(calibration: Calibration, config: Config, samples: int) -> Predicted
         batch=config.train.batch_size * config.train.accumulate,
         seed=config.seed + OTHER,
     )
-    timeline = _timeline(config, clock_of(config, machine), samples)
+    clock = Clock.calibrated(machine, config.sync, ends_of_epochs=True)
+    timeline = untrained(timeline_of(config, clock, samples))
     marks = [(0.0, 0, 0)]  # seconds, updates and samples, after each
     for update in timeline.stream():
         _, updates, applied = marks[-1]
@@ -82,27 +83,7 @@ def foresee_accuracy(calibration: Calibration, config: Config, target: float) ->
     """Seconds until an epoch ends with the accuracy reached, in virtual time on the predicted machine; or None."""
     task = task_of(config)
     predicted = predict(calibration, config, len(task.train))  # type: ignore[arg-type] # a map-style set has a length
-    outcome = train_virtually(config, clock_of(config, predicted.machine), task=task, every=1.0)
+    clock = Clock.calibrated(predicted.machine, config.sync, ends_of_epochs=True)
+    outcome = train_virtually(config, clock, task=task, every=1.0)
     point = reached_by(outcome.points[1:], target)
     return None if point is None else point.seconds
-
-
-def clock_of(config: Config, machine: Machine) -> Clock:
-    reduces = simulated_family_of(config.sync) == ALL_REDUCE
-    return Clock(
-        cluster=machine.cluster,
-        bucket_bytes=None,
-        reduce_s=(lambda size: machine.reduce_s) if reduces else None,
-        ends_of_epochs=True,
-    )
-
-
-def _timeline(config: Config, clock: Clock, samples: int) -> Timeline:
-    timeline: Timeline = timeline_of(config, clock, samples)
-    if isinstance(timeline, ServedTimeline) and timeline.lock_step:
-        timeline.ask = _same  # a loss that does not fall, and weights that do not move
-    return timeline
-
-
-def _same(work: Minibatch) -> Answer:
-    return Answer(1.0, 1.0)

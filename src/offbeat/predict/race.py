@@ -5,21 +5,25 @@ faster and need more of them. Both are told. A target is reached when it is held
 several times (seeds): its time is the median, and two whose times overlap are not told apart unless their medians are
 far from each other; then the simpler one is advised, an all-reduce before everything else.
 
-This file knows nothing of how the curves were computed.
+Where a learner is persistently slow, an all-reduce that gives it less to do, and everybody without it, are in the race
+too. This file knows nothing of how the curves were computed.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from offbeat.chart import Line, line_chart
+from offbeat.errors import RequestError
 from offbeat.policies import create
 from offbeat.runs.metrics import Score, format_accuracy, ranking
-from offbeat.spec import format_seconds
-from offbeat.strategy import ALL_REDUCE, family_of
+from offbeat.simulate.cluster import Cluster
+from offbeat.simulate.setup import Network
+from offbeat.spec import format_learners, format_percent, format_seconds
+from offbeat.strategy import ALL_REDUCE, family_of, line_up, simulated_family_of
 
 ALIKE = 1.05  # medians this close are not told apart
 FAR = 1.15  # medians beyond this are, even if the times of some seeds overlap
@@ -28,7 +32,52 @@ SEEN = 3  # times the fastest one's time: what comes later is not in the picture
 DRAWN = 6  # lines in the picture, at most: more cannot be told from each other
 
 
-class Curve(NamedTuple):
+class Contender(NamedTuple):
+    """A strategy in the race, and its machines."""
+
+    strategy: str
+    cluster: Cluster
+    variant: str = ""  # "without learner 3", "split by speed"
+    option: str = ""  # what to write for it beside --sync, like --train.split auto
+    split: str = ""  # of an update's samples, where it is not the recipe's
+
+    @property
+    def label(self) -> str:
+        return f"{self.strategy}, {self.variant}" if self.variant else self.strategy
+
+
+def usual_strategies(cluster: Cluster) -> list[str]:
+    """Some of each kind that can run on the cluster: an all-reduce bears no failures."""
+    names = line_up("race", cluster.learners)
+    return [name for name in names if cluster.failures is None or simulated_family_of(name) != ALL_REDUCE]
+
+
+def variants(contenders: Sequence[Contender], slow: Sequence[int]) -> list[Contender]:
+    """What could be done about learners that are always slow: give them less, or do without them."""
+    if not slow or not contenders:
+        return []
+    cluster = contenders[0].cluster
+    names = [one.strategy for one in contenders]
+    reduces = next((name for name in names if simulated_family_of(name) == ALL_REDUCE), "ring")
+    rest = cluster.without(*slow)
+    without, option = f"without {format_learners(sorted(slow), most=4)}", f"leave it out: --learners {rest.learners}"
+    return [
+        Contender(reduces, cluster, "split by speed", "--train.split auto", "auto"),
+        *(Contender(name, rest, without, option) for name in dict.fromkeys([reduces, *names])),
+    ]
+
+
+def check_ports(network: Network, strategies: Sequence[str]) -> None:
+    """`RequestError` where it is said how some of them communicate, and not how the others do."""
+    families = {simulated_family_of(name) for name in strategies}
+    if len(families) > 1 and network.topology != "uniform" and not network.has_ports:
+        raise RequestError(
+            "--topology says how an all-reduce communicates, and nothing says it for servers: give "
+            "--learner-bandwidth, --server-bandwidth and --latency too, or one port for all with --network"
+        )
+
+
+class TrainingCurve(NamedTuple):
     """One run: accuracy against seconds, and what it took."""
 
     seed: int
@@ -48,18 +97,32 @@ class Curve(NamedTuple):
     warning: str = ""  # that it does not learn
 
 
-class Racer(NamedTuple):
-    """A strategy, on the cluster as it is or on another (`variant`), with a curve for each seed."""
+def checked(curve: TrainingCurve, name: str, target: float) -> TrainingCurve:
+    """`RequestError` where there is nothing to race for."""
+    if not curve.points:
+        raise RequestError(f"{name} has no accuracy, only a loss: there is no target to race to")
+    if curve.reached_s == 0:
+        raise RequestError(f"--target {target:g}: a model that has learned nothing is there already")
+    return curve
 
-    strategy: str
-    curves: tuple[Curve, ...]
-    learners: int
-    variant: str = ""  # "without learner 3", "split by speed"
-    option: str = ""  # what to write for it beside --sync, like --train.split auto
+
+class RaceResult(NamedTuple):
+    """A contender with a curve for each seed."""
+
+    contender: Contender
+    curves: tuple[TrainingCurve, ...]
+
+    @property
+    def strategy(self) -> str:
+        return self.contender.strategy
+
+    @property
+    def variant(self) -> str:
+        return self.contender.variant
 
     @property
     def label(self) -> str:
-        return f"{self.strategy}, {self.variant}" if self.variant else self.strategy
+        return self.contender.label
 
     @property
     def times(self) -> tuple[float, ...]:
@@ -67,7 +130,7 @@ class Racer(NamedTuple):
         return tuple(sorted(math.inf if one.reached_s is None else one.reached_s for one in self.curves))
 
     @property
-    def middle(self) -> Curve:
+    def middle(self) -> TrainingCurve:
         """The run that has the median time; of two in the middle, the slower one."""
         order = sorted(self.curves, key=lambda one: (one.reached_s is None, one.reached_s or 0.0, one.seed))
         return order[len(order) // 2]
@@ -75,6 +138,12 @@ class Racer(NamedTuple):
     @property
     def median_s(self) -> float:
         return math.inf if self.middle.reached_s is None else self.middle.reached_s
+
+    @property
+    def median_updates(self) -> int | None:
+        """To the target; None: most did not get there."""
+        updates = [one.reached_updates for one in self.curves if one.reached_updates is not None]
+        return sorted(updates)[len(self.curves) // 2] if len(self.curves) // 2 < len(updates) else None
 
     @property
     def samples_needed(self) -> float:
@@ -99,8 +168,8 @@ class Racer(NamedTuple):
         return self.curves[0].test_samples
 
     @property
-    def right(self) -> str:
-        """The accuracy in words."""
+    def accuracy_text(self) -> str:
+        """The accuracy at the end, with its interval."""
         return format_accuracy(self.accuracy, self.test_samples)
 
     @property
@@ -115,34 +184,54 @@ class Racer(NamedTuple):
     def waste_share(self) -> float:
         return statistics.median(one.waste_share for one in self.curves)
 
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "strategy": self.strategy,
+            "variant": self.variant,
+            "seconds_to_target": None if self.median_s == math.inf else self.median_s,
+            "samples_per_s": self.samples_per_s,
+            "accuracy": self.accuracy,
+            "test_samples": self.test_samples,
+            "staleness_mean": self.staleness,
+            "wait_share": self.wait_share,
+            "waste_share": self.waste_share,
+            "runs": [curve._asdict() for curve in self.curves],
+        }
 
-def percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
+
+def run_race(
+    contenders: Sequence[Contender], seeds: Sequence[int], train: Callable[[Contender, int, str], TrainingCurve]
+) -> list[RaceResult]:
+    """Train each with every seed. `train` is told which of how many it is."""
+    return [
+        RaceResult(one, tuple(train(one, seed, f"{at} of {len(contenders)}") for seed in seeds))
+        for at, one in enumerate(contenders, start=1)
+    ]
 
 
-def ranked(racers: Sequence[Racer]) -> list[Racer]:
+def ranked(results: Sequence[RaceResult]) -> list[RaceResult]:
     """The fastest first; those that did not get there by where they ended, as far as that can be told apart."""
-    there = sorted((one for one in racers if one.median_s < math.inf), key=lambda one: one.median_s)
-    return [*there, *(one for tied in not_there(racers) for one in tied)]
+    there = sorted((one for one in results if one.median_s < math.inf), key=lambda one: one.median_s)
+    return [*there, *(one for tied in not_there(results) for one in tied)]
 
 
-def not_there(racers: Sequence[Racer]) -> list[list[Racer]]:
+def not_there(results: Sequence[RaceResult]) -> list[list[RaceResult]]:
     """Those that did not reach the target, the best accuracies at the end first: groups that are tied, by time."""
-    rest = [one for one in racers if one.median_s == math.inf]
+    rest = [one for one in results if one.median_s == math.inf]
     scores = [Score(one.accuracy, one.test_samples, statistics.median(c.seconds for c in one.curves)) for one in rest]
     return [[rest[at] for at in tied] for tied in ranking(scores)]
 
 
-def advised(racers: Sequence[Racer]) -> Racer | None:
+def advised(results: Sequence[RaceResult]) -> RaceResult | None:
     """Whom to take: the simplest of those that cannot be told from the fastest. None: nobody got there."""
-    order = ranked(racers)
+    order = ranked(results)
     if order[0].median_s == math.inf:
         return None
     alike = [one for one in order if _are_alike(order[0], one)]
     return min(alike, key=lambda one: (_complexity(one), order.index(one)))
 
 
-def _are_alike(fast: Racer, slow: Racer) -> bool:
+def _are_alike(fast: RaceResult, slow: RaceResult) -> bool:
     """Whether these seeds cannot tell which of the two is faster."""
     if slow.median_s == fast.median_s:
         return True
@@ -152,68 +241,69 @@ def _are_alike(fast: Racer, slow: Racer) -> bool:
     return ratio <= ALIKE or (ratio <= FAR and _overlap(fast, slow))
 
 
-def _overlap(fast: Racer, slow: Racer) -> bool:
+def _overlap(fast: RaceResult, slow: RaceResult) -> bool:
     """Whether some seeds say otherwise than the medians; one seed has no spread, and may."""
     return slow.times[0] <= fast.times[-1] or len(fast.times) == len(slow.times) == 1
 
 
-def _complexity(racer: Racer) -> int:
+def _complexity(result: RaceResult) -> int:
     """An all-reduce, a server that waits for all, or any other policy; each as it is, or on other machines."""
     kind = 0
-    if family_of(racer.strategy) != ALL_REDUCE:
-        policy = create(racer.strategy, expect=racer.learners)
-        kind = 1 if policy.waits_for_all(racer.learners) and not policy.rule.delta else 2
-    return 2 * kind + bool(racer.variant)
+    if family_of(result.strategy) != ALL_REDUCE:
+        learners = result.contender.cluster.learners
+        policy = create(result.strategy, expect=learners)
+        kind = 1 if policy.waits_for_all(learners) and not policy.rule.delta else 2
+    return 2 * kind + bool(result.variant)
 
 
-def _kind(racer: Racer) -> str:
+def _kind(result: RaceResult) -> str:
     """All-reduce, a server that keeps everybody in step, or one that takes old gradients."""
-    if family_of(racer.strategy) == ALL_REDUCE:
+    if family_of(result.strategy) == ALL_REDUCE:
         return ALL_REDUCE
-    return "stale" if racer.staleness > 0.005 else "in step"
+    return "stale" if result.staleness > 0.005 else "in step"
 
 
-def words_of(racer: Racer) -> str:
+def explain_result(result: RaceResult) -> str:
     """How its time came about, in one line."""
-    parts = [f"{racer.samples_per_s:,.4g} samples/s"]
-    if racer.median_s < math.inf:
-        parts.append(f"{racer.samples_needed:,.0f} samples to the target")
-    if racer.staleness > 0.005:
-        parts.append(f"gradients {racer.staleness:.1f} versions old")
-    if racer.wait_share > 0.005:
-        parts.append(f"{100 * racer.wait_share:.0f} % of the time waiting")
-    if racer.waste_share > 0.005:
-        parts.append(f"{100 * racer.waste_share:.0f} % thrown away")
-    if all(curve.warning for curve in racer.curves):
-        parts.append(racer.curves[0].warning)
+    parts = [f"{result.samples_per_s:,.4g} samples/s"]
+    if result.median_s < math.inf:
+        parts.append(f"{result.samples_needed:,.0f} samples to the target")
+    if result.staleness > 0.005:
+        parts.append(f"gradients {result.staleness:.1f} versions old")
+    if result.wait_share > 0.005:
+        parts.append(f"{format_percent(result.wait_share, 0)} of the time waiting")
+    if result.waste_share > 0.005:
+        parts.append(f"{format_percent(result.waste_share, 0)} thrown away")
+    if all(curve.warning for curve in result.curves):
+        parts.append(result.curves[0].warning)
     return ", ".join(parts)
 
 
-def advice(racers: Sequence[Racer], target: float, machines: str) -> list[str]:
+def advice(results: Sequence[RaceResult], target: float, machines: str) -> list[str]:
     """What to do, and why, in a few lines. `machines` says what the learners are like."""
-    chosen = advised(racers)
-    order = ranked(racers)
+    chosen = advised(results)
+    order = ranked(results)
     if chosen is None:
-        tied = not_there(racers)[0]
+        tied = not_there(results)[0]
         best = max(tied, key=lambda one: one.accuracy)
         others = [one.label for one in tied if one is not best]
         return [
-            f"nobody reached {percent(target)}; the best end was {best.right}, with {best.label}",
+            f"nobody reached {format_percent(target)}; the best end was {best.accuracy_text}, with {best.label}",
             *([f"not told apart from it on {best.test_samples:,} test samples: {', '.join(others)}"] if others else []),
             "more epochs (--epochs), another learning rate (--rate) or a lower --target would tell them apart",
         ]
     plain = family_of(chosen.strategy) == ALL_REDUCE and not chosen.variant
-    line = f"use {'plain ' if plain else ''}{chosen.strategy}" + (f", {chosen.variant}" if chosen.variant else "")
-    line += f": {percent(target)} after {format_seconds(chosen.median_s)}{_spread(chosen)} ({words_of(chosen)})"
-    lines = [line]
-    if chosen.option:
-        lines.append(f"write {chosen.option}" if chosen.option.startswith("--") else chosen.option)
+    line = f"use {'plain ' if plain else ''}{chosen.label}: {format_percent(target)} after "
+    line += f"{format_seconds(chosen.median_s)}{_spread(chosen)} ({explain_result(chosen)})"
+    lines, option = [line], chosen.contender.option
+    if option:
+        lines.append(f"write {option}" if option.startswith("--") else option)
     lines += [_against(chosen, other) for other in _worth_telling(chosen, order)]
     lines.append(f"the machines: {machines}")
     return lines
 
 
-def _worth_telling(chosen: Racer, order: Sequence[Racer]) -> list[Racer]:
+def _worth_telling(chosen: RaceResult, order: Sequence[RaceResult]) -> list[RaceResult]:
     """Whom to compare it with: the best of the others, the best of another kind, and an all-reduce as it is."""
     others = [one for one in order if one is not chosen]
     firsts = [
@@ -225,20 +315,20 @@ def _worth_telling(chosen: Racer, order: Sequence[Racer]) -> list[Racer]:
     return [one for at, one in enumerate(told) if not any(one is earlier for earlier in told[:at])]
 
 
-def _spread(racer: Racer) -> str:
+def _spread(result: RaceResult) -> str:
     """From the fastest run to the slowest."""
-    if len(racer.times) == 1:
+    if len(result.times) == 1:
         return ""
-    if racer.times[-1] == math.inf:
-        missing = sum(one == math.inf for one in racer.times)
-        return f", {missing} of {len(racer.times)} seeds not at all"
-    return f", seeds from {format_seconds(racer.times[0])} to {format_seconds(racer.times[-1])}"
+    if result.times[-1] == math.inf:
+        missing = sum(one == math.inf for one in result.times)
+        return f", {missing} of {len(result.times)} seeds not at all"
+    return f", seeds from {format_seconds(result.times[0])} to {format_seconds(result.times[-1])}"
 
 
-def _against(one: Racer, other: Racer) -> str:
+def _against(one: RaceResult, other: RaceResult) -> str:
     """Why one is faster than another, or as fast and simpler."""
     if other.median_s == math.inf:
-        return f"{other.label} did not get there: it ended at {other.right}"
+        return f"{other.label} did not get there: it ended at {other.accuracy_text}"
     time = format_seconds(other.median_s)
     if other.median_s < one.median_s:
         ratio = one.median_s / other.median_s
@@ -255,14 +345,14 @@ def _against(one: Racer, other: Racer) -> str:
     )
 
 
-def _doubt(fast: Racer, slow: Racer) -> str:
+def _doubt(fast: RaceResult, slow: RaceResult) -> str:
     """Why two are not told apart."""
     if len(fast.times) == 1:
         return "which one seed cannot tell (--seeds 3)"
     return "within the spread of the seeds" if _overlap(fast, slow) else "too little to tell"
 
 
-def worth_drawing(order: Sequence[Racer]) -> list[Racer]:
+def worth_drawing(order: Sequence[RaceResult]) -> list[RaceResult]:
     """The first ones, as many as can be told from each other; the first plain all-reduce is among them."""
     plain = [one for one in order if _kind(one) == ALL_REDUCE and not one.variant][:1]
     if len(order) <= DRAWN or not plain or order.index(plain[0]) < DRAWN:
@@ -270,8 +360,17 @@ def worth_drawing(order: Sequence[Racer]) -> list[Racer]:
     return [*order[: DRAWN - 1], *plain]
 
 
+def race_chart(order: Sequence[RaceResult], *, title: str, target: float) -> str:
+    """The picture of a race: error against time."""
+    seeds, shown = len(order[0].curves), worth_drawing(order)
+    subtitle = f"{seeds} seeds thin, median bold, dots: target reached" if seeds > 1 else "dots: target reached"
+    if len(shown) < len(order):
+        subtitle = f"{len(shown)} of {len(order)}, {subtitle}"
+    return chart_of([(one.label, one.curves) for one in shown], title=title, target=target, subtitle=subtitle)
+
+
 def chart_of(
-    lines: Sequence[tuple[str, Sequence[Curve]]], *, title: str, target: float | None, subtitle: str = ""
+    lines: Sequence[tuple[str, Sequence[TrainingCurve]]], *, title: str, target: float | None, subtitle: str = ""
 ) -> str:
     """Error against simulated time, as an SVG. Where looks are close together, each point is the mean of some."""
     notes = [subtitle] if subtitle else []
@@ -296,12 +395,12 @@ def chart_of(
         x_label="simulated time, seconds",
         y_label="test error",
         target=None if target is None else 1 - target,
-        target_label="" if target is None else f"target: {percent(target)} right",
+        target_label="" if target is None else f"target: {format_percent(target)} right",
         x_max=x_max or None,
     )
 
 
-def _mark(curves: Sequence[Curve], target: float | None) -> tuple[float, float] | None:
+def _mark(curves: Sequence[TrainingCurve], target: float | None) -> tuple[float, float] | None:
     """Where the median run was when it reached the target."""
     times = sorted(math.inf if curve.reached_s is None else curve.reached_s for curve in curves)
     middle = statistics.median_high(times)

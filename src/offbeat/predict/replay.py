@@ -5,7 +5,7 @@
     own, other = play(run.config.sync), play("k-async:2")
 
 The machine is the run's own: each learner's minibatches take what they took, in their order, and so do the ways between
-them (`simulate.rerun`). A replay computes nothing; `Replay.train` does, to say when an accuracy would have been there.
+them (`recorded_run`). A replay computes nothing; `Replay.train` does, to say when an accuracy would have been there.
 What a replay of the run's own strategy is off by, in time and in staleness, says how far the others are to be trusted.
 
 Laws: the folder of the run is only read. The same arguments give the same numbers. Evaluation is no part of any time.
@@ -14,7 +14,7 @@ Laws: the folder of the run is only read. The same arguments give the same numbe
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,16 +22,19 @@ from typing import Any, NamedTuple
 from offbeat import spec as grammar
 from offbeat.errors import LogError, RequestError
 from offbeat.policies import create
-from offbeat.predict.calibration import Calibration, Probe
+from offbeat.predict.calibration import Calibration
+from offbeat.predict.calibration_match import check, of_another_machine
+from offbeat.predict.machines import Clock
 from offbeat.predict.recorded_run import MOSTLY, Recorded, filled, law_of, read_recorded, starts_of
-from offbeat.predict.timelines import Answer, Minibatch, ServedTimeline, Update
-from offbeat.predict.virtual import Clock, reached_by, timeline_of, train_virtually
+from offbeat.predict.replay_advice import POINTS, advice_on, doubts_on, is_trusted
+from offbeat.predict.timelines import Update, untrained
+from offbeat.predict.virtual import prepare_task, reached_by, running_user_code, timeline_of, train_virtually
 from offbeat.runs.log import read_log
 from offbeat.runs.metrics import highest_reached, time_to_accuracy
 from offbeat.simulate.cluster import Cluster, Wires
 from offbeat.simulate.compute import Law
-from offbeat.spec import count_of, format_seconds
-from offbeat.strategy import ALL_REDUCE, AUTO, NATIVE, family_of
+from offbeat.spec import count_of, format_learners, format_seconds
+from offbeat.strategy import ALL_REDUCE, AUTO, NATIVE, family_of, line_up
 from offbeat.train.config import Config
 from offbeat.train.config_files import changed
 from offbeat.train.rundir import Evaluated, RunDir
@@ -40,13 +43,11 @@ from offbeat.train.trainer import Report
 
 PLENTY = 8  # times the run's epochs: what drops much needs more of them for as many applied samples
 STANDS_FOR = "ring"  # an all-reduce that only a running group chooses
-OLDER, OLDER_SHARE = 0.5, 0.25  # versions, and of the run's staleness: a replay that is off by more is of another run
-RECORDED, CALIBRATED, NONE = "recorded", "calibrated", "none"  # where communication is from
 UNLIKE = 0.05  # by which a learner's times differ from those of all before it is told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RealRun(Evaluated):
+class FinishedRun(Evaluated):
     """What a run left."""
 
     config: Config
@@ -74,8 +75,27 @@ class RealRun(Evaluated):
         """What the ends of epochs took, for each applied sample: all replays have as many of both."""
         return self.recorded.ends_s(self.seconds) / self.samples
 
+    def as_json(self, target: float | None) -> dict[str, Any]:
+        recorded = self.recorded
+        return {
+            "strategy": self.config.sync,
+            "learners": self.config.learners,
+            "seconds": self.seconds,
+            "target_seconds": None if target is None else self.reached_s(target),
+            "accuracy": self.accuracy,
+            "updates": self.updates,
+            "staleness_mean": self.staleness,
+            "wait_share": recorded.shares.wait,
+            "waste_share": recorded.shares.waste,
+            "minibatches": recorded.minibatches,
+            "cancelled": recorded.cancelled,
+            "there_s": recorded.there_s,
+            "back_s": recorded.back_s,
+            "epoch_ends_s": self.ends_s * self.samples,
+        }
 
-def read_run(path: Path) -> RealRun:
+
+def read_run(path: Path) -> FinishedRun:
     """`RequestError`, in a line, where the folder is not that of one real run from its beginning to its end."""
     folder = RunDir(path)
     config = folder.read_config()
@@ -95,10 +115,10 @@ def read_run(path: Path) -> RealRun:
     except RequestError as error:
         raise RequestError(f"{path}: {error}") from None
     config = changed(config, {"learners": config.learners or len(recorded.learners)})
-    return RealRun(config=config, recorded=recorded, metrics=tuple(metrics))
+    return FinishedRun(config=config, recorded=recorded, metrics=tuple(metrics))
 
 
-class Reached(NamedTuple):
+class TargetReached(NamedTuple):
     """Of a training in virtual time: when it had reached the target, if it ever had, and the highest it reached."""
 
     seconds: float | None
@@ -106,7 +126,7 @@ class Reached(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Played:
+class ReplayedStrategy:
     """What a strategy would have given, for as many applied samples as the run had."""
 
     strategy: str
@@ -119,26 +139,42 @@ class Played:
     waste_share: float
     notes: tuple[str, ...] = ()
     foreign: bool = False  # its communication was not in the recording
-    reached: Reached | None = None  # None: not trained
+    reached: TargetReached | None = None  # None: not trained
+
+    def as_json(self, run: FinishedRun) -> dict[str, Any]:
+        return {
+            "strategy": self.strategy,
+            "learners": self.learners,
+            "seconds": self.seconds,
+            "against_run": self.seconds / run.seconds - 1,
+            "target_seconds": None if self.reached is None else self.reached.seconds,
+            "best_accuracy": None if self.reached is None else self.reached.best,
+            "updates": self.updates,
+            "samples": self.samples,
+            "staleness_mean": self.staleness,
+            "wait_share": self.wait_share,
+            "waste_share": self.waste_share,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
     """See the module's text. `samples`: of the training set; `learners` 0: as many as the run had."""
 
-    run: RealRun
+    run: FinishedRun
     samples: int
     learners: int = 0
     seed: int = 0
     calibration: Calibration | None = None
     _laws: dict[str, Law] = field(default_factory=dict)  # since filling in what was cancelled takes a while
 
-    def __call__(self, line: str) -> Played:
+    def __call__(self, line: str) -> ReplayedStrategy:
         """Replay it without computing. `RequestError` where the line cannot be replayed with so many learners."""
-        config, clock, notes = self._set_up(line)
-        timeline = timeline_of(_longer(config, PLENTY), clock, self.samples)
-        if isinstance(timeline, ServedTimeline) and timeline.lock_step:
-            timeline.ask = _same
+        config, clock, ways = self._set_up(line)
+        notes = ways.notes
+        epochs = {"train": {"epochs": config.train.epochs * PLENTY}}
+        timeline = untrained(timeline_of(changed(config, epochs), clock, self.samples))
+        if timeline.lock_step:
             notes = (*notes, f"{line} asks for losses or weights: replayed as if neither changed")
         applied = gradients = ages = 0
         last: Update | None = None
@@ -154,57 +190,56 @@ class Replay:
                 f"'{line}' drops so much that {self.run.samples:,} samples are not applied in {PLENTY} times the epochs"
             )
         spent = last.spent
-        whole = spent.compute_s + spent.send_s + spent.wait_s or 1.0
         wait_s = spent.send_s + spent.wait_s
-        if clock.cluster.starts is None and self._source(line) == RECORDED:  # its minibatches have them
+        if clock.cluster.starts is None and ways.is_recorded:  # its minibatches have them
             wait_s += self.run.recorded.back_s * gradients
-        return Played(
+        return ReplayedStrategy(
             strategy=line,
             learners=config.learners,
             seconds=last.at_s + self.run.ends_s * applied,
             updates=last.version,
             samples=applied,
             staleness=ages / max(1, gradients),
-            wait_share=min(1.0, wait_s / whole),
-            waste_share=spent.waste_s / whole,
+            wait_share=min(1.0, wait_s / spent.whole_s),
+            waste_share=spent.waste_share,
             notes=notes,
-            foreign=not self._is_like_the_run(line),
+            foreign=ways.foreign,
         )
 
-    def train(self, played: Played, task: Task, target: float, hear: Report = lambda record: None) -> Played:
+    def train(
+        self, played: ReplayedStrategy, task: Task, target: float, hear: Report = lambda record: None
+    ) -> ReplayedStrategy:
         """The same, trained in virtual time until an epoch ends with the target."""
         config, clock, _ = self._set_up(played.strategy)
         config = changed(config, {"train": {"stop_at": target}})
         outcome = train_virtually(config, clock, task=task, hear=hear, every=1.0)
         there = reached_by(outcome.points[1:], target)
         seconds = None if there is None else there.seconds + self.run.ends_s * there.samples
-        best = highest_reached([point.accuracy for point in outcome.points[1:] if point.accuracy is not None])
-        return replace(played, reached=Reached(seconds, best or 0.0))
+        return replace(played, reached=TargetReached(seconds, outcome.best or 0.0))
 
-    def _set_up(self, line: str) -> tuple[Config, Clock, tuple[str, ...]]:
-        """The training, its clock, and what is to be said of it."""
-        family = family_of(line)
-        simulated = STANDS_FOR if grammar.parse(line).name in (AUTO, NATIVE) else line
+    def _set_up(self, line: str) -> tuple[Config, Clock, _Communication]:
+        """The training and its clock."""
         learners = self.learners or self.run.config.learners
-        changes = {"sync": simulated, "learners": learners, "slow": (), "train": {"stop_at": 0.0}}
+        changes = {"sync": _simulated(line), "learners": learners, "slow": (), "train": {"stop_at": 0.0}}
         try:
             config = changed(self.run.config, changes)
         except RequestError as error:
             raise RequestError(str(error).removeprefix("sync: ")) from None
-        beside_s = self._beside_s(simulated)
-        notes = self._way_notes(line, beside_s)
-        cluster = Cluster(learners=learners, law=self._law("computed"), seed=self.seed)
-        if family == ALL_REDUCE:
-            if self._source(line) == RECORDED:
-                cluster = replace(cluster, law=self._law("with ways"))
-            return (
-                config,
-                Clock(cluster=cluster, bucket_bytes=None, reduce_s=lambda size: beside_s, ends_of_epochs=True),
-                notes,
-            )
-        starts = self._law("ways") if self._source(line) == RECORDED else None
-        cluster = replace(cluster, wires=Wires(size_bytes=0, latency_s=beside_s / 2), starts=starts)
-        return config, Clock(cluster=cluster, ends_of_epochs=True), notes
+        ways = self._communication(line)
+        if family_of(line) == ALL_REDUCE:
+            law = self._law("with ways" if ways.is_recorded else "computed")
+            cluster = Cluster(learners=learners, law=law, seed=self.seed)
+            reduce_s = ways.beside_s
+            clock = Clock(cluster=cluster, bucket_bytes=None, reduce_s=lambda size: reduce_s, ends_of_epochs=True)
+            return config, clock, ways
+        cluster = Cluster(
+            learners=learners,
+            law=self._law("computed"),
+            seed=self.seed,
+            wires=Wires(size_bytes=0, latency_s=ways.beside_s / 2),
+            starts=self._law("ways") if ways.is_recorded else None,
+        )
+        return config, Clock(cluster=cluster, ends_of_epochs=True), ways
 
     def _law(self, what: str) -> Law:
         if what not in self._laws:
@@ -214,73 +249,50 @@ class Replay:
             )
         return self._laws[what]
 
-    # --- what lies between minibatches --------------------------------------------------------------------------------
-
-    def _is_like_the_run(self, line: str) -> bool:
-        return self.run.recorded.reduces == (family_of(line) == ALL_REDUCE)
-
-    def _probe(self, line: str) -> Probe | None:
-        """Of the calibration, where the run was of another family and has nothing better."""
-        if self.calibration is None or self._is_like_the_run(line):
-            return None
-        learners = self.learners or self.run.config.learners
-        return min(self.calibration.of(family_of(line)), key=lambda one: abs(one.learners - learners))
-
-    def _source(self, line: str) -> str:
-        """Where communication is from. One learner has nobody to reduce with: there is none, unless measured."""
-        alone = self.learners == 1 < self.run.config.learners and family_of(line) == ALL_REDUCE
-        probe = self._probe(line)
-        if alone and (probe is None or probe.learners > 1):
-            return NONE
-        return RECORDED if probe is None else CALIBRATED
-
-    def _beside_s(self, line: str) -> float:
-        """What the way of a gradient takes beside the way back."""
-        source, probe = self._source(line), self._probe(line)
-        if source == NONE:
-            return 0.0
-        if self.calibration is None or probe is None:
-            return self.run.recorded.there_s
-        learners = self.learners or self.run.config.learners
-        family = family_of(line)
-        factor = self.calibration.reduction_factor(line, learners) if family == ALL_REDUCE else 1.0
-        return probe.there_s * factor + probe.back_s
-
-    def _way_notes(self, line: str, beside_s: float) -> tuple[str, ...]:
-        """The same for all lines of a family, so that it is told once."""
-        source = self._source(line)
-        if source == NONE:
-            return ("an all-reduce with 1 learner has nobody to reduce with: it is replayed without communication",)
-        if self._is_like_the_run(line):
-            return ()
-        reduces = family_of(line) == ALL_REDUCE
-        if source == CALIBRATED:
+    def _communication(self, line: str) -> _Communication:
+        """Of a strategy's family. One learner has nobody to reduce with: there is none, unless measured."""
+        run, recorded, family = self.run.config, self.run.recorded, family_of(line)
+        learners, reduces = self.learners or run.learners, family == ALL_REDUCE
+        foreign, probe = recorded.reduces != reduces, None
+        if foreign and self.calibration is not None:  # the run was of another family, and has nothing better
+            probe = min(self.calibration.of(family), key=lambda one: abs(one.learners - learners))
+        if reduces and self.learners == 1 < run.learners and (probe is None or probe.learners > 1):
+            note = "an all-reduce with 1 learner has nobody to reduce with: it is replayed without communication"
+            return _Communication(0.0, False, foreign, (note,))
+        if not foreign:
+            return _Communication(recorded.there_s, True, foreign, ())
+        if self.calibration is not None and probe is not None:
+            factor = self.calibration.reduction_factor(_simulated(line), learners) if reduces else 1.0
+            beside_s = probe.there_s * factor + probe.back_s
             took = format_seconds(beside_s)
-            told = (
+            way = (
                 f"{line} takes {took} an update" if reduces else f"a gradient's way to the server and back takes {took}"
             )
-            return (f"communication was not in the recording, and is by the calibration: {told}",)
-        took = format_seconds(self.run.recorded.there_s + self.run.recorded.back_s)
-        return (
+            note = f"communication was not in the recording, and is by the calibration: {way}"
+            return _Communication(beside_s, False, foreign, (note,))
+        took = format_seconds(recorded.there_s + recorded.back_s)
+        note = (
             f"communication {'by an all-reduce' if reduces else 'with a server'} was not in the recording: taken as "
-            f"long as what it took in the run, {took} on average; a --calibration says it better",
+            f"long as what it took in the run, {took} on average; a --calibration says it better"
         )
+        return _Communication(recorded.there_s, True, foreign, (note,))
 
 
-def _longer(config: Config, times: int) -> Config:
-    return changed(config, {"train": {"epochs": config.train.epochs * times}})
+class _Communication(NamedTuple):
+    """What a replay takes communication to be."""
+
+    beside_s: float  # what the way of a gradient takes beside the way back
+    is_recorded: bool  # and not measured otherwise, or none
+    foreign: bool  # the run was of another family
+    notes: tuple[str, ...]  # the same for all lines of a family, so that they are told once
 
 
-def _same(work: Minibatch) -> Answer:
-    return Answer(1.0, 1.0)  # a loss that does not fall, and weights that do not move
+def _simulated(line: str) -> str:
+    """An all-reduce that only a running group chooses is simulated as another."""
+    return STANDS_FOR if grammar.parse(line).name in (AUTO, NATIVE) else line
 
 
-def is_as_stale(run: RealRun, own: Played) -> bool:
-    """Whether the replay of the run's own strategy has gradients about as old as they were."""
-    return abs(own.staleness - run.staleness) <= max(OLDER, OLDER_SHARE * run.staleness)
-
-
-def notes_of(run: RealRun, learners: int = 0) -> list[str]:
+def notes_of(run: FinishedRun, learners: int = 0) -> list[str]:
     """What is to be known of the recording before its replays are believed."""
     recorded, notes = run.recorded, []
     if recorded.cancelled:
@@ -291,7 +303,9 @@ def notes_of(run: RealRun, learners: int = 0) -> list[str]:
         pairs = zip(recorded.numbers, recorded.learners, strict=True)
         mostly = [number for number, one in pairs if one.share_cancelled > MOSTLY]
         if mostly:
-            notes.append(f"most minibatches of {_who(mostly)} were cancelled: what they would have taken is uncertain")
+            notes.append(
+                f"most minibatches of {format_learners(mostly)} were cancelled: what they would have taken is uncertain"
+            )
     rule = None if recorded.reduces else create(run.config.sync, expect=run.config.learners).rule
     if rule is not None and rule.push_every > 1:
         notes.append("of several minibatches that were pushed together each is given an equal part of their time")
@@ -299,7 +313,7 @@ def notes_of(run: RealRun, learners: int = 0) -> list[str]:
         notes.append("learners fetched beside computing: what waiting for weights takes is not in the recording")
     many, learners = len(recorded.learners), learners or run.config.learners
     if learners < many:
-        notes.append(_fewer(recorded, learners))
+        notes.append(_fewer_learners_note(recorded, learners))
     if learners > many:
         notes.append(
             f"{count_of(many, 'learner')} were recorded: the others take their times in turn, each copy from another "
@@ -308,7 +322,7 @@ def notes_of(run: RealRun, learners: int = 0) -> list[str]:
     return notes
 
 
-def _fewer(recorded: Recorded, learners: int) -> str:
+def _fewer_learners_note(recorded: Recorded, learners: int) -> str:
     """Whose times are used, and how these differ from those of all."""
     used, left = recorded.numbers[:learners], recorded.numbers[learners:]
     means = [float(row.mean()) for row in filled(recorded.learners, seed=0)]
@@ -317,10 +331,122 @@ def _fewer(recorded: Recorded, learners: int) -> str:
         f", which took {ratio:.2f} times as long for a minibatch as all on average" if abs(ratio - 1) > UNLIKE else ""
     )
     return (
-        f"the times of {_who(used)} are used{unlike}, and those of {_who(left)} are not; ways between minibatches, "
-        f"if any, are as they were with {count_of(len(recorded.numbers), 'learner')}"
+        f"the times of {format_learners(used)} are used{unlike}, and those of {format_learners(left)} are not; ways "
+        f"between minibatches, if any, are as they were with {count_of(len(recorded.numbers), 'learner')}"
     )
 
 
-def _who(numbers: Sequence[int]) -> str:
-    return f"learner{'' if len(numbers) == 1 else 's'} {', '.join(map(str, numbers))}"
+# --- a whole replay ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayReport:
+    """What the replays of a run say. `own`: of its own strategy, if that fits so many learners."""
+
+    run: FinishedRun
+    learners: int
+    target: float | None  # None: only times
+    own: ReplayedStrategy | None
+    others: tuple[ReplayedStrategy, ...]
+    further_notes: tuple[str, ...]
+
+    @property
+    def replayed(self) -> list[ReplayedStrategy]:
+        return [*([] if self.own is None else [self.own]), *self.others]
+
+    @property
+    def measured(self) -> bool:
+        """Whether the run had as many learners; else its own strategy was never run so."""
+        return self.learners == self.run.config.learners
+
+    @property
+    def error(self) -> float | None:
+        """Of the run's own replay."""
+        return self.own.seconds / self.run.seconds - 1 if self.measured and self.own is not None else None
+
+    @property
+    def advice(self) -> list[str]:
+        return advice_on(self.run, self.own, self.others, self.error, self.target)
+
+    @property
+    def notes(self) -> list[str]:
+        doubts = doubts_on(self.run, self.own, self.target) if self.own is not None and self.measured else []
+        return [*doubts, *self.further_notes]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "samples": self.run.samples,
+            "target": self.target,
+            "run": self.run.as_json(self.target),
+            "error": self.error,
+            "trusted": is_trusted(self.run, self.own, self.error, self.target),
+            "replayed": [one.as_json(self.run) for one in self.replayed],
+            "advice": self.advice,
+            "notes": self.notes,
+        }
+
+
+def usual_others(own: str, learners: int) -> list[str]:
+    """Some strategies of each kind, and none that is another by another name."""
+    return [line for line in line_up("replay", learners) if line != own]
+
+
+def replay_run(
+    run: FinishedRun,
+    strategies: Sequence[str] = (),
+    *,
+    learners: int = 0,
+    seed: int = 0,
+    calibration: Calibration | None = None,
+    target: float | None = None,
+    accuracy: bool = True,
+    tell: Callable[[str], Report] = lambda strategy: lambda record: None,
+) -> ReplayReport:
+    """Replay a run under its own strategy and others. With `accuracy` they are trained in virtual time to the target.
+
+    `tell` is called when the training of a strategy begins, and gives who hears of its evaluations.
+    """
+    if calibration is not None:
+        check(calibration, run.config)
+    run = replace(run, config=changed(run.config, {"device": "auto"}))  # the run's own may be another machine's
+    task, line = prepare_task(run.config), run.config.sync
+    many = learners or run.config.learners
+    train_set, test_set = len(task.train), len(task.test)  # type: ignore[arg-type]  # map-style sets have a length
+    replay = Replay(run=run, samples=train_set, learners=learners, seed=seed, calibration=calibration)
+    lines = [one for one in dict.fromkeys(strategies or usual_others(line, many)) if one != line]
+    own, notes = None, []
+    try:
+        own = replay(line)
+    except RequestError as error:  # it may not fit another number of learners
+        if many == run.config.learners or not lines:
+            raise
+        notes.append(f"{line}, as it was, is not replayed: {error}")
+    others = sorted((replay(one) for one in lines), key=lambda one: one.seconds)
+    target = (target or run.highest_reached) if accuracy else None
+    if target is not None:
+
+        def trained(one: ReplayedStrategy, target: float = target) -> ReplayedStrategy:
+            hear = tell(one.strategy)
+            with running_user_code(one.strategy):
+                return replay.train(one, task, target, hear)
+
+        own = own and trained(own)
+        others = [trained(one) for one in others]
+    notes += notes_of(run, many)
+    notes += [of_another_machine(calibration)] if calibration is not None and of_another_machine(calibration) else []
+    notes += dict.fromkeys(note for one in ([own, *others] if own else others) for note in one.notes)
+    if target is not None:
+        notes.append(
+            f"each accuracy is of one training, with one seed, on {count_of(test_set, 'test sample')}: another seed "
+            f"may well differ by {POINTS}"
+        )
+    elif accuracy:
+        why = "has no accuracy, only a loss" if run.accuracy is None else "has one evaluation, too few for an accuracy"
+        notes.append(f"{run.config.name} {why}: there are only times for as many samples")
+    if others:
+        notes.append(
+            "another strategy loads the machine otherwise, which a replay does not know: it is less sure of others"
+        )
+    return ReplayReport(
+        run=run, learners=many, target=target, own=own, others=tuple(others), further_notes=tuple(notes)
+    )

@@ -2,7 +2,7 @@
 
 A *timeline* is a run of the simulator that says more: which samples each minibatch has, and, update by update, which
 minibatches it applies and at which weights they were computed (`Update`). A `Learner` does the arithmetic. This file
-knows neither tensors nor models; the torch side is in `train/virtual`.
+knows neither tensors nor models; the torch side is in `arithmetic` and `virtual`.
 
     the policy's timing does not depend on values    the timeline is simulated ahead; minibatches whose weights exist
                                                      already are then computed together, up to `width` at a time, and
@@ -27,7 +27,7 @@ from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.collective import Rounds
 from offbeat.simulate.engine import ASIDE, REJOIN
 from offbeat.simulate.result import Result, Tally
-from offbeat.simulate.sample_source import Batch, Epochs, samples_of
+from offbeat.simulate.sample_source import Batch, Epochs, count_samples
 from offbeat.simulate.server import Simulation
 
 KEEP_EVERY = 16  # updates from one look at which versions are needed to the next, at most
@@ -54,7 +54,7 @@ class Minibatch(NamedTuple):
 
     @property
     def samples(self) -> int:
-        return sum(samples_of(step.batch) for step in self.steps)
+        return sum(count_samples(step.batch) for step in self.steps)
 
     @property
     def latest(self) -> int:
@@ -62,13 +62,26 @@ class Minibatch(NamedTuple):
         return max(self.version, *(step.fetched for step in self.steps))
 
 
-class Spent(NamedTuple):
+class TimeSpent(NamedTuple):
     """Seconds of all learners together, up to now, of what they have finished doing."""
 
     compute_s: float
     waste_s: float  # of compute
     send_s: float
     wait_s: float
+
+    @property
+    def whole_s(self) -> float:
+        return self.compute_s + self.send_s + self.wait_s or 1.0
+
+    @property
+    def waste_share(self) -> float:
+        return self.waste_s / self.whole_s
+
+    @property
+    def wait_share(self) -> float:
+        """Not computing: sending and waiting."""
+        return (self.wait_s + self.send_s) / self.whole_s
 
 
 class Update(NamedTuple):
@@ -79,7 +92,7 @@ class Update(NamedTuple):
     works: tuple[Minibatch, ...]
     scales: tuple[float, ...]
     told: int  # the version whose learning rate is taken: that of who pushed last
-    spent: Spent
+    spent: TimeSpent
     dropped: Mapping[str, int] = {}  # samples by reason, up to now
     damping: float = 1.0  # of the step
     needed: frozenset[int] | None = None  # versions that works of later updates may be at; None: not looked at
@@ -114,12 +127,12 @@ def needed_by(policy: Policy) -> set[int]:
     return {*held, *(seat.version for seat in policy.learners.values())}
 
 
-def spent_of(tally: Tally) -> Spent:
+def spent_of(tally: Tally) -> TimeSpent:
     seconds = tally.seconds
-    return Spent(seconds["compute"], tally.waste_s, seconds["send"], seconds["wait"])
+    return TimeSpent(seconds["compute"], tally.waste_s, seconds["send"], seconds["wait"])
 
 
-class Answer(NamedTuple):
+class LossAndDrift(NamedTuple):
     """What a policy may ask about a gradient."""
 
     loss: float | None
@@ -131,23 +144,18 @@ class Learner(Protocol):
 
     def compute(self, works: Sequence[Minibatch]) -> None:
         """The gradients of these, whose versions exist; each is kept until it is applied."""
-        ...
 
     def apply(self, update: Update) -> None:
         """Make the update. What was not computed before is computed now; if it `is_fresh`, as one batch if it can."""
-        ...
 
-    def answer(self, work: Minibatch) -> Answer:
+    def answer(self, work: Minibatch) -> LossAndDrift:
         """About a gradient that was computed, at the current version."""
-        ...
 
     def keep(self, versions: Collection[int]) -> None:
         """No other versions will be asked for; the current one stays in any case."""
-        ...
 
     def forget(self, numbers: Collection[int]) -> None:
         """These works will not be applied."""
-        ...
 
 
 class Timeline(Protocol):
@@ -163,7 +171,7 @@ class Timeline(Protocol):
 
 
 class ServedTimeline(Simulation):
-    """The server's simulation with samples. Without an end of its own: it ends when its book is over.
+    """The server's simulation with samples. Without an end of its own: it ends when its source is over.
 
     Where learners push every H minibatches, they also push what they have where there are no more samples to take.
     """
@@ -172,7 +180,7 @@ class ServedTimeline(Simulation):
         self,
         strategy: str,
         cluster: Cluster,
-        book: Epochs,
+        source: Epochs,
         *,
         keep_spans: int = 0,
         write: Callable[[dict[str, Any], Minibatch | None], object] | None = None,
@@ -182,32 +190,33 @@ class ServedTimeline(Simulation):
         self._write = write
         wanted = None if write is None else self._add_batch
         super().__init__(strategy, cluster, 10**12, keep_spans, wanted, corrects=corrects, scaling=scaling)
-        self.strategy, self.book = strategy, book
+        self.source = source
         self.lock_step = self.policy.needs_drift or self.policy.needs_loss
-        self.ask: Callable[[Minibatch], Answer] | None = None  # in lock step: about a gradient that has arrived
+        self.ask: Callable[[Minibatch], LossAndDrift] | None = None  # in lock step: about a gradient that has arrived
         self._steps: list[list[Step]] = [[] for _ in range(cluster.learners)]  # of what is not pushed yet
         self._numbers = [0] * cluster.learners
         self._works: dict[int, Minibatch] = {}  # on their way, by the number under which they were sent
         self._arrived: dict[int, Minibatch] = {}  # by ticket
         self._next = 0
         self._made: list[Update] = []
+        self._decisions = 0
+        self.logged: dict[int, tuple[int, int]] = {}  # by version: spans and decisions when the update was made
         self._keep_every = max(1, min(KEEP_EVERY, cluster.learners // 8))  # a look takes as long as there are learners
         self._away: list[int] = []  # learners without samples, in the order of stepping aside
         self.handlers[ASIDE] = self._aside
 
     @property
     def is_over(self) -> bool:
-        return self.book.over
+        return self.source.over
 
     def stream(self) -> Iterator[Update]:
         for _ in self.turns():
             if self._away:
                 self._call_back()
-            yield from self._made
-            self._made.clear()
-
-    def result(self, strategy: str = "") -> Result:
-        return super().result(strategy or self.strategy)
+            if self._made:
+                self.logged.update((update.version, (len(self.spans), self._decisions)) for update in self._made)
+                yield from self._made
+                self._made.clear()
 
     def under_way(self) -> Iterator[Minibatch]:
         """What is being computed or on its way; nothing where learners step by themselves, for that has an order."""
@@ -226,7 +235,7 @@ class ServedTimeline(Simulation):
     # --- what the simulation does, with samples -----------------------------------------------------------------------
 
     def _begin(self, learner: int) -> None:
-        batch = self.book.take(learner)
+        batch = self.source.take(learner)
         if batch is None:
             self._without_samples(learner)
             return
@@ -244,7 +253,7 @@ class ServedTimeline(Simulation):
 
     def _pushed(self, learner: int, number: int) -> Pushed:
         work = self._arrived[self.ticket] = self._works.pop(number)
-        answer = Answer(None, None)
+        answer = LossAndDrift(None, None)
         if self.lock_step:
             assert self.ask is not None
             answer = self.ask(work)
@@ -257,20 +266,20 @@ class ServedTimeline(Simulation):
             works, scales = in_order(self.policy, works, command.scales)
             for work in works:
                 for step in work.steps:
-                    self.book.settle(step.batch)
+                    self.source.settle(step.batch)
             version = self.policy.version
             needed = self._needed() if version % self._keep_every == 0 else None
-            spent, dropped = spent_of(self.tally), self.book.dropped
+            spent, dropped = spent_of(self.tally), self.source.dropped
             self._made.append(Update(version, self.now, works, scales, told, spent, dropped, command.damping, needed))
         elif isinstance(command, Drop):
             for step in self._arrived.pop(command.ticket).steps:
-                self.book.give_back(step.batch, command.why.split(":")[0])
+                self.source.give_back(step.batch, command.why.split(":")[0])
         super()._obey(command)
 
     def _close(self, learner: int, *, cancelled: bool = False) -> None:
         if cancelled:
             for step in self._steps[learner]:
-                self.book.give_back(step.batch, "cancelled")
+                self.source.give_back(step.batch, "cancelled")
             self._steps[learner] = []
         super()._close(learner, cancelled=cancelled)
 
@@ -279,7 +288,7 @@ class ServedTimeline(Simulation):
             return 0  # it has stepped aside since
         lost = [sent for sent, gradient in self.flying.items() if gradient[0] == learner]
         for step in [*self._steps[learner], *(step for sent in lost for step in self._works.pop(sent).steps)]:
-            self.book.put_back(step.batch)
+            self.source.put_back(step.batch)
         self._steps[learner] = []
         return super()._fail(learner, number)
 
@@ -308,7 +317,7 @@ class ServedTimeline(Simulation):
         """A learner without samples leaves until there are some, so that nobody waits for it."""
         if number != self.turn[learner] or self.doing[learner] != "wait" or self.pushing[learner] in self.flying:
             return 0
-        if self.book.free:  # some have come back at this very moment
+        if self.source.free:  # some have come back at this very moment
             self._begin(learner)
             return 0
         self._close(learner)
@@ -322,9 +331,14 @@ class ServedTimeline(Simulation):
 
     def _call_back(self) -> None:
         """Those who have stepped aside, as soon as there are samples."""
-        if len(self._away) == self.cluster.learners and not self.flying and not self.book.free and not self.book.over:
-            self.book.settle_held()
-        if self.book.free:
+        if (
+            len(self._away) == self.cluster.learners
+            and not self.flying
+            and not self.source.free
+            and not self.source.over
+        ):
+            self.source.settle_held()
+        if self.source.free:
             for learner in self._away:
                 self._plan(self.now, REJOIN, learner, self.done[learner])
             self._away.clear()
@@ -345,10 +359,18 @@ class ServedTimeline(Simulation):
     def _add_batch(self, record: dict[str, Any]) -> None:
         """To what is logged of a push: its samples."""
         assert self._write is not None
+        self._decisions += 1
         work = self._arrived[self.ticket] if record["event"].startswith("pushed") else None
         if work is not None:
             record["batch"] = [list(stretch) for stretch in work.batch]
         self._write(record, work)
+
+
+def untrained(timeline: Timeline) -> Timeline:
+    """The timeline as if neither losses nor weights changed, where its policy asks for them: nothing is trained."""
+    if isinstance(timeline, ServedTimeline) and timeline.lock_step:
+        timeline.ask = lambda work: LossAndDrift(1.0, 1.0)
+    return timeline
 
 
 # --- all-reduce -----------------------------------------------------------------------------------------------------
@@ -445,7 +467,7 @@ def _in_lock_step(timeline: Timeline, learner: Learner, width: int) -> Iterator[
     assert isinstance(timeline, ServedTimeline)
     computed: set[int] = set()
 
-    def ask(work: Minibatch) -> Answer:
+    def ask(work: Minibatch) -> LossAndDrift:
         if work.number not in computed:
             others = (one for one in timeline.under_way() if one.number not in computed)
             chosen = [work, *islice(others, width - 1)]

@@ -12,39 +12,45 @@ by rounding only, and no time at all.
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from offbeat import plugins, topology
-from offbeat.errors import RequestError
+from offbeat.errors import OffbeatError, RequestError
 from offbeat.policies import create
 from offbeat.predict.arithmetic import Arithmetic
+from offbeat.predict.calibration_match import check as check_calibration
 from offbeat.predict.logged_timeline import LoggedTimeline
-from offbeat.predict.timelines import Minibatch, ReducedTimeline, ServedTimeline, Spent, Timeline, Update, train
+from offbeat.predict.machines import Clock, Machines
+from offbeat.predict.race import Contender, TrainingCurve
+from offbeat.predict.timelines import Minibatch, ReducedTimeline, ServedTimeline, Timeline, TimeSpent, Update, train
 from offbeat.runs.log import RunLog, read_log, write_chrome_trace, write_log
-from offbeat.runs.metrics import reached_at
+from offbeat.runs.metrics import highest_reached, reached_at
 from offbeat.schedules.algorithms import fewest_bytes
 from offbeat.server.parameter_layout import model_tensors
 from offbeat.simulate.cluster import Cluster
-from offbeat.simulate.collective import Model, Rounds
-from offbeat.simulate.compare import describe_machines
-from offbeat.simulate.sample_source import Batch, Epochs, Stream, pieces_of
+from offbeat.simulate.collective import Rounds
+from offbeat.simulate.diagnosis import describe_machines
+from offbeat.simulate.sample_source import Batch, Epochs, Stream, batches_of_updates
 from offbeat.strategy import SERVER, family_of, simulated_family_of
-from offbeat.topology import Topology
 from offbeat.train.checkpoint import write_weights
 from offbeat.train.config import Config, shares_of
 from offbeat.train.config_files import changed
+from offbeat.train.launch import check_device
 from offbeat.train.learner_snapshot import load_buffers
 from offbeat.train.learning_rate import correction_of, optimizer_of, pace_of
 from offbeat.train.run_summary import summary_of
 from offbeat.train.rundir import RunDir
 from offbeat.train.sample_plan import cut, speeds_to_shares, updates
-from offbeat.train.tasks import Task, task_of
+from offbeat.train.tasks import Task, check, task_of
 from offbeat.train.trainer import Report, Trainer, evaluate
 
 WIDTH = 128  # minibatches that are computed at a time, at most
@@ -52,22 +58,10 @@ MOST_BYTES = 1_000_000_000  # of gradients and weights that are computed at a ti
 ALL = 10**12  # spans of all versions
 Write = Callable[[dict[str, Any], Minibatch | None], object]
 STREAM = "a stream"  # what the log says of epochs that have no ends
-NOTHING = Model.even(layers=1, size_bytes=0, forward_share=1 / 3)
+EVALUATE_EVERY = 0.25  # epochs
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Clock:
-    """When things happen."""
-
-    cluster: Cluster
-    topology: Topology | None = None  # of an all-reduce; None: without latency
-    layers: Model = NOTHING  # what an all-reduce has to send
-    bucket_bytes: int | None = 25_000_000  # None: no overlap
-    reduce_s: Callable[[int], float] | None = None  # of so many bytes, where it was measured
-    ends_of_epochs: bool = False  # learners wait for each other there, as in a real run; see `has_ends`
-
-
-class Point(NamedTuple):
+class Evaluation(NamedTuple):
     """One look at the test set."""
 
     seconds: float
@@ -80,12 +74,12 @@ class Point(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class VirtualRun:
     """What came of it."""
 
     config: Config
-    points: tuple[Point, ...]
-    spent: Spent
+    points: tuple[Evaluation, ...]
+    spent: TimeSpent
     staleness: Mapping[int, int]  # how many gradients were so old
     dropped: Mapping[str, int]  # samples, by reason
     end: Mapping[str, Any]  # as a real run tells it
@@ -101,15 +95,123 @@ class Outcome:
     def staleness_mean(self) -> float:
         return sum(age * many for age, many in self.staleness.items()) / max(1, self.gradients)
 
-    def reached(self, target: float) -> Point | None:
+    def reached(self, target: float) -> Evaluation | None:
         """The look at which the accuracy had reached the target (`metrics.reached_at`)."""
         return reached_by(self.points, target)
 
+    @property
+    def best(self) -> float | None:
+        """The highest accuracy that was reached after the beginning (`metrics.highest_reached`)."""
+        return highest_reached([point.accuracy for point in self.points[1:] if point.accuracy is not None])
 
-def reached_by(points: Iterable[Point], target: float) -> Point | None:
+    def curve(self, target: float | None) -> TrainingCurve:
+        """What a race is told of a run."""
+        reached = None if target is None else self.reached(target)
+        points = [(one.seconds, one.accuracy) for one in self.points if one.accuracy is not None]
+        last = self.points[-1]
+        return TrainingCurve(
+            seed=self.config.seed,
+            points=tuple(points),
+            reached_s=None if reached is None else reached.seconds,
+            reached_updates=None if reached is None else reached.update,
+            reached_samples=None if reached is None else reached.samples,
+            accuracy=last.accuracy,
+            test_samples=last.test_samples,
+            best=highest_reached([accuracy for _, accuracy in points]),
+            seconds=last.seconds,
+            updates=last.update,
+            samples=last.samples,
+            staleness=self.staleness_mean,
+            waste_share=self.spent.waste_share,
+            wait_share=self.spent.wait_share,
+            warning=self.end.get("warning") or "",
+        )
+
+
+def reached_by(points: Iterable[Evaluation], target: float) -> Evaluation | None:
     known = [point for point in points if point.accuracy is not None]
     at = reached_at([point.accuracy for point in known if point.accuracy is not None], target)
     return None if at is None else known[at]
+
+
+@contextmanager
+def running_user_code(name: str) -> Iterator[None]:
+    """What a model or data set of the user's own prints goes to stderr; what it raises is told in a line."""
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    except (OffbeatError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        raise OffbeatError(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
+
+
+def prepare_task(config: Config) -> Task:
+    """Data and model, tried once: what is wrong with them is told before anything runs."""
+    check_device(config.device)
+    torch.set_num_threads(config.train.threads)
+    with redirect_stdout(sys.stderr):  # what modules of one's own print when they are loaded
+        task = task_of(config)
+        check(task)
+    return task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecipeTraining:
+    """A recipe that is trained in virtual time, under any strategy on the same machines."""
+
+    recipe: Config
+    machines: Machines
+    ends_of_epochs: bool = False
+    width: int = 0
+    every: float = EVALUATE_EVERY
+
+    def config(self, contender: Contender, seed: int) -> Config:
+        simulated_family_of(contender.strategy)  # refuses what cannot be simulated, by its name
+        run = {"sync": contender.strategy, "learners": contender.cluster.learners, "seed": seed, "slow": ()}
+        try:
+            return changed(self.recipe, run | ({"train": {"split": contender.split}} if contender.split else {}))
+        except RequestError as error:
+            raise RequestError(str(error).removeprefix("sync: ")) from None
+
+    def for_task(self, task: Task) -> RecipeTraining:
+        """With the size of its model, where that is sent."""
+
+        def size_bytes() -> int:
+            with torch.random.fork_rng(devices=[]), redirect_stdout(sys.stderr):
+                trained = [one for one in task.build().parameters() if one.requires_grad]
+            return sum(one.numel() * one.element_size() for one in trained)
+
+        return replace(self, machines=self.machines.for_model(size_bytes))
+
+    def clock(self, contender: Contender, seed: int) -> Clock:
+        config = self.config(contender, seed)
+        if self.machines.calibration is not None:
+            check_calibration(self.machines.calibration, config)
+        batch = config.train.batch_size * config.train.accumulate
+        cluster = replace(contender.cluster, seed=seed)
+        return self.machines.clock(config.sync, cluster, batch=batch, ends_of_epochs=self.ends_of_epochs)
+
+    def check(self, contender: Contender, seed: int, task: Task) -> None:
+        """`RequestError` where the strategy cannot be trained on these machines."""
+        samples = len(task.train)  # type: ignore[arg-type]  # a map-style set has a length
+        timeline_of(self.config(contender, seed), self.clock(contender, seed), samples)
+
+    def fits(self, contender: Contender, seed: int, task: Task) -> bool:
+        """Whether it can run, on so few learners or with work for some of them."""
+        try:
+            self.check(contender, seed, task)
+        except RequestError:
+            return False
+        return True
+
+    def train(
+        self, contender: Contender, seed: int, hear: Report, *, task: Task | None = None, run: RunDir | None = None
+    ) -> VirtualRun:
+        config, clock = self.config(contender, seed), self.clock(contender, seed)
+        task = task or prepare_task(config)
+        with running_user_code(config.name):
+            return train_virtually(config, clock, task=task, run=run, hear=hear, width=self.width, every=self.every)
 
 
 def train_virtually(
@@ -120,8 +222,8 @@ def train_virtually(
     run: RunDir | None = None,
     hear: Report = lambda record: None,
     width: int = 0,
-    every: float = 0.25,
-) -> Outcome:
+    every: float = EVALUATE_EVERY,
+) -> VirtualRun:
     """Train in virtual time. `every`: epochs from look to look. `width` 1: one minibatch after the other; 0: `WIDTH`.
 
     With `run` its folder gets what a real run leaves, but for checkpoints.
@@ -133,7 +235,9 @@ def train_virtually(
     return trainer.outcome()
 
 
-def train_again(run: Path, *, task: Task | None = None, hear: Report = lambda record: None, width: int = 1) -> Outcome:
+def train_again(
+    run: Path, *, task: Task | None = None, hear: Report = lambda record: None, width: int = 1
+) -> VirtualRun:
     """Train as a run with a parameter server did, by its log: with `width` 1, on such a machine, to the same bits.
 
     `run` is its folder, in which nothing is changed; `task` is its task, where the config does not say it.
@@ -157,29 +261,6 @@ def train_again(run: Path, *, task: Task | None = None, hear: Report = lambda re
     return trainer.outcome()
 
 
-class _Marked(ServedTimeline):
-    """Knows how much there was when an update was made: it is asked for updates ahead of time."""
-
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
-        self.decisions = 0
-        self.marks: dict[int, tuple[int, int]] = {}  # by version: spans and decisions
-
-    def stream(self) -> Iterator[Update]:
-        for update in super().stream():
-            self.marks[update.version] = len(self.spans), self.decisions
-            yield update
-
-    def _add_batch(self, record: dict[str, Any]) -> None:
-        self.decisions += 1
-        super()._add_batch(record)
-
-
-def check_clock(config: Config, clock: Clock, task: Task) -> None:
-    """`RequestError` where this cannot be trained on this clock."""
-    timeline_of(config, clock, len(task.train))  # type: ignore[arg-type]  # a map-style set has a length
-
-
 def has_ends(config: Config, clock: Clock) -> bool:
     """Whether learners wait for each other at the ends of epochs.
 
@@ -198,16 +279,15 @@ def timeline_of(config: Config, clock: Clock, samples: int, *, write: Write | No
     if family_of(config.sync) == SERVER:
         kind = Epochs if has_ends(config, clock) else Stream
         again = config.cancelled == "again"
-        book = kind(samples=samples, sizes=(size,) * learners, epochs=train.epochs, again=again)
+        source = kind(samples=samples, sizes=(size,) * learners, epochs=train.epochs, again=again)
         correction = correction_of(config, learners)
-        return _Marked(config.sync, cluster, book, keep_spans=spans, write=write, **correction)
+        return ServedTimeline(config.sync, cluster, source, keep_spans=spans, write=write, **correction)
     simulated_family_of(config.sync)  # refuses what only a running group decides
     shares = _shares(train.split, cluster)
     sizes = (size,) * learners
     if shares:  # the time of a minibatch is in proportion to its samples
         sizes = tuple(cut(size * learners, shares, least=1))
-        speeds = [*cluster.speeds, *[1.0] * (learners - len(cluster.speeds))]
-        faster = tuple(speed * size / piece for speed, piece in zip(speeds, sizes, strict=True))
+        faster = tuple(speed * size / piece for speed, piece in zip(cluster.all_speeds, sizes, strict=True))
         cluster = replace(cluster, speeds=faster)
     rounds = Rounds(
         config.sync,
@@ -220,7 +300,7 @@ def timeline_of(config: Config, clock: Clock, samples: int, *, write: Write | No
     )
     if clock.ends_of_epochs:
         return ReducedTimeline(rounds, _planned(config, samples, shares or (1.0,) * learners))
-    return ReducedTimeline(rounds, pieces_of(Stream(samples=samples, sizes=sizes, epochs=train.epochs)))
+    return ReducedTimeline(rounds, batches_of_updates(Stream(samples=samples, sizes=sizes, epochs=train.epochs)))
 
 
 def _planned(config: Config, samples: int, shares: tuple[float, ...]) -> Iterator[tuple[Batch, ...]]:
@@ -253,7 +333,7 @@ class VirtualTrainer(Trainer):
         run: RunDir | None,
         report: Report,
         width: int = 0,
-        every: float = 0.25,
+        every: float = EVALUATE_EVERY,
     ) -> None:
         if not 0 < every < math.inf:
             raise RequestError(f"epochs from look to look are above 0; got {every}")
@@ -272,16 +352,19 @@ class VirtualTrainer(Trainer):
         if not self.arithmetic.together:  # nothing is gained ahead of time, and buffers would be ahead of the looks
             self._width = min(self._width, 1)
         self._every = max(1, round(every * self.samples))
-        self._next_look = self._every
-        self.timeline: Timeline = clock if isinstance(clock, LoggedTimeline) else self._timeline(clock)
-        self.points: list[Point] = []
+        self._next_evaluation = self._every
+        write = self._add_decision if self._writes else None
+        self.timeline: Timeline = (
+            clock if isinstance(clock, LoggedTimeline) else timeline_of(config, clock, self.samples, write=write)
+        )
+        self.points: list[Evaluation] = []
         self._taken = 0  # samples of updates: applied, or not finite
         self._through = 0  # and those that were dropped
         self._staleness: Counter[int] = Counter()  # of gradients
         self._sent_bytes = self._received_bytes = 0
         self._minibatches = 0  # that were applied: a gradient may be of several
         self._late: Mapping[str, int] = {}  # samples that were not applied, by reason
-        self._spent = Spent(0.0, 0.0, 0.0, 0.0)
+        self._spent = TimeSpent(0.0, 0.0, 0.0, 0.0)
         self._evaluations: list[dict[str, Any]] = []
         self._chance: float | None = None
         self._stops = False
@@ -291,19 +374,16 @@ class VirtualTrainer(Trainer):
         of_each = 4 * 6 * self.arithmetic.replica.table.items  # weights, gradients, and what lies between them
         return max(1, min(WIDTH, MOST_BYTES // of_each))
 
-    def _timeline(self, clock: Clock) -> Timeline:
-        return timeline_of(self.config, clock, self.samples, write=self._add_decision if self._writes else None)
-
     # --- the loop -----------------------------------------------------------------------------------------------------
 
     def fit(self) -> None:
         self.tell_beginning()
-        self._look()
+        self._evaluate_now()
         train(self.timeline, self.arithmetic, width=self._width, after=self._after)
         if isinstance(self.timeline, ServedTimeline) and not self._stops:
-            self._late = self.timeline.book.dropped
+            self._late = self.timeline.source.dropped
         if self.points[-1].update != self.at.update:
-            self._look()
+            self._evaluate_now()
         self._end_here()
 
     def _after(self, update: Update) -> bool:
@@ -322,10 +402,10 @@ class VirtualTrainer(Trainer):
         at.staleness = old / at.gradients
         at.epoch = self._through // self.samples
         self._late = update.dropped
-        if self._through < self._next_look:
+        if self._through < self._next_evaluation:
             return False
-        self._next_look = (self._through // self._every + 1) * self._every
-        self._look()
+        self._next_evaluation = (self._through // self._every + 1) * self._every
+        self._evaluate_now()
         wanted = self.config.train.stop_at
         self._stops = bool(wanted and reached_by(self.points[1:], wanted))
         return self._stops
@@ -341,7 +421,7 @@ class VirtualTrainer(Trainer):
         self._sent_bytes += sent
         self._received_bytes += received
 
-    def _look(self) -> Point:
+    def _evaluate_now(self) -> Evaluation:
         """Evaluate, and tell."""
         at, arithmetic = self.at, self.arithmetic
         if self._twin is None:
@@ -352,15 +432,14 @@ class VirtualTrainer(Trainer):
         loss, accuracy, tests, self._chance = evaluate(self._twin, self.task, self.precision, self.moved)
         told = arithmetic.loss_sum / arithmetic.loss_of if arithmetic.loss_of else None
         arithmetic.loss_sum, arithmetic.loss_of = 0.0, 0
-        point = Point(at.seconds, at.update, at.applied, _finite(loss), accuracy, _finite(told), tests)
+        point = Evaluation(at.seconds, at.update, at.applied, _finite(loss), accuracy, _finite(told), tests)
         self.points.append(point)
         if at.update:
-            self._tell_look(point)
+            self._report_evaluation(point)
         return point
 
-    def _tell_look(self, point: Point) -> None:
-        at, spent = self.at, self._spent
-        whole = spent.compute_s + spent.send_s + spent.wait_s
+    def _report_evaluation(self, point: Evaluation) -> None:
+        at = self.at
         self._write_last()
         self.last = {
             "kind": "evaluated",
@@ -375,7 +454,7 @@ class VirtualTrainer(Trainer):
             "seconds": at.seconds,
             "samples": at.applied,
             "samples_per_s": at.applied / at.seconds if at.seconds else 0.0,
-            "wait_share": (spent.wait_s + spent.send_s) / whole if whole else 0.0,
+            "wait_share": self._spent.wait_share,
             "sent_bytes": self._sent_bytes,
             "received_bytes": self._received_bytes,
             "staleness": at.staleness,
@@ -423,8 +502,8 @@ class VirtualTrainer(Trainer):
         end_s, timeline = self.at.seconds, self.timeline
         spans = tuple(span for span in timeline.result().spans if span.end_s <= end_s)
         decisions = self._decisions
-        if isinstance(timeline, _Marked):  # at one moment much may happen: seconds do not tell
-            of_spans, of_decisions = timeline.marks[self.at.update]
+        if isinstance(timeline, ServedTimeline):  # at one moment much may happen: seconds do not tell
+            of_spans, of_decisions = timeline.logged[self.at.update]
             spans, decisions = spans[:of_spans], decisions[:of_decisions]
         facts = {
             "strategy": self.config.sync,
@@ -443,9 +522,9 @@ class VirtualTrainer(Trainer):
         write_log(self.run.log(1), RunLog(run=facts, spans=spans, decisions=tuple(decisions)))
         write_chrome_trace(self.run.trace, spans, name=self.config.name)
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> VirtualRun:
         assert self._twin is not None
-        return Outcome(
+        return VirtualRun(
             config=self.config,
             points=tuple(self.points),
             spent=self._spent,

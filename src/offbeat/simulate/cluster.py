@@ -70,27 +70,30 @@ class Cluster:
             if any(not 0 < value < math.inf for value in values):
                 raise RequestError(f"{name} are above 0; got {', '.join(map(str, values))}")
 
-    def without(self, learner: int) -> Cluster:
-        """The same machines less one; the others draw what they drew."""
-        kept = [other for other in range(self.learners) if other != learner]
-        ids, speeds, samples = (
-            [*given, *default[len(given) :]]
-            for given, default in (
-                (self.ids, range(self.learners)),
-                (self.speeds, [1.0] * self.learners),
-                (self.samples, [1] * self.learners),
-            )
-        )
+    @property
+    def all_speeds(self) -> tuple[float, ...]:
+        """Of every learner."""
+        return (*self.speeds, *[1.0] * (self.learners - len(self.speeds)))
+
+    @property
+    def all_samples(self) -> tuple[int, ...]:
+        """In a minibatch of every learner."""
+        return (*self.samples, *[1] * (self.learners - len(self.samples)))
+
+    def without(self, *learners: int) -> Cluster:
+        """The same machines without these; the others draw what they drew."""
+        kept = [other for other in range(self.learners) if other not in learners]
+        ids = self.ids or range(self.learners)
         wires = self.wires
         if wires is not None and isinstance(wires.learner_bytes_per_s, tuple):
             wires = replace(wires, learner_bytes_per_s=tuple(wires.learner_bytes_per_s[other] for other in kept))
         return replace(
             self,
-            learners=self.learners - 1,
+            learners=len(kept),
             wires=wires,
             ids=tuple(ids[other] for other in kept),
-            speeds=tuple(speeds[other] for other in kept),
-            samples=tuple(samples[other] for other in kept),
+            speeds=tuple(self.all_speeds[other] for other in kept),
+            samples=tuple(self.all_samples[other] for other in kept),
         )
 
     def draws(self) -> Draws:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from offbeat.errors import RequestError
 from offbeat.runs.log import Span
@@ -60,6 +61,12 @@ class Model:
         return found
 
 
+def priced(strategy: str, topology: Topology) -> Callable[[int], float]:
+    """What an all-reduce of so many bytes takes on a topology."""
+    schedule = build(strategy, ranks=topology.ranks)
+    return cache(lambda size_bytes: price(schedule, topology, size_bytes).seconds)
+
+
 def iteration_s(
     compute_s: Sequence[float], model: Model, buckets: Sequence[tuple[float, int]], reduce_s: Callable[[int], float]
 ) -> float:
@@ -98,19 +105,12 @@ class Rounds:
         self.strategy, self.cluster, self.keep_spans = strategy, cluster, keep_spans
         self.now = 0.0
         self.version = 0
-        self._schedule = build(strategy, ranks=cluster.learners)
-        self._topology, self._model = topology, model
-        self._buckets = model.buckets(bucket_bytes)
-        self._costs: dict[int, float] = {}
-        self._reduce_s = reduce_s or self._price_s
+        self._model, self._buckets = model, model.buckets(bucket_bytes)
+        price_s = priced(strategy, topology)  # refuses a schedule that does not fit so many
+        self._reduce_s = reduce_s or price_s
         self._draws, self._works = cluster.draws(), cluster.works()
         self.tally = Tally()
         self._spans: list[Span] = []
-
-    def _price_s(self, size: int) -> float:
-        if size not in self._costs:
-            self._costs[size] = price(self._schedule, self._topology, size).seconds
-        return self._costs[size]
 
     def _compute_s(self) -> list[float]:
         cluster = self.cluster
@@ -139,7 +139,7 @@ class Rounds:
                         self._spans.append(Span(learner, what, began, stop, self.version))
         tally.staleness[0] += cluster.learners
         tally.applied += cluster.learners
-        tally.samples += sum(cluster.samples) + cluster.learners - len(cluster.samples)
+        tally.samples += sum(cluster.all_samples)
         self.now = end
         self.version += 1
 
@@ -189,11 +189,7 @@ class CurvePoint:
 
 def bucket_curve(strategy: str, compute_s: float, model: Model, topology: Topology) -> list[CurvePoint]:
     """The time of an iteration on equal learners as buckets get smaller, from one for all to one a layer."""
-    schedule = build(strategy, ranks=topology.ranks)
-
-    def reduce_s(size: int) -> float:
-        return price(schedule, topology, size).seconds
-
+    reduce_s = priced(strategy, topology)
     whole_s = reduce_s(sum(model.size_bytes))
     points: list[CurvePoint] = []
     count = 1

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from offbeat.simulate.engine import (
     uniforms,
 )
 from offbeat.simulate.recorded import read_recording
-from offbeat.spec import Param, parse_seconds
+from offbeat.spec import Param, parse_number, parse_seconds
 
 # Gives the uniform numbers of a purpose, all in the same shape.
 Chance = Callable[[int], Floats]
@@ -52,54 +52,55 @@ class Law:
     at: Callable[[Ints, Ints], Floats] | None = None
 
 
-class _Made(NamedTuple):
-    """A law less its text."""
-
-    mean_s: float
-    sample: Callable[[Chance], Floats]
-    by_learner: Callable[[Ints, Chance], Floats] | None = None
-
-
-def _constant(value: float) -> _Made:
-    return _Made(value, lambda u: np.full_like(u(COMPUTE), value))
+def _law(
+    mean_s: float,
+    sample: Callable[[Chance], Floats],
+    by_learner: Callable[[Ints, Chance], Floats] | None = None,
+) -> Law:
+    """Without its text, which `parse_law` knows."""
+    return Law(text="", mean_s=mean_s, sample=sample, by_learner=by_learner)
 
 
-def _uniform(low: float, high: float) -> _Made:
+def _constant(value: float) -> Law:
+    return _law(value, lambda u: np.full_like(u(COMPUTE), value))
+
+
+def _uniform(low: float, high: float) -> Law:
     if low > high:
         raise RequestError(f"LOW is {low}, above HIGH, {high}")
-    return _Made((low + high) / 2, lambda u: low + (high - low) * u(COMPUTE))
+    return _law((low + high) / 2, lambda u: low + (high - low) * u(COMPUTE))
 
 
-def _exponential(mean: float) -> _Made:
-    return _Made(mean, lambda u: -mean * np.log(u(COMPUTE)))
+def _exponential(mean: float) -> Law:
+    return _law(mean, lambda u: -mean * np.log(u(COMPUTE)))
 
 
-def _shifted(shift: float, mean: float) -> _Made:
-    return _Made(shift + mean, lambda u: shift - mean * np.log(u(COMPUTE)))
+def _shifted(shift: float, mean: float) -> Law:
+    return _law(shift + mean, lambda u: shift - mean * np.log(u(COMPUTE)))
 
 
-def _pareto(shape: float, scale: float) -> _Made:
+def _pareto(shape: float, scale: float) -> Law:
     mean = shape * scale / (shape - 1) if shape > 1 else math.inf
-    return _Made(mean, lambda u: scale * u(COMPUTE) ** (-1 / shape))
+    return _law(mean, lambda u: scale * u(COMPUTE) ** (-1 / shape))
 
 
-def _lognormal(mean: float, cv: float) -> _Made:
+def _lognormal(mean: float, cv: float) -> Law:
     sigma = math.sqrt(math.log1p(cv * cv))
     mu = math.log(mean) - sigma * sigma / 2
-    return _Made(mean, lambda u: np.exp(mu + sigma * _normal(u, COMPUTE)))
+    return _law(mean, lambda u: np.exp(mu + sigma * _normal(u, COMPUTE)))
 
 
-def _weibull(shape: float, scale: float) -> _Made:
-    return _Made(scale * math.gamma(1 + 1 / shape), lambda u: scale * (-np.log(u(COMPUTE))) ** (1 / shape))
+def _weibull(shape: float, scale: float) -> Law:
+    return _law(scale * math.gamma(1 + 1 / shape), lambda u: scale * (-np.log(u(COMPUTE))) ** (1 / shape))
 
 
-def _bimodal(fast: float, slow: float, share: float) -> _Made:
-    return _Made(fast + (slow - fast) * share, lambda u: np.where(u(COMPUTE) < share, slow, fast))
+def _bimodal(fast: float, slow: float, share: float) -> Law:
+    return _law(fast + (slow - fast) * share, lambda u: np.where(u(COMPUTE) < share, slow, fast))
 
 
-def _gamma(mean: float, cv: float) -> _Made:
+def _gamma(mean: float, cv: float) -> Law:
     shape = 1 / (cv * cv)
-    return _Made(mean, lambda u: mean / shape * _gamma_unit(shape, u))
+    return _law(mean, lambda u: mean / shape * _gamma_unit(shape, u))
 
 
 def _normal(u: Chance, purpose: int) -> Floats:
@@ -129,9 +130,9 @@ def _gamma_unit(shape: float, u: Chance) -> Floats:
     return result if boost is None else result * boost
 
 
-def _trace(run: str) -> _Made:
+def _trace(run: str) -> Law:
     recording = read_recording(Path(run))
-    return _Made(
+    return _law(
         recording.mean_s,
         lambda u: recording.pooled.at(u(COMPUTE)),
         lambda learners, u: recording.at(learners, u(COMPUTE)),
@@ -146,10 +147,7 @@ def _number(name: str, help: str, least: float, most: float) -> Param:
     """A number in bounds outside of which draws would be 0 or infinite."""
 
     def read(text: str) -> float:
-        value = _float(text)
-        if not least <= value <= most:
-            raise RequestError(f"expected a number from {least:g} to {most:g}; got '{text}'")
-        return value
+        return parse_number(text, lambda x: least <= x <= most, f"expected a number from {least:g} to {most:g}")
 
     return Param(name=name, read=read, positional=True, required=True, help=help)
 
@@ -162,21 +160,11 @@ def _positive_time(text: str) -> float:
 
 
 def _probability(text: str) -> float:
-    value = _float(text)
-    if not 0 <= value <= 1:
-        raise RequestError(f"expected a share from 0 to 1; got '{text}'")
-    return value
-
-
-def _float(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
+    return parse_number(text, lambda x: 0 <= x <= 1, "expected a share from 0 to 1")
 
 
 _CV = _number("cv", "standard deviation / mean", 1e-3, 10)
-_Build = Callable[..., _Made]
+_Build = Callable[..., Law]
 LAWS: dict[str, tuple[str, tuple[Param, ...], _Build]] = {
     "constant": ("always the same", (_time("value", "seconds"),), _constant),
     "uniform": (
@@ -195,10 +183,10 @@ LAWS: dict[str, tuple[str, tuple[Param, ...], _Build]] = {
         (_number("shape", "above 1 for a finite mean", 0.1, 1e3), _time("scale", "the least")),
         _pareto,
     ),
-    "gamma": ("a hump", (_time("mean", "seconds"), _number("cv", "standard deviation / mean", 1e-3, 10)), _gamma),
+    "gamma": ("a hump", (_time("mean", "seconds"), _CV), _gamma),
     "lognormal": (
         "a skewed hump",
-        (_time("mean", "seconds"), _number("cv", "standard deviation / mean", 1e-3, 10)),
+        (_time("mean", "seconds"), _CV),
         _lognormal,
     ),
     "weibull": (
@@ -231,10 +219,9 @@ def parse_law(text: str) -> Law:
     _, params, create = LAWS[spec.name]
     options: dict[str, Any] = grammar.bind(spec, params)
     try:
-        made = create(**options)
+        return replace(create(**options), text=str(spec))
     except RequestError as error:
         raise RequestError(f"'{spec}': {error}") from None
-    return Law(text=str(spec), mean_s=made.mean_s, sample=made.sample, by_learner=made.by_learner)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,7 +54,7 @@ class _Task:
     since_s: float = 0.0  # it has a core
 
 
-class Crowd:
+class CoreScheduler:
     """Jobs under way on the cores, in turns of `SLICE_S`, as an operating system shares them out.
 
     Work that is shorter than a slice is done in one piece, first come, first served; longer work goes on in turns,
@@ -134,11 +134,11 @@ class Crowd:
 
 def shared_s(works_s: Sequence[float], count: float) -> list[float]:
     """When each ends, if all begin together."""
-    crowd = Crowd(count)
+    scheduler = CoreScheduler(count)
     for number, work_s in enumerate(works_s):
-        crowd.start(0.0, work_s, Job(None, number, 0))
+        scheduler.start(0.0, work_s, Job(None, number, 0))
     ends = [0.0] * len(works_s)
-    while (now := crowd.next_end_s()) < math.inf:
-        for job in crowd.finish(now):
+    while (now := scheduler.next_end_s()) < math.inf:
+        for job in scheduler.finish(now):
             ends[job.learner] = now
     return ends

@@ -27,7 +27,7 @@ REJOIN: Final = 7
 LINK: Final = 8
 END: Final = 9
 RESUME: Final = 10
-CROWD: Final = 11  # work on shared cores has ended
+CORES: Final = 11  # work on shared cores has ended
 WAKE: Final = 13  # the policy is woken: what comes at the same moment has come in time
 ASIDE: Final = 12  # a learner without samples leaves, if nothing else at this time has brought it some
 

@@ -22,7 +22,7 @@ Batch = tuple[tuple[int, int, int], ...]  # (epoch, start, count) of each stretc
 NOT_FULL = "the run ended before its update was full"  # the fate of gradients that wait when there are no more samples
 
 
-def samples_of(batch: Batch) -> int:
+def count_samples(batch: Batch) -> int:
     return sum(count for _, _, count in batch)
 
 
@@ -33,7 +33,7 @@ class Epochs:
         if min(sizes, default=0) < 1 or samples < 1 or epochs < 1:
             raise RequestError(f"minibatches of {sizes} samples, of {samples}, in {epochs} epochs: all must be above 0")
         self.samples, self.sizes, self.epochs, self.again = samples, sizes, epochs, again
-        self._book = LeaseBook(samples=samples, again=again)
+        self._leases = LeaseBook(samples=samples, again=again)
         self._out: dict[Batch, int] = {}  # the number of its lease
         self._early: set[Batch] = set()  # settled before their update was made
         self._counts: Counter[str] = Counter()  # samples by fate
@@ -41,18 +41,18 @@ class Epochs:
     @property
     def over(self) -> bool:
         """Whether all epochs are."""
-        return self._book.epoch >= self.epochs
+        return self._leases.epoch >= self.epochs
 
     @property
     def free(self) -> bool:
         """Whether there are samples to take now."""
-        return not self.over and self._book.free > 0
+        return not self.over and self._leases.free > 0
 
     def take(self, learner: int) -> Batch | None:
         """The learner's next minibatch; None: there is none now."""
         if self.over:
             return None
-        lease = self._book.take(learner, self._book.epoch, self.sizes[learner])
+        lease = self._leases.take(learner, self._leases.epoch, self.sizes[learner])
         if not isinstance(lease, Lease):
             return None
         batch = self._batch(lease)
@@ -66,29 +66,29 @@ class Epochs:
         if taken in self._early:
             self._early.remove(taken)
         else:
-            self._book.settle(self._out.pop(taken), fate)
-        self._counts[fate] += samples_of(taken)
+            self._leases.settle(self._out.pop(taken), fate)
+        self._counts[fate] += count_samples(taken)
 
     def give_back(self, taken: Batch, fate: str) -> None:
-        self._book.give_back(self._out.pop(taken), fate)
+        self._leases.give_back(self._out.pop(taken), fate)
         if not self.again:
-            self._counts[fate] += samples_of(taken)
+            self._counts[fate] += count_samples(taken)
 
     def put_back(self, taken: Batch) -> None:
         """It went with its learner: taken again, whatever is done with what is given back."""
-        self._book.put_back(self._out.pop(taken))
+        self._leases.put_back(self._out.pop(taken))
 
     def settle_held(self) -> None:
         """Only gradients that wait for more to come keep an epoch open: let it end."""
         for batch, number in self._out.items():
-            self._book.settle(number, "held")
+            self._leases.settle(number, "held")
             self._early.add(batch)
         self._out.clear()
 
     @property
     def counts(self) -> dict[str, int]:
         """Samples by fate, of all epochs."""
-        held = sum(map(samples_of, self._early)) if self.over else 0
+        held = sum(map(count_samples, self._early)) if self.over else 0
         return {**self._counts, **({NOT_FULL: held} if held else {})}
 
     @property
@@ -114,7 +114,7 @@ class Stream(Epochs):
         return tuple(batch)
 
 
-def pieces_of(stream: Stream) -> Iterator[tuple[Batch, ...]]:
+def batches_of_updates(stream: Stream) -> Iterator[tuple[Batch, ...]]:
     """For an all-reduce: update by update, what each learner computes; in the last one some may have nothing."""
     while not stream.over:
         taken = (stream.take(learner) for learner in range(len(stream.sizes)))

@@ -37,12 +37,12 @@ from offbeat.policies.failures import policy_failures
 from offbeat.runs.log import Span
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.compute import failure_times
-from offbeat.simulate.cores import Crowd, Job
+from offbeat.simulate.cores import CoreScheduler, Job
 from offbeat.simulate.engine import (
     ARRIVE,
     ASK,
     CANCEL,
-    CROWD,
+    CORES,
     END,
     FAIL,
     FINISH,
@@ -88,7 +88,7 @@ def run(
     if until_s < math.inf:
         heapq.heappush(simulation.heap, (until_s, END, 0, 0))
     simulation.go()
-    return simulation.result(strategy)
+    return simulation.result()
 
 
 class Simulation:
@@ -114,13 +114,12 @@ class Simulation:
         )
         self.rule = self.policy.rule
         self.draws = cluster.draws()
-        self.samples = [1] * count
-        self.samples[: len(cluster.samples)] = cluster.samples
+        self.samples = list(cluster.all_samples)
         self.now = 0.0
         self.heap: list[Entry] = []
         # Per learner; what every event touches is in arrays, which stay in the cache where lists of objects do not.
         # A planned finish holds the turn in which it was made; cancelling and failing begin a new turn, and void it.
-        # A letter (what is on its way to or from a learner) holds its life; failing begins a new one.
+        # A message (what is on its way to or from a learner) holds its life; failing begins a new one.
         self.turn = [0] * count
         self.life = [0] * count
         self.doing = ["away"] * count  # or compute, send, wait
@@ -139,9 +138,9 @@ class Simulation:
         self.sent = 0
         self.ticket = 0
         self.wake = 0  # the number of the pending wake: an earlier one is void
-        self.letters: dict[int, tuple[int, int, int]] = {}  # number -> (learner, its life, a version)
-        self.letter = 0
-        self.weights_for = [-1] * count  # the latest letter with weights
+        self.messages: dict[int, tuple[int, int, int]] = {}  # number -> (learner, its life, a version)
+        self.message = 0
+        self.weights_for = [-1] * count  # the latest message with weights
         self.pushing = [-1] * count  # the number of its gradient that is on its way
         self.queued = [-1] * count  # and that of the one that waits for it
         self.fetching = [False] * count
@@ -150,10 +149,10 @@ class Simulation:
         self.size_bytes = 0 if wires is None else wires.size_bytes
         self.starts = cluster.begins()
         self.works = cluster.works()
-        self.crowd = None if cluster.cores is None else Crowd(cluster.cores.count)
-        self.crowd_turn = 0
+        self.cores = None if cluster.cores is None else CoreScheduler(cluster.cores.count)
+        self.cores_turn = 0
         self.jobs = [-1] * count  # computing on shared cores
-        self.instant = not self.size_bytes and not self.latency_s and self.crowd is None and self.starts is None
+        self.instant = not self.size_bytes and not self.latency_s and self.cores is None and self.starts is None
         self.free = self.rule.fetch_every > 0  # learners push and fetch beside computing, and never wait
         shared = math.inf if wires is None else wires.server_bytes_per_s * wires.shards
         self.links = (FairLink(shared), FairLink(shared))  # to the server, from the server
@@ -174,7 +173,7 @@ class Simulation:
             REJOIN: self._rejoin,
             CANCEL: self._cancel_arrives,
             LINK: self._link,
-            CROWD: self._worked,
+            CORES: self._worked,
             END: self._end,
             RESUME: self._resumed,
             WAKE: self._wake,
@@ -264,7 +263,7 @@ class Simulation:
         """After a minibatch and perhaps the start of a push: fetch if it is time, and begin the next minibatch."""
         if self.free and self.done[learner] % self.rule.fetch_every == 0 and not self.fetching[learner]:
             self.fetching[learner] = not self.instant
-            self._post(ASK, learner, 0)
+            self._send_message(ASK, learner, 0)
         if computes:
             self._begin(learner)
 
@@ -277,7 +276,7 @@ class Simulation:
             assert self.cluster.wires is not None
             self.links[0].start(self.now, number, self.size_bytes, self.cluster.wires.cap(learner))
             self._watch(0)
-        elif self.crowd is not None:
+        elif self.cores is not None:
             assert self.cluster.cores is not None
             self._work(self.cluster.cores.push_s, Job(ARRIVE, learner, number, urgent=True))
             if self.cluster.cores.behind_s:
@@ -320,7 +319,7 @@ class Simulation:
             if which == 0 and one in self.flying:
                 self._plan(self.now + self.latency_s, ARRIVE, self.flying[one][0], one)
             elif which == 1:
-                self._plan(self.now + self.latency_s, WEIGHTS, self.letters[one][0], one)
+                self._plan(self.now + self.latency_s, WEIGHTS, self.messages[one][0], one)
         self._watch(which)
         return 0
 
@@ -348,9 +347,9 @@ class Simulation:
             case Resume():
                 self.answered[command.learner] = self.now
                 if not self.free:  # else it goes on anyway
-                    self._post(RESUME, command.learner, self.policy.version)
+                    self._send_message(RESUME, command.learner, self.policy.version)
             case Cancel():
-                self._post(CANCEL, command.learner, self.policy.version)
+                self._send_message(CANCEL, command.learner, self.policy.version)
             case Apply():
                 self.count_update(sum([self.gradients[ticket][3] for ticket in command.tickets]))
                 if self.cluster.cores is not None and self.cluster.cores.update_s:
@@ -384,34 +383,34 @@ class Simulation:
 
     def _send(self, learner: int) -> None:
         """Weights set out."""
-        if self.crowd is not None and self.cluster.cores is not None and not self.size_bytes:
-            given_up = self.crowd.give_up(self.now, self.weights_for[learner])  # newer ones replace those on their way
+        if self.cores is not None and self.cluster.cores is not None and not self.size_bytes:
+            given_up = self.cores.give_up(self.now, self.weights_for[learner])  # newer ones replace those on their way
             if given_up is not None:
-                del self.letters[given_up.number]
-            letter = self._letter(learner, self.policy.version)
+                del self.messages[given_up.number]
+            message = self._new_message(learner, self.policy.version)
             self.weights_for[learner] = self._work(
-                self.cluster.cores.fetch_s, Job(WEIGHTS, learner, letter, urgent=True)
+                self.cluster.cores.fetch_s, Job(WEIGHTS, learner, message, urgent=True)
             )
             return
         if not self.size_bytes:
-            self._post(WEIGHTS, learner, self.policy.version)
+            self._send_message(WEIGHTS, learner, self.policy.version)
             return
         assert self.cluster.wires is not None
-        letter = self._letter(learner, self.policy.version)
+        message = self._new_message(learner, self.policy.version)
         if self.links[1].remove(self.now, self.weights_for[learner]):  # newer weights replace those on their way
-            del self.letters[self.weights_for[learner]]
-        self.weights_for[learner] = letter
-        self.links[1].start(self.now, letter, self.size_bytes, self.cluster.wires.cap(learner))
+            del self.messages[self.weights_for[learner]]
+        self.weights_for[learner] = message
+        self.links[1].start(self.now, message, self.size_bytes, self.cluster.wires.cap(learner))
         self._watch(1)
 
-    def _resumed(self, learner: int, letter: int) -> int:
-        version = self._open(letter)
+    def _resumed(self, learner: int, message: int) -> int:
+        version = self._receive(message)
         if version is not None and version >= self.void_below[learner] and self.doing[learner] == "wait":
             self._begin(learner)
         return 1
 
-    def _weights_arrive(self, learner: int, letter: int) -> int:
-        version = self._open(letter)
+    def _weights_arrive(self, learner: int, message: int) -> int:
+        version = self._receive(message)
         if version is None:
             return 0
         if version < self.void_below[learner]:
@@ -441,28 +440,28 @@ class Simulation:
     # --- shared cores ------------------------------------------------------------------------------------------------
 
     def _work(self, seconds: float, job: Job) -> int:
-        assert self.crowd is not None
-        number = self.crowd.start(self.now, seconds, job)
-        self._watch_crowd()
+        assert self.cores is not None
+        number = self.cores.start(self.now, seconds, job)
+        self._watch_cores()
         return number
 
     def _give_up_work(self, learner: int) -> None:
-        if self.crowd is not None and self.crowd.give_up(self.now, self.jobs[learner]) is not None:
-            self._watch_crowd()
+        if self.cores is not None and self.cores.give_up(self.now, self.jobs[learner]) is not None:
+            self._watch_cores()
 
-    def _watch_crowd(self) -> None:
-        assert self.crowd is not None
-        self.crowd_turn += 1
-        end = self.crowd.next_end_s()
+    def _watch_cores(self) -> None:
+        assert self.cores is not None
+        self.cores_turn += 1
+        end = self.cores.next_end_s()
         if end < math.inf:
-            self._plan(end, CROWD, 0, self.crowd_turn)
+            self._plan(end, CORES, 0, self.cores_turn)
 
     def _worked(self, _: int, number: int) -> int:
         """Some work is done: a minibatch, after which a slow learner sleeps, or a part of the way of a gradient."""
-        assert self.crowd is not None
-        if number != self.crowd_turn:
+        assert self.cores is not None
+        if number != self.cores_turn:
             return 0  # something else began since, and moved the end
-        for kind, learner, what, _urgent in self.crowd.finish(self.now):
+        for kind, learner, what, _urgent in self.cores.finish(self.now):
             if kind is None:
                 continue
             wait_s = self.latency_s
@@ -470,14 +469,14 @@ class Simulation:
                 computed_s = self.now - self.since[learner]
                 wait_s = self.cluster.rest_s(learner, computed_s) + self.draws.take(learner)
             self._plan(self.now + wait_s, kind, learner, what)
-        self._watch_crowd()
+        self._watch_cores()
         return 0
 
     # --- being cancelled ---------------------------------------------------------------------------------------------
 
-    def _cancel_arrives(self, learner: int, letter: int) -> int:
-        """All work at versions before the one in the letter is void; a learner that does such work stops."""
-        newer = self._open(letter)
+    def _cancel_arrives(self, learner: int, message: int) -> int:
+        """All work at versions before the one in the message is void; a learner that does such work stops."""
+        newer = self._receive(message)
         if newer is None:
             return 0
         self.void_below[learner] = newer
@@ -495,19 +494,19 @@ class Simulation:
         self.done[learner] = 0
         self.doing[learner] = "wait"
         self.turn[learner] += 1
-        self._post(STOPPED, learner, version)
+        self._send_message(STOPPED, learner, version)
         if self.next_version[learner] is not None:
             self._begin(learner)
         return 0
 
-    def _stopped(self, learner: int, letter: int) -> int:
-        version = self._open(letter)
+    def _stopped(self, learner: int, message: int) -> int:
+        version = self._receive(message)
         if version is not None:
             self._tell(Stopped(learner, version, self.now))
         return 0
 
-    def _asked(self, learner: int, letter: int) -> int:
-        if self._open(letter) is not None:
+    def _asked(self, learner: int, message: int) -> int:
+        if self._receive(message) is not None:
             self._tell(Asked(learner, self.now))
         return 1
 
@@ -524,7 +523,7 @@ class Simulation:
             self.tally.waste_s += self.flying.pop(number_sent)[2]  # lost on the way
             self.links[0].remove(self.now, number_sent)
         if self.links[1].remove(self.now, self.weights_for[learner]):
-            del self.letters[self.weights_for[learner]]
+            del self.messages[self.weights_for[learner]]
         if self.size_bytes:
             self._watch(0)
             self._watch(1)
@@ -549,29 +548,29 @@ class Simulation:
         self._tell(Joined(learner, self.now))
         return 0
 
-    # --- letters -----------------------------------------------------------------------------------------------------
+    # --- messages -----------------------------------------------------------------------------------------------------
 
-    def _post(self, kind: int, learner: int, version: int) -> None:
+    def _send_message(self, kind: int, learner: int, version: int) -> None:
         """A few bytes to or from a learner. They take the latency; without any they are read at once.
 
         Only a `Stopped` is never read at once: the policy is in the middle of the commands that led to it.
         """
-        letter = self._letter(learner, version)
+        message = self._new_message(learner, version)
         if self.instant and kind != STOPPED:
-            self.handlers[kind](learner, letter)
+            self.handlers[kind](learner, message)
         else:
             begins = self.starts if kind in (WEIGHTS, RESUME) else None
             start_s = 0.0 if begins is None else begins.take(learner)
-            self._plan(self.now + self.latency_s + start_s, kind, learner, letter)
+            self._plan(self.now + self.latency_s + start_s, kind, learner, message)
 
-    def _letter(self, learner: int, version: int) -> int:
-        self.letter += 1
-        self.letters[self.letter] = (learner, self.life[learner], version)
-        return self.letter
+    def _new_message(self, learner: int, version: int) -> int:
+        self.message += 1
+        self.messages[self.message] = (learner, self.life[learner], version)
+        return self.message
 
-    def _open(self, letter: int) -> int | None:
-        """The version in a letter; None where its learner has failed since."""
-        learner, life, version = self.letters.pop(letter)
+    def _receive(self, message: int) -> int | None:
+        """The version in a message; None where its learner has failed since."""
+        learner, life, version = self.messages.pop(message)
         return version if life == self.life[learner] else None
 
     # --- books -----------------------------------------------------------------------------------------------------
@@ -594,12 +593,12 @@ class Simulation:
                 Span(learner, what, start, self.now, self.version[learner], cancelled and what == "compute")
             )
 
-    def result(self, strategy: str) -> Result:
+    def result(self) -> Result:
         self.keep_spans = 0  # what is not finished is counted, but is no span
         for learner in range(self.cluster.learners):
             self._close(learner)
         return Result.of(
-            strategy=strategy,
+            strategy=self.line,
             learners=self.cluster.learners,
             updates=self.policy.version,
             seconds=self.now,

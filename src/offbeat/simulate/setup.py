@@ -1,18 +1,16 @@
-"""One strategy on its machines, ready to be simulated by the family that runs it, and for how long."""
+"""The network as a user describes it; one strategy on its machines, ready to be simulated, and for how long."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from offbeat.errors import RequestError
 from offbeat.policies import Policy, create
-from offbeat.schedules import build, price
 from offbeat.simulate import collective, server
-from offbeat.simulate.cluster import Cluster
+from offbeat.simulate.cluster import Cluster, Wires
 from offbeat.simulate.collective import Model
 from offbeat.simulate.result import Result
 from offbeat.strategy import ALL_REDUCE, simulated_family_of
@@ -25,6 +23,44 @@ _EACH, _EACH_AT_LEAST = 500, 50
 _FREE, _SENT, _CAREFUL = (8_000, 40_000, 400_000), (4_000, 16_000, 24_000), (100_000, 100_000, 1_000_000)
 _UPDATES, _CAREFUL_UPDATES = 1_000, 3_000  # at least, as far as the third number allows
 _MOST = 20_000_000  # minibatches of a single update
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """The network as a user describes it: ports for learners and servers, and the topology of an all-reduce."""
+
+    size_bytes: int = 0  # of gradient and weights; 0: communication is free
+    latency_s: float = 0.0
+    learner_bytes_per_s: float = math.inf
+    server_bytes_per_s: float = math.inf
+    shards: int = 1
+    topology: str = "uniform"
+    layers: int = 50  # of the model, for overlap
+    forward_share: float = 1 / 3
+    bucket_bytes: int | None = 25_000_000  # of an overlapped all-reduce; None: no overlap
+
+    @property
+    def port_bytes_per_s(self) -> float:
+        return min(self.learner_bytes_per_s, self.server_bytes_per_s)
+
+    @property
+    def has_ports(self) -> bool:
+        """Whether something is said of how learners and servers communicate."""
+        return self.port_bytes_per_s < math.inf or self.latency_s > 0
+
+    def wires(self) -> Wires | None:
+        if not self.size_bytes and not self.latency_s:
+            return None
+        return Wires(
+            size_bytes=self.size_bytes,
+            learner_bytes_per_s=self.learner_bytes_per_s,
+            server_bytes_per_s=self.server_bytes_per_s,
+            shards=self.shards,
+            latency_s=self.latency_s,
+        )
+
+    def model(self) -> Model:
+        return Model.even(layers=self.layers, size_bytes=self.size_bytes, forward_share=self.forward_share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +121,7 @@ class Setup:
         if self.reduce_s is not None:
             return self.reduce_s
         assert self.topology is not None
-        topology, schedule = self.topology, build(self.strategy, ranks=self.cluster.learners)
-        return cache(lambda size_bytes: price(schedule, topology, size_bytes).seconds)
+        return collective.priced(self.strategy, self.topology)
 
     def run(
         self,

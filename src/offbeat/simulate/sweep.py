@@ -23,7 +23,7 @@ _UNITS = ((1.0, "seconds"), (1e-3, "milliseconds"), (1e-6, "microseconds"), (1e-
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class SweepPoint:
     """One strategy with one number of learners."""
 
     line: str  # as it was given, maybe with a range
@@ -85,15 +85,15 @@ class Point:
         }
 
 
-def measure(line: str, setup: Setup, *, updates: int | None, batch: int) -> Point:
+def measure(line: str, setup: Setup, *, updates: int | None, batch: int) -> SweepPoint:
     """Simulate one point; a `RequestError` where the mean compute time is infinite: nothing scales from that."""
     if alone_s(setup.cluster) == math.inf:
         raise RequestError(f"T(1) is the mean compute time, and that of '{setup.cluster.law.text}' is infinite")
     return point_of(line, setup, setup.run(updates or setup.updates_for(careful=True)), batch=batch)
 
 
-def point_of(line: str, setup: Setup, result: Result, *, batch: int) -> Point:
-    return Point(line=line, setup=setup, result=result, theory=expected_update(setup), batch=batch)
+def point_of(line: str, setup: Setup, result: Result, *, batch: int) -> SweepPoint:
+    return SweepPoint(line=line, setup=setup, result=result, theory=expected_update(setup), batch=batch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +108,7 @@ class Ratio:
     p_h_p: float | None  # P H_P, about P log P: that of a barrier for all over updates of one gradient, if X is exp
 
 
-def ratios(points: Sequence[Point]) -> list[Ratio]:
+def ratios(points: Sequence[SweepPoint]) -> list[Ratio]:
     """Of every strategy to the one that was named last, number of learners by number of learners."""
     last = {point.learners: point for point in points if point.strategy == points[-1].strategy}
     found = []
@@ -135,7 +135,7 @@ def ratios(points: Sequence[Point]) -> list[Ratio]:
 # --- the picture ------------------------------------------------------------------------------------------------------
 
 
-def picture(points: Sequence[Point], *, title: str) -> str:
+def picture(points: Sequence[SweepPoint], *, title: str) -> str:
     """Seconds per update, beside theory, against the learners or the range; below it the ratio, where there is one."""
     by_learners = len({point.learners for point in points}) > 1
     placed = [(point.strategy if by_learners else point.line, _place(point, by_learners), point) for point in points]
@@ -145,7 +145,7 @@ def picture(points: Sequence[Point], *, title: str) -> str:
     largest = max(point.result.seconds_per_update for point in points)
     scale, unit = next(((one, name) for one, name in _UNITS if largest > one), _UNITS[-1])
 
-    def curve(name: str, seconds: Callable[[Point], float | None]) -> Run:
+    def curve(name: str, seconds: Callable[[SweepPoint], float | None]) -> Run:
         """A line without a range is the same all along."""
         return tuple(
             (at, value / scale)
@@ -175,7 +175,7 @@ def _simulated(label: str, points: Run, *, beside_theory: bool) -> Line:
     return Line(label, tuple((point,) for point in points) if beside_theory else (points,))
 
 
-def _place(point: Point, by_learners: bool) -> float | None:
+def _place(point: SweepPoint, by_learners: bool) -> float | None:
     """Where a point is on the x axis: its learners, or the number of its line's range; None for no range."""
     if by_learners:
         return float(point.learners)

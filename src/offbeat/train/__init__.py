@@ -49,7 +49,7 @@ _HOMES = {
     "read_recipe": "offbeat.train.config_files",
     "override": "offbeat.train.config_files",
     "train": "offbeat.train.launch",
-    "Clock": "offbeat.predict.virtual",
+    "Clock": "offbeat.predict.machines",
     "train_virtually": "offbeat.predict.virtual",
 }
 __all__ = [

@@ -80,12 +80,6 @@ def given(namespace: argparse.Namespace) -> dict[str, str | list[str]]:
     return found
 
 
-def take(namespace: argparse.Namespace, key: str) -> str | None:
-    """One of them, which is then no longer given: the command has a use of its own for it."""
-    found: str | None = vars(namespace).pop(_DEST + key, None)
-    return found
-
-
 def _metavar(field: Field) -> str:
     if field.choices:
         return "NAME"

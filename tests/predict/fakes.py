@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from offbeat.policies import create
 from offbeat.policies.base import LearnerRule
-from offbeat.predict.timelines import Answer, Minibatch, ServedTimeline, Step, Timeline, Update, train
+from offbeat.predict.timelines import LossAndDrift, Minibatch, ServedTimeline, Step, Timeline, Update, train
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.result import Result
 from offbeat.simulate.sample_source import Batch, Epochs, Stream
@@ -108,10 +108,12 @@ class FakeLearner:
         self.path.append(weights)
         self.made.append((update.version, update.at_s, update.works, update.scales, update.told))
 
-    def answer(self, work: Minibatch) -> Answer:
+    def answer(self, work: Minibatch) -> LossAndDrift:
         if self.silent:
-            return Answer(None, None)
-        return Answer(self.losses[work.number], 40 * (self.weights[self.version] - self.weights[work.version]) ** 2)
+            return LossAndDrift(None, None)
+        return LossAndDrift(
+            self.losses[work.number], 40 * (self.weights[self.version] - self.weights[work.version]) ** 2
+        )
 
     def keep(self, versions: Collection[int]) -> None:
         kept = {*versions, self.version}

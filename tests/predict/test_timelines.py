@@ -28,9 +28,9 @@ from offbeat.simulate.cluster import Cluster, Wires
 from offbeat.simulate.collective import Model, Rounds
 from offbeat.simulate.compute import Failures, parse_law
 from offbeat.simulate.result import Tally
-from offbeat.simulate.sample_source import Stream, pieces_of
+from offbeat.simulate.sample_source import Stream, batches_of_updates
 from offbeat.topology import build as topology
-from simulate.fakes import FakeLearner, Simulated, fake_for, one_by_one, stream_for, trained
+from predict.fakes import FakeLearner, Simulated, fake_for, one_by_one, stream_for, trained
 
 WIDTHS = (1, 2, 7, 64, 1000)
 AHEAD = (
@@ -215,7 +215,7 @@ class InTheMiddle(ServedTimeline):
 
     @property
     def is_over(self) -> bool:
-        return self.book.counts.get("applied", 0) >= 4 * MINIBATCHES
+        return self.source.counts.get("applied", 0) >= 4 * MINIBATCHES
 
 
 @pytest.mark.parametrize("cluster", FEWER.values(), ids=FEWER)
@@ -258,7 +258,7 @@ def test_an_all_reduce_has_the_times_of_its_simulation() -> None:
 
     def timeline() -> ReducedTimeline:
         rounds = Rounds("ring", cluster, machine, model, bucket_bytes=20)
-        return ReducedTimeline(rounds, pieces_of(Stream(samples=50, sizes=(3,) * 4, epochs=3)))
+        return ReducedTimeline(rounds, batches_of_updates(Stream(samples=50, sizes=(3,) * 4, epochs=3)))
 
     runs = []
     for width in WIDTHS:

@@ -11,13 +11,21 @@ import numpy as np
 import pytest
 
 from offbeat.cli import main
-from offbeat.commands.replay import advice_on, doubts_on, is_trusted, others_for
 from offbeat.errors import RequestError
 from offbeat.machine import machine_facts
 from offbeat.predict.calibration import Calibration, Probe, as_json
 from offbeat.predict.calibration_match import settings_of
 from offbeat.predict.recorded_run import Computed, Recorded, Shares, read_recorded
-from offbeat.predict.replay import Played, Reached, RealRun, Replay, notes_of, read_run
+from offbeat.predict.replay import (
+    FinishedRun,
+    Replay,
+    ReplayedStrategy,
+    TargetReached,
+    notes_of,
+    read_run,
+    usual_others,
+)
+from offbeat.predict.replay_advice import advice_on, doubts_on, is_trusted
 from offbeat.predict.virtual import train_virtually
 from offbeat.runs.log import RunLog, Span
 from train.runs import config_of, small_task, trained
@@ -33,7 +41,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {line: trained(folder, sync=line, learners=3, slow=SLOW).run.path for line in ("ring", "async", "k-sync:2")}
 
 
-def replay_of(path: Path, **options: object) -> tuple[RealRun, Replay]:
+def replay_of(path: Path, **options: object) -> tuple[FinishedRun, Replay]:
     run = read_run(path)
     return run, Replay(run=run, samples=SAMPLES, **options)  # type: ignore[arg-type]  # of a test, by name
 
@@ -172,14 +180,14 @@ def test_the_advice_is_as_sure_as_the_runs_own_replay(runs: dict[str, Path]) -> 
     assert "clearly faster" in advice_on(run, own, [half], -0.6, None)[1]
     unknown = advice_on(run, own, [half], None, None)
     assert "not known" in unknown[0] and not any("really ran" in line for line in unknown)
-    never = replace(ring, reached=Reached(None, 0.5))
+    never = replace(ring, reached=TargetReached(None, 0.5))
     assert advice_on(run, own, [never], 0.02, 0.9)[1:] == [
         "none of the others would have got to 90.0 % in as many epochs, with this one seed"
     ]
 
 
 def test_a_virtual_run_is_sent_to_the_simulator(runs: dict[str, Path], tmp_path: Path) -> None:
-    from offbeat.predict.virtual import Clock
+    from offbeat.predict.machines import Clock
     from offbeat.simulate.cluster import Cluster
     from offbeat.simulate.compute import parse_law
     from offbeat.train.rundir import RunDir
@@ -198,7 +206,7 @@ def test_a_virtual_run_is_sent_to_the_simulator(runs: dict[str, Path], tmp_path:
 def made(
     line: str, *rows: list[float], back_s: float = 0.0, numbers: tuple[int, ...] = (), cut: tuple[int, ...] = (),
     seconds: float = 100.0, active_s: float = 1e9, **last: float,
-) -> RealRun:  # fmt: skip
+) -> FinishedRun:  # fmt: skip
     """Of learners with these minibatches; those of the positions in `cut` were all cancelled."""
     learners = []
     for place, row in enumerate(rows):
@@ -210,7 +218,7 @@ def made(
         stretches=4, shares=Shares(wait=0.0, waste=0.0), reduces=line == "ring",
     )  # fmt: skip
     metrics = {"update": 48, "samples": 4 * SAMPLES, "seconds": seconds, "staleness": 0.0, "accuracy": 0.914, **last}
-    return RealRun(config=config_of(sync=line, learners=len(rows)), recorded=recorded, metrics=(metrics, metrics))
+    return FinishedRun(config=config_of(sync=line, learners=len(rows)), recorded=recorded, metrics=(metrics, metrics))
 
 
 def test_the_ends_of_epochs_are_in_every_time() -> None:
@@ -280,8 +288,8 @@ def test_learners_that_fetch_beside_computing_have_no_ways_and_it_is_said() -> N
     assert not any(told in note for note in notes_of(made("local-sgd:2", [1.0])))
 
 
-def played(line: str, seconds: float, reached: Reached | None = None, staleness: float = 3.0) -> Played:
-    return Played(
+def played(line: str, seconds: float, reached: TargetReached | None = None, staleness: float = 3.0) -> ReplayedStrategy:
+    return ReplayedStrategy(
         strategy=line, learners=4, seconds=seconds, updates=48, samples=384, staleness=staleness, wait_share=0.0,
         waste_share=0.0, reached=reached,
     )  # fmt: skip
@@ -289,8 +297,8 @@ def played(line: str, seconds: float, reached: Reached | None = None, staleness:
 
 def test_accuracies_are_no_advice_where_the_runs_own_replay_has_another() -> None:
     run = made("async", [1.0], seconds=1.0, staleness=3.0)
-    other = played("k-async:2", 0.95, Reached(0.5, 0.92))
-    there, not_there = played("async", 1.0, Reached(1.0, 0.914)), played("async", 1.0, Reached(None, 0.894))
+    other = played("k-async:2", 0.95, TargetReached(0.5, 0.92))
+    there, not_there = played("async", 1.0, TargetReached(1.0, 0.914)), played("async", 1.0, TargetReached(None, 0.894))
     assert doubts_on(run, there, 0.914) == [] and is_trusted(run, there, 0.0, 0.914)
     assert advice_on(run, there, [other], 0.0, 0.914)[1].startswith(
         "k-async:2 would have needed 500 ms to 91.4 % instead of 1 s"
@@ -303,7 +311,7 @@ def test_accuracies_are_no_advice_where_the_runs_own_replay_has_another() -> Non
     faster = replace(other, seconds=0.8)
     assert "needed 800 ms for 384 samples instead of 1 s" in advice_on(run, not_there, [faster], 0.0, 0.914)[1]
     assert doubts_on(run, there, 0.95) == []  # neither got there
-    (why,) = doubts_on(run, played("async", 1.0, Reached(0.9, 0.951)), 0.95)  # only the replay did
+    (why,) = doubts_on(run, played("async", 1.0, TargetReached(0.9, 0.951)), 0.95)  # only the replay did
     assert "got to 95.1 %, and the run to 91.4 %" in why
 
 
@@ -313,41 +321,41 @@ def test_accuracies_are_no_advice_where_the_runs_own_replay_has_another() -> Non
 )
 def test_accuracies_are_no_advice_where_gradients_are_otherwise_old(was: float, replayed: float, sure: bool) -> None:
     run = made("async", [1.0], seconds=1.0, staleness=was)
-    own = played("async", 1.0, Reached(1.0, 0.914), replayed)
+    own = played("async", 1.0, TargetReached(1.0, 0.914), replayed)
     assert is_trusted(run, own, 0.0, 0.914) == is_trusted(run, own, 0.0, None) == sure
     told = f"the replay of what really ran has gradients {replayed:.1f} versions old, and they were {was:.1f}: "
     assert doubts_on(run, own, 0.914) == ([] if sure else [told + "no advice is given by accuracies"])
-    advice = advice_on(run, own, [played("ring", 0.95, Reached(0.5, 0.92))], 0.0, 0.914)
+    advice = advice_on(run, own, [played("ring", 0.95, TargetReached(0.5, 0.92))], 0.0, 0.914)
     assert ("to 91.4 %" in advice[1]) == sure and ("for 384 samples" in advice[1]) != sure
 
 
 def test_a_time_to_an_accuracy_is_as_sure_as_that_of_the_runs_own_replay() -> None:
     run = made("async", [1.0], seconds=1.0, staleness=3.0)
-    own, other = played("async", 1.0, Reached(0.6, 0.914)), played("ring", 0.95, Reached(0.7, 0.92))
+    own, other = played("async", 1.0, TargetReached(0.6, 0.914)), played("ring", 0.95, TargetReached(0.7, 0.92))
     assert advice_on(run, own, [other], 0.0, 0.914)[1].endswith("faster than async to 91.4 %: by 40 % or more")
     assert not is_trusted(run, own, 0.11, 0.914) and not is_trusted(run, own, None, 0.914)
 
 
 def test_half_a_point_below_an_accuracy_is_about_there() -> None:
     run = made("async", [1.0], seconds=1.0, staleness=3.0)
-    own = played("async", 1.0, Reached(None, 0.909))
+    own = played("async", 1.0, TargetReached(None, 0.909))
     assert doubts_on(run, own, 0.914) == []
-    near, far = played("ring", 0.9, Reached(None, 0.91)), played("k-sync:2", 0.9, Reached(None, 0.908))
+    near, far = played("ring", 0.9, TargetReached(None, 0.91)), played("k-sync:2", 0.9, TargetReached(None, 0.908))
     assert advice_on(run, own, [near, far], 0.0, 0.914)[1:] == [
         "none of the others would have got to 91.4 % in as many epochs, with this one seed",
         "about there, within half a point of 91.4 % with one seed: async (90.9 %), ring (91.0 %)",
     ]
-    there = played("k-async:2", 0.5, Reached(0.5, 0.92))
-    advice = advice_on(run, played("async", 1.0, Reached(1.0, 0.92)), [near, there], 0.0, 0.914)
+    there = played("k-async:2", 0.5, TargetReached(0.5, 0.92))
+    advice = advice_on(run, played("async", 1.0, TargetReached(1.0, 0.92)), [near, there], 0.0, 0.914)
     assert advice[1].startswith("k-async:2 would have needed 500 ms") and advice[2].endswith("seed: ring (91.0 %)")
 
 
 def test_no_line_that_is_left_to_choose_is_another_one_by_another_name() -> None:
-    assert others_for("ssp:1", 1) == ["ring", "full-sync", "async"]
-    assert others_for("ssp:1", 2) == ["ring", "full-sync", "k-batch-sync:2", "k-batch-async:2", "async"]
+    assert usual_others("ssp:1", 1) == ["ring", "full-sync", "async"]
+    assert usual_others("ssp:1", 2) == ["ring", "full-sync", "k-batch-sync:2", "k-batch-async:2", "async"]
     for learners, k in ((3, 2), (4, 2), (8, 4)):
         with_k = [f"{name}:{k}" for name in ("k-sync", "k-batch-sync", "k-async", "k-batch-async")]
-        assert others_for("async", learners) == ["ring", "full-sync", *with_k]
+        assert usual_others("async", learners) == ["ring", "full-sync", *with_k]
 
 
 def test_a_strategy_that_does_not_fit_fewer_learners_is_left_out_and_it_is_said(

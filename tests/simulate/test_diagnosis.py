@@ -10,8 +10,8 @@ import pytest
 from offbeat.cli import main
 from offbeat.simulate import server
 from offbeat.simulate.cluster import Cluster
-from offbeat.simulate.compare import advise, describe, describe_machines, what_if
 from offbeat.simulate.compute import SlowPeriods, parse_law
+from offbeat.simulate.diagnosis import describe, describe_machines, what_if
 
 HEAVY = Cluster(learners=8, law=parse_law("pareto:2,1"), seed=1)
 STRAGGLER = Cluster(learners=8, law=parse_law("gamma:1,0.1"), seed=1, speeds=(1, 1, 1, 1 / 3))
@@ -48,7 +48,7 @@ def test_what_the_straggler_costs_is_what_the_arithmetic_says() -> None:
     assert found.lighter == pytest.approx((7 + 0.33) / 1, rel=0.02)
     assert found.as_fast_ideal == pytest.approx(8, rel=0.01)
     assert found.share_of_loss == pytest.approx(1.0, abs=0.02)
-    assert "100 % of the loss is that learner's" in advise(found)[0]
+    assert "100 % of the loss is that learner's" in found.advice[0]
 
 
 def test_with_chance_as_well_only_a_part_of_the_loss_is_the_stragglers() -> None:
@@ -68,7 +68,7 @@ def test_several_slow_learners_are_judged_together() -> None:
     assert found.as_fast == pytest.approx(8, rel=0.01)
     assert found.without == pytest.approx(4, rel=0.01)
     assert found.lighter == pytest.approx(5, rel=0.01)
-    assert "those learners' " in advise(found)[0] + " " and "with 0.25 of the work for each" in advise(found)[1]
+    assert "those learners' " in found.advice[0] + " " and "with 0.25 of the work for each" in found.advice[1]
 
 
 def test_with_two_learners_the_slower_one_is_the_slow_one() -> None:
@@ -80,7 +80,7 @@ def test_with_two_learners_the_slower_one_is_the_slow_one() -> None:
 def test_what_cannot_run_without_the_slow_ones_is_not_said() -> None:
     cluster = Cluster(learners=4, law=parse_law("constant:1"), speeds=(1, 1, 0.25, 0.25))
     found = what_if("k-sync:4", cluster, describe_machines(cluster), 100)
-    assert found.without is None and advise(found)[1].startswith("with 0.25")
+    assert found.without is None and found.advice[1].startswith("with 0.25")
 
 
 def test_removing_a_learner_leaves_the_draws_of_the_others() -> None:

@@ -1,4 +1,4 @@
-"""The options that describe a simulated cluster, shared by the commands that simulate."""
+"""The options that describe simulated machines, shared by the commands that simulate."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from offbeat import topology
 from offbeat.commands.base import reader
 from offbeat.errors import RequestError
 from offbeat.machine import available_bytes
-from offbeat.predict.calibration import Delays, Machine, machine_of, read_calibration
-from offbeat.simulate.cluster import Cluster, Wires, check_memory
-from offbeat.simulate.collective import Model
+from offbeat.predict.calibration import Delays, machine_of, read_calibration
+from offbeat.predict.machines import Machines
+from offbeat.simulate.cluster import Cluster, check_memory
 from offbeat.simulate.compute import LAWS, Failures, SlowPeriods, parse_law
-from offbeat.simulate.setup import Setup
-from offbeat.spec import parse_count, parse_rate, parse_seconds, parse_size
+from offbeat.simulate.setup import Network
+from offbeat.spec import parse_count, parse_number, parse_rate, parse_seconds, parse_size
 
 
-def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
+def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     parser.set_defaults(counts=(8,), late_words=())
     add(
@@ -98,36 +97,39 @@ class _Learners(argparse.Action):
         namespace.late_words = words[numbers:]
 
 
-def cluster_of(given: argparse.Namespace) -> Cluster:
-    """The machines. With a calibration those of a server's strategies; `machine_for` has them for any."""
-    check_memory(given.learners, available_bytes())
+def machines_of(given: argparse.Namespace, learners: int | None = None) -> Machines:
+    """The machines that were described. `learners`: another number of them than the first that was given."""
+    learners = learners or given.learners
+    check_memory(learners, available_bytes())
     if given.calibration is not None:
-        return machine_for(given, "async").cluster
-    if given.network is not None:
+        return _calibrated(given, learners)
+    network = Network(
+        size_bytes=given.size,
+        latency_s=given.latency,
+        learner_bytes_per_s=given.learner_bandwidth,
+        server_bytes_per_s=given.server_bandwidth,
+        shards=given.shards,
+        topology=given.topology,
+        layers=given.layers,
+        forward_share=given.forward_share,
+        bucket_bytes=None if given.no_overlap else given.bucket,
+    )
+    if given.network is not None:  # one port for every machine
         rate, latency = given.network
-        given.learner_bandwidth = given.server_bandwidth = rate
-        given.latency = latency
-        given.topology = f"uniform:bandwidth={rate:.15g}B/s,latency={latency:.15g}s"
-        given.network = None
-    given.compute = given.compute or parse_law("exp:1")
-    wires = None
-    if given.size or given.latency:
-        wires = Wires(
-            size_bytes=given.size,
-            learner_bytes_per_s=given.learner_bandwidth,
-            server_bytes_per_s=given.server_bandwidth,
-            shards=given.shards,
-            latency_s=given.latency,
+        uniform = f"uniform:bandwidth={rate:.15g}B/s,latency={latency:.15g}s"
+        network = replace(
+            network, learner_bytes_per_s=rate, server_bytes_per_s=rate, latency_s=latency, topology=uniform
         )
-    return Cluster(
-        learners=given.learners,
-        law=given.compute,
+    cluster = Cluster(
+        learners=learners,
+        law=given.compute or parse_law("exp:1"),
         seed=given.seed,
         speeds=given.speeds,
         slow=given.slow,
         failures=given.failures,
-        wires=wires,
+        wires=network.wires(),
     )
+    return Machines(cluster=cluster, network=network)
 
 
 _MEASURED = {
@@ -137,38 +139,17 @@ _MEASURED = {
 }  # fmt: skip
 
 
-def machine_for(given: argparse.Namespace, strategy: str) -> Machine:
-    """What the calibration says of a strategy's machine; what it has measured cannot be given beside it."""
+def _calibrated(given: argparse.Namespace, learners: int) -> Machines:
+    """By the calibration; what it has measured cannot be given beside it."""
     for name, default in _MEASURED.items():
         if getattr(given, name) != default:
             raise RequestError(f"--{name.replace('_', '-')} does not go with --calibration: leave one of them out")
-    speeds = [*given.speeds, *[1.0] * (given.learners - len(given.speeds))]
-    if len(speeds) > given.learners or any(not 0 < speed <= 1 for speed in speeds):
+    speeds = [*given.speeds, *[1.0] * (learners - len(given.speeds))]
+    if len(speeds) > learners or any(not 0 < speed <= 1 for speed in speeds):
         raise RequestError("--speeds: with a calibration, up to 1 each and for at most all learners: 0.5 is half")
     delays = Delays(given.compute, tuple(1 / speed for speed in speeds))
-    return machine_of(given.calibration, strategy, given.learners, delays=delays, seed=given.seed)
-
-
-def model_of(given: argparse.Namespace) -> Model:
-    return Model.even(layers=given.layers, size_bytes=given.size, forward_share=given.forward_share)
-
-
-def setup_of(given: argparse.Namespace, strategy: str, cluster: Cluster) -> Setup:
-    """The strategy on the cluster, and on its network if it is an all-reduce."""
-    setup = Setup(strategy=strategy, cluster=cluster)
-    if not setup.reduces:
-        return setup
-    setup = replace(setup, model=model_of(given))
-    if given.calibration is not None:
-        own = machine_for(given, strategy)
-        return replace(
-            setup,
-            cluster=replace(own.cluster, seed=cluster.seed, speeds=cluster.speeds),
-            topology=topology.build("uniform", ranks=cluster.learners),
-            reduce_s=lambda size_bytes: own.reduce_s,
-        )
-    bucket = None if given.no_overlap else given.bucket
-    return replace(setup, topology=topology.build(given.topology, ranks=cluster.learners), bucket_bytes=bucket)
+    cluster = machine_of(given.calibration, "async", learners, delays=delays, seed=given.seed).cluster
+    return Machines(cluster=cluster, network=Network(), calibration=given.calibration, delays=delays)
 
 
 def _network(text: str) -> tuple[float, float]:
@@ -198,10 +179,7 @@ def _numbers(text: str) -> tuple[float, ...]:
 
 
 def _share(text: str) -> float:
-    (value,) = _numbers(text) if "," not in text else (math.nan,)
-    if not 0 <= value < 1:
-        raise RequestError(f"expected a share from 0 to below 1; got '{text}'")
-    return value
+    return parse_number(text, lambda x: 0 <= x < 1, "expected a share from 0 to below 1")
 
 
 def _slow(text: str) -> SlowPeriods:

@@ -26,7 +26,7 @@ from offbeat.simulate.collective import Model
 from offbeat.simulate.compute import parse_law
 from offbeat.strategy import SERVER
 from offbeat.topology import build as topology
-from simulate.made_up import MADE_UP, TIMES
+from predict.made_up import MADE_UP, TIMES
 
 
 def mean_s(calibration: Calibration, line: str, learners: int, batch: int = 32) -> float:

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from offbeat.predict.arithmetic import Arithmetic
-from offbeat.predict.timelines import Minibatch, Spent, Step, Update
-from offbeat.predict.virtual import Clock, Outcome, VirtualTrainer, train_virtually
+from offbeat.predict.machines import Clock
+from offbeat.predict.timelines import Minibatch, Step, TimeSpent, Update
+from offbeat.predict.virtual import VirtualRun, VirtualTrainer, train_virtually
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.compute import parse_law
 from offbeat.train.rundir import RunDir
@@ -38,7 +39,7 @@ def clock_of(learners: int, law: str = "gamma:1,0.25", **options: Any) -> Clock:
     return Clock(cluster=Cluster(learners=learners, law=parse_law(law)), **options)
 
 
-def virtually(task: Task, *, width: int = 0, hear: Any = None, ends: bool = False, **changes: Any) -> Outcome:
+def virtually(task: Task, *, width: int = 0, hear: Any = None, ends: bool = False, **changes: Any) -> VirtualRun:
     config = config_of(**changes)
     clock = clock_of(config.learners, ends_of_epochs=ends)
     return train_virtually(config, clock, task=task, width=width, hear=hear or (lambda record: None))
@@ -53,7 +54,7 @@ def work(number: int, version: int, start: int, count: int = 4, learner: int = 0
 
 
 def update_of(version: int, *works: Minibatch) -> Update:
-    return Update(version, 0.0, works, (1.0,) * len(works), version - 1, Spent(0, 0, 0, 0))
+    return Update(version, 0.0, works, (1.0,) * len(works), version - 1, TimeSpent(0, 0, 0, 0))
 
 
 def flat(model: nn.Module) -> Tensor:

@@ -14,8 +14,8 @@ from offbeat.errors import RequestError
 from offbeat.predict.timelines import Minibatch, ServedTimeline
 from offbeat.simulate.cluster import Cluster, Wires
 from offbeat.simulate.compute import Failures, parse_law
-from offbeat.simulate.sample_source import NOT_FULL, Batch, Epochs, Stream, samples_of
-from simulate.fakes import trained
+from offbeat.simulate.sample_source import NOT_FULL, Batch, Epochs, Stream, count_samples
+from predict.fakes import trained
 
 SERVED = (
     "full-sync", "k-sync:4", "k-batch-sync:5", "async", "k-async:3", "k-batch-async:4", "softsync:2,rate=inverse",
@@ -39,7 +39,7 @@ class Ledger:
         self.retaken = 0  # samples
 
     def take(self, batch: Batch) -> None:
-        self.sizes[samples_of(batch)] += 1
+        self.sizes[count_samples(batch)] += 1
         for one in each(batch):
             assert self.fates.get(one, "free") == "free", f"{one} is taken and is {self.fates[one]}"
             self.retaken += one in self.fates

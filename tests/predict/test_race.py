@@ -7,9 +7,23 @@ import re
 
 import pytest
 
-from offbeat.predict.race import Curve, Racer, advice, advised, chart_of, ranked, words_of, worth_drawing
+from offbeat.predict.race import (
+    Contender,
+    RaceResult,
+    TrainingCurve,
+    advice,
+    advised,
+    chart_of,
+    explain_result,
+    ranked,
+    variants,
+    worth_drawing,
+)
+from offbeat.simulate.cluster import Cluster
+from offbeat.simulate.compute import parse_law
 
 MACHINES = "equal learners"
+CLUSTER = Cluster(learners=8, law=parse_law("exp:1"))
 
 
 def curve(
@@ -21,10 +35,10 @@ def curve(
     staleness: float = 0.0,
     wait: float = 0.0,
     waste: float = 0.0,
-) -> Curve:
+) -> TrainingCurve:
     """A run that goes straight up, to the end at 100 s with ten times the samples."""
     middle = () if reached_s is None else ((reached_s, 0.93),)
-    return Curve(
+    return TrainingCurve(
         seed=seed,
         points=((0.0, 0.1), *middle, (100.0, accuracy)),
         reached_s=reached_s,
@@ -52,16 +66,16 @@ def racer(
     staleness: float = 0.0,
     wait: float = 0.0,
     waste: float = 0.0,
-) -> Racer:
+) -> RaceResult:
     """A strategy with a run for each time; None: it did not get there."""
     curves = tuple(
         curve(one, seed, samples=samples, accuracy=accuracy, staleness=staleness, wait=wait, waste=waste)
         for seed, one in enumerate(times)
     )
-    return Racer(strategy, curves, 8, variant, option)
+    return RaceResult(Contender(strategy, CLUSTER, variant, option), curves)
 
 
-def names(racers: list[Racer]) -> list[str]:
+def names(racers: list[RaceResult]) -> list[str]:
     return [one.label for one in racers]
 
 
@@ -88,7 +102,7 @@ def test_the_median_is_a_run_that_was_and_the_slower_of_the_middle_two(
 
 def test_samples_and_their_pace_are_those_of_the_run_with_the_median_time() -> None:
     runs = (curve(2.0, 0, samples=100), curve(4.0, 1, samples=800), curve(9.0, 2, samples=900))
-    one = Racer("ring", runs, 8)
+    one = RaceResult(Contender("ring", CLUSTER), runs)
     assert (one.samples_needed, one.samples_per_s) == (800, 200.0)
 
 
@@ -118,7 +132,7 @@ def test_the_fastest_is_first_and_who_did_not_get_there_is_ranked_by_the_end() -
 def test_who_ended_within_chance_of_each_other_is_ranked_by_time() -> None:
     ended = {"async": (0.80, 9.0), "ring": (0.81, 20.0), "k-sync:3": (0.60, 1.0)}
     racers = [
-        Racer(name, (curve(None, accuracy=right)._replace(seconds=seconds),), 8)
+        RaceResult(Contender(name, CLUSTER), (curve(None, accuracy=right)._replace(seconds=seconds),))
         for name, (right, seconds) in ended.items()
     ]
     assert names(ranked(racers)) == ["async", "ring", "k-sync:3"], "a point on 359 samples is noise"
@@ -255,8 +269,8 @@ def test_the_same_time_is_called_as_fast() -> None:
 
 
 def test_what_is_zero_is_not_told() -> None:
-    assert words_of(racer("ring", 2.0)) == "500 samples/s, 1,000 samples to the target"
-    assert words_of(racer("async", None, staleness=7.04, wait=0.1, waste=0.2)) == (
+    assert explain_result(racer("ring", 2.0)) == "500 samples/s, 1,000 samples to the target"
+    assert explain_result(racer("async", None, staleness=7.04, wait=0.1, waste=0.2)) == (
         "100 samples/s, gradients 7.0 versions old, 10 % of the time waiting, 20 % thrown away"
     )
 
@@ -264,7 +278,7 @@ def test_what_is_zero_is_not_told() -> None:
 # --- the picture --------------------------------------------------------------------------------------------------
 
 
-def drawn(racers: list[Racer], target: float | None = 0.93) -> str:
+def drawn(racers: list[RaceResult], target: float | None = 0.93) -> str:
     return chart_of([(one.label, list(one.curves)) for one in racers], title="a race", target=target)
 
 
@@ -286,7 +300,7 @@ def test_a_picture_without_a_target_has_neither_dots_nor_the_line() -> None:
 
 
 def test_who_is_many_times_slower_does_not_squeeze_the_others() -> None:
-    def last_tick(racers: list[Racer]) -> float:
+    def last_tick(racers: list[RaceResult]) -> float:
         ticks = re.findall(r'text-anchor="middle"[^>]*>([\d.]+)</text>', drawn(racers))
         return max(map(float, ticks))
 
@@ -306,3 +320,18 @@ def test_of_many_the_first_are_drawn_and_the_plain_all_reduce_whatever_its_rank(
     assert names(worth_drawing([*some[:5], ring])) == [*names(some[:5]), "ring"]
     other = racer("ring", 40.0, variant="split by speed")
     assert names(worth_drawing([*some, other, ring])) == [*names(some[:5]), "ring"]
+
+
+# --- who is in the race -------------------------------------------------------------------------------------------
+
+
+def test_slow_learners_bring_a_split_by_speed_and_everybody_without_them() -> None:
+    found = variants([Contender("async", CLUSTER), Contender("torus:2x4", CLUSTER)], slow=(5, 2))
+    assert [one.label for one in found] == [
+        "torus:2x4, split by speed",
+        "torus:2x4, without learners 2, 5",
+        "async, without learners 2, 5",
+    ]
+    assert [one.cluster.learners for one in found] == [8, 6, 6] and found[1].cluster.ids == (0, 1, 3, 4, 6, 7)
+    assert [one.split for one in found] == ["auto", "", ""] and found[1].option == "leave it out: --learners 6"
+    assert variants([Contender("async", CLUSTER)], slow=()) == []

@@ -13,8 +13,9 @@ from torch import nn
 
 from offbeat.errors import LogError, RequestError
 from offbeat.policies.replay import replay
+from offbeat.predict.machines import Clock
 from offbeat.predict.timelines import Update
-from offbeat.predict.virtual import Clock, Outcome, VirtualTrainer, train_again, train_virtually
+from offbeat.predict.virtual import VirtualRun, VirtualTrainer, train_again, train_virtually
 from offbeat.runs.log import read_log
 from offbeat.simulate.cluster import Cluster, Wires
 from offbeat.simulate.compute import parse_law
@@ -56,12 +57,14 @@ def clock_of(learners: int, law: str = "gamma:1,0.25", *, speeds: tuple[float, .
     return Clock(cluster=Cluster(learners=learners, law=parse_law(law), speeds=speeds), **options)
 
 
-def virtually(task: Task, clock: Clock, line: str, *, width: int = 0, every: float = 0.25, **changes: Any) -> Outcome:
+def virtually(
+    task: Task, clock: Clock, line: str, *, width: int = 0, every: float = 0.25, **changes: Any
+) -> VirtualRun:
     config = config_of(sync=line, learners=clock.cluster.learners, **changes)
     return train_virtually(config, clock, task=task, width=width, every=every)
 
 
-def far(outcome: Outcome, weights: Any) -> float:
+def far(outcome: VirtualRun, weights: Any) -> float:
     return distance(dict(outcome.weights), dict(weights))
 
 
@@ -300,7 +303,7 @@ def test_a_virtual_run_is_made_again_too(tmp_path: Path) -> None:
 # --- the run's folder -----------------------------------------------------------------------------------------------
 
 
-def in_folder(folder: Path, line: str, clock: Clock, *, width: int = 0, **train: Any) -> tuple[RunDir, Outcome]:
+def in_folder(folder: Path, line: str, clock: Clock, *, width: int = 0, **train: Any) -> tuple[RunDir, VirtualRun]:
     config = config_of(sync=line, learners=clock.cluster.learners, train={"epochs": 2, **train})
     run = RunDir(new_run_dir(config.name, folder / f"run-{len(list(folder.iterdir()))}"))
     run.write_config(config)

@@ -1,0 +1,344 @@
+"""simulate --recipe and compare --recipe: a recipe trained in virtual time under one strategy, or a race of several."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from offbeat.commands.base import (
+    console,
+    facts,
+    heading,
+    print_json,
+    read_accuracy,
+    reader,
+    say,
+    stages,
+    table,
+    write_file,
+)
+from offbeat.commands.machine_options import machines_of
+from offbeat.errors import RequestError
+from offbeat.policies.damping import CORRECT
+from offbeat.predict import race
+from offbeat.predict.race import Contender, RaceResult, TrainingCurve
+from offbeat.runs.metrics import format_accuracy, format_traffic
+from offbeat.simulate.diagnosis import describe, describe_machines
+from offbeat.spec import count_of, format_percent, format_seconds, parse_count, parse_number
+
+if TYPE_CHECKING:
+    from offbeat.predict.virtual import RecipeTraining, VirtualRun
+    from offbeat.train.config import Config
+
+ROWS = 12  # of the table of a run
+WIDE = 100  # columns, from which on the whole table of a race is shown
+SECTIONS = ("model", "data", "train")  # of a recipe: the rest of it is about real machines
+_ALSO = ("staleness",)  # but for this
+QUIET_S = 10.0  # before the first plain line, and between two
+
+
+def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
+    from offbeat.train.arguments import add_arguments
+
+    group = parser.add_argument_group("training in virtual time")
+    add = group.add_argument
+    add(
+        "--recipe", metavar="RECIPE", help="train it for real, on the simulated clock (offbeat recipes, or a TOML file)"
+    )
+    add("--target", type=reader(read_accuracy), metavar="X", help="the accuracy to reach, like 0.95")
+    add("--look-every", type=reader(_epochs), metavar="X", help="epochs from look to look (default 0.25)")
+    add(
+        "--epoch-ends",
+        action="store_true",
+        help="learners wait for each other at the end of an epoch, as in a real run",
+    )
+    add(
+        "--width",
+        type=reader(parse_count),
+        metavar="N",
+        help="minibatches computed at a time (default: as fits); 1: alone",
+    )
+    add("--device", help="that computes: cpu (default), cuda or cuda:1")
+    add("--run-dir", type=Path, metavar="FOLDER", help="of what is written (default runs/NAME-TIME)")
+    add_arguments(parser, sections=SECTIONS, also=_ALSO)
+
+
+def refuse_without_recipe(given: argparse.Namespace, *, batch_size: bool = False) -> None:
+    """Options of a training say nothing where none is; `batch_size`: but for --batch-size."""
+    from offbeat.train.arguments import given as changes_of
+    from offbeat.train.config_files import flag
+
+    own = ("target", "run_dir", "width", "look_every", "device", "epoch_ends", "seeds")
+    found = [flag(key) for key in changes_of(given) if not (batch_size and key == "train.batch_size")]
+    found += [f"--{name.replace('_', '-')}" for name in own if getattr(given, name, None)]
+    if found:
+        raise RequestError(f"{found[0]} is for training in virtual time: name a recipe with --recipe, like digits-mlp")
+
+
+def _epochs(text: str) -> float:
+    return parse_number(text, lambda x: 0 < x < math.inf, "expected a number of epochs above 0, like 0.25")
+
+
+def _training(given: argparse.Namespace) -> RecipeTraining:
+    """The recipe with its overrides, on the machines that were described."""
+    from offbeat.predict.virtual import EVALUATE_EVERY, RecipeTraining
+    from offbeat.train.arguments import given as changes_of
+    from offbeat.train.config_files import changed, override, read_recipe
+    from offbeat.train.rundir import check_free
+
+    machines = machines_of(given)
+    changes = changes_of(given)
+    for key in changes:
+        if key.partition(".")[0] not in (*SECTIONS, *_ALSO):
+            raise RequestError(
+                f"--set {key}: here only fields of {', '.join(SECTIONS)} are set so, like train.epochs=5"
+            )
+    recipe = changed(override(read_recipe(given.recipe), changes), {"device": given.device or "cpu"})
+    if given.run_dir is not None:
+        check_free(given.run_dir, resumes=False)
+    return RecipeTraining(
+        recipe=recipe,
+        machines=machines,
+        ends_of_epochs=given.epoch_ends,
+        width=given.width or 0,
+        every=given.look_every or EVALUATE_EVERY,
+    )
+
+
+def evaluations(tell: Callable[[str], None], what: str) -> Callable[[Mapping[str, Any]], None]:
+    """Tells of the evaluations of a training."""
+    tell(what)
+
+    def hear(record: Mapping[str, Any]) -> None:
+        if record["kind"] == "evaluated":
+            accuracy = "" if record["accuracy"] is None else f", {format_percent(record['accuracy'])} right"
+            at = f"{format_seconds(record['seconds'])} simulated, epoch {record['epoch']:.2f}"
+            tell(f"{what}: {at}{accuracy}")
+
+    return hear
+
+
+def _machines_json(training: RecipeTraining) -> dict[str, Any]:
+    return training.machines.as_json() | {"epoch_ends": training.ends_of_epochs, "look_every": training.every}
+
+
+# --- one strategy -------------------------------------------------------------------------------------------------
+
+
+def simulate_recipe(given: argparse.Namespace, strategy: str) -> None:
+    """`offbeat simulate STRATEGY --recipe ...`."""
+    from offbeat.predict.virtual import prepare_task
+    from offbeat.train.rundir import RunDir, new_run_dir
+
+    training = _training(given)
+    only = Contender(strategy, training.machines.cluster)
+    config = training.config(only, given.seed)
+    task = prepare_task(config)
+    training = training.for_task(task)
+    training.check(only, given.seed, task)
+    run = RunDir(new_run_dir(config.name, given.run_dir))
+    run.write_config(config)
+    started, what = time.perf_counter(), f"training {config.name} in virtual time"
+    with stages(what, QUIET_S) as tell:
+        outcome = training.train(only, given.seed, evaluations(tell, what), task=task, run=run)
+    took = time.perf_counter() - started
+    curve = outcome.curve(given.target)
+    machines = _machines_json(training)
+    write_file(run.path / "machines.json", json.dumps(machines, indent=1))
+    if curve.points:
+        title = f"{strategy}: {training.machines.title(config.name)}"
+        write_file(run.path / "error.svg", race.chart_of([(strategy, [curve])], title=title, target=given.target))
+    if given.json:
+        print_json(_as_json(given.target, outcome, curve, machines, str(run.path)))
+        return
+    out, cluster = console(), training.machines.cluster
+    heading(out, f"{strategy}, {count_of(cluster.learners, 'learner')}, {cluster.law.text}, seed {given.seed}: "
+                 f"{config.name} in virtual time")  # fmt: skip
+    table(out, ("seconds", "updates", "samples", "test loss", "right"), _rows(outcome), text=())
+    out.print()
+    facts(out, _facts(given.target, outcome, curve, took, run.path))
+
+
+def _rows(outcome: VirtualRun) -> list[tuple[str, ...]]:
+    points = outcome.points
+    step = max(1, -(-(len(points) - 1) // (ROWS - 1)))
+    chosen = {*points[::step], points[-1], max(points, key=lambda point: point.accuracy or 0.0)}
+    return [
+        (
+            f"{point.seconds:,.4g}",
+            f"{point.update:,}",
+            f"{point.samples:,}",
+            "not finite" if point.loss is None else f"{point.loss:.4f}",
+            "" if point.accuracy is None else format_percent(point.accuracy),
+        )
+        for point in sorted(chosen, key=lambda point: point.update)
+    ]
+
+
+def _facts(
+    target: float | None, outcome: VirtualRun, curve: TrainingCurve, took: float, folder: Path
+) -> list[tuple[str, str]]:
+    rows: list[tuple[str, str]] = []
+    if target is not None:
+        if curve.reached_s is None:
+            best = f"the highest that was is {format_percent(curve.best or 0.0)}"
+            best = "there is no accuracy, only a loss" if curve.accuracy is None else best
+            rows.append(("target", f"{format_percent(target)} was not reached: {best}"))
+            if curve.accuracy is not None:
+                rows.append(
+                    ("", "try another rate (--rate), more epochs (--epochs) or smaller minibatches (--batch-size)")
+                )
+        else:
+            at = f"{format_seconds(curve.reached_s)}, {curve.reached_updates:,} updates"
+            rows.append(("target", f"{format_percent(target)} after {at} and {curve.reached_samples:,} samples"))
+    if curve.accuracy is not None:
+        right = format_accuracy(curve.accuracy, curve.test_samples)
+        rows.append(("accuracy", f"{right} at the end, on {curve.test_samples:,} test samples"))
+    each = curve.seconds / curve.updates if curve.updates else 0.0
+    rows.append(("updates", f"{curve.updates:,} in {format_seconds(curve.seconds)}: {format_seconds(each)} each"))
+    rows.append(("staleness", f"{curve.staleness:.2f} on average"))
+    moved = (outcome.end["sent_bytes"] or 0, outcome.end["received_bytes"] or 0)
+    rows.append(("traffic", f"learners {format_traffic(*moved, curve.wait_share)}"))
+    busy_share = 1 - curve.wait_share - curve.waste_share
+    rows.append(
+        (
+            "learners",
+            f"{format_percent(busy_share)} computing what counts, {format_percent(curve.waste_share)} for nothing, "
+            f"{format_percent(curve.wait_share)} waiting or sending",
+        )
+    )
+    if outcome.dropped:
+        told = ", ".join(f"{many:,} ({why})" for why, many in outcome.dropped.items())
+        rows.append(("not applied", f"samples: {told}"))
+    rows += [("note", note) for note in outcome.notes]
+    rows += [("warning", curve.warning)] if curve.warning else []
+    rows.append(("computed", f"{outcome.how} in {format_seconds(took)}"))
+    rows.append(("run", f"{folder}{os.sep}"))
+    return rows
+
+
+def _as_json(
+    target: float | None, outcome: VirtualRun, curve: TrainingCurve, machines: Mapping[str, Any], folder: str
+) -> dict[str, Any]:
+    return {
+        "name": outcome.config.name,
+        "strategy": outcome.config.sync,
+        "machines": machines,
+        "learners": outcome.config.learners,
+        "seed": curve.seed,
+        "target": target,
+        "target_seconds": curve.reached_s,
+        "target_updates": curve.reached_updates,
+        "target_samples": curve.reached_samples,
+        "accuracy": curve.accuracy,
+        "test_samples": curve.test_samples,
+        "warning": curve.warning or None,
+        "sent_bytes": outcome.end["sent_bytes"],
+        "received_bytes": outcome.end["received_bytes"],
+        "seconds": curve.seconds,
+        "updates": curve.updates,
+        "samples": curve.samples,
+        "staleness_mean": curve.staleness,
+        "waste_share": curve.waste_share,
+        "wait_share": curve.wait_share,
+        "staleness_histogram": {str(age): many for age, many in outcome.staleness.items()},
+        "dropped": dict(outcome.dropped),
+        "notes": list(outcome.notes),
+        "points": [point._asdict() for point in outcome.points],
+        "run_dir": folder,
+    }
+
+
+# --- a race -------------------------------------------------------------------------------------------------------
+
+
+def race_recipe(given: argparse.Namespace, strategies: Sequence[str]) -> None:
+    """`offbeat compare STRATEGY ... --recipe ... --target ...`: every strategy with every seed, on the same draws."""
+    if given.target is None:
+        raise RequestError("a race needs an end: say the accuracy to reach, like --target 0.95")
+    if given.minibatches is not None:
+        raise RequestError("--minibatches is not for a recipe: it has --epochs")
+    from offbeat.predict.virtual import prepare_task
+    from offbeat.train.config_files import as_json
+    from offbeat.train.rundir import new_run_dir
+
+    training, seeds = _training(given), given.seeds or 1
+    cluster = training.machines.cluster
+    machines = describe_machines(cluster)
+    contenders = [Contender(name, cluster) for name in dict.fromkeys(strategies or race.usual_strategies(cluster))]
+    race.check_ports(training.machines.network, [one.strategy for one in contenders])
+    config = training.config(contenders[0], given.seed)
+    task = prepare_task(config)
+    training = training.for_task(task)
+    for one in contenders:  # what is wrong is told before anything is trained
+        training.check(one, given.seed, task)
+    variants = race.variants(contenders, machines.slow)
+    contenders += [one for one in variants if training.fits(one, given.seed, task)]
+    folder = new_run_dir(f"compare-{config.name}", given.run_dir)
+    started = time.perf_counter()
+    with stages("training in virtual time", QUIET_S) as tell:
+
+        def train(one: Contender, seed: int, which: str) -> TrainingCurve:
+            outcome = training.train(one, seed, evaluations(tell, f"{which}: {one.label}, seed {seed}"))
+            return race.checked(outcome.curve(given.target), config.name, given.target)
+
+        results = race.run_race(contenders, range(given.seed, given.seed + seeds), train)
+    took = time.perf_counter() - started
+    order, chosen = race.ranked(results), race.advised(results)
+    lines = race.advice(results, given.target, describe(machines))
+    title = training.machines.title(config.name)
+    write_file(folder / "error.svg", race.race_chart(order, title=title, target=given.target))
+    told = {
+        "recipe": given.recipe,
+        "training": json.loads(as_json(config)),
+        "machines": _machines_json(training),
+        "first_seed": given.seed,
+        "target": given.target,
+        "seeds": seeds,
+        "advice": lines,
+        "advised": None if chosen is None else {"strategy": chosen.strategy, "variant": chosen.variant},
+        "strategies": [result.as_json() for result in order],
+        "run_dir": str(folder),
+    }
+    write_file(folder / "race.json", json.dumps(told, indent=1, allow_nan=False))
+    if given.json:
+        print_json(told)
+        return
+    out = console()
+    heading(out, f"{title}, to {format_percent(given.target)}, {count_of(seeds, 'seed')} from {given.seed}")
+    for line in lines:
+        say(out, line)
+    say(out, f"the rate: {_rate_of(config)}; who is first may depend on it: try half and twice")
+    out.print()
+    columns = ("to target", "fastest", "slowest", "updates", "at the end", "staleness")
+    shown = range(len(columns)) if out.width >= WIDE else (0, 4, 5)
+    rows = [(result.label, *(_cells(result)[at] for at in shown)) for result in order]
+    table(out, ("strategy", *(columns[at] for at in shown)), rows, wrapped=(0,))
+    for result in order:
+        say(out, f"{result.label}: {race.explain_result(result)}")
+    out.print()
+    say(out, f"error against time: {folder / 'error.svg'}; every point: {folder / 'race.json'}")
+    say(out, f"computed in {format_seconds(took)}", style="dim")
+
+
+def _rate_of(config: Config) -> str:
+    """The same for all of them: what they have been raced at."""
+    train = config.train
+    scaled = "for all updates" if train.scaling == "none" else f"for {count_of(train.rate_batch, 'sample')}"
+    how = "" if train.scaling == "none" else f", {train.scaling} scaling"
+    momentum = f", momentum {train.momentum:g}" if train.optimizer in ("sgd", "lars") else ""
+    stale = ", shorter steps for stale gradients" if config.staleness == CORRECT else ""
+    return f"{train.rate:g} {scaled}{how}{momentum}{stale}"
+
+
+def _cells(result: RaceResult) -> tuple[str, ...]:
+    times = (result.median_s, result.times[0], result.times[-1])
+    reached = ("not reached" if seconds == math.inf else format_seconds(seconds) for seconds in times)
+    updates = "-" if result.median_updates is None else f"{result.median_updates:,}"
+    return *reached, updates, result.accuracy_text, f"{result.staleness:.1f}"

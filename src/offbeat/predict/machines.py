@@ -1,0 +1,128 @@
+"""The machines of a prediction, as a user describes them or as they were measured, for each strategy.
+
+`Machines.setup` is for the simulator, `Machines.clock` for training in virtual time.
+
+What it must not know: torch, and the command line.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from offbeat.predict.calibration import Calibration, Delays, Machine, machine_of
+from offbeat.simulate.cluster import Cluster
+from offbeat.simulate.collective import Model
+from offbeat.simulate.setup import Network, Setup
+from offbeat.spec import count_of, format_rate, format_seconds
+from offbeat.strategy import ALL_REDUCE, simulated_family_of
+from offbeat.topology import Topology, build
+
+NOTHING_TO_SEND = Model.even(layers=1, size_bytes=0, forward_share=1 / 3)
+_FASTEST = 1e15  # bytes a second of a port that nothing was said of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clock:
+    """When things happen in a virtual training."""
+
+    cluster: Cluster
+    topology: Topology | None = None  # of an all-reduce; None: without latency
+    layers: Model = NOTHING_TO_SEND  # what an all-reduce has to send
+    bucket_bytes: int | None = 25_000_000  # None: no overlap
+    reduce_s: Callable[[int], float] | None = None  # of so many bytes, where it was measured
+    ends_of_epochs: bool = False  # learners wait for each other there, as in a real run; see `has_ends`
+
+    @classmethod
+    def calibrated(cls, machine: Machine, strategy: str, *, ends_of_epochs: bool) -> Clock:
+        reduces = simulated_family_of(strategy) == ALL_REDUCE
+        return cls(
+            cluster=machine.cluster,
+            bucket_bytes=None,
+            reduce_s=(lambda size: machine.reduce_s) if reduces else None,
+            ends_of_epochs=ends_of_epochs,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machines:
+    """See the module's text. With a calibration the cluster has the delays beside it."""
+
+    cluster: Cluster  # under a strategy with a server
+    network: Network
+    calibration: Calibration | None = None
+    delays: Delays | None = None
+
+    def setup(self, strategy: str) -> Setup:
+        """The strategy on the cluster, and on its network if it is an all-reduce."""
+        setup, learners = Setup(strategy=strategy, cluster=self.cluster), self.cluster.learners
+        if not setup.reduces:
+            return setup
+        setup = replace(setup, model=self.network.model(), topology=build(self.network.topology, ranks=learners))
+        if self.calibration is None:
+            return replace(setup, bucket_bytes=self.network.bucket_bytes)
+        own = machine_of(self.calibration, strategy, learners, delays=self.delays, seed=self.cluster.seed)
+        return replace(setup, cluster=own.cluster, reduce_s=lambda size_bytes: own.reduce_s)
+
+    @property
+    def communicates(self) -> bool:
+        """Whether communication takes time in a training."""
+        return self.calibration is None and (self.network.topology != "uniform" or self.network.has_ports)
+
+    def for_model(self, size_bytes: Callable[[], int]) -> Machines:
+        """To train a model of this size: its own is sent, where there is a network and no other size was given."""
+        if not self.communicates or self.network.size_bytes:
+            return self
+        return replace(self, network=replace(self.network, size_bytes=size_bytes()))
+
+    def clock(self, strategy: str, cluster: Cluster, *, batch: int, ends_of_epochs: bool) -> Clock:
+        """Of a training with minibatches of so many samples; `cluster` may be fewer of these learners."""
+        if self.calibration is not None:
+            own = machine_of(self.calibration, strategy, cluster.learners, batch=batch)
+            delayed = replace(own.cluster, seed=cluster.seed, speeds=cluster.speeds, law=cluster.law, ids=cluster.ids)
+            return Clock.calibrated(replace(own, cluster=delayed), strategy, ends_of_epochs=ends_of_epochs)
+        if not self.communicates:
+            return Clock(cluster=replace(cluster, wires=None), ends_of_epochs=ends_of_epochs)
+        network, line = self.network, self.network.topology
+        if line == "uniform":  # an all-reduce goes over the same ports as what is sent to the servers
+            rate = _FASTEST if network.port_bytes_per_s == math.inf else network.port_bytes_per_s
+            line = f"uniform:bandwidth={rate:.15g}B/s,latency={network.latency_s:.15g}s"
+        return Clock(
+            cluster=replace(cluster, wires=network.wires()),
+            topology=build(line, ranks=cluster.learners),
+            layers=network.model(),
+            bucket_bytes=network.bucket_bytes,
+            ends_of_epochs=ends_of_epochs,
+        )
+
+    def title(self, name: str) -> str:
+        """What is trained, and on which machines."""
+        cluster, network = self.cluster, self.network
+        parts = [name, count_of(cluster.learners, "learner"), cluster.law.text]
+        if cluster.speeds:
+            parts.append(f"speeds {','.join(f'{speed:g}' for speed in cluster.speeds[:8])}")
+        parts += ["slow periods"] if cluster.slow is not None else []
+        parts += ["failures"] if cluster.failures is not None else []
+        ports = [format_rate(network.port_bytes_per_s)] if network.port_bytes_per_s < math.inf else []
+        ports += [format_seconds(network.latency_s)] if network.latency_s else []
+        return ", ".join([*parts, f"network {' and '.join(ports)}"] if ports else parts)
+
+    def as_json(self) -> dict[str, Any]:
+        slow, failures, network = self.cluster.slow, self.cluster.failures, self.network
+        rates = (network.learner_bytes_per_s, network.server_bytes_per_s)
+        learner, server = (None if rate == math.inf else rate for rate in rates)
+        return {
+            "learners": self.cluster.learners,
+            "compute": self.cluster.law.text,
+            "speeds": list(self.cluster.speeds),
+            "slow": None if slow is None else [slow.factor, slow.enter, slow.leave],
+            "failures": None if failures is None else [failures.mean_up_s, failures.mean_down_s],
+            "size_bytes": network.size_bytes,
+            "latency_s": network.latency_s,
+            "learner_bytes_per_s": learner,
+            "server_bytes_per_s": server,
+            "shards": network.shards,
+            "topology": network.topology,
+        }
