@@ -14,9 +14,10 @@ import pytest
 
 from offbeat.energy import Energy, Meter, Source
 from offbeat.errors import OffbeatError
-from offbeat.train import launch, rundir, telemetry
-from offbeat.train.config_files import changed
-from offbeat.train.rundir import RunDir, is_held
+from offbeat.runs import run_folder
+from offbeat.runs.run_folder import RunDir, is_locked
+from offbeat.train import launch, telemetry
+from offbeat.train.config_files import changed, read_config
 from offbeat.train.telemetry import Telemetry
 from train.runs import config_of, small_task, trained
 
@@ -240,7 +241,7 @@ def test_a_file_that_is_no_snapshot_is_none(text: str, tmp_path: Path) -> None:
 def test_of_a_huge_file_no_more_is_read_than_a_run_could_have_written(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     told = '{"over": true}'
-    run.live.write_text(told + " " * (rundir.MOST_LIVE_BYTES - len(told)), encoding="utf-8")
+    run.live.write_text(told + " " * (run_folder.MOST_LIVE_BYTES - len(told)), encoding="utf-8")
     assert run.read_live() == {"over": True}
     with run.live.open("a", encoding="utf-8") as file:
         file.write(" ")
@@ -309,15 +310,15 @@ def test_a_run_and_its_resume_leave_their_accounts(tmp_path: Path) -> None:
     assert live is not None and live["over"] and live["end"]["accuracy"] == first.end["accuracy"]
     energy = json.loads(run.energy(1).read_text(encoding="utf-8"))
     assert energy["joules"] == first.end["joules"] and energy["seconds"] > 0
-    config = changed(run.read_config(), {"train": {"epochs": 2}})
+    config = changed(read_config(run), {"train": {"epochs": 2}})
     with pytest.raises(OffbeatError, match="gone through its 1 epochs"):
-        launch.prepare(run.read_config(), resume=run.path, task=small_task())
+        launch.prepare(read_config(run), resume=run.path, task=small_task())
     assert run.live.exists()  # nothing was begun
     start = launch.prepare(config, resume=run.path, task=small_task())
-    assert not run.live.exists() and is_held(run.path)
+    assert not run.live.exists() and is_locked(run.path)
     held = []
-    launch.launch(start, lambda record: held.append(is_held(run.path)), lambda who, line: None)
-    assert all(held) and not is_held(run.path)
+    launch.launch(start, lambda record: held.append(is_locked(run.path)), lambda who, line: None)
+    assert all(held) and not is_locked(run.path)
     assert run.energy(2).exists() and not run.energy(3).exists()
     live = run.read_live()
     assert live is not None and live["begin"]["resumed"] and live["end"]["epochs"] == 2

@@ -48,8 +48,8 @@ def race(given: argparse.Namespace) -> None:
     """`offbeat compare ... --recipe ... --target ...`."""
     if given.target is None:
         raise RequestError("a race needs an end: say the accuracy to reach, like --target 0.95")
+    from offbeat.runs.run_folder import TIME_STAMP, check_free, new_run_dir
     from offbeat.train.config_files import as_json
-    from offbeat.train.rundir import check_free, new_run_dir
 
     if given.minibatches is not None:
         raise RequestError("--minibatches is not for a recipe: it has --epochs")
@@ -68,7 +68,7 @@ def race(given: argparse.Namespace) -> None:
     for entry in entries:  # what is wrong is told before anything is trained
         _check(given, entry, task)
     entries += [entry for entry in _variants(entries, machines.slow) if _fits(given, entry, task)]
-    folder = new_run_dir(f"compare-{config.name}", given.run_dir)
+    folder = new_run_dir(f"compare-{config.name}", given.run_dir, time.strftime(TIME_STAMP))
     started = time.perf_counter()
     with Live("training in virtual time") as live:
         racers = [_run(given, entry, live, f"{at} of {len(entries)}") for at, entry in enumerate(entries, start=1)]

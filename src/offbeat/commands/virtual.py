@@ -27,8 +27,8 @@ from offbeat.strategy import ALL_REDUCE, simulated_family_of
 
 if TYPE_CHECKING:
     from offbeat.predict.virtual import Clock, Outcome
+    from offbeat.runs.run_folder import RunDir
     from offbeat.train.config import Config
-    from offbeat.train.rundir import RunDir
     from offbeat.train.tasks import Task
 
 ROWS = 12  # of the table of a run
@@ -209,7 +209,8 @@ def _epochs(text: str) -> float:
 def simulate_recipe(given: argparse.Namespace) -> None:
     """`offbeat simulate STRATEGY --recipe ...`."""
     from offbeat.predict.virtual import check_clock
-    from offbeat.train.rundir import RunDir, check_free, new_run_dir
+    from offbeat.runs.run_folder import TIME_STAMP, RunDir, check_free, new_run_dir
+    from offbeat.train.config_files import write_config
 
     cluster = cluster_of(given)
     config = config_of(given, given.strategy, seed=given.seed, learners=cluster.learners)
@@ -218,8 +219,8 @@ def simulate_recipe(given: argparse.Namespace) -> None:
     task = task_for(config)
     clock = clock_of(given, cluster, task, config)
     check_clock(config, clock, task)
-    run = RunDir(new_run_dir(config.name, given.run_dir))
-    run.write_config(config)
+    run = RunDir(new_run_dir(config.name, given.run_dir, time.strftime(TIME_STAMP)))
+    write_config(run, config)
     started = time.perf_counter()
     with Live(f"training {config.name} in virtual time") as live:
         outcome = trained(given, config, clock, task, live, run=run)

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from offbeat.report.files import share, shorten
+from offbeat.report.inputs import Result
 from offbeat.report.page_model import BarChart, Bars, Cell, Column, Item, LineChart, Section, Series, Table
-from offbeat.report.results import Result
 from offbeat.report.summary import percent
 from offbeat.runs.metrics import DEFINITIONS, known_interval
+from offbeat.runs.untrusted import share, shorten
 from offbeat.spec import count_of
 
 Row = Mapping[str, Any]

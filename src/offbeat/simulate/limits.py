@@ -16,8 +16,9 @@ from typing import NamedTuple
 import numpy as np
 
 from offbeat.errors import RequestError
+from offbeat.runs.stragglers import SLOWER
 from offbeat.simulate.cluster import Cluster, Wires
-from offbeat.simulate.compare import SLOWER, MachineSummary, describe_machines, typical_s
+from offbeat.simulate.compare import MachineSummary, describe_machines, typical_s
 from offbeat.simulate.compute import Law
 from offbeat.simulate.engine import Floats, Ints
 from offbeat.simulate.setup import Setup

@@ -32,6 +32,7 @@ from torch._C._distributed_c10d import TCPStore
 from offbeat.errors import OffbeatError, PeerError, RequestError
 from offbeat.processes.signals import end_at_once
 from offbeat.runs.log import read_log, write_chrome_trace
+from offbeat.runs.run_folder import TIME_STAMP, FolderLock, RunDir, check_free, new_run_dir
 from offbeat.server.coordinator.session import Setting
 from offbeat.server.learner.join import through_store
 from offbeat.server.supervisor import Plan, Supervisor
@@ -39,9 +40,8 @@ from offbeat.spec import count_of
 from offbeat.strategy import ALL_REDUCE, family_of
 from offbeat.train.checkpoint import Checkpoint, newest
 from offbeat.train.config import Config
-from offbeat.train.config_files import changed
+from offbeat.train.config_files import changed, write_config
 from offbeat.train.reduced_trainer import ReducedTrainer
-from offbeat.train.rundir import Hold, RunDir, check_free, new_run_dir
 from offbeat.train.sample_plan import updates
 from offbeat.train.served_trainer import ServedTrainer, setting_of
 from offbeat.train.tasks import PROGRAM, Task, check_apart, task_of
@@ -87,7 +87,7 @@ class Start:
     checkpoint: Checkpoint | None = None
     leg: int = 1
     unused: bool = False  # some parameters get no gradient
-    hold: Hold | None = None  # on the run's folder
+    hold: FolderLock | None = None  # on the run's folder
 
     @property
     def reduces(self) -> bool:
@@ -153,12 +153,12 @@ def prepare(
     if config.save.tensorboard:
         check_installed()
     if resume is None:
-        run = RunDir(new_run_dir(config.name, run_dir))
-        hold = Hold(run.path)
-        run.write_config(config)
+        run = RunDir(new_run_dir(config.name, run_dir, time.strftime(TIME_STAMP)))
+        hold = FolderLock(run.path, time.sleep)
+        write_config(run, config)
         return Start(config=config, task=made, run=run, unused=unused, hold=hold)
     run = RunDir(resume)
-    hold = Hold(run.path)
+    hold = FolderLock(run.path, time.sleep)
     run.tidy()
     checkpoint = newest(run.checkpoints, tell)
     if checkpoint is None and any(run.checkpoints.glob("update-*")):
@@ -168,9 +168,11 @@ def prepare(
     else:
         _check_resume(config, checkpoint, samples, tell)
     run.forget_metrics_after(-1 if checkpoint is None else checkpoint.update)
-    run.write_config(config)
+    write_config(run, config)
     run.live.unlink(missing_ok=True)  # what it says is of the stretch before
-    return Start(config=config, task=made, run=run, checkpoint=checkpoint, leg=run.next_leg(), unused=unused, hold=hold)
+    return Start(
+        config=config, task=made, run=run, checkpoint=checkpoint, leg=run.next_segment(), unused=unused, hold=hold
+    )
 
 
 def _check_resume(config: Config, checkpoint: Checkpoint, samples: int, tell: Callable[[str], None]) -> None:

@@ -27,8 +27,8 @@ import torch
 
 from offbeat.energy import Energy, Meter
 from offbeat.machine import machine_facts
+from offbeat.runs.run_folder import RunDir
 from offbeat.train.config import Config
-from offbeat.train.rundir import RunDir
 from offbeat.train.trainer import Report, device_of
 
 EVERY_S = 0.5  # from one writing of live.json to the next, at the least
