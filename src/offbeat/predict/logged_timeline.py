@@ -34,8 +34,8 @@ class LoggedTimeline:
         if self.policy.rule.delta or self.policy.rule.fetch_every:
             raise RequestError(f"'{line}': what its learners did between pushes is not in the log")
         self.now = 0.0
-        self.hyper: Any = None  # what the optimizer was told for the latest update, if the log has it
-        self._hypers: dict[int, Any] = {}  # the same of each gradient, by ticket
+        self.hypers: dict[int, Any] = {}  # by version: what the optimizer was told for the update, if the log has it
+        self._told: dict[int, Any] = {}  # the same of each gradient, by ticket
         self._tally = Tally()
 
     def stream(self) -> Iterator[Update]:
@@ -49,7 +49,7 @@ class LoggedTimeline:
             if isinstance(event, Pushed):
                 said[event.learner] = said.get(event.learner) if decision.hyper is None else decision.hyper
             if isinstance(event, Pushed) and event.ticket not in decision.drops:  # of a late one they may be gone
-                self._hypers[event.ticket] = said[event.learner]
+                self._told[event.ticket] = said[event.learner]
                 if not decision.batch:
                     raise ReplayError(f"decision {number}, '{as_text(event)}': its samples are not in the log")
                 works[event.ticket] = Minibatch(
@@ -64,8 +64,7 @@ class LoggedTimeline:
         policy = self.policy
         taken = tuple(works.pop(ticket) for ticket in command.tickets)
         told = taken[-1].version
-        said = [self._hypers.pop(ticket) for ticket in command.tickets]
-        self.hyper = said[-1]
+        self.hypers[policy.version] = [self._told.pop(ticket) for ticket in command.tickets][-1]
         taken, scales = in_order(policy, taken, command.scales)
         tally, before = self._tally, policy.version - 1
         tally.staleness.update([before - work.version for work in taken])
