@@ -56,11 +56,11 @@ class Clock:
 class Kept:
     """Accounts in a folder, and what was handed on."""
 
-    def __init__(self, path: Path, leg: int = 1) -> None:
+    def __init__(self, path: Path, segment: int = 1) -> None:
         self.run, self.clock, self.worked, self.meter = RunDir(path), Clock(), Clock(), Counted()
         self.heard: list[Mapping[str, Any]] = []
         self.accounts = Telemetry(
-            config_of(), self.run, leg, self.heard.append, meter=self.meter, clock=self.clock, worked=self.worked
+            config_of(), self.run, segment, self.heard.append, meter=self.meter, clock=self.clock, worked=self.worked
         )
 
     def hear(self, *records: Mapping[str, Any], after_s: float = 0.0) -> dict[str, Any]:
@@ -163,17 +163,17 @@ class Full:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, room: int, frees: bool) -> None:
         self.room, self.frees = room, frees
-        self._write, self._unlink = Path.write_text, Path.unlink
-        monkeypatch.setattr(Path, "write_text", lambda path, text, **named: self.write(path, text, **named))
+        self._write, self._unlink = Path.write_bytes, Path.unlink
+        monkeypatch.setattr(Path, "write_bytes", lambda path, content: self.write(path, content))
         monkeypatch.setattr(Path, "unlink", lambda path, **named: self.unlink(path, **named))
 
-    def write(self, path: Path, text: str, **named: Any) -> int:
-        if path.name == ".live.unfinished":
+    def write(self, path: Path, content: bytes) -> int:
+        if path.name == ".live.json.unfinished":
             if not self.room:
-                self._write(path, "", **named)
+                self._write(path, b"")
                 raise OSError(errno.ENOSPC, "No space left on device")
             self.room -= 1
-        return self._write(path, text, **named)
+        return self._write(path, content)
 
     def unlink(self, path: Path, **named: Any) -> None:
         self.room += self.frees and path.name == "live.json"
@@ -289,15 +289,15 @@ def test_how_a_run_failed_is_kept(tmp_path: Path) -> None:
 
 
 def test_energy_is_measured_once_and_each_stretch_has_its_own_file(tmp_path: Path) -> None:
-    for leg, name in ((1, "energy.json"), (2, "energy.2.json"), (3, "energy.3.json")):
-        kept = Kept(tmp_path, leg)
+    for segment, name in ((1, "energy.json"), (2, "energy.2.json"), (3, "energy.3.json")):
+        kept = Kept(tmp_path, segment)
         with kept.accounts as book:
             kept.hear({"kind": "note", "text": "nothing is measured before learners are forked"})
             book.begin()
-            kept.hear(*[{"kind": "turn"}] * leg)
+            kept.hear(*[{"kind": "turn"}] * segment)
             assert book.measure() is book.measure()
         assert kept.meter.stops == 1
-        assert json.loads((tmp_path / name).read_text(encoding="utf-8"))["joules"] == leg
+        assert json.loads((tmp_path / name).read_text(encoding="utf-8"))["joules"] == segment
 
 
 def test_a_run_and_its_resume_leave_their_accounts(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from offbeat.errors import OffbeatError, RequestError
-from offbeat.runs.disk import opened_folder, read_file
+from offbeat.runs.disk import opened_folder, read_file, replace_file
 from offbeat.runs.untrusted import JsonLines, UnusableFile
 
 FOLDER = "runs"
@@ -245,21 +245,13 @@ class RunDir:
     def forget_metrics_after(self, update: int) -> None:
         """What was measured after the checkpoint that the run goes on from is measured again."""
         kept = [record for record in self.read_metrics() if record.get("update", 0) <= update]
-        beside = self.metrics.with_name(".metrics.unfinished")
-        beside.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
-        beside.replace(self.metrics)
+        replace_file(self.metrics, "".join(json.dumps(record) + "\n" for record in kept).encode())
 
     # --- how far it is ------------------------------------------------------------------------------------------------
 
     def write_live(self, text: str) -> None:
         """Whole, or not at all: who reads it meanwhile has the one before. `OSError` if it cannot be written."""
-        beside = self.path / ".live.unfinished"
-        try:
-            beside.write_text(text, encoding="utf-8")
-            beside.replace(self.live)
-        finally:  # of a disk that is full nothing stays behind
-            with suppress(OSError):
-                beside.unlink(missing_ok=True)
+        replace_file(self.live, text.encode())
 
     def read_live(self) -> dict[str, Any] | None:
         """None where there is none, or no whole one. A field is left out if it is not of its type."""
@@ -297,20 +289,17 @@ class RunDir:
 
     # --- parts that learners of a server hand to the one who leads ----------------------------------------------------
 
-    def hand_in(self, rest: int, learner: int, part: bytes) -> None:
+    def hand_in(self, pause: int, learner: int, part: bytes) -> None:
         self._parts.mkdir(exist_ok=True)
-        final = self._parts / f"{rest}-{learner}"
-        beside = final.with_suffix(".unfinished")
-        beside.write_bytes(part)
-        beside.replace(final)
+        replace_file(self._parts / f"{pause}-{learner}", part)
 
-    def handed_in(self, rest: int) -> dict[int, bytes]:
-        """The parts of a rest, by learner. They stay until the next rest: should who leads die, another reads them."""
+    def handed_in(self, pause: int) -> dict[int, bytes]:
+        """The parts of a pause, by learner. They stay until the next: should who leads die, another reads them."""
         parts: dict[int, bytes] = {}
         for path in sorted(self._parts.glob("*")) if self._parts.is_dir() else []:
             found = re.fullmatch(r"(\d+)-(\d+)", path.name)
-            if found is not None and int(found[1]) <= rest:
-                if int(found[1]) == rest:
+            if found is not None and int(found[1]) <= pause:
+                if int(found[1]) == pause:
                     parts[int(found[2])] = path.read_bytes()
                 else:
                     path.unlink(missing_ok=True)
@@ -320,9 +309,7 @@ class RunDir:
         """Nothing stays that only a running run needs. A log that was cut off keeps its whole lines."""
         self.forget_stop()
         for path in (
-            *self.path.glob(".stop.*"),
-            *self.path.glob(".metrics.unfinished"),
-            self.path / ".live.unfinished",
+            one for name in (".stop.*", ".metrics*.unfinished", ".live*.unfinished") for one in self.path.glob(name)
         ):
             path.unlink(missing_ok=True)
         for path in self.path.glob("log*.jsonl.unfinished"):

@@ -85,7 +85,7 @@ class Start:
     task: Task
     run: RunDir
     checkpoint: Checkpoint | None = None
-    leg: int = 1
+    segment: int = 1
     unused: bool = False  # some parameters get no gradient
     hold: FolderLock | None = None  # on the run's folder
 
@@ -171,7 +171,7 @@ def prepare(
     write_config(run, config)
     run.live.unlink(missing_ok=True)  # what it says is of the stretch before
     return Start(
-        config=config, task=made, run=run, checkpoint=checkpoint, leg=run.next_segment(), unused=unused, hold=hold
+        config=config, task=made, run=run, checkpoint=checkpoint, segment=run.next_segment(), unused=unused, hold=hold
     )
 
 
@@ -212,7 +212,7 @@ def launch(start: Start, hear: Report, tell: Callable[[str, str], None]) -> Resu
     Ctrl-C or SIGTERM lets the learners save and end; a second one ends everything at once.
     """
     try:
-        with Telemetry(start.config, start.run, start.leg, hear) as accounts:
+        with Telemetry(start.config, start.run, start.segment, hear) as accounts:
             return _launch(start, accounts, tell)
     finally:
         if start.hold is not None:
@@ -328,7 +328,7 @@ def _supervisor(start: Start, listen: Callable[[str, str], None]) -> Supervisor:
         body=lambda number: _live(start, number),
         environment={**os.environ, **threads},
         seed=config.seed,
-        log=None if start.reduces else start.run.log(start.leg).absolute(),
+        log=None if start.reduces else start.run.log(start.segment).absolute(),
         facts={"learners": config.learners, "servers": config.servers, "name": config.name},
         restarts=0 if start.reduces else 3,
         store_port=_free_port() if start.reduces else None,
@@ -458,7 +458,7 @@ def _train(start: Start, number: int, learners: int, report: Report) -> None:
         learners=learners,
         report=report,
         checkpoint=start.checkpoint,
-        leg=start.leg,
+        segment=start.segment,
         unused=start.unused,
     )
     wanted.append(trainer)
@@ -494,7 +494,7 @@ def conclude(start: Start, result: Result) -> None:
     """What is written when all is over."""
     from offbeat.train.run_summary import summary_of
 
-    log = start.run.log(start.leg)
+    log = start.run.log(start.segment)
     if log.exists():
         write_chrome_trace(start.run.trace, read_log(log).spans, name=start.config.name)
     start.run.summary.write_text(summary_of(start.config, result.end, start.run.read_metrics()), encoding="utf-8")
@@ -580,10 +580,10 @@ def learn(
         where = Path(through_store("run-dir", None)) if again else None
         start = prepare(config, run_dir=run_dir, resume=resume or where, task=task, tell=note)
         through_store("run-dir", str(start.run.path.absolute()))
-        through_store(f"ready-{again}", json.dumps([start.leg, start.unused]))
-        os.environ["OFFBEAT_LOG"] = str(start.run.log(start.leg).absolute())
+        through_store(f"ready-{again}", json.dumps([start.segment, start.unused]))
+        os.environ["OFFBEAT_LOG"] = str(start.run.log(start.segment).absolute())
     else:
-        leg, unused = json.loads(through_store(f"ready-{again}", None))
+        segment, unused = json.loads(through_store(f"ready-{again}", None))
         run = RunDir(Path(through_store("run-dir", None)))
         resumes = bool(again) or resume is not None
         start = Start(
@@ -591,12 +591,12 @@ def learn(
             task=task_of(config) if task is None else task,
             run=run,
             checkpoint=newest(run.checkpoints, lambda line: None) if resumes else None,
-            leg=leg,
+            segment=segment,
             unused=unused,
         )
     result = Result()
     with ExitStack() as stack:
-        accounts = stack.enter_context(Telemetry(config, start.run, start.leg, report)) if rank == 0 else None
+        accounts = stack.enter_context(Telemetry(config, start.run, start.segment, report)) if rank == 0 else None
         if accounts is not None:
             accounts.begin()
 

@@ -126,14 +126,14 @@ class Telemetry:
         self,
         config: Config,
         run: RunDir,
-        leg: int,
+        segment: int,
         hear: Report,
         *,
         meter: Meter | None = None,
         clock: Callable[[], float] = time.monotonic,
         worked: Callable[[], float] = time.thread_time,
     ) -> None:
-        self._config, self._run, self._leg, self._hear = config, run, leg, hear
+        self._config, self._run, self._segment, self._hear = config, run, segment, hear
         self._clock, self._worked = clock, worked
         self._meter = Meter(gpus_of(config)) if meter is None else meter
         self._live = Live()
@@ -183,7 +183,7 @@ class Telemetry:
         if self.energy is None:
             self.begin()
             self.energy = energy = self._meter.stop()
-            path = self._run.energy(self._leg)
+            path = self._run.energy(self._segment)
             self._write(path, lambda: _write_json(path, energy.as_json()))
             self.hear({"kind": "energy", **energy.as_json()})
         return self.energy

@@ -107,13 +107,13 @@ class Trainer:
         learners: int,
         report: Report,
         checkpoint: Checkpoint | None = None,
-        leg: int = 1,
+        segment: int = 1,
         unused: bool = False,
     ) -> None:
         train = config.train
         torch.set_num_threads(train.threads)
         self.config, self.task, self.run, self.report = config, task, run, report
-        self.number, self.learners, self.leg = number, learners, leg
+        self.number, self.learners, self.segment = number, learners, segment
         self.unused = unused  # some parameters get no gradient
         self.device = device_of(config.device, number)
         self.samples = len(task.train)  # type: ignore[arg-type]  # a map-style set has a length: the task was checked
