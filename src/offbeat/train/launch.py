@@ -212,16 +212,16 @@ def launch(start: Start, hear: Report, tell: Callable[[str, str], None]) -> Resu
     Ctrl-C or SIGTERM lets the learners save and end; a second one ends everything at once.
     """
     try:
-        with Telemetry(start.config, start.run, start.segment, hear) as accounts:
-            return _launch(start, accounts, tell)
+        with Telemetry(start.config, start.run, start.segment, hear) as telemetry:
+            return _launch(start, telemetry, tell)
     finally:
         if start.hold is not None:
             start.hold.release()
 
 
-def _launch(start: Start, accounts: Telemetry, tell: Callable[[str, str], None]) -> Result:
+def _launch(start: Start, telemetry: Telemetry, tell: Callable[[str, str], None]) -> Result:
     result = Result()
-    hear = accounts.hear
+    hear = telemetry.hear
     failures: dict[int, str] = {}  # as they came
     heeding: set[int] = set()  # learners that know what to do when they are asked to end
     lost = _Lost(start)
@@ -263,7 +263,7 @@ def _launch(start: Start, accounts: Telemetry, tell: Callable[[str, str], None])
         supervisor = _supervisor(start, listen)
         try:
             store = _start(supervisor, start)
-            accounts.begin()
+            telemetry.begin()
             told = False
             while supervisor.learners_left:
                 supervisor.turn()
@@ -285,7 +285,7 @@ def _launch(start: Start, accounts: Telemetry, tell: Callable[[str, str], None])
         finally:
             supervisor.close()
             start.run.tidy()
-            energy = accounts.measure()
+            energy = telemetry.measure()
         result.signal = asked.number
     if result.end:
         result.end["joules"] = energy.joules
@@ -596,15 +596,15 @@ def learn(
         )
     result = Result()
     with ExitStack() as stack:
-        accounts = stack.enter_context(Telemetry(config, start.run, start.segment, report)) if rank == 0 else None
-        if accounts is not None:
-            accounts.begin()
+        telemetry = stack.enter_context(Telemetry(config, start.run, start.segment, report)) if rank == 0 else None
+        if telemetry is not None:
+            telemetry.begin()
 
         def hear(record: Mapping[str, Any]) -> None:
             if record["kind"] == "end":
                 result.end = dict(record)
-            if accounts is not None:
-                accounts.hear(record)
+            if telemetry is not None:
+                telemetry.hear(record)
             elif record["kind"] != "progress":
                 report(record)
 
@@ -615,7 +615,7 @@ def learn(
             if told["traceback"]:
                 raise
             raise OffbeatError(f"rank {rank}: {told['text']}") from None
-        if accounts is not None and result.end:
-            result.end["joules"] = accounts.measure().joules
+        if telemetry is not None and result.end:
+            result.end["joules"] = telemetry.measure().joules
             conclude(start, result)
     return result

@@ -1,14 +1,14 @@
-"""The accounts of a run: what it ran on, what it burnt, and how far it is, for who looks from outside.
+"""The telemetry of a run: what it ran on, the energy it took, and how far it is, for whoever watches from outside.
 
     machine.json   when it begins
     live.json      while it runs, at most twice a second: the latest of what was heard, for `offbeat watch`
     energy.json    when its processes have ended: from before they were started to after the last has gone, so that
                    loading, evaluating and saving are in it; by torchrun's first rank, from its task to its last word
 
-Laws: a file that cannot be written is told once, in a note, and training goes on; keeping accounts takes less than a
-thousandth of one core's time, since what takes much is written less often, and so is what waits for a slow disk; each
+Laws: a file that cannot be written is told once, in a note, and training goes on. Telemetry takes less than a
+thousandth of one core's time: what takes much is written less often, and so is what waits for a slow disk. Each
 live.json says when the next one is due, and that is kept, so that silence can be told from death. Of a run that came to
-its end no live.json stays that says otherwise. One process of a run does it. Evaluations are in metrics.jsonl.
+its end no live.json stays that says otherwise. One process of a run writes it. Evaluations are in metrics.jsonl.
 """
 
 from __future__ import annotations

@@ -54,12 +54,12 @@ class Clock:
 
 
 class Kept:
-    """Accounts in a folder, and what was handed on."""
+    """Telemetry in a folder, and what was handed on."""
 
     def __init__(self, path: Path, segment: int = 1) -> None:
         self.run, self.clock, self.worked, self.meter = RunDir(path), Clock(), Clock(), Counted()
         self.heard: list[Mapping[str, Any]] = []
-        self.accounts = Telemetry(
+        self.writer = Telemetry(
             config_of(), self.run, segment, self.heard.append, meter=self.meter, clock=self.clock, worked=self.worked
         )
 
@@ -67,7 +67,7 @@ class Kept:
         """Each after some time; and what the file says then."""
         for record in records:
             self.clock.now += after_s
-            self.accounts.hear(record)
+            self.writer.hear(record)
         return self.live()
 
     def live(self) -> dict[str, Any]:
@@ -81,7 +81,7 @@ class Kept:
 
 def test_a_snapshot_has_the_latest_of_what_was_heard(tmp_path: Path) -> None:
     kept = Kept(tmp_path)
-    with kept.accounts:
+    with kept.writer:
         assert (kept.live()["begin"], kept.live()["pid"], kept.live()["over"]) == (None, os.getpid(), False)
         live = kept.hear(BEGIN, progress(0, 10), progress(1, 12), progress(0, 20), after_s=1.0)
         assert live["begin"] == BEGIN
@@ -101,7 +101,7 @@ def test_a_snapshot_has_the_latest_of_what_was_heard(tmp_path: Path) -> None:
 
 def test_the_last_notes_are_kept_and_all_are_counted(tmp_path: Path) -> None:
     kept = Kept(tmp_path)
-    with kept.accounts:
+    with kept.writer:
         live = kept.hear(*({"kind": "note", "text": str(number)} for number in range(25)), after_s=1.0)
     assert [note["text"] for note in live["notes"]] == [str(number) for number in range(5, 25)]
     assert live["noted"] == 25
@@ -109,7 +109,7 @@ def test_the_last_notes_are_kept_and_all_are_counted(tmp_path: Path) -> None:
 
 def test_it_is_written_at_most_twice_a_second(tmp_path: Path) -> None:
     kept = Kept(tmp_path)
-    with kept.accounts:
+    with kept.writer:
         kept.hear(BEGIN, after_s=1.0)
         assert kept.hear(progress(0, 10), after_s=0.4)["progress"] == {}
         assert kept.hear({"kind": "turn"}, after_s=0.2)["progress"] != {}  # time goes on, and that is enough
@@ -131,7 +131,7 @@ def test_what_took_long_is_written_less_often(works: bool, tmp_path: Path, monke
         write(run, text)
 
     monkeypatch.setattr(RunDir, "write_live", slow)
-    with kept.accounts:
+    with kept.writer:
         for _ in range(300):
             kept.hear({"kind": "turn"}, after_s=0.1)
     gaps = [after - before for before, after in pairwise(times[1:-1])]  # of the first nothing was known
@@ -150,7 +150,7 @@ def test_a_snapshot_says_when_the_next_is_due_and_that_is_kept(tmp_path: Path, m
         told.append((kept.clock.now, json.loads(text)["next_s"]))
 
     monkeypatch.setattr(RunDir, "write_live", wait)
-    with kept.accounts:
+    with kept.writer:
         while len(told) < 12:
             kept.hear({"kind": "turn"}, after_s=0.1)
     assert {round(next_s, 3) for _, next_s in told} == {0.5, 0.02 / telemetry.MOST_WAIT, 100.0, 2.0}
@@ -190,7 +190,7 @@ def test_on_a_full_disk_nothing_stays_that_says_that_a_run_goes_on(
 ) -> None:
     kept = Kept(tmp_path)
     Full(monkeypatch, room=1, frees=frees)
-    with kept.accounts:
+    with kept.writer:
         kept.hear(BEGIN, progress(0, 10), after_s=1.0)
         assert files_in(tmp_path) == {"live.json"}  # and not what was begun
         kept.hear({"kind": "end", "accuracy": 0.5}, after_s=1.0)
@@ -205,7 +205,7 @@ def test_on_a_full_disk_the_last_snapshot_of_a_run_without_an_end_stays(
 ) -> None:
     kept = Kept(tmp_path)
     Full(monkeypatch, room=2, frees=False)
-    with pytest.raises(OffbeatError), kept.accounts:
+    with pytest.raises(OffbeatError), kept.writer:
         kept.hear(BEGIN, progress(0, 10), after_s=1.0)
         raise OffbeatError("learner 1 died")
     assert (kept.live()["begin"], kept.live()["over"]) == (BEGIN, False)  # it is not taken for one that has ended
@@ -250,7 +250,7 @@ def test_of_a_huge_file_no_more_is_read_than_a_run_could_have_written(tmp_path: 
 
 def test_a_field_of_a_wrong_type_is_left_out(tmp_path: Path) -> None:
     kept = Kept(tmp_path)
-    with kept.accounts:
+    with kept.writer:
         whole = kept.hear(BEGIN, progress(0, 10), after_s=1.0)
     wrong: list[Any] = [True, 1, -1, 0.5, 10**400, 1e300, "x", [1], {"a": 1}]
     fits: dict[str, list[Any]] = {name: [] for name in whole}
@@ -267,10 +267,10 @@ def test_a_field_of_a_wrong_type_is_left_out(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_told_once_a_file_and_stops_nothing(tmp_path: Path) -> None:
     kept = Kept(tmp_path / "gone")
-    with kept.accounts:
+    with kept.writer:
         for number in range(5):
             kept.clock.now += 1.0
-            kept.accounts.hear(progress(0, number))
+            kept.writer.hear(progress(0, number))
     said = kept.notes()
     assert [text.partition(": ")[2] for text in said] == ["No such file or directory"] * 3
     assert [Path(text.split(":")[0]).name for text in said] == ["machine.json", "live.json", "energy.json"]
@@ -279,11 +279,11 @@ def test_a_folder_that_cannot_be_written_is_told_once_a_file_and_stops_nothing(t
 
 def test_how_a_run_failed_is_kept(tmp_path: Path) -> None:
     kept = Kept(tmp_path)
-    with pytest.raises(OffbeatError), kept.accounts:
+    with pytest.raises(OffbeatError), kept.writer:
         raise OffbeatError("learner 1 died")
     assert (kept.live()["failed"], kept.live()["over"], kept.live()["end"]) == ("learner 1 died", True, None)
     kept = Kept(tmp_path)
-    with pytest.raises(KeyboardInterrupt), kept.accounts:
+    with pytest.raises(KeyboardInterrupt), kept.writer:
         raise KeyboardInterrupt
     assert kept.live()["failed"] == "it was ended at once"
 
@@ -291,16 +291,16 @@ def test_how_a_run_failed_is_kept(tmp_path: Path) -> None:
 def test_energy_is_measured_once_and_each_stretch_has_its_own_file(tmp_path: Path) -> None:
     for segment, name in ((1, "energy.json"), (2, "energy.2.json"), (3, "energy.3.json")):
         kept = Kept(tmp_path, segment)
-        with kept.accounts as book:
+        with kept.writer as writer:
             kept.hear({"kind": "note", "text": "nothing is measured before learners are forked"})
-            book.begin()
+            writer.begin()
             kept.hear(*[{"kind": "turn"}] * segment)
-            assert book.measure() is book.measure()
+            assert writer.measure() is writer.measure()
         assert kept.meter.stops == 1
         assert json.loads((tmp_path / name).read_text(encoding="utf-8"))["joules"] == segment
 
 
-def test_a_run_and_its_resume_leave_their_accounts(tmp_path: Path) -> None:
+def test_a_run_and_its_resume_leave_their_telemetry(tmp_path: Path) -> None:
     first = trained(tmp_path, train={"epochs": 1})
     run = first.run
     machine = json.loads(run.machine.read_text(encoding="utf-8"))
