@@ -22,9 +22,10 @@ import torch
 from offbeat.predict.machines import Clock
 from offbeat.predict.virtual import train_virtually
 from offbeat.runs.metrics import reached_at
+from offbeat.runs.run_folder import RunDir
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.compute import parse_law
-from offbeat.train.rundir import RunDir
+from offbeat.train.config_files import read_config
 
 POLICIES = ("full-sync", "k-sync:2", "k-batch-sync:2", "async", "k-async:2", "k-batch-async:2")
 LEARNERS, SEEDS = 4, 5
@@ -55,7 +56,7 @@ def first(times: list[tuple[float, float]], target: float) -> tuple[float, int]:
 
 def virtual(run: RunDir, seed: int) -> list[tuple[float, float]]:
     cluster = Cluster(learners=LEARNERS, law=parse_law(f"trace:{run.path}"), seed=seed)
-    outcome = train_virtually(run.read_config(), Clock(cluster=cluster, ends_of_epochs=True), every=1.0)
+    outcome = train_virtually(read_config(run), Clock(cluster=cluster, ends_of_epochs=True), every=1.0)
     return [(point.seconds, point.accuracy or 0.0) for point in outcome.points[1:]]
 
 

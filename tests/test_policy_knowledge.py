@@ -182,7 +182,8 @@ KNEW = (  # where such knowledge stood before
     "server/coordinator/session.py", "server/coordinator/coordinator.py", "server/learner/served_learner.py",
     "train/learning_rate.py", "report/theory.py",
     "predict/calibration.py", "simulate/server.py", "simulate/diagnosis.py", "predict/race.py",
-    "measure/calibration_bench.py", "schedules/ranking.py", "predict/replay.py", "commands/compare.py", "commands/replay.py",
+    "measure/calibration_bench.py", "schedules/ranking.py", "predict/replay.py", "commands/compare.py",
+    "commands/replay.py",
 )  # fmt: skip
 PLANTED = {
     "an import": "from offbeat.policies.stale import KAsync\n",

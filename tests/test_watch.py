@@ -20,7 +20,7 @@ from offbeat.commands import watch
 from offbeat.commands.progress import Progress
 from offbeat.commands.watch import Clock, Feed, find_run, read_state
 from offbeat.errors import RequestError
-from offbeat.train.rundir import Hold, RunDir
+from offbeat.runs.run_folder import FolderLock, RunDir
 from offbeat.train.telemetry import Live
 
 BEGIN: dict[str, Any] = {
@@ -77,7 +77,7 @@ class Run:
         self.dir.config.write_text("{}", encoding="utf-8")
         self.began_s = time.time() if began_s is None else began_s
         self.at_s = self.began_s
-        self.hold = Hold(path) if held else None
+        self.hold = FolderLock(path, time.sleep) if held else None
 
     def hear(self, record: Mapping[str, Any], after_s: float = 0.0) -> None:
         self.at_s = self.began_s + after_s
@@ -288,7 +288,7 @@ def test_a_run_without_a_snapshot_is_starting_or_nothing(tmp_path: Path) -> None
 def test_to_ask_does_not_keep_a_run_from_its_folder(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", held=False).go_on(1.0)
     assert read_state(run.dir).state == "killed"
-    Hold(run.dir.path).release()
+    FolderLock(run.dir.path, time.sleep).release()
 
 
 def test_of_a_folder_with_runs_the_newest_that_runs_is_taken_or_else_the_newest(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ from offbeat.predict.arithmetic import Arithmetic
 from offbeat.predict.machines import Clock
 from offbeat.predict.timelines import Minibatch, Step, TimeSpent, Update
 from offbeat.predict.virtual import VirtualRun, VirtualTrainer, train_virtually
+from offbeat.runs.run_folder import RunDir
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.compute import parse_law
-from offbeat.train.rundir import RunDir
 from offbeat.train.tasks import Task, Tensors
 from offbeat.train.trainer import Trainer
 from train.oracle import distance

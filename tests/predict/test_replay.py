@@ -188,13 +188,14 @@ def test_the_advice_is_as_sure_as_the_runs_own_replay(runs: dict[str, Path]) -> 
 
 def test_a_virtual_run_is_sent_to_the_simulator(runs: dict[str, Path], tmp_path: Path) -> None:
     from offbeat.predict.machines import Clock
+    from offbeat.runs.run_folder import RunDir
     from offbeat.simulate.cluster import Cluster
     from offbeat.simulate.compute import parse_law
-    from offbeat.train.rundir import RunDir
+    from offbeat.train.config_files import write_config
 
     config = read_run(runs["async"]).config
     run = RunDir(tmp_path)
-    run.write_config(config)
+    write_config(run, config)
     train_virtually(config, Clock(cluster=Cluster(learners=3, law=parse_law("exp:1"))), task=small_task(), run=run)
     with pytest.raises(RequestError, match="offbeat simulate gives it exactly"):
         read_run(tmp_path)

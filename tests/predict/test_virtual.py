@@ -17,10 +17,11 @@ from offbeat.predict.machines import Clock
 from offbeat.predict.timelines import Update
 from offbeat.predict.virtual import VirtualRun, VirtualTrainer, train_again, train_virtually
 from offbeat.runs.log import read_log
+from offbeat.runs.run_folder import RunDir, new_run_dir
 from offbeat.simulate.cluster import Cluster, Wires
 from offbeat.simulate.compute import parse_law
 from offbeat.train.checkpoint import read_weights
-from offbeat.train.rundir import RunDir, new_run_dir
+from offbeat.train.config_files import read_config, write_config
 from offbeat.train.tasks import Task
 from train.oracle import distance
 from train.runs import CLASSES, FEATURES, config_of, mlp, small_task, trained
@@ -268,11 +269,11 @@ def test_runs_that_their_logs_do_not_tell_are_refused(tmp_path: Path) -> None:
         ("ring", "fp32", "'ring' is an all-reduce"),
         ("async", "fp16", "the scale of each learner's loss"),
     ):
-        run.write_config(config_of(sync=line, train={"precision": precision}))
+        write_config(run, config_of(sync=line, train={"precision": precision}))
         with pytest.raises(RequestError, match=words):
             train_again(run.path, task=small_task())
-    run.write_config(config_of(sync="async"))
-    with pytest.raises(LogError, match="cannot read the log"):
+    write_config(run, config_of(sync="async"))
+    with pytest.raises(LogError, match="cannot be read"):
         train_again(run.path, task=small_task())
     run.log(1).touch()
     run.log(2).touch()
@@ -282,18 +283,18 @@ def test_runs_that_their_logs_do_not_tell_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("line", ["downpour:push=2,fetch=2", "local-sgd:2"])
 def test_what_learners_did_by_themselves_is_in_no_log(line: str, tmp_path: Path) -> None:
-    run = RunDir(new_run_dir("small", tmp_path / "run"))
+    run = RunDir(new_run_dir("small", tmp_path / "run", ""))
     config = config_of(sync=line, train={"epochs": 1})
-    run.write_config(config)
+    write_config(run, config)
     train_virtually(config, clock_of(2), task=small_task(), run=run)
     with pytest.raises(RequestError, match="what its learners did between pushes is not in the log"):
         train_again(run.path, task=small_task())
 
 
 def test_a_virtual_run_is_made_again_too(tmp_path: Path) -> None:
-    run, task = RunDir(new_run_dir("small", tmp_path / "run")), small_task(100)
+    run, task = RunDir(new_run_dir("small", tmp_path / "run", "")), small_task(100)
     config = config_of(sync="k-async:2", learners=4, train={"epochs": 2})
-    run.write_config(config)
+    write_config(run, config)
     one = train_virtually(config, clock_of(4), task=task, run=run, width=1)
     again = train_again(run.path, task=task)
     assert again.points == one.points
@@ -305,8 +306,8 @@ def test_a_virtual_run_is_made_again_too(tmp_path: Path) -> None:
 
 def in_folder(folder: Path, line: str, clock: Clock, *, width: int = 0, **train: Any) -> tuple[RunDir, VirtualRun]:
     config = config_of(sync=line, learners=clock.cluster.learners, train={"epochs": 2, **train})
-    run = RunDir(new_run_dir(config.name, folder / f"run-{len(list(folder.iterdir()))}"))
-    run.write_config(config)
+    run = RunDir(new_run_dir(config.name, folder / f"run-{len(list(folder.iterdir()))}", ""))
+    write_config(run, config)
     return run, train_virtually(config, clock, task=small_task(96, build=softmax), run=run, width=width)
 
 
@@ -315,7 +316,7 @@ def test_the_folder_is_that_of_a_real_run(line: str, tmp_path: Path) -> None:
     run, outcome = in_folder(tmp_path, line, clock_of(4))
     names = {"config.json", "metrics.jsonl", "log.jsonl", "trace.json", "weights.safetensors", "summary.txt"}
     assert {path.name for path in run.path.iterdir()} == names
-    assert run.read_config() == outcome.config
+    assert read_config(run) == outcome.config
     metrics = run.read_metrics()
     seconds = [record["seconds"] for record in metrics]
     assert seconds == sorted(set(seconds)) == [point.seconds for point in outcome.points[1:]]

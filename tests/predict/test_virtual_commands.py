@@ -14,7 +14,7 @@ import pytest
 from offbeat.cli import main
 from offbeat.policies import replay
 from offbeat.runs.log import read_log
-from offbeat.train.rundir import RunDir
+from offbeat.runs.run_folder import RunDir
 
 Offbeat = Callable[[str], tuple[int, str, str]]
 SHORT = "--recipe digits-softmax --learners 4 --epochs 1 --batch-size 64"

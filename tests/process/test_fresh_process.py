@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from report.handmade import any_run
+
 HERE = Path(__file__).parents[2]
 TIME_LIMIT_S = 120
 
@@ -31,17 +33,29 @@ TORCH_FREE_COMMANDS = (
     ["topology"],
     ["--help"],
     ["--version"],
+    *([name, "--help"] for name in ("compare", "replay", "report", "simulate", "schedule", "watch")),
 )
+
+
+def check_torch_free(*words: str) -> None:
+    code = (
+        "import atexit, sys; from offbeat.cli import main; "
+        "atexit.register(lambda: print('torch' in sys.modules, file=sys.stderr)); sys.exit(main(sys.argv[1:]))"
+    )
+    done = run(sys.executable, "-c", code, *words)
+    assert (done.returncode, done.stderr) == (0, "False\n")
 
 
 @pytest.mark.parametrize("words", TORCH_FREE_COMMANDS, ids=" ".join)
 def test_commands_that_need_no_torch_do_not_load_it(words: list[str]) -> None:
-    code = (
-        "import sys; from offbeat.cli import main; code = main(sys.argv[1:]); "
-        "print('torch' in sys.modules, file=sys.stderr); sys.exit(code)"
-    )
-    done = run(sys.executable, "-c", code, *words)
-    assert (done.returncode, done.stderr) == (0, "False\n")
+    check_torch_free(*words)
+
+
+def test_a_run_is_reported_and_its_times_are_simulated_without_torch(tmp_path: Path) -> None:
+    folder = any_run(tmp_path / "run")
+    check_torch_free("report", str(folder), "--output", str(tmp_path / "page.html"))
+    check_torch_free("simulate", "async", "--compute", f"trace:{folder}", "--updates", "20")
+    check_torch_free("compare", "async", "k-async:2", "--compute", f"trace:{folder}", "--minibatches", "20")
 
 
 def test_import_offbeat_loads_neither_torch_nor_numpy() -> None:

@@ -21,6 +21,7 @@ from offbeat.errors import RequestError, ScheduleError
 from offbeat.policies import PolicyRow, create, replay
 from offbeat.predict.virtual import train_again
 from offbeat.runs.log import read_log
+from offbeat.runs.run_folder import RunDir
 from offbeat.schedules import Algorithm, auto_lines
 from offbeat.simulate import server
 from offbeat.simulate.cluster import Cluster
@@ -28,7 +29,6 @@ from offbeat.simulate.compute import parse_law
 from offbeat.simulate.diagnosis import why
 from offbeat.strategy import line_up, register_policy, register_schedule, strategies
 from offbeat.train.checkpoint import read_weights
-from offbeat.train.rundir import RunDir
 from plugins.loading import OWN, untouched
 from process.forked_scripts import fork_scripts
 from process.test_run import SCRIPT as DIGITS

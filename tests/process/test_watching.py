@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 from rich import live
 
-from offbeat.train.rundir import Hold, RunDir
+from offbeat.runs.run_folder import FolderLock, RunDir
 from offbeat.train.telemetry import Live
 from train.programs import Program, left_files, offbeat, train_words
 
@@ -125,7 +125,7 @@ def struck(number: signal.Signals) -> Callable[[], None]:
 def test_who_is_told_to_end_shows_the_cursor_again(number: signal.Signals, at_once: bool, tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     run.path.mkdir()
-    hold = Hold(run.path)
+    hold = FolderLock(run.path, time.sleep)
     run.config.write_text("{}", encoding="utf-8")
     run.write_live(Live().as_json(time.time()))
     before = [struck(number)] if at_once else []

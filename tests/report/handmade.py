@@ -50,21 +50,21 @@ def write_run(
     metrics: Sequence[Line] | None = None,
     machine: Any = None,
     energy: Any = None,
-    leg: str = "",
+    segment: str = "",
 ) -> Path:
-    """A folder with what is given; `leg` is ".2" for what came after a resume."""
+    """A folder with what is given; `segment` is ".2" for what came after a resume."""
     folder.mkdir(parents=True, exist_ok=True)
     if config is not None:
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     if log is not None:
         first = {"kind": "run", "format": 1, "simulated": False, **(head or {})}
-        write_lines(folder / f"log{leg}.jsonl", [first, *log])
+        write_lines(folder / f"log{segment}.jsonl", [first, *log])
     if metrics is not None:
         write_lines(folder / "metrics.jsonl", metrics)
     if machine is not None:
         (folder / "machine.json").write_text(json.dumps(machine), encoding="utf-8")
     if energy is not None:
-        (folder / f"energy{leg}.json").write_text(json.dumps(energy), encoding="utf-8")
+        (folder / f"energy{segment}.json").write_text(json.dumps(energy), encoding="utf-8")
     return folder
 
 

@@ -9,8 +9,9 @@ import pytest
 
 from offbeat.report import run_sections
 from offbeat.report.build import build
+from offbeat.report.inputs import read_inputs
 from offbeat.report.page_model import BarChart, Item, LineChart, Page, ShareChart, Table, Timeline
-from offbeat.report.reading import read_inputs, read_run
+from offbeat.runs.run_record import read_run
 from report.handmade import any_run, config, decision, evaluation, span, write_result, write_run
 
 
@@ -81,7 +82,7 @@ def test_bars_of_a_learner_never_overlap_and_come_in_order(tmp_path: Path) -> No
 
 def test_the_legs_of_a_run_stand_one_after_the_other(tmp_path: Path) -> None:
     folder = any_run(tmp_path / "a", log=[span(0, "compute", 2.0, 3.0)])
-    write_run(folder, log=[span(0, "compute", 1.0, 3.0)], leg=".2")
+    write_run(folder, log=[span(0, "compute", 1.0, 3.0)], segment=".2")
     assert [(one.start_s, one.end_s) for one in run_sections.one_clock(read_run(folder))] == [(0.0, 1.0), (1.0, 3.0)]
 
 

@@ -10,10 +10,10 @@ import pytest
 
 from offbeat.policies.staleness import EXPONENTIAL
 from offbeat.report.facts import Facts, facts_of, span_seconds, straggler
-from offbeat.report.reading import read_run
 from offbeat.report.summary import summary
 from offbeat.report.theory import staleness_theory
 from offbeat.runs.log import Span
+from offbeat.runs.run_record import read_run
 from offbeat.simulate import server as simulator
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.compute import parse_law
@@ -57,20 +57,20 @@ def test_versions_and_tickets_of_a_server_begin_anew_after_a_resume(tmp_path: Pa
 
 
 def test_updates_that_a_resume_made_again_are_told(tmp_path: Path) -> None:
-    """A server has made 4 updates in each leg and stands at 7; an all-reduce computes version 1 in both legs."""
+    """A server has made 4 updates in each segment and stands at 7; an all-reduce computes version 1 in both."""
     folder = any_run(tmp_path / "a", metrics=[evaluation(7, 6.0, 0.5, samples=56)])
     (folder / "log.2.jsonl").write_bytes((folder / "log.jsonl").read_bytes())
     said = "was made again after a resume: gradients and learners' times are counted both times"
     assert facts_of(read_run(folder)).problems == (f"1 update {said}",)
     spans = [span(0, "compute", 0.0, 1.0, 0), span(0, "compute", 1.0, 2.0, 1)]
     folder = write_run(tmp_path / "b", config=config("ring", 1), log=spans)
-    write_run(folder, log=spans[1:], leg=".2")
+    write_run(folder, log=spans[1:], segment=".2")
     assert facts_of(read_run(folder)).problems == (f"1 update {said}",)
 
 
 def test_versions_of_an_all_reduce_go_on_after_a_resume(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a", config=config("ring", 1), log=[span(0, "compute", 0.0, 1.0, 0)])
-    write_run(folder, log=[span(0, "compute", 0.0, 2.0, 1)], leg=".2")
+    write_run(folder, log=[span(0, "compute", 0.0, 2.0, 1)], segment=".2")
     found = facts_of(read_run(folder))
     assert (found.updates, found.seconds, found.samples, found.staleness) == (2, 3.0, None, ((0, 2),))
 
@@ -134,10 +134,10 @@ def test_energy_counts_only_if_it_was_measured_all_the_time(tmp_path: Path) -> N
     assert facts(tmp_path / "b", energy=no).energy.why_not == "RAPL cannot be read"
     folder = any_run(tmp_path / "c", energy={"seconds": 1.0, "joules": 5.0})
     assert facts_of(read_run(folder)).energy.joules == 5.0
-    write_run(folder, log=[span(0, "compute", 0.0, 1.0)], leg=".2")
+    write_run(folder, log=[span(0, "compute", 0.0, 1.0)], segment=".2")
     found = facts_of(read_run(folder)).energy
     assert found.joules is None and found.why_not == "it was measured in 1 of the run's 2 stretches"
-    write_run(folder, energy={"seconds": 1.0, "joules": 7.0}, leg=".2")
+    write_run(folder, energy={"seconds": 1.0, "joules": 7.0}, segment=".2")
     assert facts_of(read_run(folder)).energy.joules == 12.0
 
 
@@ -171,7 +171,7 @@ def test_a_run_is_unfinished_so_far_until_its_last_log_is_whole(tmp_path: Path) 
     folder = any_run(tmp_path / "a")
     (folder / "log.jsonl").rename(folder / "log.jsonl.unfinished")
     assert facts_of(read_run(folder)).ended == "so far"
-    write_run(folder, log=[span(0, "compute", 0.0, 1.0)], leg=".2")  # it was gone on with, to the end
+    write_run(folder, log=[span(0, "compute", 0.0, 1.0)], segment=".2")  # it was gone on with, to the end
     found = read_run(folder)
     assert found.finished and found.problems == () and facts_of(found).ended == ""
 
@@ -192,7 +192,7 @@ def test_samples_never_applied_are_not_guessed_from_a_log(tmp_path: Path) -> Non
 
 def test_energy_of_stretches_with_different_sources_is_measured_in_part(tmp_path: Path) -> None:
     folder = any_run(tmp_path / "a", energy={"seconds": 1.0, "joules": 5.0, "sources": [{"name": "x"}]})
-    write_run(folder, log=[], energy={"seconds": 1.0, "joules": 7.0, "sources": [{"name": "y"}, 3, {}]}, leg=".2")
+    write_run(folder, log=[], energy={"seconds": 1.0, "joules": 7.0, "sources": [{"name": "y"}, 3, {}]}, segment=".2")
     found = facts_of(read_run(folder)).energy
     assert (found.joules, found.sources) == (12.0, ("x", "y")) and "some stretches" in found.why_not
 

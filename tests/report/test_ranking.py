@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from offbeat.report.build import build
+from offbeat.report.inputs import read_inputs
 from offbeat.report.page_model import Page, Table
-from offbeat.report.reading import read_inputs
 from report.handmade import any_run, config, evaluation, write_result
 
 CHANCE = "One run each: a difference may be chance."

@@ -12,20 +12,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from offbeat.errors import RequestError
-from offbeat.report import files
 from offbeat.report.build import build
-from offbeat.report.files import clean, shorten
-from offbeat.report.reading import read_inputs, read_run
-from offbeat.report.results import read_result
+from offbeat.report.inputs import read_inputs, read_result
+from offbeat.runs import untrusted
+from offbeat.runs.run_record import read_run
+from offbeat.runs.untrusted import clean, shorten
 from report.handmade import any_run, decision, evaluation, span, write_result, write_run
 
 
 def test_a_whole_run_is_read_without_a_problem(tmp_path: Path) -> None:
     run = read_run(any_run(tmp_path / "a", machine={"cores": 2}, energy={"seconds": 1.0, "joules": 2.0}))
     assert run.problems == () and run.finished and not run.simulated
-    assert (run.name, len(run.metrics), len(run.legs[0].spans), len(run.legs[0].decisions)) == ("a", 2, 5, 4)
+    assert (run.name, len(run.metrics), len(run.segments[0].spans), len(run.segments[0].decisions)) == ("a", 2, 5, 4)
     assert run.machine == {"cores": 2} and run.energy[0].joules == 2.0
-    assert run.legs[0].decisions[0].applies == ((1,),) and run.legs[0].run["strategy"] == "async"
+    assert run.segments[0].decisions[0].applies == [(1,)] and run.segments[0].run["strategy"] == "async"
 
 
 def test_what_is_missing_is_named_and_the_rest_is_used(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_a_log_that_was_cut_off_keeps_its_whole_lines(tmp_path: Path) -> None:
     log.write_bytes(log.read_bytes()[:-20])
     run = read_run(folder)
     assert run.problems == ("log.jsonl: 1 of 10 lines could not be read; first: line 10",)
-    assert len(run.legs[0].decisions) == 3 and run.legs[0].unread == 1
+    assert len(run.segments[0].decisions) == 3 and run.segments[0].unread == 1
 
 
 GOOD = span(0, "compute", 1.0, 2.0)
@@ -87,25 +87,25 @@ WRONG_LINES: list[Any] = [
 def test_a_wrong_line_is_skipped_and_counted(tmp_path: Path, line: Any) -> None:
     run = read_run(write_run(tmp_path / "a", log=[GOOD, line, GOOD]))
     assert run.problems[-1] == "log.jsonl: 1 of 4 lines could not be read; first: line 3"
-    assert len(run.legs[0].spans) == 2 and run.legs[0].decisions == ()
+    assert len(run.segments[0].spans) == 2 and run.segments[0].decisions == ()
 
 
 def test_deep_nesting_and_long_lines_are_wrong_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "LONGEST_LINE", 300_000)
+    monkeypatch.setattr(untrusted, "LONGEST_LINE", 300_000)
     folder = write_run(tmp_path / "a", log=[GOOD])
     with (folder / "log.jsonl").open("ab") as file:
         file.write(b"[" * 200_000 + b"\n" + b"x" * 1_000_000 + b"\n" + b"9" * 100_000 + b"\n\xff\xfe\x00\n")
         file.write(json.dumps(GOOD).encode() + b"\n")
     run = read_run(folder)
     assert run.problems[-1] == "log.jsonl: 4 of 7 lines could not be read; first: line 3"
-    assert len(run.legs[0].spans) == 2
+    assert len(run.segments[0].spans) == 2
 
 
 def test_an_unfinished_log_is_read_and_the_run_is_called_unfinished(tmp_path: Path) -> None:
     folder = any_run(tmp_path / "a")
     (folder / "log.jsonl").rename(folder / "log.jsonl.unfinished")
     run = read_run(folder)
-    assert not run.finished and len(run.legs[0].spans) == 5
+    assert not run.finished and len(run.segments[0].spans) == 5
     assert run.problems == ("the run is unfinished: it is still running, or was stopped from outside",)
     any_run(folder)  # a finished one beside it is the one that counts
     assert read_run(folder).finished
@@ -113,10 +113,11 @@ def test_an_unfinished_log_is_read_and_the_run_is_called_unfinished(tmp_path: Pa
 
 def test_legs_after_a_resume_come_in_order_with_their_energy(tmp_path: Path) -> None:
     folder = any_run(tmp_path / "a", energy={"seconds": 1.0, "joules": 2.0})
-    for leg in (".10", ".2"):
-        write_run(folder, log=[GOOD], leg=leg, energy={"seconds": 1.0, "joules": None, "not_measured": ["no counter"]})
+    none = {"seconds": 1.0, "joules": None, "not_measured": ["no counter"]}
+    for segment in (".10", ".2"):
+        write_run(folder, log=[GOOD], segment=segment, energy=none)
     run = read_run(folder)
-    assert [leg.number for leg in run.legs] == [1, 2, 10] == [one.leg for one in run.energy]
+    assert [one.number for one in run.segments] == [1, 2, 10] == [one.segment for one in run.energy]
     assert run.energy[2].reasons == ("no counter",) and run.problems == ()
 
 
@@ -124,7 +125,7 @@ def test_another_format_is_not_guessed_at(tmp_path: Path) -> None:
     for written in (2, True, "1", None):
         folder = any_run(tmp_path / str(written), head={"format": written})
         run = read_run(folder)
-        assert run.legs == () and run.problems == (f"log.jsonl: is of format {written!r}, and format 1 is read here",)
+        assert run.segments == () and run.problems == (f"log.jsonl: format {written!r}; this version reads format 1",)
 
 
 def test_a_log_without_its_first_line_is_still_a_log(tmp_path: Path) -> None:
@@ -132,14 +133,14 @@ def test_a_log_without_its_first_line_is_still_a_log(tmp_path: Path) -> None:
     log = folder / "log.jsonl"
     log.write_bytes(b"\n" + log.read_bytes().partition(b"\n")[2])
     run = read_run(folder)
-    assert len(run.legs[0].spans) == 5 and run.legs[0].run == {} and run.problems == ()
+    assert len(run.segments[0].spans) == 5 and run.segments[0].run == {} and run.problems == ()
 
 
 def test_a_binary_log_is_given_up_early(tmp_path: Path) -> None:
     folder = any_run(tmp_path / "a")
     (folder / "log.jsonl").write_bytes(b"\x00\xff\n" * 100_000)
     assert read_run(folder).problems == (
-        "log.jsonl: is not a run log: none of its first 1,000 lines could be read",
+        "log.jsonl: none of its first 1,000 lines could be read",
     )  # fmt: skip
     (folder / "log.jsonl").write_bytes(b"")
     assert read_run(folder).problems == ("log.jsonl: is empty",)
@@ -182,7 +183,7 @@ def test_a_config_of_the_wrong_kind_is_one_sentence(tmp_path: Path, data: bytes,
 
 
 def test_a_huge_json_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "LARGEST_JSON", 1 << 20)
+    monkeypatch.setattr(untrusted, "LARGEST_JSON", 1 << 20)
     folder = any_run(tmp_path / "a")
     (folder / "config.json").write_bytes(b" " * (2 << 20))
     assert read_run(folder).problems == ("config.json: is larger than 1 MiB, and was not read",)

@@ -12,7 +12,7 @@ import pytest
 from offbeat.cli import main
 from offbeat.report import build as build_module
 from offbeat.report import facts as facts_module
-from offbeat.report.reading import RunRecord
+from offbeat.runs.run_record import RunRecord
 from report.handmade import any_run, write_result
 
 Offbeat = Callable[..., tuple[int, str, str]]

@@ -109,7 +109,7 @@ def test_a_log_of_a_real_run_begins_when_the_coordinator_says_so() -> None:
     run = {"strategy": "async", "expect": 2}
     (update,) = LoggedTimeline(RunLog(run=run | {"simulated": False}, decisions=decisions)).stream()
     assert (update.version, update.at_s, update.told, update.works[0].batch) == (1, 1.0, 0, ((0, 0, 4),))
-    with pytest.raises(ReplayError, match=r"decision 2, 'tick @0\.2': the policy does not say what the log has"):
+    with pytest.raises(ReplayError, match=r"decision 2, 'tick @0\.2': the log has \['send 0'\], the policy says \[\]"):
         list(LoggedTimeline(RunLog(run=run | {"simulated": True}, decisions=decisions)).stream())
 
 
@@ -149,10 +149,11 @@ def test_a_command_that_was_changed_is_found(whole: RunLog) -> None:
     at = first(whole, "pushed", saying="apply")
     record: Mapping[str, Any] = whole.decisions[at]
     commands = [record["commands"][0] + " *0.5 *1.0 *1.0", *record["commands"][1:]]
-    text = f"decision {at + 1}, '{record['event']}': the policy does not say what the log has"
-    assert refused(changed(whole, at, commands=commands)) == text
-    assert refused(changed(whole, at, commands=[])) == text
-    assert refused(changed(whole, at, commands=None)) == text
+    for logged in (commands, []):
+        said = f"the log has {logged}, the policy says {record['commands']}"
+        assert refused(changed(whole, at, commands=logged)) == f"decision {at + 1}, '{record['event']}': {said}"
+    said = f"expected an 'event' and its 'commands'; got '{record['event']}' and None"
+    assert refused(changed(whole, at, commands=None)) == f"decision {at + 1}: {said}"
 
 
 def test_samples_that_are_missing_are_found(whole: RunLog) -> None:
@@ -173,7 +174,7 @@ def test_samples_of_what_was_dropped_may_be_missing() -> None:
 def test_an_event_that_cannot_have_been_or_is_none_is_found(whole: RunLog) -> None:
     at = first(whole, "pushed")
     without = replace(whole, decisions=(*whole.decisions[:3], *whole.decisions[4:]))
-    assert "the policy does not say what the log has" in refused(without) or "cannot be" in refused(without)
+    assert "the policy says []" in refused(without) or "cannot be" in refused(without)
     assert "cannot be" in refused(changed(whole, at, event="pushed 0 t1 v77 n4 @1.0"))
     assert "'apply t1' is not an event" in refused(changed(whole, at, event="apply t1"))
     assert "unknown event" in refused(changed(whole, at, event="pulled 1"))

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from offbeat.errors import OffbeatError
+from offbeat.runs.run_folder import RunDir
 from offbeat.train import launch
 from offbeat.train.checkpoint import newest
 from offbeat.train.config import Config
 from offbeat.train.config_files import changed
-from offbeat.train.rundir import RunDir
 from offbeat.train.tasks import Task, Tensors
 
 FEATURES, CLASSES = 12, 4

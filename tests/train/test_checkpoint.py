@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from offbeat.errors import OffbeatError, RequestError
-from offbeat.train import checkpoint, disk
+from offbeat.runs import disk
+from offbeat.train import checkpoint
 from offbeat.train.checkpoint import CheckpointError, Saver, load, newest, save
 from train.checkpoints import dead_process, names, put, silence, value_of
 

@@ -16,7 +16,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from offbeat.train import checkpoint, disk
+from offbeat.runs import disk
+from offbeat.train import checkpoint
 from offbeat.train.checkpoint import CheckpointError, CheckpointVersionError, load, newest
 from train.checkpoints import names, put, silence, value_of
 

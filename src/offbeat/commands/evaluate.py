@@ -21,10 +21,11 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(given: argparse.Namespace) -> None:
-    from offbeat.train.rundir import RunDir
+    from offbeat.runs.run_folder import RunDir
+    from offbeat.train.config_files import read_config
 
     run = RunDir(given.run)
-    config = run.read_config()
+    config = read_config(run)
     import torch
 
     from offbeat.train.checkpoint import load, read_weights

@@ -30,9 +30,9 @@ from offbeat.spec import count_of, format_size
 
 if TYPE_CHECKING:
     from offbeat.report.facts import Facts
+    from offbeat.report.inputs import Inputs, Result
     from offbeat.report.page_model import Page
-    from offbeat.report.reading import Inputs, RunRecord
-    from offbeat.report.results import Result
+    from offbeat.runs.run_record import RunRecord
 
 SENTENCES = 6  # of the summary that are printed
 PROBLEMS = 10
@@ -69,8 +69,8 @@ def _price(text: str) -> float:
 def write_report(run: Path) -> Path:
     """The page of one run, in its folder."""
     from offbeat.report.build import build
+    from offbeat.report.inputs import read_inputs
     from offbeat.report.page import render
-    from offbeat.report.reading import read_inputs
 
     path = run / "report.html"
     place = _place(path, [run])
@@ -82,8 +82,8 @@ def write_report(run: Path) -> Path:
 def _run(given: argparse.Namespace) -> None:
     from offbeat.report.build import build
     from offbeat.report.facts import facts_of
+    from offbeat.report.inputs import read_inputs
     from offbeat.report.page import render
-    from offbeat.report.reading import read_inputs
     from offbeat.report.tables import write_csv
 
     place = _place(given.output, given.runs)  # what cannot be written is found before the long work

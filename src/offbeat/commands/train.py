@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from offbeat.commands.base import Command, json_argument, print_json
 from offbeat.errors import RequestError
 from offbeat.train.arguments import add_arguments, given
-from offbeat.train.config_files import override, read_recipe
+from offbeat.train.config_files import override, read_config, read_recipe
 from offbeat.train.recipes import DEFAULT
 
 if TYPE_CHECKING:
@@ -93,13 +93,13 @@ def _config(words: argparse.Namespace) -> Config:
         raise RequestError(f"--resume {words.resume} has a recipe of its own: leave '{words.recipe}' out")
     if words.run_dir is not None:
         raise RequestError("--resume goes on in the folder of the run: leave --run-dir out")
-    from offbeat.train.rundir import RunDir
+    from offbeat.runs.run_folder import RunDir
 
     changes = given(words)
     fixed = [key for key in changes if key.partition(".")[0] in ("model", "data") and key != "data.workers"]
     if fixed:
         raise RequestError(f"a run that goes on keeps its model and data: leave --{fixed[0]} out")
-    return override(RunDir(words.resume).read_config(), changes)
+    return override(read_config(RunDir(words.resume)), changes)
 
 
 def _told(config: Config, result: Result) -> Mapping[str, Any]:

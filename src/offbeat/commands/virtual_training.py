@@ -88,9 +88,9 @@ def _epochs(text: str) -> float:
 def _training(given: argparse.Namespace) -> RecipeTraining:
     """The recipe with its overrides, on the machines that were described."""
     from offbeat.predict.virtual import EVALUATE_EVERY, RecipeTraining
+    from offbeat.runs.run_folder import check_free
     from offbeat.train.arguments import given as changes_of
     from offbeat.train.config_files import changed, override, read_recipe
-    from offbeat.train.rundir import check_free
 
     machines = machines_of(given)
     changes = changes_of(given)
@@ -134,7 +134,8 @@ def _machines_json(training: RecipeTraining) -> dict[str, Any]:
 def simulate_recipe(given: argparse.Namespace, strategy: str) -> None:
     """`offbeat simulate STRATEGY --recipe ...`."""
     from offbeat.predict.virtual import prepare_task
-    from offbeat.train.rundir import RunDir, new_run_dir
+    from offbeat.runs.run_folder import TIME_STAMP, RunDir, new_run_dir
+    from offbeat.train.config_files import write_config
 
     training = _training(given)
     only = Contender(strategy, training.machines.cluster)
@@ -142,8 +143,8 @@ def simulate_recipe(given: argparse.Namespace, strategy: str) -> None:
     task = prepare_task(config)
     training = training.for_task(task)
     training.check(only, given.seed, task)
-    run = RunDir(new_run_dir(config.name, given.run_dir))
-    run.write_config(config)
+    run = RunDir(new_run_dir(config.name, given.run_dir, time.strftime(TIME_STAMP)))
+    write_config(run, config)
     started, what = time.perf_counter(), f"training {config.name} in virtual time"
     with stages(what, QUIET_S) as tell:
         outcome = training.train(only, given.seed, evaluations(tell, what), task=task, run=run)
@@ -265,8 +266,8 @@ def race_recipe(given: argparse.Namespace, strategies: Sequence[str]) -> None:
     if given.minibatches is not None:
         raise RequestError("--minibatches is not for a recipe: it has --epochs")
     from offbeat.predict.virtual import prepare_task
+    from offbeat.runs.run_folder import TIME_STAMP, new_run_dir
     from offbeat.train.config_files import as_json
-    from offbeat.train.rundir import new_run_dir
 
     training, seeds = _training(given), given.seeds or 1
     cluster = training.machines.cluster
@@ -280,7 +281,7 @@ def race_recipe(given: argparse.Namespace, strategies: Sequence[str]) -> None:
         training.check(one, given.seed, task)
     variants = race.variants(contenders, machines.slow)
     contenders += [one for one in variants if training.fits(one, given.seed, task)]
-    folder = new_run_dir(f"compare-{config.name}", given.run_dir)
+    folder = new_run_dir(f"compare-{config.name}", given.run_dir, time.strftime(TIME_STAMP))
     started = time.perf_counter()
     with stages("training in virtual time", QUIET_S) as tell:
 

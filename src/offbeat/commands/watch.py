@@ -33,9 +33,9 @@ from offbeat.commands.view import (
 )
 from offbeat.errors import OffbeatError, RequestError
 from offbeat.processes.signals import signals_deferred, terminable
-from offbeat.report.files import clean
-from offbeat.train.disk import is_alive
-from offbeat.train.rundir import FOLDER, RunDir, is_held
+from offbeat.runs.disk import is_alive
+from offbeat.runs.run_folder import FOLDER, RunDir, is_locked
+from offbeat.runs.untrusted import UnusableFile, count, plain, read_json
 
 LOOK_S = 0.2  # from look to look
 FRESH_S = 10.0  # a run that is well is not silent for longer; its process may be out of sight, in another container
@@ -60,7 +60,7 @@ class RunState(NamedTuple):
 
 
 def read_state(run: RunDir, now_s: float | None = None) -> RunState:
-    held = is_held(run.path)  # first: who lets go has written its last words before
+    held = is_locked(run.path)  # first: who lets go has written its last words before
     found = run.read_live()
     if found is None:
         return RunState(STARTING if held else ENDED if _has_result(run) else NOTHING, {})
@@ -85,26 +85,13 @@ def _has_result(run: RunDir) -> bool:
     return False
 
 
-def safe(value: Any, depth: int = 0) -> Any:
+def safe(value: Any) -> Any:
     """A JSON value whose text has no control characters, and whose numbers can be reckoned with (None for others)."""
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, str):
-        return value if value.isascii() and value.isprintable() and len(value) <= LONGEST else clean(value, LONGEST)
-    if isinstance(value, int | float):
-        return value if abs(value) < 1e30 else None  # nor is infinity
-    if depth >= DEEPEST:
-        return None
-    if isinstance(value, dict):
-        return {safe(name): safe(one, depth + 1) for name, one in value.items()}
-    return [safe(one, depth + 1) for one in value]
+    return plain(value, DEEPEST, letters=LONGEST, items=MOST_LEARNERS)
 
 
 def _metrics(run: RunDir) -> list[dict[str, Any]]:
-    try:
-        return [safe(record) for record in run.read_metrics() if record.get("kind") == "evaluated"]
-    except OSError as error:
-        raise OffbeatError(f"cannot read {safe(str(run.metrics))}: {error.strerror}") from None
+    return [safe(record) for record in run.read_metrics() if record.get("kind") == "evaluated"]
 
 
 def find_run(path: Path) -> RunDir:
@@ -293,11 +280,11 @@ def _fate(run: RunDir, look: RunState) -> str:
 
 def _left_lines(run: RunDir) -> list[str]:
     """Of a run that has ended and left no live.json: its disk was full, or an older offbeat has trained it."""
-    found = _metrics(run)[-1:]
-    try:
-        epochs = run.read_config().train.epochs
-    except (RequestError, RecursionError):  # of another version, or nobody's
-        epochs = max((record.get("epoch") or 0 for record in found), default=0)
+    found, epochs = _metrics(run)[-1:], None
+    with suppress(UnusableFile):
+        train = read_json(run.config).get("train")
+        epochs = count(train.get("epochs")) if isinstance(train, dict) else None
+    epochs = epochs or max((record.get("epoch") or 0 for record in found), default=0)
     where = safe(str(run.summary if run.summary.is_file() else run.weights))
     return [*(evaluation_line(record, epochs) for record in found), f"it has ended, and left no live.json; see {where}"]
 

@@ -21,8 +21,8 @@ from offbeat.measure.bench_result import BenchResult
 from offbeat.measure.requests import check_distinct, check_least, check_processes
 from offbeat.measure.rounds import Progress
 from offbeat.measure.server_runs import environment, program, supervise
-from offbeat.policies import Apply, Pushed, create
-from offbeat.policies.events import EVENTS, from_text
+from offbeat.policies import Pushed, create
+from offbeat.policies.replay import read_decision
 from offbeat.processes.signals import terminable
 from offbeat.report.benchmark_fields import Field, Row, format_error
 from offbeat.runs.log import read_log
@@ -137,15 +137,13 @@ def steady(decisions: Iterable[Mapping[str, Any]], updates: int) -> Steady:
     times: list[float] = []
     ages: list[list[int]] = []
     for record in decisions:
-        event = from_text(record["event"])
-        assert isinstance(event, EVENTS)
+        decision = read_decision(record)
+        event = decision.event
         if isinstance(event, Pushed):
             pushed_on[event.ticket] = event.version
-        for text in record["commands"]:
-            if len(times) < updates and text.startswith("apply "):
-                command = from_text(text)
-                assert isinstance(command, Apply)
-                ages.append([len(times) - pushed_on.pop(ticket) for ticket in command.tickets])
+        for tickets in decision.applies:
+            if len(times) < updates:
+                ages.append([len(times) - pushed_on.pop(ticket) for ticket in tickets])
                 times.append(event.at_s)
     if len(times) < updates:
         raise OffbeatError(f"bench: the run made {len(times)} updates instead of {updates}")

@@ -17,10 +17,10 @@ from typing import Any
 
 from offbeat.errors import OffbeatError
 from offbeat.runs.log import RunLog, read_log
+from offbeat.runs.run_folder import Evaluated, RunDir
 from offbeat.train.config import Config
 from offbeat.train.config_files import changed
 from offbeat.train.launch import launch, prepare
-from offbeat.train.rundir import Evaluated, RunDir
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

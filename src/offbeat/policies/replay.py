@@ -1,6 +1,6 @@
 """Events and their commands in a run log, and the log replayed through the policy alone.
 
-In a log (`trace`) one line holds an event and the commands that answered it, in their text form:
+In a log (`runs.log`) one line holds an event and the commands that answered it, in their text form:
 
     {"kind": "decision", "event": "pushed 2 t7 v40 n1 @12.84", "commands": ["apply t7", "send 2"], "why": [...]}
 
@@ -13,15 +13,56 @@ data.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from offbeat import plugins
 from offbeat.errors import EventError, LogError, ReplayError, RequestError
 from offbeat.policies.base import Policy
 from offbeat.policies.damping import CORRECT
-from offbeat.policies.events import EVENTS, Command, Event, as_text, from_text
+from offbeat.policies.events import EVENTS, Apply, Command, Drop, Event, as_text, from_text
 from offbeat.policies.table import create
+
+LATEST_S = 1e12  # no run lasts longer
+_LONGEST_EVENT = 500  # letters
+
+
+class Decision(NamedTuple):
+    """An event, the commands that answered it, and what a log may say of a push beside."""
+
+    event: Event
+    commands: tuple[Command, ...]
+    batch: tuple[tuple[int, int, int], ...] = ()  # stretches of samples: epoch, start, count
+    hyper: Any = None  # what its optimizer was told, where that has changed
+
+    @property
+    def applies(self) -> list[tuple[int, ...]]:
+        """The tickets of each update."""
+        return [command.tickets for command in self.commands if isinstance(command, Apply)]
+
+    @property
+    def drops(self) -> list[int]:
+        """The tickets of gradients that are not applied."""
+        return [command.ticket for command in self.commands if isinstance(command, Drop)]
+
+
+def read_decision(record: Mapping[str, Any]) -> Decision:
+    """The decision that a record of a log says; a `RequestError` if it says none."""
+    line, commands, batch = record.get("event"), record.get("commands"), record.get("batch") or ()
+    if not isinstance(line, str) or not isinstance(commands, list) or not all(isinstance(one, str) for one in commands):
+        raise RequestError(f"expected an 'event' and its 'commands'; got {line!r} and {commands!r}")
+    if len(line) > _LONGEST_EVENT:
+        raise RequestError(f"an event of {len(line)} letters")
+    event, answers = from_text(line), [from_text(one) for one in commands]
+    if not isinstance(event, EVENTS) or not 0 <= event.at_s < LATEST_S:
+        raise RequestError(f"'{line}' is not an event")
+    told = tuple(one for one in answers if not isinstance(one, EVENTS))
+    if len(told) < len(answers):
+        raise RequestError(f"'{line}' is answered by an event")
+    try:
+        return Decision(event, told, tuple((epoch, start, count) for epoch, start, count in batch), record.get("hyper"))
+    except (TypeError, ValueError):
+        raise RequestError(f"'{line}' is of samples {batch!r}; expected [[epoch, start, count], ...]") from None
 
 
 def decision(event: Event, commands: Iterable[Command]) -> dict[str, Any]:
@@ -62,25 +103,32 @@ def missing_plugins(run: Mapping[str, Any]) -> str:
     return f"; the run was made with --plugin {' --plugin '.join(missing)}" if missing else ""
 
 
+def replayed(policy: Policy, records: Iterable[Mapping[str, Any]]) -> Iterator[Decision]:
+    """Each decision of a log, after the policy was fed its event and has answered the same.
+
+    `ReplayError` names the first one that cannot be, or whose commands differ.
+    """
+    for number, record in enumerate(records, start=1):
+        try:
+            logged = read_decision(record)
+            commands = tuple(policy.handle(logged.event))
+        except (RequestError, EventError) as error:
+            raise ReplayError(f"decision {number}: {error}") from None
+        if commands != logged.commands:
+            said = [as_text(command) for command in commands]
+            raise ReplayError(
+                f"decision {number}, '{record['event']}': the log has {record['commands']}, the policy says {said}"
+            )
+        yield logged
+
+
 def replay(run: Mapping[str, Any], decisions: Iterable[Mapping[str, Any]], *, check: bool = True) -> Policy:
     """Feed the events to a fresh policy and compare; returns the policy as it is at the end.
 
-    `ReplayError` names the first event whose commands differ. With `check` the invariants are looked at after each.
+    `ReplayError` names the first event whose commands differ. With `check`, invariants are checked after each.
     """
     policy = policy_of(run)
-    for number, record in enumerate(decisions, start=1):
-        event, logged = record.get("event"), record.get("commands")
-        if not isinstance(event, str) or not isinstance(logged, list):
-            raise ReplayError(f"decision {number}: expected an 'event' and its 'commands'; got {dict(record)}")
-        try:
-            told = from_text(event)
-            if not isinstance(told, EVENTS):
-                raise RequestError(f"'{event}' is not an event")
-            said = [as_text(command) for command in policy.handle(told)]
-        except (RequestError, EventError) as error:
-            raise ReplayError(f"decision {number}: {error}") from None
-        if said != logged:
-            raise ReplayError(f"decision {number}, '{event}': the log has {logged}, the policy says {said}")
+    for _ in replayed(policy, decisions):
         if check:
             policy.check_invariants()
     return policy

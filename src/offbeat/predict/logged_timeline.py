@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from offbeat.errors import EventError, LogError, ReplayError, RequestError
-from offbeat.policies import Apply, Drop, Pushed, Stopped
-from offbeat.policies.events import EVENTS, as_text, from_text
-from offbeat.policies.replay import policy_of
+from offbeat.errors import LogError, ReplayError, RequestError
+from offbeat.policies import Apply, Pushed, Stopped
+from offbeat.policies.events import as_text
+from offbeat.policies.replay import policy_of, replayed
 from offbeat.predict.timelines import KEEP_EVERY, Minibatch, Step, Update, in_order, needed_by, spent_of
 from offbeat.runs.log import RunLog
 from offbeat.simulate.result import Result, Tally
@@ -34,39 +34,28 @@ class LoggedTimeline:
         if self.policy.rule.delta or self.policy.rule.fetch_every:
             raise RequestError(f"'{line}': what its learners did between pushes is not in the log")
         self.now = 0.0
-        self.hyper: Any = None  # what the optimizer was told for the latest update, if the log has it
-        self._hypers: dict[int, Any] = {}  # the same of each gradient, by ticket
+        self.hypers: dict[int, Any] = {}  # by version: what the optimizer was told for the update, if the log has it
+        self._told: dict[int, Any] = {}  # the same of each gradient, by ticket
         self._tally = Tally()
 
     def stream(self) -> Iterator[Update]:
         policy = self.policy
         works: dict[int, Minibatch] = {}  # by ticket
         said: dict[int, Any] = {}  # by learner, as it said last: the log has what has changed
-        for number, record in enumerate(self.log.decisions, start=1):
-            line = record.get("event")
-            try:
-                event = from_text(str(line))
-                if not isinstance(event, EVENTS):
-                    raise RequestError(f"'{line}' is not an event")
-                commands = policy.handle(event)
-            except (RequestError, EventError) as error:
-                raise ReplayError(f"decision {number}: {error}") from None
-            if [as_text(command) for command in commands] != record.get("commands"):
-                raise ReplayError(f"decision {number}, '{line}': the policy does not say what the log has")
-            dropped = {command.ticket for command in commands if isinstance(command, Drop)}
-            self._tally.dropped += len(dropped)
+        for number, decision in enumerate(replayed(policy, self.log.decisions), start=1):
+            event = decision.event
+            self._tally.dropped += len(decision.drops)
             self._tally.cancelled += isinstance(event, Stopped)
             if isinstance(event, Pushed):
-                said[event.learner] = record.get("hyper", said.get(event.learner))
-            if isinstance(event, Pushed) and event.ticket not in dropped:  # of a late one they may be gone
-                self._hypers[event.ticket] = said[event.learner]
-                batch = tuple((epoch, start, count) for epoch, start, count in record.get("batch", ()))
-                if not batch:
-                    raise ReplayError(f"decision {number}, '{line}': its samples are not in the log")
+                said[event.learner] = said.get(event.learner) if decision.hyper is None else decision.hyper
+            if isinstance(event, Pushed) and event.ticket not in decision.drops:  # of a late one they may be gone
+                self._told[event.ticket] = said[event.learner]
+                if not decision.batch:
+                    raise ReplayError(f"decision {number}, '{as_text(event)}': its samples are not in the log")
                 works[event.ticket] = Minibatch(
-                    event.ticket, event.learner, event.version, (Step(event.version, batch),)
+                    event.ticket, event.learner, event.version, (Step(event.version, decision.batch),)
                 )
-            for command in commands:
+            for command in decision.commands:
                 if isinstance(command, Apply):
                     self.now = event.at_s
                     yield self._update(command, works)
@@ -75,8 +64,7 @@ class LoggedTimeline:
         policy = self.policy
         taken = tuple(works.pop(ticket) for ticket in command.tickets)
         told = taken[-1].version
-        said = [self._hypers.pop(ticket) for ticket in command.tickets]
-        self.hyper = said[-1]
+        self.hypers[policy.version] = [self._told.pop(ticket) for ticket in command.tickets][-1]
         taken, scales = in_order(policy, taken, command.scales)
         tally, before = self._tally, policy.version - 1
         tally.staleness.update([before - work.version for work in taken])

@@ -36,9 +36,10 @@ import numpy as np
 import numpy.typing as npt
 
 from offbeat.errors import RequestError
-from offbeat.policies import Drop, LearnerRule, Left, Pushed, Resume, Send, create
-from offbeat.policies.events import EVENTS, from_text
+from offbeat.policies import LearnerRule, Left, Pushed, Resume, Send, create
+from offbeat.policies.replay import Decision, read_decision
 from offbeat.runs.log import WHAT, RunLog, Span
+from offbeat.runs.pushed_spans import minibatches_by_span, pushed_spans
 from offbeat.simulate.compute import Law
 from offbeat.simulate.engine import COMPUTE, MEASURED, Floats, Ints, uniforms
 from offbeat.simulate.recorded import Curve, product_limit
@@ -116,16 +117,20 @@ def read_recorded(log: RunLog) -> Recorded:
         own[span.learner].append(span)
     reduces = not log.decisions
     said = _decisions(log)
+    pushed = pushed_spans(computed, said.pushes)
     if reduces:
         there_s, before = 0.0, _before_reduced(own, rests)
         counts = sorted(span.end_s for span in computed)
     else:
-        there = [event.at_s - of.end_s for event in said.pushes if (of := _pushed_span(own, event)) is not None]
+        there = [push.at_s - computed[pushed[push.ticket]].end_s for push in said.pushes if push.ticket in pushed]
         there_s, before = _mean(there), _before_served(own, said, rests)
-        counts = sorted(event.at_s for event in said.pushes)
+        counts = sorted(push.at_s for push in said.pushes)
     typical_s = _mean([one.back_s for some in before.values() for one in some if one.back_s is not None])
     starts = {} if reduces else _starts(own, said, rests, typical_s)
-    parts = _parts(own, said, _rule(log).push_every) if said.pushes else {}
+    every = _rule(log).push_every if said.pushes else 1
+    held = {} if every == 1 else minibatches_by_span(computed, said.decisions, every)
+    parts = {computed[place]: many for place, many in held.items()}
+    dropped = [computed[pushed[ticket]] for ticket in said.dropped if ticket in pushed]
     active = _active(computed, counts, rests)
     return Recorded(
         learners=tuple(
@@ -136,12 +141,12 @@ def read_recorded(log: RunLog) -> Recorded:
         there_s=there_s,
         active_s=sum(end - start for start, end in active),
         stretches=len(active),
-        shares=_shares(spans, own, [event for event in said.pushes if event.ticket in said.dropped], rests),
+        shares=_shares(spans, [*(span for span in computed if span.cancelled), *dropped], rests),
         reduces=reduces,
     )
 
 
-class _Before(NamedTuple):
+class _Gap(NamedTuple):
     """What came before a minibatch: a way back (None: an evaluation lay in it), and what is its own."""
 
     back_s: float | None
@@ -149,7 +154,7 @@ class _Before(NamedTuple):
 
 
 def _computed(
-    spans: Iterable[tuple[Span, _Before]], parts: Mapping[Span, int], starts: Sequence[float] | None, typical_s: float
+    spans: Iterable[tuple[Span, _Gap]], parts: Mapping[Span, int], starts: Sequence[float] | None, typical_s: float
 ) -> Computed:
     back: list[float] = []
     seconds: list[float] = []
@@ -169,33 +174,32 @@ def _computed(
 
 
 @dataclass(frozen=True, slots=True)
-class _Said:
+class _LogDecisions:
     """What the log's decisions say."""
 
+    decisions: list[Decision]
     pushes: list[Pushed]
     words: dict[int, list[float]]  # when each learner was told to begin, ascending
     leaves: dict[int, list[float]]  # when each said that it has no samples, or left otherwise
-    dropped: set[int]  # tickets
-    stretches: dict[int, int]  # of samples in a push, by ticket
+    dropped: list[int]  # tickets
 
 
-def _decisions(log: RunLog) -> _Said:
-    said = _Said([], defaultdict(list), defaultdict(list), set(), {})
+def _decisions(log: RunLog) -> _LogDecisions:
+    said = _LogDecisions([], [], defaultdict(list), defaultdict(list), [])
     for number, record in enumerate(log.decisions, start=1):
         try:
-            event = from_text(str(record.get("event")))
-            commands = [from_text(str(one)) for one in record.get("commands", ())]
+            decision = read_decision(record)
         except RequestError as error:
             raise RequestError(f"decision {number} of its log: {error}") from None
+        event = decision.event
+        said.decisions.append(decision)
+        said.dropped.extend(decision.drops)
         if isinstance(event, Pushed):
             said.pushes.append(event)
-            said.stretches[event.ticket] = len(record.get("batch") or ())
         elif isinstance(event, Left):
             said.leaves[event.learner].append(event.at_s)
-        for command in commands:
-            if isinstance(command, Drop):
-                said.dropped.add(command.ticket)
-            elif isinstance(command, Send | Resume) and isinstance(event, EVENTS):
+        for command in decision.commands:
+            if isinstance(command, Send | Resume):
                 said.words[command.learner].append(event.at_s)
     if said.pushes and _rule(log).fetch_every > 0:
         said.words.clear()  # they push and fetch beside computing, and go on without one
@@ -209,24 +213,16 @@ def _rule(log: RunLog) -> LearnerRule:
     return create(line, expect=expect).rule
 
 
-def _parts(own: Mapping[int, list[Span]], said: _Said, push_every: int) -> dict[Span, int]:
-    """How many minibatches a span holds, where learners push after several: as many as its push has stretches."""
-    if push_every == 1:
-        return {}
-    spans = [(event, _pushed_span(own, event)) for event in said.pushes]
-    return {
-        span: min(push_every, said.stretches[event.ticket]) or push_every for event, span in spans if span is not None
-    }
-
-
-def _before_served(own: Mapping[int, list[Span]], said: _Said, rests: Sequence[Stretch]) -> dict[int, list[_Before]]:
+def _before_served(
+    own: Mapping[int, list[Span]], said: _LogDecisions, rests: Sequence[Stretch]
+) -> dict[int, list[_Gap]]:
     """From the word to begin until a minibatch does.
 
     Whoever is cancelled is told so with the word to begin anew, so that what stopping takes is in the way back. A
     minibatch that is begun without a word (learners may take steps of their own) has no way: what lies between it and
     the one before is its own.
     """
-    found: dict[int, list[_Before]] = {}
+    found: dict[int, list[_Gap]] = {}
     for learner, some in own.items():
         words = said.words.get(learner, [])
         found[learner] = []
@@ -238,15 +234,15 @@ def _before_served(own: Mapping[int, list[Span]], said: _Said, rests: Sequence[S
             since_s = word_s if new else ended_s
             lies_between = _straddles(since_s, span.start_s, rests)
             if new:
-                found[learner].append(_Before(None if lies_between else span.start_s - since_s))
+                found[learner].append(_Gap(None if lies_between else span.start_s - since_s))
             else:
-                found[learner].append(_Before(0.0, 0.0 if lies_between else max(0.0, span.start_s - since_s)))
+                found[learner].append(_Gap(0.0, 0.0 if lies_between else max(0.0, span.start_s - since_s)))
             used_s, ended_s = word_s, span.end_s
     return found
 
 
 def _starts(
-    own: Mapping[int, list[Span]], said: _Said, rests: Sequence[Stretch], typical_s: float
+    own: Mapping[int, list[Span]], said: _LogDecisions, rests: Sequence[Stretch], typical_s: float
 ) -> dict[int, list[float]]:
     """Of each word to begin, what it took until a minibatch began, or until its learner found that there is none to do.
 
@@ -270,14 +266,7 @@ def _starts(
     return found
 
 
-def _pushed_span(own: Mapping[int, list[Span]], event: Pushed) -> Span | None:
-    """The minibatch that a push is of, the last one of several."""
-    some = own.get(event.learner, [])
-    place = bisect.bisect_right(some, event.at_s, key=lambda span: span.end_s) - 1
-    return some[place] if place >= 0 and not some[place].cancelled else None
-
-
-def _before_reduced(own: Mapping[int, list[Span]], rests: Sequence[Stretch]) -> dict[int, list[_Before]]:
+def _before_reduced(own: Mapping[int, list[Span]], rests: Sequence[Stretch]) -> dict[int, list[_Gap]]:
     """From when the last learner of the update before had computed: the reduction, the update, and the start."""
     last_s: dict[int, float] = {}  # by version
     for some in own.values():
@@ -287,10 +276,10 @@ def _before_reduced(own: Mapping[int, list[Span]], rests: Sequence[Stretch]) -> 
             for learner, some in own.items()}  # fmt: skip
 
 
-def _after_last(span: Span, last_s: float | None, rests: Sequence[Stretch]) -> _Before:
+def _after_last(span: Span, last_s: float | None, rests: Sequence[Stretch]) -> _Gap:
     if last_s is None or _straddles(last_s, span.start_s, rests):
-        return _Before(None)
-    return _Before(max(0.0, span.start_s - last_s))
+        return _Gap(None)
+    return _Gap(max(0.0, span.start_s - last_s))
 
 
 def _straddles(start_s: float, end_s: float, rests: Sequence[Stretch]) -> bool:
@@ -322,17 +311,13 @@ def _active(computed: Sequence[Span], counts: Sequence[float], rests: Sequence[S
     return found
 
 
-def _shares(
-    spans: Sequence[Span], own: Mapping[int, list[Span]], dropped: Sequence[Pushed], rests: Sequence[Stretch]
-) -> Shares:
-    """Who is done with an epoch and comes to rest waits for nobody, as in a simulation."""
+def _shares(spans: Sequence[Span], lost: Sequence[Span], rests: Sequence[Stretch]) -> Shares:
+    """Who is done with an epoch and pauses waits for nobody, as in a simulation."""
     edges = {at_s for rest in rests for at_s in rest}
     seconds = dict.fromkeys(WHAT, 0.0)
     for span in spans:
         if span.what != "wait" or (span.start_s not in edges and span.end_s not in edges):
             seconds[span.what] += span.end_s - span.start_s
-    lost = [span for some in own.values() for span in some if span.cancelled]
-    lost += [late for event in dropped if (late := _pushed_span(own, event)) is not None]
     whole = seconds["compute"] + seconds["wait"] + seconds["apply"] or 1.0
     return Shares(wait=seconds["wait"] / whole, waste=sum(span.end_s - span.start_s for span in lost) / whole)
 

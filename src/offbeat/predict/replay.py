@@ -31,13 +31,13 @@ from offbeat.predict.timelines import Update, untrained
 from offbeat.predict.virtual import prepare_task, reached_by, running_user_code, timeline_of, train_virtually
 from offbeat.runs.log import read_log
 from offbeat.runs.metrics import highest_reached, time_to_accuracy
+from offbeat.runs.run_folder import Evaluated, RunDir
 from offbeat.simulate.cluster import Cluster, Wires
 from offbeat.simulate.compute import Law
 from offbeat.spec import count_of, format_learners, format_seconds
 from offbeat.strategy import ALL_REDUCE, AUTO, NATIVE, family_of, line_up
 from offbeat.train.config import Config
-from offbeat.train.config_files import changed
-from offbeat.train.rundir import Evaluated, RunDir
+from offbeat.train.config_files import changed, read_config
 from offbeat.train.tasks import Task
 from offbeat.train.trainer import Report
 
@@ -98,8 +98,8 @@ class FinishedRun(Evaluated):
 def read_run(path: Path) -> FinishedRun:
     """`RequestError`, in a line, where the folder is not that of one real run from its beginning to its end."""
     folder = RunDir(path)
-    config = folder.read_config()
-    if folder.next_leg() > 2:
+    config = read_config(folder)
+    if folder.next_segment() > 2:
         raise RequestError(f"{path} was resumed, and has a log for each part; only runs of one part are replayed")
     if config.train.split != "equal":
         raise RequestError(f"{path} split updates by '{config.train.split}'; replayed are runs with equal minibatches")

@@ -3,17 +3,19 @@
 The log says which samples each push came from, at which version they were computed, what the policy made of it and what
 the optimizer was told; the same code computes it again, so the weights at the end are those of the run, bit for bit, on
 the same machine. What learners do by themselves in between (Downpour, local SGD) is not in the log, and refused.
+The loop is that of virtual training (`timelines.train`), on the timeline of the log.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from offbeat.errors import LogError, ReplayError
 from offbeat.predict.logged_timeline import LoggedTimeline
+from offbeat.predict.timelines import LossAndDrift, Minibatch, Update, train
 from offbeat.runs.log import RunLog
 from offbeat.server.learner.leased_loader import SampleOrder
 from offbeat.server.shard.in_process import InProcessServer
@@ -33,25 +35,51 @@ def retrain(
     if run.get("simulated") is not False:
         raise LogError("the log is not that of a real run with a parameter server")
     timeline = LoggedTimeline(log)
-    replica = InProcessServer(
+    server = InProcessServer(
         model, optimizer, clip_norm=float(run.get("clip_norm", 0.0)), gradients=run.get("gradients")
     )
     orders = SampleOrder(int(run.get("seed", 0)), samples, shuffled=shuffled)
-    compensation = timeline.policy.rate.compensation
-    for update in timeline.stream():
-        for work in update.works:
-            replica.write_model(replica.weights[work.version])
-            for parameter in replica.parts.trained:
+    learner = _LoggedLearner(timeline, server, lambda work: loss_of(model, orders.indices(work.batch)))
+    train(timeline, learner, width=1, after=lambda update: False)
+    server.write_model(server.current)
+    return server.version
+
+
+class _LoggedLearner:
+    """Computes one minibatch after the other, and tells the optimizer what it was told in the run."""
+
+    def __init__(
+        self, timeline: LoggedTimeline, server: InProcessServer, loss_of: Callable[[Minibatch], Tensor]
+    ) -> None:
+        self._timeline, self._server, self._loss_of = timeline, server, loss_of
+        self._computed: set[int] = set()
+
+    def compute(self, works: Sequence[Minibatch]) -> None:
+        for work in works:
+            self._server.write_model(self._server.weights[work.version])
+            for parameter in self._server.parts.trained:
                 parameter.grad = None
-            loss_of(model, orders.indices(work.batch)).backward()  # type: ignore[no-untyped-call]  # torch has no types
-            replica.take_gradient(work.number)
-        if timeline.hyper is None:
+            self._loss_of(work).backward()  # type: ignore[no-untyped-call]  # torch has no types
+            self._server.take_gradient(work.number)
+            self._computed.add(work.number)
+
+    def apply(self, update: Update) -> None:
+        self.compute([work for work in update.works if work.number not in self._computed])
+        hyper = self._timeline.hypers.pop(update.version)
+        if hyper is None:
             raise ReplayError(f"update {update.version}: what the optimizer was told is not in the log")
         numbers, reads = [work.number for work in update.works], [work.version for work in update.works]
-        replica.apply(
-            numbers, update.scales, timeline.hyper, damping=update.damping, compensation=compensation, reads=reads
+        compensation = self._timeline.policy.rate.compensation
+        self._server.apply(
+            numbers, update.scales, hyper, damping=update.damping, compensation=compensation, reads=reads
         )
-        if update.needed is not None:
-            replica.keep(update.needed)
-    replica.write_model(replica.current)
-    return replica.version
+        self._computed.difference_update(numbers)
+
+    def answer(self, work: Minibatch) -> LossAndDrift:
+        raise ReplayError("a log has the answers: nobody asks")
+
+    def keep(self, versions: Collection[int]) -> None:
+        self._server.keep(versions)
+
+    def forget(self, numbers: Collection[int]) -> None:
+        self._server.drop(numbers)

@@ -2,8 +2,8 @@
 
     outcome = train_virtually(config, Clock(cluster=Cluster(learners=30, law=parse_law("gamma:1,0.25"))), task=task)
 
-Records and the run's folder are those of a real run (`trainer`, `rundir`), with simulated seconds. Nothing here starts
-a process. `train_again` has the clock of a run that was: it computes what that run computed, from its log.
+Records and the run's folder are those of a real run (`trainer`, `run_folder`), with simulated seconds. Nothing here
+starts a process. `train_again` has the clock of a run that was: it computes what that run computed, from its log.
 
 Laws: the same arguments give the same bits; how many minibatches are computed at a time (`width`) changes the weights
 by rounding only, and no time at all.
@@ -34,6 +34,7 @@ from offbeat.predict.race import Contender, TrainingCurve
 from offbeat.predict.timelines import Minibatch, ReducedTimeline, ServedTimeline, Timeline, TimeSpent, Update, train
 from offbeat.runs.log import RunLog, read_log, write_chrome_trace, write_log
 from offbeat.runs.metrics import highest_reached, reached_at
+from offbeat.runs.run_folder import RunDir
 from offbeat.schedules.algorithms import fewest_bytes
 from offbeat.server.parameter_layout import model_tensors
 from offbeat.simulate.cluster import Cluster
@@ -43,12 +44,11 @@ from offbeat.simulate.sample_source import Batch, Epochs, Stream, batches_of_upd
 from offbeat.strategy import SERVER, family_of, simulated_family_of
 from offbeat.train.checkpoint import write_weights
 from offbeat.train.config import Config, shares_of
-from offbeat.train.config_files import changed
+from offbeat.train.config_files import changed, read_config
 from offbeat.train.launch import check_device
 from offbeat.train.learner_snapshot import load_buffers
 from offbeat.train.learning_rate import correction_of, optimizer_of, pace_of
 from offbeat.train.run_summary import summary_of
-from offbeat.train.rundir import RunDir
 from offbeat.train.sample_plan import cut, speeds_to_shares, updates
 from offbeat.train.tasks import Task, check, task_of
 from offbeat.train.trainer import Report, Trainer, evaluate
@@ -244,14 +244,14 @@ def train_again(
     `RequestError` where the log does not tell all that was computed, or where there are several.
     """
     folder = RunDir(run)
-    config = folder.read_config()
+    config = read_config(folder)
     if family_of(config.sync) != SERVER:
         raise RequestError(
             f"'{config.sync}' is an all-reduce: only runs with a parameter server are made again by logs"
         )
     if config.train.precision == "fp16":
         raise RequestError(f"{run} was computed in fp16: the scale of each learner's loss is not in the log")
-    if folder.next_leg() > 2:
+    if folder.next_segment() > 2:
         raise RequestError(f"{run} was resumed, and has a log for each part; only runs of one part are made again")
     timeline = LoggedTimeline(read_log(folder.log(1)))
     if config.learners != timeline.expect:

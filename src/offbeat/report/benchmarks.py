@@ -21,11 +21,11 @@ from offbeat.report.benchmark_fields import (
     Field,
     Row,
 )
-from offbeat.report.files import share, shorten
+from offbeat.report.inputs import Result
 from offbeat.report.page_model import BarChart, Bars, Cell, Column, Item, LineChart, Section, Series, Table
-from offbeat.report.results import Result
 from offbeat.report.summary import percent
 from offbeat.runs.metrics import known_interval
+from offbeat.runs.untrusted import share, shorten
 from offbeat.spec import count_of
 
 _CURVES = (

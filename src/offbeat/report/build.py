@@ -18,12 +18,12 @@ from typing import Any
 
 from offbeat.report import benchmarks, facts, run_sections, summary
 from offbeat.report.facts import Facts, facts_of
-from offbeat.report.files import LABEL, clean, shorten
+from offbeat.report.inputs import Result
 from offbeat.report.page_model import BarChart, Bars, Cell, Column, Item, LineChart, Page, Section, Series, Table
-from offbeat.report.reading import RunRecord
-from offbeat.report.results import Result
 from offbeat.report.summary import Group, groups_of, percent
 from offbeat.runs.metrics import DEFINITIONS, format_traffic
+from offbeat.runs.run_record import RunRecord
+from offbeat.runs.untrusted import LABEL, clean, shorten
 from offbeat.spec import count_of
 
 MOST_BARS = 400_000

@@ -10,8 +10,7 @@ What it must not know: files, pages and words.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,16 +19,14 @@ from typing import NamedTuple
 
 from offbeat.errors import RequestError
 from offbeat.policies.events import Pushed
-from offbeat.report import files
 from offbeat.report.learners import LearnerFacts, by_learner, minibatches_of
-from offbeat.report.reading import Leg, RunRecord
-from offbeat.runs import metrics
+from offbeat.runs import metrics, untrusted
 from offbeat.runs.log import Span
 from offbeat.runs.metrics import Definition
+from offbeat.runs.pushed_spans import pushed_spans
+from offbeat.runs.run_record import RunRecord, RunSegment
+from offbeat.runs.stragglers import SLOWER, Compared, is_straggler
 from offbeat.strategy import ALL_REDUCE, SERVER, family_of
-
-SLOW = 1.3  # times the others' typical minibatch, from which on a learner is called a straggler
-_FEWEST = 2  # quarters that can be compared
 
 DEFINITIONS: Mapping[str, Definition] = {
     "seconds": Definition("s", "training seconds at the last evaluation, evaluation left out; without one, from the "
@@ -46,9 +43,10 @@ DEFINITIONS: Mapping[str, Definition] = {
                                 "span counts as N, each of an Nth of its time"),
     "typical minibatch": Definition("s", "median seconds; a cancelled minibatch counts as one that would have taken "
                                          "longer than it was let (Kaplan and Meier 1958)"),
-    "straggler": Definition("", f"a learner whose typical minibatch takes over {SLOW} times the median of the others', "
-                                "in the whole run and in each quarter of it (two at least) that can be compared; where "
-                                "none of its minibatches was finished, the median time that they were let: at least"),
+    "straggler": Definition("", f"a learner whose typical minibatch takes over {SLOWER} times the median of the "
+                                "others', in the whole run and in each quarter of it (two at least) that can be "
+                                "compared; where none of its minibatches was finished, the median time that they "
+                                "were let: at least"),
     "energy per sample": Definition("J", "joules / samples applied"),
     "energy to target": Definition("J", "joules * seconds to the target / seconds: power is taken as even"),
     "cost of a run": Definition("", "cost of the training seconds, or of those to the target: what was lost between a "
@@ -254,17 +252,15 @@ def straggler(facts: Facts) -> Straggler | None:
     slow = max(known, key=lambda one: one.typical_s or one.at_least_s or 0.0)
     mine_s = slow.typical_s or slow.at_least_s or 0.0
     rest = [one for one in known if one is not slow and one.typical_s is not None]  # a bound is nothing to compare with
-    others = median(one.typical_s or 0.0 for one in rest) if rest else 0.0
-    if not others > 0 or not mine_s > SLOW * others:
-        return None
-    compared = []
+    others_s = median(one.typical_s or 0.0 for one in rest) if rest else 0.0
+    quarters = []
     for quarter, mine in enumerate(slow.quarters):
         theirs = [time for one in rest if (time := one.quarters[quarter]) is not None]
         if mine is not None and theirs:
-            compared.append(mine > SLOW * median(theirs))
-    if len(compared) < _FEWEST or not all(compared):
+            quarters.append(Compared(mine, median(theirs)))
+    if not is_straggler(Compared(mine_s, others_s), quarters):
         return None
-    return Straggler(slow.learner, mine_s / others, mine_s, others, slow.typical_s is None)
+    return Straggler(slow.learner, mine_s / others_s, mine_s, others_s, slow.typical_s is None)
 
 
 # --- from a record ------------------------------------------------------------------------------------------------
@@ -274,31 +270,33 @@ def facts_of(run: RunRecord) -> Facts:
     """All of it."""
     strategy = _strategy(run)
     family = _family(strategy)
-    books = _Applied(run.legs)
+    gradients = _Gradients(run.segments)
     last = run.metrics[-1] if run.metrics else None
-    problems = list(books.problems)
-    whole = [updates_of(leg, books.applies[at]) for at, leg in enumerate(run.legs)]
+    problems = list(gradients.problems)
+    whole = [updates_of(segment, gradients.applies[at]) for at, segment in enumerate(run.segments)]
     if last is not None:
         updates, seconds, samples, dropped = last.update, last.seconds, last.samples, last.dropped
     else:
-        spent = [found for leg in run.legs if (found := span_seconds(leg.spans)) is not None]
+        spent = [found for segment in run.segments if (found := span_seconds(segment.spans)) is not None]
         seconds = sum(spent) if spent else None
-        of_server = any(leg.decisions for leg in run.legs)
+        of_server = any(segment.decisions for segment in run.segments)
         updates = (sum(whole) if of_server else max(whole, default=0)) or None
-        samples = books.samples_applied if of_server else None
-        dropped = _never_applied(run, books) if of_server else None
+        samples = gradients.samples_applied if of_server else None
+        dropped = _never_applied(run, gradients) if of_server else None
     if last is not None and last.warning:
         problems.append(last.warning)
-    again = _made_again(run.legs, books.applies, last.update if last is not None else None)
+    again = _made_again(run.segments, gradients.applies, last.update if last is not None else None)
     if again:
         words = f"{again:,} update{' was' if again == 1 else 's were'} made again after a resume"
         problems.append(f"{words}: gradients and learners' times are counted both times")
-    staleness, applied = books.staleness, books.applied
-    if family == ALL_REDUCE and not books.applied:
-        applied = sum(1 for leg in run.legs for span in leg.spans if span.what == "compute" and not span.cancelled)
+    staleness, applied = gradients.staleness, gradients.applied
+    if family == ALL_REDUCE and not gradients.applied:
+        applied = sum(
+            1 for segment in run.segments for span in segment.spans if span.what == "compute" and not span.cancelled
+        )
         staleness = Counter({0: applied}) if applied else Counter()
     expect = _said(run, "expect") or _said(run, "learners") or 1
-    learners = by_learner(run.legs, books.dropped_spans, minibatches_of(run.legs, strategy, expect))
+    learners = by_learner(run.segments, gradients.dropped_spans, minibatches_of(run.segments, strategy, expect))
     ended = _ended(run)
     return Facts(
         name=run.name,
@@ -319,9 +317,9 @@ def facts_of(run: RunRecord) -> Facts:
         ),
         staleness=tuple(sorted(staleness.items())),
         applied=applied,
-        dropped=books.dropped,
+        dropped=gradients.dropped,
         cancelled=sum(one.cancelled for one in learners),
-        unused=books.unused,
+        unused=gradients.unused,
         by_learner=learners,
         energy=_energy(run),
         sent_bytes=None if last is None else last.sent_bytes,
@@ -337,7 +335,7 @@ def _ended(run: RunRecord) -> str:
         return "so far"
     train = run.config.get("train")
     told = train if isinstance(train, Mapping) else {}
-    epochs, wanted = files.count(told.get("epochs")), files.share(told.get("stop_at"))
+    epochs, wanted = untrusted.count(told.get("epochs")), untrusted.share(told.get("stop_at"))
     epoch = run.metrics[-1].epoch if run.metrics else None
     if not epochs or epoch is None or epoch > epochs - 0.5:  # a simulated stream of samples has no exact end
         return ""
@@ -347,17 +345,17 @@ def _ended(run: RunRecord) -> str:
     return f"stopped after epoch {epoch:g} of {epochs}"
 
 
-def _never_applied(run: RunRecord, books: _Applied) -> int | None:
+def _never_applied(run: RunRecord, gradients: _Gradients) -> int | None:
     """From the log alone: it does not say which samples were computed once more, nor those of a cancelled minibatch."""
-    cancelled = any(span.cancelled for leg in run.legs for span in leg.spans)
-    if not cancelled and not books.dropped:
+    cancelled = any(span.cancelled for segment in run.segments for span in segment.spans)
+    if not cancelled and not gradients.dropped:
         return 0
-    return None if cancelled or run.config.get("cancelled") == "again" else books.samples_dropped
+    return None if cancelled or run.config.get("cancelled") == "again" else gradients.samples_dropped
 
 
 def _strategy(run: RunRecord) -> str:
-    heads = [files.text(leg.run.get("strategy")) for leg in run.legs]
-    return files.text(run.config.get("sync")) or next(filter(None, heads), "")
+    heads = [untrusted.text(segment.run.get("strategy")) for segment in run.segments]
+    return untrusted.text(run.config.get("sync")) or next(filter(None, heads), "")
 
 
 def _family(strategy: str) -> str:
@@ -368,7 +366,7 @@ def _family(strategy: str) -> str:
 
 
 def _said(run: RunRecord, key: str) -> int | None:
-    found = [files.count(leg.run.get(key)) for leg in run.legs] + [files.count(run.config.get(key))]
+    found = [untrusted.count(segment.run.get(key)) for segment in run.segments] + [untrusted.count(run.config.get(key))]
     return next((one for one in found if one), None)
 
 
@@ -376,19 +374,21 @@ def _learners(run: RunRecord, by_learner: Sequence[LearnerFacts]) -> int | None:
     return _said(run, "learners") or _said(run, "expect") or len(by_learner) or None
 
 
-def updates_of(leg: Leg, applies: int) -> int:
+def updates_of(segment: RunSegment, applies: int) -> int:
     """Of a server the updates it made in this stretch; of an all-reduce the version it has come to."""
-    if leg.decisions:
+    if segment.decisions:
         return applies
-    return 1 + max((span.version for span in leg.spans if span.what != "evaluate" and not span.cancelled), default=-1)
+    return 1 + max(
+        (span.version for span in segment.spans if span.what != "evaluate" and not span.cancelled), default=-1
+    )
 
 
-def _made_again(legs: Sequence[Leg], applies: Sequence[int], updates: int | None) -> int:
-    """Updates that were lost with a leg that broke off, and made once more in the next."""
-    if any(leg.decisions for leg in legs):
-        known = len(legs) > 1 and updates is not None and legs[-1].finished
+def _made_again(segments: Sequence[RunSegment], applies: Sequence[int], updates: int | None) -> int:
+    """Updates that were lost with a segment that broke off, and made once more in the next."""
+    if any(segment.decisions for segment in segments):
+        known = len(segments) > 1 and updates is not None and segments[-1].finished
         return max(0, sum(applies) - (updates or 0)) if known else 0
-    versions = [[span.version for span in leg.spans if span.what == "compute"] for leg in legs]
+    versions = [[span.version for span in segment.spans if span.what == "compute"] for segment in segments]
     return sum(max(0, max(before) + 1 - min(after)) for before, after in pairwise(filter(None, versions)))
 
 
@@ -407,27 +407,27 @@ def span_seconds(spans: Sequence[Span]) -> float | None:
     return last - first - rested
 
 
-class _Applied:
-    """What the decisions of all legs say of gradients. In each leg of a server versions and tickets begin anew."""
+class _Gradients:
+    """What the decisions of all segments say of gradients. In each, a server's versions and tickets begin anew."""
 
-    def __init__(self, legs: Sequence[Leg]) -> None:
+    def __init__(self, segments: Sequence[RunSegment]) -> None:
         self.staleness: Counter[int] = Counter()
         self.applied = self.dropped = self.unused = 0
         self.samples_applied = self.samples_dropped = 0
-        self.applies: list[int] = []  # of each leg
-        self.dropped_spans: list[frozenset[int]] = []  # of each leg: which spans computed what was dropped
+        self.applies: list[int] = []  # of each segment
+        self.dropped_spans: list[frozenset[int]] = []  # of each segment: which spans computed what was dropped
         self.problems: list[str] = []
-        for leg in legs:
-            self._read(leg)
+        for segment in segments:
+            self._read(segment)
 
-    def _read(self, leg: Leg) -> None:
+    def _read(self, segment: RunSegment) -> None:
         held: dict[int, Pushed] = {}
         version = impossible = 0
         dropped: list[Pushed] = []
-        for event, applies, drops, _ in leg.decisions:
-            if type(event) is Pushed:
-                held[event.ticket] = event
-            for tickets in applies:
+        for decision in segment.decisions:
+            if isinstance(decision.event, Pushed):
+                held[decision.event.ticket] = decision.event
+            for tickets in decision.applies:
                 pushes = [held.pop(ticket) for ticket in tickets if ticket in held]
                 for push in pushes:
                     if push.version > version:  # lines are missing: it cannot be lower than this
@@ -438,36 +438,14 @@ class _Applied:
                 self.applied += len(pushes)
                 impossible += len(tickets) - len(pushes)
                 version += 1
-            dropped += [held.pop(ticket) for ticket in drops if ticket in held]
-        self.applies.append(sum(len(one.applies) for one in leg.decisions))
+            dropped += [held.pop(ticket) for ticket in decision.drops if ticket in held]
+        self.applies.append(sum(len(one.applies) for one in segment.decisions))
         self.dropped += len(dropped)
         self.samples_dropped += sum(push.samples for push in dropped)
         self.unused += len(held)
-        self.dropped_spans.append(_matched(leg.spans, dropped))
-        if leg.decisions and (leg.unread or impossible):
+        self.dropped_spans.append(frozenset(pushed_spans(segment.spans, dropped).values()))
+        if segment.decisions and (segment.unread or impossible):
             self.problems.append("decisions are missing from the log: staleness and counts of gradients are not exact")
-
-
-def _matched(spans: Sequence[Span], dropped: Sequence[Pushed]) -> frozenset[int]:
-    """Which span computed each push: the last one of its learner and version that had ended when it arrived."""
-    if not dropped:
-        return frozenset()
-    wanted = {(push.learner, push.version) for push in dropped}
-    of: defaultdict[tuple[int, int], list[tuple[float, int]]] = defaultdict(list)
-    for at, span in enumerate(spans):
-        if span.what == "compute" and not span.cancelled and (span.learner, span.version) in wanted:
-            of[span.learner, span.version].append((span.end_s, at))
-    for ends in of.values():
-        ends.sort()
-    found = set()
-    for push in dropped:
-        ends = of[push.learner, push.version]
-        place = bisect_right(ends, (push.at_s, len(spans))) - 1
-        while place >= 0 and ends[place][1] in found:
-            place -= 1
-        if place >= 0:
-            found.add(ends[place][1])
-    return frozenset(found)
 
 
 def _energy(run: RunRecord) -> EnergyFacts:
@@ -477,7 +455,7 @@ def _energy(run: RunRecord) -> EnergyFacts:
         return EnergyFacts(why_not="the run has no energy.json")
     reasons = list(dict.fromkeys(reason for one in run.energy for reason in one.reasons))
     missing = sum(one.joules is None for one in run.energy)
-    stretches = max(len(run.legs), len(run.energy))
+    stretches = max(len(run.segments), len(run.energy))
     known = [one.seconds for one in run.energy]
     seconds = sum(one for one in known if one is not None) if all(one is not None for one in known) else None
     if missing:

@@ -8,7 +8,6 @@ What it must not know: files, pages, words, and what a policy decided.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,8 @@ from typing import Any, NamedTuple
 from offbeat.errors import RequestError
 from offbeat.policies import create
 from offbeat.policies.events import Pushed
-from offbeat.report.reading import Leg
+from offbeat.runs.pushed_spans import minibatches_by_span
+from offbeat.runs.run_record import RunSegment
 from offbeat.simulate.recorded import product_limit
 
 QUARTERS = 4
@@ -72,8 +72,8 @@ class _Took(NamedTuple):
 _SECONDS = {"send": "send_s", "wait": "wait_s", "apply": "apply_s", "evaluate": "evaluate_s"}
 
 
-def minibatches_of(legs: Sequence[Leg], strategy: str, expect: int) -> list[dict[int, int] | None]:
-    """Of each leg, how many minibatches a span of computing holds, by its place; None: one each.
+def minibatches_of(segments: Sequence[RunSegment], strategy: str, expect: int) -> list[Mapping[int, int]]:
+    """Of each segment, how many minibatches a span of computing holds, by its place; one where it is not in here.
 
     Real learners that push after N minibatches (local-sgd:N, downpour:push=N) log one span for them; the simulator logs
     each. The pushes tell which it is: there are as many as spans, or N times fewer.
@@ -82,52 +82,37 @@ def minibatches_of(legs: Sequence[Leg], strategy: str, expect: int) -> list[dict
         every = create(strategy, expect=expect).rule.push_every
     except RequestError:  # an all-reduce, or nothing that is known
         every = 1
-    return [_held(leg, every) if every > 1 else None for leg in legs]
+    return [_minibatches(segment, every) if every > 1 else {} for segment in segments]
 
 
-def _held(leg: Leg, every: int) -> dict[int, int] | None:
-    places: defaultdict[int, list[tuple[float, int]]] = defaultdict(list)
-    held = {}
-    for at, span in enumerate(leg.spans):
-        if span.what == "compute":
-            held[at] = every
-            places[span.learner].append((span.end_s, at))
-    pushes = [(one.event, one.minibatches) for one in leg.decisions if type(one.event) is Pushed]
-    if 2 * len(held) > (1 + every) * len(pushes):
-        return None
-    for ends in places.values():
-        ends.sort()
-    for event, many in pushes:  # the last push of an epoch may hold fewer
-        ends = places[event.learner]
-        place = bisect_right(ends, (event.at_s, len(leg.spans))) - 1
-        if place >= 0 and many:
-            held[ends[place][1]] = min(every, many)
-    return held
+def _minibatches(segment: RunSegment, every: int) -> Mapping[int, int]:
+    computed = [at for at, span in enumerate(segment.spans) if span.what == "compute"]
+    pushes = sum(isinstance(one.event, Pushed) for one in segment.decisions)
+    if 2 * len(computed) > (1 + every) * pushes:
+        return {}
+    return {**dict.fromkeys(computed, every), **minibatches_by_span(segment.spans, segment.decisions, every)}
 
 
 def by_learner(
-    legs: Sequence[Leg], dropped: Sequence[frozenset[int]], minibatches: Sequence[Mapping[int, int] | None]
+    segments: Sequence[RunSegment], dropped: Sequence[frozenset[int]], minibatches: Sequence[Mapping[int, int]]
 ) -> tuple[LearnerFacts, ...]:
-    """`dropped` are the places of spans whose gradient was dropped, of each leg."""
-    there = {span.what for leg in legs for span in leg.spans}
+    """`dropped` are the places of spans whose gradient was dropped, of each segment."""
+    there = {span.what for segment in segments for span in segment.spans}
     never = dict.fromkeys((_SECONDS[what] for what in ("send", "apply") if what not in there), None)
     seconds: defaultdict[int, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     finished: defaultdict[int, list[_Took]] = defaultdict(list)
     cancelled: defaultdict[int, list[_Took]] = defaultdict(list)
-    begins = [min((span.start_s for span in leg.spans), default=0.0) for leg in legs]
-    lengths = [
-        max((span.end_s for span in leg.spans), default=0.0) - begin for leg, begin in zip(legs, begins, strict=True)
-    ]
     before = 0.0
-    for leg, void, held, begin, length in zip(legs, dropped, minibatches, begins, lengths, strict=True):
-        for at, (learner, what, start, end, _, stopped) in enumerate(leg.spans):
+    for segment, void, held in zip(segments, dropped, minibatches, strict=True):
+        begin = min((span.start_s for span in segment.spans), default=0.0)
+        for at, (learner, what, start, end, _, stopped) in enumerate(segment.spans):
             if what != "compute":
                 seconds[learner][_SECONDS[what]] += end - start
                 continue
             seconds[learner]["thrown_away_s" if stopped or at in void else "compute_s"] += end - start
-            many = 1 if held is None else held[at]
-            (cancelled if stopped else finished)[learner].append(_Took(before + end - begin, end - start, many))
-        before += length
+            took = _Took(before + end - begin, end - start, held.get(at, 1))
+            (cancelled if stopped else finished)[learner].append(took)
+        before += max((span.end_s for span in segment.spans), default=0.0) - begin
     return tuple(
         _learner_facts(learner, {**never, **seconds[learner]}, finished[learner], cancelled[learner], before)
         for learner in sorted(seconds)

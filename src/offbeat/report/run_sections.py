@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from offbeat.policies import Staleness
 from offbeat.report import benchmarks, facts
 from offbeat.report.facts import Facts, straggler
+from offbeat.report.inputs import Result
 from offbeat.report.page_model import (
     BarChart,
     Bars,
@@ -23,12 +24,11 @@ from offbeat.report.page_model import (
     Table,
     Timeline,
 )
-from offbeat.report.reading import RunRecord
-from offbeat.report.results import Result
 from offbeat.report.summary import Group, percent
 from offbeat.report.theory import staleness_theory
 from offbeat.runs.log import WHAT, Span
 from offbeat.runs.metrics import DEFINITIONS
+from offbeat.runs.run_record import RunRecord
 from offbeat.spec import count_of
 
 MOST_POINTS = 2_000  # of a curve
@@ -66,16 +66,16 @@ def timelines(runs: Sequence[RunRecord], known: Sequence[Facts], limit: int) -> 
 
 
 def one_clock(run: RunRecord) -> list[Span]:
-    """The spans of all legs, one leg after the other, from 0, in order of their start."""
+    """The spans of all segments, one segment after the other, from 0, in order of their start."""
     found: list[Span] = []
     before = 0.0
-    for leg in run.legs:
-        if leg.spans:
-            shift = before - min(span.start_s for span in leg.spans)
+    for segment in run.segments:
+        if segment.spans:
+            shift = before - min(span.start_s for span in segment.spans)
             if shift:
-                moved = [Span(who, what, a + shift, b + shift, v, c) for who, what, a, b, v, c in leg.spans]
+                moved = [Span(who, what, a + shift, b + shift, v, c) for who, what, a, b, v, c in segment.spans]
             else:
-                moved = list(leg.spans)
+                moved = list(segment.spans)
             found += sorted(moved, key=lambda span: span.start_s)
             before = max(span.end_s for span in moved)
     return found

@@ -17,10 +17,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from offbeat.report.facts import Facts, Straggler, straggler
-from offbeat.report.files import clean
-from offbeat.report.reading import RunRecord
-from offbeat.report.results import Result
+from offbeat.report.inputs import Result
 from offbeat.report.theory import staleness_theory
+from offbeat.runs.run_record import RunRecord
+from offbeat.runs.untrusted import clean
 from offbeat.spec import count_of, format_seconds
 
 EACH = 8  # runs of which each is told

@@ -6,22 +6,25 @@ A log is JSON lines. The first line describes the run, each further line is a de
     {"kind": "decision", "event": "pushed 2 t7 v3 n1 @1.25", "commands": ["apply t7", "send 2"], "why": [...]}
     {"kind": "span", "learner": 2, "what": "compute", "start_s": 0.0, "end_s": 1.25, "version": 3, "cancelled": false}
 
-Law: what `write_log` wrote, `read_log` gives back, and the same log gives the same bytes. `chrome_trace` gives the
-trace-event form that Perfetto and chrome://tracing open.
+Laws: what `write_log` wrote, `read_log` gives back, and the same log gives the same bytes. One reader: strict, it
+refuses the first line that is wrong and names it; lenient, it skips such lines and counts them. `chrome_trace` gives
+the trace-event form that Perfetto and chrome://tracing open.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from offbeat.errors import LogError, RequestError, nearest
+from offbeat.policies.replay import LATEST_S
+from offbeat.runs.untrusted import JsonLines, UnusableFile
 
 FORMAT = 1
+MOST_LEARNERS = 1_000_000
 WHAT = ("compute", "send", "wait", "apply", "evaluate")
 
 
@@ -41,16 +44,29 @@ class Span(NamedTuple):
 
 def check_span(span: Span) -> Span:
     """The span itself, or a `RequestError` that names what is wrong with it."""
-    whole = isinstance(span.learner, int) and isinstance(span.version, int) and isinstance(span.cancelled, bool)
-    if not whole or isinstance(span.learner, bool) or isinstance(span.version, bool):
-        raise RequestError(f"learner and version are whole numbers, cancelled is true or false; got {span}")
+    for (key, kind), value in zip(_FIELDS.items(), span, strict=True):
+        if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
+            raise RequestError(f"'{key}' is missing or wrong: {value!r}")
     if span.what not in WHAT:
-        raise RequestError(f"a span is one of {', '.join(WHAT)}; got '{span.what}'{nearest(str(span.what), WHAT)}")
-    if not (math.isfinite(span.start_s) and math.isfinite(span.end_s) and 0 <= span.start_s <= span.end_s):
-        raise RequestError(f"a span needs 0 <= start_s <= end_s; got {span.start_s} and {span.end_s}")
-    if span.learner < 0 or span.version < 0:
-        raise RequestError(f"learner and version are 0 or more; got {span.learner} and {span.version}")
+        raise RequestError(f"a span is one of {', '.join(WHAT)}; got '{span.what}'{nearest(span.what, WHAT)}")
+    if not 0 <= span.start_s <= span.end_s < LATEST_S:  # NaN is not in any order
+        raise RequestError(f"a span needs 0 <= start_s <= end_s < {LATEST_S:g}; got {span.start_s} and {span.end_s}")
+    if not 0 <= span.learner < MOST_LEARNERS or not 0 <= span.version < 2**53:
+        raise RequestError(f"learner and version are 0 or more, and bounded; got {span.learner} and {span.version}")
     return span
+
+
+def read_span(record: Mapping[str, Any]) -> Span:
+    """The span that a record of a log says; a `RequestError` if it says none."""
+    for key in record:
+        if key not in _FIELDS:
+            raise RequestError(f"a span has no '{key}'{nearest(key, _FIELDS)}")
+    return check_span(Span(*(record.get(key) for key in _FIELDS)))  # type: ignore[arg-type]  # that is what is checked
+
+
+_FIELDS: Mapping[str, type | tuple[type, ...]] = {
+    "learner": int, "what": str, "start_s": (int, float), "end_s": (int, float), "version": int, "cancelled": bool,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +74,7 @@ class RunLog:
     """What `run` says of itself (strategy, learners, seed, ...), its spans and its decisions, in the order written.
 
     `run` and the decisions are JSON data: text, numbers, lists and objects. A decision is an event of a policy with the
-    commands that answered it; `policies.replay` reads them.
+    commands that answered it; `policies.replay.read_decision` reads one.
     """
 
     run: Mapping[str, Any]
@@ -71,15 +87,15 @@ def write_log(path: Path, log: RunLog) -> None:
     for reserved in ("kind", "format"):
         if reserved in log.run:
             raise RequestError(f"a run must not say '{reserved}': the log does")
-    lines = [_line({"kind": "run", "format": FORMAT, **log.run})]
-    lines += [_line({"kind": "decision", **decision}) for decision in log.decisions]
-    lines += [_line({"kind": "span", **check_span(span)._asdict()}) for span in log.spans]
-    unfinished = path.with_name(path.name + ".unfinished")
+    writer = LogWriter(path, log.run)
     try:
-        unfinished.write_text("".join(lines), encoding="utf-8")
-        unfinished.replace(path)
+        for decision in log.decisions:
+            writer.decision(decision)
+        for span in log.spans:
+            writer.span(span)
+        writer.close()
     except BaseException:
-        unfinished.unlink(missing_ok=True)
+        writer.give_up()
         raise
 
 
@@ -89,8 +105,9 @@ class LogWriter:
     def __init__(self, path: Path, run: Mapping[str, Any]) -> None:
         self.path = path
         self._unfinished = path.with_name(path.name + ".unfinished")
+        head = _line({"kind": "run", "format": FORMAT, **run})
         self._file = self._unfinished.open("w", encoding="utf-8")
-        self._file.write(_line({"kind": "run", "format": FORMAT, **run}))
+        self._file.write(head)
 
     def decision(self, record: Mapping[str, Any]) -> None:
         self._file.write(_line({"kind": "decision", **record}))
@@ -102,33 +119,60 @@ class LogWriter:
         self._file.close()
         self._unfinished.replace(self.path)
 
+    def give_up(self) -> None:
+        """Leave nothing behind."""
+        self._file.close()
+        self._unfinished.unlink(missing_ok=True)
+
 
 def read_log(path: Path) -> RunLog:
-    """Read a log; a `LogError` names the line that is wrong."""
+    """Read a log strictly: a `LogError` names the line that is wrong."""
+    lines = JsonLines(path, strict=True)
     try:
-        lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise LogError(f"cannot read the log {path}: {error}") from None
-    if lines == [""]:
+        found = read_lines(lines, lambda record: record)
+    except UnusableFile as file:
+        raise LogError(f"{path}: {file.why}") from None
+    if not lines.number:
         raise LogError(f"{path} is empty: a log starts with a line of kind 'run'")
-    records = [_record(path, number, line) for number, line in enumerate(lines, start=1)]
-    head = records[0]
-    if head.pop("kind", None) != "run":
-        raise LogError(f"{path}, line 1: a log starts with a line of kind 'run'")
-    written = head.pop("format", None)
-    if written != FORMAT or isinstance(written, bool):
-        raise LogError(f"{path}: format {written!r}; this version reads format {FORMAT}")
-    spans: list[Span] = []
-    decisions: list[Mapping[str, Any]] = []
-    for number, record in enumerate(records[1:], start=2):
+    return RunLog(run=found.run, spans=tuple(found.spans), decisions=tuple(found.decisions))
+
+
+D = TypeVar("D")
+
+
+class LogLines(NamedTuple, Generic[D]):
+    """What the lines of a log say, in their order. `run` is empty where the first line does not describe the run."""
+
+    run: Mapping[str, Any]
+    spans: list[Span]
+    decisions: list[D]
+
+
+def read_lines(lines: JsonLines, decision: Callable[[Mapping[str, Any]], D]) -> LogLines[D]:
+    """Read the lines of a log; `decision` makes what is kept of a decision's record, or raises `RequestError`.
+
+    `UnusableFile` where it is a log of another format.
+    """
+    found: LogLines[D] = LogLines({}, [], [])
+    for record in lines:
         kind = record.pop("kind", None)
-        if kind == "span":
-            spans.append(_span(path, number, record))
-        elif kind == "decision":
-            decisions.append(record)
-        else:
-            raise LogError(f"{path}, line {number}: expected a line of kind 'span' or 'decision'; got {kind!r}")
-    return RunLog(run=head, spans=tuple(spans), decisions=tuple(decisions))
+        try:
+            if kind == "run" and lines.number == 1:
+                written = record.pop("format", None)
+                if written != FORMAT or isinstance(written, bool):
+                    raise UnusableFile(lines.path, f"format {written!r}; this version reads format {FORMAT}")
+                found = found._replace(run=record)
+            elif lines.number == 1 and lines.strict:
+                raise RequestError("a log starts with a line of kind 'run'")
+            elif kind == "span":
+                found.spans.append(read_span(record))
+            elif kind == "decision":
+                found.decisions.append(decision(record))
+            else:
+                raise RequestError(f"expected a line of kind 'span' or 'decision'; got {kind!r}")
+        except RequestError as error:
+            lines.skip(str(error))
+    return found
 
 
 def chrome_trace(spans: Iterable[Span], *, name: str = "offbeat", process: int = 0) -> dict[str, Any]:
@@ -169,33 +213,3 @@ def write_chrome_trace(path: Path, spans: Iterable[Span], *, name: str = "offbea
 
 def _line(record: Mapping[str, Any]) -> str:
     return json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n"
-
-
-def _record(path: Path, number: int, line: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise LogError(f"{path}, line {number}: not JSON ({error})") from None
-    if not isinstance(record, dict):
-        raise LogError(f"{path}, line {number}: expected an object; got {line[:40]}")
-    return record
-
-
-_FIELDS: Mapping[str, type | tuple[type, ...]] = {
-    "learner": int, "what": str, "start_s": (int, float), "end_s": (int, float), "version": int, "cancelled": bool,
-}  # fmt: skip
-
-
-def _span(path: Path, number: int, record: dict[str, Any]) -> Span:
-    where = f"{path}, line {number}"
-    for key in record:
-        if key not in _FIELDS:
-            raise LogError(f"{where}: a span has no '{key}'{nearest(key, _FIELDS)}")
-    for key, kind in _FIELDS.items():
-        value = record.get(key)
-        if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
-            raise LogError(f"{where}: '{key}' is missing or wrong: {value!r}")
-    try:
-        return check_span(Span(**record))
-    except (RequestError, OverflowError) as error:
-        raise LogError(f"{where}: {error}") from None

@@ -22,6 +22,7 @@ import numpy as np
 from offbeat.errors import RequestError
 from offbeat.policies import create
 from offbeat.policies.memory import vectors_of
+from offbeat.runs.stragglers import SLOWER, Compared, is_straggler
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.compute import Law
 from offbeat.simulate.engine import Floats, Ints
@@ -33,7 +34,6 @@ from offbeat.strategy import ALL_REDUCE, simulated_family_of
 
 _MOST_SAMPLES, _ALL_SAMPLES = 2000, 400_000  # draws of each learner, and of all together
 _WINDOWS = 8  # in each of which a persistently slow learner is slow
-SLOWER = 1.3  # than the median, in the mean, to be called persistently slow
 SCATTER = "the scatter of compute times"
 SERVER_LINK, LEARNER_LINKS, LINKS = "the server's link", "the learners' links", "the links of server and learners"
 LATENCY, BANDWIDTH, REDUCTION = "the network's latency", "the network's bandwidth", "the reduction"
@@ -84,12 +84,13 @@ def describe_machines(cluster: Cluster) -> MachineSummary:
     typical = statistics.median_low(means)
     part = samples // _WINDOWS
 
-    def always_slow(times: list[float]) -> bool:
-        """By medians, since a heavy tail moves a mean, and in every part of the time, since periods pass."""
-        parts = (times[first : first + part] for first in range(0, part * _WINDOWS, part))
-        return all(statistics.median(some) > SLOWER * middle for some in parts)
+    def is_slow(learner: int) -> bool:
+        """Parts by medians, since a heavy tail moves a mean."""
+        windows = (drawn[learner][first : first + part] for first in range(0, part * _WINDOWS, part))
+        parts = [Compared(statistics.median(some), middle) for some in windows]
+        return is_straggler(Compared(means[learner], typical), parts)
 
-    slow = [one for one, times in enumerate(drawn) if means[one] > SLOWER * typical and always_slow(times)]
+    slow = [learner for learner in range(cluster.learners) if is_slow(learner)]
     evened = [[time / mean for time in times] for times, mean in zip(drawn, means, strict=True)]
     return MachineSummary(
         mean_s=tuple(means),

@@ -15,7 +15,6 @@ What it must not know: the clock, and how many learners a simulation has.
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -25,10 +24,9 @@ import numpy as np
 
 from offbeat.errors import LogError, RequestError
 from offbeat.runs.log import Span, read_log
+from offbeat.runs.run_folder import RunDir
 from offbeat.simulate.engine import Floats, Ints
 from offbeat.spec import parse_seconds
-
-_LEG = re.compile(r"log(?:\.(\d+))?\.jsonl")  # of a run's folder: log.jsonl, and log.2.jsonl, ... after a resume
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,34 +90,24 @@ class Recording:
 
 def read_recording(path: Path) -> Recording:
     """Read a run's folder, a run's log or a file of numbers; a `RequestError` says what is wrong with it."""
+    logs = [log.path for log in RunDir(path).logs() if log.finished]
+    if path.is_dir() and not logs:
+        raise RequestError(f"{path} holds no log.jsonl: expected the folder of a run that has ended, or a file")
     try:
-        legs = _legs(path) if path.is_dir() else None
-        text = path.read_text(encoding="utf-8") if legs is None else ""
+        text = "" if logs else path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not text"
         raise RequestError(f"cannot read the samples {path}: {reason}") from None
-    if legs == []:
-        raise RequestError(f"{path} holds no log.jsonl: expected the folder of a run that has ended, or a file")
-    if legs is not None or text.startswith("{"):
-        return _of_spans(path, [span for log in legs or [path] for span in _spans(log)])
+    if logs or text.startswith("{"):
+        try:
+            return _of_spans(path, [span for log in logs or [path] for span in read_log(log).spans])
+        except LogError as error:
+            raise RequestError(str(error)) from None
     times = [time for line in text.split() if (time := parse_seconds(line)) > 0]
     if not times:
         raise _nothing(path)
     pool = product_limit(times)
     return Recording((pool,), pool)
-
-
-def _legs(folder: Path) -> list[Path]:
-    """The logs of a run's stretches, the first one first."""
-    found = [(int(match[1] or 1), path) for path in folder.iterdir() if (match := _LEG.fullmatch(path.name))]
-    return [path for _, path in sorted(found)]
-
-
-def _spans(log: Path) -> tuple[Span, ...]:
-    try:
-        return read_log(log).spans
-    except LogError as error:
-        raise RequestError(str(error)) from None
 
 
 def _of_spans(path: Path, spans: Iterable[Span]) -> Recording:

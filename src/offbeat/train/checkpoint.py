@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from offbeat.errors import OffbeatError, RequestError
-from offbeat.train.disk import has_size, is_alive, opened_folder, read_file, remove, sync_folder, write_file
+from offbeat.runs.disk import has_size, is_alive, opened_folder, read_file, remove, sync_folder, write_file
 
 FORMAT = 1
 MOST_MANIFEST_BYTES = 16 * 2**20  # parsed, the worst JSON of this size takes some hundred MB

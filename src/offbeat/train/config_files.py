@@ -23,7 +23,9 @@ from typing import Any, Protocol, get_args, get_origin
 
 import msgspec
 
+from offbeat import plugins
 from offbeat.errors import RequestError, nearest
+from offbeat.runs.run_folder import RunDir
 from offbeat.train.config import FOLDER_NAME, SECTIONS, Config, all_fields
 from offbeat.train.fields import Field, FieldError, fields_of, shown
 
@@ -310,3 +312,17 @@ def _toml(text: str) -> Any:
     except (ValueError, RecursionError):
         return None
     return said["value"] if list(said) == ["value"] else None
+
+
+# --- in the folder of a run -----------------------------------------------------------------------------------------
+
+
+def write_config(run: RunDir, config: Config) -> None:
+    """With the plugins that this process was told of, so that whoever goes on with the run loads them."""
+    if plugins.named():
+        config = changed(config, {"plugins": plugins.named()})
+    run.write_config(as_json(config))
+
+
+def read_config(run: RunDir) -> Config:
+    return from_json(run.read_config(), str(run.config))

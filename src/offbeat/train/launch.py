@@ -15,6 +15,7 @@ import json
 import math
 import os
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,7 @@ from offbeat.processes.child import Stopwatch, describe_exit
 from offbeat.processes.launcher import SELF, Launcher, LaunchPlan, RankLauncher, thread_environment
 from offbeat.processes.signals import SignalHandler, ending_by, terminable
 from offbeat.runs.log import read_log, write_chrome_trace
+from offbeat.runs.run_folder import TIME_STAMP, FolderLock, RunDir, check_free, new_run_dir
 from offbeat.server.learner.join import through_store
 from offbeat.server.run_setting import RunSetting
 from offbeat.server.supervisor import ServerPlan, Supervisor
@@ -37,9 +39,8 @@ from offbeat.spec import count_of
 from offbeat.strategy import ALL_REDUCE, family_of
 from offbeat.train.checkpoint import Checkpoint, newest
 from offbeat.train.config import Config
-from offbeat.train.config_files import changed
+from offbeat.train.config_files import changed, write_config
 from offbeat.train.reduced_trainer import ReducedTrainer
-from offbeat.train.rundir import Hold, RunDir, check_free, new_run_dir
 from offbeat.train.sample_plan import updates
 from offbeat.train.served_trainer import ServedTrainer, setting_of
 from offbeat.train.tasks import PROGRAM, Task, check_apart, task_of
@@ -82,9 +83,9 @@ class Start:
     task: Task
     run: RunDir
     checkpoint: Checkpoint | None = None
-    leg: int = 1
+    segment: int = 1
     unused: bool = False  # some parameters get no gradient
-    hold: Hold | None = None  # on the run's folder
+    hold: FolderLock | None = None  # on the run's folder
 
     @property
     def reduces(self) -> bool:
@@ -150,12 +151,12 @@ def prepare(
     if config.save.tensorboard:
         check_installed()
     if resume is None:
-        run = RunDir(new_run_dir(config.name, run_dir))
-        hold = Hold(run.path)
-        run.write_config(config)
+        run = RunDir(new_run_dir(config.name, run_dir, time.strftime(TIME_STAMP)))
+        hold = FolderLock(run.path, time.sleep)
+        write_config(run, config)
         return Start(config=config, task=made, run=run, unused=unused, hold=hold)
     run = RunDir(resume)
-    hold = Hold(run.path)
+    hold = FolderLock(run.path, time.sleep)
     run.tidy()
     checkpoint = newest(run.checkpoints, tell)
     if checkpoint is None and any(run.checkpoints.glob("update-*")):
@@ -165,9 +166,11 @@ def prepare(
     else:
         _check_resume(config, checkpoint, samples, tell)
     run.forget_metrics_after(-1 if checkpoint is None else checkpoint.update)
-    run.write_config(config)
+    write_config(run, config)
     run.live.unlink(missing_ok=True)  # what it says is of the stretch before
-    return Start(config=config, task=made, run=run, checkpoint=checkpoint, leg=run.next_leg(), unused=unused, hold=hold)
+    return Start(
+        config=config, task=made, run=run, checkpoint=checkpoint, segment=run.next_segment(), unused=unused, hold=hold
+    )
 
 
 def _check_resume(config: Config, checkpoint: Checkpoint, samples: int, tell: Callable[[str], None]) -> None:
@@ -207,7 +210,7 @@ def launch(start: Start, on_record: Report, on_line: Callable[[str, str], None])
     Ctrl-C or SIGTERM lets the learners save and end; a second one ends everything at once.
     """
     try:
-        with Telemetry(start.config, start.run, start.leg, on_record) as telemetry:
+        with Telemetry(start.config, start.run, start.segment, on_record) as telemetry:
             return _ForkedTraining(start, telemetry, on_line).run()
     finally:
         if start.hold is not None:
@@ -331,7 +334,7 @@ def _launcher(start: Start, on_line: Callable[[str, str], None]) -> Launcher:
         body=body,
         environment=environment,
         seed=config.seed,
-        log=start.run.log(start.leg).absolute(),
+        log=start.run.log(start.segment).absolute(),
         facts={"learners": config.learners, "servers": config.servers, "name": config.name},
     )
     return Supervisor(plan, on_line)
@@ -386,7 +389,7 @@ def _fit(start: Start, number: int, learners: int, report: Report) -> None:
         learners=learners,
         report=report,
         checkpoint=start.checkpoint,
-        leg=start.leg,
+        segment=start.segment,
         unused=start.unused,
     )
     signals.on_noted = trainer.ask_to_stop
@@ -422,7 +425,7 @@ def conclude(start: Start, result: Result) -> None:
     """What is written when all is over."""
     from offbeat.train.run_summary import summary_of
 
-    log = start.run.log(start.leg)
+    log = start.run.log(start.segment)
     if log.exists():
         write_chrome_trace(start.run.trace, read_log(log).spans, name=start.config.name)
     start.run.summary.write_text(summary_of(start.config, result.end, start.run.read_metrics()), encoding="utf-8")
@@ -508,10 +511,10 @@ def learn(
         where = Path(through_store("run-dir", None)) if again else None
         start = prepare(config, run_dir=run_dir, resume=resume or where, task=task, tell=note)
         through_store("run-dir", str(start.run.path.absolute()))
-        through_store(f"ready-{again}", json.dumps([start.leg, start.unused]))
-        os.environ["OFFBEAT_LOG"] = str(start.run.log(start.leg).absolute())
+        through_store(f"ready-{again}", json.dumps([start.segment, start.unused]))
+        os.environ["OFFBEAT_LOG"] = str(start.run.log(start.segment).absolute())
     else:
-        leg, unused = json.loads(through_store(f"ready-{again}", None))
+        segment, unused = json.loads(through_store(f"ready-{again}", None))
         run = RunDir(Path(through_store("run-dir", None)))
         resumes = bool(again) or resume is not None
         start = Start(
@@ -519,12 +522,12 @@ def learn(
             task=task_of(config) if task is None else task,
             run=run,
             checkpoint=newest(run.checkpoints, lambda line: None) if resumes else None,
-            leg=leg,
+            segment=segment,
             unused=unused,
         )
     result = Result()
     with ExitStack() as stack:
-        telemetry = stack.enter_context(Telemetry(config, start.run, start.leg, report)) if rank == 0 else None
+        telemetry = stack.enter_context(Telemetry(config, start.run, start.segment, report)) if rank == 0 else None
         if telemetry is not None:
             telemetry.begin()
 

@@ -107,7 +107,7 @@ class ReducedTrainer(Trainer):
         try:
             if self.number == 0:
                 self.tell_beginning()
-                self._log = LogWriter(self.run.log(self.leg), self._facts())
+                self._log = LogWriter(self.run.log(self.segment), self._facts())
             clock = _Clock(self.at.seconds)
             while self.at.epoch < self.config.train.epochs:
                 if self._train_epoch(clock):

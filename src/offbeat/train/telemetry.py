@@ -1,14 +1,14 @@
-"""The accounts of a run: what it ran on, what it burnt, and how far it is, for who looks from outside.
+"""The telemetry of a run: what it ran on, the energy it took, and how far it is, for whoever watches from outside.
 
     machine.json   when it begins
     live.json      while it runs, at most twice a second: the latest of what was heard, for `offbeat watch`
     energy.json    when its processes have ended: from before they were started to after the last has gone, so that
                    loading, evaluating and saving are in it; by torchrun's first rank, from its task to its last word
 
-Laws: a file that cannot be written is told once, in a note, and training goes on; keeping accounts takes less than a
-thousandth of one core's time, since what takes much is written less often, and so is what waits for a slow disk; each
+Laws: a file that cannot be written is told once, in a note, and training goes on. Telemetry takes less than a
+thousandth of one core's time: what takes much is written less often, and so is what waits for a slow disk. Each
 live.json says when the next one is due, and that is kept, so that silence can be told from death. Of a run that came to
-its end no live.json stays that says otherwise. One process of a run does it. Evaluations are in metrics.jsonl.
+its end no live.json stays that says otherwise. One process of a run writes it. Evaluations are in metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ import torch
 
 from offbeat.energy import Energy, Meter
 from offbeat.machine import machine_facts
+from offbeat.runs.run_folder import RunDir
 from offbeat.train.config import Config
-from offbeat.train.rundir import RunDir
 from offbeat.train.trainer import Report, device_of
 
 EVERY_S = 0.5  # from one writing of live.json to the next, at the least
@@ -126,14 +126,14 @@ class Telemetry:
         self,
         config: Config,
         run: RunDir,
-        leg: int,
+        segment: int,
         hear: Report,
         *,
         meter: Meter | None = None,
         clock: Callable[[], float] = time.monotonic,
         worked: Callable[[], float] = time.thread_time,
     ) -> None:
-        self._config, self._run, self._leg, self._hear = config, run, leg, hear
+        self._config, self._run, self._segment, self._hear = config, run, segment, hear
         self._clock, self._worked = clock, worked
         self._meter = Meter(gpus_of(config)) if meter is None else meter
         self._live = Live()
@@ -183,7 +183,7 @@ class Telemetry:
         if self.energy is None:
             self.begin()
             self.energy = energy = self._meter.stop()
-            path = self._run.energy(self._leg)
+            path = self._run.energy(self._segment)
             self._write(path, lambda: _write_json(path, energy.as_json()))
             self.hear({"kind": "energy", **energy.as_json()})
         return self.energy

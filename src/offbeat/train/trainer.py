@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader
 from offbeat.policies.damping import CORRECT
 from offbeat.runs.learning import Sign, sign_of, warning_of
 from offbeat.runs.metrics import reached_at
+from offbeat.runs.run_folder import RunDir
 from offbeat.server.learner.leased_loader import seed_of
 from offbeat.strategy import SERVER, family_of
 from offbeat.train.checkpoint import Checkpoint, Saver, write_weights
@@ -35,7 +36,6 @@ from offbeat.train.learner_snapshot import LearnerSnapshot, Traffic, buffers_of,
 from offbeat.train.learning_rate import optimizer_of, pace_of, staleness_note, zero_last_norms
 from offbeat.train.norms import average_buffers
 from offbeat.train.precision import Precision
-from offbeat.train.rundir import RunDir
 from offbeat.train.tasks import Task, collate_of, count_right
 from offbeat.train.tensorboard import Board
 
@@ -107,13 +107,13 @@ class Trainer:
         learners: int,
         report: Report,
         checkpoint: Checkpoint | None = None,
-        leg: int = 1,
+        segment: int = 1,
         unused: bool = False,
     ) -> None:
         train = config.train
         torch.set_num_threads(train.threads)
         self.config, self.task, self.run, self.report = config, task, run, report
-        self.number, self.learners, self.leg = number, learners, leg
+        self.number, self.learners, self.segment = number, learners, segment
         self.unused = unused  # some parameters get no gradient
         self.device = device_of(config.device, number)
         self.samples = len(task.train)  # type: ignore[arg-type]  # a map-style set has a length: the task was checked

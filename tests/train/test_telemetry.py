@@ -14,9 +14,10 @@ import pytest
 
 from offbeat.energy import Energy, Meter, Source
 from offbeat.errors import OffbeatError
-from offbeat.train import launch, rundir, telemetry
-from offbeat.train.config_files import changed
-from offbeat.train.rundir import RunDir, is_held
+from offbeat.runs import run_folder
+from offbeat.runs.run_folder import RunDir, is_locked
+from offbeat.train import launch, telemetry
+from offbeat.train.config_files import changed, read_config
 from offbeat.train.telemetry import Telemetry
 from train.runs import config_of, small_task, trained
 
@@ -53,20 +54,20 @@ class Clock:
 
 
 class Kept:
-    """Accounts in a folder, and what was handed on."""
+    """Telemetry in a folder, and what was handed on."""
 
-    def __init__(self, path: Path, leg: int = 1) -> None:
+    def __init__(self, path: Path, segment: int = 1) -> None:
         self.run, self.clock, self.worked, self.meter = RunDir(path), Clock(), Clock(), Counted()
         self.heard: list[Mapping[str, Any]] = []
-        self.accounts = Telemetry(
-            config_of(), self.run, leg, self.heard.append, meter=self.meter, clock=self.clock, worked=self.worked
+        self.writer = Telemetry(
+            config_of(), self.run, segment, self.heard.append, meter=self.meter, clock=self.clock, worked=self.worked
         )
 
     def hear(self, *records: Mapping[str, Any], after_s: float = 0.0) -> dict[str, Any]:
         """Each after some time; and what the file says then."""
         for record in records:
             self.clock.now += after_s
-            self.accounts.hear(record)
+            self.writer.hear(record)
         return self.live()
 
     def live(self) -> dict[str, Any]:
@@ -80,7 +81,7 @@ class Kept:
 
 def test_a_snapshot_has_the_latest_of_what_was_heard(tmp_path: Path) -> None:
     kept = Kept(tmp_path)
-    with kept.accounts:
+    with kept.writer:
         assert (kept.live()["begin"], kept.live()["pid"], kept.live()["over"]) == (None, os.getpid(), False)
         live = kept.hear(BEGIN, progress(0, 10), progress(1, 12), progress(0, 20), after_s=1.0)
         assert live["begin"] == BEGIN
@@ -100,7 +101,7 @@ def test_a_snapshot_has_the_latest_of_what_was_heard(tmp_path: Path) -> None:
 
 def test_the_last_notes_are_kept_and_all_are_counted(tmp_path: Path) -> None:
     kept = Kept(tmp_path)
-    with kept.accounts:
+    with kept.writer:
         live = kept.hear(*({"kind": "note", "text": str(number)} for number in range(25)), after_s=1.0)
     assert [note["text"] for note in live["notes"]] == [str(number) for number in range(5, 25)]
     assert live["noted"] == 25
@@ -108,7 +109,7 @@ def test_the_last_notes_are_kept_and_all_are_counted(tmp_path: Path) -> None:
 
 def test_it_is_written_at_most_twice_a_second(tmp_path: Path) -> None:
     kept = Kept(tmp_path)
-    with kept.accounts:
+    with kept.writer:
         kept.hear(BEGIN, after_s=1.0)
         assert kept.hear(progress(0, 10), after_s=0.4)["progress"] == {}
         assert kept.hear({"kind": "turn"}, after_s=0.2)["progress"] != {}  # time goes on, and that is enough
@@ -130,7 +131,7 @@ def test_what_took_long_is_written_less_often(works: bool, tmp_path: Path, monke
         write(run, text)
 
     monkeypatch.setattr(RunDir, "write_live", slow)
-    with kept.accounts:
+    with kept.writer:
         for _ in range(300):
             kept.hear({"kind": "turn"}, after_s=0.1)
     gaps = [after - before for before, after in pairwise(times[1:-1])]  # of the first nothing was known
@@ -149,7 +150,7 @@ def test_a_snapshot_says_when_the_next_is_due_and_that_is_kept(tmp_path: Path, m
         told.append((kept.clock.now, json.loads(text)["next_s"]))
 
     monkeypatch.setattr(RunDir, "write_live", wait)
-    with kept.accounts:
+    with kept.writer:
         while len(told) < 12:
             kept.hear({"kind": "turn"}, after_s=0.1)
     assert {round(next_s, 3) for _, next_s in told} == {0.5, 0.02 / telemetry.MOST_WAIT, 100.0, 2.0}
@@ -162,17 +163,17 @@ class Full:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, room: int, frees: bool) -> None:
         self.room, self.frees = room, frees
-        self._write, self._unlink = Path.write_text, Path.unlink
-        monkeypatch.setattr(Path, "write_text", lambda path, text, **named: self.write(path, text, **named))
+        self._write, self._unlink = Path.write_bytes, Path.unlink
+        monkeypatch.setattr(Path, "write_bytes", lambda path, content: self.write(path, content))
         monkeypatch.setattr(Path, "unlink", lambda path, **named: self.unlink(path, **named))
 
-    def write(self, path: Path, text: str, **named: Any) -> int:
-        if path.name == ".live.unfinished":
+    def write(self, path: Path, content: bytes) -> int:
+        if path.name == ".live.json.unfinished":
             if not self.room:
-                self._write(path, "", **named)
+                self._write(path, b"")
                 raise OSError(errno.ENOSPC, "No space left on device")
             self.room -= 1
-        return self._write(path, text, **named)
+        return self._write(path, content)
 
     def unlink(self, path: Path, **named: Any) -> None:
         self.room += self.frees and path.name == "live.json"
@@ -189,7 +190,7 @@ def test_on_a_full_disk_nothing_stays_that_says_that_a_run_goes_on(
 ) -> None:
     kept = Kept(tmp_path)
     Full(monkeypatch, room=1, frees=frees)
-    with kept.accounts:
+    with kept.writer:
         kept.hear(BEGIN, progress(0, 10), after_s=1.0)
         assert files_in(tmp_path) == {"live.json"}  # and not what was begun
         kept.hear({"kind": "end", "accuracy": 0.5}, after_s=1.0)
@@ -204,7 +205,7 @@ def test_on_a_full_disk_the_last_snapshot_of_a_run_without_an_end_stays(
 ) -> None:
     kept = Kept(tmp_path)
     Full(monkeypatch, room=2, frees=False)
-    with pytest.raises(OffbeatError), kept.accounts:
+    with pytest.raises(OffbeatError), kept.writer:
         kept.hear(BEGIN, progress(0, 10), after_s=1.0)
         raise OffbeatError("learner 1 died")
     assert (kept.live()["begin"], kept.live()["over"]) == (BEGIN, False)  # it is not taken for one that has ended
@@ -240,7 +241,7 @@ def test_a_file_that_is_no_snapshot_is_none(text: str, tmp_path: Path) -> None:
 def test_of_a_huge_file_no_more_is_read_than_a_run_could_have_written(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     told = '{"over": true}'
-    run.live.write_text(told + " " * (rundir.MOST_LIVE_BYTES - len(told)), encoding="utf-8")
+    run.live.write_text(told + " " * (run_folder.MOST_LIVE_BYTES - len(told)), encoding="utf-8")
     assert run.read_live() == {"over": True}
     with run.live.open("a", encoding="utf-8") as file:
         file.write(" ")
@@ -249,7 +250,7 @@ def test_of_a_huge_file_no_more_is_read_than_a_run_could_have_written(tmp_path: 
 
 def test_a_field_of_a_wrong_type_is_left_out(tmp_path: Path) -> None:
     kept = Kept(tmp_path)
-    with kept.accounts:
+    with kept.writer:
         whole = kept.hear(BEGIN, progress(0, 10), after_s=1.0)
     wrong: list[Any] = [True, 1, -1, 0.5, 10**400, 1e300, "x", [1], {"a": 1}]
     fits: dict[str, list[Any]] = {name: [] for name in whole}
@@ -266,10 +267,10 @@ def test_a_field_of_a_wrong_type_is_left_out(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_told_once_a_file_and_stops_nothing(tmp_path: Path) -> None:
     kept = Kept(tmp_path / "gone")
-    with kept.accounts:
+    with kept.writer:
         for number in range(5):
             kept.clock.now += 1.0
-            kept.accounts.hear(progress(0, number))
+            kept.writer.hear(progress(0, number))
     said = kept.notes()
     assert [text.partition(": ")[2] for text in said] == ["No such file or directory"] * 3
     assert [Path(text.split(":")[0]).name for text in said] == ["machine.json", "live.json", "energy.json"]
@@ -278,28 +279,28 @@ def test_a_folder_that_cannot_be_written_is_told_once_a_file_and_stops_nothing(t
 
 def test_how_a_run_failed_is_kept(tmp_path: Path) -> None:
     kept = Kept(tmp_path)
-    with pytest.raises(OffbeatError), kept.accounts:
+    with pytest.raises(OffbeatError), kept.writer:
         raise OffbeatError("learner 1 died")
     assert (kept.live()["failed"], kept.live()["over"], kept.live()["end"]) == ("learner 1 died", True, None)
     kept = Kept(tmp_path)
-    with pytest.raises(KeyboardInterrupt), kept.accounts:
+    with pytest.raises(KeyboardInterrupt), kept.writer:
         raise KeyboardInterrupt
     assert kept.live()["failed"] == "it was ended at once"
 
 
 def test_energy_is_measured_once_and_each_stretch_has_its_own_file(tmp_path: Path) -> None:
-    for leg, name in ((1, "energy.json"), (2, "energy.2.json"), (3, "energy.3.json")):
-        kept = Kept(tmp_path, leg)
-        with kept.accounts as book:
+    for segment, name in ((1, "energy.json"), (2, "energy.2.json"), (3, "energy.3.json")):
+        kept = Kept(tmp_path, segment)
+        with kept.writer as writer:
             kept.hear({"kind": "note", "text": "nothing is measured before learners are forked"})
-            book.begin()
-            kept.hear(*[{"kind": "turn"}] * leg)
-            assert book.measure() is book.measure()
+            writer.begin()
+            kept.hear(*[{"kind": "turn"}] * segment)
+            assert writer.measure() is writer.measure()
         assert kept.meter.stops == 1
-        assert json.loads((tmp_path / name).read_text(encoding="utf-8"))["joules"] == leg
+        assert json.loads((tmp_path / name).read_text(encoding="utf-8"))["joules"] == segment
 
 
-def test_a_run_and_its_resume_leave_their_accounts(tmp_path: Path) -> None:
+def test_a_run_and_its_resume_leave_their_telemetry(tmp_path: Path) -> None:
     first = trained(tmp_path, train={"epochs": 1})
     run = first.run
     machine = json.loads(run.machine.read_text(encoding="utf-8"))
@@ -309,15 +310,15 @@ def test_a_run_and_its_resume_leave_their_accounts(tmp_path: Path) -> None:
     assert live is not None and live["over"] and live["end"]["accuracy"] == first.end["accuracy"]
     energy = json.loads(run.energy(1).read_text(encoding="utf-8"))
     assert energy["joules"] == first.end["joules"] and energy["seconds"] > 0
-    config = changed(run.read_config(), {"train": {"epochs": 2}})
+    config = changed(read_config(run), {"train": {"epochs": 2}})
     with pytest.raises(OffbeatError, match="gone through its 1 epochs"):
-        launch.prepare(run.read_config(), resume=run.path, task=small_task())
+        launch.prepare(read_config(run), resume=run.path, task=small_task())
     assert run.live.exists()  # nothing was begun
     start = launch.prepare(config, resume=run.path, task=small_task())
-    assert not run.live.exists() and is_held(run.path)
+    assert not run.live.exists() and is_locked(run.path)
     held = []
-    launch.launch(start, lambda record: held.append(is_held(run.path)), lambda who, line: None)
-    assert all(held) and not is_held(run.path)
+    launch.launch(start, lambda record: held.append(is_locked(run.path)), lambda who, line: None)
+    assert all(held) and not is_locked(run.path)
     assert run.energy(2).exists() and not run.energy(3).exists()
     live = run.read_live()
     assert live is not None and live["begin"]["resumed"] and live["end"]["epochs"] == 2

@@ -1,23 +1,29 @@
-"""The JSON files that benchmarks write, read as far as they can be.
+"""What a report is made of: folders of runs, and the JSON files that benchmarks write, read as far as they can be.
+
+    read_inputs(paths)     -> Inputs          both, in the order given
+    read_result(path)      -> Result          the file of a benchmark:
 
     {"measured": "scaling" | "accuracy" | "predictions", "rows": [...], "notes": [...], "definitions": {...}, ...}
 
-Laws. A file of another kind has the kind "" and one sentence in `problems`. A field of a row that is missing or wrong
-is None; wrong ones are counted and the first is named. Text is clean, numbers are finite.
+Laws. Only a path that is not there, or a request of which nothing at all can be read, is refused. A file of another
+kind has the kind "" and one sentence in `problems`. A field of a row that is missing or wrong is None; wrong ones are
+counted and the first is named. Text is clean, numbers are finite.
 
 What it must not know: where the numbers are shown.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from offbeat.report import files
+from offbeat.errors import RequestError
 from offbeat.report.benchmark_fields import FIELDS, Accepts, Row
-from offbeat.report.files import LABEL, Broken, clean, shorten
+from offbeat.runs import untrusted
+from offbeat.runs.run_record import RunRecord, read_run
+from offbeat.runs.untrusted import LABEL, UnusableFile, clean, shorten
 
 _MOST_ROWS = 10_000
 _MOST_CURVES, _MOST_POINTS = 500, 5_000
@@ -25,11 +31,11 @@ _MOST_CURVES, _MOST_POINTS = 500, 5_000
 _READERS: Mapping[Accepts, Callable[[Any], Any]] = {
     "text": lambda value: clean(value) if isinstance(value, str) else None,
     "flag": lambda value: value if isinstance(value, bool) else None,
-    "count": files.count,
-    "number": files.number,
-    "from zero": files.from_zero,
-    "above zero": lambda value: files.from_zero(value) or None,
-    "share": files.share,
+    "count": untrusted.count,
+    "number": untrusted.number,
+    "from zero": untrusted.from_zero,
+    "above zero": lambda value: untrusted.from_zero(value) or None,
+    "share": untrusted.share,
 }
 
 
@@ -60,7 +66,7 @@ class Result:
 
     def said(self, key: str) -> str:
         """A text that the file says of itself, or nothing."""
-        return files.text(self.about.get(key))
+        return untrusted.text(self.about.get(key))
 
 
 def read_result(path: Path) -> Result:
@@ -68,8 +74,8 @@ def read_result(path: Path) -> Result:
     name = clean(path.name)
     label = shorten(clean(path.name.removesuffix(".json")), LABEL)
     try:
-        data = files.read_json(path)
-    except Broken as broken:
+        data = untrusted.read_json(path)
+    except UnusableFile as broken:
         return Result(name=name, label=label, problems=(clean(str(broken)),))
     kind = data.get("measured")
     if not isinstance(kind, str) or kind not in FIELDS:
@@ -137,18 +143,81 @@ def _curves(name: str, given: Any, problems: list[str]) -> tuple[Curve, ...]:
     for curve in _list(given)[:_MOST_CURVES]:
         points: list[tuple[float, float, float]] = []
         for point in _list(curve.get("points"))[:_MOST_POINTS] if isinstance(curve, dict) else []:
-            numbers = [files.from_zero(one) for one in point] if isinstance(point, list) and len(point) == 3 else []
+            numbers = [untrusted.from_zero(one) for one in point] if isinstance(point, list) and len(point) == 3 else []
             whole = [one for one in numbers if one is not None]
             if len(whole) == 3 and whole[2] <= 1 and (not points or whole[0] >= points[-1][0]):
                 points.append((whole[0], whole[1], whole[2]))
             else:
                 bad += 1
         if points:
-            strategy = files.text(curve.get("strategy")) or "?"
-            found.append(Curve(strategy, files.count(curve.get("learners")), files.count(curve.get("seed")),
+            strategy = untrusted.text(curve.get("strategy")) or "?"
+            found.append(Curve(strategy, untrusted.count(curve.get("learners")), untrusted.count(curve.get("seed")),
                                tuple(points)))  # fmt: skip
         elif not isinstance(curve, dict):
             bad += 1
     if bad:
         problems.append(f"{name}: {bad:,} point{'' if bad == 1 else 's'} of its curves could not be read")
     return tuple(found)
+
+
+# --- all that was asked for ---------------------------------------------------------------------------------------
+
+
+class Inputs(NamedTuple):
+    """All that a report is made of."""
+
+    runs: tuple[RunRecord, ...]
+    results: tuple[Result, ...]
+    problems: tuple[str, ...]  # with the name of what they are of
+
+
+def read_inputs(paths: Sequence[Path]) -> Inputs:
+    """Everything, with names told apart. `RequestError` for a path that is not there, or if nothing could be read."""
+    if not paths:
+        raise RequestError("name the folder of a run, or the JSON file of a benchmark")
+    runs: list[tuple[Path, RunRecord]] = []
+    results: list[Result] = []
+    unusable: list[str] = []
+    for path in paths:
+        if path.is_dir():
+            run = read_run(path)
+            if run.is_empty:
+                unusable += [f"{run.name}: {problem}" for problem in run.problems]
+            else:
+                runs.append((path, run))
+        elif path.is_file() and path.name.endswith(".json"):
+            result = read_result(path)
+            if result.kind:
+                results.append(result)
+            else:
+                unusable += result.problems
+        elif path.exists():
+            raise RequestError(f"{path}: expected the folder of a run, or the .json file of a benchmark")
+        else:
+            raise RequestError(f"{path} is not there; name the folder of a run, or the .json file of a benchmark")
+    if not runs and not results:
+        raise RequestError("nothing could be read: " + "; ".join(unusable))
+    told = _told_apart(runs)
+    problems = [f"{run.label}: {problem}" for run in told for problem in run.problems]
+    problems += [problem for result in results for problem in result.problems]
+    return Inputs(told, tuple(results), (*problems, *unusable))
+
+
+def _told_apart(runs: Sequence[tuple[Path, RunRecord]]) -> tuple[RunRecord, ...]:
+    """Runs of the same name get that of the folder above too, and where that is not enough a number."""
+    labels = [run.label for _, run in runs]
+    names = [run.name for _, run in runs]
+    for at, (path, run) in enumerate(runs):
+        if labels.count(run.label) > 1:
+            above = clean(path.resolve().parent.name)
+            names[at] = clean(f"{above}/{run.name}") if above else run.name
+    seen: set[str] = set()
+    told = []
+    for (_, run), name in zip(runs, names, strict=True):
+        label, number = shorten(name, LABEL), 1
+        while label in seen:
+            number += 1
+            label = f"{shorten(name, LABEL - 6)} #{number}"
+        seen.add(label)
+        told.append(replace(run, name=name if number == 1 else f"{name} #{number}", label=label))
+    return tuple(told)

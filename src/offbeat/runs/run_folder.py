@@ -21,29 +21,25 @@ import fcntl
 import json
 import os
 import re
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from offbeat import plugins
 from offbeat.errors import OffbeatError, RequestError
-from offbeat.train.config import Config
-from offbeat.train.config_files import as_json, changed, from_json
-from offbeat.train.disk import opened_folder, read_file
+from offbeat.runs.disk import opened_folder, read_file, replace_file
+from offbeat.runs.untrusted import JsonLines, UnusableFile
 
 FOLDER = "runs"
+TIME_STAMP = "%Y%m%d-%H%M%S"  # as `time.strftime` has it
 MOST_LIVE_BYTES = 16 << 20  # of live.json: many times what thousands of learners tell
-LONGEST_LINE = 1 << 20  # of a log's head
 
 
-def new_run_dir(name: str, where: Path | None) -> Path:
-    """A new folder: the one that is named, or one of the run's name and the time."""
+def new_run_dir(name: str, where: Path | None, stamp: str) -> Path:
+    """A new folder: the one that is named, or one of the run's name and the time (`TIME_STAMP`)."""
     if where is not None:
         check_free(where)
         return _made(where, new=False)
-    stamp = time.strftime("%Y%m%d-%H%M%S")
     for attempt in range(1, 100):
         path = Path(FOLDER) / (f"{name}-{stamp}" + (f"-{attempt}" if attempt > 1 else ""))
         with suppress(FileExistsError):
@@ -68,31 +64,29 @@ def _made(path: Path, *, new: bool) -> Path:
     return path
 
 
-LOOKS, LOOK_S = 3, 0.02  # somebody who only asks whether a folder is held has it for a moment
+ATTEMPTS, RETRY_S = 3, 0.02  # somebody who only asks whether a folder is locked has it for a moment
 
 
-class Hold:
+class FolderLock:
     """A run's folder is one run's at a time: a lock on the folder itself, which goes with the process."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, sleep: Callable[[float], object]) -> None:
         self._descriptor = -1
         self._owner = os.getpid()
         try:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-            self._lock(LOOKS)
+            for left in reversed(range(ATTEMPTS)):
+                try:
+                    fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if not left:
+                        raise
+                    sleep(RETRY_S)
         except BlockingIOError:
             raise RequestError(f"{path} is in use: another run writes there") from None
         except OSError as error:
             raise RequestError(f"cannot use the folder {path}: {error.strerror}") from None
-
-    def _lock(self, looks: int) -> None:
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if looks <= 1:
-                raise
-            time.sleep(LOOK_S)
-            self._lock(looks - 1)
 
     def release(self) -> None:
         """A fork has closed what it inherited, and its numbers are others': only the owner lets go."""
@@ -104,7 +98,7 @@ class Hold:
         self.release()
 
 
-def is_held(path: Path) -> bool:
+def is_locked(path: Path) -> bool:
     """Whether a run has this folder now. Who asks does not keep a run from taking it."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -164,6 +158,17 @@ class Evaluated:
         return None if found is None else float(found)
 
 
+class LogFile(NamedTuple):
+    """The log of one segment of a run: the first, or one after a resume. An unfinished one may still be written."""
+
+    segment: int
+    path: Path
+    finished: bool
+
+
+_LOG = re.compile(r"log(?:\.([1-9][0-9]{0,3}))?\.jsonl(\.unfinished)?")
+
+
 class RunDir:
     """The names in a run's folder."""
 
@@ -180,45 +185,47 @@ class RunDir:
         self._stop = path / ".stop"
         self._parts = path / ".parts"
 
-    def log(self, leg: int) -> Path:
-        """Of the first stretch of the run, or of one after a resume (leg 2, 3, ...)."""
-        return self.path / ("log.jsonl" if leg == 1 else f"log.{leg}.jsonl")
+    def log(self, segment: int) -> Path:
+        """Of the first segment of the run, or of one after a resume (2, 3, ...)."""
+        return self.path / ("log.jsonl" if segment == 1 else f"log.{segment}.jsonl")
 
-    def energy(self, leg: int) -> Path:
+    def energy(self, segment: int) -> Path:
         """As for the log."""
-        return self.path / ("energy.json" if leg == 1 else f"energy.{leg}.json")
+        return self.path / ("energy.json" if segment == 1 else f"energy.{segment}.json")
 
-    def next_leg(self) -> int:
-        leg = 1
-        while any(self.path.glob(f"{self.log(leg).name}*")):
-            leg += 1
-        return leg
+    def logs(self) -> list[LogFile]:
+        """Those that are there, in order; where a segment has two, the finished one."""
+        found: dict[int, LogFile] = {}
+        with suppress(OSError):
+            for path in sorted(self.path.iterdir()):  # log.jsonl comes before log.jsonl.unfinished
+                if match := _LOG.fullmatch(path.name):
+                    segment = int(match[1] or 1)
+                    found.setdefault(segment, LogFile(segment, path, match[2] is None))
+        return [found[segment] for segment in sorted(found)]
+
+    def next_segment(self) -> int:
+        return 1 + max((log.segment for log in self.logs()), default=0)
 
     def is_simulated(self) -> bool:
         """Whether it was trained in virtual time."""
-        try:
-            with self.log(1).open(encoding="utf-8") as file:
-                return json.loads(file.readline(LONGEST_LINE)).get("simulated") is True
-        except (OSError, ValueError, AttributeError, RecursionError):
-            return False
+        with suppress(UnusableFile):
+            return next(iter(JsonLines(self.log(1))), {}).get("simulated") is True
+        return False
 
     # --- config -----------------------------------------------------------------------------------------------------
 
-    def write_config(self, config: Config) -> None:
-        """With the plugins that this process was told of, so that whoever goes on with the run loads them."""
-        if plugins.named():
-            config = changed(config, {"plugins": plugins.named()})
+    def write_config(self, text: str) -> None:
         try:
-            self.config.write_text(as_json(config), encoding="utf-8")
+            self.config.write_text(text, encoding="utf-8")
         except OSError as error:
             raise RequestError(f"cannot write {self.config}: {error.strerror}") from None
 
-    def read_config(self) -> Config:
+    def read_config(self) -> str:
+        """Its JSON; `train.config_files.config_of_run` makes a `Config` of it."""
         try:
-            text = self.config.read_text(encoding="utf-8")
+            return self.config.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):
             raise RequestError(f"{self.path} is not the folder of a run: it has no config.json") from None
-        return from_json(text, str(self.config))
 
     # --- metrics ----------------------------------------------------------------------------------------------------
 
@@ -228,31 +235,23 @@ class RunDir:
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """All whole lines: the last may be cut off where a run was killed."""
-        records = []
-        if self.metrics.is_file():
-            for line in self.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
-                with suppress(ValueError, RecursionError):
-                    records.append(json.loads(line))
-        return [record for record in records if isinstance(record, dict)]
+        if not self.metrics.is_file():
+            return []
+        try:
+            return list(JsonLines(self.metrics))
+        except UnusableFile as file:
+            raise OffbeatError(f"{self.metrics}: {file.why}") from None
 
     def forget_metrics_after(self, update: int) -> None:
         """What was measured after the checkpoint that the run goes on from is measured again."""
         kept = [record for record in self.read_metrics() if record.get("update", 0) <= update]
-        beside = self.metrics.with_name(".metrics.unfinished")
-        beside.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
-        beside.replace(self.metrics)
+        replace_file(self.metrics, "".join(json.dumps(record) + "\n" for record in kept).encode())
 
     # --- how far it is ------------------------------------------------------------------------------------------------
 
     def write_live(self, text: str) -> None:
         """Whole, or not at all: who reads it meanwhile has the one before. `OSError` if it cannot be written."""
-        beside = self.path / ".live.unfinished"
-        try:
-            beside.write_text(text, encoding="utf-8")
-            beside.replace(self.live)
-        finally:  # of a disk that is full nothing stays behind
-            with suppress(OSError):
-                beside.unlink(missing_ok=True)
+        replace_file(self.live, text.encode())
 
     def read_live(self) -> dict[str, Any] | None:
         """None where there is none, or no whole one. A field is left out if it is not of its type."""
@@ -290,20 +289,17 @@ class RunDir:
 
     # --- parts that learners of a server hand to the one who leads ----------------------------------------------------
 
-    def hand_in(self, rest: int, learner: int, part: bytes) -> None:
+    def hand_in(self, pause: int, learner: int, part: bytes) -> None:
         self._parts.mkdir(exist_ok=True)
-        final = self._parts / f"{rest}-{learner}"
-        beside = final.with_suffix(".unfinished")
-        beside.write_bytes(part)
-        beside.replace(final)
+        replace_file(self._parts / f"{pause}-{learner}", part)
 
-    def handed_in(self, rest: int) -> dict[int, bytes]:
-        """The parts of a rest, by learner. They stay until the next rest: should who leads die, another reads them."""
+    def handed_in(self, pause: int) -> dict[int, bytes]:
+        """The parts of a pause, by learner. They stay until the next: should who leads die, another reads them."""
         parts: dict[int, bytes] = {}
         for path in sorted(self._parts.glob("*")) if self._parts.is_dir() else []:
             found = re.fullmatch(r"(\d+)-(\d+)", path.name)
-            if found is not None and int(found[1]) <= rest:
-                if int(found[1]) == rest:
+            if found is not None and int(found[1]) <= pause:
+                if int(found[1]) == pause:
                     parts[int(found[2])] = path.read_bytes()
                 else:
                     path.unlink(missing_ok=True)
@@ -313,9 +309,7 @@ class RunDir:
         """Nothing stays that only a running run needs. A log that was cut off keeps its whole lines."""
         self.forget_stop()
         for path in (
-            *self.path.glob(".stop.*"),
-            *self.path.glob(".metrics.unfinished"),
-            self.path / ".live.unfinished",
+            one for name in (".stop.*", ".metrics*.unfinished", ".live*.unfinished") for one in self.path.glob(name)
         ):
             path.unlink(missing_ok=True)
         for path in self.path.glob("log*.jsonl.unfinished"):

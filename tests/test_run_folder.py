@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
 
 from offbeat.errors import RequestError
-from offbeat.train.rundir import Hold, RunDir, new_run_dir
+from offbeat.runs.run_folder import FolderLock, RunDir, new_run_dir
 
 
 def test_a_folder_is_one_runs_at_a_time(tmp_path: Path) -> None:
-    hold = Hold(tmp_path)
+    hold = FolderLock(tmp_path, time.sleep)
     with pytest.raises(RequestError, match="is in use: another run writes there"):
-        Hold(tmp_path)
+        FolderLock(tmp_path, time.sleep)
     hold.release()
-    Hold(tmp_path).release()
+    FolderLock(tmp_path, time.sleep).release()
 
 
 def test_a_fork_does_not_let_go_of_what_has_another_number_there(tmp_path: Path) -> None:
-    hold = Hold(tmp_path)
+    hold = FolderLock(tmp_path, time.sleep)
     child = os.fork()
     if child == 0:
         hold.release()
@@ -41,4 +42,4 @@ def test_the_parts_of_a_rest_are_there_for_another_who_leads_it(tmp_path: Path) 
 
 def test_two_runs_of_one_second_have_two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert len({new_run_dir("same", None) for _ in range(3)}) == 3
+    assert len({new_run_dir("same", None, "now") for _ in range(3)}) == 3

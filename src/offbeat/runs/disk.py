@@ -10,7 +10,7 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _PIECE_BYTES = 16 * 2**20
@@ -30,6 +30,17 @@ def write_file(path: Path, content: bytes) -> None:
         raise
     finally:
         os.close(file)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Whole, or not at all: who reads it meanwhile has the one before, and a failure leaves nothing behind."""
+    beside = path.with_name(f".{path.name}.unfinished")
+    try:
+        beside.write_bytes(content)
+        beside.replace(path)
+    finally:
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
 
 
 def sync_folder(path: Path) -> None:

@@ -84,7 +84,7 @@ def test_a_log_that_cannot_be_written_leaves_the_old_one_and_nothing_else(tmp_pa
 
 
 def test_other_formats_and_missing_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(LogError, match="cannot read"):
+    with pytest.raises(LogError, match="cannot be read"):
         read_log(tmp_path / "nowhere")
     (tmp_path / "old").write_text('{"kind":"run","format":99}\n')
     with pytest.raises(LogError, match="format 99; this version reads format 1"):

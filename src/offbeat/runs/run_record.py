@@ -1,0 +1,235 @@
+"""The folder of a run, read as far as it can be.
+
+    read_run(path)         -> RunRecord       config.json, metrics.jsonl, log*.jsonl, machine.json, energy*.json
+
+Laws. What a folder holds never raises: each file that is missing, cut off, foreign or wrong is one sentence in
+`problems`, and everything else is still used. A line of a log that cannot be read is skipped and counted. All text is
+clean (untrusted.py), all numbers are finite, and no time is negative.
+
+What it must not know: torch (the typed configuration lives there: here it is plain JSON), and what the numbers mean.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from offbeat.policies.replay import Decision, read_decision
+from offbeat.runs import untrusted
+from offbeat.runs.log import Span, read_lines
+from offbeat.runs.run_folder import LogFile, RunDir
+from offbeat.runs.untrusted import LABEL, JsonLines, UnusableFile, clean, shorten
+
+_ENERGY = re.compile(r"energy(?:\.([1-9][0-9]{0,3}))?\.json")
+
+
+class Evaluation(NamedTuple):
+    """A line of metrics.jsonl; None where it does not say. `dropped` are samples, up to then."""
+
+    update: int | None
+    seconds: float | None
+    accuracy: float | None
+    test_samples: int | None  # of which it is a share
+    loss: float | None
+    samples: int | None
+    dropped: int | None
+    epoch: float | None
+    warning: str = ""  # that the training does not learn
+    sent_bytes: int | None = None  # by all learners, up to then
+    received_bytes: int | None = None
+    wait_share: float | None = None  # of the learners' time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSegment:
+    """One start-to-end of a run: the first, or one after a resume. Times begin anew in each."""
+
+    number: int
+    run: Mapping[str, Any] = field(default_factory=dict)
+    spans: tuple[Span, ...] = ()
+    decisions: tuple[Decision, ...] = ()
+    finished: bool = True
+    unread: int = 0  # lines
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentEnergy:
+    """What one segment took; joules are None where nothing could measure them. `reasons` say what is not in them."""
+
+    segment: int
+    seconds: float | None
+    joules: float | None
+    sources: tuple[str, ...] = ()
+    reasons: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """What was found in a run's folder. `name` is whole, `label` is short enough for a chart."""
+
+    name: str
+    label: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    metrics: tuple[Evaluation, ...] = ()
+    segments: tuple[RunSegment, ...] = ()
+    machine: Mapping[str, Any] = field(default_factory=dict)
+    energy: tuple[SegmentEnergy, ...] = ()
+    simulated: bool = False
+    finished: bool = True
+    problems: tuple[str, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.config and not self.metrics and not any(one.spans or one.decisions for one in self.segments)
+
+
+def read_run(path: Path) -> RunRecord:
+    """All of a folder that can be used."""
+    return _Reader(path).record()
+
+
+class _Reader:
+    """Reads a folder, and keeps a sentence on each thing that is wrong with it."""
+
+    def __init__(self, path: Path) -> None:
+        self._run = RunDir(path)
+        self._problems: list[str] = []
+        try:
+            self._entries = {entry.name for entry in path.iterdir()}
+        except OSError as error:
+            self._entries = set()
+            self._say(f"the folder cannot be read: {error.strerror or type(error).__name__}")
+
+    def _say(self, problem: str) -> None:
+        self._problems.append(clean(problem))
+
+    def record(self) -> RunRecord:
+        path = self._run.path
+        name = clean(path.name or path.resolve().name or "run")
+        config = self._object(self._run.config, missing="is missing")
+        metrics = self._metrics()
+        segments = self._segments()
+        machine = self._object(self._run.machine)
+        energy = tuple(one for number in self._numbers() if (one := self._energy(number)) is not None)
+        finished = not segments or segments[-1].finished  # an earlier segment that broke off was gone on with
+        if not finished:
+            self._say("the run is unfinished: it is still running, or was stopped from outside")
+        return RunRecord(
+            name=name,
+            label=shorten(name, LABEL),
+            config=config,
+            metrics=metrics,
+            segments=segments,
+            machine=machine,
+            energy=energy,
+            simulated=any(one.run.get("simulated") is True for one in segments),
+            finished=finished,
+            problems=tuple(self._problems),
+        )
+
+    def _is_there(self, path: Path, missing: str) -> bool:
+        there = path.name in self._entries
+        if not there and missing:
+            self._say(f"{path.name}: {missing}")
+        return there
+
+    def _object(self, path: Path, *, missing: str = "") -> dict[str, Any]:
+        if not self._is_there(path, missing):
+            return {}
+        try:
+            return untrusted.read_json(path)
+        except UnusableFile as file:
+            self._say(str(file))
+            return {}
+
+    def _metrics(self) -> tuple[Evaluation, ...]:
+        """In order of time; a line that does not say when it was measured cannot be drawn, and is left out."""
+        if not self._is_there(self._run.metrics, "is missing: there is no accuracy and no time to it"):
+            return ()
+        found: list[Evaluation] = []
+        lines = JsonLines(self._run.metrics)
+        try:
+            for record in lines:
+                read = _evaluation(record)
+                if read.seconds is None or (found and read.seconds < (found[-1].seconds or 0.0)):
+                    lines.skip("it does not say when, or is out of order")
+                else:
+                    found.append(read)
+        except UnusableFile as file:
+            self._say(str(file))
+        if lines.problem:
+            self._say(lines.problem)
+        return tuple(found)
+
+    def _segments(self) -> tuple[RunSegment, ...]:
+        logs = self._run.logs()
+        if not logs:
+            self._say(f"{self._run.log(1).name}: is missing: there is no timeline")
+        return tuple(one for log in logs if (one := self._segment(log)) is not None)
+
+    def _segment(self, log: LogFile) -> RunSegment | None:
+        lines = JsonLines(log.path)
+        try:
+            found = read_lines(lines, read_decision)
+        except UnusableFile as file:
+            self._say(str(file))
+            return None
+        if not lines.number:
+            self._say(f"{log.path.name}: is empty")
+        if lines.problem:
+            self._say(lines.problem)
+        return RunSegment(
+            number=log.segment,
+            run=untrusted.plain(dict(found.run)),
+            spans=tuple(found.spans),
+            decisions=tuple(found.decisions),
+            finished=log.finished,
+            unread=lines.skipped,
+        )
+
+    def _numbers(self) -> list[int]:
+        """Of the segments whose energy was written."""
+        return sorted(int(match[1] or 1) for name in self._entries if (match := _ENERGY.fullmatch(name)))
+
+    def _energy(self, segment: int) -> SegmentEnergy | None:
+        path = self._run.energy(segment)
+        data = self._object(path)
+        if not data:
+            return None
+        joules = untrusted.from_zero(data.get("joules"))
+        if joules is None and data.get("joules") is not None:
+            self._say(f"{path.name}: 'joules' is not a number of joules")
+        names = [untrusted.text(one.get("name")) for one in _list(data.get("sources")) if isinstance(one, dict)]
+        return SegmentEnergy(
+            segment=segment,
+            seconds=untrusted.from_zero(data.get("seconds")),
+            joules=joules,
+            sources=tuple(filter(None, names)),
+            reasons=tuple(one for one in _list(data.get("not_measured")) if isinstance(one, str)),
+        )
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _evaluation(record: Mapping[str, Any]) -> Evaluation:
+    dropped = record.get("dropped")
+    many = [untrusted.count(one) for one in dropped.values()] if isinstance(dropped, dict) else None
+    return Evaluation(
+        update=untrusted.count(record.get("update")),
+        seconds=untrusted.from_zero(record.get("seconds")),
+        accuracy=untrusted.share(record.get("accuracy")),
+        test_samples=untrusted.count(record.get("test_samples")),
+        loss=untrusted.number(record.get("loss")),
+        samples=untrusted.count(record.get("samples")),
+        dropped=None if many is None else sum(one or 0 for one in many),
+        epoch=untrusted.from_zero(record.get("epoch")),
+        warning=untrusted.text(record.get("warning")),
+        sent_bytes=untrusted.count(record.get("sent_bytes")),
+        received_bytes=untrusted.count(record.get("received_bytes")),
+        wait_share=untrusted.share(record.get("wait_share")),
+    )
