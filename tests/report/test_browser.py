@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from offbeat.report import number_format
+from offbeat import number_format
 from offbeat.report.page import render
 from offbeat.report.page_model import BarChart, Bars, LineChart, Page, Series, Table, Timeline
 from report import pages
@@ -162,7 +162,7 @@ def test_numbers_are_written_alike_in_python_and_in_the_browser(show: Open) -> N
     for form in ("number", "seconds", "percent", "signed-percent", "times", "money", "joules"):
         # The page's `report` is no property of its window; a function of the test may name it all the same.
         there = tab.evaluate("([numbers, form]) => numbers.map((one) => report.write(one, form))", [numbers, form])
-        assert there == [number_format.write(number, form) for number in numbers], form
+        assert there == [number_format.format_value(number, form) for number in numbers], form
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from offbeat.report.number_format import UNITS, column_unit, write
+from offbeat.number_format import UNITS, Form, column_unit, format_value
 from offbeat.report.page import render
-from offbeat.report.page_model import BarChart, Column, Form, LineChart, Page, Section, ShareChart, Table, Timeline
+from offbeat.report.page_model import BarChart, Column, LineChart, Page, Section, ShareChart, Table, Timeline
 from offbeat.report.tables import as_csv
 from report import pages
 
@@ -131,7 +131,7 @@ def test_every_cell_name_and_help_of_every_table_is_in_the_html() -> None:
             assert html.escape(column.name) in text and html.escape(column.help) in text
             unit = column_unit([row[at] for row in table.rows], column.form)
             for row in table.rows:
-                assert f"<bdi>{html.escape(write(row[at], column.form, unit))}</bdi>" in text
+                assert f"<bdi>{html.escape(format_value(row[at], column.form, unit))}</bdi>" in text
     reader = Reader(text)
     assert sum(t in ("td", "th") for t, _ in reader.elements) == sum(
         len(table.columns) * (len(table.rows) + 1) for table in tables
@@ -367,13 +367,13 @@ def test_what_is_not_finite_is_not_in_the_data() -> None:
     ],
 )
 def test_a_number_is_written_as_a_person_reads_it(value: Any, form: Form, words: str) -> None:
-    assert write(value, form) == words
+    assert format_value(value, form) == words
 
 
 def test_a_column_of_alike_numbers_has_one_unit_and_one_of_unlike_numbers_has_many() -> None:
     alike, unlike = (0.5, None, 90.0), (0.001, 90.0)
     unit = column_unit(alike, "seconds")
-    assert [write(value, "seconds", unit) for value in alike] == ["0.5 s", "–", "90 s"]
+    assert [format_value(value, "seconds", unit) for value in alike] == ["0.5 s", "–", "90 s"]
     assert column_unit(unlike, "seconds") is None
     assert column_unit((1.0, 2.0), "percent") is None
     assert column_unit((None, 0, math.nan), "joules") is None

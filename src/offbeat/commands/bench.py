@@ -19,7 +19,8 @@ from offbeat.commands.base import (
     say,
 )
 from offbeat.errors import RequestError
-from offbeat.spec import choice, count_of, format_rate, format_size, parse_count, parse_seconds, parse_size
+from offbeat.number_format import format_rate, format_size
+from offbeat.spec import choice, count_of, parse_count, parse_seconds, parse_size
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from offbeat.commands.base import console, facts, heading, print_json, read_accuracy, reader, say, table
 from offbeat.errors import OffbeatError, RequestError
+from offbeat.number_format import format_seconds
 from offbeat.runs.metrics import format_accuracy
-from offbeat.spec import choice, count_of, format_seconds, parse_count
+from offbeat.spec import choice, count_of, parse_count
 from offbeat.train.arguments import add_arguments as add_recipe_arguments
 from offbeat.train.arguments import given as changes_of
 
@@ -422,7 +423,7 @@ def print_scaling(result: ScalingResult) -> None:
 
 def print_accuracy(result: AccuracyResult) -> None:
     from offbeat.measure.accuracy import definitions, ranking
-    from offbeat.measure.comparisons import percent
+    from offbeat.number_format import percent
 
     out = console()
     request = result.request

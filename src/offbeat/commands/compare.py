@@ -12,13 +12,14 @@ from offbeat.commands.race import race
 from offbeat.commands.sweep import add_sweep_arguments, batch_of, is_sweep, lines_of, one_count, sweep
 from offbeat.commands.virtual import add_recipe_arguments, refuse_without_recipe
 from offbeat.errors import RequestError
+from offbeat.number_format import format_seconds, format_size
 from offbeat.policies.memory import vectors_of
 from offbeat.simulate.compare import MachineSummary, WhatIf, advise, describe, describe_machines, what_if, why
 from offbeat.simulate.limits import Limit, limit_of
 from offbeat.simulate.result import Result
 from offbeat.simulate.server import StandsStillError
 from offbeat.simulate.setup import Setup
-from offbeat.spec import count_of, format_seconds, format_size, parse_count
+from offbeat.spec import count_of, parse_count
 from offbeat.strategy import line_up
 
 _WIDE = 140

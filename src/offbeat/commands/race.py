@@ -19,11 +19,12 @@ from offbeat.commands.base import console, heading, print_json, say, write_file
 from offbeat.commands.cluster import cluster_of
 from offbeat.commands.virtual import Live, clock_of, config_of, curve_of, machines_of, task_for, title_of, trained
 from offbeat.errors import RequestError
+from offbeat.number_format import format_seconds, percent
 from offbeat.policies.damping import CORRECT
-from offbeat.predict.race import Curve, Racer, advice, advised, chart_of, percent, ranked, words_of, worth_drawing
+from offbeat.predict.race import Curve, Racer, advice, advised, chart_of, ranked, words_of, worth_drawing
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.compare import describe, describe_machines
-from offbeat.spec import count_of, format_seconds
+from offbeat.spec import count_of
 from offbeat.strategy import ALL_REDUCE, line_up, simulated_family_of
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ from offbeat.commands.base import Command, console, heading, json_argument, prin
 from offbeat.commands.virtual import Live, task_for
 from offbeat.errors import OffbeatError, RequestError
 from offbeat.machine import available_bytes
+from offbeat.number_format import format_seconds, percent
 from offbeat.predict.calibration import Calibration, read_calibration
-from offbeat.predict.race import percent
 from offbeat.simulate.cluster import check_memory
-from offbeat.spec import count_of, format_seconds, parse_count
+from offbeat.spec import count_of, parse_count
 from offbeat.strategy import line_up
 
 if TYPE_CHECKING:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from offbeat.commands.base import say
+from offbeat.number_format import format_rate
 from offbeat.schedules.algorithms import format_orders
 from offbeat.schedules.rings import Rings, find_rings
-from offbeat.spec import count_of, format_rate
+from offbeat.spec import count_of
 from offbeat.topology import Topology
 
 if TYPE_CHECKING:

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from offbeat.commands.base import Command, console, facts, json_argument, print_json, reader, say
 from offbeat.errors import OffbeatError, RequestError
+from offbeat.number_format import format_seconds
 from offbeat.policies.damping import CORRECT, KEEP
 from offbeat.processes.signals import terminable
 from offbeat.runs.metrics import format_traffic
-from offbeat.spec import count_of, format_seconds, parse_count
+from offbeat.spec import count_of, parse_count
 from offbeat.strategy import ALL_REDUCE, NATIVE, family_of
 
 if TYPE_CHECKING:

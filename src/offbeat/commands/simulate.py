@@ -24,6 +24,7 @@ from offbeat.commands.cluster import add_cluster_arguments, cluster_of, model_of
 from offbeat.commands.sweep import add_sweep_arguments, batch_of, is_sweep, one_count, sweep
 from offbeat.commands.virtual import add_recipe_arguments, refuse_without_recipe, simulate_recipe
 from offbeat.errors import RequestError
+from offbeat.number_format import format_seconds, format_size
 from offbeat.runs import text_timeline
 from offbeat.runs.log import RunLog, Span, write_chrome_trace, write_log
 from offbeat.simulate.collective import bucket_curve
@@ -31,7 +32,7 @@ from offbeat.simulate.compare import why
 from offbeat.simulate.result import Result
 from offbeat.simulate.sweep import Point, point_of
 from offbeat.simulate.theory import alone_s
-from offbeat.spec import count_of, expand, format_seconds, format_size, parse_count
+from offbeat.spec import count_of, expand, parse_count
 
 if TYPE_CHECKING:
     from rich.console import Console

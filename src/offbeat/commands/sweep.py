@@ -10,10 +10,11 @@ from offbeat.commands.base import busy, console, heading, print_json, reader, sa
 from offbeat.commands.cluster import cluster_of, setup_of
 from offbeat.commands.virtual import refuse_without_recipe
 from offbeat.errors import RequestError
+from offbeat.number_format import format_seconds
 from offbeat.runs.metrics import DEFINITIONS
 from offbeat.simulate.setup import Setup
 from offbeat.simulate.sweep import Point, Ratio, measure, picture, ratios
-from offbeat.spec import count_of, expand, format_seconds, parse_count
+from offbeat.spec import count_of, expand, parse_count
 from offbeat.strategy import line_up
 
 _NOT_HERE = ("trace", "log", "curve", "show", "minibatches")

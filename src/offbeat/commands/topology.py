@@ -17,7 +17,8 @@ from offbeat.commands.base import (
     say,
 )
 from offbeat.commands.rings import print_rings, rings_json, rings_of
-from offbeat.spec import count_of, format_rate, format_seconds, parse_count
+from offbeat.number_format import format_rate, format_seconds
+from offbeat.spec import count_of, parse_count
 from offbeat.topology import TOPOLOGIES, Topology, build, edge_name
 
 

@@ -18,11 +18,12 @@ from offbeat import topology
 from offbeat.commands.base import busy, console, facts, heading, print_json, read_accuracy, reader, write_file
 from offbeat.commands.cluster import cluster_of, model_of
 from offbeat.errors import OffbeatError, RequestError
+from offbeat.number_format import format_rate, format_seconds, percent
 from offbeat.predict.calibration import machine_of
-from offbeat.predict.race import Curve, chart_of, percent
+from offbeat.predict.race import Curve, chart_of
 from offbeat.runs.metrics import format_accuracy, format_traffic, highest_reached
 from offbeat.simulate.cluster import Cluster
-from offbeat.spec import count_of, format_rate, format_seconds, parse_count
+from offbeat.spec import count_of, parse_count
 from offbeat.strategy import ALL_REDUCE, simulated_family_of
 
 if TYPE_CHECKING:

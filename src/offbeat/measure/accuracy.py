@@ -38,15 +38,15 @@ from offbeat.measure.comparisons import (
     machine_for,
     median_of,
     middle,
-    percent,
     relative,
     shared_notes,
 )
 from offbeat.measure.rank_bench import Progress
 from offbeat.measure.scaling import NOT_PREDICTED
+from offbeat.number_format import format_seconds, percent
 from offbeat.processes.signals import terminable
 from offbeat.runs import metrics
-from offbeat.spec import count_of, format_seconds
+from offbeat.spec import count_of
 from offbeat.train.config import Config
 
 Foresee = Callable[[Config], float | None]  # seconds to the target; None: it is not reached

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from offbeat.number_format import format_size
 from offbeat.runs.metrics import BUS_FACTORS, bus_bandwidth
-from offbeat.spec import format_size
 
 OURS = "offbeat"
 # What a training iteration is compared with, and how each is called in a sentence.

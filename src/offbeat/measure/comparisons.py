@@ -219,10 +219,6 @@ INTERVAL = f"low and high: the least and the greatest; of {FEW} or more, the 95 
 # --- words -----------------------------------------------------------------------------------------------------------
 
 
-def percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
-
-
 def machine_for(config: Config) -> dict[str, Any]:
     """Facts that explain a number, before anything is started; a device that is not here is refused."""
     facts = machine_facts()

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from offbeat.errors import OffbeatError
-from offbeat.spec import format_seconds
+from offbeat.number_format import format_seconds
 
 _LOOK_S = 0.5  # how often a process is looked at whose pipe says nothing
 _AFTERMATH_S = 0.5  # when one has died, its peers complain as well: the cause is sought among all of them

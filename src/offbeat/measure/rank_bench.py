@@ -36,8 +36,9 @@ from offbeat.measure.bench_results import (
     size_label,
 )
 from offbeat.measure.harness import Harness
+from offbeat.number_format import format_size
 from offbeat.processes.signals import terminable
-from offbeat.spec import count_of, format_size
+from offbeat.spec import count_of
 from offbeat.strategy import ALL_REDUCE, family_of
 
 GLOO, MPI = "gloo", "mpi"

@@ -38,11 +38,11 @@ from offbeat.measure.comparisons import (
     median_of,
     middle,
     minibatch,
-    percent,
     relative,
     shared_notes,
 )
 from offbeat.measure.rank_bench import Progress
+from offbeat.number_format import percent
 from offbeat.processes.signals import terminable
 from offbeat.runs import metrics
 from offbeat.spec import count_of

@@ -16,8 +16,8 @@ from typing import Any
 
 from offbeat import plugins
 from offbeat.errors import OffbeatError
+from offbeat.number_format import format_seconds
 from offbeat.server.supervisor import Plan, Supervisor
-from offbeat.spec import format_seconds
 
 _MOST_SAID = 200  # lines that are kept
 

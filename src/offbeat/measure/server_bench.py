@@ -25,10 +25,11 @@ from offbeat.machine import available_bytes, machine_facts
 from offbeat.measure.bench_results import OURS, format_ratio
 from offbeat.measure.rank_bench import MOST_RANKS, Progress
 from offbeat.measure.served import environment, program, supervise
+from offbeat.number_format import format_seconds, format_size
 from offbeat.processes.signals import terminable
 from offbeat.server.coordinator.session import Setting
 from offbeat.server.supervisor import Plan
-from offbeat.spec import count_of, format_seconds, format_size
+from offbeat.spec import count_of
 
 PARAMETERS = 25_600_000
 LINE = "async"

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from offbeat.number_format import whole_percent as percent
+
 
 class Outcome(Protocol):
     """What is read of a result; shares are of the learners' time."""
@@ -31,10 +33,6 @@ class Outcome(Protocol):
     def fetch_share(self) -> float: ...  # part of wait_share: weights are on their way
     @property
     def staleness_mean(self) -> float: ...
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
 
 
 def for_others(result: Outcome) -> float:

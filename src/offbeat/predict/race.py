@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from offbeat.chart import Line, line_chart
+from offbeat.number_format import format_seconds, percent
 from offbeat.policies import create
 from offbeat.runs.metrics import Score, format_accuracy, ranking
-from offbeat.spec import format_seconds
 from offbeat.strategy import ALL_REDUCE, family_of
 
 ALIKE = 1.05  # medians this close are not told apart
@@ -114,10 +114,6 @@ class Racer(NamedTuple):
     @property
     def waste_share(self) -> float:
         return statistics.median(one.waste_share for one in self.curves)
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
 
 
 def ranked(racers: Sequence[Racer]) -> list[Racer]:

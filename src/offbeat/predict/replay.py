@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from offbeat import spec as grammar
 from offbeat.errors import LogError, RequestError
+from offbeat.number_format import format_seconds
 from offbeat.policies import create
 from offbeat.predict.calibration import Calibration, Probe
 from offbeat.predict.recorded_run import MOSTLY, Recorded, filled, law_of, read_recorded, starts_of
@@ -30,7 +31,7 @@ from offbeat.runs.log import read_log
 from offbeat.runs.metrics import highest_reached, time_to_accuracy
 from offbeat.simulate.cluster import Cluster, Wires
 from offbeat.simulate.compute import Law
-from offbeat.spec import count_of, format_seconds
+from offbeat.spec import count_of
 from offbeat.strategy import ALL_REDUCE, AUTO, NATIVE, family_of
 from offbeat.train.config import Config
 from offbeat.train.config_files import changed

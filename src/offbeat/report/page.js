@@ -1,7 +1,7 @@
 /* Draws the charts of a page from the data that page.py put beside it, and answers pointer and keys.
 
    Laws. Text from the data becomes text and nothing else: textContent and createElement only. Numbers are written as
-   forms.py writes them. A chart is drawn when it comes near the window, or when there is time, or before printing;
+   number_format.py writes them. A chart is drawn when it comes near the window, or when there is time, or before printing;
    drawing it again gives the same picture.
 
    The order below: numbers and words, nodes, what is said at the pointer, legends, axes, the three charts in SVG, and
@@ -18,7 +18,7 @@ const report = (() => {
   const timelines = data.filter((chart) => chart.kind === "timeline");
   const drawn = new Map(); // figure -> how to draw it again
 
-  // --- numbers as forms.py writes them ----------------------------------------------------------------------------
+  // --- numbers as number_format.py writes them ----------------------------------------------------------------------------
 
   const LARGE = 1e15, SMALL = 1e-4, NOTHING = 1e-300, MOST = 1e306, ROOM = 0.9995;
   const UNITS = {

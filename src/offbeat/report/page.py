@@ -29,12 +29,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from offbeat.report.number_format import column_unit, write
+from offbeat.number_format import Cell, Form, column_unit, format_value
 from offbeat.report.page_model import (
     BarChart,
-    Cell,
     Column,
-    Form,
     Item,
     LineChart,
     Page,
@@ -244,7 +242,7 @@ def _plain(name: str, form: Form) -> str:
 
 def _column(column: Column, cells: Sequence[Cell]) -> list[str]:
     unit = column_unit(cells, column.form)
-    return [write(cell, column.form, unit) for cell in cells]
+    return [format_value(cell, column.form, unit) for cell in cells]
 
 
 def _grid(columns: Sequence[Column], written: Sequence[Sequence[str]], shown: Sequence[int], title: str) -> str:

@@ -14,9 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Cell = str | int | float | None
-# How a number of a column is written: as it is, seconds with a fitting unit, a share as percent, times, money, joules.
-Form = Literal["text", "number", "seconds", "percent", "signed-percent", "times", "money", "joules"]
+from offbeat.number_format import Cell, Form
+
 Style = Literal["line", "dots", "dashed"]
 
 

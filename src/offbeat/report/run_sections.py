@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from offbeat.number_format import Cell, percent
 from offbeat.policies import Staleness
 from offbeat.report import benchmarks, facts
 from offbeat.report.facts import Facts, straggler
 from offbeat.report.page_model import (
     BarChart,
     Bars,
-    Cell,
     Column,
     Item,
     LineChart,
@@ -25,7 +25,7 @@ from offbeat.report.page_model import (
 )
 from offbeat.report.reading import RunRecord
 from offbeat.report.results import Result
-from offbeat.report.summary import Group, percent
+from offbeat.report.summary import Group
 from offbeat.report.theory import staleness_theory
 from offbeat.runs.log import WHAT, Span
 from offbeat.runs.metrics import DEFINITIONS

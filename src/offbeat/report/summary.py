@@ -16,12 +16,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from offbeat.number_format import format_seconds, percent, whole_percent
 from offbeat.report.facts import Facts, Straggler, straggler
 from offbeat.report.files import clean
 from offbeat.report.reading import RunRecord
 from offbeat.report.results import Result
 from offbeat.report.theory import staleness_theory
-from offbeat.spec import count_of, format_seconds
+from offbeat.spec import count_of
 
 EACH = 8  # runs of which each is told
 NAMED = 5  # of a list
@@ -35,10 +36,6 @@ SAME = (
 )  # fmt: skip
 _UNSAID = {"train.accumulate": 1}  # what a configuration that was written before the field was there means
 TOLD = ("learners", "slow", "machine.processor", "machine.device", "machine.cores", "train.epochs")
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
 
 
 def names_of(facts: Sequence[Facts]) -> tuple[str, ...]:
@@ -306,7 +303,7 @@ def _stragglers(facts: Sequence[Facts], names: Sequence[str]) -> Iterator[str]:
         waits = sorted(seen, key=lambda one: -one[1])
         whose = "its" if many == 1 else "their"
         told = [
-            f"{100 * waited:.0f} %{'' if place else f' of {whose} time'} under {name}"
+            f"{whole_percent(waited)}{'' if place else f' of {whose} time'} under {name}"
             for place, (_, waited, name, _) in enumerate(waits)
         ]
         yield (

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from offbeat.errors import RequestError
+from offbeat.number_format import whole_percent as percent
 from offbeat.policies import create
-from offbeat.policies.sentences import percent
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.result import Result
 from offbeat.simulate.setup import Setup
