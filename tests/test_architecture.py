@@ -20,11 +20,11 @@ PACKAGE = HERE / "src" / "offbeat"
 # A room imports only rooms above it. The torch-free ones use the standard library and numpy alone.
 TORCH_FREE = (
     "errors", "number_format", "spec", "synonyms", "plugins", "topology", "schedules", "policies", "strategy", "runs",
-    "leases", "chart", "simulate", "datasets", "report",
+    "leases", "charts", "simulate", "datasets", "report",
 )  # fmt: skip
 ROOMS = (
     "errors", "number_format", "spec", "synonyms", "plugins", "topology", "schedules", "policies", "strategy", "runs",
-    "leases", "chart", "simulate", "datasets", "report", "processes", "machine", "energy", "collectives", "server",
+    "leases", "charts", "simulate", "datasets", "report", "processes", "machine", "energy", "collectives", "server",
     "integrations", "train", "predict", "measure", "commands", "cli", "__main__",
 )  # fmt: skip
 # What a torch-free room must not know: torch, the clock, sockets, threads, processes, unseeded randomness.

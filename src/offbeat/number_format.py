@@ -88,6 +88,11 @@ def column_unit(values: Iterable[Cell], form: Form) -> Unit | None:
     return _unit(form, max(sizes))
 
 
+def format_fixed(value: float, digits: int) -> str:
+    """With that many digits after the point, as the ticks of an axis have them."""
+    return (MINUS if value < 0 else "") + _fixed(abs(value), digits)
+
+
 def _float(value: float) -> float:
     try:
         return float(value)

@@ -13,20 +13,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from offbeat.charts import BarChart, Bars, LineChart, Series, ShareChart
 from offbeat.report.page import render
-from offbeat.report.page_model import (
-    BarChart,
-    Bars,
-    Column,
-    Item,
-    LineChart,
-    Page,
-    Section,
-    Series,
-    ShareChart,
-    Table,
-    Timeline,
-)
+from offbeat.report.page_model import Column, Item, Page, Section, Table, Timeline
 
 STRATEGIES = ("ring", "k-sync:6", "k-batch-async:4", "softsync:2", "downpour:push=4,fetch=2")
 HOSTILE = (

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from offbeat.charts import BarChart, LineChart, ShareChart
 from offbeat.report import run_sections
 from offbeat.report.build import build
-from offbeat.report.page_model import BarChart, Item, LineChart, Page, ShareChart, Table, Timeline
+from offbeat.report.page_model import Item, Page, Table, Timeline
 from offbeat.report.reading import read_inputs, read_run
 from report.handmade import any_run, config, decision, evaluation, span, write_result, write_run
 

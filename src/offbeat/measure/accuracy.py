@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from offbeat.chart import Line, line_chart
+from offbeat.charts import Line, line_chart
 from offbeat.errors import RequestError
 from offbeat.measure.comparisons import (
     INTERVAL,

@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from offbeat.chart import Line, line_chart
+from offbeat.charts import Line, line_chart
 from offbeat.number_format import format_seconds, percent
 from offbeat.policies import create
 from offbeat.runs.metrics import Score, format_accuracy, ranking

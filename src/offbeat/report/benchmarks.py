@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from offbeat.charts import BarChart, Bars, LineChart, Series
 from offbeat.number_format import Cell, percent
 from offbeat.report.files import share, shorten
-from offbeat.report.page_model import BarChart, Bars, Column, Item, LineChart, Section, Series, Table
+from offbeat.report.page_model import Column, Item, Section, Table
 from offbeat.report.results import Result
 from offbeat.runs.metrics import DEFINITIONS, known_interval
 from offbeat.spec import count_of

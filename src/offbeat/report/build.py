@@ -16,11 +16,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from offbeat.charts import BarChart, Bars, LineChart, Series
 from offbeat.number_format import Cell, percent
 from offbeat.report import benchmarks, facts, run_sections, summary
 from offbeat.report.facts import Facts, facts_of
 from offbeat.report.files import LABEL, clean, shorten
-from offbeat.report.page_model import BarChart, Bars, Column, Item, LineChart, Page, Section, Series, Table
+from offbeat.report.page_model import Column, Item, Page, Section, Table
 from offbeat.report.reading import RunRecord
 from offbeat.report.results import Result
 from offbeat.report.summary import Group, groups_of

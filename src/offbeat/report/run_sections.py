@@ -7,22 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from offbeat.charts import BarChart, Bars, LineChart, Series, ShareChart
 from offbeat.number_format import Cell, percent
 from offbeat.policies import Staleness
 from offbeat.report import benchmarks, facts
 from offbeat.report.facts import Facts, straggler
-from offbeat.report.page_model import (
-    BarChart,
-    Bars,
-    Column,
-    Item,
-    LineChart,
-    Section,
-    Series,
-    ShareChart,
-    Table,
-    Timeline,
-)
+from offbeat.report.page_model import Column, Item, Section, Table, Timeline
 from offbeat.report.reading import RunRecord
 from offbeat.report.results import Result
 from offbeat.report.summary import Group

@@ -204,7 +204,7 @@
       drawOverview();
       if (figure.dataset.mode !== (shares ? "shares" : "bars")) {
         figure.dataset.mode = shares ? "shares" : "bars";
-        legend(figure, keysOf(rows, shares), draw, undefined, hidden);
+        legend(figure, keysOf(rows, shares), draw, hidden);
       }
       const digits = Math.max(0, 2 - exponent(to - from));
       said.textContent = `${clock(from, digits)} to ${clock(to, digits)} of ${clock(total, digits)}${shares ? "; shares of each moment, zoom in to see versions" : ""}`;
