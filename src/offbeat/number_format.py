@@ -13,7 +13,7 @@ Two families. `format_value` writes a value of a table or a chart in a form, and
 `format_seconds`, `format_size`, `format_rate`, `percent` ... write what stands in a sentence or on a terminal:
 plain ASCII, and the parsers of spec.py read it back.
 
-Laws. What is not known is a dash. page.js writes the forms too, letter for letter, for what it shows at the pointer.
+Laws. What is not known is a dash. writing.js writes the forms too, letter for letter, for values at the pointer.
 So both use only operations that every machine does alike: a number is rounded as the floor of its multiple plus a half,
 and its exponent is read from its digits. A test in a browser compares the two over many numbers.
 

@@ -161,8 +161,8 @@ def test_numbers_are_written_alike_in_python_and_in_the_browser(show: Open) -> N
     numbers += [-number for number in numbers]
     tab = show(pages.known())
     for form in ("number", "seconds", "percent", "signed-percent", "times", "money", "joules"):
-        # The page's `report` is no property of its window; a function of the test may name it all the same.
-        there = tab.evaluate("([numbers, form]) => numbers.map((one) => report.write(one, form))", [numbers, form])
+        # The page's `writing` is no property of its window; a function of the test may name it all the same.
+        there = tab.evaluate("([numbers, form]) => numbers.map((one) => writing.write(one, form))", [numbers, form])
         assert there == [number_format.format_value(number, form) for number in numbers], form
 
 
@@ -601,7 +601,7 @@ def test_a_long_run_is_small_opens_in_time_and_shows_shares_from_afar(show: Open
 
 def test_ticks_have_one_unit_and_stay_apart_however_deep_the_zoom(show: Open) -> None:
     tab = show(pages.known())
-    ticks = "([form, low, high, most]) => report.axis(form, low, high, most).map((tick) => tick.text)"
+    ticks = "([form, low, high, most]) => writing.axis(form, low, high, most).map((tick) => tick.text)"
     assert tab.evaluate(ticks, ["seconds", 0, 9000, 5]) == ["0", "0.5 h", "1.0 h", "1.5 h", "2.0 h", "2.5 h"]
     assert tab.evaluate(ticks, ["seconds", 7200, 7200.5, 5]) == [f"7200.{n} s" for n in range(6)]
     assert tab.evaluate(ticks, ["seconds", 3, 3.004, 4]) == [f"{n} ms" for n in range(3000, 3005)]

@@ -1,96 +1,19 @@
 /* Adds to a page what only a script can: values at the pointer and by keys, zoom, showing and hiding, themes.
 
    Laws. Charts are there already, as SVG: they are changed, never drawn again; only timeline.js draws, on a canvas. Text
-   from the data becomes text and nothing else: textContent and createElement only. Numbers are written as number_format.py
-   writes them. A chart is made ready when it comes near the window, or when there is time, or before printing.
+   from the data becomes text and nothing else: textContent and createElement only. A chart is made ready when it comes near
+   the window, or when there is time, or before printing.
 
-   The order below: numbers, text, nodes, what is said at the pointer, legends, ticks, the charts, the page around them. */
+   The order below: nodes, what is said at the pointer, legends, the charts, the page around them. */
 const report = (() => {
   "use strict";
 
+  const { axis, cut, logAxis, search, write } = writing;
   const SVG = "http://www.w3.org/2000/svg";
-  const LETTERS = 300; // of a name at most, wherever it is shown whole
   const SHOWN = 14; // values at the pointer
-  const FONT = '12.5px system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, "Liberation Sans", sans-serif';
   const data = JSON.parse(document.getElementById("data").textContent);
   const timelines = data.filter((chart) => chart.kind === "timeline");
   const drawn = new Map(); // figure -> how to draw it again
-
-  // --- numbers as number_format.py writes them ----------------------------------------------------------------------------
-
-  const LARGE = 1e15, SMALL = 1e-4, NOTHING = 1e-300, MOST = 1e306, ROOM = 0.9995;
-  const UNITS = {
-    seconds: [[7200, 3600, "h"], [120, 60, "min"], [ROOM, 1, "s"], [ROOM * 1e-3, 1e-3, "ms"], [0, 1e-6, "µs"]],
-    joules: [[ROOM * 1e6, 1e6, "MJ"], [ROOM * 1e3, 1e3, "kJ"], [ROOM, 1, "J"], [0, 1e-3, "mJ"]],
-  };
-
-  function write(value, form) {
-    if (value === null || Number.isNaN(value)) return "–";
-    const sign = value < 0 ? "−" : form === "signed-percent" && value > 0 ? "+" : "";
-    const size = Math.abs(value);
-    if (size === Infinity) return `${sign}∞`;
-    return size < NOTHING ? writeSize(0, form) : sign + writeSize(size, form);
-  }
-
-  function writeSize(size, form) {
-    if (form in UNITS) {
-      const [, one, name] = size ? UNITS[form].find(([least]) => size >= least) : UNITS[form][2];
-      return `${significant(size / one, 3)} ${name}`;
-    }
-    if (form === "percent" || form === "signed-percent") return `${percent(100 * Math.min(size, MOST))} %`;
-    if (form === "times") return `${size >= 0.1 ? fixed(size, size >= 100 ? 0 : size >= 10 ? 1 : 2) : number(size, 2)}×`;
-    if (form === "money") return size >= 1000 ? fixed(size, 0) : size >= 0.1 || !size ? fixed(size, 2) : number(size, 3);
-    return number(size, 4);
-  }
-
-  function percent(size) {
-    if (!size) return "0";
-    return size >= 0.01 ? fixed(size, size >= 99.95 ? 0 : size >= 0.995 ? 1 : 2) : number(size, 1);
-  }
-
-  const number = (size, digits) => (size === Math.floor(size) && size < LARGE ? fixed(size, 0) : significant(size, digits));
-  const exponent = (size) => Number(size.toExponential(17).split("e")[1]);
-  const bare = (text) => (text.includes(".") ? text.replace(/\.?0+$/, "") : text);
-
-  function significant(size, digits) {
-    if (!size) return "0";
-    let power = exponent(size);
-    if (size >= SMALL && size < LARGE) return bare(fixed(size, Math.max(digits - 1 - power, 0)));
-    let front = bare(fixed(size / Number(`1e${power}`), digits - 1));
-    if (front === "10") [front, power] = ["1", power + 1];
-    return `${front}e${power < 0 ? "−" : ""}${Math.abs(power)}`;
-  }
-
-  function fixed(size, digits) {
-    if (size >= LARGE) return significant(size, 4);
-    const whole = String(Math.floor(size * Number(`1e${digits}`) + 0.5)).padStart(digits + 1, "0");
-    let front = whole.slice(0, whole.length - digits);
-    if (Number(front) >= 10000) front = front.replace(/\B(?=(\d{3})+$)/g, ",");
-    return digits ? `${front}.${whole.slice(whole.length - digits)}` : front;
-  }
-
-  // --- text ------------------------------------------------------------------------------------------------------
-
-  /* At most so many letters. A pair of halves of one letter is not torn apart. */
-  const cut = (text, letters = LETTERS) =>
-    text.length <= letters ? text : `${Array.from(text.slice(0, 2 * letters)).slice(0, letters).join("")}…`;
-
-  const ruler = document.createElement("canvas").getContext("2d");
-  ruler.font = FONT;
-  const width = (text) => ruler.measureText(text).width;
-
-  /* The beginning of the text that is at most `room` pixels wide. */
-  function fit(text, room) {
-    const letters = Array.from(cut(text, 200));
-    if (width(letters.join("")) <= room) return letters.join("");
-    let [low, high] = [0, letters.length];
-    while (low < high) {
-      const middle = (low + high + 1) >> 1;
-      if (width(`${letters.slice(0, middle).join("")}…`) <= room) low = middle;
-      else high = middle - 1;
-    }
-    return low ? `${letters.slice(0, low).join("")}…` : "";
-  }
 
   // --- nodes ------------------------------------------------------------------------------------------------------
 
@@ -107,17 +30,6 @@ const report = (() => {
     return node;
   };
   const at = (value) => value.toFixed(1);
-
-  const colourOf = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
-
-  /* Whether white is easier to read on the colour (#rrggbb) than black. */
-  function isDark(colour) {
-    const [red, green, blue] = [1, 3, 5].map((from) => {
-      const part = parseInt(colour.slice(from, from + 2), 16) / 255;
-      return part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4;
-    });
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.18;
-  }
 
   // --- what is said at the pointer --------------------------------------------------------------------------------
 
@@ -203,88 +115,19 @@ const report = (() => {
   }
   const nothingElse = { needed: () => false, act() {} };
 
-  /* The legend of a timeline, whose entries {name, kind, swatch, wide, key} change with what is drawn. */
-  function legend(figure, entries, changed, hidden) {
-    const nodes = entries.map((entry) => {
-      const node = make("button", { type: "button", class: "entry", title: "click: hide or show, double click: show alone" });
-      const swatch = shape("svg", { class: entry.kind, width: entry.wide, height: 14, "aria-hidden": "true" });
-      swatch.append(...entry.swatch);
-      node.append(swatch, make("bdi", {}, cut(entry.name)));
-      return node;
-    });
-    toggles(figure, nodes, entries.map((entry) => entry.key), changed, nothingElse, hidden);
-  }
-
   /* The legend of a chart that is there: hides series, which stand in the order of `series`, in all its pictures. */
-  function seriesLegend(figure, series, changed, resetAlso = nothingElse) {
+  function seriesLegend(figure, series, resetAlso = nothingElse) {
     const hidden = new Set();
     const keys = [...new Set(series.map((one) => one.group))];
     const update = () => {
       for (const node of figure.querySelectorAll(".plot .series")) node.toggleAttribute("hidden", hidden.has(keys[Number(node.dataset.group)]));
-      changed();
     };
     const show = toggles(figure, [...figure.querySelectorAll(".legend .entry")], keys, update, resetAlso, hidden);
     return { hidden, show, update };
   }
 
-  // --- ticks ------------------------------------------------------------------------------------------------------
-
-  function steps(low, high, most, whole) {
-    const rough = (high - low) / Math.max(most, 1);
-    const power = 10 ** Math.floor(Math.log10(rough));
-    let step = [1, 2, 5, 10].map((by) => by * power).find((one) => one >= rough * 0.999);
-    if (whole) step = Math.max(1, step);
-    const values = [];
-    for (let n = Math.ceil(low / step - 1e-9); n * step <= high + step * 1e-9 && values.length < 100; n += 1) values.push(n * step);
-    return { step, values };
-  }
-
-  /* Ticks {value, text} with one unit for all of them, the largest one that does not need many digits. */
-  function axis(form, low, high, most, whole = false) {
-    const size = Math.max(Math.abs(low), Math.abs(high));
-    const units = UNITS[form] ? [...UNITS[form]] : [[0, form.endsWith("percent") ? 0.01 : 1, form.endsWith("percent") ? " %" : form === "times" ? "×" : ""]];
-    while (units.length > 1 && size < units[0][0]) units.shift();
-    const digitsOf = ([, one]) => Math.max(0, -Math.floor(Math.log10(steps(low / one, high / one, most, whole).step) + 1e-9));
-    while (units.length > 1 && digitsOf(units[0]) > 2) units.shift();
-    const digits = digitsOf(units[0]);
-    const [, one, name] = units[0];
-    const found = steps(low / one, high / one, most, whole);
-    const after = UNITS[form] ? ` ${name}` : name;
-    return found.values.map((value) => {
-      const text = Math.abs(value) < found.step / 2 ? "0" : digits > 9 ? significant(Math.abs(value), 4) : fixed(Math.abs(value), digits);
-      return { value: value * one, text: (value < 0 && text !== "0" ? "−" : "") + text + (text === "0" && UNITS[form] ? "" : after) };
-    });
-  }
-
-  function logAxis(form, low, high) {
-    const ticks = [];
-    const decades = Math.log10(high / low);
-    const every = Math.max(1, Math.ceil(decades / 8));
-    for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power += 1) {
-      for (const by of decades < 1.2 ? [1, 2, 3, 5, 7] : decades < 3 ? [1, 2, 5] : [1]) {
-        const value = Number(`${by}e${power}`);
-        if (power % every === 0 && value >= low * 0.999 && value <= high * 1.001) ticks.push({ value, text: write(value, form).replace(/\.0+(?=\D|$)/, "") });
-      }
-    }
-    return ticks;
-  }
-
-  /* The first index whose value is not less. */
-  function search(values, value, low = 0, high = values.length) {
-    while (low < high) {
-      const middle = (low + high) >> 1;
-      if (values[middle] < value) low = middle + 1;
-      else high = middle;
-    }
-    return low;
-  }
-
   // --- the charts -------------------------------------------------------------------------------------------------
 
-  function empty(figure) {
-    figure.querySelector(".plot").replaceChildren(make("p", { class: "empty" }, "nothing to show"));
-    return () => {};
-  }
   const picture = (plot) => [...plot.querySelectorAll(":scope > svg")].find((svg) => getComputedStyle(svg).display !== "none");
   const zoomOf = (svg) => svg.getBoundingClientRect().width / svg.viewBox.baseVal.width; // pixels of a unit of the picture
 
@@ -305,7 +148,7 @@ const report = (() => {
     let zoomed = null; // the x values from and to which is shown; null: all
     let chosen = null; // x of the keys
     let dragged = null; // where a drag began, in the picture
-    const key = seriesLegend(figure, chart.series, () => {}, { needed: () => zoomed !== null, act: () => see(null) });
+    const key = seriesLegend(figure, chart.series, { needed: () => zoomed !== null, act: () => see(null) });
     const shown = () => chart.series.filter((one) => one.x.length && !key.hidden.has(one.group));
 
     /* The scales of a picture as it is now; the y axis of a zoomed one holds what is seen. */
@@ -439,14 +282,13 @@ const report = (() => {
     });
     plot.addEventListener("pointercancel", () => { dragged = null; leave(); });
     plot.addEventListener("dblclick", () => { if (zoomed) see(null); });
-    return () => {};
   }
 
   /* Columns of a category, or parts of a row: the bands lie along x or along y, as `data-bands` says. */
   function bandChart(figure, chart) {
     const plot = figure.querySelector(".plot");
     let chosen = -1;
-    const key = seriesLegend(figure, chart.series, () => {});
+    const key = seriesLegend(figure, chart.series);
 
     function tell(band, [px, py] = [null, null]) {
       chosen = Math.max(0, Math.min(chart.bands.length - 1, band));
@@ -477,11 +319,7 @@ const report = (() => {
       leave,
       step: (direction) => tell(chosen + direction),
     });
-    return () => {};
   }
-
-  const PARTS = ["computing", "thrown", "sending", "waiting", "updating", "evaluating", "other"];
-  const partOf = (name) => PARTS.find((part) => name.toLowerCase().startsWith(part.slice(0, 4))) || (/^appl/i.test(name) ? "updating" : "other");
 
   // --- the page around the charts ---------------------------------------------------------------------------------
 
@@ -492,7 +330,7 @@ const report = (() => {
     const chart = data[Number(figure.dataset.chart)];
     drawn.set(figure, () => {}); // one that fails is not tried again, and does not keep the others from being drawn
     try {
-      if (!figure.querySelector(".empty")) drawn.set(figure, kinds[chart.kind](figure, chart));
+      if (!figure.querySelector(".empty")) drawn.set(figure, kinds[chart.kind](figure, chart) ?? (() => {}));
       figure.dataset.drawn = "yes";
     } catch (error) {
       figure.querySelector(".plot").replaceChildren(make("p", { class: "empty" }, `this chart could not be drawn (${error})`));
@@ -581,5 +419,5 @@ const report = (() => {
   }
 
   // What timeline.js builds on.
-  return { axis, button, colourOf, cut, empty, exponent, fit, fixed, hush, isDark, kinds, legend, make, outside, partOf, say, search, shape, start, timelines, write, FONT, PARTS };
+  return { button, hush, kinds, make, nothingElse, outside, say, shape, start, timelines, toggles };
 })();

@@ -61,7 +61,7 @@ _JSON_ESCAPES = {ord(letter): f"\\u{ord(letter):04x}" for letter in "<>&\u2028\u
 def render(page: Page) -> str:
     """The whole document."""
     style, _, dark = _own("page.css").partition(DARK)
-    script = _own("page.js") + _own("timeline.js")
+    script = "".join(map(_own, ("writing.js", "page.js", "timeline.js")))
     names = _Names()
     charts: list[Data] = []
     anchors = [names.take("section", section.key) for section in page.sections]
