@@ -196,14 +196,14 @@ def usual() -> Page:
             Section(
                 key="speed",
                 title="Which was fastest",
-                words=("All five ran on the same machines with the same seeds, one after the other.",),
+                paragraphs=("All five ran on the same machines with the same seeds, one after the other.",),
                 items=(times, error, cost),
             ),
             Section(key="time", title="Where the time went", items=(shares, timeline(8, 60, wide=True))),
             Section(
                 key="learning",
                 title="How it learned",
-                words=("Loss over the samples that were just computed, smoothed by nothing.",),
+                paragraphs=("Loss over the samples that were just computed, smoothed by nothing.",),
                 items=(loss, staleness),
             ),
             Section(key="machine", title="Machines", items=(machine,)),
@@ -221,7 +221,7 @@ def known() -> Page:
         subtitle="",
         summary=("One.",),
         problems=(),
-        sections=(Section(key="all", title="All", items=chosen, words=("Some words.",)),),
+        sections=(Section(key="all", title="All", items=chosen, paragraphs=("Some words.",)),),
     )
 
 
@@ -305,7 +305,7 @@ def hostile() -> Page:
         summary=HOSTILE,
         problems=HOSTILE + HOSTILE,
         sections=tuple(
-            Section(key=name, title=name, words=(name,), items=items_of(HOSTILE) if at == 0 else ())
+            Section(key=name, title=name, paragraphs=(name,), items=items_of(HOSTILE) if at == 0 else ())
             for at, name in enumerate(HOSTILE)
         ),
     )

@@ -148,7 +148,8 @@ def test_all_words_of_a_page_are_on_it_summary_first_and_problems_before_the_sec
     page = pages.usual()
     texts = "\n".join(Reader(render(page)).texts)
     places = [texts.index(words, texts.index("Contents")) for words in (*page.summary, *page.problems)]
-    places += [texts.index(words, places[-1]) for section in page.sections for words in (section.title, *section.words)]
+    for section in page.sections:
+        places += [texts.index(text, places[-1]) for text in (section.title, *section.paragraphs)]
     assert places == sorted(places)
     assert page.title in texts and page.subtitle in texts
     for section in page.sections:

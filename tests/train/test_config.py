@@ -468,8 +468,8 @@ def test_an_unknown_recipe_is_refused_with_the_nearest(capsys: pytest.CaptureFix
 
 def test_none_of_it_loads_torch() -> None:
     code = (
-        "import sys, offbeat.commands.recipes, offbeat.train.arguments, offbeat.train.config_files as reading\n"
-        "reading.override(config_files.Config(), {'sync': 'k-async:2', 'learners': '2', 'slow': ['exp:1']})\n"
+        "import sys, offbeat.commands.recipes, offbeat.train.arguments, offbeat.train.config_files as config_files\n"
+        "config_files.override(config_files.Config(), {'sync': 'k-async:2', 'learners': '2', 'slow': ['exp:1']})\n"
         "print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -57,7 +57,7 @@ def _seconds(value: float) -> str:
     return f"{value:.1f} s" if value < 600 else format_clock(value)
 
 
-def _said(pattern: str, form: Callable[[Any], str], value: Any) -> list[str]:
+def _if_known(pattern: str, form: Callable[[Any], str], value: Any) -> list[str]:
     return [] if value is None else [pattern.format(form(value))]
 
 
@@ -87,20 +87,19 @@ def _epoch(number: int, epochs: int) -> str:
 
 
 def evaluation_line(record: Record, epochs: int) -> str:
-    parts = [_epoch(record.get("epoch") or 0, epochs), *_said("update {}", str, record.get("update"))]
-    parts += _said("loss {}", _loss, record.get("loss")) + _said("accuracy {}", percent, record.get("accuracy"))
-    parts += _said("{} samples/s", _number, record.get("samples_per_s"))
-    parts += _said("waiting {}", whole_percent, record.get("wait_share"))
-    parts += _said("staleness {}", "{:.2f}".format, record.get("staleness"))
-    return "  ".join(parts + _said("{}", _seconds, record.get("seconds")))
+    parts = [_epoch(record.get("epoch") or 0, epochs), *_if_known("update {}", str, record.get("update"))]
+    parts += _if_known("loss {}", _loss, record.get("loss")) + _if_known("accuracy {}", percent, record.get("accuracy"))
+    parts += _if_known("{} samples/s", _number, record.get("samples_per_s"))
+    parts += _if_known("waiting {}", whole_percent, record.get("wait_share"))
+    parts += _if_known("staleness {}", "{:.2f}".format, record.get("staleness"))
+    return "  ".join(parts + _if_known("{}", _seconds, record.get("seconds")))
 
 
 def progress_line(state: Progress) -> str:
     parts = [_epoch(state.epoch, state.epochs), f"at {whole_percent(state.done_of_epoch)}"]
-    parts += _said("loss {}", _loss, state.loss) + _said("{} samples/s", _number, state.samples_per_s)
-    return "  ".join(
-        parts + _said("waiting {}", whole_percent, state.wait_share) + _said("left {}", format_clock, state.left_s)
-    )
+    parts += _if_known("loss {}", _loss, state.loss) + _if_known("{} samples/s", _number, state.samples_per_s)
+    parts += _if_known("waiting {}", whole_percent, state.wait_share)
+    return "  ".join(parts + _if_known("left {}", format_clock, state.left_s))
 
 
 def died_line(record: Record) -> str:
@@ -126,22 +125,22 @@ def summary(state: Progress) -> list[tuple[str, str]]:
         of_best = []
         if best is not None and best["accuracy"] > (end.get("accuracy") or 0.0):
             of_best = [f"best {percent(best['accuracy'])} after epoch {best['epoch']}"]
-        right = _said("{}", lambda share: format_accuracy(share, end.get("test_samples")), end.get("accuracy"))
+        right = _if_known("{}", lambda share: format_accuracy(share, end.get("test_samples")), end.get("accuracy"))
         add("accuracy", *right, *of_best)
-        add("loss", *_said("{}", _loss, end.get("loss")))
-        made = _said("{}", lambda many: f"{many:,} update{'' if many == 1 else 's'}", end.get("updates"))
-        add("time", *_said("{}", _seconds, end.get("seconds")), *made)
-        add("speed", *_said("{} samples/s", _number, end.get("samples_per_s")))
-        add("waiting", *_said("{} of the learners' time", whole_percent, end.get("wait_share")))
-        add("staleness", *_said("{} on average", "{:.2f}".format, end.get("staleness_mean")))
+        add("loss", *_if_known("{}", _loss, end.get("loss")))
+        made = _if_known("{}", lambda many: f"{many:,} update{'' if many == 1 else 's'}", end.get("updates"))
+        add("time", *_if_known("{}", _seconds, end.get("seconds")), *made)
+        add("speed", *_if_known("{} samples/s", _number, end.get("samples_per_s")))
+        add("waiting", *_if_known("{} of the learners' time", whole_percent, end.get("wait_share")))
+        add("staleness", *_if_known("{} on average", "{:.2f}".format, end.get("staleness_mean")))
         sent, received = end.get("sent_bytes"), end.get("received_bytes")
         if sent is not None and received is not None:
             add("traffic", f"learners {format_traffic(sent, received, end.get('wait_share'))}")
-        add("warning", *_said("{}", _clean, end.get("warning")))
+        add("warning", *_if_known("{}", _clean, end.get("warning")))
     add("energy", *_burnt(state.energy))
     if state.saved is not None:
-        add("saved", f"update {state.saved['update']}", *_said("{}", _clean, state.saved.get("path")))
-    add("run", *_said("{}", _clean, (end or {}).get("run_dir") or state.begin.get("run_dir")))
+        add("saved", f"update {state.saved['update']}", *_if_known("{}", _clean, state.saved.get("path")))
+    add("run", *_if_known("{}", _clean, (end or {}).get("run_dir") or state.begin.get("run_dir")))
     return rows
 
 
@@ -444,17 +443,17 @@ class PlainView:
             return
         match record["kind"]:
             case "begin":
-                self._tell("  ".join(text for text, _ in _about(record)))
+                self._print("  ".join(text for text, _ in _about(record)))
                 for note in record.get("notes") or ():
                     self._write(f"note: {_clean(note)}")
             case "note" if not record.get("warns"):
                 self._write(f"note: {record['text']}")
             case "evaluated":
-                self._tell(evaluation_line(record, state.epochs))
+                self._print(evaluation_line(record, state.epochs))
             case "progress" if state.clock() - self._told >= PROGRESS_EVERY_S:
-                self._tell(progress_line(state))
+                self._print(progress_line(state))
 
-    def _tell(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         self._told = self._state.clock()
         self._write(line)
 

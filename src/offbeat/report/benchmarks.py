@@ -114,7 +114,7 @@ def scaling(results: Sequence[Result]) -> Section | None:
     )
     table = Table(key="scaling", title="Scaling", columns=columns, rows=tuple(rows), note=" ".join(filter(None, notes)))
     text = "How much faster several learners are than one. The dashed line is what n learners could be at best."
-    return Section(key="scaling", title="Scaling", items=(*items, table), words=(text,))
+    return Section(key="scaling", title="Scaling", items=(*items, table), paragraphs=(text,))
 
 
 def overheads(results: Sequence[Result]) -> list[Item]:
@@ -331,4 +331,4 @@ def predictions(results: Sequence[Result]) -> Section | None:
     text = f"{count_of(len(found), 'prediction')} of the simulator beside what was measured."
     if known:
         text += f" They are off by {percent(sum(known) / len(known))} on average, {percent(max(known))} at worst."
-    return Section(key="predictions", title="Predicted beside measured", items=tuple(items), words=(text,))
+    return Section(key="predictions", title="Predicted beside measured", items=tuple(items), paragraphs=(text,))

@@ -2,7 +2,7 @@
 
     text = render(page)
 
-Laws. The same page gives the same bytes. Nothing given is ever markup: words are escaped, data is JSON without
+Laws. The same page gives the same bytes. Nothing given is ever markup: text is escaped, data is JSON without
 `<`, `>` and `&`, and the policy at the top lets the browser run this file's own script, by its hash, and nothing else.
 Every cell of every table and every chart but the timeline is in the HTML: the page can be read, searched and printed
 without JavaScript.
@@ -49,7 +49,7 @@ LAYOUTS = {"wide": 760, "narrow": 380}  # each chart is drawn for both; page.css
 TALL = 24  # a table with more rows scrolls by itself
 PAPER = 660.0  # pixels of a table on paper; A4 has 688 between the margins of page.css
 LETTER, PADDING = 6.4, 13.0  # pixels on paper of a letter, generously, and of a cell around its letters
-NARROW, NARROWER = 24, 12  # letters of a column of words on paper, and of one that saves a table from being divided
+NARROW, NARROWER = 24, 12  # letters of a column of text on paper, and of one that saves a table from being divided
 WORD = 20  # letters of a word that is not broken on paper
 TYPES = ("u1", "i1", "u2", "i2", "u4", "i4", "f8")  # of a column of bars, the smallest first; all little-endian
 
@@ -103,7 +103,7 @@ def render(page: Page) -> str:
 """
 
 
-# --- words --------------------------------------------------------------------------------------------------------
+# --- text ---------------------------------------------------------------------------------------------------------
 
 
 class _Names:
@@ -122,10 +122,10 @@ class _Names:
         return name
 
 
-def _text(words: str) -> str:
+def _text(text: str) -> str:
     """Escaped, with line ends as spaces. Half characters and zeros, which HTML cannot hold, become a sign for that."""
-    words = re.sub("[\ud800-\udfff\x00]", "\ufffd", words)
-    return html.escape(re.sub(r"[\r\n\t]+", " ", words))
+    text = re.sub("[\ud800-\udfff\x00]", "\ufffd", text)
+    return html.escape(re.sub(r"[\r\n\t]+", " ", text))
 
 
 def _openable(text: str) -> str:
@@ -134,23 +134,23 @@ def _openable(text: str) -> str:
     return shown if len(text) <= LETTERS else f'<details class="long"><summary>{shown}</summary></details>'
 
 
-def _title(words: str) -> str:
-    """An attribute that shows words at the pointer, cut; nothing where there are none."""
-    return f' title="{_text(_cut(words))}"' if words else ""
+def _title(text: str) -> str:
+    """An attribute that shows text at the pointer, cut; nothing for no text."""
+    return f' title="{_text(_cut(text))}"' if text else ""
 
 
-def _cut(words: str) -> str:
-    return words if len(words) <= LETTERS else words[:LETTERS] + "…"
+def _cut(text: str) -> str:
+    return text if len(text) <= LETTERS else text[:LETTERS] + "…"
 
 
-def _paragraph(words: str, kind: str = "") -> str:
+def _paragraph(text: str, kind: str = "") -> str:
     """With a kind, a very long one can be opened; a `p` holds nothing that can be."""
-    if not words:
+    if not text:
         return ""
     if not kind:
-        return f"<p><bdi>{_text(words)}</bdi></p>\n"
-    tag = "p" if len(words) <= LETTERS else "div"
-    return f'<{tag} class="{kind}">{_openable(words)}</{tag}>\n'
+        return f"<p><bdi>{_text(text)}</bdi></p>\n"
+    tag = "p" if len(text) <= LETTERS else "div"
+    return f'<{tag} class="{kind}">{_openable(text)}</{tag}>\n'
 
 
 def _contents(page: Page, anchors: Sequence[str]) -> str:
@@ -168,14 +168,14 @@ def _contents(page: Page, anchors: Sequence[str]) -> str:
 def _summary(page: Page) -> str:
     if not page.summary:
         return ""
-    words = "".join(map(_paragraph, page.summary))
-    return f'<section class="summary" id="summary" aria-label="Summary">\n{words}</section>\n'
+    text = "".join(map(_paragraph, page.summary))
+    return f'<section class="summary" id="summary" aria-label="Summary">\n{text}</section>\n'
 
 
 def _problems(problems: Sequence[str]) -> str:
     if not problems:
         return ""
-    rows = [f"<li>{_openable(words)}</li>\n" for words in problems]
+    rows = [f"<li>{_openable(text)}</li>\n" for text in problems]
     shown, folded = rows[:SHOWN_PROBLEMS], rows[SHOWN_PROBLEMS:]
     rest = f"<details><summary>{len(folded)} more</summary><ul>\n{''.join(folded)}</ul></details>\n" if folded else ""
     return (
@@ -189,7 +189,7 @@ def _section(section: Section, anchor: str, names: _Names, charts: list[Data]) -
     return (
         f'<section id="{anchor}" aria-labelledby="{anchor}-title">\n'
         f'<h2 id="{anchor}-title">{_openable(section.title)}</h2>\n'
-        f"{''.join(map(_paragraph, section.words))}{items}</section>\n"
+        f"{''.join(map(_paragraph, section.paragraphs))}{items}</section>\n"
     )
 
 
@@ -293,7 +293,7 @@ def _blocks(columns: Sequence[Column], written: Sequence[Sequence[str]]) -> list
 
 def _width(column: Column, cells: Sequence[str], most: int) -> float:
     """Pixels on paper that the column needs so that no number and no word of it is broken; its name may take three
-    lines, and words are at most so many letters wide.
+    lines, and text is at most so many letters wide.
     """
     if column.form != "text":
         most = NARROW
@@ -303,36 +303,36 @@ def _width(column: Column, cells: Sequence[str], most: int) -> float:
     return LETTER * letters + PADDING
 
 
-def _label(words: str) -> str:
-    return f' aria-label="{_text(_cut(words))}"' if words else ""
+def _label(text: str) -> str:
+    return f' aria-label="{_text(_cut(text))}"' if text else ""
 
 
-def _class(column: Column, words: str, *, head: bool = False) -> str:
-    """Numbers stand right. Words with one that no paper holds are broken anywhere; many words get more room."""
-    kinds = ["number"] if column.form != "text" and (head or len(words) <= NARROW) else []
-    kinds += ["broken"] if any(len(word) > WORD for word in words.split()) else []
+def _class(column: Column, text: str, *, head: bool = False) -> str:
+    """Numbers stand right. Words with one that no paper holds are broken anywhere; much text gets more room."""
+    kinds = ["number"] if column.form != "text" and (head or len(text) <= NARROW) else []
+    kinds += ["broken"] if any(len(word) > WORD for word in text.split()) else []
     if not head:
-        kinds += ["wordier"] if len(words) > WORDIER else ["wordy"] if len(words) > WORDY else []
+        kinds += ["wordier"] if len(text) > WORDIER else ["wordy"] if len(text) > WORDY else []
     return f' class="{" ".join(kinds)}"' if kinds else ""
 
 
 def _head(column: Column) -> str:
-    words = _openable(column.name)
-    inner = f"<abbr{_title(column.help)}>{words}</abbr>" if column.help and len(column.name) <= LETTERS else words
+    text = _openable(column.name)
+    inner = f"<abbr{_title(column.help)}>{text}</abbr>" if column.help and len(column.name) <= LETTERS else text
     return f'<th scope="col"{_class(column, column.name, head=True)}>{inner}</th>'
 
 
-def _cell(column: Column, words: str, *, first: bool) -> str:
+def _cell(column: Column, text: str, *, first: bool) -> str:
     tag, scope = ("th", ' scope="row"') if first else ("td", "")
-    return f"<{tag}{scope}{_class(column, words)}>{_openable(words)}</{tag}>"
+    return f"<{tag}{scope}{_class(column, text)}>{_openable(text)}</{tag}>"
 
 
 def _help(columns: Sequence[Column]) -> str:
     helped = [column for column in columns if column.help]
     if not helped:
         return ""
-    words = "".join(f"<dt>{_openable(c.name)}</dt><dd>{_openable(c.help)}</dd>\n" for c in helped)
-    return f'<details class="help"><summary>What the columns mean</summary>\n<dl>\n{words}</dl></details>\n'
+    text = "".join(f"<dt>{_openable(c.name)}</dt><dd>{_openable(c.help)}</dd>\n" for c in helped)
+    return f'<details class="help"><summary>What the columns mean</summary>\n<dl>\n{text}</dl></details>\n'
 
 
 # --- data of charts -----------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a page holds, as plain values: words, tables and charts. Who fills them and who draws them meet here.
+"""What a page holds, as plain values: text, tables and charts. Who fills them and who draws them meet here.
 
     build.py    runs and results -> a Page
     page.py     a Page -> one HTML file        tables.py    a Page -> a CSV file for every table
@@ -63,12 +63,12 @@ Item = Table | LineChart | BarChart | ShareChart | Timeline
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """A part of a page: a heading, some words, then what is shown."""
+    """A part of a page: a heading, some paragraphs, then what is shown."""
 
     key: str
     title: str
     items: tuple[Item, ...]
-    words: tuple[str, ...] = ()  # a paragraph each
+    paragraphs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

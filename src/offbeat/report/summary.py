@@ -34,8 +34,8 @@ WORSE = 0.01  # accuracy at the end below that of the best, from which on a run 
 SAME = (
     "model", "data.name", "data.options", "train.precision", "train.batch_size", "train.accumulate", "train.loss",
 )  # fmt: skip
-_UNSAID = {"train.accumulate": 1}  # what a configuration that was written before the field was there means
-TOLD = ("learners", "slow", "machine.processor", "machine.device", "machine.cores", "train.epochs")
+_DEFAULTS = {"train.accumulate": 1}  # what a configuration that was written before the field was there means
+EXPLAINING = ("learners", "slow", "machine.processor", "machine.device", "machine.cores", "train.epochs")
 
 
 def names_of(facts: Sequence[Facts]) -> tuple[str, ...]:
@@ -70,7 +70,7 @@ def field_of(run: RunRecord, name: str) -> Any:
     found: Any = {"machine": run.machine, **run.config, "simulated": run.simulated}
     for part in name.split("."):
         found = found.get(part) if isinstance(found, Mapping) else None
-    return _UNSAID.get(name) if found is None and run.config else found
+    return _DEFAULTS.get(name) if found is None and run.config else found
 
 
 def groups_of(runs: Sequence[RunRecord], facts: Sequence[Facts], target: float | None) -> tuple[Group, ...]:
@@ -160,7 +160,7 @@ def _rankings(
             continue
         if group.target is not None:
             yield from _ranking(group, facts, names)
-            others = _differing([runs[at] for at in group.ranked], TOLD)
+            others = _differing([runs[at] for at in group.ranked], EXPLAINING)
             if others:
                 yield f"They differ in {', '.join(others)}: this is part of the difference."
             once = once or _chance(group, facts, names)
