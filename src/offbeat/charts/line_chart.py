@@ -120,7 +120,7 @@ def draw_line_chart(chart: LineChart, width: int, name: str) -> str:
     left = left_of(y_ticks)
     ends = [x for series in chart.series for x, _ in series.points[:1] + series.points[-1:]]
     x = Scale(*linear_range(ends, 0.012, from_zero=False), left, right)
-    x_ticks = ticks_of(x, chart.x_form, max(2.0, (right - left) / 92))
+    x_ticks = ticks_of(x, chart.x_form, max(2.0, (right - left) / 75))
     groups = groups_of(series.group for series in chart.series)
     frame = element("rect", x=left - 6, y=top - 6, width=right - left + 12, height=bottom - top + 12)
     drawn = [_draw_series(chart, series, groups[series.group], x, y) for series in chart.series]
