@@ -24,9 +24,9 @@ TORCH_FREE = (
     "predict/recorded_run", "predict/machines", "predict/race", "predict/replay_advice",
 )  # fmt: skip
 ROOMS = (
-    "errors", "spec", "synonyms", "plugins", "topology", "schedules", "policies", "strategy", "runs", "leases", "chart",
-    "simulate", "datasets", "report", "processes", "machine", "energy", "collectives", "server", "integrations",
-    "train", "predict", "measure", "commands", "cli", "__main__",
+    "errors", "number_format", "spec", "synonyms", "plugins", "topology", "schedules", "policies", "strategy", "runs",
+    "leases", "charts", "simulate", "datasets", "report", "processes", "machine", "energy", "collectives", "server",
+    "integrations", "train", "predict", "measure", "commands", "cli", "__main__",
 )  # fmt: skip
 # What a torch-free room must not know: torch, the clock, sockets, threads, processes, unseeded randomness.
 BANNED_MODULES = {

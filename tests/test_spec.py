@@ -7,15 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.errors import RequestError
+from offbeat.number_format import format_rate, format_seconds, format_size
 from offbeat.spec import (
     Param,
     Spec,
     bind,
     count_of,
     expand,
-    format_rate,
-    format_seconds,
-    format_size,
     parse,
     parse_count,
     parse_rate,

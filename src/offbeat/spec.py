@@ -272,40 +272,7 @@ def choice(*words: str) -> Callable[[str], str]:
     return read
 
 
-# --- the other way: numbers for people -----------------------------------------------------------------
-
-
-def _scaled(value: float, steps: Sequence[tuple[float, str]]) -> str:
-    for factor, unit in steps:
-        if abs(value) >= 0.99995 * factor:  # so that 999.99 MB reads 1 GB and not 1000 MB
-            scaled = value / factor
-            return f"{scaled:.4g} {unit}" if abs(scaled) < 9999.5 else f"{scaled:.0f} {unit}"
-    factor, unit = steps[-1]
-    return f"{value / factor:.4g} {unit}"
-
-
-def format_size(size_bytes: float) -> str:
-    return _scaled(size_bytes, [(1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")])
-
-
-def format_seconds(seconds: float) -> str:
-    if seconds == 0:
-        return "0 s"
-    return _scaled(seconds, [(1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")])
-
-
-def format_rate(bytes_per_s: float) -> str:
-    return _scaled(bytes_per_s, [(1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"), (1, "B/s")])
-
-
-def format_percent(share: float, digits: int = 1) -> str:
-    """`12.5 %` of a share of 0.125; with 0 digits `12 %`."""
-    return f"{100 * share:.{digits}f} %"
-
-
-def format_change(share: float) -> str:
-    """`+12.5 %`, with a sign."""
-    return f"{100 * share:+.1f} %"
+# --- the other way ------------------------------------------------------------------------------------------
 
 
 def format_learners(numbers: Sequence[int], most: int | None = None) -> str:

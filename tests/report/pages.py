@@ -13,20 +13,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from offbeat.charts import BarChart, Bars, LineChart, Series, ShareChart
 from offbeat.report.page import render
-from offbeat.report.page_model import (
-    BarChart,
-    Bars,
-    Column,
-    Item,
-    LineChart,
-    Page,
-    Section,
-    Series,
-    ShareChart,
-    Table,
-    Timeline,
-)
+from offbeat.report.page_model import Column, Item, Page, Section, Table, Timeline
 
 STRATEGIES = ("ring", "k-sync:6", "k-batch-async:4", "softsync:2", "downpour:push=4,fetch=2")
 HOSTILE = (
@@ -207,14 +196,14 @@ def usual() -> Page:
             Section(
                 key="speed",
                 title="Which was fastest",
-                words=("All five ran on the same machines with the same seeds, one after the other.",),
+                paragraphs=("All five ran on the same machines with the same seeds, one after the other.",),
                 items=(times, error, cost),
             ),
             Section(key="time", title="Where the time went", items=(shares, timeline(8, 60, wide=True))),
             Section(
                 key="learning",
                 title="How it learned",
-                words=("Loss over the samples that were just computed, smoothed by nothing.",),
+                paragraphs=("Loss over the samples that were just computed, smoothed by nothing.",),
                 items=(loss, staleness),
             ),
             Section(key="machine", title="Machines", items=(machine,)),
@@ -232,7 +221,7 @@ def known() -> Page:
         subtitle="",
         summary=("One.",),
         problems=(),
-        sections=(Section(key="all", title="All", items=chosen, words=("Some words.",)),),
+        sections=(Section(key="all", title="All", items=chosen, paragraphs=("Some words.",)),),
     )
 
 
@@ -316,7 +305,7 @@ def hostile() -> Page:
         summary=HOSTILE,
         problems=HOSTILE + HOSTILE,
         sections=tuple(
-            Section(key=name, title=name, words=(name,), items=items_of(HOSTILE) if at == 0 else ())
+            Section(key=name, title=name, paragraphs=(name,), items=items_of(HOSTILE) if at == 0 else ())
             for at, name in enumerate(HOSTILE)
         ),
     )

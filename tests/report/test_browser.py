@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
-from offbeat.report import number_format
+from offbeat import number_format
+from offbeat.charts import BarChart, Bars, LineChart, Series
 from offbeat.report.page import render
-from offbeat.report.page_model import BarChart, Bars, LineChart, Page, Series, Table, Timeline
+from offbeat.report.page_model import Page, Table, Timeline
 from report import pages
 from report.pages import Watched, open_file, page_of
 
@@ -109,7 +110,7 @@ def overflow(tab: Any) -> int:
 
 def centre(figure: Any, selector: str) -> tuple[float, float]:
     """Of an element of a picture, in the pixels of the picture."""
-    picture = figure.locator(".plot > svg").bounding_box()
+    picture = figure.locator(".plot > svg.wide").bounding_box()
     box = figure.locator(selector).first.bounding_box()
     return box["x"] + box["width"] / 2 - picture["x"], box["y"] + box["height"] / 2 - picture["y"]
 
@@ -160,9 +161,9 @@ def test_numbers_are_written_alike_in_python_and_in_the_browser(show: Open) -> N
     numbers += [-number for number in numbers]
     tab = show(pages.known())
     for form in ("number", "seconds", "percent", "signed-percent", "times", "money", "joules"):
-        # The page's `report` is no property of its window; a function of the test may name it all the same.
-        there = tab.evaluate("([numbers, form]) => numbers.map((one) => report.write(one, form))", [numbers, form])
-        assert there == [number_format.write(number, form) for number in numbers], form
+        # The page's `writing` is no property of its window; a function of the test may name it all the same.
+        there = tab.evaluate("([numbers, form]) => numbers.map((one) => writing.write(one, form))", [numbers, form])
+        assert there == [number_format.format_value(number, form) for number in numbers], form
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -280,15 +281,24 @@ def test_a_tap_on_another_chart_shows_what_that_one_says(browser: Any, tmp_path:
     watched.context.close()
 
 
-def test_without_javascript_the_tables_are_there_and_the_page_says_what_is_missing(
-    browser: Any, tmp_path: Path
+@pytest.mark.parametrize("width", [1280, 390])
+def test_without_javascript_tables_and_charts_are_there_and_the_page_says_what_is_missing(
+    browser: Any, tmp_path: Path, width: int
 ) -> None:
-    watched = Watched(browser, java_script_enabled=False)
+    watched = Watched(browser, java_script_enabled=False, viewport={"width": width, "height": 900})
     tab = watched.tab
     open_file(tab, pages.usual(), tmp_path / "page.html")
     assert tab.locator("noscript p").is_visible()
     assert "need JavaScript" in tab.locator("noscript p").inner_text()
     assert tab.get_by_role("cell", name="3.77 min").is_visible()
+    figures = tab.locator("figure.chart:not(.timeline)")
+    assert figures.count() == 5
+    for at in range(5):  # one picture of each, that of the place's width
+        pictures = figures.nth(at).locator(".plot > svg")
+        assert [one.get_attribute("class") for one in pictures.all() if one.is_visible()] == [
+            "wide" if width > 500 else "narrow"
+        ]
+        assert figures.nth(at).locator(".entry").first.is_visible()
     watched.context.close()
     assert watched.said == []
 
@@ -310,13 +320,14 @@ def test_a_line_chart_says_the_values_at_the_nearest_x(show: Open) -> None:
     tab = show(pages.known())
     figure = tab.locator("#chart-loss")
     figure.scroll_into_view_if_needed()
-    x, y = centre(figure, ".series:nth-child(3) .mark")  # the dots begin at 1 and end at 3
-    box = figure.locator(".series:nth-child(3) .mark").bounding_box()
+    x, y = centre(figure, ".wide .series:nth-child(3) .mark")  # the dots begin at 1 and end at 3
+    box = figure.locator(".wide .series:nth-child(3) .mark").bounding_box()
     left = x - box["width"] / 2
     assert (
-        hover(tab, figure, ".plot > svg", left + 12, y) == "epoch: 1\nmeasured\n1.25\npredicted\n1.3\nevaluations\n1.4"
+        hover(tab, figure, ".plot > svg.wide", left + 12, y)
+        == "epoch: 1\nmeasured\n1.25\npredicted\n1.3\nevaluations\n1.4"
     )
-    assert hover(tab, figure, ".plot > svg", x, y) == "epoch: 2\nmeasured\n0.8125\npredicted\n0.9"
+    assert hover(tab, figure, ".plot > svg.wide", x, y) == "epoch: 2\nmeasured\n0.8125\npredicted\n0.9"
     tab.mouse.move(2, 2)
     assert words(tab) == ""
 
@@ -325,7 +336,7 @@ def test_the_legend_hides_shows_and_isolates_series(show: Open) -> None:
     tab = show(pages.known())
     figure = tab.locator("#chart-loss")
     entries = figure.locator(".legend .entry")
-    series = figure.locator(".series")
+    series = figure.locator(".wide .series:not([hidden])")
     reset = figure.get_by_role("button", name="reset")
     assert (entries.count(), series.count(), reset.is_visible()) == (3, 3, False)
     entries.nth(1).click()
@@ -345,18 +356,18 @@ def test_series_of_a_group_share_a_colour_and_an_entry_and_a_level_has_its_words
     tab = show(pages.usual())
     figure = tab.locator("#chart-error-by-time")
     assert figure.locator(".entry").all_inner_texts() == list(pages.STRATEGIES)
-    assert figure.locator(".series").count() == 15
-    assert figure.locator(".level").count() == figure.get_by_text("target: 8%").count() == 1
+    assert figure.locator(".wide .series:not([hidden])").count() == 15
+    assert figure.locator(".wide .level").count() == figure.locator(".wide").get_by_text("target: 8%").count() == 1
     figure.locator(".entry").first.click()
-    assert figure.locator(".series").count() == 12
-    assert figure.locator(".series.c0").count() == 0
+    assert figure.locator(".wide .series:not([hidden])").count() == 12
+    assert figure.locator(".wide .series.c0:not([hidden])").count() == 0
 
 
 def test_of_a_line_with_few_points_each_is_marked_and_of_a_long_one_some(show: Open) -> None:
     few, many = (Series(f"{n}", tuple((float(x) / n, 1.0) for x in range(n + 1))) for n in (29, 30))
     tab = show(page_of(LineChart(key="l", title="", x_label="", y_label="", series=(few, many))))
     count = "(all) => all.map((node) => node.getAttribute('d').split('Z').length - 1)"
-    marks = tab.locator(".series .mark").evaluate_all(count)
+    marks = tab.locator(".wide .series .mark").evaluate_all(count)
     assert marks[0] == 30 and 3 < marks[1] < 15
 
 
@@ -376,7 +387,7 @@ def test_a_drag_zooms_a_line_chart_and_a_double_click_shows_all_again(show: Open
     tab = show(pages.known())
     figure = tab.locator("#chart-loss")
     figure.scroll_into_view_if_needed()
-    picture = figure.locator(".plot > svg")
+    picture = figure.locator(".plot > svg.wide")
     whole = picture.inner_html()
     box = picture.bounding_box()
     tab.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + 100)
@@ -400,9 +411,9 @@ def test_many_points_are_thinned_to_what_a_screen_shows(show: Open) -> None:
     points = tuple((float(n), 1.0 if n == 54_321 else 0.1) for n in range(100_000))
     chart = LineChart(key="many", title="", x_label="", y_label="", series=(Series("a", points),))
     tab = show(page_of(chart))
-    path = tab.locator(".plot .curve").get_attribute("d")
-    assert path.count("L") < 4 * 1280
-    heights = [float(part.split()[1]) for part in re.split("[ML]", path) if part]
+    path = tab.locator(".wide .curve").get_attribute("points")
+    assert path.count(" ") < 4 * 1280
+    heights = [float(part.split(",")[1]) for part in path.split()]
     assert sum(height < max(heights) - 100 for height in heights) == 1  # the one point that is high is still there
 
 
@@ -413,31 +424,31 @@ def test_columns_say_their_values_and_a_dash_where_there_is_none(show: Open) -> 
     tab = show(pages.known())
     figure = tab.locator("#chart-throughput")
     figure.scroll_into_view_if_needed()
-    x, y = centre(figure, ".series.c0 .column")
-    assert hover(tab, figure, ".plot > svg", x, y) == "ring\nmeasured\n812\npredicted\n820"
+    x, y = centre(figure, ".wide .series.c0 .column")
+    assert hover(tab, figure, ".plot > svg.wide", x, y) == "ring\nmeasured\n812\npredicted\n820"
     figure.locator(".plot").focus()
     tab.keyboard.press("End")
     assert words(tab) == "downpour:push=4,fetch=2\nmeasured\n–\npredicted\n1500"
-    assert figure.locator(".series.c0 .column").count() == 4
+    assert figure.locator(".wide .series.c0 .column").count() == 4
     figure.locator(".entry").first.click()
-    assert figure.locator(".series.c0").count() == 0
+    assert figure.locator(".wide .series.c0:not([hidden])").count() == 0
 
 
 def test_a_part_of_the_time_has_its_colour_among_columns_too(show: Open) -> None:
     names = ("total", "waiting", "Thrown away", "computing", "other runs")
     series = tuple(Bars(name, (1.0,)) for name in names)
     tab = show(page_of(BarChart(key="b", title="", x_label="", y_label="", categories=("a",), series=series)))
-    kinds = tab.locator(".plot .series").evaluate_all("(all) => all.map((n) => n.classList[1])")
+    kinds = tab.locator(".wide .series").evaluate_all("(all) => all.map((n) => n.classList[1])")
     assert kinds == ["c6", "waiting", "thrown", "computing", "c7"]
 
 
 def test_shares_are_labelled_where_they_fit_and_all_said_at_the_pointer(show: Open) -> None:
     tab = show(pages.known())
     figure = tab.locator("#chart-shares")
-    labels = figure.locator(".inside").all_text_contents()
+    labels = figure.locator(".wide .inside").all_text_contents()
     assert "61.0 %" in labels and "2.0 %" not in labels
-    x, y = centre(figure, ".series.computing .column")
-    said = hover(tab, figure, ".plot > svg", x, y).split("\n")
+    x, y = centre(figure, ".wide .series.computing .column")
+    said = hover(tab, figure, ".plot > svg.wide", x, y).split("\n")
     assert said[:5] == ["ring", "computing", "61.0 %", "thrown away", "0 %"]
     assert said[-4:] == ["evaluating", "2.0 %", "other", "0 %"]
 
@@ -590,7 +601,7 @@ def test_a_long_run_is_small_opens_in_time_and_shows_shares_from_afar(show: Open
 
 def test_ticks_have_one_unit_and_stay_apart_however_deep_the_zoom(show: Open) -> None:
     tab = show(pages.known())
-    ticks = "([form, low, high, most]) => report.axis(form, low, high, most).map((tick) => tick.text)"
+    ticks = "([form, low, high, most]) => writing.axis(form, low, high, most).map((tick) => tick.text)"
     assert tab.evaluate(ticks, ["seconds", 0, 9000, 5]) == ["0", "0.5 h", "1.0 h", "1.5 h", "2.0 h", "2.5 h"]
     assert tab.evaluate(ticks, ["seconds", 7200, 7200.5, 5]) == [f"7200.{n} s" for n in range(6)]
     assert tab.evaluate(ticks, ["seconds", 3, 3.004, 4]) == [f"{n} ms" for n in range(3000, 3005)]

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from offbeat.charts import BarChart, LineChart, ShareChart
 from offbeat.report import run_sections
 from offbeat.report.build import build
 from offbeat.report.inputs import read_inputs
-from offbeat.report.page_model import BarChart, Item, LineChart, Page, ShareChart, Table, Timeline
+from offbeat.report.page_model import Item, Page, Table, Timeline
 from offbeat.runs.run_record import read_run
 from report.handmade import any_run, config, decision, evaluation, span, write_result, write_run
 
@@ -174,12 +175,12 @@ def test_what_a_log_never_has_is_a_dash_and_in_no_chart(tmp_path: Path) -> None:
     bars = items_of(page)["communication-runs"]
     assert isinstance(bars, BarChart) and [one.name for one in bars.series] == ["waiting"]
     assert table(page, "communication").rows[0][1::2] == (None, None)
-    said = [section.words[0] for section in page.sections if run_sections.INSIDE_WAITING in section.words[0]]
+    said = [section.paragraphs[0] for section in page.sections if run_sections.INSIDE_WAITING in section.paragraphs[0]]
     assert len(said) == 2
     spans = [span(0, "compute", 0.0, 1.0), span(0, "send", 1.0, 1.5), span(1, "apply", 1.0, 2.0)]
     other = page_of(any_run(tmp_path / "b", log=spans))
     assert [row[4] for row in table(other, "learners").rows] == [0.5, 0.0]  # it has some: nothing is 0 then
-    assert not any(run_sections.INSIDE_WAITING in section.words[0] for section in other.sections)
+    assert not any(run_sections.INSIDE_WAITING in section.paragraphs[0] for section in other.sections)
 
 
 def joined(page: Page) -> list[tuple[str, tuple[tuple[float, float], ...]]]:

@@ -20,12 +20,13 @@ from typing import Any
 
 import pytest
 
+from offbeat.charts import BarChart, LineChart, ShareChart
 from offbeat.report import facts as own
 from offbeat.report.build import build
 from offbeat.report.facts import EnergyFacts, Facts, Point, Straggler, facts_of, straggler
 from offbeat.report.inputs import Inputs, read_inputs
 from offbeat.report.learners import LearnerFacts
-from offbeat.report.page_model import BarChart, LineChart, Page, ShareChart, Table, Timeline
+from offbeat.report.page_model import Page, Table, Timeline
 from offbeat.report.tables import tables_of
 from offbeat.runs.metrics import DEFINITIONS, interval
 from report.handmade import config, decision, evaluation, span, write_result, write_run

@@ -65,7 +65,7 @@ def test_the_page_of_real_runs_is_whole_and_asks_nobody_for_anything(page: Path,
         tip = tab.locator(".tip")
         for nudge in range(20):  # what is said goes when the page scrolls, and it may still be on its way
             chart.scroll_into_view_if_needed()
-            box = chart.locator(".plot > svg").bounding_box()
+            box = chart.locator(".plot > svg:visible").bounding_box()
             assert box is not None
             tab.mouse.move(box["x"] + box["width"] / 2 + nudge, box["y"] + box["height"] / 2)
             tab.wait_for_timeout(50)

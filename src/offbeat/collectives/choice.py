@@ -13,8 +13,8 @@ from offbeat import spec as grammar
 from offbeat import topology
 from offbeat.collectives.calls import Plan, plan
 from offbeat.errors import RequestError
+from offbeat.number_format import format_rate, format_seconds, format_size
 from offbeat.schedules import auto_lines, build, price
-from offbeat.spec import format_rate, format_seconds, format_size
 from offbeat.strategy import ALL_REDUCE, AUTO, NATIVE, family_of
 
 _MOST_PRICED = 64  # ranks; more would take seconds, and one host has fewer

@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass
 from statistics import median
 
-from offbeat.spec import format_seconds
+from offbeat.number_format import format_seconds
 
 _KEPT = 10_000  # iterations that are remembered
 _TIE_NS = 50_000  # ranks that come within this of each other come together

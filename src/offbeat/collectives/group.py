@@ -28,7 +28,7 @@ from offbeat.collectives.sync import Patience
 from offbeat.collectives.tensors import Flat
 from offbeat.collectives.transport import SharedMemory, control_bytes
 from offbeat.errors import OffbeatError, RequestError
-from offbeat.spec import format_size
+from offbeat.number_format import format_size
 from offbeat.strategy import NATIVE
 
 if TYPE_CHECKING:

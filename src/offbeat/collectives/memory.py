@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from offbeat.errors import OffbeatError
-from offbeat.spec import format_size
+from offbeat.number_format import format_size
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 

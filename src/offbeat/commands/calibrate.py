@@ -23,7 +23,8 @@ from offbeat.commands.base import (
     write_file,
 )
 from offbeat.errors import RequestError
-from offbeat.spec import count_of, format_rate, format_seconds, format_size, parse_count
+from offbeat.number_format import format_rate, format_seconds, format_size
+from offbeat.spec import count_of, parse_count
 from offbeat.train.arguments import add_arguments
 from offbeat.train.arguments import given as changes_of
 

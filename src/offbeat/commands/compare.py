@@ -10,9 +10,10 @@ from offbeat.commands.machine_options import add_machine_arguments, machines_of
 from offbeat.commands.sweep import add_sweep_arguments, batch_of, is_sweep, lines_of, one_count, sweep
 from offbeat.commands.virtual_training import add_recipe_arguments, race_recipe, refuse_without_recipe
 from offbeat.errors import RequestError
+from offbeat.number_format import format_seconds, format_size, percent
 from offbeat.simulate.diagnosis import Diagnosis, describe, describe_machines, diagnose, typical_of, what_helps
 from offbeat.simulate.setup import Network
-from offbeat.spec import count_of, format_percent, format_seconds, format_size, parse_count
+from offbeat.spec import count_of, parse_count
 from offbeat.strategy import line_up
 
 _WIDE = 140
@@ -127,8 +128,8 @@ def _cells(one: Diagnosis, size_bytes: int, epoch: float | None) -> list[str]:
             f"{result.minibatches_per_s:.4g}",
             format_seconds(result.seconds_per_update),
             f"{result.staleness_mean:.2f}",
-            format_percent(result.wait_share + result.send_share, 0),
-            format_percent(result.waste_share, 0),
+            percent(result.wait_share + result.send_share, 0),
+            percent(result.waste_share, 0),
         ]
     if epoch:
         epoch_s = _epoch_s(one, epoch)

@@ -21,10 +21,11 @@ from offbeat.commands.base import (
 from offbeat.commands.virtual_training import QUIET_S, evaluations
 from offbeat.errors import RequestError
 from offbeat.machine import available_bytes
+from offbeat.number_format import format_seconds, percent
 from offbeat.predict.calibration import read_calibration
 from offbeat.predict.replay_advice import format_difference
 from offbeat.simulate.cluster import check_memory
-from offbeat.spec import count_of, format_percent, format_seconds, parse_count
+from offbeat.spec import count_of, parse_count
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -99,7 +100,7 @@ def _run(given: argparse.Namespace) -> None:
 def _print_table(out: Console, report: ReplayReport) -> None:
     run, target = report.run, report.target
     columns = ["strategy", f"{run.samples:,} samples", "against the run"]
-    columns += [] if target is None else [f"to {format_percent(target)}"]
+    columns += [] if target is None else [f"to {percent(target)}"]
     shares = run.recorded.shares
     reached = [] if target is None else [_seconds(run.reached_s(target))]
     rest = _rest(run.updates, run.staleness, shares.wait, shares.waste)
@@ -114,13 +115,13 @@ def _print_table(out: Console, report: ReplayReport) -> None:
 
 
 def _rest(updates: int, staleness: float, wait: float, waste: float) -> list[str]:
-    return [f"{updates:,}", f"{staleness:.2f}", format_percent(wait, 0), format_percent(waste, 0)]
+    return [f"{updates:,}", f"{staleness:.2f}", percent(wait, 0), percent(waste, 0)]
 
 
 def _seconds(value: float | None, best: float | None = None) -> str:
     if value is not None:
         return format_seconds(value)
-    return "not reached" if best is None else f"not (best {format_percent(best)})"
+    return "not reached" if best is None else f"not (best {percent(best)})"
 
 
 COMMAND = Command(

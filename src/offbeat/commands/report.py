@@ -26,7 +26,8 @@ from offbeat.commands.base import (
     say,
 )
 from offbeat.errors import RequestError
-from offbeat.spec import count_of, format_size
+from offbeat.number_format import format_size
+from offbeat.spec import count_of
 
 if TYPE_CHECKING:
     from offbeat.report.facts import Facts

@@ -12,10 +12,11 @@ from typing import Any
 
 from offbeat.commands.base import Command, console, facts, json_argument, print_json, reader, say
 from offbeat.errors import OffbeatError, RequestError
+from offbeat.number_format import format_seconds
 from offbeat.policies.damping import CORRECT, KEEP
 from offbeat.processes.launcher import Launcher, LaunchPlan, RankLauncher, thread_environment
 from offbeat.runs.metrics import format_traffic
-from offbeat.spec import count_of, format_seconds, parse_count
+from offbeat.spec import count_of, parse_count
 from offbeat.strategy import ALL_REDUCE, NATIVE, family_of
 
 _DEFAULT_LEARNERS = 2

@@ -25,11 +25,12 @@ from offbeat.commands.base import (
 )
 from offbeat.commands.topology import print_rings, rings_of
 from offbeat.errors import RequestError
+from offbeat.number_format import format_rate, format_seconds, format_size
 from offbeat.predict.calibration import read_calibration
 from offbeat.runs.metrics import BUS_FACTORS, bus_bandwidth
 from offbeat.schedules import Price, Schedule
 from offbeat.schedules.ranking import Ranked, advice, rank, recommended
-from offbeat.spec import count_of, format_rate, format_seconds, format_size, parse_count, parse_size
+from offbeat.spec import count_of, parse_count, parse_size
 from offbeat.topology import Topology
 
 if TYPE_CHECKING:

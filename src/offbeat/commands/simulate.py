@@ -25,6 +25,7 @@ from offbeat.commands.machine_options import add_machine_arguments, machines_of
 from offbeat.commands.sweep import add_sweep_arguments, batch_of, is_sweep, one_count, sweep
 from offbeat.commands.virtual_training import add_recipe_arguments, refuse_without_recipe, simulate_recipe
 from offbeat.errors import RequestError
+from offbeat.number_format import format_seconds, format_size, percent
 from offbeat.runs import text_timeline
 from offbeat.runs.log import RunLog, write_chrome_trace, write_log
 from offbeat.simulate.collective import bucket_curve
@@ -33,7 +34,7 @@ from offbeat.simulate.result import Result
 from offbeat.simulate.setup import Network, Setup
 from offbeat.simulate.sweep import SweepPoint, point_of
 from offbeat.simulate.theory import alone_s
-from offbeat.spec import count_of, expand, format_percent, format_seconds, format_size, parse_count
+from offbeat.spec import count_of, expand, parse_count
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -156,7 +157,7 @@ def _facts(result: Result, took: float) -> list[tuple[str, str]]:
         ("throughput", f"{result.minibatches_per_s:.4g} minibatches applied a second"),
         ("staleness", f"{result.staleness_mean:.3f} on average, standard deviation {result.staleness_std:.3f}"),
         ("", f"gradients by staleness: {ages}{more}"),
-        ("learners", ", ".join(f"{format_percent(share)} {name}" for name, share in shares if share > 0)),
+        ("learners", ", ".join(f"{percent(share)} {name}" for name, share in shares if share > 0)),
         ("lost", f"{result.cancelled} minibatches cancelled, {result.dropped} dropped, {result.failed} failures"),
         ("why", why(result)),
         ("simulated", f"{result.events} events in {format_seconds(took)}, {result.events / took:,.0f} a second"),
@@ -168,7 +169,7 @@ def _scaling(point: SweepPoint, epoch_samples: int | None) -> list[tuple[str, st
     """Beside one learner alone."""
     found = (
         f"T(1) {format_seconds(point.alone_s)}, T({point.learners}) {format_seconds(point.iteration_s)}: "
-        f"speed-up {point.speedup:.3g}, efficiency {format_percent(point.efficiency)}, "
+        f"speed-up {point.speedup:.3g}, efficiency {percent(point.efficiency)}, "
         f"overhead {format_seconds(point.overhead_s)} (one learner alone is the base; weak scaling)"
     )
     epoch = [] if epoch_samples is None else [("epoch", format_seconds(epoch_samples / point.samples_per_s))]

@@ -11,10 +11,11 @@ from offbeat.commands.base import busy, console, heading, print_json, reader, sa
 from offbeat.commands.machine_options import machines_of
 from offbeat.commands.virtual_training import refuse_without_recipe
 from offbeat.errors import RequestError
+from offbeat.number_format import format_change, format_seconds, percent
 from offbeat.runs.metrics import DEFINITIONS
 from offbeat.simulate.setup import Setup
 from offbeat.simulate.sweep import Ratio, SweepPoint, measure, picture, ratios
-from offbeat.spec import count_of, expand, format_change, format_percent, format_seconds, parse_count
+from offbeat.spec import count_of, expand, parse_count
 from offbeat.strategy import line_up
 
 _NOT_HERE = ("trace", "log", "curve", "show", "minibatches")
@@ -158,7 +159,7 @@ def _cells(point: SweepPoint, epoch_samples: int | None) -> list[str]:
         theory,
         format_seconds(point.iteration_s),
         f"{point.speedup:.3g}",
-        format_percent(point.efficiency),
+        percent(point.efficiency),
         format_seconds(point.overhead_s),
         f"{point.samples_per_s:.4g}",
     ]

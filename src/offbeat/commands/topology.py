@@ -17,9 +17,10 @@ from offbeat.commands.base import (
     row_json,
     say,
 )
+from offbeat.number_format import format_rate, format_seconds
 from offbeat.schedules.algorithms import format_orders
 from offbeat.schedules.rings import Rings, find_rings
-from offbeat.spec import count_of, format_rate, format_seconds, parse_count
+from offbeat.spec import count_of, parse_count
 from offbeat.topology import TOPOLOGIES, Topology, build, edge_name
 
 if TYPE_CHECKING:

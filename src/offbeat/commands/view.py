@@ -18,6 +18,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from offbeat.commands.progress import LearnerProgress, Progress, Record
+from offbeat.number_format import format_clock, format_joules, percent, whole_percent
 from offbeat.runs.metrics import format_accuracy, format_traffic
 from offbeat.spec import count_of
 
@@ -48,34 +49,15 @@ def _loss(value: float) -> str:
     return f"{value:.4f}" if abs(value) < 100 else f"{value:.2f}" if abs(value) < 1e6 else f"{value:.2e}"
 
 
-def _percent(value: float) -> str:
-    return f"{100 * value:.1f} %"
-
-
-def _whole_percent(value: float) -> str:
-    return f"{100 * value:.0f} %"
-
-
 def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 10 or value == 0 else f"{value:.1f}"
 
 
 def _seconds(value: float) -> str:
-    return f"{value:.1f} s" if value < 600 else _clock(value)
+    return f"{value:.1f} s" if value < 600 else format_clock(value)
 
 
-def _joules(value: float) -> str:
-    unit, scale = next((one for one in (("MJ", 1e6), ("kJ", 1e3)) if value >= one[1]), ("J", 1.0))
-    return f"{value / scale:.{1 if value < 100 * scale else 0}f} {unit}"
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(max(int(seconds), 0), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def _said(pattern: str, form: Callable[[Any], str], value: Any) -> list[str]:
+def _if_known(pattern: str, form: Callable[[Any], str], value: Any) -> list[str]:
     return [] if value is None else [pattern.format(form(value))]
 
 
@@ -105,20 +87,19 @@ def _epoch(number: int, epochs: int) -> str:
 
 
 def evaluation_line(record: Record, epochs: int) -> str:
-    parts = [_epoch(record.get("epoch") or 0, epochs), *_said("update {}", str, record.get("update"))]
-    parts += _said("loss {}", _loss, record.get("loss")) + _said("accuracy {}", _percent, record.get("accuracy"))
-    parts += _said("{} samples/s", _number, record.get("samples_per_s"))
-    parts += _said("waiting {}", _whole_percent, record.get("wait_share"))
-    parts += _said("staleness {}", "{:.2f}".format, record.get("staleness"))
-    return "  ".join(parts + _said("{}", _seconds, record.get("seconds")))
+    parts = [_epoch(record.get("epoch") or 0, epochs), *_if_known("update {}", str, record.get("update"))]
+    parts += _if_known("loss {}", _loss, record.get("loss")) + _if_known("accuracy {}", percent, record.get("accuracy"))
+    parts += _if_known("{} samples/s", _number, record.get("samples_per_s"))
+    parts += _if_known("waiting {}", whole_percent, record.get("wait_share"))
+    parts += _if_known("staleness {}", "{:.2f}".format, record.get("staleness"))
+    return "  ".join(parts + _if_known("{}", _seconds, record.get("seconds")))
 
 
 def progress_line(state: Progress) -> str:
-    parts = [_epoch(state.epoch, state.epochs), f"at {_whole_percent(state.done_of_epoch)}"]
-    parts += _said("loss {}", _loss, state.loss) + _said("{} samples/s", _number, state.samples_per_s)
-    return "  ".join(
-        parts + _said("waiting {}", _whole_percent, state.wait_share) + _said("left {}", _clock, state.left_s)
-    )
+    parts = [_epoch(state.epoch, state.epochs), f"at {whole_percent(state.done_of_epoch)}"]
+    parts += _if_known("loss {}", _loss, state.loss) + _if_known("{} samples/s", _number, state.samples_per_s)
+    parts += _if_known("waiting {}", whole_percent, state.wait_share)
+    return "  ".join(parts + _if_known("left {}", format_clock, state.left_s))
 
 
 def died_line(record: Record) -> str:
@@ -143,23 +124,23 @@ def summary(state: Progress) -> list[tuple[str, str]]:
             add("stopped" if end.get("stopped") else "ended", _clean(end.get("why") or "before its last epoch"))
         of_best = []
         if best is not None and best["accuracy"] > (end.get("accuracy") or 0.0):
-            of_best = [f"best {_percent(best['accuracy'])} after epoch {best['epoch']}"]
-        right = _said("{}", lambda share: format_accuracy(share, end.get("test_samples")), end.get("accuracy"))
+            of_best = [f"best {percent(best['accuracy'])} after epoch {best['epoch']}"]
+        right = _if_known("{}", lambda share: format_accuracy(share, end.get("test_samples")), end.get("accuracy"))
         add("accuracy", *right, *of_best)
-        add("loss", *_said("{}", _loss, end.get("loss")))
-        made = _said("{}", lambda many: f"{many:,} update{'' if many == 1 else 's'}", end.get("updates"))
-        add("time", *_said("{}", _seconds, end.get("seconds")), *made)
-        add("speed", *_said("{} samples/s", _number, end.get("samples_per_s")))
-        add("waiting", *_said("{} of the learners' time", _whole_percent, end.get("wait_share")))
-        add("staleness", *_said("{} on average", "{:.2f}".format, end.get("staleness_mean")))
+        add("loss", *_if_known("{}", _loss, end.get("loss")))
+        made = _if_known("{}", lambda many: f"{many:,} update{'' if many == 1 else 's'}", end.get("updates"))
+        add("time", *_if_known("{}", _seconds, end.get("seconds")), *made)
+        add("speed", *_if_known("{} samples/s", _number, end.get("samples_per_s")))
+        add("waiting", *_if_known("{} of the learners' time", whole_percent, end.get("wait_share")))
+        add("staleness", *_if_known("{} on average", "{:.2f}".format, end.get("staleness_mean")))
         sent, received = end.get("sent_bytes"), end.get("received_bytes")
         if sent is not None and received is not None:
             add("traffic", f"learners {format_traffic(sent, received, end.get('wait_share'))}")
-        add("warning", *_said("{}", _clean, end.get("warning")))
+        add("warning", *_if_known("{}", _clean, end.get("warning")))
     add("energy", *_burnt(state.energy))
     if state.saved is not None:
-        add("saved", f"update {state.saved['update']}", *_said("{}", _clean, state.saved.get("path")))
-    add("run", *_said("{}", _clean, (end or {}).get("run_dir") or state.begin.get("run_dir")))
+        add("saved", f"update {state.saved['update']}", *_if_known("{}", _clean, state.saved.get("path")))
+    add("run", *_if_known("{}", _clean, (end or {}).get("run_dir") or state.begin.get("run_dir")))
     return rows
 
 
@@ -169,7 +150,7 @@ def _burnt(energy: Record) -> list[str]:
         return []
     by = " and ".join(_clean(source["name"]) for source in energy.get("sources") or ())
     missing = [_clean(reason) for reason in energy.get("not_measured") or ()]
-    return [f"{_joules(energy['joules'])} by {by}", *(f"not measured: {reason}" for reason in missing)]
+    return [f"{format_joules(energy['joules'])} by {by}", *(f"not measured: {reason}" for reason in missing)]
 
 
 def fact_lines(facts: Sequence[tuple[str, str]]) -> list[Line]:
@@ -259,11 +240,11 @@ def _cell(form: Callable[[Any], str], value: Any, style: str = "") -> Piece:
 
 def _bar_lines(state: Progress, width: int) -> list[Line]:
     tail = [(f"{100 * state.done:3.0f} %", "bold"), (_epoch(state.epoch, state.epochs), "")]
-    tail += [(f"elapsed {_clock(state.elapsed_s)}", "dim")]
+    tail += [(f"elapsed {format_clock(state.elapsed_s)}", "dim")]
     if state.end is None:
         left = state.left_s
         tail.append(
-            (f"left {'-:--' if left is None else _clock(left)}", "dim")
+            (f"left {'-:--' if left is None else format_clock(left)}", "dim")
         )  # from the start, so that nothing jumps
     beside = width - sum(len(text) + 2 for text, _ in tail)
     room = beside if beside >= SHORTEST_BAR else width
@@ -281,10 +262,10 @@ def _numbers(state: Progress, width: int) -> list[Line]:
         [
             _Column(title="loss", cells=[_cell(_loss, state.loss, "bold")]),
             _Column(title="over time", bars=trail if len(state.trail) > 1 else [], rank=5),
-            _Column(title="accuracy", cells=[_cell(_percent, state.last("accuracy"), "bold green")], rank=1),
-            _Column(title="best", cells=[_cell(_percent, best, "green")], rank=4),
+            _Column(title="accuracy", cells=[_cell(percent, state.last("accuracy"), "bold green")], rank=1),
+            _Column(title="best", cells=[_cell(percent, best, "green")], rank=4),
             _Column(title="samples/s", cells=[_cell(_number, state.samples_per_s, "bold")], rank=2),
-            _Column(title="waiting", cells=[_cell(_whole_percent, state.wait_share, "yellow")], rank=3),
+            _Column(title="waiting", cells=[_cell(whole_percent, state.wait_share, "yellow")], rank=3),
             _Column(title="staleness", cells=[_cell("{:.2f}".format, state.last("staleness"))], rank=6),
             _Column(title="rate", cells=[_cell("{:.4g}".format, state.last("rate"))], rank=7),
         ],
@@ -313,9 +294,9 @@ def _learners(state: Progress, width: int, most: int) -> list[Line]:
         [
             _Column(title="learner", cells=[(str(row.learner), "bold") for row in shown]),
             _Column(title=f"{_BUSY * 2} busy {_IDLE * 2} waiting", bars=[_work_bar(row) for row in shown], rank=2),
-            _Column(title="waiting", cells=[_cell(_whole_percent, row.wait_share()) for row in shown], rank=3),
+            _Column(title="waiting", cells=[_cell(whole_percent, row.wait_share()) for row in shown], rank=3),
             _Column(title="samples/s", cells=[_cell(_number, row.samples_per_s(now)) for row in shown], rank=1),
-            _Column(title="share", cells=[_cell(_whole_percent, share) for share in shares], rank=4),
+            _Column(title="share", cells=[_cell(whole_percent, share) for share in shares], rank=4),
             _Column(title="loss", cells=[_cell(_loss, row.loss) for row in shown], rank=5),
         ],
         width,
@@ -340,10 +321,10 @@ def evaluation_table(state: Progress, width: int, most: int) -> list[Line]:
         column("epoch", "epoch", str, 0),
         column("update", "update", "{:,}".format, 5),
         column("loss", "loss", _loss, 2),
-        column("accuracy", "accuracy", _percent, 1),
+        column("accuracy", "accuracy", percent, 1),
         column("train loss", "train_loss", _loss, 8),
         column("samples/s", "samples_per_s", _number, 4),
-        column("waiting", "wait_share", _whole_percent, 6),
+        column("waiting", "wait_share", whole_percent, 6),
         column("staleness", "staleness", "{:.2f}".format, 7),
         column("time", "seconds", _seconds, 3),
     ]
@@ -359,7 +340,7 @@ def heading_lines(begin: Record, width: int) -> list[Line]:
 def live_lines(state: Progress, width: int, height: int) -> list[Line]:
     """The part that is drawn again and again. The lists shrink on a low terminal."""
     if not state.begin:
-        return [[(f"starting {_clock(state.elapsed_s)}", "dim")]]
+        return [[(f"starting {format_clock(state.elapsed_s)}", "dim")]]
     top = [*_bar_lines(state, width), [], *_numbers(state, width)]
     learners, evaluations = min(LEARNERS_SHOWN, len(state.rows)), min(EVALUATIONS_SHOWN, len(state.evaluations))
     over = len(top) + 6 + learners + evaluations - height  # titles, blank lines, "and 4 more", and one below
@@ -462,17 +443,17 @@ class PlainView:
             return
         match record["kind"]:
             case "begin":
-                self._tell("  ".join(text for text, _ in _about(record)))
+                self._print("  ".join(text for text, _ in _about(record)))
                 for note in record.get("notes") or ():
                     self._write(f"note: {_clean(note)}")
             case "note" if not record.get("warns"):
                 self._write(f"note: {record['text']}")
             case "evaluated":
-                self._tell(evaluation_line(record, state.epochs))
+                self._print(evaluation_line(record, state.epochs))
             case "progress" if state.clock() - self._told >= PROGRESS_EVERY_S:
-                self._tell(progress_line(state))
+                self._print(progress_line(state))
 
-    def _tell(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         self._told = self._state.clock()
         self._write(line)
 

@@ -25,12 +25,13 @@ from offbeat.commands.base import (
 )
 from offbeat.commands.machine_options import machines_of
 from offbeat.errors import RequestError
+from offbeat.number_format import format_seconds, percent
 from offbeat.policies.damping import CORRECT
 from offbeat.predict import race
 from offbeat.predict.race import Contender, RaceResult, TrainingCurve
 from offbeat.runs.metrics import format_accuracy, format_traffic
 from offbeat.simulate.diagnosis import describe, describe_machines
-from offbeat.spec import count_of, format_percent, format_seconds, parse_count, parse_number
+from offbeat.spec import count_of, parse_count, parse_number
 
 if TYPE_CHECKING:
     from offbeat.predict.virtual import RecipeTraining, VirtualRun
@@ -117,7 +118,7 @@ def evaluations(tell: Callable[[str], None], what: str) -> Callable[[Mapping[str
 
     def hear(record: Mapping[str, Any]) -> None:
         if record["kind"] == "evaluated":
-            accuracy = "" if record["accuracy"] is None else f", {format_percent(record['accuracy'])} right"
+            accuracy = "" if record["accuracy"] is None else f", {percent(record['accuracy'])} right"
             at = f"{format_seconds(record['seconds'])} simulated, epoch {record['epoch']:.2f}"
             tell(f"{what}: {at}{accuracy}")
 
@@ -176,7 +177,7 @@ def _rows(outcome: VirtualRun) -> list[tuple[str, ...]]:
             f"{point.update:,}",
             f"{point.samples:,}",
             "not finite" if point.loss is None else f"{point.loss:.4f}",
-            "" if point.accuracy is None else format_percent(point.accuracy),
+            "" if point.accuracy is None else percent(point.accuracy),
         )
         for point in sorted(chosen, key=lambda point: point.update)
     ]
@@ -188,16 +189,16 @@ def _facts(
     rows: list[tuple[str, str]] = []
     if target is not None:
         if curve.reached_s is None:
-            best = f"the highest that was is {format_percent(curve.best or 0.0)}"
+            best = f"the highest that was is {percent(curve.best or 0.0)}"
             best = "there is no accuracy, only a loss" if curve.accuracy is None else best
-            rows.append(("target", f"{format_percent(target)} was not reached: {best}"))
+            rows.append(("target", f"{percent(target)} was not reached: {best}"))
             if curve.accuracy is not None:
                 rows.append(
                     ("", "try another rate (--rate), more epochs (--epochs) or smaller minibatches (--batch-size)")
                 )
         else:
             at = f"{format_seconds(curve.reached_s)}, {curve.reached_updates:,} updates"
-            rows.append(("target", f"{format_percent(target)} after {at} and {curve.reached_samples:,} samples"))
+            rows.append(("target", f"{percent(target)} after {at} and {curve.reached_samples:,} samples"))
     if curve.accuracy is not None:
         right = format_accuracy(curve.accuracy, curve.test_samples)
         rows.append(("accuracy", f"{right} at the end, on {curve.test_samples:,} test samples"))
@@ -210,8 +211,8 @@ def _facts(
     rows.append(
         (
             "learners",
-            f"{format_percent(busy_share)} computing what counts, {format_percent(curve.waste_share)} for nothing, "
-            f"{format_percent(curve.wait_share)} waiting or sending",
+            f"{percent(busy_share)} computing what counts, {percent(curve.waste_share)} for nothing, "
+            f"{percent(curve.wait_share)} waiting or sending",
         )
     )
     if outcome.dropped:
@@ -312,7 +313,7 @@ def race_recipe(given: argparse.Namespace, strategies: Sequence[str]) -> None:
         print_json(told)
         return
     out = console()
-    heading(out, f"{title}, to {format_percent(given.target)}, {count_of(seeds, 'seed')} from {given.seed}")
+    heading(out, f"{title}, to {percent(given.target)}, {count_of(seeds, 'seed')} from {given.seed}")
     for line in lines:
         say(out, line)
     say(out, f"the rate: {_rate_of(config)}; who is first may depend on it: try half and twice")

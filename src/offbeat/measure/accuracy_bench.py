@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from offbeat.chart import Line, line_chart
+from offbeat.charts import Line, line_chart
 from offbeat.errors import RequestError
 from offbeat.measure.bench_result import BenchResult, json_rows
 from offbeat.measure.requests import check_least, check_processes
@@ -36,9 +36,10 @@ from offbeat.measure.training_bench import (
     ranked_sentences,
     training_terms,
 )
-from offbeat.report.benchmark_fields import ACCURACY, ACCURACY_MORE, FIELDS, STRATEGY, Row, format_percent
+from offbeat.number_format import format_seconds, percent
+from offbeat.report.benchmark_fields import ACCURACY, ACCURACY_MORE, FIELDS, STRATEGY, Row
 from offbeat.runs import metrics
-from offbeat.spec import count_of, format_seconds
+from offbeat.spec import count_of
 from offbeat.train.config import Config
 
 
@@ -130,17 +131,17 @@ def ranking(rows: Sequence[Row], target: float) -> list[str]:
     if order:
         one = order[0]["seeds"] == 1
         why = "one seed cannot tell them apart (--seeds 3)" if one else "alike within the spread"
-        lines += ranked_sentences(order, are_alike, _time, f"first at {format_percent(target)}", why)
+        lines += ranked_sentences(order, are_alike, _time, f"first at {percent(target)}", why)
     elif not any(row["reached"] for row in rows):
-        told = f"nobody reached {format_percent(target)}"
+        told = f"nobody reached {percent(target)}"
         lines.append(f"{told}: more --epochs, another --rate or a lower --target may tell")
     else:
-        lines.append(f"nobody reached {format_percent(target)} with every seed: none is ranked")
+        lines.append(f"nobody reached {percent(target)} with every seed: none is ranked")
     for row in rows:
         if not _always(row):
             lines.append(
                 f"{row['strategy']}: not ranked: {row['reached']} of {count_of(row['seeds'], 'seed')} reached "
-                f"{format_percent(target)}; it ended at "
+                f"{percent(target)}; it ended at "
                 f"{metrics.format_accuracy(row['accuracy_mean'], row['test_samples'])}"
             )
     return lines
@@ -188,7 +189,7 @@ def accuracy_result(
     tables = ((ACCURACY, rows), ((STRATEGY, *ACCURACY_MORE), rows))
     return BenchResult(
         json=json,
-        heading=f"{config.name} to {format_percent(request.target)}: {count_of(request.learners, 'learner')}, "
+        heading=f"{config.name} to {percent(request.target)}: {count_of(request.learners, 'learner')}, "
         f"{count_of(request.seeds, 'seed')} from {request.seed}, {count_of(config.train.epochs, 'epoch')}, "
         f"{config.train.precision}",
         tables=tables,
@@ -217,7 +218,7 @@ def error_chart(request: AccuracyRequest, rows: Sequence[Row]) -> str:
         x_label="seconds of training",
         y_label="test error",
         target=1 - request.target,
-        target_label=f"target: {format_percent(request.target)} right",
+        target_label=f"target: {percent(request.target)} right",
     )
 
 

@@ -16,8 +16,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from offbeat.errors import OffbeatError
+from offbeat.number_format import format_seconds
 from offbeat.processes.child import describe_exit, end_program, start_program
-from offbeat.spec import format_seconds
 
 _POLL_S = 0.5  # how often a process is checked whose pipe says nothing
 _AFTERMATH_S = 0.5  # when one has died, its peers complain as well: the cause is sought among all of them

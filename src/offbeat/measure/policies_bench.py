@@ -21,10 +21,11 @@ from offbeat.measure.bench_result import BenchResult
 from offbeat.measure.requests import check_distinct, check_least, check_processes
 from offbeat.measure.rounds import Progress
 from offbeat.measure.server_runs import environment, program, supervise
+from offbeat.number_format import format_change
 from offbeat.policies import Pushed, create
 from offbeat.policies.replay import read_decision
 from offbeat.processes.signals import terminable
-from offbeat.report.benchmark_fields import Field, Row, format_error
+from offbeat.report.benchmark_fields import Field, Row
 from offbeat.runs.log import read_log
 from offbeat.server.run_setting import RunSetting
 from offbeat.server.supervisor import ServerPlan
@@ -63,7 +64,7 @@ def _staleness(name: str) -> Callable[[Row], str]:
 
 
 def _off(key: str) -> Callable[[Row], str]:
-    return lambda row: f"{format_error(row[key])}{' !' if abs(row[key]) > WITHIN else ''}"
+    return lambda row: f"{format_change(row[key])}{' !' if abs(row[key]) > WITHIN else ''}"
 
 
 FIELDS = (

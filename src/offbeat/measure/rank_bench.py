@@ -37,10 +37,11 @@ from offbeat.measure.requests import (
     check_processes,
 )
 from offbeat.measure.rounds import Progress, Turn, alternate, spread
+from offbeat.number_format import format_rate, format_size
 from offbeat.processes.signals import terminable
 from offbeat.report.benchmark_fields import Field, Row, format_ms
 from offbeat.runs.metrics import BUS_FACTORS, bus_bandwidth
-from offbeat.spec import count_of, format_rate, format_size
+from offbeat.spec import count_of
 from offbeat.strategy import ALL_REDUCE, family_of
 
 GLOO, MPI = "gloo", "mpi"

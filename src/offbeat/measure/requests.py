@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from offbeat.errors import RequestError, unknown
 from offbeat.machine import available_bytes
-from offbeat.spec import format_size
+from offbeat.number_format import format_size
 
 OURS = "offbeat"
 MOST_PROCESSES = 64

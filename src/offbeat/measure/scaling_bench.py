@@ -37,15 +37,8 @@ from offbeat.measure.training_bench import (
     trained_label,
     training_terms,
 )
-from offbeat.report.benchmark_fields import (
-    FIELDS,
-    SCALING,
-    SCALING_MORE,
-    SCALING_NAMES,
-    Row,
-    format_percent,
-    format_samples_per_s,
-)
+from offbeat.number_format import percent
+from offbeat.report.benchmark_fields import FIELDS, SCALING, SCALING_MORE, SCALING_NAMES, Row, format_samples_per_s
 from offbeat.runs import metrics
 from offbeat.spec import count_of
 from offbeat.train.config import Config
@@ -198,7 +191,7 @@ def _worse(row: Row, best: Row | None, within: float) -> str:
         return ""
     points = f"{100 * (best['accuracy'] - row['accuracy']):.1f}".removesuffix(".0")
     told = metrics.format_accuracy(row["accuracy"], row["test_samples"])
-    return f"its accuracy {told} is {points} points below the {format_percent(best['accuracy'])} of {row_label(best)}"
+    return f"its accuracy {told} is {points} points below the {percent(best['accuracy'])} of {row_label(best)}"
 
 
 def are_alike(one: Row, other: Row) -> bool:
@@ -266,7 +259,7 @@ def scaling_result(
 
 def definitions(request: ScalingRequest) -> dict[str, str]:
     strong = "strong " if request.kind == STRONG else ""
-    within = format_percent(request.accuracy_within)
+    within = percent(request.accuracy_within)
     ranked = f"same precision and device as the base, accuracy at most {within}, or what may be chance, below"
     return {
         "seconds": "T(n): seconds in which n minibatches are applied, n * batch / throughput; of a synchronous "

@@ -37,11 +37,12 @@ from offbeat.measure.requests import (
 )
 from offbeat.measure.rounds import Progress, alternate, spread
 from offbeat.measure.server_runs import environment, program, supervise
+from offbeat.number_format import format_rate, format_seconds, format_size
 from offbeat.processes.signals import terminable
 from offbeat.report.benchmark_fields import Field, Row
 from offbeat.server.run_setting import RunSetting
 from offbeat.server.supervisor import ServerPlan
-from offbeat.spec import count_of, format_rate, format_seconds, format_size
+from offbeat.spec import count_of
 
 PARAMETERS = 25_600_000
 LINE = "async"

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 
 from offbeat import plugins
 from offbeat.errors import OffbeatError
+from offbeat.number_format import format_seconds
 from offbeat.server.supervisor import ServerPlan, Supervisor
-from offbeat.spec import format_seconds
 
 _MOST_SAID = 200  # lines that are kept
 

@@ -5,12 +5,9 @@ A policy chooses its own sentence (`Policy.explain`). `in_general` is true of ev
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Protocol
 
-from offbeat.spec import format_percent
-
-percent = partial(format_percent, digits=0)
+from offbeat.number_format import whole_percent as percent
 
 
 class Outcome(Protocol):

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from offbeat.number_format import format_seconds
 from offbeat.policies import sentences
 from offbeat.policies.barrier import KSync
 from offbeat.policies.events import Command
 from offbeat.policies.waiting import ComputeTimes, UpdateTime
-from offbeat.spec import format_seconds
 
 
 class GraceSync(KSync):

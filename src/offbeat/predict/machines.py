@@ -12,11 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from offbeat.number_format import format_rate, format_seconds
 from offbeat.predict.calibration import Calibration, Delays, Machine, machine_of
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.collective import Model
 from offbeat.simulate.setup import Network, Setup
-from offbeat.spec import count_of, format_rate, format_seconds
+from offbeat.spec import count_of
 from offbeat.strategy import ALL_REDUCE, simulated_family_of
 from offbeat.topology import Topology, build
 

@@ -16,13 +16,14 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from offbeat.chart import Line, line_chart
+from offbeat.charts import Line, line_chart
 from offbeat.errors import RequestError
+from offbeat.number_format import format_seconds, percent
 from offbeat.policies import create
 from offbeat.runs.metrics import Score, format_accuracy, ranking
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.setup import Network
-from offbeat.spec import format_learners, format_percent, format_seconds
+from offbeat.spec import format_learners
 from offbeat.strategy import ALL_REDUCE, family_of, line_up, simulated_family_of
 
 ALIKE = 1.05  # medians this close are not told apart
@@ -271,9 +272,9 @@ def explain_result(result: RaceResult) -> str:
     if result.staleness > 0.005:
         parts.append(f"gradients {result.staleness:.1f} versions old")
     if result.wait_share > 0.005:
-        parts.append(f"{format_percent(result.wait_share, 0)} of the time waiting")
+        parts.append(f"{percent(result.wait_share, 0)} of the time waiting")
     if result.waste_share > 0.005:
-        parts.append(f"{format_percent(result.waste_share, 0)} thrown away")
+        parts.append(f"{percent(result.waste_share, 0)} thrown away")
     if all(curve.warning for curve in result.curves):
         parts.append(result.curves[0].warning)
     return ", ".join(parts)
@@ -288,12 +289,12 @@ def advice(results: Sequence[RaceResult], target: float, machines: str) -> list[
         best = max(tied, key=lambda one: one.accuracy)
         others = [one.label for one in tied if one is not best]
         return [
-            f"nobody reached {format_percent(target)}; the best end was {best.accuracy_text}, with {best.label}",
+            f"nobody reached {percent(target)}; the best end was {best.accuracy_text}, with {best.label}",
             *([f"not told apart from it on {best.test_samples:,} test samples: {', '.join(others)}"] if others else []),
             "more epochs (--epochs), another learning rate (--rate) or a lower --target would tell them apart",
         ]
     plain = family_of(chosen.strategy) == ALL_REDUCE and not chosen.variant
-    line = f"use {'plain ' if plain else ''}{chosen.label}: {format_percent(target)} after "
+    line = f"use {'plain ' if plain else ''}{chosen.label}: {percent(target)} after "
     line += f"{format_seconds(chosen.median_s)}{_spread(chosen)} ({explain_result(chosen)})"
     lines, option = [line], chosen.contender.option
     if option:
@@ -395,7 +396,7 @@ def chart_of(
         x_label="simulated time, seconds",
         y_label="test error",
         target=None if target is None else 1 - target,
-        target_label="" if target is None else f"target: {format_percent(target)} right",
+        target_label="" if target is None else f"target: {percent(target)} right",
         x_max=x_max or None,
     )
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from offbeat import spec as grammar
 from offbeat.errors import LogError, RequestError
+from offbeat.number_format import format_seconds
 from offbeat.policies import create
 from offbeat.predict.calibration import Calibration
 from offbeat.predict.calibration_match import check, of_another_machine
@@ -34,7 +35,7 @@ from offbeat.runs.metrics import highest_reached, time_to_accuracy
 from offbeat.runs.run_folder import Evaluated, RunDir
 from offbeat.simulate.cluster import Cluster, Wires
 from offbeat.simulate.compute import Law
-from offbeat.spec import count_of, format_learners, format_seconds
+from offbeat.spec import count_of, format_learners
 from offbeat.strategy import ALL_REDUCE, AUTO, NATIVE, family_of, line_up
 from offbeat.train.config import Config
 from offbeat.train.config_files import changed, read_config

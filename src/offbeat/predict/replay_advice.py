@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from offbeat.spec import count_of, format_percent, format_seconds
+from offbeat.number_format import format_seconds, percent
+from offbeat.spec import count_of
 
 if TYPE_CHECKING:
     from offbeat.predict.replay import FinishedRun, ReplayedStrategy
@@ -21,7 +22,7 @@ OLDER, OLDER_SHARE = 0.5, 0.25  # versions, and of the run's staleness: a replay
 
 
 def format_difference(share: float) -> str:
-    return f"{'−' if share < 0 else '+'}{format_percent(abs(share))}"
+    return f"{'−' if share < 0 else '+'}{percent(abs(share))}"
 
 
 def is_as_stale(run: FinishedRun, own: ReplayedStrategy) -> bool:
@@ -40,8 +41,8 @@ def doubts_on(run: FinishedRun, own: ReplayedStrategy, target: float | None) -> 
         was, best = run.highest_reached or 0.0, own.reached.best
         if (was >= target and _misses(best, target)) or (best >= target and _misses(was, target)):
             lines.append(
-                f"the replay of what really ran got to {format_percent(best)}, and the run to {format_percent(was)}, "
-                f"where {format_percent(target)} is asked for: no advice is given by accuracies"
+                f"the replay of what really ran got to {percent(best)}, and the run to {percent(was)}, "
+                f"where {percent(target)} is asked for: no advice is given by accuracies"
             )
     return lines
 
@@ -73,7 +74,7 @@ def advice_on(
         lines = [f"with {many} nothing was measured: how far the replay is off is not known"]
         real_s = None if own is None else _time(own, target)
     off = _off_by(run, own, error, target)
-    what = f"for {run.samples:,} samples" if target is None else f"to {format_percent(target)}"
+    what = f"for {run.samples:,} samples" if target is None else f"to {percent(target)}"
     timed = [(seconds, one) for one in others if (seconds := _time(one, target)) is not None]
     if timed:
         seconds, best = min(timed, key=lambda pair: pair[0])
@@ -82,24 +83,23 @@ def advice_on(
             lines.append(needed + (", the least of these" if len(others) > 1 else ""))
         elif real_s is None:
             got = (run.highest_reached or 0.0) if measured else own.reached.best if own.reached else 0.0
-            lines.append(f"{needed}, where {own.strategy} got to {format_percent(got)}")
+            lines.append(f"{needed}, where {own.strategy} got to {percent(got)}")
         elif seconds < real_s * (1 - max(off, SURE)):
-            sure = f"; the replay of what really ran is {format_percent(off)} off" if measured else ""
+            sure = f"; the replay of what really ran is {percent(off)} off" if measured else ""
             sure += ", but had other communication" if best.foreign and measured else ""
             lines.append(f"{needed} instead of {format_seconds(real_s)}{sure}")
         else:
             lines.append(
                 f"none of the others would have been clearly faster than {own.strategy} {what}: by "
-                f"{format_percent(max(off, SURE), 0)} or more"
+                f"{percent(max(off, SURE), 0)} or more"
             )
     elif others:
         lines.append(f"none of the others would have got {what} in as many epochs, with this one seed")
     if target is not None and (near := [told for one in (own, *others) if (told := _about_there(one, target))]):
-        lines.append(f"about there, within {POINTS} of {format_percent(target)} with one seed: {', '.join(near)}")
+        lines.append(f"about there, within {POINTS} of {percent(target)} with one seed: {', '.join(near)}")
     if error is not None and abs(error) > TRUSTED:
         lines.append(
-            f"the run's own replay is {format_percent(abs(error), 0)} off: do not trust the other numbers further than "
-            "that"
+            f"the run's own replay is {percent(abs(error), 0)} off: do not trust the other numbers further than that"
         )
     return lines
 
@@ -122,7 +122,7 @@ def _about_there(one: ReplayedStrategy | None, target: float) -> str:
     reached = None if one is None else one.reached
     if one is None or reached is None or reached.seconds is not None or _misses(reached.best, target):
         return ""
-    return f"{one.strategy} ({format_percent(reached.best)})"
+    return f"{one.strategy} ({percent(reached.best)})"
 
 
 def _time(one: ReplayedStrategy, target: float | None) -> float | None:

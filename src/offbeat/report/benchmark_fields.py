@@ -13,9 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from offbeat.report.page_model import Form
+from offbeat.number_format import Form, format_change, format_seconds, percent
 from offbeat.runs.metrics import DEFINITIONS, format_accuracy
-from offbeat.spec import format_seconds
 
 Row = Mapping[str, Any]
 # What a file may hold. "computed": the page computes it, or nobody reads it back.
@@ -63,14 +62,6 @@ def format_ms(ms: float) -> str:
     return f"{ms:.0f}" if abs(ms) >= 99.95 else f"{ms:.3g}"
 
 
-def format_percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
-
-
-def format_error(relative: float) -> str:
-    return f"{100 * relative:+.1f} %"
-
-
 def format_samples_per_s(rate: float) -> str:
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
@@ -111,7 +102,7 @@ PREDICTED = Field(
 )  # fmt: skip
 ERROR = Field(
     "error", "number", "signed-percent", "error", "predicted / measured - 1",
-    title="off", text=lambda row: format_error(row["error"]), optional=True,
+    title="off", text=lambda row: format_change(row["error"]), optional=True,
 )  # fmt: skip
 JOULES = Field(
     "joules", "from zero", "joules", "energy (J)", DEFINITIONS["energy"].formula,
@@ -209,7 +200,7 @@ ACCURACY = (
     TEST_SAMPLES,
     Field(
         "accuracy_std", "from zero", "percent", "its standard deviation",
-        title="std", text=lambda row: format_percent(row["accuracy_std"]), wide=True,
+        title="std", text=lambda row: percent(row["accuracy_std"]), wide=True,
     ),
     Field(
         "seconds", "from zero", "seconds", "training time (s)", title="whole run", text=_seconds("seconds"), wide=True
@@ -229,7 +220,7 @@ PREDICTIONS = (
         text=lambda row: f"{format_seconds(min(row['rounds_s']))} to {format_seconds(max(row['rounds_s']))}",
     ),
     PREDICTED,
-    ERROR._replace(title="error", text=lambda row: "a probe" if row["probe"] else format_error(row["error"])),
+    ERROR._replace(title="error", text=lambda row: "a probe" if row["probe"] else format_change(row["error"])),
     Field("probe", "computed"),
 )  # fmt: skip
 

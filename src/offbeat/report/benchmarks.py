@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from offbeat.charts import BarChart, Bars, LineChart, Series
+from offbeat.number_format import Cell, percent
 from offbeat.report.benchmark_fields import (
     ACCURACY,
     BENCHMARK,
@@ -22,8 +24,7 @@ from offbeat.report.benchmark_fields import (
     Row,
 )
 from offbeat.report.inputs import Result
-from offbeat.report.page_model import BarChart, Bars, Cell, Column, Item, LineChart, Section, Series, Table
-from offbeat.report.summary import percent
+from offbeat.report.page_model import Column, Item, Section, Table
 from offbeat.runs.metrics import known_interval
 from offbeat.runs.untrusted import share, shorten
 from offbeat.spec import count_of
@@ -117,7 +118,7 @@ def scaling(results: Sequence[Result]) -> Section | None:
         return None
     table = _table("scaling", "Scaling", SCALING, rows, " ".join(filter(None, notes)))
     text = "How much faster several learners are than one. The dashed line is what n learners could be at best."
-    return Section(key="scaling", title="Scaling", items=(*items, table), words=(text,))
+    return Section(key="scaling", title="Scaling", items=(*items, table), paragraphs=(text,))
 
 
 def overheads(results: Sequence[Result]) -> list[Item]:
@@ -290,4 +291,4 @@ def predictions(results: Sequence[Result]) -> Section | None:
     text = f"{count_of(len(found), 'prediction')} of the simulator beside what was measured."
     if known:
         text += f" They are off by {percent(sum(known) / len(known))} on average, {percent(max(known))} at worst."
-    return Section(key="predictions", title="Predicted beside measured", items=tuple(items), words=(text,))
+    return Section(key="predictions", title="Predicted beside measured", items=tuple(items), paragraphs=(text,))

@@ -16,11 +16,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from offbeat.charts import BarChart, Bars, LineChart, Series
+from offbeat.number_format import Cell, percent
 from offbeat.report import benchmarks, facts, run_sections, summary
 from offbeat.report.facts import Facts, facts_of
 from offbeat.report.inputs import Result
-from offbeat.report.page_model import BarChart, Bars, Cell, Column, Item, LineChart, Page, Section, Series, Table
-from offbeat.report.summary import Group, groups_of, percent
+from offbeat.report.page_model import Column, Item, Page, Section, Table
+from offbeat.report.summary import Group, groups_of
 from offbeat.runs.metrics import DEFINITIONS, format_traffic
 from offbeat.runs.run_record import RunRecord
 from offbeat.runs.untrusted import LABEL, clean, shorten
@@ -126,7 +128,7 @@ def _communication(known: Sequence[Facts], results: Sequence[Result]) -> Section
         text += " Of runs: the time in which learners do not compute, waiting for slower ones included."
     if any(one.inside_waiting for one in known):
         text += f" {run_sections.INSIDE_WAITING}"
-    return Section(key="communication", title="Communication overhead", items=tuple(items), words=(text, *traffic))
+    return Section(key="communication", title="Communication overhead", items=tuple(items), paragraphs=(text, *traffic))
 
 
 def _traffic(one: Facts) -> str:
@@ -187,7 +189,7 @@ def _machines(
     )
     items.append(Table(key="machines", title="Time with so many learners", columns=columns, rows=tuple(rows)))
     text = "What more learners buy. Only runs of the same strategy that are alike in all else are joined."
-    return Section(key="machines", title="Time against machines", items=tuple(items), words=(text,))
+    return Section(key="machines", title="Time against machines", items=tuple(items), paragraphs=(text,))
 
 
 def _all_but_learners(run: RunRecord) -> str:
@@ -210,7 +212,7 @@ def _energy(
         "Energy is what the machine's counters say, or not measured. Cost is devices x hours of training x the price "
         "given. Up to the target: the same part of both as of the training time."
     )
-    return Section(key="energy", title="Energy and cost", items=tuple(items), words=(text,))
+    return Section(key="energy", title="Energy and cost", items=tuple(items), paragraphs=(text,))
 
 
 def _energy_charts(known: Sequence[Facts]) -> list[Item]:
@@ -306,7 +308,7 @@ def _comparison(known: Sequence[Facts], targets: Mapping[int, float | None], pri
         Column("cost", "money", f"{DEFINITIONS['cost'].formula}; {own['cost of a run'].formula}"),
     )
     table = Table(key="runs", title="All runs", columns=columns, rows=tuple(rows))
-    return Section(key="runs", title="Comparison", items=(table,), words=("Each run in one row.",))
+    return Section(key="runs", title="Comparison", items=(table,), paragraphs=("Each run in one row.",))
 
 
 def _kind(one: Facts) -> str:
@@ -331,7 +333,7 @@ def _configuration(runs: Sequence[RunRecord]) -> Section | None:
         text = "With these the run can be made again."
     else:
         text = f"{count_of(len(differ), 'field')} {'differs' if len(differ) == 1 else 'differ'} between the runs."
-    return Section(key="configuration", title="Configuration", items=(table,), words=(text,))
+    return Section(key="configuration", title="Configuration", items=(table,), paragraphs=(text,))
 
 
 def _flat(value: Mapping[str, Any], above: str = "") -> dict[str, Cell]:
@@ -357,4 +359,4 @@ def _definitions(results: Sequence[Result]) -> Section:
         rows += [(shorten(f"{result.label}: {name}", 2 * LABEL), "", said) for name, said in result.definitions.items()]
     columns = (Column("name"), Column("unit"), Column("definition"))
     table = Table(key="definitions", title="Definitions", columns=columns, rows=tuple(rows))
-    return Section(key="definitions", title="Definitions", items=(table,), words=("What each number means.",))
+    return Section(key="definitions", title="Definitions", items=(table,), paragraphs=("What each number means.",))

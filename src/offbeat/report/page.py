@@ -1,10 +1,11 @@
-"""A Page as one HTML file that loads nothing: words and tables are HTML, page.js and timeline.js draw the charts.
+"""A Page as one HTML file that loads nothing: text, tables and charts as SVG. page.js adds hovering and zoom.
 
     text = render(page)
 
-Laws. The same page gives the same bytes. Nothing given is ever markup: words are escaped, data is JSON without
+Laws. The same page gives the same bytes. Nothing given is ever markup: text is escaped, data is JSON without
 `<`, `>` and `&`, and the policy at the top lets the browser run this file's own script, by its hash, and nothing else.
-Every cell of every table is in the HTML, so that the page can be read, searched and printed without JavaScript.
+Every cell of every table and every chart but the timeline is in the HTML: the page can be read, searched and printed
+without JavaScript.
 Whatever the numbers are, the data holds only finite ones.
 
 A timeline's bars travel as five columns, bar by bar, each in the smallest type that holds it (see `_bars`): a run of
@@ -22,44 +23,37 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from offbeat.report.number_format import column_unit, write
-from offbeat.report.page_model import (
-    BarChart,
-    Cell,
-    Column,
-    Form,
-    Item,
-    LineChart,
-    Page,
-    Section,
-    ShareChart,
-    Table,
-    Timeline,
-)
+from offbeat.charts.bar_chart import BarChart, bar_colours, bar_legend, draw_bar_chart
+from offbeat.charts.line_chart import LegendEntry, LineChart, draw_line_chart, line_legend
+from offbeat.charts.share_chart import ShareChart, draw_share_chart, share_legend, time_part
+from offbeat.number_format import Cell, Form, column_unit, format_value
+from offbeat.report.page_model import Column, Item, Page, Section, Table, Timeline
 
 Data = dict[str, Any]  # what page.js reads; JSON has no better type
 
 DARK = "/* dark */"  # what follows it in page.css is a style of its own, which the reader's choice turns on and off
 LARGE = 1e100  # numbers beyond this are drawn as this, so that differences of them stay finite
 DIGITS = 9  # of a point of a line, more than any screen shows
-WORDS = 300  # letters of a title attribute at most, and of a text that is shown whole; a longer one opens at a tap
+LETTERS = 300  # letters of a title attribute at most, and of a text that is shown whole; a longer one opens at a tap
 WORDY, WORDIER = 24, 60  # a cell with more letters gets more room
 SHOWN_PROBLEMS = 8  # the others are folded away
+LAYOUTS = {"wide": 760, "narrow": 380}  # each chart is drawn for both; page.css shows the one that fits
 TALL = 24  # a table with more rows scrolls by itself
 PAPER = 660.0  # pixels of a table on paper; A4 has 688 between the margins of page.css
 LETTER, PADDING = 6.4, 13.0  # pixels on paper of a letter, generously, and of a cell around its letters
-NARROW, NARROWER = 24, 12  # letters of a column of words on paper, and of one that saves a table from being divided
+NARROW, NARROWER = 24, 12  # letters of a column of text on paper, and of one that saves a table from being divided
 WORD = 20  # letters of a word that is not broken on paper
 TYPES = ("u1", "i1", "u2", "i2", "u4", "i4", "f8")  # of a column of bars, the smallest first; all little-endian
 
-_NO_SCRIPT = "The charts of this page need JavaScript, which is off here. The words and the tables are all there."
+_NO_SCRIPT = "Timelines, and values at the pointer, need JavaScript, which is off here. All else is there."
 # Characters that end a line in JavaScript, or could end the element that the data stands in.
 _JSON_ESCAPES = {ord(letter): f"\\u{ord(letter):04x}" for letter in "<>&\u2028\u2029"}
 
@@ -67,7 +61,7 @@ _JSON_ESCAPES = {ord(letter): f"\\u{ord(letter):04x}" for letter in "<>&\u2028\u
 def render(page: Page) -> str:
     """The whole document."""
     style, _, dark = _own("page.css").partition(DARK)
-    script = _own("page.js") + _own("timeline.js")
+    script = "".join(map(_own, ("writing.js", "page.js", "timeline.js")))
     names = _Names()
     charts: list[Data] = []
     anchors = [names.take("section", section.key) for section in page.sections]
@@ -93,7 +87,7 @@ def render(page: Page) -> str:
 <body>
 <header class="top" id="top">
 <div class="heading">
-<h1>{_words(page.title)}</h1>
+<h1>{_openable(page.title)}</h1>
 {_paragraph(page.subtitle, "subtitle")}</div>
 <div class="buttons" id="buttons"></div>
 </header>
@@ -109,7 +103,7 @@ def render(page: Page) -> str:
 """
 
 
-# --- words --------------------------------------------------------------------------------------------------------
+# --- text ---------------------------------------------------------------------------------------------------------
 
 
 class _Names:
@@ -128,35 +122,35 @@ class _Names:
         return name
 
 
-def _text(words: str) -> str:
+def _text(text: str) -> str:
     """Escaped, with line ends as spaces. Half characters and zeros, which HTML cannot hold, become a sign for that."""
-    words = re.sub("[\ud800-\udfff\x00]", "\ufffd", words)
-    return html.escape(re.sub(r"[\r\n\t]+", " ", words))
+    text = re.sub("[\ud800-\udfff\x00]", "\ufffd", text)
+    return html.escape(re.sub(r"[\r\n\t]+", " ", text))
 
 
-def _words(words: str) -> str:
+def _openable(text: str) -> str:
     """The text, all of it; a very long one shows its first lines until it is tapped, or printed."""
-    text = f"<bdi>{_text(words)}</bdi>"
-    return text if len(words) <= WORDS else f'<details class="long"><summary>{text}</summary></details>'
+    shown = f"<bdi>{_text(text)}</bdi>"
+    return shown if len(text) <= LETTERS else f'<details class="long"><summary>{shown}</summary></details>'
 
 
-def _title(words: str) -> str:
-    """An attribute that shows words at the pointer, cut; nothing where there are none."""
-    return f' title="{_text(_cut(words))}"' if words else ""
+def _title(text: str) -> str:
+    """An attribute that shows text at the pointer, cut; nothing for no text."""
+    return f' title="{_text(_cut(text))}"' if text else ""
 
 
-def _cut(words: str) -> str:
-    return words if len(words) <= WORDS else words[:WORDS] + "…"
+def _cut(text: str) -> str:
+    return text if len(text) <= LETTERS else text[:LETTERS] + "…"
 
 
-def _paragraph(words: str, kind: str = "") -> str:
+def _paragraph(text: str, kind: str = "") -> str:
     """With a kind, a very long one can be opened; a `p` holds nothing that can be."""
-    if not words:
+    if not text:
         return ""
     if not kind:
-        return f"<p><bdi>{_text(words)}</bdi></p>\n"
-    tag = "p" if len(words) <= WORDS else "div"
-    return f'<{tag} class="{kind}">{_words(words)}</{tag}>\n'
+        return f"<p><bdi>{_text(text)}</bdi></p>\n"
+    tag = "p" if len(text) <= LETTERS else "div"
+    return f'<{tag} class="{kind}">{_openable(text)}</{tag}>\n'
 
 
 def _contents(page: Page, anchors: Sequence[str]) -> str:
@@ -174,14 +168,14 @@ def _contents(page: Page, anchors: Sequence[str]) -> str:
 def _summary(page: Page) -> str:
     if not page.summary:
         return ""
-    words = "".join(map(_paragraph, page.summary))
-    return f'<section class="summary" id="summary" aria-label="Summary">\n{words}</section>\n'
+    text = "".join(map(_paragraph, page.summary))
+    return f'<section class="summary" id="summary" aria-label="Summary">\n{text}</section>\n'
 
 
 def _problems(problems: Sequence[str]) -> str:
     if not problems:
         return ""
-    rows = [f"<li>{_words(words)}</li>\n" for words in problems]
+    rows = [f"<li>{_openable(text)}</li>\n" for text in problems]
     shown, folded = rows[:SHOWN_PROBLEMS], rows[SHOWN_PROBLEMS:]
     rest = f"<details><summary>{len(folded)} more</summary><ul>\n{''.join(folded)}</ul></details>\n" if folded else ""
     return (
@@ -194,22 +188,42 @@ def _section(section: Section, anchor: str, names: _Names, charts: list[Data]) -
     items = "".join(_item(item, names, charts) for item in section.items)
     return (
         f'<section id="{anchor}" aria-labelledby="{anchor}-title">\n'
-        f'<h2 id="{anchor}-title">{_words(section.title)}</h2>\n'
-        f"{''.join(map(_paragraph, section.words))}{items}</section>\n"
+        f'<h2 id="{anchor}-title">{_openable(section.title)}</h2>\n'
+        f"{''.join(map(_paragraph, section.paragraphs))}{items}</section>\n"
     )
 
 
 def _item(item: Item, names: _Names, charts: list[Data]) -> str:
     if isinstance(item, Table):
         return _table(item, names)
-    kind, pack = _KINDS[type(item)]
-    charts.append({"kind": kind, "key": item.key, "title": item.title, **pack(item)})
-    about = ". ".join(words.rstrip(". ") for words in (item.title, item.note) if words)
+    name, number = names.take("chart", item.key), len(charts)
+    legend = plot = ""
+    if isinstance(item, Timeline):
+        kind, data = "timeline", _timeline(item)
+    else:
+        kind, prepare, entries, draw, pack = _KINDS[type(item)]
+        chart = prepare(item)
+        data = pack(chart)
+        drawn = ((layout, draw(chart, width, f"{name}-{layout}")) for layout, width in LAYOUTS.items())
+        plot = "".join(svg.replace("<svg", f'<svg class="{layout}" aria-hidden="true"', 1) for layout, svg in drawn)
+        legend = "".join(map(_legend_entry, entries(chart))) if plot else ""
+        plot = plot or '<p class="empty">nothing to show</p>\n'
+    charts.append({"kind": kind, "key": item.key, "title": item.title, **data})
+    about = ". ".join(text.rstrip(". ") for text in (item.title, item.note) if text)
     return (
-        f'<figure class="chart {kind}" id="{names.take("chart", item.key)}" data-chart="{len(charts) - 1}">\n'
-        f'<figcaption><h3>{_words(item.title)}</h3></figcaption>\n<div class="legend"></div>\n'
-        f'<div class="plot" role="img" tabindex="0" aria-label="{_text(_cut(about))}"></div>\n'
+        f'<figure class="chart {kind}" id="{name}" data-chart="{number}">\n'
+        f'<figcaption><h3>{_openable(item.title)}</h3></figcaption>\n<div class="legend">{legend}</div>\n'
+        f'<div class="plot" role="img" tabindex="0" aria-label="{_text(_cut(about))}">\n{plot}</div>\n'
         f"{_paragraph(item.note, 'note')}</figure>\n"
+    )
+
+
+def _legend_entry(entry: LegendEntry) -> str:
+    about = "click: hide or show, double click: show alone"
+    return (
+        f'<button type="button" class="entry" aria-pressed="true" title="{about}">'
+        f'<svg class="{entry.colour}" width="22" height="12" aria-hidden="true">{entry.swatch}</svg>'
+        f"<bdi>{_text(_cut(entry.name))}</bdi></button>"
     )
 
 
@@ -244,7 +258,7 @@ def _plain(name: str, form: Form) -> str:
 
 def _column(column: Column, cells: Sequence[Cell]) -> list[str]:
     unit = column_unit(cells, column.form)
-    return [write(cell, column.form, unit) for cell in cells]
+    return [format_value(cell, column.form, unit) for cell in cells]
 
 
 def _grid(columns: Sequence[Column], written: Sequence[Sequence[str]], shown: Sequence[int], title: str) -> str:
@@ -256,7 +270,7 @@ def _grid(columns: Sequence[Column], written: Sequence[Sequence[str]], shown: Se
     )
     if not count:
         body = f'<tr><td class="none" colspan="{max(len(shown), 1)}">nothing to show</td></tr>\n'
-    caption = f"<caption>{_words(title)}</caption>\n" if title else ""
+    caption = f"<caption>{_openable(title)}</caption>\n" if title else ""
     heads = "".join(_head(columns[at]) for at in shown)
     return f"<table>\n{caption}<thead><tr>{heads}</tr></thead>\n<tbody>\n{body}</tbody>\n</table>\n"
 
@@ -279,7 +293,7 @@ def _blocks(columns: Sequence[Column], written: Sequence[Sequence[str]]) -> list
 
 def _width(column: Column, cells: Sequence[str], most: int) -> float:
     """Pixels on paper that the column needs so that no number and no word of it is broken; its name may take three
-    lines, and words are at most so many letters wide.
+    lines, and text is at most so many letters wide.
     """
     if column.form != "text":
         most = NARROW
@@ -289,89 +303,118 @@ def _width(column: Column, cells: Sequence[str], most: int) -> float:
     return LETTER * letters + PADDING
 
 
-def _label(words: str) -> str:
-    return f' aria-label="{_text(_cut(words))}"' if words else ""
+def _label(text: str) -> str:
+    return f' aria-label="{_text(_cut(text))}"' if text else ""
 
 
-def _class(column: Column, words: str, *, head: bool = False) -> str:
-    """Numbers stand right. Words with one that no paper holds are broken anywhere; many words get more room."""
-    kinds = ["number"] if column.form != "text" and (head or len(words) <= NARROW) else []
-    kinds += ["broken"] if any(len(word) > WORD for word in words.split()) else []
+def _class(column: Column, text: str, *, head: bool = False) -> str:
+    """Numbers stand right. Words with one that no paper holds are broken anywhere; much text gets more room."""
+    kinds = ["number"] if column.form != "text" and (head or len(text) <= NARROW) else []
+    kinds += ["broken"] if any(len(word) > WORD for word in text.split()) else []
     if not head:
-        kinds += ["wordier"] if len(words) > WORDIER else ["wordy"] if len(words) > WORDY else []
+        kinds += ["wordier"] if len(text) > WORDIER else ["wordy"] if len(text) > WORDY else []
     return f' class="{" ".join(kinds)}"' if kinds else ""
 
 
 def _head(column: Column) -> str:
-    words = _words(column.name)
-    inner = f"<abbr{_title(column.help)}>{words}</abbr>" if column.help and len(column.name) <= WORDS else words
+    text = _openable(column.name)
+    inner = f"<abbr{_title(column.help)}>{text}</abbr>" if column.help and len(column.name) <= LETTERS else text
     return f'<th scope="col"{_class(column, column.name, head=True)}>{inner}</th>'
 
 
-def _cell(column: Column, words: str, *, first: bool) -> str:
+def _cell(column: Column, text: str, *, first: bool) -> str:
     tag, scope = ("th", ' scope="row"') if first else ("td", "")
-    return f"<{tag}{scope}{_class(column, words)}>{_words(words)}</{tag}>"
+    return f"<{tag}{scope}{_class(column, text)}>{_openable(text)}</{tag}>"
 
 
 def _help(columns: Sequence[Column]) -> str:
     helped = [column for column in columns if column.help]
     if not helped:
         return ""
-    words = "".join(f"<dt>{_words(c.name)}</dt><dd>{_words(c.help)}</dd>\n" for c in helped)
-    return f'<details class="help"><summary>What the columns mean</summary>\n<dl>\n{words}</dl></details>\n'
+    text = "".join(f"<dt>{_openable(c.name)}</dt><dd>{_openable(c.help)}</dd>\n" for c in helped)
+    return f'<details class="help"><summary>What the columns mean</summary>\n<dl>\n{text}</dl></details>\n'
 
 
 # --- data of charts -----------------------------------------------------------------------------------------------
 
 
+def _prepared_line(chart: LineChart) -> LineChart:
+    """Groups have names, and points that are not finite are left out; see the model's law."""
+    return replace(
+        chart,
+        x_label=_plain(chart.x_label, chart.x_form),
+        y_label=_plain(chart.y_label, chart.y_form),
+        levels=tuple((_drawn(value), text) for value, text in chart.levels if math.isfinite(value)),
+        series=tuple(
+            series._replace(
+                group=series.group or series.name,
+                points=tuple((_drawn(x), _drawn(y)) for x, y in series.points if math.isfinite(x) and math.isfinite(y)),
+            )
+            for series in chart.series
+        ),
+    )
+
+
 def _line(chart: LineChart) -> Data:
-    """Points that are not finite are left out; see the model's law."""
+    colours = {entry.name: entry.colour for entry in line_legend(chart)}
     return {
-        "xLabel": _plain(chart.x_label, chart.x_form),
-        "yLabel": _plain(chart.y_label, chart.y_form),
+        "xLabel": chart.x_label,
         "xForm": chart.x_form,
         "yForm": chart.y_form,
-        "log": chart.y_log,
         "fromZero": chart.from_zero,
-        "levels": [{"value": _drawn(value), "words": words} for value, words in chart.levels if math.isfinite(value)],
+        "levels": [value for value, _ in chart.levels],
         "series": [
             {
                 "name": series.name,
                 "style": series.style,
-                "group": series.group or series.name,
-                "x": [_drawn(x) for x, y in series.points if math.isfinite(x) and math.isfinite(y)],
-                "y": [_drawn(y) for x, y in series.points if math.isfinite(x) and math.isfinite(y)],
+                "group": series.group,
+                "colour": colours[series.group],
+                "x": [x for x, _ in series.points],
+                "y": [y for _, y in series.points],
             }
             for series in chart.series
         ],
     }
 
 
+def _prepared_bar(chart: BarChart) -> BarChart:
+    series = (
+        bars._replace(
+            group=bars.group or bars.name,
+            values=tuple(None if v is None or not math.isfinite(v) else _drawn(v) for v in bars.values),
+        )
+        for bars in chart.series
+    )
+    return replace(chart, y_label=_plain(chart.y_label, chart.y_form), series=tuple(series))
+
+
 def _bar(chart: BarChart) -> Data:
-    return {
-        "xLabel": chart.x_label,
-        "yLabel": _plain(chart.y_label, chart.y_form),
-        "yForm": chart.y_form,
-        "categories": list(chart.categories),
-        "series": [
-            {
-                "name": bars.name,
-                "style": bars.style,
-                "group": bars.group or bars.name,
-                "values": [
-                    None if value is None or not math.isfinite(value) else _drawn(value) for value in bars.values
-                ],
-            }
-            for bars in chart.series
-        ],
-    }
+    colours = bar_colours(chart)
+    series = [(bars.name, bars.group, colours[bars.group], bars.values) for bars in chart.series]
+    return _bands(chart.x_label, chart.y_form, chart.categories, series)
+
+
+def _prepared_share(chart: ShareChart) -> ShareChart:
+    values = tuple(tuple(_drawn(value) if math.isfinite(value) else 0.0 for value in row) for row in chart.values)
+    return replace(chart, values=values)
 
 
 def _share(chart: ShareChart) -> Data:
+    columns = zip(*chart.values, strict=True)
+    series = [(part, part, time_part(part), values) for part, values in zip(chart.parts, columns, strict=False)]
+    return _bands("", "percent", chart.rows, series)
+
+
+def _bands(
+    label: str, form: Form, bands: Sequence[str], series: Iterable[tuple[str, str, str, Sequence[float | None]]]
+) -> Data:
+    """Values side by side or one after the other: page.js tells those of one band."""
+    names = ("name", "group", "colour", "values")
     return {
-        "rows": list(chart.rows),
-        "parts": list(chart.parts),
-        "values": [[_drawn(value) if math.isfinite(value) else 0 for value in row] for row in chart.values],
+        "label": label,
+        "form": form,
+        "bands": list(bands),
+        "series": [dict(zip(names, one, strict=True)) for one in series],
     }
 
 
@@ -426,11 +469,20 @@ def _packed(values: npt.NDArray[np.float64]) -> Data:
     return {"type": kind, "bytes": base64.b64encode(values.astype(f"<{kind}").tobytes()).decode("ascii")}
 
 
-_KINDS: dict[type[Any], tuple[str, Callable[[Any], Data]]] = {
-    LineChart: ("line", _line),
-    BarChart: ("bar", _bar),
-    ShareChart: ("share", _share),
-    Timeline: ("timeline", _timeline),
+class _Kind(NamedTuple):
+    """How a kind of chart comes onto a page."""
+
+    name: str
+    prepare: Callable[[Any], Any]
+    legend: Callable[[Any], list[LegendEntry]]
+    draw: Callable[[Any, int, str], str]
+    pack: Callable[[Any], Data]
+
+
+_KINDS: dict[type[Any], _Kind] = {
+    LineChart: _Kind("line", _prepared_line, line_legend, draw_line_chart, _line),
+    BarChart: _Kind("bar", _prepared_bar, bar_legend, draw_bar_chart, _bar),
+    ShareChart: _Kind("share", _prepared_share, share_legend, draw_share_chart, _share),
 }
 
 

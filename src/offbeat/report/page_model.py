@@ -1,4 +1,4 @@
-"""What a page holds, as plain values: words, tables and charts. Who fills them and who draws them meet here.
+"""What a page holds, as plain values: text, tables and charts. Who fills them and who draws them meet here.
 
     build.py    runs and results -> a Page
     page.py     a Page -> one HTML file        tables.py    a Page -> a CSV file for every table
@@ -12,12 +12,10 @@ What it must not know: files, HTML, and what a run is.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-Cell = str | int | float | None
-# How a number of a column is written: as it is, seconds with a fitting unit, a share as percent, times, money, joules.
-Form = Literal["text", "number", "seconds", "percent", "signed-percent", "times", "money", "joules"]
-Style = Literal["line", "dots", "dashed"]
+from offbeat.charts import BarChart, LineChart, ShareChart
+from offbeat.number_format import Cell, Form
 
 
 class Column(NamedTuple):
@@ -36,70 +34,6 @@ class Table:
     title: str
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
-    note: str = ""
-
-
-class Series(NamedTuple):
-    """Points of a line chart with x rising. Those with the same `group` have one colour and one entry of the legend."""
-
-    name: str
-    points: tuple[tuple[float, float], ...]
-    style: Style = "line"
-    group: str = ""  # empty: its own
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LineChart:
-    """Lines or dots over numbers. `levels` are horizontal lines with words, like a target."""
-
-    key: str
-    title: str
-    x_label: str
-    y_label: str
-    series: tuple[Series, ...]
-    x_form: Form = "number"
-    y_form: Form = "number"
-    y_log: bool = False
-    from_zero: bool = True  # whether the y axis begins at 0
-    levels: tuple[tuple[float, str], ...] = ()
-    note: str = ""
-
-
-class Bars(NamedTuple):
-    """A value for each category, None where there is none; drawn as columns, or as dots over the others' columns."""
-
-    name: str
-    values: tuple[float | None, ...]
-    style: Literal["columns", "dots"] = "columns"
-    group: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BarChart:
-    """Columns side by side for each category: a histogram, or numbers of strategies."""
-
-    key: str
-    title: str
-    x_label: str
-    y_label: str
-    categories: tuple[str, ...]
-    series: tuple[Bars, ...]
-    y_form: Form = "number"
-    note: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShareChart:
-    """Horizontal bars, each made of the same parts; the values of a row add up to at most 1.
-
-    A part's name decides its colour: computing, thrown away, sending, waiting, updating, evaluating, other.
-    """
-
-    key: str
-    title: str
-    rows: tuple[str, ...]
-    parts: tuple[str, ...]
-    values: tuple[tuple[float, ...], ...]  # of each row, in the order of the parts
     note: str = ""
 
 
@@ -129,12 +63,12 @@ Item = Table | LineChart | BarChart | ShareChart | Timeline
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """A part of a page: a heading, some words, then what is shown."""
+    """A part of a page: a heading, some paragraphs, then what is shown."""
 
     key: str
     title: str
     items: tuple[Item, ...]
-    words: tuple[str, ...] = ()  # a paragraph each
+    paragraphs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,24 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from offbeat.charts import BarChart, Bars, LineChart, Series, ShareChart
+from offbeat.number_format import Cell, percent
 from offbeat.policies import Staleness
 from offbeat.report import benchmarks, facts
 from offbeat.report.facts import Facts, straggler
 from offbeat.report.inputs import Result
-from offbeat.report.page_model import (
-    BarChart,
-    Bars,
-    Cell,
-    Column,
-    Item,
-    LineChart,
-    Section,
-    Series,
-    ShareChart,
-    Table,
-    Timeline,
-)
-from offbeat.report.summary import Group, percent
+from offbeat.report.page_model import Column, Item, Section, Table, Timeline
+from offbeat.report.summary import Group
 from offbeat.report.theory import staleness_theory
 from offbeat.runs.log import WHAT, Span
 from offbeat.runs.metrics import DEFINITIONS
@@ -58,7 +48,7 @@ def timelines(runs: Sequence[RunRecord], known: Sequence[Facts], limit: int) -> 
         key="timeline",
         title="Timeline",
         items=tuple(items),
-        words=(
+        paragraphs=(
             "What each learner did, second by second. A bar of computing has the colour of the version of the "
             "parameters it worked on; what was cancelled is marked.",
         ),
@@ -185,7 +175,7 @@ def errors(
     text = "How fast the training got better: lower and further left is better."
     if drawn_levels:
         text += " The level is the target: the accuracy given, or the highest that all ranked runs reached."
-    return Section(key="error", title="Error against time", items=tuple(items), words=(text,))
+    return Section(key="error", title="Error against time", items=tuple(items), paragraphs=(text,))
 
 
 def _thinned(curve: Sequence[facts.Point]) -> tuple[facts.Point, ...]:
@@ -307,7 +297,7 @@ def staleness(known: Sequence[Facts]) -> Section | None:
         ),
     )
     text = f"Staleness is the {said}. All-reduce and synchronous policies have none."
-    return Section(key="staleness", title="Staleness", items=(*charts, *tables), words=(text,))
+    return Section(key="staleness", title="Staleness", items=(*charts, *tables), paragraphs=(text,))
 
 
 def _histogram(
@@ -417,4 +407,4 @@ def shares(known: Sequence[Facts]) -> Section | None:
     text = "Parts of each learner's time, evaluation left out. Work that was cancelled or dropped is thrown away."
     if inside:
         text += f" {INSIDE_WAITING}"
-    return Section(key="time", title="Where the time went", items=tuple(items), words=(text, *said))
+    return Section(key="time", title="Where the time went", items=tuple(items), paragraphs=(text, *said))

@@ -16,12 +16,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from offbeat.number_format import format_seconds, percent, whole_percent
 from offbeat.report.facts import Facts, Straggler, straggler
 from offbeat.report.inputs import Result
 from offbeat.report.theory import staleness_theory
 from offbeat.runs.run_record import RunRecord
 from offbeat.runs.untrusted import clean
-from offbeat.spec import count_of, format_seconds
+from offbeat.spec import count_of
 
 EACH = 8  # runs of which each is told
 NAMED = 5  # of a list
@@ -33,12 +34,8 @@ WORSE = 0.01  # accuracy at the end below that of the best, from which on a run 
 SAME = (
     "model", "data.name", "data.options", "train.precision", "train.batch_size", "train.accumulate", "train.loss",
 )  # fmt: skip
-_UNSAID = {"train.accumulate": 1}  # what a configuration that was written before the field was there means
-TOLD = ("learners", "slow", "machine.processor", "machine.device", "machine.cores", "train.epochs")
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
+_DEFAULTS = {"train.accumulate": 1}  # what a configuration that was written before the field was there means
+EXPLAINING = ("learners", "slow", "machine.processor", "machine.device", "machine.cores", "train.epochs")
 
 
 def names_of(facts: Sequence[Facts]) -> tuple[str, ...]:
@@ -73,7 +70,7 @@ def field_of(run: RunRecord, name: str) -> Any:
     found: Any = {"machine": run.machine, **run.config, "simulated": run.simulated}
     for part in name.split("."):
         found = found.get(part) if isinstance(found, Mapping) else None
-    return _UNSAID.get(name) if found is None and run.config else found
+    return _DEFAULTS.get(name) if found is None and run.config else found
 
 
 def groups_of(runs: Sequence[RunRecord], facts: Sequence[Facts], target: float | None) -> tuple[Group, ...]:
@@ -163,7 +160,7 @@ def _rankings(
             continue
         if group.target is not None:
             yield from _ranking(group, facts, names)
-            others = _differing([runs[at] for at in group.ranked], TOLD)
+            others = _differing([runs[at] for at in group.ranked], EXPLAINING)
             if others:
                 yield f"They differ in {', '.join(others)}: this is part of the difference."
             once = once or _chance(group, facts, names)
@@ -306,7 +303,7 @@ def _stragglers(facts: Sequence[Facts], names: Sequence[str]) -> Iterator[str]:
         waits = sorted(seen, key=lambda one: -one[1])
         whose = "its" if many == 1 else "their"
         told = [
-            f"{100 * waited:.0f} %{'' if place else f' of {whose} time'} under {name}"
+            f"{whole_percent(waited)}{'' if place else f' of {whose} time'} under {name}"
             for place, (_, waited, name, _) in enumerate(waits)
         ]
         yield (

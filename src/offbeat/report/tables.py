@@ -16,7 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from offbeat.errors import RequestError
-from offbeat.report.page_model import Cell, Page, Table
+from offbeat.number_format import Cell
+from offbeat.report.page_model import Page, Table
 
 _KEY = re.compile(r"[a-z0-9][a-z0-9-]{0,60}")
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")  # full-width ones are read as formulas too

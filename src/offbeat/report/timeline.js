@@ -6,14 +6,45 @@
 (() => {
   "use strict";
 
-  const { axis, button, colourOf, cut, empty, exponent, fit, fixed, hush, isDark, kinds, legend, make, outside, partOf, say, search, shape, start, timelines, write, FONT, PARTS } = report;
+  const { button, hush, kinds, make, nothingElse, outside, say, shape, start, timelines, toggles } = report;
+  const { axis, cut, exponent, fit, fixed, search, write, FONT } = writing;
   const VERSIONS = 7; // colours of versions; 2, 4, 8 or 16 learners that take turns do not meet the same one again
   const THIN = 2.5; // pixels of a bar, in the mean; if less, shares are drawn
   const FIRST = 40; // bars of computing that are seen at first, where there is room to read their versions
   const STACK = ["computing", "thrown", "updating", "sending", "evaluating", "other"]; // of shares, from the bottom
   const RECTANGLES = 40000; // of each part, that a frame draws at most
   const AXIS = 28; // height below the rows
+  const PARTS = ["computing", "thrown", "sending", "waiting", "updating", "evaluating", "other"];
+  const partOf = (name) => PARTS.find((part) => name.toLowerCase().startsWith(part.slice(0, 4))) || (/^appl/i.test(name) ? "updating" : "other");
   const TYPES = { u1: Uint8Array, i1: Int8Array, u2: Uint16Array, i2: Int16Array, u4: Uint32Array, i4: Int32Array, f8: Float64Array };
+
+  const colourOf = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+
+  /* Whether white is easier to read on the colour (#rrggbb) than black. */
+  function isDark(colour) {
+    const [red, green, blue] = [1, 3, 5].map((from) => {
+      const part = parseInt(colour.slice(from, from + 2), 16) / 255;
+      return part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4;
+    });
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.18;
+  }
+
+  function empty(figure) {
+    figure.querySelector(".plot").replaceChildren(make("p", { class: "empty" }, "nothing to show"));
+    return () => {};
+  }
+
+  /* The legend of a timeline, whose entries {name, kind, swatch, wide, key} change with what is drawn. */
+  function legend(figure, entries, changed, hidden) {
+    const nodes = entries.map((entry) => {
+      const node = make("button", { type: "button", class: "entry", title: "click: hide or show, double click: show alone" });
+      const swatch = shape("svg", { class: entry.kind, width: entry.wide, height: 14, "aria-hidden": "true" });
+      swatch.append(...entry.swatch);
+      node.append(swatch, make("bdi", {}, cut(entry.name)));
+      return node;
+    });
+    toggles(figure, nodes, entries.map((entry) => entry.key), changed, nothingElse, hidden);
+  }
 
   function unpack({ type, bytes }) {
     const text = atob(bytes);
@@ -204,7 +235,7 @@
       drawOverview();
       if (figure.dataset.mode !== (shares ? "shares" : "bars")) {
         figure.dataset.mode = shares ? "shares" : "bars";
-        legend(figure, keysOf(rows, shares), draw, undefined, hidden);
+        legend(figure, keysOf(rows, shares), draw, hidden);
       }
       const digits = Math.max(0, 2 - exponent(to - from));
       said.textContent = `${clock(from, digits)} to ${clock(to, digits)} of ${clock(total, digits)}${shares ? "; shares of each moment, zoom in to see versions" : ""}`;

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from offbeat.errors import RequestError, unknown
-from offbeat.spec import format_size
+from offbeat.number_format import format_size
 
 
 class Definition(NamedTuple):

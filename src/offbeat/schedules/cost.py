@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from offbeat.errors import RequestError
+from offbeat.number_format import format_rate, format_seconds, format_size
 from offbeat.schedules.ir import Schedule
-from offbeat.spec import MOST, format_rate, format_seconds, format_size
+from offbeat.spec import MOST
 from offbeat.topology import Link, Topology, edge_name
 
 

@@ -17,10 +17,11 @@ from operator import mul
 
 from offbeat import plugins
 from offbeat import spec as grammar
+from offbeat.number_format import format_seconds, format_size
 from offbeat.schedules.algorithms import BASELINE, Algorithm, algorithms, build, format_orders
 from offbeat.schedules.cost import Price, price
 from offbeat.schedules.rings import find_rings
-from offbeat.spec import count_of, format_seconds, format_size
+from offbeat.spec import count_of
 from offbeat.topology import Topology
 
 CLOSE = 1.02  # times that differ by less are not told apart: the model leaves more out than that

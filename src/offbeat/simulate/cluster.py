@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass, replace
 
 from offbeat.errors import RequestError
+from offbeat.number_format import format_size
 from offbeat.simulate.compute import Draws, Failures, Law, SlowPeriods
 from offbeat.simulate.cores import Cores
-from offbeat.spec import format_size
 
 LEARNER_BYTES = 2_000  # that simulating one learner takes: its state, events and next draws (0.7 to 1.5 kB measured)
 

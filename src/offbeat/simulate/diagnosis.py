@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from offbeat.errors import RequestError
+from offbeat.number_format import percent
 from offbeat.policies import create
 from offbeat.policies.memory import vectors_of
 from offbeat.runs.stragglers import SLOWER, Compared, is_straggler
@@ -29,7 +30,7 @@ from offbeat.simulate.engine import Floats, Ints
 from offbeat.simulate.result import Result
 from offbeat.simulate.server import StandsStillError
 from offbeat.simulate.setup import Setup
-from offbeat.spec import format_learners, format_percent
+from offbeat.spec import format_learners
 from offbeat.strategy import ALL_REDUCE, simulated_family_of
 
 _MOST_SAMPLES, _ALL_SAMPLES = 2000, 400_000  # draws of each learner, and of all together
@@ -134,8 +135,8 @@ def why(result: Result) -> str:
     """One line on where a strategy's time went and what its gradients were worth."""
     if simulated_family_of(result.strategy) != ALL_REDUCE:
         return create(result.strategy, expect=result.learners).explain(result)
-    sent = f", {format_percent(result.send_share, 0)} in reductions not hidden" if result.send_share > 0.005 else ""
-    return f"everybody waits for the slowest: {format_percent(result.wait_share, 0)} of the time{sent}; staleness 0"
+    sent = f", {percent(result.send_share, 0)} in reductions not hidden" if result.send_share > 0.005 else ""
+    return f"everybody waits for the slowest: {percent(result.wait_share, 0)} of the time{sent}; staleness 0"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,9 +160,9 @@ class Limit:
         if self.reason is None:
             return "limited by computing alone"
         full = self.reason == SERVER_LINK and full_share
-        used = f" (full {format_percent(full_share, 0)} of the time)" if full else ""
+        used = f" (full {percent(full_share, 0)} of the time)" if full else ""
         if self.gain < _LITTLE:
-            lost = "less than 1 %" if self.gain < 0.01 else format_percent(self.gain, 0)
+            lost = "less than 1 %" if self.gain < 0.01 else percent(self.gain, 0)
             return f"limited by computing; most beside it, {lost}, is lost to {self.reason}{used}"
         gone = f"{1 + self.gain:.3g}x the throughput without it"
         if self.gain < _MUCH:
@@ -374,7 +375,7 @@ class WhatIf:
         return [
             f"{self.strategy} applies {self.as_it_is:.2f} minibatches/s; with {format_learners(self.slow, most=4)} "
             f"({slower}) like the others it would apply {self.as_fast:.2f}, and {self.as_fast_ideal:.2f} if nobody "
-            f"ever waited: {format_percent(self.share_of_loss, 0)} of the loss is {whose}",
+            f"ever waited: {percent(self.share_of_loss, 0)} of the loss is {whose}",
             f"{without}with {work} of the work for {'it' if one else 'each'}: {gain(self.lighter)}",
         ]
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from offbeat.chart import Line, Run, line_chart
+from offbeat.charts import Line, Run, line_chart
 from offbeat.errors import RequestError
 from offbeat.policies.waiting import UpdateTime
 from offbeat.runs import metrics

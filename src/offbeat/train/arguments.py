@@ -1,8 +1,9 @@
 """Every field of a config as an option of the command line.
 
 `--train.batch-size 64`, `--sync ring`, `--set model.options.hidden=128`; the usual ones have a short form, `--epochs`.
-The names, the choices and the help are the fields' own. Nothing is converted or checked here: `reading.override` does
-that, so that a wrong word is told in the same way wherever it was written. Nothing here loads torch.
+The names, the choices and the help are the fields' own. Nothing is converted or checked here:
+`config_files.override` does that, so that a wrong word is refused with one text wherever it was written. Nothing here
+loads torch.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def add_arguments(
 
 
 def given(namespace: argparse.Namespace) -> dict[str, str | list[str]]:
-    """What was given, by the fields' full names: what `reading.override` takes."""
+    """What was given, by the fields' full names: what `config_files.override` takes."""
     found: dict[str, str | list[str]] = {}
     for name, value in vars(namespace).items():
         if name.startswith(_DEST) and name != f"{_DEST}set":

@@ -1,8 +1,8 @@
 """What a training is: a typed tree, checked at birth, saved whole beside its results.
 
 A recipe is such a tree with a name; a file (TOML) and words of the command line (`--train.epochs 5`) change single
-fields of it (reading.py). Each field is described here, once: its type, its bounds, and one line for people, which the
-command line and the printed recipes show.
+fields of it (config_files.py). Each field is described here, once: its type, its bounds, and one line for people,
+which the command line and the printed recipes show.
 
 Laws: a `Config` that exists is sound, as far as that can be known without torch: of a known type in every field, inside
 its bounds, with a strategy that fits the number of learners (0: not yet known, and then checked when it is filled in).

@@ -84,7 +84,7 @@ class Field:
             return self._options(value)
         if not _is(self.kind, value):
             raise FieldError(
-                self.key, f"expected {_WORDS.get(self.kind, f'a table [{self.name}]')}; got {shown(value)}"
+                self.key, f"expected {_KIND_NAMES.get(self.kind, f'a table [{self.name}]')}; got {shown(value)}"
             )
         if self.kind is str:
             return self._line(value)
@@ -129,7 +129,7 @@ class Field:
         return dict(value)
 
 
-_WORDS: dict[type, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+_KIND_NAMES: dict[type, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 
 def _is(kind: type, value: object) -> bool:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from offbeat.number_format import format_seconds
 from offbeat.runs.metrics import format_accuracy, format_traffic
-from offbeat.spec import count_of, format_seconds
+from offbeat.spec import count_of
 from offbeat.strategy import ALL_REDUCE, family_of
 from offbeat.train.config import Config
 

@@ -1,8 +1,6 @@
-"""Numbers as a person reads them: `write(0.0123, "seconds")` is "12.3 ms".
+"""How numbers are written for people: `format_value(0.0123, "seconds")` is "12.3 ms".
 
-Laws. What is not known is a dash. The same number is written the same here and in page.js, letter for letter, so both
-use only operations that every machine does alike: a number is rounded as the floor of its multiple plus a half, and
-its exponent is read from its digits. A test in a browser compares the two over many numbers.
+Two families. `format_value` writes a value of a table or a chart in a form, and picks the unit:
 
     number, text    12,345   0.1235   1.23e−7       at most 4 digits that count, whole numbers whole
     seconds         12.3 ms  4.5 s    2.1 min       3 digits that count
@@ -10,18 +8,26 @@ its exponent is read from its digits. A test in a browser compares the two over 
     percent         12.3 %   0.42 %                 of a share: 0.123 is 12.3 %
     signed-percent  +12.3 %  −4.0 %
     times           1.82×    12.3×    123×
-    money           1,234    12.35    0.0123        in whatever currency the words say
+    money           1,234    12.35    0.0123        in whatever currency the text says
 
-What it must not know: tables and pages.
+`format_seconds`, `format_size`, `format_rate`, `percent` ... write what stands in a sentence or on a terminal:
+plain ASCII, and the parsers of spec.py read it back.
+
+Laws. What is not known is a dash. writing.js writes the forms too, letter for letter, for values at the pointer.
+So both use only operations that every machine does alike: a number is rounded as the floor of its multiple plus a half,
+and its exponent is read from its digits. A test in a browser compares the two over many numbers.
+
+What it must not know: tables, charts, pages and commands.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
 
-from offbeat.report.page_model import Cell, Form
+Cell = str | int | float | None
+Form = Literal["text", "number", "seconds", "percent", "signed-percent", "times", "money", "joules"]
 
 DASH, MINUS = "–", "−"
 GROUPED = 10_000  # from here on thousands are set apart
@@ -55,7 +61,7 @@ UNITS: dict[str, tuple[Unit, ...]] = {
 }
 
 
-def write(value: Cell, form: Form, unit: Unit | None = None) -> str:
+def format_value(value: Cell, form: Form, unit: Unit | None = None) -> str:
     """The value in its form. Words stay words. With `unit`, seconds and joules are written in that unit."""
     if value is None or value == "":
         return DASH
@@ -80,6 +86,11 @@ def column_unit(values: Iterable[Cell], form: Form) -> Unit | None:
     if form not in UNITS or not sizes or max(sizes) > ALIKE * min(sizes):
         return None
     return _unit(form, max(sizes))
+
+
+def format_fixed(value: float, digits: int) -> str:
+    """With that many digits after the point, as the ticks of an axis have them."""
+    return (MINUS if value < 0 else "") + _fixed(abs(value), digits)
 
 
 def _float(value: float) -> float:
@@ -147,3 +158,52 @@ def _fixed(size: float, digits: int) -> str:
 
 def _bare(text: str) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+# --- sentences and terminals --------------------------------------------------------------------------------------
+
+
+def format_seconds(seconds: float) -> str:
+    return "0 s" if seconds == 0 else _scaled(seconds, [(1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")])
+
+
+def format_size(size_bytes: float) -> str:
+    return _scaled(size_bytes, [(1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")])
+
+
+def format_rate(bytes_per_s: float) -> str:
+    return f"{format_size(bytes_per_s)}/s"
+
+
+def percent(share: float, digits: int = 1) -> str:
+    """`12.5 %` of a share of 0.125."""
+    return f"{100 * share:.{digits}f} %"
+
+
+def whole_percent(share: float) -> str:
+    return percent(share, 0)
+
+
+def format_change(share: float) -> str:
+    """`+12.5 %`, with a sign."""
+    return f"{100 * share:+.1f} %"
+
+
+def format_joules(joules: float) -> str:
+    unit = _unit("joules", max(joules, 1.0))
+    return f"{joules / unit.size:.{1 if joules < 100 * unit.size else 0}f} {unit.name}"
+
+
+def format_clock(seconds: float) -> str:
+    """`4:05`, or `1:04:05` from an hour on."""
+    minutes, rest = divmod(max(int(seconds), 0), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _scaled(value: float, steps: Sequence[tuple[float, str]]) -> str:
+    factor, unit = next(
+        ((factor, unit) for factor, unit in steps if abs(value) >= 0.99995 * factor), steps[-1]
+    )  # 999.99 MB reads 1 GB and not 1000 MB
+    scaled = value / factor
+    return f"{scaled:.4g} {unit}" if abs(scaled) < 9999.5 else f"{scaled:.0f} {unit}"
