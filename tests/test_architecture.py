@@ -164,8 +164,12 @@ def changed_options(files: Sources) -> list[str]:
                 continue
             arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
             options = {one.arg for one in arguments if one.annotation and "Namespace" in ast.unparse(one.annotation)}
+            # `vars(options) | more` is a new dict.
+            joined = [node.left for node in ast.walk(function) if isinstance(node, ast.BinOp)]
             for node in ast.walk(function):
                 changed = None
+                if node in joined:
+                    continue
                 if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
                     changed = node.value
                 elif isinstance(node, ast.Call) and dotted(node.func) in ("setattr", "delattr", "vars"):

@@ -103,18 +103,18 @@ def _print_table(out: Console, report: ReplayReport) -> None:
     columns += [] if target is None else [f"to {percent(target)}"]
     shares = run.recorded.shares
     reached = [] if target is None else [_seconds(run.reached_s(target))]
-    rest = _rest(run.updates, run.staleness, shares.wait, shares.waste)
-    rows = [[f"{run.config.sync}, as it was", format_seconds(run.seconds), "measured", *reached, *rest]]
+    common = _common_cells(run.updates, run.staleness, shares.wait, shares.waste)
+    rows = [[f"{run.config.sync}, as it was", format_seconds(run.seconds), "measured", *reached, *common]]
     for one in report.replayed:
         name = f"{one.strategy}, replayed" if one is report.own else one.strategy
         against = format_difference(one.seconds / run.seconds - 1)
         reached = [] if one.reached is None else [_seconds(one.reached.seconds, one.reached.best)]
-        rest = _rest(one.updates, one.staleness, one.wait_share, one.waste_share)
-        rows.append([name, format_seconds(one.seconds), against, *reached, *rest])
+        common = _common_cells(one.updates, one.staleness, one.wait_share, one.waste_share)
+        rows.append([name, format_seconds(one.seconds), against, *reached, *common])
     table(out, [*columns, "updates", "staleness", "waiting", "thrown away"], rows, wrapped=(0,))
 
 
-def _rest(updates: int, staleness: float, wait: float, waste: float) -> list[str]:
+def _common_cells(updates: int, staleness: float, wait: float, waste: float) -> list[str]:
     return [f"{updates:,}", f"{staleness:.2f}", percent(wait, 0), percent(waste, 0)]
 
 
