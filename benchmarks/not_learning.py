@@ -52,12 +52,12 @@ def main() -> None:
 
     wild = {"digits-mlp": "3", "digits-cnn": "1.5"}  # 30 times what is good for them
     lines = ("ring", "k-async:1", "async", "softsync:2")
-    failing = [train(recipe, line, "--train.rate", rate) for recipe, rate in wild.items() for line in lines]
-    failing += [virtual(recipe, line, "--rate", rate) for recipe, rate in wild.items() for line in lines[:2]]
+    failing = [train(recipe, line, "--train.lr", rate) for recipe, rate in wild.items() for line in lines]
+    failing += [virtual(recipe, line, "--lr", rate) for recipe, rate in wild.items() for line in lines[:2]]
     failing += [train(recipe, line, "--data.name", "shuffled:sets") for recipe in wild for line in lines[:2]]
     momentum = ("--train.momentum", "0.99", "--staleness", "keep")
     failing += [train("digits-cnn", "async", *momentum), train("digits-mlp", "async", *momentum)]
-    failing += [run(line, str(EXAMPLE), "--rate", "1.5") for line in ("async", "k-async:1")]
+    failing += [run(line, str(EXAMPLE), "--lr", "1.5") for line in ("async", "k-async:1")]
     recipes = ("digits-softmax", *wild)
     healthy = [train(recipe, line) for recipe in recipes for line in (*lines, "full-sync", "local-sgd:2")]
     healthy += [virtual(recipe, line) for recipe in recipes for line in (*lines, "k-sync:2", "downpour")]

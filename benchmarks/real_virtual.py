@@ -43,7 +43,7 @@ def real(line: str, folder: Path, given: argparse.Namespace) -> RunDir:
         "--run-dir",
         str(folder),
     ]
-    words += ["--epochs", str(given.epochs), "--rate", str(given.rate), "--save.every-epochs", "0", "--quiet"]
+    words += ["--epochs", str(given.epochs), "--lr", str(given.lr), "--save.every-epochs", "0", "--quiet"]
     subprocess.run([sys.executable, "-m", "offbeat", "train", *words], check=True, stdout=subprocess.DEVNULL)
     return RunDir(folder)
 
@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--slow", default="exp:0.06", help="the injected delay of a minibatch (default exp:0.06)")
     parser.add_argument("--target", type=float, default=0.9)
     parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--rate", type=float, default=0.007)
+    parser.add_argument("--lr", type=float, default=0.007)
     given = parser.parse_args()
     torch.set_num_threads(1)
     load = os.getloadavg()[0]

@@ -68,7 +68,7 @@ def main() -> None:
     most = max(given.learners)
     train = config_of(given, most, 0, rule=True).train
     print(
-        f"{given.recipe}, {given.sync}, {count_of(train.epochs, 'epoch')}, rate {train.rate:g} for {train.rate_batch} "
+        f"{given.recipe}, {given.sync}, {count_of(train.epochs, 'epoch')}, rate {train.lr:g} for {train.lr_batch} "
         f"samples, warm-up {train.warmup_epochs:g}: accuracy on the test set in %, {count_of(given.seeds, 'seed')}",
         flush=True,
     )

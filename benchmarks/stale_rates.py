@@ -131,7 +131,7 @@ def config_of(job: Job) -> Config:
         "seed": str(job.seed),
         "device": "cpu",
         "train.epochs": str(job.epochs),
-        "train.rate": str(job.rate),
+        "train.lr": str(job.rate),
         "train.batch_size": str(MINIBATCH),
         "train.schedule": job.schedule,
         "train.scaling": "none",

@@ -33,7 +33,7 @@ NEVER = 1e9  # epochs from look to look
 
 
 def config_of(line: str, *, learners: int = LEARNERS, seed: int = 0, epochs: int = EPOCHS) -> Config:
-    train = {"epochs": epochs, "rate": RATE, "batch_size": SIZE, "momentum": 0.0, "schedule": "constant"}
+    train = {"epochs": epochs, "lr": RATE, "batch_size": SIZE, "momentum": 0.0, "schedule": "constant"}
     return changed(read_recipe("digits-mlp"), {"sync": line, "learners": learners, "seed": seed, "train": train})
 
 

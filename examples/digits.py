@@ -19,7 +19,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--rate", type=float, default=0.05)
+    parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
     given = parser.parse_args()
@@ -36,7 +36,7 @@ def main() -> None:
         nn.Flatten(),
         nn.Linear(32 * 4 * 4, 10),
     ).to(given.device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=given.rate, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=given.lr, momentum=0.9)
     samples = TensorDataset(torch.from_numpy(data.images), torch.from_numpy(data.digits))
     loader = DataLoader(samples, batch_size=given.batch_size, shuffle=True)
     model, optimizer, loader = learner.prepare(model, optimizer, loader)

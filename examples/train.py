@@ -29,7 +29,7 @@ def main() -> None:
         build=lambda: nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 2)),
         loss=nn.CrossEntropyLoss(),
     )
-    how = TrainConfig(epochs=given.epochs, batch_size=16, rate=0.05, rate_batch=16)
+    how = TrainConfig(epochs=given.epochs, batch_size=16, lr=0.05, lr_batch=16)
     result = train(Config(name="circle", sync=given.sync, learners=given.learners, train=how), task)
     if result:
         print(f"{result['strategy']}: {100 * result['accuracy']:.1f} % right, {result['samples_per_s']:,.0f} samples/s")

@@ -128,7 +128,7 @@ def test_nobody_at_the_target_is_said_with_what_to_do() -> None:
     assert (row["reached"], row["error"], row["updates_to_target"]) == (0, None, None)
     assert to_target(row) == (None, None, None)
     lines = ranking(result.rows, 0.99)
-    assert lines[0] == "nobody reached 99.0 %: more --epochs, another --rate or a lower --target may tell"
+    assert lines[0] == "nobody reached 99.0 %: more --epochs, another --lr or a lower --target may tell"
     some = {key: Trained(accuracies=NEVER if key[1] else EARLY) for key in MIXED}
     assert ranking(found(some).rows, 0.9)[0] == "nobody reached 90.0 % with every seed: none is ranked"
 

@@ -26,7 +26,7 @@ from train.runs import CLASSES, FEATURES, config_of, mlp, points, small_task, tr
 
 Build = Callable[[], nn.Module]
 CLOSE = 1e-6
-PLAIN = {"scaling": "none", "rate": 0.1}
+PLAIN = {"scaling": "none", "lr": 0.1}
 
 
 def arithmetic_of(task: Task, *, alone: bool = False, **changes: Any) -> Arithmetic:
@@ -229,7 +229,7 @@ def test_what_is_alone_in_any_case_has_the_same_bits_at_any_width(build: Build, 
 @pytest.mark.parametrize("line", ["full-sync", "k-batch-async:3"])
 def test_a_loss_that_is_a_sum_comes_to_the_same_at_any_width(line: str) -> None:
     task = small_task(96, build=lambda: nn.Linear(FEATURES, CLASSES), loss=summed)
-    changes = {**PLAIN, "rate": 0.01, "epochs": 2}
+    changes = {**PLAIN, "lr": 0.01, "epochs": 2}
     one, many = (virtually(task, sync=line, learners=6, width=width, train=changes) for width in (1, 128))
     assert distance(state(one), state(many)) < 1e-5
 

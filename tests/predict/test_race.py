@@ -195,7 +195,7 @@ def test_nobody_is_advised_if_nobody_got_there() -> None:
     assert advice(racers, 0.93, MACHINES) == [
         "nobody reached 93.0 %; the best end was 70.0 % (65.1-74.5), with async",
         "not told apart from it on 359 test samples: k-async:2",
-        "more epochs (--epochs), another learning rate (--rate) or a lower --target would tell them apart",
+        "more epochs (--epochs), another learning rate (--lr) or a lower --target would tell them apart",
     ]
 
 

@@ -27,7 +27,7 @@ from train.oracle import distance
 from train.runs import CLASSES, FEATURES, config_of, mlp, small_task, trained
 
 CLOSE = 1e-6
-PLAIN = {"scaling": "none", "rate": 0.1}
+PLAIN = {"scaling": "none", "lr": 0.1}
 LEARNERS = 6
 LINES = (
     "ring",
@@ -140,11 +140,11 @@ def test_looks_are_as_often_as_asked_for_and_at_both_ends() -> None:
 CASES: dict[str, dict[str, Any]] = {
     "momentum": {"schedule": "cosine"},
     "nesterov": {"nesterov": True, "weight_decay": 0.01},
-    "adam": {"optimizer": "adam", "rate": 0.01, "weight_decay": 0.01},
+    "adam": {"optimizer": "adam", "lr": 0.01, "weight_decay": 0.01},
     "clipped": {"clip_norm": 0.2},
     "accumulated": {"accumulate": 2},
     "lars": {"optimizer": "lars", "weight_decay": 0.01},
-    "lamb": {"optimizer": "lamb", "weight_decay": 0.01, "rate": 0.01},
+    "lamb": {"optimizer": "lamb", "weight_decay": 0.01, "lr": 0.01},
 }
 
 
@@ -372,7 +372,7 @@ class Watched(VirtualTrainer):
 def test_a_thousand_learners_need_about_as_many_versions_of_the_weights(tmp_path: Path) -> None:
     task = small_task(4000, build=softmax)
     learners = 1000
-    config = config_of(sync="async", learners=learners, train={**PLAIN, "rate": 0.001, "momentum": 0.0, "epochs": 5})
+    config = config_of(sync="async", learners=learners, train={**PLAIN, "lr": 0.001, "momentum": 0.0, "epochs": 5})
     trainer = Watched(config, task, clock_of(learners), run=None, report=lambda record: None, every=5)
     trainer.fit()
     outcome = trainer.outcome()

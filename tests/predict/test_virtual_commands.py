@@ -123,7 +123,7 @@ def test_the_ports_of_servers_are_those_of_an_all_reduce(offbeat: Offbeat) -> No
 
 def test_the_schedule_of_a_stream_ends_with_it(offbeat: Offbeat, tmp_path: Path) -> None:
     words = (
-        "--recipe digits-softmax --learners 30 --batch-size 32 --epochs 6 --rate 0.05 --train.schedule cosine "
+        "--recipe digits-softmax --learners 30 --batch-size 32 --epochs 6 --lr 0.05 --train.schedule cosine "
         "--train.scaling none"
     )
     assert offbeat(f"simulate full-sync {words} --compute constant:1 --run-dir run")[0] == 0

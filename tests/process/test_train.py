@@ -180,7 +180,7 @@ def test_model_data_and_loss_may_be_the_users_own(sync: str, tmp_path: Path) -> 
     small = [
         "--train.epochs",
         "3",
-        "--rate",
+        "--lr",
         "0.05",
         "--train.batch-size",
         "8",

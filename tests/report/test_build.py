@@ -250,7 +250,7 @@ def test_hostile_text_is_text_in_every_place_of_a_page(tmp_path: Path) -> None:
 def test_fields_that_differ_come_first(tmp_path: Path) -> None:
     page = page_of(any_run(tmp_path / "a"), any_run(tmp_path / "b", config=config("ring", 2, rate=0.5)))
     rows = [(row[0], row[1]) for row in table(page, "configuration").rows]
-    assert rows[:4] == [("run", ""), ("sync", "yes"), ("train.rate", "yes"), ("name", "")]
+    assert rows[:4] == [("run", ""), ("sync", "yes"), ("train.lr", "yes"), ("name", "")]
 
 
 # --- benchmarks ---------------------------------------------------------------------------------------------------

@@ -45,12 +45,12 @@ class Way(NamedTuple):
 AS_IT_IS = Way({}, "the recipe as it is; where gradients are stale the trainer lowers the momentum itself")
 LONGER = Way({"epochs": 20}, "K doubles on the way, so there are fewer updates, and the rate comes down less far")
 PLAIN = Way(
-    {"epochs": 20, "momentum": 0.0, "rate": 0.1},
+    {"epochs": 20, "momentum": 0.0, "lr": 0.1},
     "learners compute while pushes and fetches are under way, so that gradients are older than under async",
 )
-DISTBELIEF = Way({"epochs": 20, "optimizer": "adagrad", "rate": 0.02}, "Adagrad, as in DistBelief")
+DISTBELIEF = Way({"epochs": 20, "optimizer": "adagrad", "lr": 0.02}, "Adagrad, as in DistBelief")
 DILOCO = Way(
-    {"momentum": 0.0, "rate": 0.05},
+    {"momentum": 0.0, "lr": 0.05},
     "the momentum is the servers': theirs of 0.9 at a rate of 0.7 makes each step 7 times as long",
 )
 WAYS = (AS_IT_IS, LONGER, PLAIN, DISTBELIEF, DILOCO)

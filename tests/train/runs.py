@@ -61,7 +61,7 @@ def small_task(samples: int = 96, build: Any = mlp, loss: Any = functional.cross
 def config_of(**changes: Any) -> Config:
     """On the CPU, with two learners, saved once; `changes` as for `reading.changed`."""
     base = Config(name="small", device="cpu", learners=2, sync="ring", seed=3)
-    base = changed(base, {"train": {"batch_size": 4, "rate_batch": 4, "epochs": 4}, "save": {"every_epochs": 0}})
+    base = changed(base, {"train": {"batch_size": 4, "lr_batch": 4, "epochs": 4}, "save": {"every_epochs": 0}})
     return changed(base, changes)
 
 

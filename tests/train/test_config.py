@@ -140,7 +140,7 @@ def test_a_wrong_saved_config_is_refused_with_its_place() -> None:
         "[" * 100_000: "not JSON: nested too deep",
         '{"seed": ' + "9" * 5000 + "}": "not JSON: a number of too many digits",
         '{"seed": NaN}': "seed: expected a whole number; got nan",
-        '{"train": {"rate": Infinity}}': "train.rate: expected a finite number; got inf",
+        '{"train": {"lr": Infinity}}': "train.lr: expected a finite number; got inf",
         '{"train": null}': "train: expected a table [train]; got null",
         '{"epochs": 3}': "unknown key 'epochs'; did you mean 'train.epochs'?",
     }.items():
@@ -152,7 +152,7 @@ def test_a_wrong_saved_config_is_refused_with_its_place() -> None:
 def test_a_config_made_in_python_is_checked_at_birth_too() -> None:
     wrong: list[tuple[type[Section], dict[str, Any], str]] = [
         (TrainConfig, {"epochs": 0}, "train.epochs: expected 1 or more; got 0"),
-        (TrainConfig, {"rate": 10**400}, "train.rate: expected a finite number; got a very large number"),
+        (TrainConfig, {"lr": 10**400}, "train.lr: expected a finite number; got a very large number"),
         (SaveConfig, {"keep": None}, "save.keep: expected a whole number; got null"),
         (Config, {"train": {"epochs": 5}}, "train: expected a table [train]; got a table"),
         (
@@ -179,9 +179,9 @@ def test_many_learners_are_checked_without_building_their_schedule() -> None:
 
 
 def test_whole_numbers_and_lists_become_what_their_field_holds() -> None:
-    fields: dict[str, Any] = {"rate": 1, "steps": [1, 2]}
+    fields: dict[str, Any] = {"lr": 1, "steps": [1, 2]}
     train = TrainConfig(**fields)
-    assert (type(train.rate), train.steps, type(train.steps[0])) == (float, (1.0, 2.0), float)
+    assert (type(train.lr), train.steps, type(train.steps[0])) == (float, (1.0, 2.0), float)
 
 
 def test_a_config_keeps_its_own_options() -> None:
@@ -206,7 +206,7 @@ def read(text: str, name: str = "mine.toml") -> Config:
 def test_a_file_starts_from_a_built_in_recipe_and_changes_single_fields() -> None:
     found = read("recipe = 'digits-cnn'\nlearners = 2\n[train]\nepochs = 5\nrate = 1\n[model.options]\nwidth = 16\n")
     model = ModelConfig(name="cnn", options={"width": 16, "deep": True})
-    assert found == Config(name="mine", learners=2, model=model, train=TrainConfig(epochs=5, rate=1.0))
+    assert found == Config(name="mine", learners=2, model=model, train=TrainConfig(epochs=5, lr=1.0))
 
 
 def test_the_options_of_another_model_are_not_kept() -> None:
@@ -229,7 +229,7 @@ def test_words_are_read_by_the_type_of_their_field() -> None:
     words: dict[str, str | list[str]] = {
         "train.epochs": "5",
         "train.batch-size": "64",
-        "train.rate": "1e-3",
+        "train.lr": "1e-3",
         "train.nesterov": "Yes",
         "train.zero_last_norm": "false",
         "train.steps": "30, 60",
@@ -254,7 +254,7 @@ def test_words_are_read_by_the_type_of_their_field() -> None:
     train = TrainConfig(
         epochs=5,
         batch_size=64,
-        rate=0.001,
+        lr=0.001,
         nesterov=True,
         zero_last_norm=False,
         steps=(30.0, 60.0),
@@ -300,20 +300,20 @@ def parse(line: str) -> dict[str, str | list[str]]:
 
 def test_what_was_given_is_collected_and_nothing_else() -> None:
     assert parse("") == {}
-    assert parse("--train.batch-size 8 --sync ring --slow exp:1 --slow learner=1,factor=2 --train.rate -1") == {
+    assert parse("--train.batch-size 8 --sync ring --slow exp:1 --slow learner=1,factor=2 --train.lr -1") == {
         "train.batch_size": "8",
         "sync": "ring",
         "slow": ["exp:1", "learner=1,factor=2"],
-        "train.rate": "-1",
+        "train.lr": "-1",
     }
     assert parse("--set model.options.a=b=c --set data.workers=2") == {"model.options.a": "b=c", "data.workers": "2"}
 
 
 def test_the_usual_options_have_short_forms() -> None:
-    line = "--epochs 1 --batch-size 2 --rate 3 --split 1:1 --precision bf16 --optimizer adam --workers 4"
+    line = "--epochs 1 --batch-size 2 --lr 3 --split 1:1 --precision bf16 --optimizer adam --workers 4"
     assert override(Config(), parse(line)) == Config(
         data=DataConfig(workers=4),
-        train=TrainConfig(epochs=1, batch_size=2, rate=3.0, split="1:1", precision="bf16", optimizer="adam"),
+        train=TrainConfig(epochs=1, batch_size=2, lr=3.0, split="1:1", precision="bf16", optimizer="adam"),
     )
 
 
@@ -354,11 +354,11 @@ def _choices(section: type[Section]) -> dict[str, st.SearchStrategy[str]]:
 
 _TRAIN: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
     {
-        **dict.fromkeys(("epochs", "batch_size", "accumulate", "rate_batch", "threads"), _COUNT),
+        **dict.fromkeys(("epochs", "batch_size", "accumulate", "lr_batch", "threads"), _COUNT),
         **dict.fromkeys(("weight_decay", "warmup_epochs", "clip_norm"), _FROM0),
         **dict.fromkeys(("decay_all", "zero_last_norm", "nesterov"), st.booleans()),
         **_choices(TrainConfig),
-        "rate": st.floats(0, 1e300, exclude_min=True),
+        "lr": st.floats(0, 1e300, exclude_min=True),
         "momentum": st.floats(0, 1, exclude_min=True, exclude_max=True),
         "steps": st.lists(st.floats(1e-9, 1e9), min_size=1, max_size=4, unique=True).map(sorted),
         "split": st.sampled_from(["equal", "auto", "3:1"]),
@@ -485,3 +485,16 @@ def test_the_saved_configuration_of_a_run_is_a_recipe(tmp_path: Path) -> None:
     saved.write_text("{", encoding="utf-8")
     with pytest.raises(RequestError, match=r"config\.json"):
         read_recipe(str(saved))
+
+
+def test_the_learning_rate_of_version_0_1_is_read_from_files_and_refused_from_people(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    old = tmp_path / "old.toml"
+    old.write_text('name = "old"\n[train]\nrate = 0.7\nrate_batch = 8\n', encoding="utf-8")
+    assert (read_recipe(str(old)).train.lr, read_recipe(str(old)).train.lr_batch) == (0.7, 8)
+    for word, new in (("--rate", "--lr"), ("--train.rate", "--train.lr"), ("--train.rate-batch", "--train.lr-batch")):
+        assert cli.main(["train", word, "1"]) == 2
+        assert capsys.readouterr().err == f"offbeat: {word} is called {new} now\n"
+    with pytest.raises(RequestError, match=r"--train\.rate is called --train\.lr now"):
+        override(read_recipe("digits-mlp"), {"train.rate": "0.1"})

@@ -38,8 +38,8 @@ LINES = {  # one of each all-reduce strategy, for 4 learners; True: in every run
     "native": ("native", True),
 }
 SYNCHRONOUS = ("full-sync", "k-sync:4")
-RICH = {"momentum": 0.9, "weight_decay": 0.01, "schedule": "cosine", "warmup_epochs": 1.0, "rate": 0.02}
-PLAIN = {"scaling": "none", "rate": 0.1}
+RICH = {"momentum": 0.9, "weight_decay": 0.01, "schedule": "cosine", "warmup_epochs": 1.0, "lr": 0.02}
+PLAIN = {"scaling": "none", "lr": 0.1}
 MATRIX = bool(os.environ.get("OFFBEAT_MATRIX"))
 
 

@@ -28,7 +28,7 @@ from offbeat.train.learning_rate import (
 
 IMAGENET = 1_281_167
 GOYAL = TrainConfig(
-    epochs=90, batch_size=32, rate=0.1, rate_batch=256, warmup_epochs=5.0, schedule="steps", steps=(30.0, 60.0, 80.0)
+    epochs=90, batch_size=32, lr=0.1, lr_batch=256, warmup_epochs=5.0, schedule="steps", steps=(30.0, 60.0, 80.0)
 )
 
 # On 8 learners: a line, the minibatches averaged in an update, and those gone through in a version.
@@ -266,7 +266,7 @@ def test_a_group_that_would_be_empty_is_left_out() -> None:
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_servers_take_torchs_optimizers_as_they_are_made_here(name: Any, decay: float) -> None:
-    train = TrainConfig(optimizer=name, rate=0.25, weight_decay=decay, momentum=0.8, nesterov=True)
+    train = TrainConfig(optimizer=name, lr=0.25, weight_decay=decay, momentum=0.8, nesterov=True)
     optimizer = optimizer_of(Net(), train)
     rule, hypers = describe(optimizer)
     assert rule == name and type(optimizer) is RULES[name].optimizer
@@ -277,11 +277,11 @@ def test_servers_take_torchs_optimizers_as_they_are_made_here(name: Any, decay: 
 
 
 def test_lars_and_lamb_are_made_of_their_groups() -> None:
-    lars = optimizer_of(Net(), TrainConfig(optimizer="lars", rate=2.0, momentum=0.8, nesterov=True, weight_decay=0.1))
+    lars = optimizer_of(Net(), TrainConfig(optimizer="lars", lr=2.0, momentum=0.8, nesterov=True, weight_decay=0.1))
     assert isinstance(lars, LARS)
     assert [(g["adapt"], g["weight_decay"]) for g in lars.param_groups] == [(True, 0.1), (False, 0.0)]
     assert all((g["lr"], g["momentum"], g["nesterov"]) == (2.0, 0.8, True) for g in lars.param_groups)
-    lamb = optimizer_of(Net(), TrainConfig(optimizer="lamb", rate=0.5))
+    lamb = optimizer_of(Net(), TrainConfig(optimizer="lamb", lr=0.5))
     assert isinstance(lamb, LAMB) and [g["adapt"] for g in lamb.param_groups] == [True, False]
 
 
@@ -339,7 +339,7 @@ def test_the_last_norm_of_every_residual_block_starts_at_zero_and_no_other() -> 
     ],
 )
 def test_what_staleness_does_to_the_step_is_told_in_one_line(line: str, says: str) -> None:
-    config = Config(sync=line, learners=4, train=TrainConfig(rate=0.1, momentum=0.9))
+    config = Config(sync=line, learners=4, train=TrainConfig(lr=0.1, momentum=0.9))
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
     note = staleness_note(config, 4, optimizer)
     assert says in note if says else note == ""

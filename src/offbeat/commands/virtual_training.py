@@ -194,7 +194,7 @@ def _facts(
             rows.append(("target", f"{percent(target)} was not reached: {best}"))
             if curve.accuracy is not None:
                 rows.append(
-                    ("", "try another rate (--rate), more epochs (--epochs) or smaller minibatches (--batch-size)")
+                    ("", "try another rate (--lr), more epochs (--epochs) or smaller minibatches (--batch-size)")
                 )
         else:
             at = f"{format_seconds(curve.reached_s)}, {curve.reached_updates:,} updates"
@@ -332,11 +332,11 @@ def race_recipe(given: argparse.Namespace, strategies: Sequence[str]) -> None:
 def _rate_of(config: Config) -> str:
     """The same for all of them: what they have been raced at."""
     train = config.train
-    scaled = "for all updates" if train.scaling == "none" else f"for {count_of(train.rate_batch, 'sample')}"
+    scaled = "for all updates" if train.scaling == "none" else f"for {count_of(train.lr_batch, 'sample')}"
     how = "" if train.scaling == "none" else f", {train.scaling} scaling"
     momentum = f", momentum {train.momentum:g}" if train.optimizer in ("sgd", "lars") else ""
     stale = ", shorter steps for stale gradients" if config.staleness == CORRECT else ""
-    return f"{train.rate:g} {scaled}{how}{momentum}{stale}"
+    return f"{train.lr:g} {scaled}{how}{momentum}{stale}"
 
 
 def _cells(result: RaceResult) -> tuple[str, ...]:

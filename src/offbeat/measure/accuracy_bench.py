@@ -134,7 +134,7 @@ def ranking(rows: Sequence[Row], target: float) -> list[str]:
         lines += ranked_sentences(order, are_alike, _time, f"first at {percent(target)}", why)
     elif not any(row["reached"] for row in rows):
         told = f"nobody reached {percent(target)}"
-        lines.append(f"{told}: more --epochs, another --rate or a lower --target may tell")
+        lines.append(f"{told}: more --epochs, another --lr or a lower --target may tell")
     else:
         lines.append(f"nobody reached {percent(target)} with every seed: none is ranked")
     for row in rows:

@@ -291,7 +291,7 @@ def advice(results: Sequence[RaceResult], target: float, machines: str) -> list[
         return [
             f"nobody reached {percent(target)}; the best end was {best.accuracy_text}, with {best.label}",
             *([f"not told apart from it on {best.test_samples:,} test samples: {', '.join(others)}"] if others else []),
-            "more epochs (--epochs), another learning rate (--rate) or a lower --target would tell them apart",
+            "more epochs (--epochs), another learning rate (--lr) or a lower --target would tell them apart",
         ]
     plain = family_of(chosen.strategy) == ALL_REDUCE and not chosen.variant
     line = f"use {'plain ' if plain else ''}{chosen.label}: {percent(target)} after "

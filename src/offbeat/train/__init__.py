@@ -14,7 +14,7 @@
         build=lambda: nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 2)),
         loss=nn.CrossEntropyLoss(),
     )
-    result = train(Config(name="sums", sync="k-sync:2", learners=3, train=TrainConfig(epochs=5, rate=0.1)), task)
+    result = train(Config(name="sums", sync="k-sync:2", learners=3, train=TrainConfig(epochs=5, lr=0.1)), task)
     print(result["accuracy"], result["run_dir"])
 
     train               train, and return what came of it; `help(offbeat.train.train)` has the arguments

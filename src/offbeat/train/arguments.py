@@ -14,13 +14,13 @@ from typing import get_origin
 
 from offbeat.errors import RequestError
 from offbeat.train.config import all_fields
-from offbeat.train.config_files import flag
+from offbeat.train.config_files import RENAMED, flag
 from offbeat.train.fields import Field
 
 SHORT = {
     "train.epochs": "--epochs",
     "train.batch_size": "--batch-size",
-    "train.rate": "--rate",
+    "train.lr": "--lr",
     "train.split": "--split",
     "train.precision": "--precision",
     "train.optimizer": "--optimizer",
@@ -57,6 +57,9 @@ def add_arguments(
             metavar=_metavar(field),
             help=_help(field) + ("; may be given several times" if several else ""),
         )
+    if "train" in groups:
+        for old, new in {**{flag(old): flag(new) for old, new in RENAMED.items()}, "--rate": "--lr"}.items():
+            parser.add_argument(old, action=_Renamed, const=new, help=argparse.SUPPRESS)
     groups[next(iter(sections))].add_argument(
         "--set",
         dest=f"{_DEST}set",
@@ -65,6 +68,13 @@ def add_arguments(
         metavar="KEY=VALUE",
         help="an option of the model or the data, like model.options.hidden=128; may be given several times",
     )
+
+
+class _Renamed(argparse.Action):
+    """An option of version 0.1, which is refused with the name that it has now."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        raise RequestError(f"{self.option_strings[0]} is called {self.const} now")
 
 
 def given(namespace: argparse.Namespace) -> dict[str, str | list[str]]:

@@ -87,17 +87,17 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     optimizer: Annotated[
         Literal["sgd", "adagrad", "adam", "adamw", "lars", "lamb"], "the rule of an update; lars, lamb: all-reduce only"
     ] = "sgd"
-    rate: Annotated[Above0, "the learning rate, for updates of rate_batch samples"] = 0.05
-    rate_batch: Annotated[Count, "samples in the update that the rate is meant for"] = 32
+    lr: Annotated[Above0, "learning rate for updates of lr_batch samples"] = 0.05
+    lr_batch: Annotated[Count, "samples per update for which lr is meant"] = 32
     momentum: Annotated[BelowOne, "of the rules that have one: sgd, lars"] = 0.9
     nesterov: Annotated[bool, "look ahead by the momentum"] = False
-    weight_decay: Annotated[From0, "how much of the weights an update takes away, times the rate"] = 0.0
+    weight_decay: Annotated[From0, "weight decay: the share of the weights an update removes, times lr"] = 0.0
     decay_all: Annotated[bool, "decay norm scales and biases too"] = False
     zero_last_norm: Annotated[bool, "residual blocks begin as the identity"] = True
-    scaling: Annotated[Literal["linear", "sqrt", "none"], "of the rate with the samples in an update"] = "linear"
-    warmup_epochs: Annotated[From0, "from the rate to the scaled one; only where scaling raises it"] = 5.0
-    schedule: Annotated[Literal["constant", "steps", "cosine"], "of the rate over the epochs"] = "constant"
-    steps: Annotated[tuple[float, ...], "epochs after which the rate is divided by 10, like 30,60,80"] = ()
+    scaling: Annotated[Literal["linear", "sqrt", "none"], "how lr scales with the samples in an update"] = "linear"
+    warmup_epochs: Annotated[From0, "epochs of warm-up from lr to the scaled lr; only where scaling raises it"] = 5.0
+    schedule: Annotated[Literal["constant", "steps", "cosine"], "lr schedule over the epochs"] = "constant"
+    steps: Annotated[tuple[float, ...], "epochs after which lr is divided by 10, like 30,60,80"] = ()
     clip_norm: Annotated[From0, "the most that the norm of an update's mean gradient may be; 0: any"] = 0.0
     precision: Annotated[Literal["fp32", "tf32", "bf16", "fp16"], "in which is computed; tf32 needs a GPU"] = "fp32"
     batch_norm: Annotated[

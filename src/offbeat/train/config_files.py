@@ -52,6 +52,10 @@ def built_in() -> Mapping[str, Recipe]:
 # --- changes --------------------------------------------------------------------------------------------------------
 
 
+# Names of version 0.1. Its files are read; whoever writes one now is told the new name.
+RENAMED = {"train.rate": "train.lr", "train.rate_batch": "train.lr_batch"}
+
+
 class UnknownKeyError(FieldError):
     """No field is called so."""
 
@@ -93,13 +97,14 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
 
 
 def _of_version_0_1(changes: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`train.stale_momentum` is `staleness` now."""
+    """Fields that have another name now: `train.stale_momentum` is `staleness`, and the learning rate is `train.lr`."""
     train = changes.get("train")
-    if not isinstance(train, Mapping) or "stale_momentum" not in train:
+    if not isinstance(train, Mapping):
         return changes
-    said = {"lowered": "correct", "kept": "keep"}.get(train["stale_momentum"], train["stale_momentum"])
-    rest = {key: value for key, value in train.items() if key != "stale_momentum"}
-    return {"staleness": said, **changes, "train": rest}
+    train = {RENAMED.get(f"train.{key}", f"train.{key}").partition(".")[2]: value for key, value in train.items()}
+    said = train.pop("stale_momentum", None)
+    staleness = {} if said is None else {"staleness": {"lowered": "correct", "kept": "keep"}.get(said, said)}
+    return {**staleness, **changes, "train": train}
 
 
 def _merged(section: str, old: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -247,6 +252,8 @@ def override(config: Config, given: Mapping[str, str | list[str]]) -> Config:
                 into = changes.setdefault(section, {}).setdefault("options", {})
                 into[option] = _scalar(text if isinstance(text, str) else ",".join(text))
                 continue
+            if key in RENAMED:
+                raise RequestError(f"{flag(key)} is called {flag(RENAMED[key])} now")
             if key not in known:
                 raise UnknownKeyError(key)
             flags[key] = flag(key)

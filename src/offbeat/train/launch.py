@@ -445,7 +445,7 @@ def train(
         from offbeat.train import Config, Task, TrainConfig, train
 
         task = Task(train=train_set, test=test_set, build=lambda: nn.Linear(4, 2), loss=nn.CrossEntropyLoss())
-        config = Config(name="sums", sync="k-sync:2", learners=3, train=TrainConfig(epochs=5, batch_size=32, rate=0.1))
+        config = Config(name="sums", sync="k-sync:2", learners=3, train=TrainConfig(epochs=5, batch_size=32, lr=0.1))
         result = train(config, task)
         print(result["accuracy"], result["run_dir"])
 

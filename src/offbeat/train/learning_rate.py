@@ -76,8 +76,8 @@ def correction_of(config: Config, learners: int) -> Correction:
 
 
 def factor_of(train: TrainConfig, *, line: str, learners: int, most: float = math.inf) -> float:
-    """By how much the rate is multiplied: the samples averaged in an update, at most `most`, to `rate_batch`."""
-    share = min(gradients_per_update(line, learners) * train.batch_size * train.accumulate, most) / train.rate_batch
+    """By how much the rate is multiplied: the samples averaged in an update, at most `most`, to `lr_batch`."""
+    share = min(gradients_per_update(line, learners) * train.batch_size * train.accumulate, most) / train.lr_batch
     return {"linear": share, "sqrt": math.sqrt(share), "none": 1.0}[train.scaling]
 
 
@@ -157,7 +157,7 @@ _SCHEDULES = ("constant", "steps", "cosine")
 def pace_of(train: TrainConfig, *, line: str, learners: int, samples: int, ends: bool = True) -> Pace:
     """The pace of a training on so many samples an epoch.
 
-    The factor is that of the samples averaged in an update, at most all there are, to `rate_batch`, or its square root.
+    The factor is that of the samples averaged in an update, at most all there are, to `lr_batch`, or its square root.
     Updates are counted in versions (see `minibatches_per_version`). The last of an epoch may be a smaller one; with an
     all-reduce it is part of the one before if not everybody has a sample in it (see `plan`). The warm-up takes half of
     the epochs at most. Without `ends` of epochs an update may have samples of two, and none is smaller.
@@ -173,7 +173,7 @@ def pace_of(train: TrainConfig, *, line: str, learners: int, samples: int, ends:
         per_epoch = samples / (minibatches_per_version(line, learners) * minibatch)
     warmup = min(train.warmup_epochs, train.epochs / 2) * per_epoch if factor > 1 else 0.0
     return Pace(
-        base=train.rate,
+        base=train.lr,
         factor=factor,
         warmup_updates=round(warmup),
         per_epoch=per_epoch,
@@ -225,11 +225,11 @@ def zero_last_norms(model: nn.Module) -> int:
 
 
 def optimizer_of(model: nn.Module, train: TrainConfig) -> torch.optim.Optimizer:
-    """The optimizer, at `train.rate`: whoever trains sets each update's rate before it. Momentum: SGD and LARS."""
+    """The optimizer, at `train.lr`: whoever trains sets each update's rate before it. Momentum: SGD and LARS."""
     groups = groups_of(model, train)
     if not groups:
         raise RequestError("the model has no parameter that requires a gradient: there is nothing to train")
-    rate, momentum, nesterov = train.rate, train.momentum, train.nesterov
+    rate, momentum, nesterov = train.lr, train.momentum, train.nesterov
     match train.optimizer:
         case "sgd":
             return torch.optim.SGD(groups, lr=rate, momentum=momentum, nesterov=nesterov)

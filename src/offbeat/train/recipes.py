@@ -1,6 +1,6 @@
 """Recipes: trainings that are known to go well, each a config with a name. `offbeat train` begins from one.
 
-The rates are for one learner's minibatch (`rate_batch`); with more learners they are scaled and warmed up to, as the
+The rates are for one learner's minibatch (`lr_batch`); with more learners they are scaled and warmed up to, as the
 config says. They are long enough for strategies with stale gradients, whose steps are shorter (`policies.damping`), to
 come near full-sync (`benchmarks/learning.py`). Nothing here loads torch, so that listing them costs nothing.
 """
@@ -37,35 +37,35 @@ _ALL = (
         "handwritten digits, a small convolutional network: 98 % in seconds",
         ModelConfig(name="cnn"),
         _DIGITS,
-        TrainConfig(epochs=32, rate=0.03, schedule="cosine"),
+        TrainConfig(epochs=32, lr=0.03, schedule="cosine"),
     ),
     _recipe(
         "digits-mlp",
         "handwritten digits, one hidden layer: 97 %",
         ModelConfig(name="mlp"),
         _DIGITS,
-        TrainConfig(epochs=30, rate=0.1, schedule="cosine"),
+        TrainConfig(epochs=30, lr=0.1, schedule="cosine"),
     ),
     _recipe(
         "digits-softmax",
         "handwritten digits, one linear layer: 95 %, and convex",
         ModelConfig(name="softmax"),
         _DIGITS,
-        TrainConfig(epochs=20, rate=0.2),
+        TrainConfig(epochs=20, lr=0.2),
     ),
     _recipe(
         "fashion-cnn",
         "Fashion-MNIST, a small convolutional network: 91 % in 5 epochs",
         ModelConfig(name="cnn", options={"hidden": 64}),
         _FASHION,
-        TrainConfig(epochs=5, batch_size=64, rate_batch=64, rate=0.03, schedule="cosine", warmup_epochs=2.0),
+        TrainConfig(epochs=5, batch_size=64, lr_batch=64, lr=0.03, schedule="cosine", warmup_epochs=2.0),
     ),
     _recipe(
         "fashion-mlp",
         "Fashion-MNIST, one hidden layer: 88 % in 18 epochs, the fastest",
         ModelConfig(name="mlp"),
         _FASHION,
-        TrainConfig(epochs=18, batch_size=64, rate_batch=64, rate=0.04, schedule="cosine", warmup_epochs=1.0),
+        TrainConfig(epochs=18, batch_size=64, lr_batch=64, lr=0.04, schedule="cosine", warmup_epochs=1.0),
     ),
     _recipe(
         "fashion-resnet18",
@@ -75,8 +75,8 @@ _ALL = (
         TrainConfig(
             epochs=15,
             batch_size=128,
-            rate_batch=128,
-            rate=0.1,
+            lr_batch=128,
+            lr=0.1,
             nesterov=True,
             weight_decay=5e-4,
             schedule="cosine",
@@ -91,9 +91,9 @@ _ALL = (
         TrainConfig(
             epochs=5,
             batch_size=32,
-            rate_batch=32,
+            lr_batch=32,
             optimizer="adamw",
-            rate=0.003,
+            lr=0.003,
             weight_decay=0.01,
             scaling="sqrt",
             schedule="cosine",
@@ -106,21 +106,21 @@ _ALL = (
         "noise in the form of ImageNet, ResNet-50: for measuring speed",
         ModelConfig(name="resnet50"),
         _IMAGES,
-        TrainConfig(epochs=1, batch_size=32, rate_batch=256, rate=0.1, weight_decay=1e-4),
+        TrainConfig(epochs=1, batch_size=32, lr_batch=256, lr=0.1, weight_decay=1e-4),
     ),
     _recipe(
         "synthetic-alexnet",
         "the same, AlexNet: much to send for little computing",
         ModelConfig(name="alexnet"),
         _IMAGES,
-        TrainConfig(epochs=1, batch_size=128, rate_batch=128, rate=0.01, weight_decay=5e-4),
+        TrainConfig(epochs=1, batch_size=128, lr_batch=128, lr=0.01, weight_decay=5e-4),
     ),
     _recipe(
         "synthetic-vgg16",
         "the same, VGG-16: the most to send, and the most computing",
         ModelConfig(name="vgg16"),
         _IMAGES,
-        TrainConfig(epochs=1, batch_size=32, rate_batch=256, rate=0.01, weight_decay=5e-4),
+        TrainConfig(epochs=1, batch_size=32, lr_batch=256, lr=0.01, weight_decay=5e-4),
     ),
 )
 

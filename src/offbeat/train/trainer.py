@@ -375,12 +375,12 @@ class Trainer:
             self.report({"kind": "note", "text": self.last["warning"], "warns": True})
 
     def _remedy(self, sign: Sign) -> str:
-        config, rate = self.config, self.config.train.rate
+        config, rate = self.config, self.config.train.lr
         if config.staleness != CORRECT and (self.last.get("staleness") or 0) >= 0.5:
             return "--staleness correct: gradients are stale"
         if (self.last.get("staleness") or 0) >= _VERY_STALE:
             return "more epochs, or a strategy with less staleness: steps are as short as gradients are stale"
-        lower = f"--train.rate {rate / 10:g} (now {rate:g})"
+        lower = f"--train.lr {rate / 10:g} (now {rate:g})"
         if config.train.momentum > 0.95 and config.train.optimizer in ("sgd", "lars"):
             lower += f", --train.momentum 0.9 (now {config.train.momentum:g})"
         if config.train.precision == "fp16" and sign.name in ("nothing applied", "not finite"):
