@@ -51,6 +51,19 @@ def test_a_batch_sampler_of_ones_own_is_shared_out_however_learners_are_seeded()
     assert "note: the loader keeps its order, since it has a batch sampler of its own (Batches)" in out
 
 
+def test_a_program_that_makes_its_own_gloo_group_has_the_strategy_of_the_run(tmp_path: Path) -> None:
+    script = tmp_path / "own_group.py"
+    script.write_text(
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "print(type(dist.group.WORLD).__name__, dist.group.WORLD.options.strategy)\n"
+        "dist.destroy_process_group()\n",
+        encoding="utf-8",
+    )
+    code, out, err = run("halving-doubling", script=script)
+    assert code == 0 and out.count("OffbeatGroup halving-doubling") == 2, out + err
+
+
 @pytest.mark.parametrize("line", ["ring", "async"])
 def test_a_script_that_never_joins_is_told(line: str, tmp_path: Path) -> None:
     script = tmp_path / "alone.py"

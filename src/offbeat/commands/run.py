@@ -157,7 +157,9 @@ def _run_ranks(given: argparse.Namespace) -> None:
         plan = Plan(
             setting=Setting(line="full-sync", learners=given.learners),
             learner=_words(given),
-            environment=_environment(given) | {"OFFBEAT_SUMMARY": _SUMMARY} | _replaced(given),
+            environment=_environment(given)
+            | {"OFFBEAT_SUMMARY": _SUMMARY, "OFFBEAT_STRATEGY": given.sync}
+            | _replaced(given),
             restarts=0,
             store_port=port,
         )

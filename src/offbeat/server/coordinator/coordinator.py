@@ -549,6 +549,7 @@ class Coordinator(SampleLeases):
                 row.call = None
                 if not row.seated:
                     self._seat(row)
+            self._answer(self.calls.withdraw(row.learner, message.number, list(self.rows.values())))
             return
         answer = self.calls.again(row, message.number)
         if answer is not None:
@@ -559,6 +560,10 @@ class Coordinator(SampleLeases):
     def _answer_calls(self) -> bool:
         """The call that all have made. They go on together, with the same version."""
         served = self.calls.next([row for row in self.rows.values() if row.here]) if self.seeded else []
+        self._answer(served)
+        return bool(served)
+
+    def _answer(self, served: list[LearnerSession]) -> None:
         for row in served:
             answer = self.calls.again(row, self.calls.last)
             assert answer is not None
@@ -567,7 +572,6 @@ class Coordinator(SampleLeases):
         for row in served:
             if not row.seated:
                 self._seat(row)
-        return bool(served)
 
     # --- rests ------------------------------------------------------------------------------------------------------
 

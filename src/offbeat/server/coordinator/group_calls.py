@@ -4,6 +4,7 @@
 
 Members are the learners that are here when it is answered. Who leaves is not waited for, and what it gave is left out.
 One that was killed begins anew, with its first call: answers of calls that are over are kept for it, the last ones.
+Who waits no longer ends the call for all: the others are told so, and the next call is again one of all.
 
 This file knows nothing of what the bytes mean; the coordinator carries them.
 """
@@ -16,6 +17,7 @@ from offbeat.server.coordinator.session import LearnerSession
 from offbeat.server.wire import MOST_BYTES, Called
 
 KEPT_CALLS = 256
+GAVE_UP = "gave up waiting"  # in the error of a call that is answered so
 MOST_DATA_BYTES = MOST_BYTES // 2  # of all learners together
 
 
@@ -33,6 +35,18 @@ class Calls:
         gone = (), f"call {number} is over, and of {self.last} only the last {KEPT_CALLS} are kept"
         data, error = self._kept.get(number, gone)
         return Called(row.learner, row.incarnation, number, data, error, row.answered)
+
+    def withdraw(self, learner: int, number: int, here: Sequence[LearnerSession]) -> list[LearnerSession]:
+        """A learner waits no longer for this call. Who is told at once: all others who have made it."""
+        if number <= self.last:
+            return []
+        self._answer(number, (), f"learner {learner} {GAVE_UP} in call {number}, so that nobody has an answer to it")
+        return [row for row in here if row.call is not None and row.call.number <= number]
+
+    def _answer(self, number: int, data: tuple[tuple[int, bytes], ...], error: str) -> None:
+        self.last = number
+        self._kept[number] = data, error
+        self._kept.pop(number - KEPT_CALLS, None)
 
     def next(self, here: Sequence[LearnerSession]) -> list[LearnerSession]:
         """Who is answered now: all who have made the call that is due, if everybody who is here has made one."""
@@ -53,7 +67,5 @@ class Calls:
             )
         elif sum(len(one) for _, one in data) > MOST_DATA_BYTES:
             error = f"call {due} carries more than the {MOST_DATA_BYTES} bytes that may travel"
-        self.last = due
-        self._kept[due] = ((), error) if error else (data, "")
-        self._kept.pop(due - KEPT_CALLS, None)
+        self._answer(due, () if error else data, error)
         return [row for row in here if row.call is not None and row.call.number == due]

@@ -94,15 +94,23 @@ class ReducedLearner(LearnerCollectives):
         wrapped.register_forward_pre_hook(self._count_forward)
         own_step = optimizer.step
 
-        def step(closure: Any = None) -> Any:
-            if closure is None:
-                self._check_forward()
+        def check_and_clip() -> None:
+            self._check_forward()
             if clip_norm is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
             if self._slowness is not None and self._now is not None:
                 self._slowness.act(time.monotonic() - self._now.began_s, lambda: False)
+
+        def step(closure: Any = None) -> Any:
+            def computed() -> Any:
+                loss = closure()
+                check_and_clip()
+                return loss
+
+            if closure is None:
+                check_and_clip()
             self.version += 1
-            return own_step(closure) if closure is not None else own_step()
+            return own_step(computed) if closure is not None else own_step()
 
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # as torch marks the steps it has wrapped
         optimizer.step = step  # type: ignore[method-assign]  # the point of it

@@ -29,7 +29,7 @@ from offbeat.leases import Answer, Lease
 from offbeat.policies import LearnerRule, create
 from offbeat.processes.slowness import Slowness
 from offbeat.server.arena import Arena
-from offbeat.server.coordinator.group_calls import MOST_DATA_BYTES
+from offbeat.server.coordinator.group_calls import GAVE_UP, MOST_DATA_BYTES
 from offbeat.server.learner import leased_loader, optimizer_state
 from offbeat.server.learner.client import Client
 from offbeat.server.learner.connection import Link
@@ -494,10 +494,10 @@ class ServedLearner(LearnerCollectives):
         except PeerError:
             link.say(lambda client: client.call(number, "", b""))
             raise
-        if answer.error:
-            raise RequestError(answer.error)
         if not self._has_entered:  # the next minibatch begins without a word
             mode.begin()
+        if answer.error:
+            raise (PeerError if GAVE_UP in answer.error else RequestError)(answer.error)
         return dict(answer.data)
 
     # --- rests --------------------------------------------------------------------------------------------------------
@@ -611,12 +611,15 @@ def _grant_or_again(client: Client) -> Granted | str | None:
 def follow(scheduler: Any, progress: Callable[[], int]) -> None:
     """From now on the scheduler stands where `progress` is, however often its `step` is called.
 
-    It becomes one of a class of its own: an attribute would be a part of what its `state_dict` gives.
+    It becomes one of a class of its own: an attribute would be a part of what its `state_dict` gives. Its steps are
+    counted here, since not all schedulers count theirs (ChainedScheduler).
     """
-    kind, before = type(scheduler), scheduler.last_epoch  # steps of a run that this one goes on from
+    kind, made = type(scheduler), 0
 
     def step(self: Any, *given: Any) -> None:
-        while self.last_epoch < before + progress():
+        nonlocal made
+        while made < progress():
+            made += 1
             kind.step(self, *given)
 
     scheduler.__class__ = type(kind.__name__, (kind,), {"step": step})
