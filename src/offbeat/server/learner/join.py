@@ -94,8 +94,12 @@ def _end_requests_in_one_line() -> None:
         if not issubclass(kind, RequestError):
             before(kind, error, trace)
             return
-        theirs = {Path(__file__).parent.parent, Path(torch.__file__).parent}  # frames of the server, and of torch
-        frames = [one for one in traceback.extract_tb(trace) if theirs.isdisjoint(Path(one.filename).parents)]
+        ours = Path(__file__).parents[2]  # the package
+        frames = [
+            frame
+            for frame in traceback.extract_tb(trace)
+            if ours not in Path(frame.filename).parents and "site-packages" not in frame.filename
+        ]
         where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: " if frames else ""
         print(f"offbeat: {where}{error}", file=sys.stderr)
         raise SystemExit(kind.exit_code)  # what an excepthook raises so is the program's exit code
