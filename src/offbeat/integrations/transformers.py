@@ -43,6 +43,9 @@ class OffbeatCallback(TrainerCallback):
         self._loader = _Loader(learner, trainer)
         trainer.get_train_dataloader = lambda: self._loader
         trainer.is_world_process_zero = lambda: learner.number == 0
+        self._learns_only = learner.number > 0  # the first one writes
+        if self._learns_only:
+            trainer._save_checkpoint = lambda *_: None  # also not the best one, which the trainer decides by itself
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """The model and the optimizer, with whatever was loaded from a checkpoint."""
@@ -71,7 +74,7 @@ class OffbeatCallback(TrainerCallback):
         self._loader.computed += 1
         made = self._before + self._loader.progress()
         most = max(0, (self._loader.epoch + 1) * self._an_epoch - 2)  # it adds one, and ends where all are made
-        self._show(min(made, most), args, state, control)
+        self._show(min(made, most, state.max_steps), args, state, control)
         if made >= state.max_steps and state.max_steps % self._an_epoch:  # else the epoch's end is the end
             control.should_training_stop = True
 
@@ -98,8 +101,8 @@ class OffbeatCallback(TrainerCallback):
         if args.eval_strategy == "steps":
             control.should_evaluate = is_due(state.eval_steps) and args.eval_delay <= step
         if args.save_strategy == "steps":
-            control.should_save = is_due(state.save_steps)
-        if self.learner is not None and self.learner.number:  # only the first one writes
+            control.should_save = state.save_steps > 0 and is_due(state.save_steps)
+        if self._learns_only:
             control.should_save = False
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
