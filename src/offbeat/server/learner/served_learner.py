@@ -277,7 +277,7 @@ class ServedLearner(LearnerCollectives):
 
     @property
     def version(self) -> int:
-        """The version of the weights that the model has now: the number of updates made so far."""
+        """The version of the weights that the model has now: the number of updates that this run has made so far."""
         return 0 if self._mode is None else self._mode.version
 
     def minibatch(self) -> Minibatch:
