@@ -49,9 +49,8 @@ class Sum(lightning.LightningModule):  # type: ignore[misc, unused-ignore]
         return optimizer
 
     def tell_norm(self) -> None:
-        found = [one.grad.flatten() for one in self.parameters() if one.grad is not None]
-        if found:  # an optimizer with a closure comes here before it
-            print(f"norm {float(torch.cat(found).norm())}")
+        found = torch.cat([one.grad.flatten() for one in self.parameters() if one.grad is not None])
+        print(f"norm {float(found.norm())}")
 
 
 @rank_zero_only  # type: ignore[untyped-decorator, unused-ignore]
