@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from process.forked_scripts import fork_scripts
+from process.test_ddp_script import bounded
 from train.programs import Ended, offbeat
 
 Run = Callable[..., Ended]
@@ -49,6 +51,20 @@ def test_a_batch_sampler_of_ones_own_is_shared_out_however_learners_are_seeded(r
     code, out, _, _ = run("ring", "batches", learners=3)
     assert code == 0 and "batches: 96 seen, 96 different" in out
     assert "note: the loader keeps its order, since it has a batch sampler of its own (Batches)" in out
+
+
+def test_a_program_that_makes_its_own_gloo_group_has_the_strategy_of_the_run(tmp_path: Path) -> None:
+    script = tmp_path / "own_group.py"
+    script.write_text(
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "print(type(dist.group.WORLD).__name__, dist.group.WORLD.options.strategy)\n"
+        "dist.destroy_process_group()\n",
+        encoding="utf-8",
+    )
+    words = [sys.executable, "-m", "offbeat", "run", "--learners", "2", "--sync", "halving-doubling", str(script)]
+    ended = bounded(words, 60.0)  # `import torch` does as OFFBEAT_REPLACE says: not in a fork
+    assert ended.code == 0 and ended.text.count("OffbeatGroup halving-doubling") == 2, ended.text
 
 
 @pytest.mark.parametrize("line", ["ring", "async"])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import pytest
 import torch
 
@@ -56,6 +59,19 @@ def test_different_calls_are_an_error_on_all() -> None:
     assert all(one.error.startswith("call 1 is gather on learner 0 and barrier") for one in answers)
 
 
+def test_a_call_that_somebody_gave_up_is_an_error_on_the_others_and_the_next_one_is_of_all() -> None:
+    calls = GroupCalls()
+    late, waits = session(0, None), session(1, 1)
+    assert calls.withdraw(0, 1, [late, waits]) == [waits]
+    answer = calls.answer(waits, 1)
+    assert answer.data == () and answer.error.startswith("learner 0 gave up waiting in call 1")
+    assert calls.withdraw(1, 1, [late, waits]) == [], "it is over"
+    both = [session(0, 2), session(1, 2)]
+    assert calls.next(both) == both
+    second = calls.answer(both[0], 2)
+    assert len(second.data) == 2 and not second.error
+
+
 def test_too_many_bytes_together_are_refused() -> None:
     calls = GroupCalls()
     sessions = [session(learner, 1, data=bytes(40_000)) for learner in range(2)]
@@ -96,7 +112,15 @@ def test_who_gives_up_waiting_is_told_to_compute() -> None:
     run.say(GroupCall(0, 1, 1, "gather"))
     said = run.say(GroupCall(0, 1, 1, ""))
     assert [one.learner for one in said if isinstance(one, Go)] == [0]
-    assert run.say(GroupCall(1, 1, 1, "gather")) == [], "the other waits for the next one of the first"
+    told = run.say(GroupCall(1, 1, 1, "gather"))
+    assert [one.error for one in told if isinstance(one, GroupCallAnswer)] == [
+        "learner 0 gave up waiting in call 1, so that nobody has an answer to it"
+    ]
+    assert run.say(GroupCall(0, 1, 2, "gather", b"a")) == []
+    said = run.say(GroupCall(1, 1, 2, "gather", b"b"))
+    assert [one.data for one in said if isinstance(one, GroupCallAnswer)] == [((0, b"a"), (1, b"b"))] * 2, (
+        "the next is of both"
+    )
 
 
 def test_a_pause_is_led_by_who_asks_for_it_and_only_once() -> None:
@@ -141,6 +165,11 @@ def test_reductions() -> None:
     given = torch.tensor([1.0, 5.0])
     assert Alone(given + 2, given * 0).all_reduce(given, "sum").tolist() == [4.0, 12.0]
     assert Alone(given + 3, given * 0).all_reduce(given, "max").tolist() == [4.0, 8.0]
+    for op in ("mean", "sum", "min", "max"):
+        assert math.isnan(Alone(1.0, math.nan).all_reduce(2.0, op)) and math.isnan(Alone(math.nan, 1).all_reduce(2, op))
+    assert Alone(1.5, 6).all_reduce(np.float64(2), "sum") == 9.5
+    assert Alone(1, 6).all_reduce(np.int32(2), "max") == 6  # type: ignore[type-var]
+    assert Alone(1, 6).all_reduce(np.float32(7), "max") == 7.0  # type: ignore[type-var]
     with pytest.raises(RequestError, match="unknown reduction 'men'; did you mean 'mean'"):
         Alone(1, 2).all_reduce(3, "men")
     with pytest.raises(RequestError, match="takes a number or a tensor; got str"):

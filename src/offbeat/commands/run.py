@@ -124,7 +124,8 @@ def _supervisor(given: argparse.Namespace, environment: Mapping[str, str]) -> La
 def _ranks(given: argparse.Namespace, environment: Mapping[str, str]) -> Launcher:
     if given.log is not None or given.servers != 1 or given.cancelled != "again":
         raise RequestError(f"'{given.sync}' is an all-reduce: --log, --servers, --cancelled are for a parameter server")
-    plan = LaunchPlan(command=_command(given), environment={**environment, **_replaced(given)})
+    own = {**_replaced(given), "OFFBEAT_STRATEGY": given.sync}
+    plan = LaunchPlan(command=_command(given), environment={**environment, **own})
     return RankLauncher(plan, given.learners, _printer(given))
 
 

@@ -38,43 +38,83 @@ class OffbeatCallback(TrainerCallback):
         assert isinstance(learner, ServedLearner)
         self.learner = learner
         self._before = self._an_epoch = 0  # steps of a run that this one goes on from, and of an epoch
+        self._shown = 0  # the step that was told last
+        self._trainer = trainer
         self._loader = _Loader(learner, trainer)
         trainer.get_train_dataloader = lambda: self._loader
+        trainer.is_world_process_zero = lambda: learner.number == 0
+        self._learns_only = learner.number > 0  # the first one writes
+        if self._learns_only:
+            trainer._save_checkpoint = lambda *_: None  # also not the best one, which the trainer decides by itself
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """The model and the optimizer, with whatever was loaded from a checkpoint."""
-        if self.learner is not None:
-            optimizer = getattr(given["optimizer"], "optimizer", given["optimizer"])  # inside of Accelerate's
-            scheduler = getattr(given["lr_scheduler"], "scheduler", given["lr_scheduler"])
-            self._before = state.global_step
-            self._an_epoch = max(1, -(-len(self._loader) // args.gradient_accumulation_steps))
-            self._loader.prepare(given["model"], optimizer, scheduler, epoch=state.global_step // self._an_epoch)
+        if self.learner is None:
+            return
+        optimizer = getattr(given["optimizer"], "optimizer", given["optimizer"])  # inside of Accelerate's
+        scheduler = getattr(given["lr_scheduler"], "scheduler", given["lr_scheduler"])
+        self._before = self._shown = state.global_step
+        self._an_epoch = max(1, -(-len(self._loader) // args.gradient_accumulation_steps))
+        epoch, within = divmod(state.global_step, self._an_epoch)
+        if within and not args.ignore_data_skip:
+            raise RequestError(
+                f"this checkpoint is of step {within} of {self._an_epoch} of its epoch: leased data goes on from an "
+                "epoch's end (save_strategy='epoch'), or from the beginning of this one (ignore_data_skip=True)"
+            )
+        state.is_world_process_zero = self.learner.number == 0
+        self._loader.prepare(given["model"], optimizer, scheduler, epoch=epoch)
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         if self.learner is not None:
             self._loader.computed += 1
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        if self.learner is not None:
-            self._loader.computed += 1
-            most = max(0, (self._loader.epoch + 1) * self._an_epoch - 2)  # it adds one, and ends where all are made
-            state.global_step = min(self._before + self._loader.progress(), most)
-            self._only_the_first(control)
+        if self.learner is None:
+            return
+        self._loader.computed += 1
+        made = self._before + self._loader.progress()
+        most = max(0, (self._loader.epoch + 1) * self._an_epoch - 2)  # it adds one, and ends where all are made
+        self._show(min(made, most, state.max_steps), args, state, control)
+        if made >= state.max_steps and state.max_steps % self._an_epoch:  # else the epoch's end is the end
+            control.should_training_stop = True
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        if self.learner is not None:
-            if not self._loader.computed:  # others were faster and have taken all of it: that is no reason to stop
-                control.should_training_stop = False
-            state.global_step = (self._loader.epoch + 1) * self._an_epoch
-            self._only_the_first(control)
+        if self.learner is None:
+            return
+        if not self._loader.computed:  # others were faster and have taken all of it: that is no reason to stop
+            control.should_training_stop = False
+        self._show(min((self._loader.epoch + 1) * self._an_epoch, state.max_steps), args, state, control)
+
+    def _show(self, step: int, args: Any, state: Any, control: Any) -> None:
+        """Steps count the gradients of all learners, and come in leaps: what is due at one that was leapt is due."""
+        last, step = self._shown, max(self._shown, step)
+        self._shown = state.global_step = step
+        state.epoch = step / self._an_epoch
+        ends = step >= state.max_steps > last
+
+        def is_due(every: float) -> bool:
+            return step > last and (ends or step // every > last // every)
+
+        if args.logging_strategy == "steps":
+            first = args.logging_first_step and last == self._before < step
+            control.should_log = first or is_due(state.logging_steps)
+        if args.eval_strategy == "steps":
+            control.should_evaluate = is_due(state.eval_steps) and args.eval_delay <= step
+        if args.save_strategy == "steps":
+            control.should_save = state.save_steps > 0 and is_due(state.save_steps)
+        if self._learns_only:
+            control.should_save = False
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        if self.learner is not None:
-            self.learner.finish()
-
-    def _only_the_first(self, control: Any) -> None:
-        assert self.learner is not None
-        control.should_save = control.should_save and self.learner.number == 0
+        if self.learner is None:
+            return
+        loads_best = args.load_best_model_at_end
+        if loads_best:  # the one of the learner that has written it
+            told = self.learner.broadcast([state.best_model_checkpoint, state.best_metric, state.best_global_step])
+            state.best_model_checkpoint, state.best_metric, state.best_global_step = told
+        self.learner.finish()
+        if loads_best and state.best_model_checkpoint is not None:
+            self._trainer._load_best_model()
 
 
 class _TakenError(Exception):
@@ -96,7 +136,7 @@ class _Loader:
         self.dataset, self.batch_size = data, args.train_batch_size
         self.computed = 0  # minibatches of this epoch
         self._handed = 0  # the same, given to the trainer
-        self._learner = learner
+        self._learner, self._trainer = learner, trainer
         self._own_steps = 0
         self._plain: DataLoader[Any] = DataLoader(
             data,
@@ -118,12 +158,18 @@ class _Loader:
         self.set_epoch(epoch)
         follow(scheduler, self.progress)
         optimizer.register_step_post_hook(self._count_step)
-        self._learner.accumulate(self._check_computed)
+        trainer = self._trainer
 
-    def _check_computed(self) -> None:
-        """Before a step with what was accumulated: what was handed out must be in it."""
-        if self._handed > self.computed:
-            raise _TakenError
+        def step() -> None:
+            if self._handed > self.computed:
+                raise _TakenError
+            trainer.accelerator.gradient_state._set_sync_gradients(True)
+            if trainer.args.max_grad_norm > 0:
+                trainer._clip_grad_norm(trainer.model)
+            trainer.optimizer.step()
+            trainer.optimizer.zero_grad()
+
+        self._learner.accumulate(step)
 
     def _count_step(self, *_: object) -> None:
         self._own_steps += 1

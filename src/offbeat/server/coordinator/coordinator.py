@@ -558,6 +558,8 @@ class Coordinator:
 
     def _group_call(self, session: LearnerSession, message: GroupCall) -> None:
         answer = self.calls.receive(session, message)
+        if not message.what:  # it waits no longer
+            self._answer_call(self.calls.withdraw(session.learner, message.number, self._here()))
         if answer is not None:
             self._out.append(answer)
         self._rejoin_policy(session)
@@ -565,10 +567,13 @@ class Coordinator:
     def _answer_calls(self) -> bool:
         """The call that all have made. They go on together, with the same version."""
         served = self.calls.next(self._here()) if self.seeded else []
+        self._answer_call(served)
+        return bool(served)
+
+    def _answer_call(self, served: list[LearnerSession]) -> None:
         self._out += [self.calls.answer(session, self.calls.last) for session in served]
         for session in served:
             self._rejoin_policy(session)
-        return bool(served)
 
     # --- pauses -----------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@
 
 Members are the learners that are here when it is answered. Who leaves is not waited for, and what it gave is left out.
 One that was killed begins anew, with its first call: answers of calls that are over are kept for it, the last ones.
+Who waits no longer ends the call for all: the others are told so, and the next call is again one of all.
 
 This file knows nothing of what the bytes mean; the coordinator carries them.
 """
@@ -16,6 +17,7 @@ from offbeat.server.coordinator.session import LearnerSession
 from offbeat.server.wire import MOST_DATA_BYTES, GroupCall, GroupCallAnswer
 
 KEPT_CALLS = 256
+GAVE_UP = "gave up waiting"  # in the error of a call that is answered so
 
 
 class GroupCalls:
@@ -46,6 +48,18 @@ class GroupCalls:
         data, error = self._kept.get(number, gone)
         return GroupCallAnswer(session.learner, session.incarnation, number, data, error, session.answered)
 
+    def withdraw(self, learner: int, number: int, here: Sequence[LearnerSession]) -> list[LearnerSession]:
+        """A learner waits no longer for this call. Who is told at once: all others who have made it."""
+        if number <= self.last:
+            return []
+        self._answer(number, (), f"learner {learner} {GAVE_UP} in call {number}, so that nobody has an answer to it")
+        return _served(here, number)
+
+    def _answer(self, number: int, data: tuple[tuple[int, bytes], ...], error: str) -> None:
+        self.last = number
+        self._kept[number] = data, error
+        self._kept.pop(number - KEPT_CALLS, None)
+
     def next(self, here: Sequence[LearnerSession]) -> list[LearnerSession]:
         """Who is answered now: all who have made the call that is due, if everybody who is here has made one."""
         calls = [session.call for session in here if session.call is not None]
@@ -64,10 +78,13 @@ class GroupCalls:
             )
         elif sum(len(one) for _, one in data) > MOST_DATA_BYTES:
             error = f"call {due} carries more than the {MOST_DATA_BYTES} bytes that may travel"
-        self.last = due
-        self._kept[due] = ((), error) if error else (data, "")
-        self._kept.pop(due - KEPT_CALLS, None)
-        served = [session for session in here if session.learner in members]
-        for session in served:
-            session.call = None
-        return served
+        self._answer(due, () if error else data, error)
+        return _served(here, due)
+
+
+def _served(here: Sequence[LearnerSession], number: int) -> list[LearnerSession]:
+    """Those who wait for this call, or one before. They wait no longer."""
+    served = [session for session in here if session.call is not None and session.call.number <= number]
+    for session in served:
+        session.call = None
+    return served

@@ -86,7 +86,8 @@ class Learner(Protocol):
 
     @property
     def version(self) -> int:
-        """The version of the weights that the model has now: the number of updates made so far."""
+        """The version of the weights that the model has now: the number of updates that this run has made so far."""
+        ...
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -221,7 +222,8 @@ class Learner(Protocol):
 
         This and the next three are calls of all learners: each makes them in the same order, between minibatches, where
         every learner comes (after an epoch; within one, learners need not have the same number of minibatches). Who has
-        left is not waited for. `PeerError` after `timeout_s` seconds. Values are small: kilobytes, not weights.
+        left is not waited for. `PeerError` after `timeout_s` seconds, on all. Values are small: kilobytes, not weights.
+        (Under an all-reduce the process group's own time limit counts instead.)
         """
 
     def gather(self, value: Any, *, timeout_s: float = TIMEOUT_S) -> list[Any]:

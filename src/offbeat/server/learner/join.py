@@ -95,8 +95,12 @@ def _end_requests_in_one_line() -> None:
         if not issubclass(kind, RequestError):
             before(kind, error, trace)
             return
-        ours = Path(__file__).parent.parent
-        frames = [frame for frame in traceback.extract_tb(trace) if ours not in Path(frame.filename).parents]
+        ours = Path(__file__).parents[2]  # the package
+        frames = [
+            frame
+            for frame in traceback.extract_tb(trace)
+            if ours not in Path(frame.filename).parents and "site-packages" not in frame.filename
+        ]
         where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: " if frames else ""
         print(f"offbeat: {where}{error}", file=sys.stderr)
         raise SystemExit(kind.exit_code)  # what an excepthook raises so is the program's exit code

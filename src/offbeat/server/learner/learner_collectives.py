@@ -6,9 +6,11 @@ One definition for both kinds of learners: each only says how values get from al
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import reduce
+from numbers import Integral, Real
 from typing import Any, TypeVar
 
 import msgspec
@@ -23,11 +25,16 @@ Number = TypeVar("Number", float, Tensor)
 
 
 def _smaller(one: Any, other: Any) -> Any:
-    return torch.minimum(one, other) if isinstance(one, Tensor) else min(one, other)
+    return torch.minimum(one, other) if isinstance(one, Tensor) else min(_not_a_number_first(one, other))
 
 
 def _larger(one: Any, other: Any) -> Any:
-    return torch.maximum(one, other) if isinstance(one, Tensor) else max(one, other)
+    return torch.maximum(one, other) if isinstance(one, Tensor) else max(_not_a_number_first(one, other))
+
+
+def _not_a_number_first(one: float, other: float) -> tuple[float, float]:
+    """`min` and `max` keep a NaN that comes first, as torch does wherever it comes."""
+    return (other, one) if math.isnan(other) else (one, other)
 
 
 _REDUCTIONS: dict[str, Callable[[Sequence[Any]], Any]] = {
@@ -56,12 +63,13 @@ class LearnerCollectives:
         """The mean ("sum", "min", "max") of a number or a tensor over the learners, on all of them."""
         if op not in _REDUCTIONS:
             raise unknown("reduction", op, _REDUCTIONS)
-        if not isinstance(value, (int, float, Tensor)):
+        if not isinstance(value, (Real, Tensor)):
             raise RequestError(f"all_reduce takes a number or a tensor; got {type(value).__name__}")
         what = f"all_reduce {op}"
         if isinstance(value, Tensor):
             what += f" of {value.dtype} {tuple(value.shape)}"
-        found = self._all(what, value, timeout_s)
+        plain = value if isinstance(value, Tensor) else int(value) if isinstance(value, Integral) else float(value)
+        found = self._all(what, plain, timeout_s)
         reduced: Number = _REDUCTIONS[op]([found[learner] for learner in sorted(found)])
         return reduced.to(value.device) if isinstance(reduced, Tensor) and isinstance(value, Tensor) else reduced
 

@@ -66,8 +66,8 @@ class ReducedLearner(BaseLearner):
         wrapped.register_forward_pre_hook(self._count_forward)
         own_step = optimizer.step
 
-        def step(closure: Any = None) -> Any:
-            if closure is None and not self._forwards:
+        def check_and_clip() -> None:
+            if not self._forwards:
                 raise RequestError(
                     "the model that learner.prepare returned was not used in this step, so that no gradient was "
                     "averaged; write: model, optimizer, loader = learner.prepare(model, optimizer, loader)"
@@ -77,8 +77,17 @@ class ReducedLearner(BaseLearner):
                 nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
             if self._open is not None:
                 self._be_slow(self._open.began_s, lambda: False)
+
+        def step(closure: Any = None) -> Any:
+            def computed() -> Any:
+                loss = closure()
+                check_and_clip()
+                return loss
+
+            if closure is None:
+                check_and_clip()
             self.version += 1
-            return own_step(closure) if closure is not None else own_step()
+            return own_step(computed) if closure is not None else own_step()
 
         replace_step(optimizer, step)
         return wrapped

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from offbeat.errors import OffbeatError, PeerError, RequestError
 from offbeat.leases import Answer, Lease
 from offbeat.policies import create
+from offbeat.server.coordinator.group_calls import GAVE_UP
 from offbeat.server.learner import leased_loader, optimizer_state
 from offbeat.server.learner.base_learner import BaseLearner, MinibatchBlock, replace_step
 from offbeat.server.learner.connection import Connection, ConnectionState
@@ -90,8 +91,7 @@ class ServedLearner(BaseLearner):
         self._last_cancelled = False
         self.pushed_s = 0.0  # when it has last pushed, by the monotonic clock
         self._has_entered = False  # `with learner.minibatch()`, ever
-        self._accumulates = False
-        self._before_own_step: Callable[[], object] | None = None
+        self._step_with_accumulated: Callable[[], object] | None = None  # by trainers that step after several batches
         self._since_s = 0.0  # when the last step ended
         self._pid = os.getpid()
 
@@ -209,7 +209,7 @@ class ServedLearner(BaseLearner):
 
     @property
     def version(self) -> int:
-        """The version of the weights that the model has now: the number of updates made so far."""
+        """The version of the weights that the model has now: the number of updates that this run has made so far."""
         return 0 if self._mode is None else self._mode.version
 
     @contextmanager
@@ -240,20 +240,13 @@ class ServedLearner(BaseLearner):
         finally:
             hooks.interrupts = False
 
-    def accumulate(self, check: Callable[[], object] | None = None) -> None:
+    def accumulate(self, step: Callable[[], object]) -> None:
         """For trainers that take batches without `with learner.minibatch()` and step after several of them.
 
-        The batches since the last step belong to the next. Where samples are waited for while some were computed and
-        not pushed, the learner makes a step with these by itself: others may wait for them. `check` is called before.
+        The batches since the last step belong to the next. `step` is called where samples are waited for while some
+        were computed and not pushed: others may wait for them.
         """
-        self._accumulates, self._before_own_step = True, check
-
-    def _step_with_accumulated(self) -> None:
-        if self._before_own_step is not None:
-            self._before_own_step()
-        _, optimizer = self._trained()
-        optimizer.step()
-        optimizer.zero_grad()
+        self._step_with_accumulated = step
 
     def _ready(self) -> tuple[Connection, PushMode, Hooks]:
         if self._connection is None or self._mode is None or self._hooks is None:
@@ -389,10 +382,10 @@ class ServedLearner(BaseLearner):
         except PeerError:
             connection.say(ConnectionState.call, number, "", b"")
             raise
-        if answer.error:
-            raise RequestError(answer.error)
         if not self._has_entered:  # the next minibatch begins without a word
             mode.begin()
+        if answer.error:
+            raise (PeerError if GAVE_UP in answer.error else RequestError)(answer.error)
         return dict(answer.data)
 
     # --- pauses -------------------------------------------------------------------------------------------------------
@@ -486,12 +479,15 @@ class ServedLearner(BaseLearner):
 def follow(scheduler: Any, progress: Callable[[], int]) -> None:
     """From now on the scheduler stands where `progress` is, however often its `step` is called.
 
-    It becomes one of a class of its own: an attribute would be a part of what its `state_dict` gives.
+    It becomes one of a class of its own: an attribute would be a part of what its `state_dict` gives. Its steps are
+    counted here, since not all schedulers count theirs (ChainedScheduler).
     """
-    kind, before = type(scheduler), scheduler.last_epoch  # steps of a run that this one goes on from
+    kind, made = type(scheduler), 0
 
     def step(self: Any, *given: Any) -> None:
-        while self.last_epoch < before + progress():
+        nonlocal made
+        while made < progress():
+            made += 1
             kind.step(self, *given)
 
     scheduler.__class__ = type(kind.__name__, (kind,), {"step": step})
@@ -512,7 +508,7 @@ class _CoordinatorLeases:
         learner = self.learner
         connection, mode, _ = learner._ready()
         if wait:
-            if learner._accumulates and mode.leases:
+            if learner._step_with_accumulated is not None and mode.leases:
                 learner._step_with_accumulated()
             learner._discard_batch()
             mode.flush()  # what was computed and not pushed would be waited for
@@ -533,7 +529,7 @@ class _CoordinatorLeases:
     def begin(self, leases: Sequence[Lease]) -> None:
         learner = self.learner
         _, mode, _ = learner._ready()
-        if learner._open is None and not learner._accumulates:
+        if learner._open is None and learner._step_with_accumulated is None:
             learner._discard_batch()
         mode.leases += tuple(leases)
         mode.leased_to = mode.incarnation if leases else 0
