@@ -389,7 +389,6 @@ class Coordinator:
             self._repeat_answer(session)
             return
         self._close(session, message.seq)
-        self.counts["stopped"] += 1
         self._tell_policy(Stopped(session.learner, version, self._at_s))
 
     # --- the policy -------------------------------------------------------------------------------------------------

@@ -137,7 +137,7 @@ class Ledger:
             "dropped": {name[9:]: many for name, many in counts.items() if name.startswith("dropped: ")},
             "gone": {name[6:]: many for name, many in counts.items() if name.startswith("gone: ")},
             "cancelled": counts["cancelled"],
-            "stopped": counts["stopped"],
+            "stopped": len(self.stopped),
             "reclaimed_s": self.reclaimed_s(),
             "samples": dict(machine.leases.samples),
             "compute_s": self.compute_s,
