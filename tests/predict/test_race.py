@@ -306,7 +306,7 @@ def test_who_is_many_times_slower_does_not_squeeze_the_others() -> None:
 
     far, near = [racer("async", 2.0), racer("ring", 60.0)], [racer("async", 30.0), racer("ring", 60.0)]
     assert last_tick(far) <= 6.0  # 3 times the fastest
-    assert last_tick(near) > 60.0  # all of it: 1.3 times the slowest
+    assert last_tick(near) >= 60.0  # all of it: 1.3 times the slowest
     assert "cut at 3x the fastest" in drawn(far)
     assert "cut at" not in drawn(near)
 

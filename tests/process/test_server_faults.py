@@ -229,11 +229,11 @@ def test_a_learner_with_another_model_is_refused_in_one_line_and_the_others_go_o
     runs: Nursery, tmp_path: Path
 ) -> None:
     ended = runs.run(tmp_path, Order(learners=3, odd=1, absent=(1,)))[0]
-    check(ended, code=1)
-    said = [line for line in ended.text("err").splitlines() if "RequestError: " in line]
+    check(ended, code=2)
+    said = [line for line in ended.text("err").splitlines() if line.startswith("learner 1 | ")]
     assert len(said) == 1
     assert "the run refused this learner: its model or optimizer is not that of the others" in said[0]
-    assert ended.summary["exits"] == {"0": 0, "1": 1, "2": 0}
+    assert ended.summary["exits"] == {"0": 0, "1": 2, "2": 0}
 
 
 def test_a_learner_that_dies_again_and_again_stays_away_and_the_others_go_on(runs: Nursery, tmp_path: Path) -> None:

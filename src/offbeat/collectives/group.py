@@ -27,7 +27,7 @@ from offbeat.collectives.placement import Placements
 from offbeat.collectives.sync import Patience
 from offbeat.collectives.tensors import Flat
 from offbeat.collectives.transport import SharedMemory, control_bytes
-from offbeat.errors import OffbeatError, RequestError
+from offbeat.errors import OffbeatError, PeerError, RequestError
 from offbeat.number_format import format_size
 from offbeat.strategy import NATIVE
 
@@ -304,7 +304,11 @@ def _join(
         except OffbeatError as raised:
             error = raised
             card["error"] = str(raised).splitlines()[0]
-        cards = rendezvous.hand_out_card(store, rank, names, card, timeout_s)
+        try:
+            cards = rendezvous.hand_out_card(store, rank, names, card, timeout_s)
+        except PeerError:  # the others may have ended by the same mistake
+            if error is None:
+                raise
         if error is not None:
             raise error
         rendezvous.check_cards(cards, rank, names)
