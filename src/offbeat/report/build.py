@@ -24,6 +24,7 @@ from offbeat.report.inputs import Result
 from offbeat.report.page_model import Column, Item, Page, Section, Table
 from offbeat.report.summary import Group, groups_of
 from offbeat.runs.metrics import DEFINITIONS, format_traffic
+from offbeat.runs.run_folder import RENAMED
 from offbeat.runs.run_record import RunRecord
 from offbeat.runs.untrusted import LABEL, clean, shorten
 from offbeat.spec import count_of
@@ -340,6 +341,7 @@ def _flat(value: Mapping[str, Any], above: str = "") -> dict[str, Cell]:
     found: dict[str, Cell] = {}
     for key, inside in value.items():
         name = clean(f"{above}{key}")
+        name = RENAMED.get(name, name)
         if isinstance(inside, Mapping) and inside:
             found |= _flat(inside, f"{name}.")
         elif isinstance(inside, bool):

@@ -31,6 +31,8 @@ from offbeat.runs.disk import opened_folder, read_file, replace_file
 from offbeat.runs.untrusted import JsonLines, UnusableFile
 
 FOLDER = "runs"
+# Fields of the configurations that version 0.1 wrote. They are read; whoever writes one now is told the new name.
+RENAMED = {"train.rate": "train.lr", "train.rate_batch": "train.lr_batch"}
 TIME_STAMP = "%Y%m%d-%H%M%S"  # as `time.strftime` has it
 MOST_LIVE_BYTES = 16 << 20  # of live.json: many times what thousands of learners tell
 

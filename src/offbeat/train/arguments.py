@@ -13,8 +13,9 @@ from collections.abc import Collection
 from typing import get_origin
 
 from offbeat.errors import RequestError
+from offbeat.runs.run_folder import RENAMED
 from offbeat.train.config import all_fields
-from offbeat.train.config_files import RENAMED, flag
+from offbeat.train.config_files import flag
 from offbeat.train.fields import Field
 
 SHORT = {

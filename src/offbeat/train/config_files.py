@@ -25,7 +25,7 @@ import msgspec
 
 from offbeat import plugins
 from offbeat.errors import RequestError, nearest
-from offbeat.runs.run_folder import RunDir
+from offbeat.runs.run_folder import RENAMED, RunDir
 from offbeat.train.config import FOLDER_NAME, SECTIONS, Config, all_fields
 from offbeat.train.fields import Field, FieldError, fields_of, shown
 
@@ -50,10 +50,6 @@ def built_in() -> Mapping[str, Recipe]:
 
 
 # --- changes --------------------------------------------------------------------------------------------------------
-
-
-# Names of version 0.1. Its files are read; whoever writes one now is told the new name.
-RENAMED = {"train.rate": "train.lr", "train.rate_batch": "train.lr_batch"}
 
 
 class UnknownKeyError(FieldError):
