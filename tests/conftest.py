@@ -32,11 +32,7 @@ LONG = (
 )
 
 
-FIRST = ("tests/process/", "tests/train/")  # files that take longest, so that both workers end together
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
     if os.environ.get("OFFBEAT_MATRIX") or os.environ.get("OFFBEAT_REPEATS"):
         return
     for item in items:
