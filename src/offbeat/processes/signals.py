@@ -56,7 +56,8 @@ class SignalHandler:
             return False
         self._raised = None
         number = self.received.pop()
-        later = threading.Timer(0.01, os.kill, (os.getpid(), number))  # not now: this too may be in the callback
+        # Not now: this too may be in the callback. To this thread: one that sleeps is not woken by another's signal.
+        later = threading.Timer(0.01, signal.pthread_kill, (threading.get_ident(), number))
         later.daemon = True
         later.start()
         return True
