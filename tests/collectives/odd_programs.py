@@ -244,7 +244,7 @@ def dies_at_the_door(rank: int, ranks: int, store: str) -> float:
     from offbeat.collectives import rendezvous
 
     if rank == 1:
-        rendezvous.Listener.meet = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,method-assign]
+        rendezvous.Listener.meet = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,method-assign]  # a rank dies here
     start = time.monotonic()
     try:
         join(rank, ranks, store, timeout_s=20)

@@ -142,7 +142,7 @@ def running_user_code(name: str) -> Iterator[None]:
             yield
     except (OffbeatError, OSError, MemoryError):
         raise
-    except Exception as error:
+    except Exception as error:  # the user's own code may raise anything
         raise OffbeatError(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
 
 

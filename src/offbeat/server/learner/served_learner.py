@@ -186,8 +186,8 @@ class ServedLearner(BaseLearner):
 
         replace_step(optimizer, step)
         if not self._policy.rule.delta:  # there the learner's own optimizer is the one that counts
-            optimizer.state_dict = self._optimizer_state  # type: ignore[method-assign]
-        optimizer.load_state_dict = _refuse_to_load  # type: ignore[method-assign, assignment]
+            optimizer.state_dict = self._optimizer_state  # type: ignore[method-assign]  # the servers have the state
+        optimizer.load_state_dict = _refuse_to_load  # type: ignore[method-assign, assignment]  # likewise
 
     def _share(self, loader: Any) -> leased_loader.LoaderWrapper:
         connection, _, _ = self._ready()
