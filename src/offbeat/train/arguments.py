@@ -24,6 +24,7 @@ SHORT = {
     "train.lr": "--lr",
     "train.split": "--split",
     "train.precision": "--precision",
+    "train.compute": "--compute",
     "train.optimizer": "--optimizer",
     "data.workers": "--workers",
 }

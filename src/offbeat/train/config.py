@@ -70,6 +70,9 @@ class DataConfig(Section, frozen=True, kw_only=True):
     name: Annotated[str, "a built-in data set, or module:function, which gives (train, test)"] = "digits"
     options: Annotated[Options, "what the data set is called with"] = msgspec.field(default_factory=dict)
     workers: Annotated[Whole, "processes of each learner that read data ahead"] = 0
+    place: Annotated[
+        Literal["auto", "device", "host"], "where a data set in memory stays while a GPU trains; auto: there if it fits"
+    ] = "auto"
 
     def __post_init__(self) -> None:
         Section.__post_init__(self)
@@ -100,6 +103,10 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     steps: Annotated[tuple[float, ...], "epochs after which lr is divided by 10, like 30,60,80"] = ()
     clip_norm: Annotated[From0, "the most that the norm of an update's mean gradient may be; 0: any"] = 0.0
     precision: Annotated[Literal["fp32", "tf32", "bf16", "fp16"], "in which is computed; tf32 needs a GPU"] = "fp32"
+    compute: Annotated[
+        Literal["auto", "eager", "compile", "graph", "graph+compile"],
+        "how steps are computed: as torch does by itself, compiled, in a CUDA graph; auto: on a GPU the fastest",
+    ] = "auto"
     batch_norm: Annotated[
         Literal["per-learner", "synchronised"], "over whose samples it takes its mean; synchronised: all-reduce only"
     ] = "per-learner"
@@ -148,6 +155,7 @@ class Config(Section, frozen=True, kw_only=True):
     servers: Annotated[Count, "processes that hold a shard each, for a server strategy"] = 1
     seed: Annotated[int, Meta(ge=0, le=LARGEST), "of weights, order of samples and slowness"] = 0
     device: Annotated[str, "auto (a GPU if there is one), cpu, cuda or cuda:1"] = "auto"
+    deterministic: Annotated[bool, "the same bits in every run on one machine, also of a resumed one; slower"] = False
     slow: Annotated[tuple[str, ...], "slowness on purpose: exp:0.05 (any law), learner=2,factor=3"] = ()
     cancelled: Annotated[
         Literal["again", "drop"], "samples of cancelled minibatches: computed again later, or dropped"

@@ -186,9 +186,9 @@ def _vgg16(shape: Shape, classes: int) -> nn.Module:
 class _Decoder(nn.Module):
     """A layer of the transformer, norms first: each character sees itself and those before it."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.dropout = heads, dropout
         self.attention_norm = nn.LayerNorm(width)
         self.queries_keys_values = nn.Linear(width, 3 * width)
         self.together = nn.Linear(width, width)
@@ -201,22 +201,31 @@ class _Decoder(nn.Module):
         split = self.queries_keys_values(self.attention_norm(values))
         query, key, value = split.view(several, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        values = values + self.together(seen.transpose(1, 2).reshape(several, length, width))
-        return values + self.feed_forward(values)  # type: ignore[no-any-return]  # torch types a module's call as Any
+        values = values + self._drop(self.together(seen.transpose(1, 2).reshape(several, length, width)))
+        return values + self._drop(self.feed_forward(values))
+
+    def _drop(self, values: Tensor) -> Tensor:
+        return functional.dropout(values, self.dropout, self.training) if self.dropout else values
 
 
 class Transformer(nn.Module):
     """A decoder-only language model: (N, T) characters in, (N, V, T) scores of each next character out.
 
-    T is at most `context`. Radford et al. 2019 without dropout, its first weights included.
+    T is at most `context`. Radford et al. 2019, its first weights included; dropout at the ends of both branches of a
+    layer only. `tied`: the scores' weights are those of the characters.
     """
 
-    def __init__(self, vocabulary: int, *, context: int, width: int, heads: int, layers: int) -> None:
+    def __init__(
+        self, vocabulary: int, *, context: int, width: int, heads: int, layers: int, tied: bool, dropout: float
+    ) -> None:
         super().__init__()
         self.characters = nn.Embedding(vocabulary, width)
         self.places = nn.Embedding(context, width)
-        self.layers = nn.Sequential(*(_Decoder(width, heads) for _ in range(layers)))
-        self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False))
+        self.layers = nn.Sequential(*(_Decoder(width, heads, dropout) for _ in range(layers)))
+        scores = nn.Linear(width, vocabulary, bias=False)
+        if tied:
+            scores.weight = self.characters.weight
+        self.head = nn.Sequential(nn.LayerNorm(width), scores)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 ends_a_branch = name.endswith(("together.weight", "feed_forward.3.weight"))
@@ -228,7 +237,18 @@ class Transformer(nn.Module):
         return scores.transpose(1, 2)
 
 
-def _transformer(shape: Shape, classes: int, *, context: int, width: int, heads: int, layers: int) -> nn.Module:
+def _transformer(
+    shape: Shape,
+    classes: int,
+    *,
+    context: int,
+    width: int,
+    heads: int,
+    layers: int,
+    vocabulary: int,
+    tied: bool,
+    dropout: float,
+) -> nn.Module:
     if len(shape) != 1:
         raise RequestError(f"model transformer wants sequences of characters; a sample's shape is {shape}")
     if context and context < shape[0]:
@@ -238,7 +258,21 @@ def _transformer(shape: Shape, classes: int, *, context: int, width: int, heads:
         )
     if width % heads:
         raise RequestError(f"model transformer cannot share a width of {width} among {heads} heads; take a divisor")
-    return Transformer(classes, context=context or shape[0], width=width, heads=heads, layers=layers)
+    if not 0 <= dropout < 1:
+        raise RequestError(f"option dropout of model transformer is {dropout:g}; it must be from 0 to below 1")
+    if vocabulary and vocabulary < classes:
+        raise RequestError(
+            f"option vocabulary of model transformer is {vocabulary}, but the data has {classes} characters"
+        )
+    return Transformer(
+        vocabulary or classes,
+        context=context or shape[0],
+        width=width,
+        heads=heads,
+        layers=layers,
+        tied=tied,
+        dropout=dropout,
+    )
 
 
 MODELS: dict[str, Model] = {
@@ -251,8 +285,8 @@ MODELS: dict[str, Model] = {
     "alexnet": Model("AlexNet in one tower: few sums, many parameters", _alexnet, {}),
     "vgg16": Model("VGG-16: the most parameters", _vgg16, {}),
     "transformer": Model(
-        "decoder-only, for text by characters (context 0: as long as the data's windows)",
+        "decoder-only, for text by characters (context 0: as long as the data's windows; vocabulary 0: the data's)",
         _transformer,
-        {"context": 0, "width": 64, "heads": 4, "layers": 2},
+        {"context": 0, "width": 64, "heads": 4, "layers": 2, "vocabulary": 0, "tied": False, "dropout": 0.0},
     ),
 }

@@ -102,6 +102,26 @@ _ALL = (
         ),
     ),
     _recipe(
+        "gpt2-small",
+        "Python's own sources, GPT-2 small (124 million parameters): for a GPU",
+        ModelConfig(
+            name="transformer", options={"width": 768, "heads": 12, "layers": 12, "vocabulary": 50304, "tied": True}
+        ),
+        DataConfig(name="text", options={"context": 1024, "most_bytes": 20_000_000}),
+        TrainConfig(
+            epochs=1,
+            batch_size=8,
+            lr_batch=8,
+            optimizer="adamw",
+            lr=3e-4,
+            weight_decay=0.1,
+            precision="bf16",
+            schedule="cosine",
+            warmup_epochs=0.1,
+            clip_norm=1.0,
+        ),
+    ),
+    _recipe(
         "synthetic-resnet50",
         "noise in the form of ImageNet, ResNet-50: for measuring speed",
         ModelConfig(name="resnet50"),

@@ -9,12 +9,14 @@ other.
 from __future__ import annotations
 
 import inspect
+import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,12 +26,16 @@ from torch.utils.data import DataLoader
 
 from offbeat.collectives.backend import stats
 from offbeat.collectives.options import Options
-from offbeat.errors import OffbeatError
+from offbeat.errors import OffbeatError, RequestError
 from offbeat.processes.slowness import Slowness
 from offbeat.runs.log import LogWriter, Span
 from offbeat.server.learner.leased_loader import seed_of
 from offbeat.strategy import NATIVE
+from offbeat.train.compute_ladder import EAGER, Rung, choose, rungs_of, told, try_rung
 from offbeat.train.config import shares_of
+from offbeat.train.device_clock import DeviceClock, Mark
+from offbeat.train.device_input import input_of
+from offbeat.train.device_step import DeviceStep, Loss, compiled_loss
 from offbeat.train.learner_snapshot import Traffic, decode, load_optimizer, optimizer_tensors
 from offbeat.train.norms import synchronise
 from offbeat.train.sample_plan import Pass, Update, speeds_to_shares, updates
@@ -37,6 +43,7 @@ from offbeat.train.tasks import collate_of
 from offbeat.train.trainer import Trainer
 from offbeat_autoload import register
 
+MOST_AHEAD = 4  # updates that the host may be ahead of the device
 FIRST_LOOK, LOOK_EVERY = 4, 20  # updates until speeds are measured, for --split auto
 WORTH = 0.03  # a share must change by that much of the whole for a new split
 _PRIME = 0x9E3779B97F4A7C15
@@ -58,10 +65,11 @@ class ReducedTrainer(Trainer):
             self.model, _ = synchronise(self.model)
             self._norms = ()  # they know of the others' samples
         self.wrapped: nn.Module = self.model
-        if self._together:
+        self._steps_here = self._can_step_on_device()
+        if self._together and not self._steps_here:
             self.wrapped = _in_ddp(self.model, unused=self.unused)
         if self.checkpoint is not None:
-            if self.learners > 2 and self.at.update:
+            if self.learners > 2 and self.at.update and not self._steps_here:
                 self._arrange_buckets()
             self.load_own(self.checkpoint)  # again: DDP has made all buffers those of the first
             load_optimizer(self.optimizer, self.checkpoint.files["optimizer"])
@@ -69,6 +77,14 @@ class ReducedTrainer(Trainer):
         self._shares = self.at.shares if found else self._first_shares()
         self._order: tuple[int, Tensor] | None = None  # an epoch and its permutation
         self._grads = _LastGradient(self.model, self._be_slow)
+        self._input = input_of(
+            self.task.train, self.device, self.moved, place=config.data.place, workers=config.data.workers
+        )
+        self._step_on_device: DeviceStep | None = None
+        self._compiled: Loss | None = None
+        self._lost = 0  # samples of updates that were left out, as far as they are counted
+        self._clock_there = DeviceClock(self.device)
+        self._under_way: deque[_Marks] = deque()  # updates that the device may not have finished
         self._update_s = self._began_s = 0.0  # when the update began, and the pass that is computed
         self._spans: list[tuple[float, float, float, float]] = []
         self._log: LogWriter | None = None
@@ -107,6 +123,9 @@ class ReducedTrainer(Trainer):
         try:
             if self.number == 0:
                 self.tell_beginning()
+            if self._steps_here:
+                self._choose_compute()
+            if self.number == 0:
                 self._log = LogWriter(self.run.log(self.segment), self._facts())
             clock = _Clock(self.at.seconds)
             while self.at.epoch < self.config.train.epochs:
@@ -135,7 +154,7 @@ class ReducedTrainer(Trainer):
             for update, batches in self._stretch():
                 if self._is_to_stop():
                     return self._pause(clock, epoch_end=False, halt=True)
-                self._update(update, batches)
+                (self._update if self._step_on_device is None else self._update_on_device)(update, batches)
                 self.at.offset = update.end
                 self.at.update += 1
                 if every and self.at.update % every == 0 and self.at.offset < self.samples:
@@ -160,16 +179,9 @@ class ReducedTrainer(Trainer):
         batch = train.batch_size * train.accumulate * self.learners
         plan = list(updates(self.samples, batch, self.number, self._shares, train.accumulate, begin=self.at.offset))
         order = self._permutation(self.at.epoch)
-        wanted = [order[one.start : one.end].tolist() for update in plan for one in update.passes]
-        loader: DataLoader[Any] = DataLoader(
-            self.task.train,
-            batch_sampler=wanted,
-            num_workers=self.config.data.workers,
-            collate_fn=collate_of(self.task.train),
-            pin_memory=self.device.type == "cuda",
-            generator=torch.Generator().manual_seed(seed_of(self.config.seed, self.at.epoch)),
-        )
-        batches = iter(loader)
+        wanted = [order[one.start : one.end] for update in plan for one in update.passes]
+        chance = torch.Generator().manual_seed(seed_of(self.config.seed, self.at.epoch))
+        batches = self._input.batches(wanted, chance)
         for update in plan:
             self._update_s = time.monotonic()
             passes = []
@@ -190,7 +202,7 @@ class ReducedTrainer(Trainer):
         total = torch.zeros((), device=self.device)
         for at, (one, batch) in enumerate(batches):
             self.set_chance(self.at.epoch, one.start)
-            inputs, targets = self.moved(batch)
+            inputs, targets = batch
             many = one.end - one.start
             with self._apart(is_last=at == len(batches) - 1):
                 self._began_s = time.monotonic() if at else began_s
@@ -218,6 +230,136 @@ class ReducedTrainer(Trainer):
         else:
             self.at.dropped["not finite"] = self.at.dropped.get("not finite", 0) + update.samples
         self.tell_progress(self.at.update, mean)
+
+    # --- on a device that is not waited for ---------------------------------------------------------------------------
+
+    def _can_step_on_device(self) -> bool:
+        """Whether steps are decided on the device; a note where that was asked for and cannot be."""
+        config, train = self.config, self.config.train
+        if train.compute in ("auto", "eager") and self.device.type != "cuda":
+            return False
+        if train.compute == "eager" and self._together:
+            return False  # DDP reduces while backward is running
+        if "graph" in train.compute and self.device.type != "cuda":
+            raise RequestError(
+                f"--compute {train.compute} needs a GPU, and the device is {self.device.type}: use compile"
+            )
+        why = ""
+        if train.optimizer not in ("sgd", "adam", "adamw"):
+            why = f"{train.optimizer} decides on the host"
+        elif config.slow:
+            why = "slowness on purpose acts inside of backward"
+        elif train.batch_norm == "synchronised" and self._together:
+            why = "synchronised batch norm talks to the other learners inside of forward"
+        if why and train.compute not in ("auto", "eager"):
+            self.note(f"computes eagerly, not by {train.compute}: {why}")
+        return not why
+
+    def _choose_compute(self) -> None:
+        """Try the rungs of the ladder and take the fastest that is right; all learners take the same."""
+        train = self.config.train
+        if self._together:
+            for tensor in self.model.state_dict().values():
+                dist.broadcast(tensor, 0)
+        per_run = self.pace.per_epoch * train.epochs
+        rungs = rungs_of(train.compute, device=self.device.type, updates=per_run)
+        if self.config.deterministic and train.compute == "auto" and self.device.type == "cuda":
+            rungs = rungs_of("graph", device=self.device.type, updates=per_run)
+        if len(rungs) == 1:
+            self._step_on_device = self._make_step(rungs[0])
+            return
+        if any(rung.compiled for rung in rungs):
+            if self.number == 0:
+                told_first = "compiling, which takes about a minute (--compute graph does not)"
+                self.report({"kind": "note", "text": told_first})
+            self._compiled = compiled_loss(self.model, self.task.loss)
+        batches = self._first_batches()
+        seconds, failed = {}, {}
+        for rung in rungs:
+            if self._together and rung.compiled and self.number:
+                dist.barrier()  # the first compiles, the others find what it has compiled
+            tried = try_rung(self._make_step, rung, batches, proved=True)
+            if self._together and rung.compiled and not self.number:
+                dist.barrier()
+            took = torch.tensor([tried.seconds], dtype=torch.float64)
+            if self._together:
+                dist.all_reduce(took, op=dist.ReduceOp.MAX)
+            seconds[rung.name] = float(took)
+            if float(took) == math.inf:
+                failed[rung.name] = tried.why or "another learner cannot"
+        if seconds[EAGER.name] == math.inf:
+            raise OffbeatError(f"no step can be computed: {failed[EAGER.name]}")
+        chosen = choose(seconds) if train.compute == "auto" and not self.config.deterministic else rungs[0].name
+        chosen = EAGER.name if seconds[chosen] == math.inf else chosen
+        self._step_on_device = self._make_step(next(rung for rung in rungs if rung.name == chosen))
+        if self.number == 0:
+            self.note(told(chosen, seconds, failed))
+
+    def _make_step(self, rung: Rung) -> DeviceStep:
+        return DeviceStep(
+            self.model,
+            self.optimizer,
+            self.task.loss,
+            self.precision,
+            clip_norm=self.config.train.clip_norm,
+            forward=self._compiled if rung.compiled else None,
+            captured=rung.captured,
+            other=self.loss_of,
+            benchmark=not self.config.deterministic,
+        )
+
+    def _first_batches(self) -> list[Any]:
+        """Two of the size that most have."""
+        many = min(self.config.train.batch_size, self.samples)
+        wanted = [torch.arange(start, start + many) % self.samples for start in (0, many)]
+        return list(self._input.batches(wanted))
+
+    def _update_on_device(self, update: Update, batches: list[tuple[Pass, Any]]) -> None:
+        step, clock = self._step_on_device, self._clock_there
+        assert step is not None
+        began, mine = clock.mark(), 0
+        total: Tensor | float = 0.0
+        for at, (one, (inputs, targets)) in enumerate(batches):
+            self.set_chance(self.at.epoch, one.start)
+            many = one.end - one.start
+            total = total + step.add(inputs, targets, weight=many / update.samples, first=at == 0) * many
+            mine += many
+            self._count_samples(one)
+        computed = clock.mark()
+        if self._together:
+            dist.all_reduce(step.gradient)
+        reduced = clock.mark()
+        step.update(self.pace.rate(self.at.update + self.shift), samples=update.samples)
+        self._under_way.append(_Marks(self.at.update, mine, (began, computed, reduced, clock.mark())))
+        mean = torch.as_tensor(total / mine)
+        self.count(mean, mine)
+        self.at.applied += update.samples
+        while len(self._under_way) > MOST_AHEAD:
+            self._finish_oldest()
+        self.tell_progress(self.at.update, mean)
+
+    def _finish_oldest(self) -> None:
+        """Wait for the oldest update under way, and take down when its parts began and ended."""
+        version, samples, marks = self._under_way.popleft()
+        began_s, computed_s, reduced_s, ended_s = times = self._clock_there.seconds(marks)
+        self.compute_s += computed_s - began_s + ended_s - reduced_s
+        self.wait_s += reduced_s - computed_s
+        self._measured.append((computed_s - began_s, samples))
+        self._spans += [(float(at), times[at], times[at + 1], float(version)) for at in range(3)]
+
+    def _finish_all(self) -> None:
+        """Before a pause: nothing is under way, and updates that were left out are counted as such."""
+        while self._under_way:
+            self._finish_oldest()
+        if self._step_on_device is not None:
+            lost = self._step_on_device.lost
+            if lost > self._lost:
+                self.at.applied -= lost - self._lost
+                self.at.dropped["not finite"] = self.at.dropped.get("not finite", 0) + lost - self._lost
+                self._lost = lost
+
+    def scale_state(self) -> dict[str, float | int]:
+        return super().scale_state() if self._step_on_device is None else self._step_on_device.scale_state()
 
     def _apart(self, *, is_last: bool) -> AbstractContextManager[object]:
         """Gradients of all passes but the last stay here."""
@@ -297,6 +439,7 @@ class ReducedTrainer(Trainer):
 
     def _pause(self, clock: _Clock, *, epoch_end: bool, halt: bool) -> bool:
         """All stand still; the first looks, saves and says whether the run ends."""
+        self._finish_all()
         self.at.seconds = clock.pause()
         self.at.epoch_end, self.at.halt, self.at.shares = epoch_end, halt, self._shares
         began_s = time.monotonic()
@@ -336,6 +479,14 @@ class ReducedTrainer(Trainer):
         if self._together:
             dist.all_reduce(start, op=dist.ReduceOp.MIN)
         return float(start)
+
+
+class _Marks(NamedTuple):
+    """An update under way: its number, this learner's samples of it, and its four moments."""
+
+    version: int
+    samples: int
+    marks: tuple[Mark, Mark, Mark, Mark]
 
 
 class _Clock:

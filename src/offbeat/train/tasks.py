@@ -33,11 +33,13 @@ from offbeat.datasets.fashion import KINDS, fashion_mnist
 from offbeat.datasets.text import MOST_BYTES, VOCABULARY, text
 from offbeat.errors import RequestError, nearest, unknown
 from offbeat.train.config import Config
+from offbeat.train.image_input import with_image_input
 from offbeat.train.models import Scalar, Shape, build_model, model_of, settle
 
 MOST_READ = 20_000  # samples that are read to see how many classes there are
 LONGEST_CAUSE = 300  # characters of an error that is not ours
 POOL = 16  # different images in `synthetic-images`
+SHIFT = 16  # augmented images move by up to this part of their width
 
 Loss = Callable[[Any, Any], Tensor]
 Pair = tuple[Tensor, Tensor]
@@ -117,6 +119,7 @@ class Loaded(NamedTuple):
     test: Dataset[Any]
     shape: Shape  # of a sample
     classes: int
+    augment: bool | None = None  # images are bytes, to be augmented on the device or not; None: they are no bytes
 
 
 class Data(NamedTuple):
@@ -164,12 +167,18 @@ def _synthetic(*, samples: int, features: int, classes: int, seed: int) -> Loade
     return Loaded(train, test, (features,), classes)
 
 
-def _synthetic_images(*, samples: int, size: int, classes: int, seed: int) -> Loaded:
+def _synthetic_images(*, samples: int, size: int, classes: int, seed: int, pixels: str, augment: bool) -> Loaded:
     """Noise of a few kinds, for measuring speed; the test samples are among those that are trained on."""
     generator = torch.Generator().manual_seed(seed)
-    images = torch.randn(POOL, 3, size, size, generator=generator)
+    if pixels == "bytes":
+        images = torch.randint(256, (POOL, 3, size, size), generator=generator, dtype=torch.uint8)
+    elif pixels == "float" and not augment:
+        images = torch.randn(POOL, 3, size, size, generator=generator)
+    else:
+        raise RequestError("data synthetic-images: pixels are float, or bytes, which can be augmented (augment=true)")
     few = Tensors(images, torch.randint(classes, (POOL,), generator=generator))
-    return Loaded(Repeated(few, samples), Repeated(few, max(1, samples // 10)), (3, size, size), classes)
+    kind = augment if pixels == "bytes" else None
+    return Loaded(Repeated(few, samples), Repeated(few, max(1, samples // 10)), (3, size, size), classes, kind)
 
 
 DATA: dict[str, Data] = {
@@ -188,9 +197,17 @@ DATA: dict[str, Data] = {
     "synthetic-images": Data(
         "noise in the form of ImageNet, for measuring speed",
         _synthetic_images,
-        {"samples": 1024, "size": 224, "classes": 1000, "seed": 0},
+        {"samples": 1024, "size": 224, "classes": 1000, "seed": 0, "pixels": "float", "augment": False},
     ),
 }
+
+
+def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The mean over the samples; over characters, where scores are (N, V, T): as N x T rows, which is many times faster
+    with a large vocabulary than along the middle dimension."""
+    if outputs.dim() == 3 and targets.dim() == 2 and targets.dtype == torch.int64:
+        return functional.cross_entropy(outputs.transpose(1, 2).flatten(0, 1), targets.flatten())
+    return functional.cross_entropy(outputs, targets)
 
 
 # --- from a config to a task --------------------------------------------------------------------------------------
@@ -206,7 +223,7 @@ def task_of(config: Config) -> Task:
     if PROGRAM in (config.model.name, config.data.name):
         raise RequestError("model and data were given by a program: go on or evaluate there, with train(..., resume=)")
     seed_all(config.seed)
-    loss = _function("loss", config.train.loss) if config.train.loss else functional.cross_entropy
+    loss = _function("loss", config.train.loss) if config.train.loss else cross_entropy
     model, data = config.model, config.data
     if ":" in model.name:
         build = partial(_own_model, _function("model", model.name), model.name, dict(model.options))
@@ -225,7 +242,9 @@ def task_of(config: Config) -> Task:
     else:
         shape = _shape(data.name, train)
         classes = classes or max(_classes(data.name, train), _classes(data.name, test))
-    build = partial(build_model, model.name, shape, classes, options)
+    plain = build = partial(build_model, model.name, shape, classes, options)
+    if isinstance(loaded, Loaded) and loaded.augment is not None:
+        build = partial(with_image_input, plain, shape[0], augment=loaded.augment, shift=shape[-1] // SHIFT)
     with torch.device("meta"):  # nothing is allocated or drawn: only to find now what cannot be built
         build()
     return Task(train=train, test=test, build=build, loss=loss)

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from offbeat.policies.damping import CORRECT
 from offbeat.runs.learning import Sign, sign_of, warning_of
@@ -32,11 +31,12 @@ from offbeat.server.learner.leased_loader import seed_of
 from offbeat.strategy import SERVER, family_of
 from offbeat.train.checkpoint import Checkpoint, Saver, write_weights
 from offbeat.train.config import Config
+from offbeat.train.device_input import input_of
 from offbeat.train.learner_snapshot import LearnerSnapshot, Traffic, buffers_of, decode, load_buffers, snapshot_of
 from offbeat.train.learning_rate import optimizer_of, pace_of, staleness_note, zero_last_norms
 from offbeat.train.norms import average_buffers
 from offbeat.train.precision import Precision
-from offbeat.train.tasks import Task, collate_of, count_right
+from offbeat.train.tasks import Task, count_right
 from offbeat.train.tensorboard import Board
 
 Report = Callable[[Mapping[str, Any]], None]
@@ -79,6 +79,15 @@ def device_of(name: str, learner: int) -> torch.device:
     return torch.device(name)
 
 
+def settle_cudnn(*, deterministic: bool) -> None:
+    """The same bits every time, if that is asked for. Algorithms are tried only by who uses them often."""
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = deterministic
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+
 def mover(device: torch.device) -> Callable[[Any], Any]:
     """Puts a batch on a device, whatever it is made of."""
 
@@ -118,6 +127,8 @@ class Trainer:
         self.device = device_of(config.device, number)
         self.samples = len(task.train)  # type: ignore[arg-type]  # a map-style set has a length: the task was checked
         self.moved = mover(self.device)
+        if self.device.type == "cuda":
+            settle_cudnn(deterministic=config.deterministic)
         self.model = self._build()
         self._norms = tuple(one for one in self.model.modules() if isinstance(one, nn.modules.batchnorm._BatchNorm))
         self.optimizer = optimizer_of(self.model, train)
@@ -155,7 +166,11 @@ class Trainer:
         model = self.task.build()
         if self.config.train.zero_last_norm:
             zero_last_norms(model)
-        return model.to(self.device)
+        convolves = any(isinstance(one, nn.Conv2d) for one in model.modules())
+        model = model.to(self.device)
+        if convolves and self.device.type == "cuda":
+            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload] # torch's stubs lack it
+        return model
 
     def _load(self, checkpoint: Checkpoint) -> None:
         """The weights, and what is this learner's own."""
@@ -247,8 +262,9 @@ class Trainer:
         self._loss_sum, self._loss_of = 0.0, 0
 
     def _read_losses(self) -> None:
-        for loss, samples in self._losses:
-            self._loss_sum += float(loss) * samples
+        values = torch.stack([torch.as_tensor(loss) for loss, _ in self._losses]).tolist() if self._losses else []
+        for loss, (_, samples) in zip(values, self._losses, strict=True):
+            self._loss_sum += loss * samples
             self._loss_of += samples
         self._losses.clear()
 
@@ -304,9 +320,13 @@ class Trainer:
             loss=self._loss_sum / self._loss_of if self._loss_of else 0.0,
             samples=self._loss_of,
             traffic=self._traffic_before.plus(self.traffic()),
-            scaler={} if self.precision.scaler is None else dict(self.precision.scaler.state()),
+            scaler=self.scale_state(),
             buffers={name: buffer.clone() for name, buffer in buffers_of(self.model).items()},
         )
+
+    def scale_state(self) -> dict[str, float | int]:
+        """Of the loss scale, where there is one."""
+        return {} if self.precision.scaler is None else dict(self.precision.scaler.state())
 
     def traffic(self) -> Traffic | None:
         """What this process has sent and received for the training; None: it cannot tell."""
@@ -510,14 +530,14 @@ class Evaluation(NamedTuple):
 
 def evaluate(model: nn.Module, task: Task, precision: Precision, moved: Callable[[Any], Any]) -> Evaluation:
     """On the whole test set."""
-    loader: DataLoader[Any] = DataLoader(task.test, batch_size=EVALUATED, collate_fn=collate_of(task.test))
+    device = next(model.parameters()).device
+    wanted = torch.arange(len(task.test)).split(EVALUATED)  # type: ignore[arg-type,no-untyped-call] # map-style
     total, right, judged, seen = 0.0, 0, 0, 0
     targeted: Counter[int] = Counter()
     was_training = model.training
     model.eval()
     with torch.no_grad():
-        for batch in loader:
-            inputs, targets = moved(batch)
+        for inputs, targets in input_of(task.test, device, moved).batches(wanted):
             with precision.computing():
                 outputs = model(inputs)
                 loss = task.loss(outputs, targets)

@@ -1,0 +1,263 @@
+"""How a learner computes its steps: in a CUDA graph or not, compiled or not. Tried, proved, measured, chosen.
+
+    graph+compile    compiled by torch and captured in a CUDA graph
+    graph            captured as it is
+    compile          compiled, launched kernel by kernel
+    eager            as torch does by itself
+
+Each rung runs a few steps that leave no trace (`DeviceStep.kept`). One that cannot be compiled or captured, or whose
+steps are not right (`prove`), is left out with the reason. Of the others the fastest is taken; of those within 3 % of
+it, the first in this order.
+
+When is a rung right? Narrow numbers and other kernels give other last digits, so the measure is a wider precision: the
+rung's gradient may be twice as far from it as the eager one is. What a graph or a compiler could have frozen (learning
+rate, decay, loss scale, minibatch, random numbers) is changed between two steps, and both must follow.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from offbeat.train.device_step import DeviceStep
+from offbeat.train.precision import Precision
+
+WITHIN = 0.03  # of the fastest: then the first in order
+LONGER = 2.0  # how much further from the wider precision than eager code
+ROUNDING = 1e-5  # of a norm: what is left where both should be equal
+MEASURED = 10  # steps that are timed
+WORTH_COMPILING = 300  # updates; a shorter run ends before compiling has paid
+
+Batch = tuple[Any, Any]
+
+
+class Rung(NamedTuple):
+    name: str
+    compiled: bool
+    captured: bool
+
+
+LADDER = (
+    Rung("graph+compile", True, True),
+    Rung("graph", False, True),
+    Rung("compile", True, False),
+    Rung("eager", False, False),
+)
+NAMES = ("auto", *(rung.name for rung in LADDER))
+EAGER = LADDER[-1]
+
+
+def rungs_of(asked: str, *, device: str, updates: float) -> tuple[Rung, ...]:
+    """Those that are tried, eager last; it alone where nothing else is to be gained."""
+    if asked != "auto":
+        return (*(rung for rung in LADDER[:-1] if rung.name == asked), EAGER)
+    if device != "cuda":
+        return (EAGER,)
+    return tuple(rung for rung in LADDER if not rung.compiled or updates >= WORTH_COMPILING)
+
+
+def choose(seconds: Mapping[str, float]) -> str:
+    """The fastest rung, or the first that is nearly as fast; what failed has taken for ever."""
+    best = min(seconds.values())
+    return next(rung.name for rung in LADDER if seconds.get(rung.name, math.inf) <= best * (1 + WITHIN))
+
+
+def told(chosen: str, seconds: Mapping[str, float], failed: Mapping[str, str]) -> str:
+    """The choice and its reason, in one line."""
+    others = [f"{name} {1e3 * took:.3g}" for name, took in seconds.items() if name != chosen and took < math.inf]
+    beside = f" ({', '.join(others)})" if others else ""
+    text = f"computes by {chosen}: {1e3 * seconds[chosen]:.3g} ms a step{beside}"
+    return "; ".join([text, *(f"{name} was left out: {why}" for name, why in failed.items())])
+
+
+class Trial(NamedTuple):
+    """A rung that was tried: seconds of a step, or why it cannot be used."""
+
+    seconds: float
+    why: str = ""
+
+
+def try_rung(make: Callable[[Rung], DeviceStep], rung: Rung, batches: Sequence[Batch], *, proved: bool) -> Trial:
+    """Prove it and time it; whatever goes wrong is a reason, and no error."""
+    try:
+        step = make(rung)
+        with step.kept():
+            if proved and rung is not EAGER:
+                wrong = [one for one in prove(step, make(EAGER), batches) if not one.holds]
+                if wrong:
+                    return Trial(math.inf, "; ".join(map(str, wrong[:2])))
+            return Trial(_time(step, batches))
+    except Exception as error:  # of the compiler, of a capture, of a model that reads its tensors on the host
+        recover(error)
+        return Trial(math.inf, _first_line(error))
+
+
+def recover(error: Exception) -> None:
+    """A capture that fails leaves torch's generator as if it were captured still: it gets a new state."""
+    if not torch.cuda.is_available():
+        return
+    for index, generator in enumerate(torch.cuda.default_generators):
+        fresh = torch.Generator(device=torch.device("cuda", index))
+        fresh.manual_seed(generator.initial_seed())
+        generator.graphsafe_set_state(fresh.graphsafe_get_state())
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:160]}" if text else type(error).__name__
+
+
+def _time(step: DeviceStep, batches: Sequence[Batch]) -> float:
+    for batch in batches:
+        step.add(*batch)
+        step.update(0.0)
+    _wait(step.device)
+    began_s = time.perf_counter()
+    for number in range(MEASURED):
+        step.add(*batches[number % len(batches)])
+        step.update(0.0)
+    _wait(step.device)
+    return (time.perf_counter() - began_s) / MEASURED
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# --- the proof ------------------------------------------------------------------------------------------------------
+
+
+class Finding(NamedTuple):
+    """One thing that must hold: an error and the most that it may be."""
+
+    what: str
+    error: float
+    most: float
+
+    @property
+    def holds(self) -> bool:
+        return self.error <= self.most
+
+    def __str__(self) -> str:
+        return f"{self.what}: off by {self.error:.2g}, at most {self.most:.2g} is right"
+
+
+def prove(step: DeviceStep, eager: DeviceStep, batches: Sequence[Batch]) -> list[Finding]:
+    """Whether `step` computes what `eager` does, both on the same parameters. `batches`: two, of one shape.
+
+    Leaves the model as it was. Errors are norms of differences in shares of the norm that is right.
+    """
+    wide = _Wide(eager)
+    first, second = batches[:2]
+    found = []
+    cases = [
+        ("gradient", first, 1, 1.0, 1.0),
+        ("gradient of another minibatch", second, 1, 1.0, 1.0),
+        ("gradient with other random numbers", first, 2, 1.0, 1.0),
+        ("gradient with another loss scale", second, 1, 64.0, 1.0),
+        ("gradient with another weight", first, 1, 1.0, 0.25),
+    ]
+    for what, batch, seed, scale, weight in cases:
+        mine, plain = (_gradient(one, batch, seed, scale, weight) for one in (step, eager))
+        right = wide.gradient(batch, seed)
+        yardstick = _apart(plain, right)
+        if yardstick > 0.5:  # the wider one draws other random numbers: only the two can be compared
+            found.append(Finding(what, _apart(mine, plain), 1e-3 if eager.precision.name == "fp32" else 0.1))
+        else:
+            found.append(Finding(what, _apart(mine, right), LONGER * yardstick + ROUNDING))
+    gradient = _gradient(eager, first, 1, 1.0, 1.0)
+    for what, lr, decay in (("update", 0.01, 0.0), ("learning rate", 0.05, 0.0), ("weight decay", 0.05, 0.1)):
+        mine, plain = (_change(one, gradient, lr, decay) for one in (step, eager))
+        found.append(Finding(what, _apart(mine, plain), ROUNDING))
+    found.append(Finding("update that is not finite", _not_finite(step, gradient), 0.0))
+    return found
+
+
+class _Wide:
+    """The same model in a wider precision, eagerly: float32 for the halves and tf32, float64 for float32."""
+
+    def __init__(self, step: DeviceStep) -> None:
+        self.step = step
+        self.halves = step.precision.name != "fp32"
+        self.model = step.model if self.halves else copy.deepcopy(step.model).double()
+
+    def gradient(self, batch: Batch, seed: int) -> Tensor:
+        step = self.step
+        names = {id(parameter): name for name, parameter in step.model.named_parameters()}
+        theirs = dict(self.model.named_parameters())
+        parameters = [theirs[names[id(one)]] for one in step.parameters]
+        inputs, targets = batch if self.halves else (_double(batch[0]), _double(batch[1]))
+        precision = Precision("fp32", step.device)
+        with step.kept(), precision.computing():
+            torch.manual_seed(seed)
+            loss = step.loss(self.model(inputs), targets)
+            with precision.differentiating():
+                parts = torch.autograd.grad(loss, parameters, allow_unused=True)
+        flat = torch.zeros_like(step.gradient, dtype=parts[0].dtype if parts[0] is not None else torch.float64)
+        start = 0
+        for parameter, part in zip(parameters, parts, strict=True):
+            if part is not None:
+                view = flat[start : start + part.numel()].as_strided(part.shape, parameter.stride(), start)
+                view.copy_(part)
+            start += parameter.numel()
+        return flat
+
+
+def _double(batch: Any) -> Any:
+    if isinstance(batch, Tensor):
+        return batch.double() if batch.is_floating_point() else batch
+    if isinstance(batch, Mapping):
+        return {name: _double(one) for name, one in batch.items()}
+    return type(batch)(map(_double, batch)) if isinstance(batch, (list, tuple)) else batch
+
+
+def _gradient(step: DeviceStep, batch: Batch, seed: int, scale: float, weight: float) -> Tensor:
+    """Of the mean loss: what was scaled and weighted is scaled back."""
+    with step.kept():
+        step.scale.fill_(scale)
+        torch.manual_seed(seed)
+        step.add(*batch, weight=weight)
+        return step.gradient / (scale * weight)
+
+
+def _change(step: DeviceStep, gradient: Tensor, lr: float, decay: float) -> Tensor:
+    """What an update with this gradient does to the parameters."""
+    groups = step.optimizer.param_groups
+    decays = [group["weight_decay"] for group in groups]
+    with step.kept():
+        before = torch.cat([one.detach().flatten().clone() for one in step.parameters])
+        step.gradient.copy_(gradient)
+        step.scale.fill_(1.0)
+        try:
+            for group in groups:
+                group["weight_decay"] += decay
+            step.update(lr)
+        finally:
+            for group, was in zip(groups, decays, strict=True):
+                group["weight_decay"] = was
+        return torch.cat([one.detach().flatten() for one in step.parameters]) - before
+
+
+def _not_finite(step: DeviceStep, gradient: Tensor) -> float:
+    """How far an update whose gradient has an infinity moves the parameters; it must not, and must be counted."""
+    before = step.lost
+    broken = gradient.clone()
+    broken[len(broken) // 2] = math.inf
+    moved = _change(step, broken, 0.1, 0.0)
+    with step.kept():
+        step.gradient.copy_(broken)
+        step.update(0.1)
+        counted = step.lost == before + 1
+    return float(moved.abs().max()) if counted else math.inf
+
+
+def _apart(mine: Tensor, right: Tensor) -> float:
+    norm = float(torch.linalg.vector_norm(right.double()))
+    return float(torch.linalg.vector_norm(mine.double() - right.double())) / max(norm, 1e-30)

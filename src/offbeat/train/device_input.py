@@ -1,0 +1,172 @@
+"""Minibatches on a device, in the order that is asked for.
+
+    ResidentInput    a data set that fits stays on the device, and minibatches are gathered there
+    LoaderInput      torch's DataLoader; on a GPU a thread reads ahead and copies, on a stream of its own
+
+Laws: minibatches come in the order of `wanted`, each on the device and, where images are convolved, laid out as the
+device convolves them fastest. What waits for samples is told: `waited_s`, the seconds that the reader kept its user
+waiting.
+
+This file knows nothing of learners, epochs or models.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from offbeat.train.device_step import leaves_of
+from offbeat.train.tasks import Repeated, Tensors, collate_of
+
+AHEAD = 3  # minibatches that are read before they are needed
+SHARE = 0.3  # of the device's free memory that a data set may take
+
+
+class Input(Protocol):
+    """See the module's text."""
+
+    waited_s: float
+
+    def batches(self, wanted: Sequence[Tensor], generator: torch.Generator | None = None) -> Iterator[Any]:
+        """A minibatch for each tensor of indices."""
+
+
+def input_of(
+    dataset: Dataset[Any], device: torch.device, moved: Callable[[Any], Any], *, place: str = "auto", workers: int = 0
+) -> Input:
+    """`place`: device, host, or auto: on the device if it fits there."""
+    tensors = _tensors_of(dataset)
+    if tensors is not None and device.type == "cuda" and place != "host":
+        size = sum(one.numel() * one.element_size() for one in (tensors.inputs, tensors.targets))
+        if place == "device" or size <= SHARE * torch.cuda.mem_get_info(device)[0]:
+            return ResidentInput(tensors, device)
+    return LoaderInput(dataset, device, moved, workers)
+
+
+class _Held(NamedTuple):
+    """Samples in memory; a sample's number is taken modulo how many there are."""
+
+    inputs: Tensor
+    targets: Tensor
+
+
+def _tensors_of(dataset: Dataset[Any]) -> _Held | None:
+    if isinstance(dataset, Repeated):
+        dataset = dataset.few
+    if isinstance(dataset, Tensors):
+        return _Held(dataset.inputs, dataset.targets)
+    if type(dataset) is TensorDataset and len(dataset.tensors) == 2:
+        return _Held(*dataset.tensors)
+    return None
+
+
+class ResidentInput:
+    """See the module's text."""
+
+    waited_s = 0.0
+
+    def __init__(self, held: _Held, device: torch.device) -> None:
+        images = held.inputs.dim() == 4
+        inputs = held.inputs.permute(0, 2, 3, 1) if images else held.inputs  # channels last
+        self._inputs, self._targets = inputs.contiguous().to(device), held.targets.to(device)
+        self._images, self._device = images, device
+
+    def batches(self, wanted: Sequence[Tensor], generator: torch.Generator | None = None) -> Iterator[tuple[Any, Any]]:
+        if not wanted:
+            return
+        every = (torch.cat(list(wanted)) % len(self._inputs)).to(self._device)
+        start = 0
+        for one in wanted:
+            chosen = every[start : start + len(one)]
+            start += len(one)
+            inputs = self._inputs.index_select(0, chosen)
+            yield (inputs.permute(0, 3, 1, 2) if self._images else inputs), self._targets.index_select(0, chosen)
+
+
+class LoaderInput:
+    """See the module's text."""
+
+    def __init__(self, dataset: Dataset[Any], device: torch.device, moved: Callable[[Any], Any], workers: int) -> None:
+        self._dataset, self._device, self._moved, self._workers = dataset, device, moved, workers
+        self.waited_s = 0.0
+
+    def batches(self, wanted: Sequence[Tensor], generator: torch.Generator | None = None) -> Iterator[Any]:
+        cuda = self._device.type == "cuda"
+        held = _tensors_of(self._dataset)
+        if cuda and held is not None:
+            return self._ahead(_pinned(held, wanted))
+        loader: DataLoader[Any] = DataLoader(
+            self._dataset,
+            batch_sampler=[one.tolist() for one in wanted],
+            num_workers=self._workers,
+            collate_fn=collate_of(self._dataset),
+            pin_memory=cuda,
+            generator=generator,
+        )
+        return self._ahead(loader) if cuda else map(self._moved, loader)
+
+    def _ahead(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Read and copied by a thread; whoever takes a minibatch waits for its copy on the device, not on the host."""
+        taken: queue.Queue[Any] = queue.Queue(AHEAD)
+        left = threading.Event()
+        thread = threading.Thread(target=self._copy, args=(batches, taken, left), daemon=True)
+        thread.start()
+        try:
+            while True:
+                began_s = time.monotonic()
+                one = taken.get()
+                self.waited_s += time.monotonic() - began_s
+                if one is None:
+                    return
+                if isinstance(one, BaseException):
+                    raise one
+                batch, copied = one
+                here = torch.cuda.current_stream(self._device)
+                here.wait_event(copied)
+                for tensor in leaves_of(batch):
+                    tensor.record_stream(here)
+                yield batch
+        finally:
+            left.set()
+            while thread.is_alive():
+                with contextlib.suppress(queue.Empty):
+                    taken.get(timeout=0.05)
+            thread.join()
+
+    def _copy(self, batches: Iterable[Any], taken: queue.Queue[Any], left: threading.Event) -> None:
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call] # torch's own
+        last: Any = None
+        try:
+            with torch.cuda.stream(stream):
+                for batch in batches:
+                    if left.is_set():
+                        break
+                    moved = _channels_last(self._moved(batch))
+                    taken.put((moved, stream.record_event()))
+        except BaseException as error:  # told to whoever waits for it
+            last = error
+        taken.put(last)
+
+
+def _pinned(held: _Held, wanted: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Minibatches gathered in memory that a device reads by itself; torch gives it again when it has been read."""
+    for one in wanted:
+        chosen = one % len(held.inputs)
+        pair = [torch.empty((len(one), *part.shape[1:]), dtype=part.dtype, pin_memory=True) for part in held]
+        for part, into in zip(held, pair, strict=True):
+            torch.index_select(part, 0, chosen, out=into)
+        yield pair[0], pair[1]
+
+
+def _channels_last(batch: Any) -> Any:
+    if isinstance(batch, (list, tuple)) and len(batch) == 2 and isinstance(batch[0], Tensor) and batch[0].dim() == 4:
+        return batch[0].to(memory_format=torch.channels_last), batch[1]
+    return batch

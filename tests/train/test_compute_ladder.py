@@ -1,0 +1,254 @@
+"""Steps on a device, tried and proved: here on the CPU, eagerly and compiled, and with planted faults."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from offbeat.train import compute_ladder
+from offbeat.train.compute_ladder import EAGER, LADDER, Rung, Trial, choose, prove, rungs_of, told, try_rung
+from offbeat.train.device_step import DeviceStep, compiled_loss
+from offbeat.train.precision import Precision
+
+CPU = torch.device("cpu")
+
+
+def small(dropout: float = 0.5) -> nn.Module:
+    torch.manual_seed(0)
+    first = [nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(dropout)]
+    return nn.Sequential(*first, nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def batches(many: int = 16) -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(1)
+    return [(torch.randn(many, 8), torch.randint(4, (many,))) for _ in range(3)]
+
+
+def step_of(model: nn.Module, *, optimizer: str = "sgd", **named: Any) -> DeviceStep:
+    precision = Precision(named.pop("precision", "fp32"), CPU)
+    return DeviceStep(model, optimizer_of(model, optimizer), functional.cross_entropy, precision, **named)
+
+
+def optimizer_of(model: nn.Module, name: str) -> torch.optim.Optimizer:
+    if name == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    return torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.01)
+
+
+def weights(model: nn.Module) -> Tensor:
+    return torch.cat([one.detach().flatten() for one in model.parameters()])
+
+
+def plain(model: nn.Module, optimizer: torch.optim.Optimizer, *, clip: float, steps: int) -> Tensor:
+    for number, (inputs, targets) in enumerate(batches()[:steps]):
+        torch.manual_seed(number)
+        optimizer.zero_grad()
+        functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call] # torch's own
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 / (number + 1)
+        optimizer.step()
+    return weights(model)
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.05])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_step_is_what_a_loop_of_ones_own_does(optimizer: str, clip: float) -> None:
+    model = small()
+    right = plain(model, optimizer_of(model, optimizer), clip=clip, steps=3)
+    step = step_of(small(), optimizer=optimizer, clip_norm=clip)
+    for number, batch in enumerate(batches()):
+        torch.manual_seed(number)
+        step.add(*batch)
+        step.update(0.1 / (number + 1))
+    torch.testing.assert_close(weights(step.model), right, rtol=1e-5, atol=1e-6)
+
+
+def test_passes_of_any_size_add_up_to_the_gradient_of_all_their_samples() -> None:
+    step = step_of(nn.Linear(8, 4))
+    inputs, targets = batches()[0]
+    step.add(inputs, targets)
+    whole = step.gradient.clone()
+    step.add(inputs[:10], targets[:10], weight=10 / 16)
+    step.add(inputs[10:], targets[10:], weight=6 / 16, first=False)
+    torch.testing.assert_close(step.gradient, whole)
+
+
+def test_parameters_without_a_gradient_have_zeros_in_it() -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(8, 4), nn.Linear(8, 4)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            out: Tensor = self.used(inputs)
+            return out
+
+    step = step_of(Half())
+    step.gradient.fill_(7.0)
+    step.add(*batches()[0])
+    assert step.gradient[:36].abs().sum() > 0
+    assert step.gradient[36:].abs().sum() == 0
+
+
+def test_an_update_that_is_not_finite_is_left_out_and_halves_the_loss_scale() -> None:
+    step = step_of(small(), precision="fp16")
+    before, scale = weights(step.model), float(step.scale)
+    step.add(*batches()[0])
+    step.gradient[3] = math.inf
+    step.update(0.1, samples=5)
+    assert step.lost == 5
+    assert torch.equal(weights(step.model), before)
+    assert step.scale_state() == {"scale": scale / 2, "good": 0}
+    step.gradient.zero_()
+    step.update(0.1)
+    assert step.scale_state() == {"scale": scale / 2, "good": 1}
+    assert not torch.equal(weights(step.model), before)  # decay
+
+
+def test_what_is_tried_leaves_no_trace() -> None:
+    model = small()
+    step = step_of(model)
+    step.add(*batches()[0])
+    step.update(0.1)
+    before = [one.detach().clone() for one in step.tensors()]
+    drawn = torch.get_rng_state()
+    with step.kept():
+        for batch in batches():
+            step.add(*batch)
+            step.update(0.3)
+    assert all(torch.equal(one, was) for one, was in zip(step.tensors(), before, strict=True))
+    assert torch.equal(torch.get_rng_state(), drawn)
+
+
+# --- the proof ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_an_eager_step_is_proved_right(optimizer: str, precision: str) -> None:
+    model = small()
+    made = step_of(model, optimizer=optimizer, precision=precision)
+    other = DeviceStep(model, made.optimizer, made.loss, made.precision)
+    found = prove(other, made, batches())
+    assert len(found) == 9
+    assert [str(one) for one in found if not one.holds] == []
+
+
+@pytest.mark.skipif(shutil.which("g++") is None and shutil.which("c++") is None, reason="there is no compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own modules
+def test_compiled_code_is_proved_right_dropout_and_norm_included() -> None:
+    model = small()
+    eager = step_of(model)
+    forward = compiled_loss(model, eager.loss)
+    compiled = DeviceStep(model, eager.optimizer, eager.loss, eager.precision, forward=forward)
+    assert [str(one) for one in prove(compiled, eager, batches()) if not one.holds] == []
+
+
+class FrozenRate(DeviceStep):
+    def update(self, lr: float, *, samples: int = 1) -> None:
+        self.first_lr = getattr(self, "first_lr", lr)
+        super().update(self.first_lr, samples=samples)
+
+
+class FrozenDecay(DeviceStep):
+    def update(self, lr: float, *, samples: int = 1) -> None:
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] = 0.01
+        super().update(lr, samples=samples)
+
+
+class FrozenDropout(DeviceStep):
+    def add(self, inputs: Any, targets: Any, *, weight: float = 1.0, first: bool = True) -> Tensor:
+        torch.manual_seed(1)
+        return super().add(inputs, targets, weight=weight, first=first)
+
+
+class StaleInput(DeviceStep):
+    def add(self, inputs: Any, targets: Any, *, weight: float = 1.0, first: bool = True) -> Tensor:
+        self.kept_batch = getattr(self, "kept_batch", (inputs, targets))
+        return super().add(*self.kept_batch, weight=weight, first=first)
+
+
+class FrozenScale(DeviceStep):
+    def add(self, inputs: Any, targets: Any, *, weight: float = 1.0, first: bool = True) -> Tensor:
+        self.scale.fill_(1.0)
+        return super().add(inputs, targets, weight=weight, first=first)
+
+
+class AppliesInfinities(DeviceStep):
+    def _update(self) -> None:
+        self.gradient.clamp_(-1, 1)
+        super()._update()
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        (FrozenRate, "learning rate"),
+        (FrozenDecay, "weight decay"),
+        (FrozenDropout, "gradient with other random numbers"),
+        (StaleInput, "gradient of another minibatch"),
+        (FrozenScale, "gradient with another loss scale"),
+        (AppliesInfinities, "update that is not finite"),
+    ],
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_planted_fault_is_found(kind: type[DeviceStep], what: str, precision: str) -> None:
+    model = small()
+    eager = step_of(model, precision=precision)
+    wrong = kind(model, eager.optimizer, eager.loss, eager.precision)
+    assert what in [one.what for one in prove(wrong, eager, batches()) if not one.holds]
+
+
+# --- the choice -----------------------------------------------------------------------------------------------------
+
+
+def test_the_fastest_rung_is_taken_or_the_first_of_those_nearly_as_fast() -> None:
+    assert choose({"graph+compile": 1.02, "graph": 1.5, "compile": 1.0, "eager": 2.0}) == "graph+compile"
+    assert choose({"graph+compile": 1.04, "graph": 1.5, "compile": 1.0, "eager": 2.0}) == "compile"
+    assert choose({"graph+compile": math.inf, "graph": math.inf, "eager": 2.0}) == "eager"
+
+
+def test_which_rungs_are_tried() -> None:
+    assert rungs_of("auto", device="cpu", updates=1e6) == (EAGER,)
+    assert [one.name for one in rungs_of("auto", device="cuda", updates=1e6)] == [one.name for one in LADDER]
+    assert [one.name for one in rungs_of("auto", device="cuda", updates=100)] == ["graph", "eager"]
+    assert [one.name for one in rungs_of("compile", device="cpu", updates=1)] == ["compile", "eager"]
+    assert rungs_of("eager", device="cuda", updates=1e6) == (EAGER,)
+
+
+def test_the_choice_is_told_with_its_reason() -> None:
+    text = told("graph", {"graph": 0.0071, "eager": 0.0213, "compile": math.inf}, {"compile": "no compiler"})
+    assert text == "computes by graph: 7.1 ms a step (eager 21.3); compile was left out: no compiler"
+
+
+def test_a_rung_that_fails_is_a_reason_and_no_error() -> None:
+    def broken(rung: Rung) -> DeviceStep:
+        raise RuntimeError("capture is not possible\nand more")
+
+    assert try_rung(broken, LADDER[1], batches(), proved=True) == Trial(
+        math.inf, "RuntimeError: capture is not possible"
+    )
+
+
+def test_a_rung_that_is_wrong_is_left_out_and_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small()
+    eager = step_of(model)
+
+    def made(kind: type[DeviceStep]) -> Callable[[Rung], DeviceStep]:
+        return lambda rung: (DeviceStep if rung is EAGER else kind)(model, eager.optimizer, eager.loss, eager.precision)
+
+    before = weights(model)
+    monkeypatch.setattr(compute_ladder, "MEASURED", 1)
+    assert "minibatch" in try_rung(made(StaleInput), LADDER[2], batches(), proved=True).why
+    assert try_rung(made(DeviceStep), LADDER[2], batches(), proved=True).seconds < math.inf
+    assert torch.equal(weights(model), before)
