@@ -4,8 +4,7 @@
     LoaderInput      torch's DataLoader; on a GPU a thread reads ahead and copies, on a stream of its own
 
 Laws: minibatches come in the order of `wanted`, each on the device and, where images are convolved, laid out as the
-device convolves them fastest. What waits for samples is told: `waited_s`, the seconds that the reader kept its user
-waiting.
+device convolves them fastest.
 
 This file knows nothing of learners, epochs or models.
 """
@@ -13,9 +12,9 @@ This file knows nothing of learners, epochs or models.
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -33,7 +32,7 @@ SHARE = 0.3  # of the device's free memory that a data set may take
 class Input(Protocol):
     """See the module's text."""
 
-    waited_s: float
+    remedy: str  # what to do where the device waits for samples; empty: nothing is to be gained
 
     def batches(self, wanted: Sequence[Tensor], generator: torch.Generator | None = None) -> Iterator[Any]:
         """A minibatch for each tensor of indices."""
@@ -71,7 +70,7 @@ def _tensors_of(dataset: Dataset[Any]) -> _Held | None:
 class ResidentInput:
     """See the module's text."""
 
-    waited_s = 0.0
+    remedy = ""
 
     def __init__(self, held: _Held, device: torch.device) -> None:
         images = held.inputs.dim() == 4
@@ -96,7 +95,8 @@ class LoaderInput:
 
     def __init__(self, dataset: Dataset[Any], device: torch.device, moved: Callable[[Any], Any], workers: int) -> None:
         self._dataset, self._device, self._moved, self._workers = dataset, device, moved, workers
-        self.waited_s = 0.0
+        more = min(2 * workers or 8, len(os.sched_getaffinity(0)))
+        self.remedy = "--data.place device" if _tensors_of(dataset) is not None else f"--workers {more}"
 
     def batches(self, wanted: Sequence[Tensor], generator: torch.Generator | None = None) -> Iterator[Any]:
         cuda = self._device.type == "cuda"
@@ -121,9 +121,7 @@ class LoaderInput:
         thread.start()
         try:
             while True:
-                began_s = time.monotonic()
                 one = taken.get()
-                self.waited_s += time.monotonic() - began_s
                 if one is None:
                     return
                 if isinstance(one, BaseException):

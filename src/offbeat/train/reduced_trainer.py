@@ -43,6 +43,7 @@ from offbeat.train.tasks import collate_of
 from offbeat.train.trainer import Trainer
 from offbeat_autoload import register
 
+WORTH_TELLING = 0.1  # of a device's time: more waiting for samples than that is told
 MOST_AHEAD = 4  # updates that the host may be ahead of the device
 FIRST_LOOK, LOOK_EVERY = 4, 20  # updates until speeds are measured, for --split auto
 WORTH = 0.03  # a share must change by that much of the whole for a new split
@@ -85,6 +86,8 @@ class ReducedTrainer(Trainer):
         self._lost = 0  # samples of updates that were left out, as far as they are counted
         self._clock_there = DeviceClock(self.device)
         self._under_way: deque[_Marks] = deque()  # updates that the device may not have finished
+        self._ended_s: float | None = None  # when the last one ended there, if the next follows it at once
+        self._busy_s = self._idle_s = 0.0  # of the device, in this epoch
         self._update_s = self._began_s = 0.0  # when the update began, and the pass that is computed
         self._spans: list[tuple[float, float, float, float]] = []
         self._log: LogWriter | None = None
@@ -344,13 +347,24 @@ class ReducedTrainer(Trainer):
         began_s, computed_s, reduced_s, ended_s = times = self._clock_there.seconds(marks)
         self.compute_s += computed_s - began_s + ended_s - reduced_s
         self.wait_s += reduced_s - computed_s
+        self._busy_s += ended_s - began_s
+        self._idle_s += 0.0 if self._ended_s is None else max(0.0, began_s - self._ended_s)
+        self._ended_s = ended_s
         self._measured.append((computed_s - began_s, samples))
         self._spans += [(float(at), times[at], times[at + 1], float(version)) for at in range(3)]
+
+    def _tell_idle(self) -> None:
+        """At the end of an epoch: whether the device has waited for samples, and what helps."""
+        share = self._idle_s / max(self._idle_s + self._busy_s, 1e-9)
+        self._busy_s = self._idle_s = 0.0
+        if share >= WORTH_TELLING and self._input.remedy and self.number == 0:
+            self.note(f"the device waited {100 * share:.0f} % of the time for data: {self._input.remedy}")
 
     def _finish_all(self) -> None:
         """Before a pause: nothing is under way, and updates that were left out are counted as such."""
         while self._under_way:
             self._finish_oldest()
+        self._ended_s = None
         if self._step_on_device is not None:
             lost = self._step_on_device.lost
             if lost > self._lost:
@@ -440,6 +454,8 @@ class ReducedTrainer(Trainer):
     def _pause(self, clock: _Clock, *, epoch_end: bool, halt: bool) -> bool:
         """All stand still; the first looks, saves and says whether the run ends."""
         self._finish_all()
+        if epoch_end:
+            self._tell_idle()
         self.at.seconds = clock.pause()
         self.at.epoch_end, self.at.halt, self.at.shares = epoch_end, halt, self._shares
         began_s = time.monotonic()
