@@ -77,7 +77,13 @@ def test_augmented_images_are_shifted_and_mirrored_copies_by_the_seed() -> None:
 
 
 def test_synthetic_images_as_bytes_have_the_layer_in_front_of_the_model() -> None:
-    options = {"samples": 8, "size": 32, "classes": 10, "pixels": "bytes", "augment": True}
+    options: dict[str, bool | int | float | str] = {
+        "samples": 8,
+        "size": 32,
+        "classes": 10,
+        "pixels": "bytes",
+        "augment": True,
+    }
     config = Config(
         model=ModelConfig(name="resnet18", options={"width": 4}),
         data=DataConfig(name="synthetic-images", options=options),
