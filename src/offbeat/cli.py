@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from offbeat import __version__, plugins
-from offbeat.commands.base import Command
+from offbeat.commands.base import Command, option
 from offbeat.errors import OffbeatError, RequestError, nearest, unknown
 from offbeat.processes.signals import terminable
 
@@ -81,18 +81,21 @@ def load(name: str) -> Command:
 def _parse(name: str, command: Command, words: list[str]) -> argparse.Namespace:
     parser = _Parser(
         prog=f"offbeat {name}",
+        usage=command.usage,
         description=command.about,
         epilog="examples:\n" + "\n".join(f"  offbeat {line}" for line in command.examples),
         formatter_class=_Help,
         allow_abbrev=False,
     )
-    command.arguments(parser)
-    parser.add_argument(
-        "--plugin",
-        action=_Plugin,
-        metavar="FILE_OR_MODULE",
-        help="load strategies of your own; may be given several times (docs/extending.md)",
-    )
+    groups: dict[str, argparse._ActionsContainer] = {"": parser}
+    for names, keywords, group in (*command.options, *_COMMON):
+        if group not in groups:
+            groups[group] = parser.add_argument_group(group)
+        groups[group].add_argument(*names, **keywords)
+    if command.sections:
+        from offbeat.train.arguments import add_arguments
+
+        add_arguments(parser, sections=command.sections, also=command.fields)
     given, left_over = parser.parse_known_args(_join_negative(words))
     if left_over:
         word = left_over[0].partition("=")[0]
@@ -120,6 +123,15 @@ class _Plugin(argparse.Action):
 
     def __call__(self, parser: object, namespace: object, values: object, option_string: str | None = None) -> None:
         plugins.add(str(values))
+
+
+_COMMON = (
+    option("--json", action="store_true", help="print one JSON object"),
+    option(
+        "--plugin", action=_Plugin, metavar="FILE_OR_MODULE",
+        help="load strategies of your own; may be given several times (docs/extending.md)",
+    ),
+)  # fmt: skip
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):

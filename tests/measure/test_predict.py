@@ -9,8 +9,8 @@ import pytest
 
 from offbeat.errors import OffbeatError, RequestError
 from offbeat.machine import machine_facts
+from offbeat.measure.calibration_bench import MOST_TIMES, probe_of
 from offbeat.measure.predictions_bench import PredictionsRequest, order_of, prediction_row, predictions_result
-from offbeat.measure.probes import MOST_TIMES, probe_of
 from offbeat.measure.trainings import Trained
 from offbeat.predict.calibration import Calibration, Probe
 from offbeat.predict.calibration_match import check, of_another_machine, settings_of

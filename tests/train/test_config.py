@@ -293,7 +293,7 @@ def parse(line: str) -> dict[str, str | list[str]]:
         found.update(arguments.given(namespace))
 
     found: dict[str, str | list[str]] = {}
-    command = Command(summary="", about="", examples=(), arguments=arguments.add_arguments, run=show)
+    command = Command(summary="", about="", examples=(), sections=arguments.SECTIONS, run=show)
     command.run(cli._parse("train", command, line.split()))
     return found
 

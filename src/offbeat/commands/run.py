@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from offbeat.commands.base import Command, console, facts, json_argument, print_json, reader, say
+from offbeat.commands.base import Command, Terminal, answer, facts, option, print_line, say
 from offbeat.errors import OffbeatError, RequestError
 from offbeat.number_format import format_seconds
 from offbeat.policies.damping import CORRECT, KEEP
@@ -18,47 +18,6 @@ from offbeat.processes.launcher import Launcher, LaunchPlan, RankLauncher, threa
 from offbeat.runs.metrics import format_traffic
 from offbeat.spec import count_of, parse_count
 from offbeat.strategy import ALL_REDUCE, NATIVE, family_of
-
-_DEFAULT_LEARNERS = 2
-
-
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("script", help="a Python file, run once for each learner")
-    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="ARGS", help="its own arguments")
-    parser.add_argument("--sync", default="async", metavar="STRATEGY", help="the one line (default async)")
-    parser.add_argument(
-        "--learners", type=reader(parse_count), default=_DEFAULT_LEARNERS, metavar="P", help="(default 2)"
-    )
-    parser.add_argument("--servers", type=reader(parse_count), default=1, metavar="S", help="shards (default 1)")
-    parser.add_argument(
-        "--slow",
-        action="append",
-        default=[],
-        metavar="HOW",
-        help="slowness on purpose: exp:0.05 (any law), learner=2,factor=3; may be given several times",
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of the order of samples and of --slow (default 0)"
-    )
-    parser.add_argument(
-        "--log", type=Path, metavar="FILE", help="the run log: every decision of the policy, and all spans"
-    )
-    parser.add_argument(
-        "--cancelled",
-        choices=("again", "drop"),
-        default="again",
-        help="samples of cancelled minibatches: computed again later (default), or counted as dropped",
-    )
-    parser.add_argument(
-        "--staleness",
-        choices=(CORRECT, KEEP),
-        default=CORRECT,
-        help="stale gradients: the servers shorten their steps (default), or keep them as the optimizer says",
-    )
-    parser.add_argument(
-        "--threads", type=reader(parse_count), default=1, metavar="N", help="torch threads a learner (default 1)"
-    )
-    json_argument(parser)
 
 
 def _run(given: argparse.Namespace) -> None:
@@ -78,7 +37,7 @@ def _run(given: argparse.Namespace) -> None:
     summary |= json.loads(said) if said else {}
     summary["exits"] = {str(learner): code for learner, code in sorted(launcher.exits.items())}
     summary["restarts"] = launcher.recoveries
-    _print_end(given, summary)
+    answer(given, summary, lambda out: _show(out, given, summary))
     failed = {learner: code for learner, code in launcher.exits.items() if code}
     if not failed and not has_joined:
         raise RequestError(
@@ -148,21 +107,12 @@ def _printer(given: argparse.Namespace) -> Callable[[str, str], None]:
     out = sys.stderr if given.json else sys.stdout
     width = len(f"learner {given.learners - 1}")
 
-    def print_line(name: str, line: str) -> None:
-        text = f"{name.ljust(width)} | {line}"
-        encoding = out.encoding or "utf-8"
-        print(text.encode(encoding, "backslashreplace").decode(encoding), file=out, flush=True)
-
-    return print_line
+    return lambda name, line: print_line(out, f"{name.ljust(width)} | {line}")
 
 
-def _print_end(given: argparse.Namespace, summary: dict[str, Any]) -> None:
-    if given.json:
-        print_json(summary)
-        return
+def _show(out: Terminal, given: argparse.Namespace, summary: dict[str, Any]) -> None:
     if not {"pushes", "wait_share"} & summary.keys():  # nobody has come so far as to say more
         return
-    out = console()
     rows = _server_facts(summary) if "pushes" in summary else [("updates", f"{summary['updates']}")]
     if summary.get("sent_bytes") is not None:
         told = format_traffic(summary["sent_bytes"], summary["received_bytes"], summary.get("wait_share"))
@@ -212,6 +162,34 @@ needs. The script calls offbeat.join() and keeps its own loop; `offbeat examples
 output is prefixed with its number. A learner that is killed is started again and goes on; one that fails stays away,
 and the others go on.""",
     examples=("run --learners 2 --sync k-async:2 digits.py",),
-    arguments=_arguments,
+    options=(
+        option("script", help="a Python file, run once for each learner"),
+        option("words", nargs=argparse.REMAINDER, metavar="ARGS", help="its own arguments"),
+        option("--sync", default="async", metavar="STRATEGY", help="the one line (default async)"),
+        option("--learners", read=parse_count, default=2, metavar="P", help="(default 2)"),
+        option("--servers", read=parse_count, default=1, metavar="S", help="shards (default 1)"),
+        option(
+            "--slow",
+            action="append",
+            default=[],
+            metavar="HOW",
+            help="slowness on purpose: exp:0.05 (any law), learner=2,factor=3; may be given several times",
+        ),
+        option("--seed", type=int, default=0, metavar="N", help="of the order of samples and of --slow (default 0)"),
+        option("--log", read=Path, metavar="FILE", help="the run log: every decision of the policy, and all spans"),
+        option(
+            "--cancelled",
+            choices=("again", "drop"),
+            default="again",
+            help="samples of cancelled minibatches: computed again later (default), or counted as dropped",
+        ),
+        option(
+            "--staleness",
+            choices=(CORRECT, KEEP),
+            default=CORRECT,
+            help="stale gradients: the servers shorten their steps (default), or keep them as the optimizer says",
+        ),
+        option("--threads", read=parse_count, default=1, metavar="N", help="torch threads a learner (default 1)"),
+    ),
     run=_run,
 )

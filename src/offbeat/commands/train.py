@@ -10,9 +10,9 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from offbeat.commands.base import Command, json_argument, print_json
+from offbeat.commands.base import Command, option, print_json
 from offbeat.errors import RequestError
-from offbeat.train.arguments import add_arguments, given
+from offbeat.train.arguments import SECTIONS, given
 from offbeat.train.config_files import override, read_config, read_recipe
 from offbeat.train.recipes import DEFAULT
 
@@ -24,21 +24,6 @@ _RESULT = (
     "name", "accuracy", "test_samples", "loss", "strategy", "learners", "updates", "epochs", "samples_per_s", "seconds",
     "staleness_mean", "wait_share", "sent_bytes", "received_bytes", "joules", "warning", "stopped", "run_dir",
 )  # fmt: skip
-
-
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "%(prog)s [RECIPE] [--sync STRATEGY] [--learners P] [--SECTION.FIELD VALUE ...] [--resume RUN]"
-    parser.add_argument(
-        "recipe", nargs="?", metavar="RECIPE", help=f"a built-in one (offbeat recipes) or a TOML file; {DEFAULT}"
-    )
-    parser.add_argument("--run-dir", type=Path, metavar="FOLDER", help="of this run (default runs/NAME-TIME)")
-    parser.add_argument(
-        "--resume", type=Path, metavar="RUN", help="go on in the folder of a run, from its newest checkpoint"
-    )
-    parser.add_argument("--quiet", action="store_true", help="only the summary, and what goes wrong")
-    parser.add_argument("--report", action="store_true", help="write report.html into the run's folder at the end")
-    json_argument(parser)
-    add_arguments(parser)
 
 
 def _run(words: argparse.Namespace) -> None:
@@ -119,6 +104,16 @@ a page to look at. `offbeat watch` shows it from another terminal. Ctrl-C saves 
         "train --run-dir runs/digits",
         "train digits-mlp --sync k-async:2 --learners 4 --train.epochs 5",
     ),
-    arguments=_arguments,
+    usage="%(prog)s [RECIPE] [--sync STRATEGY] [--learners P] [--SECTION.FIELD VALUE ...] [--resume RUN]",
+    options=(
+        option(
+            "recipe", nargs="?", metavar="RECIPE", help=f"a built-in one (offbeat recipes) or a TOML file; {DEFAULT}"
+        ),
+        option("--run-dir", read=Path, metavar="FOLDER", help="of this run (default runs/NAME-TIME)"),
+        option("--resume", read=Path, metavar="RUN", help="go on in the folder of a run, from its newest checkpoint"),
+        option("--quiet", action="store_true", help="only the summary, and what goes wrong"),
+        option("--report", action="store_true", help="write report.html into the run's folder at the end"),
+    ),
+    sections=SECTIONS,
     run=_run,
 )

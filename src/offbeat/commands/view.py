@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
+from offbeat.commands.base import print_line
 from offbeat.commands.progress import LearnerProgress, Progress, Record
 from offbeat.number_format import format_clock, format_joules, percent, whole_percent
 from offbeat.runs.metrics import format_accuracy, format_traffic
@@ -411,9 +412,8 @@ def _writer(out: Console | TextIO) -> Callable[[str], None]:
     stream: Any = getattr(out, "file", out)  # a console's own stream: plain lines need no console
 
     def write(line: str) -> None:
-        encoding = getattr(stream, "encoding", None) or "utf-8"
         with suppress(OSError, ValueError):  # the reader has gone: the training goes on
-            print(line.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
+            print_line(stream, line)
 
     return write
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offbeat.commands.base import (
-    console,
+    Terminal,
+    answer,
     facts,
     heading,
-    print_json,
+    option,
     read_accuracy,
-    reader,
     say,
     stages,
     table,
@@ -40,34 +40,33 @@ if TYPE_CHECKING:
 ROWS = 12  # of the table of a run
 WIDE = 100  # columns, from which on the whole table of a race is shown
 SECTIONS = ("model", "data", "train")  # of a recipe: the rest of it is about real machines
-_ALSO = ("staleness",)  # but for this
+FIELDS = ("staleness",)  # but for this
 QUIET_S = 10.0  # before the first plain line, and between two
 
 
-def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
-    from offbeat.train.arguments import add_arguments
+def _epochs(text: str) -> float:
+    return parse_number(text, lambda x: 0 < x < math.inf, "expected a number of epochs above 0, like 0.25")
 
-    group = parser.add_argument_group("training in virtual time")
-    add = group.add_argument
-    add(
-        "--recipe", metavar="RECIPE", help="train it for real, on the simulated clock (offbeat recipes, or a TOML file)"
-    )
-    add("--target", type=reader(read_accuracy), metavar="X", help="the accuracy to reach, like 0.95")
-    add("--look-every", type=reader(_epochs), metavar="X", help="epochs from look to look (default 0.25)")
-    add(
-        "--epoch-ends",
-        action="store_true",
+
+_GROUP = "training in virtual time"
+RECIPE_OPTIONS = (
+    option(
+        "--recipe", group=_GROUP, metavar="RECIPE",
+        help="train it for real, on the simulated clock (offbeat recipes, or a TOML file)",
+    ),
+    option("--target", group=_GROUP, read=read_accuracy, metavar="X", help="the accuracy to reach, like 0.95"),
+    option("--look-every", group=_GROUP, read=_epochs, metavar="X", help="epochs from look to look (default 0.25)"),
+    option(
+        "--epoch-ends", group=_GROUP, action="store_true",
         help="learners wait for each other at the end of an epoch, as in a real run",
-    )
-    add(
-        "--width",
-        type=reader(parse_count),
-        metavar="N",
+    ),
+    option(
+        "--width", group=_GROUP, read=parse_count, metavar="N",
         help="minibatches computed at a time (default: as fits); 1: alone",
-    )
-    add("--device", help="that computes: cpu (default), cuda or cuda:1")
-    add("--run-dir", type=Path, metavar="FOLDER", help="of what is written (default runs/NAME-TIME)")
-    add_arguments(parser, sections=SECTIONS, also=_ALSO)
+    ),
+    option("--device", group=_GROUP, help="that computes: cpu (default), cuda or cuda:1"),
+    option("--run-dir", group=_GROUP, read=Path, metavar="FOLDER", help="of what is written (default runs/NAME-TIME)"),
+)  # fmt: skip
 
 
 def refuse_without_recipe(given: argparse.Namespace, *, batch_size: bool = False) -> None:
@@ -82,10 +81,6 @@ def refuse_without_recipe(given: argparse.Namespace, *, batch_size: bool = False
         raise RequestError(f"{found[0]} is for training in virtual time: name a recipe with --recipe, like digits-mlp")
 
 
-def _epochs(text: str) -> float:
-    return parse_number(text, lambda x: 0 < x < math.inf, "expected a number of epochs above 0, like 0.25")
-
-
 def _training(given: argparse.Namespace) -> RecipeTraining:
     """The recipe with its overrides, on the machines that were described."""
     from offbeat.predict.virtual import EVALUATE_EVERY, RecipeTraining
@@ -96,7 +91,7 @@ def _training(given: argparse.Namespace) -> RecipeTraining:
     machines = machines_of(given)
     changes = changes_of(given)
     for key in changes:
-        if key.partition(".")[0] not in (*SECTIONS, *_ALSO):
+        if key.partition(".")[0] not in (*SECTIONS, *FIELDS):
             raise RequestError(
                 f"--set {key}: here only fields of {', '.join(SECTIONS)} are set so, like train.epochs=5"
             )
@@ -156,15 +151,16 @@ def simulate_recipe(given: argparse.Namespace, strategy: str) -> None:
     if curve.points:
         title = f"{strategy}: {training.machines.title(config.name)}"
         write_file(run.path / "error.svg", race.chart_of([(strategy, [curve])], title=title, target=given.target))
-    if given.json:
-        print_json(_as_json(given.target, outcome, curve, machines, str(run.path)))
-        return
-    out, cluster = console(), training.machines.cluster
-    heading(out, f"{strategy}, {count_of(cluster.learners, 'learner')}, {cluster.law.text}, seed {given.seed}: "
-                 f"{config.name} in virtual time")  # fmt: skip
-    table(out, ("seconds", "updates", "samples", "test loss", "right"), _rows(outcome), text=())
-    out.print()
-    facts(out, _facts(given.target, outcome, curve, took, run.path))
+    cluster = training.machines.cluster
+
+    def show(out: Terminal) -> None:
+        heading(out, f"{strategy}, {count_of(cluster.learners, 'learner')}, {cluster.law.text}, seed {given.seed}: "
+                     f"{config.name} in virtual time")  # fmt: skip
+        table(out, ("seconds", "updates", "samples", "test loss", "right"), _rows(outcome), text=())
+        out.print()
+        facts(out, _facts(given.target, outcome, curve, took, run.path))
+
+    answer(given, _as_json(given.target, outcome, curve, machines, str(run.path)), show)
 
 
 def _rows(outcome: VirtualRun) -> list[tuple[str, ...]]:
@@ -309,24 +305,19 @@ def race_recipe(given: argparse.Namespace, strategies: Sequence[str]) -> None:
         "run_dir": str(folder),
     }
     write_file(folder / "race.json", json.dumps(told, indent=1, allow_nan=False))
-    if given.json:
-        print_json(told)
-        return
-    out = console()
-    heading(out, f"{title}, to {percent(given.target)}, {count_of(seeds, 'seed')} from {given.seed}")
-    for line in lines:
-        say(out, line)
-    say(out, f"the rate: {_rate_of(config)}; who is first may depend on it: try half and twice")
-    out.print()
-    columns = ("to target", "fastest", "slowest", "updates", "at the end", "staleness")
-    shown = range(len(columns)) if out.width >= WIDE else (0, 4, 5)
-    rows = [(result.label, *(_cells(result)[at] for at in shown)) for result in order]
-    table(out, ("strategy", *(columns[at] for at in shown)), rows, wrapped=(0,))
-    for result in order:
-        say(out, f"{result.label}: {race.explain_result(result)}")
-    out.print()
-    say(out, f"error against time: {folder / 'error.svg'}; every point: {folder / 'race.json'}")
-    say(out, f"computed in {format_seconds(took)}", style="dim")
+
+    def show(out: Terminal) -> None:
+        heading(out, f"{title}, to {percent(given.target)}, {count_of(seeds, 'seed')} from {given.seed}")
+        say(out, *lines, f"the rate: {_rate_of(config)}; who is first may depend on it: try half and twice", "")
+        columns = ("to target", "fastest", "slowest", "updates", "at the end", "staleness")
+        shown = range(len(columns)) if out.width >= WIDE else (0, 4, 5)
+        rows = [(result.label, *(_cells(result)[at] for at in shown)) for result in order]
+        table(out, ("strategy", *(columns[at] for at in shown)), rows, wrapped=(0,))
+        say(out, *(f"{result.label}: {race.explain_result(result)}" for result in order), "")
+        say(out, f"error against time: {folder / 'error.svg'}; every point: {folder / 'race.json'}")
+        say(out, f"computed in {format_seconds(took)}", style="dim")
+
+    answer(given, told, show)
 
 
 def _rate_of(config: Config) -> str:

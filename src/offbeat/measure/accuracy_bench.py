@@ -18,9 +18,17 @@ from typing import Any
 
 from offbeat.charts import Line, line_chart
 from offbeat.errors import RequestError
-from offbeat.measure.bench_result import BenchResult, json_rows
-from offbeat.measure.requests import check_least, check_processes
-from offbeat.measure.rounds import INTERVAL, Progress, median_interval, median_known, relative_error
+from offbeat.measure.benchmark import (
+    INTERVAL,
+    BenchResult,
+    Progress,
+    check_least,
+    check_processes,
+    json_rows,
+    median_interval,
+    median_known,
+    relative_error,
+)
 from offbeat.measure.training_bench import (
     Predictor,
     Train,

@@ -10,20 +10,33 @@ import json
 import os
 import selectors
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from offbeat import plugins
 from offbeat.errors import OffbeatError
 from offbeat.number_format import format_seconds
 from offbeat.processes.child import describe_exit, end_program, start_program
+from offbeat.processes.launcher import thread_environment
 
 _POLL_S = 0.5  # how often a process is checked whose pipe says nothing
 _AFTERMATH_S = 0.5  # when one has died, its peers complain as well: the cause is sought among all of them
-_GRACE_S = 3.0
+_GRACE_S = 10.0
 _MOST_NOISE = 8192
 _NO_ANSWER: dict[str, Any] = {}
+
+
+def program(module: str, *words: str) -> list[str]:
+    return [sys.executable, "-P", "-u", "-m", f"offbeat.measure.{module}", *words]
+
+
+def environment(own: Mapping[str, str]) -> dict[str, str]:
+    """One torch thread a learner; a run that this process itself is part of is not joined. Plugins are known to all."""
+    kept = (name for name in os.environ if not name.startswith("OFFBEAT_") or name == plugins.VARIABLE)
+    return {**{name: os.environ[name] for name in kept}, **thread_environment(1), **own}
 
 
 class Child:
@@ -76,6 +89,8 @@ class Child:
             code = self.process.wait(timeout=_AFTERMATH_S)
         except subprocess.TimeoutExpired:
             return 0, f"{self.name} has hung up"
+        if code == 0 and self.answer:
+            return None  # a program of one answer
         if code < 0:
             return 2, f"{self.name} was killed by {describe_exit(code)}"
         return 0, f"{self.name} ended with exit code {code}: {self.last_words()}"

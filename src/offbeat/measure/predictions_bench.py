@@ -18,9 +18,7 @@ from typing import Any
 
 from offbeat.errors import RequestError
 from offbeat.machine import machine_facts
-from offbeat.measure.bench_result import BenchResult
-from offbeat.measure.requests import check_distinct
-from offbeat.measure.rounds import Progress, Turn, alternate
+from offbeat.measure.benchmark import BenchResult, Progress, Turn, alternate, check_distinct
 from offbeat.measure.trainings import train_for
 from offbeat.predict.calibration import Calibration
 from offbeat.predict.from_calibration import predict

@@ -25,19 +25,23 @@ from offbeat import schedules
 from offbeat import spec as grammar
 from offbeat.errors import OffbeatError, RequestError
 from offbeat.machine import machine_facts
-from offbeat.measure.bench_result import BenchResult
-from offbeat.measure.harness import Harness
-from offbeat.measure.requests import (
+from offbeat.measure.benchmark import (
     ITEM_BYTES,
     OURS,
+    BenchResult,
+    Progress,
+    Turn,
+    alternate,
     check_above_zero,
     check_against,
     check_distinct,
     check_memory,
     check_processes,
+    spread,
 )
-from offbeat.measure.rounds import Progress, Turn, alternate, spread
+from offbeat.measure.harness import Harness, program
 from offbeat.number_format import format_rate, format_size
+from offbeat.processes.launcher import thread_environment
 from offbeat.processes.signals import terminable
 from offbeat.report.benchmark_fields import Field, Row, format_ms
 from offbeat.runs.metrics import BUS_FACTORS, bus_bandwidth
@@ -452,7 +456,7 @@ def _start_torch(
     with socket.create_server(("127.0.0.1", 0)) as listener:
         for rank in range(request.ranks):
             inherited = (listener.fileno(),) if rank == 0 else ()
-            ranks.start(f"rank {rank}", _program("torch_rank"), environment, inherited)
+            ranks.start(f"rank {rank}", program("torch_rank"), environment, inherited)
         asked = {
             **join,
             "ranks": request.ranks,
@@ -474,7 +478,7 @@ def _start_mpi(stack: ExitStack, request: RankRequest) -> tuple[Harness, dict[st
     flags = {"btl": "^tcp", "oob_tcp_if_include": _loopback(), "btl_vader_backing_directory": folder}
     words = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
     words += [word for name, value in flags.items() for word in ("--mca", name, value)]
-    words += ["-np", str(request.ranks), *_program("mpi_rank")]
+    words += ["-np", str(request.ranks), *program("mpi_rank")]
     ranks.start("mpi", words, _environment(request) | {"TMPDIR": folder})
     (answer,) = ranks.ask({"do": "join"}, "starting mpi")
     if answer.pop("ranks") != request.ranks:
@@ -482,14 +486,9 @@ def _start_mpi(stack: ExitStack, request: RankRequest) -> tuple[Harness, dict[st
     return ranks, answer
 
 
-def _program(module: str) -> list[str]:
-    return [sys.executable, "-P", "-m", f"offbeat.measure.{module}"]
-
-
 def _environment(request: RankRequest) -> dict[str, str]:
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(request.threads))
     chosen = {} if request.strategy is None else {STRATEGY_VARIABLE: request.strategy}
-    return {**os.environ, **threads, **chosen, "GLOO_SOCKET_IFNAME": _loopback()}
+    return {**os.environ, **thread_environment(request.threads), **chosen, "GLOO_SOCKET_IFNAME": _loopback()}
 
 
 def _loopback() -> str:

@@ -17,9 +17,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from offbeat.errors import RequestError
-from offbeat.measure.bench_result import BenchResult, json_rows
-from offbeat.measure.requests import check_distinct, check_least, check_processes
-from offbeat.measure.rounds import INTERVAL, Progress, median_interval, relative_error, spread
+from offbeat.measure.benchmark import (
+    INTERVAL,
+    BenchResult,
+    Progress,
+    check_distinct,
+    check_least,
+    check_processes,
+    json_rows,
+    median_interval,
+    relative_error,
+    spread,
+)
 from offbeat.measure.training_bench import (
     Predictor,
     Train,

@@ -20,9 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from offbeat import spec as grammar
 from offbeat.errors import RequestError
 from offbeat.machine import machine_facts
-from offbeat.measure.bench_result import defined
-from offbeat.measure.requests import check_distinct
-from offbeat.measure.rounds import Progress, Turn, alternate, median_known
+from offbeat.measure.benchmark import Progress, Turn, alternate, check_distinct, defined, median_known
 from offbeat.processes.signals import terminable
 from offbeat.processes.slowness import parse as parse_slowness
 from offbeat.report.benchmark_fields import Field, Row

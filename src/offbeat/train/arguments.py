@@ -28,12 +28,13 @@ SHORT = {
     "data.workers": "--workers",
 }
 _TITLES = {"": "the run", "model": "the model", "data": "the data", "train": "the training", "save": "what is saved"}
+SECTIONS = tuple(_TITLES)
 _METAVARS = {int: "N", float: "X", bool: "true|false", "sync": "STRATEGY", "slow": "HOW", "train.steps": "X,X"}
 _DEST = "config:"  # before the names in the namespace, so that a command's own never meet them
 
 
 def add_arguments(
-    parser: argparse.ArgumentParser, *, sections: Collection[str] = tuple(_TITLES), also: Collection[str] = ()
+    parser: argparse.ArgumentParser, *, sections: Collection[str] = SECTIONS, also: Collection[str] = ()
 ) -> None:
     """Add them all, or those of some sections, in groups; those that are not given leave no trace.
 
