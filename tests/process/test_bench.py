@@ -139,8 +139,7 @@ def test_a_result_is_summed_up_in_one_sentence_a_size_and_fits_80_columns(
 ) -> None:
     from rich.console import Console
 
-    monkeypatch.setattr(command, "console", lambda: Console(width=80, highlight=False, file=sys.stdout))
-    command.print_result(base.console(), made_up(monkeypatch))
+    command.print_result(Console(width=80, highlight=False, file=sys.stdout), made_up(monkeypatch))
     lines = capsys.readouterr().out.splitlines()
     assert "4 MiB: offbeat 0.11 ms, 31x gloo, 4.6x mpi" in lines
     assert "copy     20 GB/s by 4 ranks together, 10 GB/s by one alone" in lines

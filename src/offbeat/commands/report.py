@@ -70,14 +70,14 @@ def _run(given: argparse.Namespace) -> None:
         tables = write_csv(page, given.csv) if given.csv is not None else ()
         if trace is not None:
             _replace(given.perfetto, trace, _trace(inputs.runs))
-    rows = [("page", f"{given.output} ({format_size(size)})")]
-    if given.csv is not None:
-        rows.append(("tables", f"{given.csv} ({count_of(len(tables), 'CSV file')})"))
-    if given.perfetto is not None:
-        rows.append(("trace", f"{given.perfetto}"))
-    rows += [("problem", problem) for problem in page.problems[:PROBLEMS]]
-    if len(page.problems) > PROBLEMS:
-        rows.append(("problem", f"{len(page.problems) - PROBLEMS} more are on the page"))
+    more = len(page.problems) - PROBLEMS
+    rows = [
+        ("page", f"{given.output} ({format_size(size)})"),
+        *([("tables", f"{given.csv} ({count_of(len(tables), 'CSV file')})")] if given.csv is not None else []),
+        *([("trace", f"{given.perfetto}")] if given.perfetto is not None else []),
+        *(("problem", problem) for problem in page.problems[:PROBLEMS]),
+        *([("problem", f"{more} more are on the page")] if more > 0 else []),
+    ]
     told = _as_json(given, inputs, known, page, size) if given.json else {}
     answer(given, told, lambda out: _show(out, page, rows))
 

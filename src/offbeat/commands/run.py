@@ -12,7 +12,7 @@ from typing import Any
 
 from offbeat.commands.base import Command, Terminal, answer, facts, option, print_line, say
 from offbeat.errors import OffbeatError, RequestError
-from offbeat.number_format import format_seconds
+from offbeat.number_format import format_seconds, percent
 from offbeat.policies.damping import CORRECT, KEEP
 from offbeat.processes.launcher import Launcher, LaunchPlan, RankLauncher, thread_environment
 from offbeat.runs.metrics import format_traffic
@@ -126,33 +126,28 @@ def _show(out: Terminal, given: argparse.Namespace, summary: dict[str, Any]) -> 
 
 
 def _server_facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    pushes = summary["pushes"]
-    per = summary["seconds_per_update"]
-    each = f": {format_seconds(per)} each" if per else ""
+    pushes, per = summary["pushes"], summary["seconds_per_update"]
     dropped = ", ".join(f"{many} {why}" for why, many in summary["dropped"].items())
     lost = f", {pushes['dropped']} dropped ({dropped})" if pushes["dropped"] else ""
-    rows = [
-        ("updates", f"{summary['updates']} in {format_seconds(summary['seconds'])}{each}"),
+    cancelled = (
+        f"{summary['cancelled']} minibatches, {summary['stopped']} of them stopped under way: "
+        f"{format_seconds(summary['reclaimed_s'])} of computing saved"
+    )
+    skew = f"up to {max(map(int, summary['skew']), default=0)} versions between shards, at a fetch"
+    busy, waits = sum(summary["compute_s"]), sum(summary["wait_s"])
+    whole = busy + waits
+    return [
+        (
+            "updates",
+            f"{summary['updates']} in {format_seconds(summary['seconds'])}"
+            + (f": {format_seconds(per)} each" if per else ""),
+        ),
         ("pushes", f"{pushes['received']} received, {pushes['applied']} applied{lost}"),
         ("staleness", f"{summary['staleness_mean']:.3f} on average"),
-    ]  # fmt: skip
-    if summary["cancelled"]:
-        rows.append(
-            (
-                "cancelled",
-                f"{summary['cancelled']} minibatches, {summary['stopped']} of them stopped under way: "
-                f"{format_seconds(summary['reclaimed_s'])} of computing saved",
-            )
-        )
-    if len(summary["skew"]) > 1:
-        most = max(int(many) for many in summary["skew"])
-        rows.append(("skew", f"up to {most} versions between shards, at a fetch"))
-    busy, waits = sum(summary["compute_s"]), sum(summary["wait_s"])
-    if busy + waits:
-        rows.append(
-            ("learners", f"{100 * busy / (busy + waits):.1f} % computing, {100 * waits / (busy + waits):.1f} % waiting")
-        )
-    return rows
+        *([("cancelled", cancelled)] if summary["cancelled"] else []),
+        *([("skew", skew)] if len(summary["skew"]) > 1 else []),
+        *([("learners", f"{percent(busy / whole)} computing, {percent(waits / whole)} waiting")] if whole else []),
+    ]
 
 
 COMMAND = Command(

@@ -182,43 +182,40 @@ def _rows(outcome: VirtualRun) -> list[tuple[str, ...]]:
 def _facts(
     target: float | None, outcome: VirtualRun, curve: TrainingCurve, took: float, folder: Path
 ) -> list[tuple[str, str]]:
-    rows: list[tuple[str, str]] = []
-    if target is not None:
-        if curve.reached_s is None:
-            best = f"the highest that was is {percent(curve.best or 0.0)}"
-            best = "there is no accuracy, only a loss" if curve.accuracy is None else best
-            rows.append(("target", f"{percent(target)} was not reached: {best}"))
-            if curve.accuracy is not None:
-                rows.append(
-                    ("", "try another rate (--lr), more epochs (--epochs) or smaller minibatches (--batch-size)")
-                )
-        else:
-            at = f"{format_seconds(curve.reached_s)}, {curve.reached_updates:,} updates"
-            rows.append(("target", f"{percent(target)} after {at} and {curve.reached_samples:,} samples"))
-    if curve.accuracy is not None:
-        right = format_accuracy(curve.accuracy, curve.test_samples)
-        rows.append(("accuracy", f"{right} at the end, on {curve.test_samples:,} test samples"))
     each = curve.seconds / curve.updates if curve.updates else 0.0
-    rows.append(("updates", f"{curve.updates:,} in {format_seconds(curve.seconds)}: {format_seconds(each)} each"))
-    rows.append(("staleness", f"{curve.staleness:.2f} on average"))
     moved = (outcome.end["sent_bytes"] or 0, outcome.end["received_bytes"] or 0)
-    rows.append(("traffic", f"learners {format_traffic(*moved, curve.wait_share)}"))
-    busy_share = 1 - curve.wait_share - curve.waste_share
-    rows.append(
+    right = None if curve.accuracy is None else format_accuracy(curve.accuracy, curve.test_samples)
+    dropped = ", ".join(f"{many:,} ({why})" for why, many in outcome.dropped.items())
+    found = [
+        *([] if target is None else _target_facts(target, curve)),
+        ("accuracy", "" if right is None else f"{right} at the end, on {curve.test_samples:,} test samples"),
+        ("updates", f"{curve.updates:,} in {format_seconds(curve.seconds)}: {format_seconds(each)} each"),
+        ("staleness", f"{curve.staleness:.2f} on average"),
+        ("traffic", f"learners {format_traffic(*moved, curve.wait_share)}"),
         (
             "learners",
-            f"{percent(busy_share)} computing what counts, {percent(curve.waste_share)} for nothing, "
-            f"{percent(curve.wait_share)} waiting or sending",
-        )
-    )
-    if outcome.dropped:
-        told = ", ".join(f"{many:,} ({why})" for why, many in outcome.dropped.items())
-        rows.append(("not applied", f"samples: {told}"))
-    rows += [("note", note) for note in outcome.notes]
-    rows += [("warning", curve.warning)] if curve.warning else []
-    rows.append(("computed", f"{outcome.how} in {format_seconds(took)}"))
-    rows.append(("run", f"{folder}{os.sep}"))
-    return rows
+            f"{percent(1 - curve.wait_share - curve.waste_share)} computing what counts, "
+            f"{percent(curve.waste_share)} for nothing, {percent(curve.wait_share)} waiting or sending",
+        ),
+        ("not applied", f"samples: {dropped}" if dropped else ""),
+        *(("note", note) for note in outcome.notes),
+        ("warning", curve.warning),
+        ("computed", f"{outcome.how} in {format_seconds(took)}"),
+        ("run", f"{folder}{os.sep}"),
+    ]
+    return [(label, text) for label, text in found if text]
+
+
+def _target_facts(target: float, curve: TrainingCurve) -> list[tuple[str, str]]:
+    if curve.reached_s is not None:
+        at = f"{format_seconds(curve.reached_s)}, {curve.reached_updates:,} updates"
+        return [("target", f"{percent(target)} after {at} and {curve.reached_samples:,} samples")]
+    if curve.accuracy is None:
+        return [("target", f"{percent(target)} was not reached: there is no accuracy, only a loss")]
+    return [
+        ("target", f"{percent(target)} was not reached: the highest that was is {percent(curve.best or 0.0)}"),
+        ("", "try another rate (--lr), more epochs (--epochs) or smaller minibatches (--batch-size)"),
+    ]
 
 
 def _as_json(
