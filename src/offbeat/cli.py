@@ -13,6 +13,7 @@ import re
 import shutil
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import NoReturn
 
 from offbeat import __version__, plugins
@@ -84,7 +85,11 @@ def _parse(name: str, command: Command, words: list[str]) -> argparse.Namespace:
         usage=command.usage,
         description=command.about,
         epilog="examples:\n" + "\n".join(f"  offbeat {line}" for line in command.examples),
-        formatter_class=_Help,
+        formatter_class=partial(
+            argparse.RawDescriptionHelpFormatter,
+            max_help_position=26,
+            width=min(110, shutil.get_terminal_size().columns),
+        ),
         allow_abbrev=False,
     )
     groups: dict[str, argparse._ActionsContainer] = {"": parser}
@@ -132,11 +137,6 @@ _COMMON = (
         help="load strategies of your own; may be given several times (docs/extending.md)",
     ),
 )  # fmt: skip
-
-
-class _Help(argparse.RawDescriptionHelpFormatter):
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=26, width=min(110, shutil.get_terminal_size().columns))
 
 
 class _Parser(argparse.ArgumentParser):

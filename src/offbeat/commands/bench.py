@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,17 +22,21 @@ from offbeat.commands.base import (
     progress_line,
     read_accuracy,
     say,
+    table,
 )
 from offbeat.errors import OffbeatError, RequestError
 from offbeat.report.benchmark_fields import Field, Row, printed
 from offbeat.runs.disk import replace_file
 from offbeat.spec import choice, count_of, parse_count, parse_number, parse_seconds, parse_size
 from offbeat.train.arguments import given as changes_of
+from offbeat.train.config import Config
+from offbeat.train.config_files import changed, flag, override, read_recipe
+from offbeat.train.fields import FieldError
+from offbeat.train.recipes import DEFAULT
 
 if TYPE_CHECKING:
     from offbeat.measure.benchmark import BenchResult
     from offbeat.predict.calibration import Calibration
-    from offbeat.train.config import Config
 
 _BUSY = 2.0  # rounds that differ by more are worth a warning
 _WIDE = 100  # columns, from which on intervals are in the tables
@@ -147,8 +152,6 @@ def _run(given: argparse.Namespace) -> None:
 
 def _with_defaults(given: argparse.Namespace) -> argparse.Namespace:
     """What was given, and the defaults of this measurement; an option of another one is a mistake."""
-    from offbeat.train.config_files import flag
-
     own = _DEFAULTS[given.what]
     others = {name for options in _DEFAULTS.values() for name in options} - own.keys()
     wrong = [f"--{name.replace('_', '-')}" for name in others - {"lines"} if getattr(given, name) is not None]
@@ -310,10 +313,6 @@ def _measure_predictions(options: argparse.Namespace) -> Measurement:
 
 def _config(options: argparse.Namespace) -> Config:
     """The recipe with all that was changed, but for strategy and learners."""
-    from offbeat.train.config_files import changed, flag, override, read_recipe
-    from offbeat.train.fields import FieldError
-    from offbeat.train.recipes import DEFAULT
-
     for path in (options.out, options.svg):
         if path is not None and not path.absolute().parent.is_dir():
             raise RequestError(f"bench: cannot write {path}: there is no folder {path.absolute().parent}")
@@ -383,22 +382,15 @@ def print_result(out: Terminal, result: BenchResult) -> None:
 
 def _print_table(out: Terminal, fields: Sequence[Field], rows: Sequence[Row]) -> None:
     """Nothing where no value is known."""
-    from rich import box
-    from rich.table import Table
-
     shown = printed(fields, rows, wide=out.width >= _WIDE)
     if all(field.key in ("strategy", "learners") for field in shown):
         return
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for field in shown:
-        table.add_column(field.title, justify="left" if field.form == "text" else "right", no_wrap=True)
-    before: Row = {}
-    for row in rows:
-        table.add_row(
-            *("" if field.once and row[field.key] == before.get(field.key) else field.written(row) for field in shown)
-        )
-        before = row
-    out.print(table)
+    cells = [
+        ["" if field.once and row[field.key] == before.get(field.key) else field.written(row) for field in shown]
+        for before, row in pairwise([{}, *rows])
+    ]
+    words = [number for number, field in enumerate(shown) if field.form == "text"]
+    table(out, [field.title for field in shown], cells, text=words)
 
 
 _MEASURE: dict[str, Callable[[argparse.Namespace], Measurement]] = {

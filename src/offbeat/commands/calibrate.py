@@ -26,10 +26,12 @@ from offbeat.errors import RequestError
 from offbeat.number_format import format_rate, format_seconds, format_size
 from offbeat.spec import count_of, parse_count
 from offbeat.train.arguments import given as changes_of
+from offbeat.train.config import Config
+from offbeat.train.config_files import changed, override, read_recipe
+from offbeat.train.recipes import DEFAULT
 
 if TYPE_CHECKING:
     from offbeat.predict.calibration import Calibration, Timed
-    from offbeat.train.config import Config
 
 _BUSY = 0.5  # load of each core, above which the machine was not quiet
 
@@ -68,9 +70,6 @@ def _try_to_write(path: Path) -> None:
 
 
 def _config(given: argparse.Namespace) -> Config:
-    from offbeat.train.config_files import changed, override, read_recipe
-    from offbeat.train.recipes import DEFAULT
-
     config = override(read_recipe(given.recipe or DEFAULT), changes_of(given))
     wanted = {"learners": 0, "sync": "ring", "slow": (), "servers": given.servers or config.servers}
     return changed(config, wanted | ({"device": given.device} if given.device else {}))

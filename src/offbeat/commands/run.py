@@ -27,7 +27,14 @@ def _run(given: argparse.Namespace) -> None:
 
     parse(given.slow, given.learners)
     with os.fdopen(os.memfd_create("offbeat-joined"), "rb") as joined:  # nothing is left behind
-        environment = _environment(given) | {"OFFBEAT_JOINED": f"/proc/{os.getpid()}/fd/{joined.fileno()}"}
+        environment = {
+            **os.environ,
+            **thread_environment(given.threads),
+            "OFFBEAT_SYNC": given.sync,
+            "OFFBEAT_SEED": str(given.seed),
+            "OFFBEAT_SLOW": " ".join(given.slow),
+            "OFFBEAT_JOINED": f"/proc/{os.getpid()}/fd/{joined.fileno()}",
+        }
         reduces = family_of(given.sync) == ALL_REDUCE
         with (_ranks if reduces else _supervisor)(given, environment) as launcher:
             launcher.start()
@@ -83,23 +90,15 @@ def _supervisor(given: argparse.Namespace, environment: Mapping[str, str]) -> La
 def _ranks(given: argparse.Namespace, environment: Mapping[str, str]) -> Launcher:
     if given.log is not None or given.servers != 1 or given.cancelled != "again":
         raise RequestError(f"'{given.sync}' is an all-reduce: --log, --servers, --cancelled are for a parameter server")
-    own = {**_replaced(given), "OFFBEAT_STRATEGY": given.sync}
+    own = {"OFFBEAT_STRATEGY": given.sync}
+    if given.sync != NATIVE and "OFFBEAT_REPLACE" not in os.environ:
+        own["OFFBEAT_REPLACE"] = "gloo,nccl"  # programs that ask for these themselves run by the line all the same
     plan = LaunchPlan(command=_command(given), environment={**environment, **own})
     return RankLauncher(plan, given.learners, _printer(given))
 
 
-def _replaced(given: argparse.Namespace) -> dict[str, str]:
-    """Programs that ask for Gloo or NCCL themselves run by the line all the same."""
-    return {} if given.sync == NATIVE or "OFFBEAT_REPLACE" in os.environ else {"OFFBEAT_REPLACE": "gloo,nccl"}
-
-
 def _command(given: argparse.Namespace) -> list[str]:
     return [sys.executable, "-u", str(Path(given.script).absolute()), *given.words]
-
-
-def _environment(given: argparse.Namespace) -> dict[str, str]:
-    own = {"OFFBEAT_SYNC": given.sync, "OFFBEAT_SEED": str(given.seed), "OFFBEAT_SLOW": " ".join(given.slow)}
-    return {**os.environ, **thread_environment(given.threads), **own}
 
 
 def _printer(given: argparse.Namespace) -> Callable[[str, str], None]:

@@ -17,6 +17,7 @@ from offbeat.simulate.setup import Setup
 from offbeat.simulate.sweep import Ratio, SweepPoint, measure, picture, ratios
 from offbeat.spec import count_of, expand, parse_count
 from offbeat.strategy import line_up
+from offbeat.train.arguments import given as changes_of
 
 _NOT_HERE = ("trace", "log", "curve", "show", "minibatches")
 
@@ -53,8 +54,6 @@ def refuse_sweep_of_recipe(given: argparse.Namespace) -> None:
 
 def batch_of(given: argparse.Namespace) -> int:
     """Samples in a minibatch, where nothing is trained: 1 unless --batch-size says it."""
-    from offbeat.train.arguments import given as changes_of
-
     words = changes_of(given).get("train.batch_size")
     try:
         return 1 if words is None else parse_count(str(words))

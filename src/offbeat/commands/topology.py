@@ -32,7 +32,10 @@ def _run(given: argparse.Namespace) -> None:
         say(out, *_links(machine))
         print_rings(out, machine, rings)
 
-    told = {"topology": machine.name, "ranks": machine.ranks, "links": links, "rings": rings_json(rings)}
+    told: dict[str, Any] = {"topology": machine.name, "ranks": machine.ranks, "links": links, "rings": None}
+    if rings is not None:
+        orders = [list(order) for order in rings.orders]
+        told["rings"] = {"orders": orders, "proved": rings.proved, "cut_bound": rings.bound, "cut": list(rings.cut)}
     answer(given, told, show)
 
 
@@ -71,17 +74,6 @@ def print_rings(out: Terminal, machine: Topology, rings: Rings | None) -> None:
         out,
         line if len(line) <= _MOST_CHARACTERS else "  (their orders are long: offbeat topology ... --json has them)",
     )
-
-
-def rings_json(rings: Rings | None) -> dict[str, Any] | None:
-    if rings is None:
-        return None
-    return {
-        "orders": [list(order) for order in rings.orders],
-        "proved": rings.proved,
-        "cut_bound": rings.bound,
-        "cut": list(rings.cut),
-    }
 
 
 def _show_all(out: Terminal) -> None:

@@ -7,16 +7,14 @@ import os
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from offbeat.commands.base import Command, option, print_json
 from offbeat.errors import RequestError
+from offbeat.runs.run_folder import RunDir
 from offbeat.train.arguments import SECTIONS, given
+from offbeat.train.config import Config
 from offbeat.train.config_files import override, read_config, read_recipe
 from offbeat.train.recipes import DEFAULT
-
-if TYPE_CHECKING:
-    from offbeat.train.config import Config
 
 _RESULT = (
     "name", "accuracy", "test_samples", "loss", "strategy", "learners", "updates", "epochs", "samples_per_s", "seconds",
@@ -70,8 +68,6 @@ def _config(words: argparse.Namespace) -> Config:
         raise RequestError(f"--resume {words.resume} has a recipe of its own: leave '{words.recipe}' out")
     if words.run_dir is not None:
         raise RequestError("--resume goes on in the folder of the run: leave --run-dir out")
-    from offbeat.runs.run_folder import RunDir
-
     changes = given(words)
     fixed = [key for key in changes if key.partition(".")[0] in ("model", "data") and key != "data.workers"]
     if fixed:

@@ -30,12 +30,15 @@ from offbeat.policies.damping import CORRECT
 from offbeat.predict import race
 from offbeat.predict.race import Contender, RaceResult, TrainingCurve
 from offbeat.runs.metrics import format_accuracy, format_traffic
+from offbeat.runs.run_folder import TIME_STAMP, RunDir, check_free, new_run_dir
 from offbeat.simulate.diagnosis import describe, describe_machines
 from offbeat.spec import count_of, parse_count, parse_number
+from offbeat.train.arguments import given as changes_of
+from offbeat.train.config import Config
+from offbeat.train.config_files import as_json, changed, flag, override, read_recipe, write_config
 
 if TYPE_CHECKING:
     from offbeat.predict.virtual import RecipeTraining, VirtualRun
-    from offbeat.train.config import Config
 
 ROWS = 12  # of the table of a run
 WIDE = 100  # columns, from which on the whole table of a race is shown
@@ -71,9 +74,6 @@ RECIPE_OPTIONS = (
 
 def refuse_without_recipe(given: argparse.Namespace, *, batch_size: bool = False) -> None:
     """Options of a training say nothing where none is; `batch_size`: but for --batch-size."""
-    from offbeat.train.arguments import given as changes_of
-    from offbeat.train.config_files import flag
-
     own = ("target", "run_dir", "width", "look_every", "device", "epoch_ends", "seeds")
     found = [flag(key) for key in changes_of(given) if not (batch_size and key == "train.batch_size")]
     found += [f"--{name.replace('_', '-')}" for name in own if getattr(given, name, None)]
@@ -84,9 +84,6 @@ def refuse_without_recipe(given: argparse.Namespace, *, batch_size: bool = False
 def _training(given: argparse.Namespace) -> RecipeTraining:
     """The recipe with its overrides, on the machines that were described."""
     from offbeat.predict.virtual import EVALUATE_EVERY, RecipeTraining
-    from offbeat.runs.run_folder import check_free
-    from offbeat.train.arguments import given as changes_of
-    from offbeat.train.config_files import changed, override, read_recipe
 
     machines = machines_of(given)
     changes = changes_of(given)
@@ -130,8 +127,6 @@ def _machines_json(training: RecipeTraining) -> dict[str, Any]:
 def simulate_recipe(given: argparse.Namespace, strategy: str) -> None:
     """`offbeat simulate STRATEGY --recipe ...`."""
     from offbeat.predict.virtual import prepare_task
-    from offbeat.runs.run_folder import TIME_STAMP, RunDir, new_run_dir
-    from offbeat.train.config_files import write_config
 
     training = _training(given)
     only = Contender(strategy, training.machines.cluster)
@@ -260,8 +255,6 @@ def race_recipe(given: argparse.Namespace, strategies: Sequence[str]) -> None:
     if given.minibatches is not None:
         raise RequestError("--minibatches is not for a recipe: it has --epochs")
     from offbeat.predict.virtual import prepare_task
-    from offbeat.runs.run_folder import TIME_STAMP, new_run_dir
-    from offbeat.train.config_files import as_json
 
     training, seeds = _training(given), given.seeds or 1
     cluster = training.machines.cluster

@@ -17,6 +17,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from typing import Any
 from offbeat.errors import OffbeatError, RequestError
 from offbeat.machine import machine_facts
 from offbeat.measure import rank_bench, server_bench
-from offbeat.measure.benchmark import MOST_PROCESSES, Progress, Turn, alternate
+from offbeat.measure.benchmark import MOST_PROCESSES, Progress, alternate
 from offbeat.measure.harness import Harness, environment, program
 from offbeat.measure.trainings import Trained, train_for
 from offbeat.predict.calibration import PROBED, SERVED, TOGETHER, Calibration, Layer, Probe, Timed, fit_server_work
@@ -166,20 +167,15 @@ def _over_sizes(request: CalibrationRequest, found: Calibration, progress: Progr
 def _probes(request: CalibrationRequest, samples: int, folder: Path, progress: Progress) -> tuple[Probe, ...]:
     """Of each probe the round with the middle time of an update."""
 
-    def turn_of(line: str, many: int) -> Turn[Probe]:
-        return lambda number, doing: probe(request.config, line, many, samples, folder / "probe")
+    def turn(line: str, many: int, number: int, doing: str) -> Probe:
+        config = changed(request.config, {"sync": line, "learners": many, "slow": ()})
+        return probe_of(train_for(config, samples, folder / "probe"), line, many)
 
     wanted = [(line, many) for many in sorted(request.learners) for line in (PROBED, SERVED)]
     wanted += [(TOGETHER, max(request.learners))] if max(request.learners) > 1 else []
-    turns = {f"{line} with {count_of(many, 'learner')}": turn_of(line, many) for line, many in wanted}
+    turns = {f"{line} with {count_of(many, 'learner')}": partial(turn, line, many) for line, many in wanted}
     found = alternate(turns, request.rounds, progress)
     return tuple(sorted(probes, key=lambda one: one.update_s)[len(probes) // 2] for probes in found.values())
-
-
-def probe(config: Config, line: str, learners: int, samples: int, folder: Path) -> Probe:
-    """Train so long that each learner has computed enough."""
-    asked = changed(config, {"sync": line, "learners": learners, "slow": ()})
-    return probe_of(train_for(asked, samples, folder), line, learners)
 
 
 def probe_of(trained: Trained, line: str, learners: int) -> Probe:
@@ -209,11 +205,11 @@ def _settled(spans: Iterable[Span]) -> list[Span]:
 
 def _served(spans: Sequence[Span], update_s: float) -> tuple[float, float]:
     """From the end of computing to the next minibatch, half and half; waits at a rest are another thing."""
+    own = sorted(spans, key=lambda span: span.learner)  # one learner's after the other's
     waits = [
         middle.end_s - middle.start_s
-        for own in _by_learner(spans).values()
         for before, middle, after in zip(own, own[1:], own[2:], strict=False)
-        if (before.what, middle.what, after.what) == ("compute", "wait", "compute")
+        if (before.what, middle.what, after.what) == ("compute", "wait", "compute") and before.learner == after.learner
     ]
     if not waits:
         raise OffbeatError("bench: a probe with a server has waited for nothing")
@@ -236,13 +232,6 @@ def _reduced(spans: Sequence[Span], update_s: float) -> tuple[float, float]:
         max(span.end_s for span in some) - min(span.start_s for span in some) for some in computed.values()
     )
     return there_s, max(0.0, update_s - computing_s - there_s)
-
-
-def _by_learner(spans: Sequence[Span]) -> dict[int, list[Span]]:
-    found: defaultdict[int, list[Span]] = defaultdict(list)
-    for span in spans:
-        found[span.learner].append(span)
-    return found
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -282,13 +271,13 @@ def check(
     if many == 1:
         return []
 
-    def turn_of(config: Config) -> Turn[Trained]:
-        return lambda number, doing: train_for(config, samples, folder / "check")
+    def turn(config: Config, number: int, doing: str) -> Trained:
+        return train_for(config, samples, folder / "check")
 
     rows = []
     for line in checked(calibration, many):
         config = changed(request.config, {"sync": line, "learners": many})
-        (trained,) = alternate({line: turn_of(config)}, request.rounds, progress, at="self-check, ").values()
+        (trained,) = alternate({line: partial(turn, config)}, request.rounds, progress, at="self-check, ").values()
         trained.sort(key=lambda one: one.seconds_per_update)
         rows.append(compared(calibration, trained[len(trained) // 2], samples))
     return rows

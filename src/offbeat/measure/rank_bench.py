@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from offbeat import schedules
@@ -229,23 +230,20 @@ def _measure_size(
         alone_s = asked[OURS].slowest_s(question | {"together": False}, doing, first=1)
         return alone_s, asked[OURS].slowest_s(question | {"together": True}, doing)
 
-    def turn_of(system: str) -> Turn[tuple[float, float]]:
-        def turn(number: int, doing: str) -> tuple[float, float]:
-            # By the fastest so far: a disturbed one would make the round too short.
-            iterations = min(_MOST, max(_FEWEST, math.ceil(_ROUND_S / fastest_s[system])))
-            seconds = time(system, iterations, doing)
-            fastest_s[system] = min(fastest_s[system], seconds)
-            return iterations, seconds
-
-        return turn
+    def turn(system: str, number: int, doing: str) -> tuple[float, float]:
+        # By the fastest so far: a disturbed one would make the round too short.
+        iterations = min(_MOST, max(_FEWEST, math.ceil(_ROUND_S / fastest_s[system])))
+        seconds = time(system, iterations, doing)
+        fastest_s[system] = min(fastest_s[system], seconds)
+        return iterations, seconds
 
     for system, harness in asked.items():
         doing = f"warming up {system} at {label}"
         progress(doing)
         harness.ask({"do": "warm", "system": system, "size_bytes": size_bytes, "iterations": _WARM_UP}, doing)
         fastest_s[system] = time(system, _FEWEST, doing)
-    turns = {"copying": copy} | {system: turn_of(system) for system in asked}
-    return alternate(turns, request.rounds, progress, at=f"{label}, ")
+    turns: dict[str, Turn[tuple[float, float]]] = {system: partial(turn, system) for system in asked}
+    return alternate({"copying": copy, **turns}, request.rounds, progress, at=f"{label}, ")
 
 
 def allreduce_result(
@@ -340,25 +338,23 @@ def measure_ddp(request: RankRequest, batch: int, progress: Progress) -> BenchRe
         progress("starting")
         ranks, facts = _start_torch(stack, request, {"do": "join ddp", "batch": batch}, systems)
 
-        def seconds(do: str, system: str, untimed: int, iterations: int, doing: str) -> float:
+        def seconds(do: str, system: str, untimed: int, iterations: int, number: int, doing: str) -> float:
             question = {"do": do, "system": system, "untimed": untimed, "iterations": iterations}
             return ranks.slowest_s(question, doing)
 
         def warm(do: str, system: str, untimed: int, label: str) -> float:
             progress(f"warming up {label}")
-            return seconds(do, system, untimed, 3, f"warming up {label}")
-
-        def turn_of(do: str, system: str, iterations: int) -> Turn[float]:
-            return lambda number, doing: seconds(do, system, 1, iterations, doing)
+            return seconds(do, system, untimed, 3, 0, f"warming up {label}")
 
         trained = {**BASELINES, **{system: system for system in systems}}
         warm_s = {system: warm("train", system, 3, label) for system, label in trained.items()}
         iterations = max(3, math.ceil(_DDP_ROUND_S / warm_s["none"]))  # alike for all, as their parameters are compared
         buckets = ranks.ask({"do": "buckets"}, "reading DDP's buckets")[0]["bucket_bytes"]
-        turns = {label: turn_of("train", system, iterations) for system, label in trained.items()}
+        turns = {label: partial(seconds, "train", system, 1, iterations) for system, label in trained.items()}
         for system in systems:
             alone_s = warm("reduce", system, _WARM_UP, f"{system} alone")
-            turns[f"{system} alone"] = turn_of("reduce", system, max(3, math.ceil(_ROUND_S / alone_s)))
+            many = max(3, math.ceil(_ROUND_S / alone_s))
+            turns[f"{system} alone"] = partial(seconds, "reduce", system, 1, many)
         rounds = alternate(turns, request.rounds, progress)
         same, difference = _compared(request.ranks, ranks.ask({"do": "compare"}, "comparing parameters"))
     about = {

@@ -14,13 +14,14 @@ import os
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from offbeat import spec as grammar
 from offbeat.errors import RequestError
 from offbeat.machine import machine_facts
-from offbeat.measure.benchmark import Progress, Turn, alternate, check_distinct, defined, median_known
+from offbeat.measure.benchmark import Progress, alternate, check_distinct, defined, median_known
 from offbeat.processes.signals import terminable
 from offbeat.processes.slowness import parse as parse_slowness
 from offbeat.report.benchmark_fields import Field, Row
@@ -144,15 +145,6 @@ def numbers_of(run: Trained) -> TrainingNumbers:
     )
 
 
-class Compared(NamedTuple):
-    """What several configurations were found to do: for each, in their order."""
-
-    machine: Mapping[str, Any]
-    trained: list[list[TrainingNumbers]]
-    predicted: list[list[float | None]]  # empty: not predicted
-    notes: list[str]
-
-
 def compare_trainings(
     plans: Sequence[Sequence[Config]],
     progress: Progress,
@@ -165,11 +157,12 @@ def compare_trainings(
     train: Train | None,
     predictor: Predictor | None,
     machine: Mapping[str, Any] | None,
-) -> Compared:
+) -> tuple[Mapping[str, Any], list[list[TrainingNumbers]], list[list[float | None]], list[str]]:
     """Train every configuration of every plan, in turn, and predict those of the first `predict_plans`.
 
     A plan is a round or a seed (`unit`). `number` is what the sharing of cores spoils, in one word. `train` and
-    `machine` are the real ones where they are None.
+    `machine` are the real ones where they are None. Returned are the facts of the machine; for each configuration its
+    trainings, and what was predicted of it (nothing, where it could not be); and notes.
     """
     facts = machine_for(plans[0][0]) if machine is None else machine
     with terminable(), tempfile.TemporaryDirectory(prefix="offbeat-bench-") as folder:
@@ -177,7 +170,7 @@ def compare_trainings(
         told = [*shared_notes(plans[0], facts, [run for runs in trained for run in runs], number), *notes]
         # Last, since it computes here and may start threads: no fork after it.
         predicted = _predict_all(list(zip(*plans[:predict_plans], strict=True)), predictor, progress, told)
-    return Compared(facts, trained, predicted, told)
+    return facts, trained, predicted, told
 
 
 def _train_all(
@@ -193,17 +186,14 @@ def _train_all(
 
         train = train_once
 
-    def turn_of(place: int) -> Turn[TrainingNumbers]:
-        def turn(number: int, doing: str) -> TrainingNumbers:
-            config = plans[number][place]
-            found = numbers_of(train(config, folder))
-            if needs_accuracy and found.accuracy is None:
-                raise RequestError(f"bench: the recipe '{config.name}' has no accuracy: there is none to reach")
-            return found
+    def turn(place: int, number: int, doing: str) -> TrainingNumbers:
+        config = plans[number][place]
+        found = numbers_of(train(config, folder))
+        if needs_accuracy and found.accuracy is None:
+            raise RequestError(f"bench: the recipe '{config.name}' has no accuracy: there is none to reach")
+        return found
 
-        return turn
-
-    turns = {trained_label(one.sync, one.learners): turn_of(place) for place, one in enumerate(plans[0])}
+    turns = {trained_label(one.sync, one.learners): partial(turn, place) for place, one in enumerate(plans[0])}
     return list(alternate(turns, len(plans), progress, unit=unit).values())
 
 

@@ -7,10 +7,10 @@ one epoch has nothing else.
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 from offbeat.errors import OffbeatError
 from offbeat.runs.log import RunLog, read_log
 from offbeat.runs.run_folder import Evaluated, RunDir
+from offbeat.runs.untrusted import UnusableFile, read_json
 from offbeat.train.config import Config
 from offbeat.train.config_files import changed
 from offbeat.train.launch import launch, prepare
@@ -65,7 +66,10 @@ def train_once(config: Config, folder: Path) -> Trained:
         if not metrics:
             last = f": {said[-1]}" if said else ""
             raise OffbeatError(f"bench: '{config.sync}' ended without an evaluation{last}")
-        return Trained(config=start.config, log=read_log(run.log(1)), metrics=metrics, energy=_energy(folder))
+        energy = None
+        with suppress(UnusableFile):
+            energy = read_json(run.energy(1))
+        return Trained(config=start.config, log=read_log(run.log(1)), metrics=metrics, energy=energy)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -77,11 +81,3 @@ def train_for(config: Config, samples: int, folder: Path, minibatches: int = 150
     return train_once(
         changed(config, {"train": {"epochs": epochs, "stop_at": 0.0}, "save": {"every_epochs": 0}}), folder
     )
-
-
-def _energy(folder: Path) -> Mapping[str, Any] | None:
-    try:
-        found = json.loads((folder / "energy.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
