@@ -11,7 +11,7 @@ from offbeat.errors import OffbeatError, RequestError
 from offbeat.machine import machine_facts
 from offbeat.measure.calibration_bench import MOST_TIMES, probe_of
 from offbeat.measure.predictions_bench import PredictionsRequest, order_of, prediction_row, predictions_result
-from offbeat.measure.trainings import Trained
+from offbeat.measure.training_bench import Trained
 from offbeat.predict.calibration import Calibration, Probe
 from offbeat.predict.calibration_match import check, of_another_machine, settings_of
 from offbeat.predict.from_calibration import foresee_accuracy, predict

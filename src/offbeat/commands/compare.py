@@ -42,9 +42,8 @@ def _run(given: argparse.Namespace) -> None:
         found = [diagnose(one, learners, given.updates or one.updates_for(given.minibatches)) for one in setups]
         helps = what_helps(found, learners, given.minibatches)
     subject = typical_of(found)
-    headline = "no strategy makes an update on this cluster"
-    if subject is not None:
-        headline = f"{subject.strategy}: {subject.limited}"
+    nothing = "no strategy makes an update on this cluster"
+    headline = nothing if subject is None else f"{subject.strategy}: {subject.limited}"
 
     def show(out: Terminal) -> None:
         heading(out, f"{count_of(cluster.learners, 'learner')}, {cluster.law.text}, seed {given.seed}")

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +19,7 @@ from offbeat.spec import count_of, parse_number
 
 if TYPE_CHECKING:
     from offbeat.report.facts import Facts
-    from offbeat.report.inputs import Inputs, Result
+    from offbeat.report.inputs import Inputs
     from offbeat.report.page_model import Page
     from offbeat.runs.run_record import RunRecord
 
@@ -198,16 +198,15 @@ def _as_json(
         "summary": list(page.summary),
         "problems": list(page.problems),
         "runs": runs,
-        "results": [_result_json(result) for result in inputs.results],
-    }
-
-
-def _result_json(result: Result) -> Mapping[str, Any]:
-    return {
-        "name": result.name,
-        "measured": result.kind,
-        "ranking": list(result.ranking),
-        "rows": [dict(row) for row in result.rows],
+        "results": [
+            {
+                "name": one.name,
+                "measured": one.kind,
+                "ranking": list(one.ranking),
+                "rows": [dict(row) for row in one.rows],
+            }
+            for one in inputs.results
+        ],
     }
 
 

@@ -122,8 +122,9 @@ def summary(state: Progress) -> list[tuple[str, str]]:
     if not state.begin and state.end is None:
         return []
     saved = state.saved or {}
+    broken_off = f"in epoch {state.epoch} of {state.epochs}, after {_seconds(state.elapsed_s)}"
     rows = [
-        *(_end_facts(state.end, state.best) if state.end is not None else [("stopped", _broken_off(state))]),
+        *(_end_facts(state.end, state.best) if state.end is not None else [("stopped", [broken_off])]),
         ("energy", _burnt(state.energy)),
         ("saved", _if_known("update {}", str, saved.get("update")) + _if_known("{}", _clean, saved.get("path"))),
         ("run", _if_known("{}", _clean, (state.end or {}).get("run_dir") or state.begin.get("run_dir"))),
@@ -133,10 +134,6 @@ def summary(state: Progress) -> list[tuple[str, str]]:
 
 def _best(record: Record) -> str:
     return f"{percent(record['accuracy'])} after epoch {record['epoch']}"
-
-
-def _broken_off(state: Progress) -> list[str]:
-    return [f"in epoch {state.epoch} of {state.epochs}, after {_seconds(state.elapsed_s)}"]
 
 
 def _end_facts(end: Record, best: Record | None) -> list[tuple[str, list[str]]]:

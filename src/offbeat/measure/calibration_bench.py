@@ -27,7 +27,7 @@ from offbeat.machine import machine_facts
 from offbeat.measure import rank_bench, server_bench
 from offbeat.measure.benchmark import MOST_PROCESSES, Progress, alternate
 from offbeat.measure.harness import Harness, environment, program
-from offbeat.measure.trainings import Trained, train_for
+from offbeat.measure.training_bench import Trained, train_for
 from offbeat.predict.calibration import PROBED, SERVED, TOGETHER, Calibration, Layer, Probe, Timed, fit_server_work
 from offbeat.predict.calibration_match import settings_of
 from offbeat.predict.from_calibration import predict

@@ -20,7 +20,7 @@ from typing import Any
 from offbeat.errors import RequestError
 from offbeat.machine import machine_facts
 from offbeat.measure.benchmark import BenchResult, Progress, alternate, check_distinct
-from offbeat.measure.trainings import train_for
+from offbeat.measure.training_bench import train_for
 from offbeat.predict.calibration import Calibration
 from offbeat.predict.from_calibration import predict
 from offbeat.processes.signals import terminable

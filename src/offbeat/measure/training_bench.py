@@ -1,38 +1,43 @@
-"""What `bench scaling` and `bench accuracy` share: which trainings are compared, and what is kept and said of each.
+"""What benchmarks of training share: one real training, and how several are compared, kept and spoken of.
 
 Laws. Every configuration is made, and refused, before anything runs; within a comparison they differ in strategy,
 learners and seed alone. Of a training its numbers are kept and its log is not, since many are run. What could not be
-measured is not 0 but unknown, with the reason in words.
+measured is not 0 but unknown, with the reason in words. The times are those of the run itself: seconds of training,
+evaluation left out. The first stretch (up to the first evaluation) has the start of the processes and of torch's caches
+in it, so rates are over what came after it; a run of one epoch has nothing else.
 
-What it must not know: how a training is run, and how anything is printed. Torch is loaded only to ask for devices.
+What it must not know: how anything is printed. Torch is loaded only to ask for devices, and to train.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import shutil
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from offbeat import spec as grammar
-from offbeat.errors import RequestError
+from offbeat.errors import OffbeatError, RequestError
 from offbeat.machine import machine_facts
 from offbeat.measure.benchmark import Progress, alternate, check_distinct, defined, median_known
 from offbeat.processes.signals import terminable
 from offbeat.processes.slowness import parse as parse_slowness
 from offbeat.report.benchmark_fields import Field, Row
 from offbeat.runs import metrics
+from offbeat.runs.log import RunLog, read_log
+from offbeat.runs.run_folder import Evaluated, RunDir
+from offbeat.runs.untrusted import UnusableFile, read_json
 from offbeat.spec import count_of
 from offbeat.strategy import SERVER, family_of
 from offbeat.train.config import Config
 from offbeat.train.config_files import built_in, changed
-
-if TYPE_CHECKING:
-    from offbeat.measure.trainings import Trained
 
 ALIKE = 1.05  # medians this close are not told apart, whatever their rounds say
 ENOUGH = 5  # rounds or seeds, from which on it is told apart what differs by more than that
@@ -109,6 +114,69 @@ def trained_label(line: str, learners: int) -> str:
     return f"{line} with {count_of(learners, 'learner')}"
 
 
+# --- one training ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained(Evaluated):
+    """What one run left."""
+
+    config: Config  # with everything filled in
+    log: RunLog
+    metrics: tuple[Mapping[str, Any], ...]  # an evaluation each
+    energy: Mapping[str, Any] | None  # energy.json
+
+    @property
+    def _steady(self) -> tuple[float, int, int]:
+        """Seconds, updates and samples after the first evaluation."""
+        first, last = self.metrics[0], self.metrics[-1]
+        if first is last:
+            return self.seconds, self.updates, self.samples
+        seconds, updates, samples = (last[name] - first[name] for name in ("seconds", "update", "samples"))
+        return seconds, updates, samples
+
+    @property
+    def seconds_per_update(self) -> float:
+        seconds, updates, _ = self._steady
+        return seconds / max(1, updates)
+
+    @property
+    def samples_per_s(self) -> float:
+        seconds, _, samples = self._steady
+        return samples / seconds
+
+
+def train_once(config: Config, folder: Path) -> Trained:
+    """Train in a new folder, which is removed again; `OffbeatError` where the run failed or was ended by a signal."""
+    from offbeat.train.launch import launch, prepare
+
+    said: list[str] = []
+    start = prepare(config, run_dir=folder)
+    try:
+        result = launch(start, lambda record: None, lambda name, line: said.append(f"{name}: {line}"))
+        if result.signal:
+            raise SystemExit(128 + result.signal)
+        run = RunDir(folder)
+        evaluations = tuple(run.read_metrics())
+        if not evaluations:
+            last = f": {said[-1]}" if said else ""
+            raise OffbeatError(f"bench: '{config.sync}' ended without an evaluation{last}")
+        energy = None
+        with suppress(UnusableFile):
+            energy = read_json(run.energy(1))
+        return Trained(config=start.config, log=read_log(run.log(1)), metrics=evaluations, energy=energy)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def train_for(config: Config, samples: int, folder: Path, minibatches: int = 150) -> Trained:
+    """So many epochs that each learner has computed enough minibatches of the set's samples, and at least three."""
+    epochs = max(3, math.ceil(minibatches * minibatch(config) * config.learners / samples) + 1)
+    return train_once(
+        changed(config, {"train": {"epochs": epochs, "stop_at": 0.0}, "save": {"every_epochs": 0}}), folder
+    )
+
+
 # --- what is kept of a training --------------------------------------------------------------------------------------
 
 
@@ -181,14 +249,9 @@ def _train_all(
     unit: str,
     needs_accuracy: bool,
 ) -> list[list[TrainingNumbers]]:
-    if train is None:
-        from offbeat.measure.trainings import train_once
-
-        train = train_once
-
     def turn(place: int, number: int, doing: str) -> TrainingNumbers:
         config = plans[number][place]
-        found = numbers_of(train(config, folder))
+        found = numbers_of((train or train_once)(config, folder))
         if needs_accuracy and found.accuracy is None:
             raise RequestError(f"bench: the recipe '{config.name}' has no accuracy: there is none to reach")
         return found
