@@ -64,6 +64,13 @@ def reader(read: Callable[[str], Any]) -> Callable[[str], Any]:
     return checked
 
 
+def refuse(given: argparse.Namespace, names: Collection[str], why: str) -> None:
+    """Options that say nothing beside the others, where they were given."""
+    for name in names:
+        if getattr(given, name, None):
+            raise RequestError(f"--{name.replace('_', '-')} {why}")
+
+
 def read_accuracy(text: str) -> float:
     return grammar.parse_number(text, lambda x: 0 < x <= 1, "an accuracy is above 0 and at most 1, like 0.95")
 

@@ -7,7 +7,7 @@ import math
 
 from offbeat.commands.base import Command, Terminal, answer, busy, heading, option, say, table
 from offbeat.commands.machine_options import MACHINE_OPTIONS, machines_of
-from offbeat.commands.sweep import SWEEP_OPTIONS, batch_of, is_sweep, lines_of, refuse_sweep_of_recipe, sweep
+from offbeat.commands.sweep import SWEEP_OPTIONS, batch_of, check_recipe_options, is_sweep, lines_of, sweep
 from offbeat.commands.virtual_training import FIELDS, RECIPE_OPTIONS, SECTIONS, race_recipe, refuse_without_recipe
 from offbeat.errors import RequestError
 from offbeat.number_format import format_seconds, format_size, percent
@@ -24,9 +24,7 @@ def _run(given: argparse.Namespace) -> None:
     if given.updates is not None and given.minibatches is not None:
         raise RequestError("compare: --minibatches: not allowed with argument --updates")
     if given.recipe is not None:
-        refuse_sweep_of_recipe(given)
-        if given.updates is not None:
-            raise RequestError("--updates is not for a recipe: it has --epochs")
+        check_recipe_options(given)
         race_recipe(given, lines_of(lines))
         return
     if is_sweep(given, lines):

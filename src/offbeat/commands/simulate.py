@@ -11,7 +11,7 @@ from pathlib import Path
 from offbeat import plugins
 from offbeat.commands.base import Command, Terminal, answer, busy, facts, heading, option, say
 from offbeat.commands.machine_options import MACHINE_OPTIONS, machines_of
-from offbeat.commands.sweep import SWEEP_OPTIONS, batch_of, is_sweep, refuse_sweep_of_recipe, sweep
+from offbeat.commands.sweep import SWEEP_OPTIONS, batch_of, check_recipe_options, is_sweep, sweep
 from offbeat.commands.virtual_training import FIELDS, RECIPE_OPTIONS, SECTIONS, refuse_without_recipe, simulate_recipe
 from offbeat.errors import RequestError
 from offbeat.number_format import format_seconds, format_size, percent
@@ -40,13 +40,9 @@ def _run(given: argparse.Namespace) -> None:
         raise RequestError(f"simulate: unknown argument '{lines[1]}'; it takes one strategy, and compare takes several")
     strategy, *more = expand(lines[0])
     if given.recipe is not None:
-        refuse_sweep_of_recipe(given)
+        check_recipe_options(given)
         if more:
             raise RequestError(f"--recipe trains one strategy, and '{lines[0]}' stands for several; use compare")
-        for word in ("updates", "trace", "log", "curve", "show"):
-            if getattr(given, word):
-                instead = "--epochs" if word == "updates" else "the files in its folder (--run-dir)"
-                raise RequestError(f"--{word} is not for a recipe: it has {instead}")
         simulate_recipe(given, strategy)
         return
     if is_sweep(given, lines):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from offbeat.commands.base import Terminal, answer, busy, heading, option, say, table, write_file
+from offbeat.commands.base import Terminal, answer, busy, heading, option, refuse, say, table, write_file
 from offbeat.commands.machine_options import machines_of
 from offbeat.commands.virtual_training import refuse_without_recipe
 from offbeat.errors import RequestError
@@ -19,7 +19,7 @@ from offbeat.spec import count_of, expand, parse_count
 from offbeat.strategy import line_up
 from offbeat.train.arguments import given as changes_of
 
-_NOT_HERE = ("trace", "log", "curve", "show", "minibatches")
+_FILES = ("trace", "log", "curve", "show")  # what is written or shown of one simulation
 
 
 SWEEP_OPTIONS = (
@@ -43,13 +43,14 @@ def is_sweep(given: argparse.Namespace, lines: Sequence[str]) -> bool:
     return False
 
 
-def refuse_sweep_of_recipe(given: argparse.Namespace) -> None:
+def check_recipe_options(given: argparse.Namespace) -> None:
+    """What is for simulations alone is refused beside --recipe."""
     counts = given.learners.counts
     if len(counts) > 1:
         raise RequestError(f"--recipe goes with one number of learners; got {', '.join(map(str, counts))}")
-    if given.svg is not None or given.epoch_samples is not None:
-        word = "--svg" if given.svg is not None else "--epoch-samples"
-        raise RequestError(f"{word} does not go with --recipe: it draws its own picture, and has its own data")
+    refuse(given, ("svg", "epoch_samples"), "does not go with --recipe: it draws its own picture, and has its own data")
+    refuse(given, ("updates", "minibatches"), "is not for a recipe: it has --epochs")
+    refuse(given, _FILES, "is not for a recipe: it has the files in its folder (--run-dir)")
 
 
 def batch_of(given: argparse.Namespace) -> int:
@@ -65,9 +66,8 @@ def sweep(given: argparse.Namespace, lines: Sequence[str]) -> None:
     """Every line with every number of learners: a table, a picture if asked for, or one JSON object."""
     batch = batch_of(given)
     refuse_without_recipe(given, batch_size=True)
-    for word in _NOT_HERE:
-        if getattr(given, word, None):
-            raise RequestError(f"--{word} does not go with a sweep; name one strategy and one number of learners")
+    why = "does not go with a sweep; name one strategy and one number of learners"
+    refuse(given, (*_FILES, "minibatches"), why)
     counts = given.learners.counts
     if not lines:  # those that are written the same whatever the number of learners
         tried = [line_up("compare", learners) for learners in counts]

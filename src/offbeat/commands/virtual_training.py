@@ -18,6 +18,7 @@ from offbeat.commands.base import (
     heading,
     option,
     read_accuracy,
+    refuse,
     say,
     stages,
     table,
@@ -74,11 +75,11 @@ RECIPE_OPTIONS = (
 
 def refuse_without_recipe(given: argparse.Namespace, *, batch_size: bool = False) -> None:
     """Options of a training say nothing where none is; `batch_size`: but for --batch-size."""
-    own = ("target", "run_dir", "width", "look_every", "device", "epoch_ends", "seeds")
-    found = [flag(key) for key in changes_of(given) if not (batch_size and key == "train.batch_size")]
-    found += [f"--{name.replace('_', '-')}" for name in own if getattr(given, name, None)]
-    if found:
-        raise RequestError(f"{found[0]} is for training in virtual time: name a recipe with --recipe, like digits-mlp")
+    why = "is for training in virtual time: name a recipe with --recipe, like digits-mlp"
+    for key in changes_of(given):
+        if not (batch_size and key == "train.batch_size"):
+            raise RequestError(f"{flag(key)} {why}")
+    refuse(given, ("target", "run_dir", "width", "look_every", "device", "epoch_ends", "seeds"), why)
 
 
 def _training(given: argparse.Namespace) -> RecipeTraining:
@@ -252,8 +253,6 @@ def race_recipe(given: argparse.Namespace, strategies: Sequence[str]) -> None:
     """`offbeat compare STRATEGY ... --recipe ... --target ...`: every strategy with every seed, on the same draws."""
     if given.target is None:
         raise RequestError("a race needs an end: say the accuracy to reach, like --target 0.95")
-    if given.minibatches is not None:
-        raise RequestError("--minibatches is not for a recipe: it has --epochs")
     from offbeat.predict.virtual import prepare_task
 
     training, seeds = _training(given), given.seeds or 1

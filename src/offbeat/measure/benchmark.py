@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 from offbeat.errors import RequestError, unknown
 from offbeat.machine import available_bytes
 from offbeat.number_format import format_size
-from offbeat.report.benchmark_fields import Field, Row, printed
+from offbeat.report.benchmark_fields import Field, Row
 
 T = TypeVar("T")
 
@@ -149,16 +149,6 @@ class BenchResult:
     @property
     def rows(self) -> Sequence[Row]:
         return self.tables[0][1]
-
-
-def defined(tables: Tables, definitions: Mapping[str, str]) -> dict[str, str]:
-    """The columns of these tables that have a definition."""
-    shown = [field for fields, rows in tables for field in printed(fields, rows)]
-    return {
-        field.title: definitions[field.key].removeprefix(f"{field.title.partition(' ')[0]}: ")
-        for field in shown
-        if field.key in definitions
-    }
 
 
 def json_rows(fields: Sequence[Field], rows: Sequence[Row]) -> list[dict[str, Any]]:

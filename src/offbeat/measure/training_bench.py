@@ -26,10 +26,10 @@ from typing import Any, NamedTuple
 from offbeat import spec as grammar
 from offbeat.errors import OffbeatError, RequestError
 from offbeat.machine import machine_facts
-from offbeat.measure.benchmark import Progress, alternate, check_distinct, defined, median_known
+from offbeat.measure.benchmark import Progress, Tables, alternate, check_distinct, median_known
 from offbeat.processes.signals import terminable
 from offbeat.processes.slowness import parse as parse_slowness
-from offbeat.report.benchmark_fields import Field, Row
+from offbeat.report.benchmark_fields import Row, printed
 from offbeat.runs import metrics
 from offbeat.runs.log import RunLog, read_log
 from offbeat.runs.run_folder import Evaluated, RunDir
@@ -393,10 +393,16 @@ def ranked_sentences(
     return lines
 
 
-def training_terms(
-    tables: Sequence[tuple[Sequence[Field], Sequence[Row]]], definitions: Mapping[str, str], machine: Mapping[str, Any]
-) -> list[tuple[str, str]]:
-    """What the columns mean, and what the learners ran with."""
+def training_terms(tables: Tables, definitions: Mapping[str, str], machine: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What the columns mean that have a definition, and what the learners ran with."""
     threads = count_of(machine["threads"], "thread")
-    with_ = f"torch {machine['torch']} on {machine['device']} with {threads} a learner"
-    return [*defined(tables, definitions).items(), ("with", with_)]
+    defined = {
+        field.title: definitions[field.key].removeprefix(f"{field.title.partition(' ')[0]}: ")
+        for fields, rows in tables
+        for field in printed(fields, rows)
+        if field.key in definitions
+    }
+    return [
+        *defined.items(),
+        ("with", f"torch {machine['torch']} on {machine['device']} with {threads} a learner"),
+    ]
