@@ -432,14 +432,11 @@ def view_for(
     """`quiet` leaves what learners print, deaths, and the summary; it draws nothing live. `state` brings its clock."""
     state = state or Progress(clock)
     if live and not quiet:
-        return LiveView(_console_on(out), state)
+        from rich.console import Console
+
+        shown = out if isinstance(out, Console) else Console(file=out, highlight=False, emoji=False, markup=False)
+        return LiveView(shown, state)
     return PlainView(_writer(out), state, quiet=quiet)
-
-
-def _console_on(out: Console | TextIO) -> Console:
-    from rich.console import Console
-
-    return out if isinstance(out, Console) else Console(file=out, highlight=False, emoji=False, markup=False)
 
 
 def _writer(out: Console | TextIO) -> Callable[[str], None]:

@@ -23,7 +23,6 @@ from offbeat.measure.benchmark import (
     BenchResult,
     Progress,
     check_least,
-    check_processes,
     json_rows,
     median_interval,
     median_known,
@@ -33,9 +32,7 @@ from offbeat.measure.training_bench import (
     Predictor,
     Train,
     TrainingNumbers,
-    check_lines,
-    check_price,
-    check_slow,
+    check_trainings,
     compare_trainings,
     configured,
     definition,
@@ -64,13 +61,10 @@ class AccuracyRequest:
     price: float | None = None  # of a device hour
 
     def __post_init__(self) -> None:
-        check_lines(self.lines)
-        check_processes("--learners and --servers", (self.learners, self.config.servers))
+        check_trainings(self.config, self.lines, (self.learners,), self.price)
         if not 0 < self.target <= 1:
             raise RequestError(f"bench: --target is an accuracy above 0 and up to 1, like 0.97; got {self.target:g}")
         check_least("--seeds", self.seeds)
-        check_price(self.price)
-        check_slow(self.config.slow, self.learners)
         self.configs(self.seed)
 
     def configs(self, seed: int) -> list[Config]:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from offbeat import spec as grammar
 from offbeat.errors import OffbeatError, RequestError
 from offbeat.machine import machine_facts
-from offbeat.measure.benchmark import Progress, Tables, alternate, check_distinct, median_known
+from offbeat.measure.benchmark import Progress, Tables, alternate, check_distinct, check_processes, median_known
 from offbeat.processes.signals import terminable
 from offbeat.processes.slowness import parse as parse_slowness
 from offbeat.report.benchmark_fields import Row, printed
@@ -52,8 +52,11 @@ Predictor = Callable[[Config], float | None]  # None: the target is not reached
 # --- configurations --------------------------------------------------------------------------------------------------
 
 
-def check_lines(lines: Sequence[str]) -> None:
-    """Strategies that are known, and each once; whether they fit the learners is for `configured` to find."""
+def check_trainings(config: Config, lines: Sequence[str], learners: Sequence[int], price: float | None) -> None:
+    """Strategies that are known, and each once; whether they fit the learners is for `configured` to find.
+
+    Rules of slowness must say something for the largest number of learners.
+    """
     for line in lines:
         if line in built_in():
             raise RequestError(f"bench: '{line}' is a recipe: write it before the options")
@@ -64,17 +67,11 @@ def check_lines(lines: Sequence[str]) -> None:
     if not lines:
         raise RequestError("bench: --sync names no strategy")
     check_distinct("--sync", [str(grammar.parse(line)) for line in lines], "strategy")
-
-
-def check_price(price: float | None) -> None:
+    check_processes("--learners and --servers", (*learners, config.servers))
     if price is not None and not 0 <= price < math.inf:
         raise RequestError(f"bench: --price is of a device hour, 0 or more; got {price:g}")
-
-
-def check_slow(rules: Sequence[str], learners: int) -> None:
-    """Rules that say something, for the largest number of learners."""
     try:
-        parse_slowness(rules, learners)
+        parse_slowness(config.slow, max(learners))
     except RequestError as error:
         raise RequestError(f"bench: --slow: {error}") from None
 
@@ -233,31 +230,21 @@ def compare_trainings(
     trainings, and what was predicted of it (nothing, where it could not be); and notes.
     """
     facts = machine_for(plans[0][0]) if machine is None else machine
-    with terminable(), tempfile.TemporaryDirectory(prefix="offbeat-bench-") as folder:
-        trained = _train_all(plans, progress, train, Path(folder) / "run", unit, needs_accuracy)
-        told = [*shared_notes(plans[0], facts, [run for runs in trained for run in runs], number), *notes]
-        # Last, since it computes here and may start threads: no fork after it.
-        predicted = _predict_all(list(zip(*plans[:predict_plans], strict=True)), predictor, progress, told)
-    return facts, trained, predicted, told
 
-
-def _train_all(
-    plans: Sequence[Sequence[Config]],
-    progress: Progress,
-    train: Train | None,
-    folder: Path,
-    unit: str,
-    needs_accuracy: bool,
-) -> list[list[TrainingNumbers]]:
     def turn(place: int, number: int, doing: str) -> TrainingNumbers:
         config = plans[number][place]
-        found = numbers_of((train or train_once)(config, folder))
+        found = numbers_of((train or train_once)(config, Path(folder) / "run"))
         if needs_accuracy and found.accuracy is None:
             raise RequestError(f"bench: the recipe '{config.name}' has no accuracy: there is none to reach")
         return found
 
-    turns = {trained_label(one.sync, one.learners): partial(turn, place) for place, one in enumerate(plans[0])}
-    return list(alternate(turns, len(plans), progress, unit=unit).values())
+    with terminable(), tempfile.TemporaryDirectory(prefix="offbeat-bench-") as folder:
+        turns = {trained_label(one.sync, one.learners): partial(turn, place) for place, one in enumerate(plans[0])}
+        trained = list(alternate(turns, len(plans), progress, unit=unit).values())
+        told = [*shared_notes(plans[0], facts, [run for runs in trained for run in runs], number), *notes]
+        # Last, since it computes here and may start threads: no fork after it.
+        predicted = _predict_all(list(zip(*plans[:predict_plans], strict=True)), predictor, progress, told)
+    return facts, trained, predicted, told
 
 
 def _predict_all(
