@@ -210,7 +210,7 @@ def _run(given: argparse.Namespace) -> None:
         )
     try:
         if given.json or given.once:
-            answer(given, as_json(run, look), lambda out: print_once(out, run, look))
+            answer(given, as_json(run, look) if given.json else None, lambda out: print_once(out, run, look))
         else:
             with terminable():
                 look = follow(run, sys.stdout)
