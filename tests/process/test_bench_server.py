@@ -21,10 +21,9 @@ from offbeat.commands import bench as command
 from offbeat.errors import OffbeatError, RequestError
 from offbeat.measure import policies_bench, server_bench
 from offbeat.measure.benchmark import BenchResult
-from offbeat.measure.harness import program
+from offbeat.measure.harness import program, supervise
 from offbeat.measure.policies_bench import Steady, policies_result, policy_row, steady
 from offbeat.measure.server_bench import server_result
-from offbeat.measure.server_runs import supervise
 from offbeat.server.run_setting import RunSetting
 from offbeat.server.supervisor import ServerPlan
 

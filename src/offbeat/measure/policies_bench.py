@@ -19,8 +19,7 @@ from typing import Any
 from offbeat.errors import OffbeatError, RequestError
 from offbeat.machine import machine_facts
 from offbeat.measure.benchmark import BenchResult, Progress, check_distinct, check_least, check_processes
-from offbeat.measure.harness import environment, program
-from offbeat.measure.server_runs import supervise
+from offbeat.measure.harness import environment, program, supervise
 from offbeat.number_format import format_change
 from offbeat.policies import Pushed, create
 from offbeat.policies.replay import read_decision

@@ -34,9 +34,8 @@ from offbeat.measure.benchmark import (
     check_processes,
     spread,
 )
-from offbeat.measure.harness import Harness, environment, program
+from offbeat.measure.harness import Harness, environment, program, supervise
 from offbeat.measure.rank_bench import format_ratio, times_faster
-from offbeat.measure.server_runs import supervise
 from offbeat.number_format import format_rate, format_size
 from offbeat.processes.signals import terminable
 from offbeat.report.benchmark_fields import Field, Row
