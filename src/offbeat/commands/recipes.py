@@ -8,7 +8,8 @@ import msgspec
 
 from offbeat.commands.base import Command, console, json_argument, print_json, say
 from offbeat.errors import unknown
-from offbeat.train.config_files import as_toml, built_in
+from offbeat.train.config_files import as_toml
+from offbeat.train.recipes import RECIPES
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,26 +18,25 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(given: argparse.Namespace) -> None:
-    known = built_in()
-    if given.name is not None and given.name not in known:
-        raise unknown("recipe", given.name, known)
-    chosen = list(known) if given.name is None else [given.name]
+    if given.name is not None and given.name not in RECIPES:
+        raise unknown("recipe", given.name, RECIPES)
+    chosen = list(RECIPES) if given.name is None else [given.name]
     if given.json:
         rows = [
-            {"name": name, "summary": known[name].summary, "config": msgspec.to_builtins(known[name].config)}
+            {"name": name, "summary": RECIPES[name].summary, "config": msgspec.to_builtins(RECIPES[name].config)}
             for name in chosen
         ]
         print_json({"recipes": rows})
         return
     if given.name is not None:
-        print(f"# {known[given.name].summary}")
-        print(as_toml(known[given.name].config), end="")
+        print(f"# {RECIPES[given.name].summary}")
+        print(as_toml(RECIPES[given.name].config), end="")
         return
     out = console()
     width = max(len(name) for name in chosen)
     for name in chosen:
         say(out, name.ljust(width), style="bold", end="  ")
-        say(out, known[name].summary)
+        say(out, RECIPES[name].summary)
 
 
 COMMAND = Command(

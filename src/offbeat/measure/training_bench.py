@@ -30,7 +30,8 @@ from offbeat.runs import metrics
 from offbeat.spec import count_of
 from offbeat.strategy import SERVER, family_of
 from offbeat.train.config import Config
-from offbeat.train.config_files import built_in, changed
+from offbeat.train.config_files import changed
+from offbeat.train.recipes import RECIPES
 
 if TYPE_CHECKING:
     from offbeat.measure.trainings import Trained
@@ -51,7 +52,7 @@ Predictor = Callable[[Config], float | None]  # None: the target is not reached
 def check_lines(lines: Sequence[str]) -> None:
     """Strategies that are known, and each once; whether they fit the learners is for `configured` to find."""
     for line in lines:
-        if line in built_in():
+        if line in RECIPES:
             raise RequestError(f"bench: '{line}' is a recipe: write it before the options")
         try:
             family_of(line)
