@@ -296,26 +296,21 @@ def _remove_older(folder: Path, update: int, keep: int) -> None:
 
 def load(path: Path) -> Checkpoint:
     """Read a checkpoint and check every byte of it; CheckpointError names the file that is not as it was written."""
+    files = {}
     try:
         with opened_folder(path) as folder:
-            return _load(path, folder)
+            manifest = _read_manifest(path, folder)
+            for name, entry in sorted(manifest.files.items()):
+                content = read_file(name, folder, entry.size_bytes)
+                if len(content) != entry.size_bytes:
+                    amount = "less" if len(content) < entry.size_bytes else "more"
+                    raise CheckpointError(f"{path / name} is broken: it has {amount} than its {entry.size_bytes} bytes")
+                if hashlib.sha256(content).hexdigest() != entry.sha256:
+                    raise CheckpointError(f"{path / name} is not what was written: its SHA-256 is another")
+                files[name.removesuffix(ENDING)] = _parse(content, f"{path / name} cannot be read")
     except OSError as error:
         where = _named(error, path)  # a file's name, or the folder itself
-        where = where if where == path else path / where
-        raise CheckpointError(f"{where} cannot be read: {_reason(error)}") from error
-
-
-def _load(path: Path, folder: int) -> Checkpoint:
-    manifest = _read_manifest(path, folder)
-    files = {}
-    for name, entry in sorted(manifest.files.items()):
-        content = read_file(name, folder, entry.size_bytes)
-        if len(content) != entry.size_bytes:
-            amount = "less" if len(content) < entry.size_bytes else "more"
-            raise CheckpointError(f"{path / name} is broken: it has {amount} than its {entry.size_bytes} bytes")
-        if hashlib.sha256(content).hexdigest() != entry.sha256:
-            raise CheckpointError(f"{path / name} is not what was written: its SHA-256 is another")
-        files[name.removesuffix(ENDING)] = _parse(content, f"{path / name} cannot be read")
+        raise CheckpointError(f"{where if where == path else path / where} cannot be read: {_reason(error)}") from error
     return Checkpoint(path=path, update=manifest.update, state=manifest.state, files=files)
 
 

@@ -24,7 +24,7 @@ from typing import Any, get_args, get_origin
 import msgspec
 
 from offbeat import plugins
-from offbeat.errors import RequestError, nearest
+from offbeat.errors import RequestError, nearest, unknown
 from offbeat.runs.run_folder import RENAMED, RunDir
 from offbeat.train.config import FOLDER_NAME, SECTIONS, Config, all_fields
 from offbeat.train.fields import Field, FieldError, fields_of, shown
@@ -156,8 +156,7 @@ def _from_toml(said: dict[str, Any], stem: str) -> Config:
     elif not isinstance(base, str):
         raise RequestError(f"recipe: expected the name of a built-in recipe; got {shown(base)}")
     elif base not in RECIPES:
-        hint = nearest(base, RECIPES) or f"; known: {', '.join(RECIPES)}"
-        raise RequestError(f"recipe: unknown recipe {shown(base)}{hint}")
+        raise RequestError(f"recipe: {unknown('recipe', base, RECIPES)}")
     else:
         config = RECIPES[base].config
     return changed(config, said if "name" in said or not FOLDER_NAME.fullmatch(stem) else said | {"name": stem})
@@ -176,8 +175,7 @@ def as_toml(config: Config) -> str:
             text = f"{{ {text} }}" if text else "{}"
         else:
             text = _toml_value(value)
-        choices = f" ({', '.join(field.choices)})" if field.choices else ""
-        lines.append(f"{f'{name} = {text}':<28}  # {field.help}{choices}")
+        lines.append(f"{f'{name} = {text}':<28}  # {field.description}")
     return "\n".join(lines) + "\n"
 
 

@@ -74,6 +74,11 @@ class Field:
     def choices(self) -> tuple[str, ...]:
         return get_args(self.kind) if get_origin(self.kind) is Literal else ()
 
+    @property
+    def description(self) -> str:
+        """The line for people, with the choices."""
+        return f"{self.help} ({', '.join(self.choices)})" if self.choices else self.help
+
     def read(self, value: object) -> Any:
         """The value as this field holds it (1 as 1.0, a list as a tuple); FieldError if it is none."""
         if self.choices:

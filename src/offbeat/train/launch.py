@@ -150,24 +150,21 @@ def prepare(
     unused = check_apart(made, backward=own and family_of(config.sync) == ALL_REDUCE)
     if config.save.tensorboard:
         writer_class()
-    if resume is None:
-        run = RunDir(new_run_dir(config.name, run_dir, time.strftime(TIME_STAMP)))
-        hold = FolderLock(run.path, time.sleep)
-        write_config(run, config)
-        return Start(config=config, task=made, run=run, unused=unused, hold=hold)
-    run = RunDir(resume)
+    run = RunDir(new_run_dir(config.name, run_dir, time.strftime(TIME_STAMP)) if resume is None else resume)
     hold = FolderLock(run.path, time.sleep)
-    run.tidy()
-    checkpoint = newest(run.checkpoints, tell)
-    if checkpoint is None and any(run.checkpoints.glob("update-*")):
-        raise RequestError(f"no checkpoint of {resume} is whole: train anew in another folder")
-    if checkpoint is None:
-        tell(f"{resume} has no checkpoint: it begins anew")
-    else:
-        _check_resume(config, checkpoint, samples, tell)
-    run.forget_metrics_after(-1 if checkpoint is None else checkpoint.update)
+    checkpoint = None
+    if resume is not None:
+        run.tidy()
+        checkpoint = newest(run.checkpoints, tell)
+        if checkpoint is not None:
+            _check_resume(config, checkpoint, samples, tell)
+        elif any(run.checkpoints.glob("update-*")):
+            raise RequestError(f"no checkpoint of {resume} is whole: train anew in another folder")
+        else:
+            tell(f"{resume} has no checkpoint: it begins anew")
+        run.forget_metrics_after(-1 if checkpoint is None else checkpoint.update)
+        run.live.unlink(missing_ok=True)  # what it says is of the stretch before
     write_config(run, config)
-    run.live.unlink(missing_ok=True)  # what it says is of the stretch before
     return Start(
         config=config, task=made, run=run, checkpoint=checkpoint, segment=run.next_segment(), unused=unused, hold=hold
     )
@@ -185,8 +182,8 @@ def _check_resume(config: Config, checkpoint: Checkpoint, samples: int, tell: Ca
         )
     if ("server" in checkpoint.files) == reduces:
         raise RequestError(
-            f"{checkpoint.path.parent.parent} was saved under '{checkpoint.state['sync']}', and '{config.sync}' is of the "
-            "other family: all-reduce and parameter server keep the optimizer's state in different places"
+            f"{checkpoint.path.parent.parent} was saved under '{checkpoint.state['sync']}', and '{config.sync}' is of "
+            "the other family: all-reduce and parameter server keep the optimizer's state in different places"
         )
     if checkpoint.state["standing"]["epoch"] >= config.train.epochs:
         raise RequestError(

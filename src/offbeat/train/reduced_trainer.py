@@ -87,9 +87,6 @@ class ReducedTrainer(Trainer):
         counted = stats()
         return Traffic(counted.sent_bytes, counted.received_bytes)
 
-    def _forward(self, inputs: Any) -> Any:
-        return self.wrapped(inputs)
-
     def _arrange_buckets(self) -> None:
         """Let DDP see a backward: it arranges gradients anew after its first, and in which order three or more of them
         are added depends on where they lie. A run that goes on has made its first update long ago."""
@@ -123,7 +120,6 @@ class ReducedTrainer(Trainer):
         finally:
             if self._log is not None:
                 self._log.close()
-            self._grads.remove()
             if self._together and dist.is_initialized():
                 dist.destroy_process_group()
 
@@ -333,10 +329,8 @@ class _LastGradient:
         self.last_s = 0.0
         self._all = self._left = len(trained)
         self._act = act
-        self._hooks = [
+        for parameter in trained:
             parameter.register_post_accumulate_grad_hook(self._hook)  # type: ignore[no-untyped-call] # torch's own
-            for parameter in trained
-        ]
 
     def begin(self) -> None:
         self._left = self._all
@@ -353,10 +347,6 @@ class _LastGradient:
             self._act()
         if self._left <= 0:
             self.last_s = time.monotonic()
-
-    def remove(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
 
 
 def _join_group(line: str, rank: int, ranks: int, device: torch.device) -> None:

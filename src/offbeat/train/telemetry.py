@@ -39,12 +39,6 @@ NOTES = 20  # that are kept
 Record = Mapping[str, Any]
 
 
-def gpus_of(config: Config) -> list[int]:
-    """The GPUs that the learners have, as CUDA counts them."""
-    devices = [device_of(config.device, learner) for learner in range(config.learners)]
-    return sorted({device.index or 0 for device in devices if device.type == "cuda"})
-
-
 class Live:
     """What a watcher needs to show what the run itself shows: the fields of live.json."""
 
@@ -113,7 +107,9 @@ class Telemetry:
     ) -> None:
         self._config, self._run, self._segment, self._hear = config, run, segment, hear
         self._clock, self._worked = clock, worked
-        self._meter = Meter(gpus_of(config)) if meter is None else meter
+        devices = {device_of(config.device, learner) for learner in range(config.learners)}
+        gpus = sorted(device.index or 0 for device in devices if device.type == "cuda")  # as CUDA counts them
+        self._meter = Meter(gpus) if meter is None else meter
         self._live = Live()
         self._due_s, self._next_s = 0.0, EVERY_S
         self._complained: set[str] = set()

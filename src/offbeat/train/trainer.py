@@ -119,7 +119,7 @@ class Trainer:
         self.device = device_of(config.device, number)
         self.samples = len(task.train)  # type: ignore[arg-type]  # a map-style set has a length: the task was checked
         self.moved = mover(self.device)
-        self.model = self._build()
+        self.model = self.wrapped = self._build()
         self._norms = tuple(one for one in self.model.modules() if isinstance(one, nn.modules.batchnorm._BatchNorm))
         self.optimizer = optimizer_of(self.model, train)
         self.precision = Precision(train.precision, self.device)
@@ -188,18 +188,15 @@ class Trainer:
             norm.eval()
         try:
             with self.precision.computing():
-                return self.task.loss(self._forward(inputs), targets)
+                return self.task.loss(self.wrapped(inputs), targets)
         finally:
             for norm in alone:
                 norm.train()
 
-    def _forward(self, inputs: Any) -> Any:
-        return self.model(inputs)
-
     def backward(self, loss: Tensor) -> None:
         scaler = self.precision.scaler
         with self.precision.differentiating():
-            (loss if scaler is None else scaler.multiply(loss)).backward()  # type: ignore[no-untyped-call] # torch's own
+            (loss if scaler is None else loss * scaler.scale).backward()  # type: ignore[no-untyped-call] # torch's own
 
     def _shift_of(self, checkpoint: Checkpoint | None) -> int:
         """From the updates that were made to those of the pace: it differs where an epoch had more or fewer before."""
@@ -210,11 +207,10 @@ class Trainer:
             return int(before["shift"])
         return round((self.at.epoch + self.at.offset / self.samples) * self.pace.per_epoch) - self.at.update
 
-    def set_rate(self, update: int) -> float:
+    def set_rate(self, update: int) -> None:
         rate = self.pace.rate(update + self.shift)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        return rate
 
     def set_chance(self, epoch: int, place: int) -> None:
         """What is drawn from now on is this minibatch's."""
