@@ -18,25 +18,26 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(given: argparse.Namespace) -> None:
-    if given.name is not None and given.name not in RECIPES:
-        raise unknown("recipe", given.name, RECIPES)
-    chosen = list(RECIPES) if given.name is None else [given.name]
+    known = RECIPES
+    if given.name is not None and given.name not in known:
+        raise unknown("recipe", given.name, known)
+    chosen = list(known) if given.name is None else [given.name]
     if given.json:
         rows = [
-            {"name": name, "summary": RECIPES[name].summary, "config": msgspec.to_builtins(RECIPES[name].config)}
+            {"name": name, "summary": known[name].summary, "config": msgspec.to_builtins(known[name].config)}
             for name in chosen
         ]
         print_json({"recipes": rows})
         return
     if given.name is not None:
-        print(f"# {RECIPES[given.name].summary}")
-        print(as_toml(RECIPES[given.name].config), end="")
+        print(f"# {known[given.name].summary}")
+        print(as_toml(known[given.name].config), end="")
         return
     out = console()
     width = max(len(name) for name in chosen)
     for name in chosen:
         say(out, name.ljust(width), style="bold", end="  ")
-        say(out, RECIPES[name].summary)
+        say(out, known[name].summary)
 
 
 COMMAND = Command(

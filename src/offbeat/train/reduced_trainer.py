@@ -154,8 +154,7 @@ class ReducedTrainer(Trainer):
         train = self.config.train
         batch = train.batch_size * train.accumulate * self.learners
         plan = list(updates(self.samples, batch, self.number, self._shares, train.accumulate, begin=self.at.offset))
-        order = self._order.permutation(self.at.epoch)
-        wanted = [order[one.start : one.end].tolist() for update in plan for one in update.passes]
+        wanted = [self._samples_of(one) for update in plan for one in update.passes]
         loader: DataLoader[Any] = DataLoader(
             self.task.train,
             batch_sampler=wanted,
@@ -189,7 +188,7 @@ class ReducedTrainer(Trainer):
                 self._grads.end()
             total += loss.detach() * many
             mine += many
-            self._ledger += self._ledger_of(self._order.permutation(self.at.epoch)[one.start : one.end])
+            self._ledger += self._ledger_of(torch.tensor(self._samples_of(one)))
         reduced_s = time.monotonic()
         computed_s = min(self._grads.last_s or reduced_s, reduced_s)
         finite = self._step(update)
@@ -260,6 +259,9 @@ class ReducedTrainer(Trainer):
         return True
 
     # --- the books --------------------------------------------------------------------------------------------------
+
+    def _samples_of(self, one: Pass) -> list[int]:
+        return self._order.indices([(self.at.epoch, one.start, one.end - one.start)])
 
     def _ledger_of(self, samples: Tensor) -> Tensor:
         """How many samples these are, and a sum over which they are: a 64-bit one, which wraps round."""

@@ -66,12 +66,12 @@ class SampleOrder:
         found: list[int] = []
         for epoch, start, count in batch:
             if self.shuffled:
-                found += self.permutation(epoch)[start : start + count].tolist()
+                found += self._permutation(epoch)[start : start + count].tolist()
             else:
                 found += range(start, start + count)
         return found
 
-    def permutation(self, epoch: int) -> torch.Tensor:
+    def _permutation(self, epoch: int) -> torch.Tensor:
         if epoch not in self._permutations:
             # On the CPU, whatever the default device: there the numbers are the same on every machine.
             chance = torch.Generator(device="cpu").manual_seed(seed_of(self.seed, epoch))
