@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,12 +24,22 @@ Shape = tuple[int, ...]
 Scalar = bool | int | float | str  # what an option can be
 
 
-class Model(NamedTuple):
-    """A row of the table: `build(shape of a sample, classes, **options)`; `options` are all there are, as default."""
+class Builtin(NamedTuple):
+    """A row of a table, of models or data sets; `options` are all there are, with their defaults.
+
+    A model is built by `build(shape of a sample, classes, **options)`, a data set by `build(**options)`.
+    """
 
     summary: str
-    build: Callable[..., nn.Module]
+    build: Callable[..., Any]
     options: Mapping[str, Scalar]
+
+
+def builtin_of(kind: str, name: str, table: Mapping[str, Builtin]) -> Builtin:
+    """The row of that name."""
+    if name not in table:
+        raise unknown(kind, name, table)
+    return table[name]
 
 
 def settle(owner: str, given: Mapping[str, Scalar], defaults: Mapping[str, Scalar]) -> dict[str, Scalar]:
@@ -55,18 +65,12 @@ def settle(owner: str, given: Mapping[str, Scalar], defaults: Mapping[str, Scala
 
 def build_model(name: str, shape: Shape, classes: int, options: Mapping[str, Scalar] | None = None) -> nn.Module:
     """A built-in model, for samples of that shape; RequestError if its name, options or the shape are wrong."""
-    row = model_of(name)
+    row = builtin_of("model", name, MODELS)
     settled = settle(f"model {name}", options or {}, row.options)
     if classes < 1:
         raise RequestError(f"model {name} is to tell {classes} classes apart; there must be at least 1")
-    return row.build(shape, classes, **settled)
-
-
-def model_of(name: str) -> Model:
-    """The row of that name."""
-    if name not in MODELS:
-        raise unknown("model", name, MODELS)
-    return MODELS[name]
+    model: nn.Module = row.build(shape, classes, **settled)
+    return model
 
 
 def _begun(model: nn.Sequential, mode: Literal["fan_in", "fan_out"]) -> nn.Sequential:
@@ -305,18 +309,20 @@ def _transformer(shape: Shape, classes: int, *, context: int, width: int, heads:
     return Transformer(classes, context=context or shape[0], width=width, heads=heads, layers=layers)
 
 
-MODELS: dict[str, Model] = {
-    "softmax": Model("one linear layer: convex", _softmax, {}),
-    "mlp": Model("fully connected layers", _mlp, {"hidden": 64, "layers": 1}),
-    "cnn": Model(
+MODELS: dict[str, Builtin] = {
+    "softmax": Builtin("one linear layer: convex", _softmax, {}),
+    "mlp": Builtin("fully connected layers", _mlp, {"hidden": 64, "layers": 1}),
+    "cnn": Builtin(
         "two convolutions, for small images", partial(_convolutions, "cnn", norm=False), {"width": 16, "hidden": 0}
     ),
-    "cnn-bn": Model("the same with BatchNorm", partial(_convolutions, "cnn-bn", norm=True), {"width": 16, "hidden": 0}),
-    "resnet18": Model("ResNet-18 in its form for small images", _resnet18, {"width": 64}),
-    "resnet50": Model("ResNet-50", _resnet50, {}),
-    "alexnet": Model("AlexNet in one tower: few sums, many parameters", _alexnet, {}),
-    "vgg16": Model("VGG-16: the most parameters", _vgg16, {}),
-    "transformer": Model(
+    "cnn-bn": Builtin(
+        "the same with BatchNorm", partial(_convolutions, "cnn-bn", norm=True), {"width": 16, "hidden": 0}
+    ),
+    "resnet18": Builtin("ResNet-18 in its form for small images", _resnet18, {"width": 64}),
+    "resnet50": Builtin("ResNet-50", _resnet50, {}),
+    "alexnet": Builtin("AlexNet in one tower: few sums, many parameters", _alexnet, {}),
+    "vgg16": Builtin("VGG-16: the most parameters", _vgg16, {}),
+    "transformer": Builtin(
         "decoder-only, for text by characters (context 0: as long as the data's windows)",
         _transformer,
         {"context": 0, "width": 64, "heads": 4, "layers": 2},

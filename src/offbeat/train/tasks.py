@@ -33,9 +33,9 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_co
 from offbeat import datasets
 from offbeat.datasets.fashion import KINDS, fashion_mnist
 from offbeat.datasets.text import MOST_BYTES, VOCABULARY, text
-from offbeat.errors import RequestError, nearest, unknown
+from offbeat.errors import RequestError, nearest
 from offbeat.train.config import Config
-from offbeat.train.models import Scalar, Shape, build_model, model_of, settle
+from offbeat.train.models import MODELS, Builtin, Scalar, Shape, build_model, builtin_of, settle
 
 MOST_READ = 20_000  # samples that are read to see how many classes there are
 LONGEST_CAUSE = 300  # characters of an error that is not ours
@@ -121,14 +121,6 @@ class Loaded(NamedTuple):
     classes: int
 
 
-class Data(NamedTuple):
-    """A row of the table; `options` are all there are, with their defaults."""
-
-    summary: str
-    load: Callable[..., Loaded]
-    options: Mapping[str, Scalar]
-
-
 def _images(load: Callable[[], Sequence[NDArray[Any]]], classes: int) -> Loaded:
     images, labels, test_images, test_labels = map(torch.from_numpy, load())
     return Loaded(Tensors(images, labels), Tensors(test_images, test_labels), tuple(images.shape[1:]), classes)
@@ -169,26 +161,26 @@ def _synthetic_images(*, samples: int, size: int, classes: int, seed: int) -> Lo
     return Loaded(Repeated(few, samples), Repeated(few, max(1, samples // 10)), (3, size, size), classes)
 
 
-DATA: dict[str, Data] = {
-    "digits": Data(
+DATA: dict[str, Builtin] = {
+    "digits": Builtin(
         "1,797 handwritten digits of 8x8 pixels; they come with offbeat", partial(_images, datasets.digits, 10), {}
     ),
-    "fashion-mnist": Data(
+    "fashion-mnist": Builtin(
         "70,000 images of clothes, 28x28 pixels, where they are installed",
         partial(_images, fashion_mnist, len(KINDS)),
         {},
     ),
-    "text": Data(
+    "text": Builtin(
         "Python's own sources, or the files of a folder, as characters",
         _text,
         {"folder": "", "pattern": "*.py", "most_bytes": MOST_BYTES, "context": 64},
     ),
-    "synthetic": Data(
+    "synthetic": Builtin(
         "points of classes that straight lines part",
         _synthetic,
         {"samples": 1024, "features": 16, "classes": 4, "seed": 0},
     ),
-    "synthetic-images": Data(
+    "synthetic-images": Builtin(
         "noise in the form of ImageNet, for measuring speed",
         _synthetic_images,
         {"samples": 1024, "size": 224, "classes": 1000, "seed": 0},
@@ -215,7 +207,7 @@ def task_of(config: Config) -> Task:
         build = partial(_own_model, _function("model", model.name), model.name, dict(model.options))
         loaded = _load(data.name, data.options)
         return Task(train=loaded[0], test=loaded[1], build=build, loss=loss)
-    row = model_of(model.name)
+    row = builtin_of("model", model.name, MODELS)
     options = settle(f"model {model.name}", model.options, {**row.options, "classes": 0})
     classes = int(options.pop("classes"))
     loaded = _load(data.name, data.options)
@@ -243,10 +235,9 @@ def seed_all(seed: int) -> None:
 
 def _load(name: str, options: Mapping[str, Scalar]) -> Loaded | tuple[Dataset[Any], Dataset[Any]]:
     if ":" not in name:
-        if name not in DATA:
-            raise unknown("data", name, DATA)
-        row = DATA[name]
-        return row.load(**settle(f"data {name}", options, row.options))
+        row = builtin_of("data", name, DATA)
+        loaded: Loaded = row.build(**settle(f"data {name}", options, row.options))
+        return loaded
     function = _function("data", name)
     with _failing(f"data '{name}' failed when called with {_told(options)}"):
         pair = function(**options)
