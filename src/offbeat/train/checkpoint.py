@@ -407,7 +407,6 @@ class Saver:
     """
 
     def __init__(self, folder: Path, *, keep: int, tell: Callable[[str], None]) -> None:
-        _check(0, keep)
         self._folder, self._keep, self._tell = folder, keep, tell
         self._thread: threading.Thread | None = None
 

@@ -498,12 +498,15 @@ def learn(
     config = changed(config, {"learners": learners})
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
-    def note(line: str) -> None:
-        report({"kind": "note", "text": line})
-
     if rank == 0:
         where = Path(through_store("run-dir", None)) if again else None
-        start = prepare(config, run_dir=run_dir, resume=resume or where, task=task, tell=note)
+        start = prepare(
+            config,
+            run_dir=run_dir,
+            resume=resume or where,
+            task=task,
+            tell=lambda line: report({"kind": "note", "text": line}),
+        )
         through_store("run-dir", str(start.run.path.absolute()))
         through_store(f"ready-{again}", json.dumps([start.segment, start.unused]))
         os.environ["OFFBEAT_LOG"] = str(start.run.log(start.segment).absolute())

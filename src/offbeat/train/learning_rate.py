@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch import nn
@@ -62,14 +62,8 @@ def minibatches_per_version(line: str, learners: int) -> int:
     return policy.rule.push_every * policy.gradients_per_update(learners)
 
 
-class Correction(TypedDict):
+def correction_of(config: Config, learners: int) -> dict[str, Any]:
     """What is done about stale gradients, as `policies.create` takes it."""
-
-    corrects: bool
-    scaling: float
-
-
-def correction_of(config: Config, learners: int) -> Correction:
     return {
         "corrects": config.staleness == CORRECT,
         "scaling": factor_of(config.train, line=config.sync, learners=learners),

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from offbeat.errors import RequestError, nearest, unknown
+from offbeat.train.fields import Scalar
 
 Shape = tuple[int, ...]
-Scalar = bool | int | float | str  # what an option can be
 
 
 class Builtin(NamedTuple):

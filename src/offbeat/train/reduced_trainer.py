@@ -108,8 +108,9 @@ class ReducedTrainer(Trainer):
                     "expect": self.learners,
                     "learners": self.learners,
                     "simulated": False,
+                    "seed": config.seed,
+                    "name": config.name,
                 }
-                facts |= {"seed": config.seed, "name": config.name}
                 self._log = LogWriter(self.run.log(self.segment), facts)
             self._since_s = time.monotonic()
             while self.at.epoch < config.train.epochs:

@@ -35,7 +35,8 @@ from offbeat.datasets.fashion import KINDS, fashion_mnist
 from offbeat.datasets.text import MOST_BYTES, VOCABULARY, text
 from offbeat.errors import RequestError, nearest
 from offbeat.train.config import Config
-from offbeat.train.models import MODELS, Builtin, Scalar, Shape, build_model, builtin_of, settle
+from offbeat.train.fields import Scalar
+from offbeat.train.models import MODELS, Builtin, Shape, build_model, builtin_of, settle
 
 MOST_READ = 20_000  # samples that are read to see how many classes there are
 LONGEST_CAUSE = 300  # characters of an error that is not ours

@@ -1,13 +1,13 @@
 """What all strategies share in training: the model, one forward and backward, evaluation, records, checkpoints.
 
-    reduced.py   learners that keep step: DDP on an all-reduce, or one learner alone
-    served.py    learners of a parameter server
+    reduced_trainer.py   learners that keep step: DDP on an all-reduce, or one learner alone
+    served_trainer.py    learners of a parameter server
 
 Laws. What a minibatch draws at random (dropout) depends on the seed and on its place in the epoch, and on nothing else:
 so a run that goes on from a checkpoint draws the same, whoever computes it. Evaluation is on a second model, which
 nobody trains: looking changes nothing. Its time is no training time.
 
-In a rest all learners stand still and hand in their parts; the one who leads looks (`look`) and the others wait.
+In a pause all learners hand in their parts; the one who leads evaluates and saves, and the others wait.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _VERY_STALE = 30  # versions: with steps so short, a training that does not move
 
 @dataclass(slots=True, kw_only=True)
 class TrainingState:
-    """Where a run stands, in a rest."""
+    """Where a run stands, in a pause."""
 
     epoch: int = 0  # that runs, or comes next
     offset: int = 0  # samples of it that are done, where learners keep step
@@ -137,7 +137,7 @@ class Trainer:
         self.seen = 0  # samples that this learner has computed
         self._traffic_before = Traffic()  # of the parts of the run before this one
         self._first_loss: Tensor | float | None = None
-        self._losses: list[tuple[Tensor | float, int]] = []  # since the last rest, with their samples
+        self._losses: list[tuple[Tensor | float, int]] = []  # since the last pause, with their samples
         self._loss_sum, self._loss_of = 0.0, 0
         self._told_s = 0.0
         self.saver = Saver(run.checkpoints, keep=config.save.keep, tell=self.note)
@@ -233,7 +233,7 @@ class Trainer:
     def forget(self, samples: int) -> None:
         """The minibatch that was counted last was cancelled."""
         self.seen -= samples
-        if self._losses:  # else a rest was told of it meanwhile
+        if self._losses:  # else a pause was told of it meanwhile
             self._losses.pop()
 
     def forget_losses(self) -> None:
@@ -306,7 +306,7 @@ class Trainer:
         """What this process has sent and received for the training; None: it cannot tell."""
         return None
 
-    # --- a rest, as the one who leads --------------------------------------------------------------------------------
+    # --- a pause, as the one who leads -------------------------------------------------------------------------------
 
     def load_weights(self, twin: nn.Module) -> None:
         """The trained weights of the run, as they are now, into another model."""
@@ -474,7 +474,7 @@ def _finite(number: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
-class Evaluation(NamedTuple):
+class ModelScore(NamedTuple):
     """What a model is worth on a test set."""
 
     loss: float  # the mean
@@ -483,7 +483,7 @@ class Evaluation(NamedTuple):
     chance: float | None  # the accuracy of always naming the most frequent target
 
 
-def evaluate(model: nn.Module, task: Task, precision: Precision, moved: Callable[[Any], Any]) -> Evaluation:
+def evaluate(model: nn.Module, task: Task, precision: Precision, moved: Callable[[Any], Any]) -> ModelScore:
     """On the whole test set."""
     loader: DataLoader[Any] = DataLoader(task.test, batch_size=EVALUATED, collate_fn=collate_of(task.test))
     total, right, judged, seen = 0.0, 0, 0, 0
@@ -506,8 +506,8 @@ def evaluate(model: nn.Module, task: Task, precision: Precision, moved: Callable
                 targeted.update(dict(zip(named.tolist(), times.tolist(), strict=True)))
     model.train(was_training)
     if not judged:
-        return Evaluation(total / max(seen, 1), None, None, None)
-    return Evaluation(total / seen, right / judged, judged, max(targeted.values()) / judged)
+        return ModelScore(total / max(seen, 1), None, None, None)
+    return ModelScore(total / seen, right / judged, judged, max(targeted.values()) / judged)
 
 
 def size_of(batch: Any) -> int:
