@@ -40,7 +40,6 @@ from offbeat_autoload import register
 
 FIRST_LOOK, LOOK_EVERY = 4, 20  # updates until speeds are measured, for --split auto
 WORTH = 0.03  # a share must change by that much of the whole for a new split
-_PRIME = 0x9E3779B97F4A7C15 - (1 << 64)  # as a signed number
 _KINDS = ("compute", "wait", "apply", "evaluate")
 
 
@@ -75,7 +74,7 @@ class ReducedTrainer(Trainer):
         self._spans: list[tuple[float, float, float, float]] = []
         self._log: LogWriter | None = None
         self._start_s = self._common_start()
-        self._ledger = torch.zeros(2, dtype=torch.int64)  # of the samples of this epoch: see `_ledger_of`
+        self._ledger = (0, 0)  # samples of this epoch, and the sum of their numbers
         self._measured: list[tuple[float, int]] = []  # seconds and samples, since the last look at speeds
         self._looks = 0
 
@@ -189,7 +188,8 @@ class ReducedTrainer(Trainer):
                 self._grads.end()
             total += loss.detach() * many
             mine += many
-            self._ledger += self._ledger_of(torch.tensor(self._samples_of(one)))
+            computed = self._samples_of(one)
+            self._ledger = self._ledger[0] + len(computed), self._ledger[1] + sum(computed)
         reduced_s = time.monotonic()
         computed_s = min(self._grads.last_s or reduced_s, reduced_s)
         finite = self._step(update)
@@ -264,22 +264,19 @@ class ReducedTrainer(Trainer):
     def _samples_of(self, one: Pass) -> list[int]:
         return self._order.indices([(self.at.epoch, one.start, one.end - one.start)])
 
-    def _ledger_of(self, samples: Tensor) -> Tensor:
-        """How many samples these are, and a sum over which they are: a 64-bit one, which wraps round."""
-        return torch.stack([torch.tensor(len(samples)), (samples * _PRIME).sum()])
-
     def _check_ledger(self) -> None:
         """At an epoch's end: all learners together have computed every sample once."""
+        mine = torch.tensor(self._ledger)
         if self._together:
-            dist.all_reduce(self._ledger)
+            dist.all_reduce(mine)
+        count, total = mine.tolist()
         before = {} if self.checkpoint is None else self.checkpoint.state["standing"]
         resumed_inside = before.get("epoch") == self.at.epoch and before.get("offset", 0) > 0
-        if not resumed_inside and not torch.equal(self._ledger, self._ledger_of(torch.arange(self.samples))):
-            count = int(self._ledger[0])
+        if not resumed_inside and (count != self.samples or total != self.samples * (self.samples - 1) // 2):
             raise OffbeatError(
                 f"epoch {self.at.epoch}: {count} samples were computed, of {self.samples}, or not each of them once"
             )
-        self._ledger.zero_()
+        self._ledger = (0, 0)
 
     # --- pauses -----------------------------------------------------------------------------------------------------
 
