@@ -49,8 +49,8 @@ STUBS = {
 @pytest.fixture(autouse=True)
 def stubs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The table of recipes is another file's; here it holds two."""
-    monkeypatch.setattr(config_files, "built_in", lambda: STUBS)
-    monkeypatch.setattr(recipes_command, "built_in", lambda: STUBS)
+    monkeypatch.setattr(config_files, "RECIPES", STUBS)
+    monkeypatch.setattr(recipes_command, "RECIPES", STUBS)
 
 
 @pytest.fixture(autouse=True)

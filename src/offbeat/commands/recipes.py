@@ -8,11 +8,12 @@ import msgspec
 
 from offbeat.commands.base import Command, Terminal, answer, facts, option
 from offbeat.errors import unknown
-from offbeat.train.config_files import as_toml, built_in
+from offbeat.train.config_files import as_toml
+from offbeat.train.recipes import RECIPES
 
 
 def _run(given: argparse.Namespace) -> None:
-    known = built_in()
+    known = RECIPES
     if given.name is not None and given.name not in known:
         raise unknown("recipe", given.name, known)
     chosen = known if given.name is None else {given.name: known[given.name]}

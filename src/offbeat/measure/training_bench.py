@@ -37,7 +37,8 @@ from offbeat.runs.untrusted import UnusableFile, read_json
 from offbeat.spec import count_of
 from offbeat.strategy import SERVER, family_of
 from offbeat.train.config import Config
-from offbeat.train.config_files import built_in, changed
+from offbeat.train.config_files import changed
+from offbeat.train.recipes import RECIPES
 
 ALIKE = 1.05  # medians this close are not told apart, whatever their rounds say
 ENOUGH = 5  # rounds or seeds, from which on it is told apart what differs by more than that
@@ -58,7 +59,7 @@ def check_trainings(config: Config, lines: Sequence[str], learners: Sequence[int
     Rules of slowness must say something for the largest number of learners.
     """
     for line in lines:
-        if line in built_in():
+        if line in RECIPES:
             raise RequestError(f"bench: '{line}' is a recipe: write it before the options")
         try:
             family_of(line)

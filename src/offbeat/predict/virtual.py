@@ -424,12 +424,10 @@ class VirtualTrainer(Trainer):
     def _evaluate_now(self) -> Evaluation:
         """Evaluate, and tell."""
         at, arithmetic = self.at, self.arithmetic
-        if self._twin is None:
-            self._twin = self._build().eval()
-        trained = model_tensors(self._twin, optimizer_of(self._twin, self.config.train))[0].trained
+        trained = model_tensors(self.twin, optimizer_of(self.twin, self.config.train))[0].trained
         arithmetic.replica.write_model(arithmetic.replica.current, trained)
-        load_buffers(self._twin, arithmetic.mean_buffers())
-        loss, accuracy, tests, self._chance = evaluate(self._twin, self.task, self.precision, self.moved)
+        load_buffers(self.twin, arithmetic.mean_buffers())
+        loss, accuracy, tests, self._chance = evaluate(self.twin, self.task, self.precision, self.moved)
         told = arithmetic.loss_sum / arithmetic.loss_of if arithmetic.loss_of else None
         arithmetic.loss_sum, arithmetic.loss_of = 0.0, 0
         point = Evaluation(at.seconds, at.update, at.applied, _finite(loss), accuracy, _finite(told), tests)
@@ -483,7 +481,6 @@ class VirtualTrainer(Trainer):
         self._decisions.append(record)
 
     def _end_here(self) -> None:
-        assert self._twin is not None
         if not self._stops:
             self.at.epoch = self.config.train.epochs
         if "sign" not in self.last:
@@ -493,7 +490,7 @@ class VirtualTrainer(Trainer):
         self._ended["simulated"] = True
         if self._writes:
             self._write_log()
-            write_weights(self.run.weights, dict(self._twin.state_dict()))
+            write_weights(self.run.weights, dict(self.twin.state_dict()))
             self.run.summary.write_text(summary_of(self.config, self._ended, self.run.read_metrics()), encoding="utf-8")
         self.report(self._ended)
 
@@ -523,7 +520,6 @@ class VirtualTrainer(Trainer):
         write_chrome_trace(self.run.trace, spans, name=self.config.name)
 
     def outcome(self) -> VirtualRun:
-        assert self._twin is not None
         return VirtualRun(
             config=self.config,
             points=tuple(self.points),
@@ -531,7 +527,7 @@ class VirtualTrainer(Trainer):
             staleness=dict(sorted(self._staleness.items())),
             dropped=self._dropped(),
             end=self._ended,
-            weights={name: one.clone() for name, one in self._twin.state_dict().items()},
+            weights={name: one.clone() for name, one in self.twin.state_dict().items()},
             notes=tuple(self.begun_with),
             how=self._how(),
         )

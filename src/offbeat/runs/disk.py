@@ -32,15 +32,23 @@ def write_file(path: Path, content: bytes) -> None:
         os.close(file)
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Whole, or not at all: who reads it meanwhile has the one before, and a failure leaves nothing behind."""
+def replace_file(path: Path, content: bytes, *, durable: bool = False) -> None:
+    """Whole, or not at all: who reads it meanwhile has the one before, and a failure leaves nothing behind.
+
+    `durable`: it is on disk when this returns, and was before it got its name.
+    """
     beside = path.with_name(f".{path.name}.unfinished")
     try:
-        beside.write_bytes(content)
+        if durable:
+            write_file(beside, content)
+        else:
+            beside.write_bytes(content)
         beside.replace(path)
     finally:
         with suppress(OSError):
             beside.unlink(missing_ok=True)
+    if durable:
+        sync_folder(path.parent)
 
 
 def sync_folder(path: Path) -> None:

@@ -119,14 +119,14 @@ class ReducedLearner(BaseLearner):
 
     def _exchange(self, what: str, data: bytes, timeout_s: float) -> dict[int, bytes]:
         """By the process group; it has a time limit of its own."""
-        kinds = [one.decode() for one in _gather_bytes(what.encode())]
+        kinds = [one.decode() for one in gather_bytes(what.encode())]
         for learner, theirs in enumerate(kinds):
             if theirs != kinds[0]:
                 raise RequestError(
                     f"a call is {kinds[0]} on learner 0 and {theirs} on learner {learner}: all learners make the same "
                     "calls in the same order"
                 )
-        return dict(enumerate(_gather_bytes(data)))
+        return dict(enumerate(gather_bytes(data)))
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
@@ -180,7 +180,7 @@ class ReducedLearner(BaseLearner):
             dist.destroy_process_group()
 
 
-def _gather_bytes(data: bytes) -> list[bytes]:
+def gather_bytes(data: bytes) -> list[bytes]:
     """What each rank of the process group gives, on all."""
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, torch.tensor([len(data)]))
@@ -239,7 +239,7 @@ class _EveryNthSampler:
     def __iter__(self) -> Iterator[Any]:
         if not hasattr(self._given, "__len__"):
             return islice(iter(self._given), self._rank, None, self._ranks)
-        order = decode(_gather_bytes(encode(list(self._given)) if self._rank == 0 else b"")[0])
+        order = decode(gather_bytes(encode(list(self._given)) if self._rank == 0 else b"")[0])
         share = self._share_of(len(order))
         return islice(cycle(order), self._rank, share * self._ranks, self._ranks)
 
