@@ -62,18 +62,12 @@ def timeline(learners: int, minibatches: int, *, wide: bool = False, key: str = 
             rest = 0.05 if learner == 0 else chance.uniform(0.01, 0.15)
             rows.append((learner, 1, time, time + rest, version, False))
             time += rest
-    who, what, start, end, version_, cancelled_ = zip(*rows, strict=True) if rows else ((),) * 6
     return Timeline(
         key=key,
         title="What each learner did",
         learners=tuple(f"learner {n}" for n in range(learners)),
         whats=WHATS,
-        learner=who,
-        what=what,
-        start_s=start,
-        end_s=end,
-        version=version_,
-        cancelled=cancelled_,
+        bars=tuple(rows),
         note="Colours that come at once in all rows are versions that all learners begin together: the run is "
         "synchronous. Colours in a slant are learners that overtake each other.",
     )
@@ -196,7 +190,7 @@ def usual() -> Page:
             Section(
                 key="speed",
                 title="Which was fastest",
-                paragraphs=("All five ran on the same machines with the same seeds, one after the other.",),
+                about="All five ran on the same machines with the same seeds, one after the other.",
                 items=(times, error, cost),
             ),
             Section(key="time", title="Where the time went", items=(shares, timeline(8, 60, wide=True))),
@@ -287,12 +281,7 @@ def items_of(names: tuple[str, ...]) -> tuple[Item, ...]:
             title=names[3],
             learners=names,
             whats=("compute", names[0]),
-            learner=tuple(range(len(names))),
-            what=(0, 1) * (len(names) // 2),
-            start_s=(0.0,) * len(names),
-            end_s=(1.0,) * len(names),
-            version=(3,) * len(names),
-            cancelled=(False,) * len(names),
+            bars=tuple((at, at % 2, 0.0, 1.0, 3, False) for at in range(len(names))),
             note=names[5],
         ),
     )
@@ -325,11 +314,8 @@ def odd() -> Page:
         return BarChart(key=key, title=title, x_label="x", y_label="y", categories=named, series=(Bars("a", values),))
 
     def bars(key: str, title: str, *rows: tuple[float, float, int, bool]) -> Timeline:
-        start, end, version, cancelled = zip(*rows, strict=True) if rows else ((),) * 4
-        return Timeline(
-            key=key, title=title, learners=("a", "b"), whats=("compute",), learner=(0,) * len(rows),
-            what=(0,) * len(rows), start_s=start, end_s=end, version=version, cancelled=cancelled,
-        )  # fmt: skip
+        given = tuple((0, 0, *row) for row in rows)
+        return Timeline(key=key, title=title, learners=("a", "b"), whats=("compute",), bars=given)
 
     items: tuple[Item, ...] = (
         LineChart(key="l0", title="No series", x_label="", y_label="", series=()),

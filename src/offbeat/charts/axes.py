@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from offbeat.charts.svg import AXIS, GRID, INK, SOFT, fit, group, label, place, stroke, text_width
@@ -15,6 +16,15 @@ from offbeat.number_format import UNITS, Form, Unit, format_fixed, format_value
 
 LARGE, SMALL = 1e100, 1e-100  # beyond these a number is drawn as infinite, or as zero
 TICK_SIZE, LABEL_SIZE = 13, 14  # of fonts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """What a page shows under a title, with a note below; `key` names it."""
+
+    key: str
+    title: str
+    note: str = ""
 
 
 class Tick(NamedTuple):

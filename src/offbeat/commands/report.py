@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 SENTENCES = 6  # of the summary that are printed
 PROBLEMS = 10
+CURVE = ("seconds", "update", "accuracy", "loss", "test_samples")  # of an evaluation, in JSON
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -208,7 +209,7 @@ def _as_json(
         runs.append(
             asdict(one)
             | {
-                "curve": [point._asdict() for point in one.curve],
+                "curve": [{key: getattr(point, key) for key in CURVE} for point in one.curve],
                 "throughput": one.throughput,
                 "seconds_per_update": one.seconds_per_update,
                 "accuracy": one.accuracy,
@@ -223,8 +224,8 @@ def _as_json(
                 "thrown_away_share": one.thrown_away_share,
                 "joules_per_sample": one.joules_per_sample,
                 "joules_to_target": one.joules_to(targets[at]),
-                "cost": one.cost(given.price),
-                "cost_to_target": one.cost_to(targets[at], given.price),
+                "cost": one.cost(one.seconds, given.price),
+                "cost_to_target": one.cost(one.seconds_to(targets[at]), given.price),
                 "straggler": None if slow is None else slow._asdict(),
             }
         )

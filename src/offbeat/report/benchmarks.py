@@ -86,7 +86,7 @@ def _table(key: str, title: str, fields: Sequence[Field], rows: Sequence[Row], n
 # --- scaling ------------------------------------------------------------------------------------------------------
 
 
-def scaling(results: Sequence[Result]) -> Section | None:
+def scaling(results: Sequence[Result]) -> Section:
     """Speed-up against learners, with the ideal line."""
     items: list[Item] = []
     rows: list[Row] = []
@@ -114,11 +114,9 @@ def scaling(results: Sequence[Result]) -> Section | None:
             why = "" if row["ranked"] is not False else row["why_not"] or "not ranked"
             rows.append({**row, "benchmark": result.label, "kind": kind, "why_not": why})
         notes.append(_notes(result))
-    if not rows:
-        return None
     table = _table("scaling", "Scaling", SCALING, rows, " ".join(filter(None, notes)))
     text = "How much faster several learners are than one. The dashed line is what n learners could be at best."
-    return Section(key="scaling", title="Scaling", items=(*items, table), paragraphs=(text,))
+    return Section(key="scaling", title="Scaling", items=(*items, table), about=text)
 
 
 def overheads(results: Sequence[Result]) -> list[Item]:
@@ -127,8 +125,6 @@ def overheads(results: Sequence[Result]) -> list[Item]:
     for number, result in _of(results, "scaling"):
         rows = [row for row in _drawn(result) if row["overhead_s"] is not None and row["learners"] > 1]
         counts = sorted({row["learners"] for row in rows})
-        if not counts:
-            continue
         values = {(row["strategy"], row["learners"]): float(row["overhead_s"]) for row in rows}
         names = list(dict.fromkeys(row["strategy"] for row in rows))
         items.append(
@@ -175,28 +171,25 @@ def races(results: Sequence[Result]) -> list[Item]:
                 {**own, "seconds": seconds, "updates": updates, "accuracy": accuracy, "error": 1 - accuracy}
                 for seconds, updates, accuracy in curve.points
             ]
-        if series:
-            level = () if target is None else ((1 - target, f"target {percent(target)}"),)
-            items.append(
-                LineChart(
-                    key=f"race-{number}",
-                    title=f"Test error against time: {_heading(result)}",
-                    x_label="training time (s)",
-                    y_label="test error",
-                    series=tuple(series),
-                    x_form="seconds",
-                    y_form="percent",
-                    levels=level,
-                    note=_notes(result),
-                )
+        items.append(
+            LineChart(
+                key=f"race-{number}",
+                title=f"Test error against time: {_heading(result)}",
+                x_label="training time (s)",
+                y_label="test error",
+                series=tuple(series),
+                x_form="seconds",
+                y_form="percent",
+                levels=() if target is None else ((1 - target, f"target {percent(target)}"),),
+                note=_notes(result),
             )
+        )
         for row in result.rows:
             low, high = known_interval(row["accuracy_mean"], row["test_samples"])
             more = {"benchmark": result.label, "target": target, "accuracy_low": low, "accuracy_high": high}
             rows.append({**row, **more})
-    items += [_table("races", "Races to an accuracy", ACCURACY, rows)] if rows else []
-    items += [_table("race-curves", "Every evaluation of the races", _CURVES, points)] if points else []
-    return items
+    curves = _table("race-curves", "Every evaluation of the races", _CURVES, points)
+    return [*items, _table("races", "Races to an accuracy", ACCURACY, rows), curves]
 
 
 # --- machines and energy ------------------------------------------------------------------------------------------
@@ -226,7 +219,7 @@ def machines(results: Sequence[Result]) -> tuple[list[Item], list[tuple[Cell, ..
     return items, rows
 
 
-def energies(results: Sequence[Result]) -> list[Item]:
+def energies(results: Sequence[Result]) -> Table:
     """Energy and cost in benchmarks, where they were measured."""
     keys = [field.key for field in ENERGY if field.form in ("joules", "money")]
     rows = [
@@ -236,7 +229,7 @@ def energies(results: Sequence[Result]) -> list[Item]:
         for row in result.rows
         if any(row.get(key) is not None for key in keys)
     ]
-    return [_table("energy-benchmarks", "Energy and cost in benchmarks", ENERGY, rows)] if rows else []
+    return _table("energy-benchmarks", "Energy and cost in benchmarks", ENERGY, rows)
 
 
 # --- predictions --------------------------------------------------------------------------------------------------
@@ -246,7 +239,7 @@ _MEASURED = {"scaling": ("seconds", "T(n)"), "accuracy": ("seconds_to_target", "
              "predictions": ("measured_s", "time per update")}  # fmt: skip
 
 
-def predictions(results: Sequence[Result]) -> Section | None:
+def predictions(results: Sequence[Result]) -> Section:
     """What the simulator said beside what was measured, the worst first."""
     found: list[tuple[float, Row]] = []
     points: dict[str, list[tuple[float, float]]] = {}
@@ -264,8 +257,6 @@ def predictions(results: Sequence[Result]) -> Section | None:
                 )
                 if measured:
                     points.setdefault(result.label, []).append((float(measured), float(predicted)))
-    if not found:
-        return None
     rows = [row for _, row in sorted(found, key=lambda one: -one[0])]
     items: list[Item] = []
     ends = [x for line in points.values() for point in line for x in point]
@@ -291,4 +282,4 @@ def predictions(results: Sequence[Result]) -> Section | None:
     text = f"{count_of(len(found), 'prediction')} of the simulator beside what was measured."
     if known:
         text += f" They are off by {percent(sum(known) / len(known))} on average, {percent(max(known))} at worst."
-    return Section(key="predictions", title="Predicted beside measured", items=tuple(items), paragraphs=(text,))
+    return Section(key="predictions", title="Predicted beside measured", items=tuple(items), about=text)

@@ -18,14 +18,15 @@ from statistics import median
 from typing import NamedTuple
 
 from offbeat.errors import RequestError
+from offbeat.policies import Staleness, create
 from offbeat.policies.events import Pushed
+from offbeat.policies.staleness import FRESH
 from offbeat.report.learners import LearnerFacts, by_learner, minibatches_of
 from offbeat.runs import metrics, untrusted
 from offbeat.runs.log import Span
-from offbeat.runs.metrics import Definition
+from offbeat.runs.metrics import SLOWER, Definition, is_straggler
 from offbeat.runs.pushed_spans import pushed_spans
-from offbeat.runs.run_record import RunRecord, RunSegment
-from offbeat.runs.stragglers import SLOWER, Compared, is_straggler
+from offbeat.runs.run_record import Evaluation, RunRecord, RunSegment
 from offbeat.strategy import ALL_REDUCE, SERVER, family_of
 
 DEFINITIONS: Mapping[str, Definition] = {
@@ -55,16 +56,6 @@ DEFINITIONS: Mapping[str, Definition] = {
 }  # fmt: skip
 
 
-class Point(NamedTuple):
-    """An evaluation that can be drawn."""
-
-    seconds: float
-    update: int | None
-    accuracy: float | None
-    loss: float | None
-    test_samples: int | None = None  # that the accuracy is a share of
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnergyFacts:
     """Joules are None where they were not measured. `why_not` says why, or what of the machine is not in them."""
@@ -92,7 +83,7 @@ class Facts:
     seconds: float | None
     samples: int | None  # applied
     samples_dropped: int | None
-    curve: tuple[Point, ...]
+    curve: tuple[Evaluation, ...]
     staleness: tuple[tuple[int, int], ...]  # age and how many gradients were applied at it
     applied: int
     dropped: int
@@ -116,13 +107,14 @@ class Facts:
         return self.seconds / self.updates if self.seconds is not None and self.updates else None
 
     @property
-    def accuracy(self) -> float | None:
-        """Of the last evaluation."""
-        return self.curve[-1].accuracy if self.curve else None
+    def last(self) -> Evaluation:
+        """The last evaluation; of a run without one nothing is known."""
+        return self.curve[-1] if self.curve else Evaluation(0.0)
 
     @property
-    def loss(self) -> float | None:
-        return self.curve[-1].loss if self.curve else None
+    def accuracy(self) -> float | None:
+        """At the end."""
+        return self.last.accuracy
 
     @property
     def best_accuracy(self) -> float | None:
@@ -136,18 +128,13 @@ class Facts:
     @property
     def score(self) -> metrics.Score | None:
         """For a ranking by the accuracy at the end."""
-        samples = self.curve[-1].test_samples if self.curve else None
-        return None if self.accuracy is None else metrics.Score(self.accuracy, samples, self.seconds or 0.0)
+        accuracy, samples = self.last.accuracy, self.last.test_samples
+        return None if accuracy is None else metrics.Score(accuracy, samples, self.seconds or 0.0)
 
     @property
     def right(self) -> str | None:
         """The accuracy at the end, with its interval."""
         return None if self.score is None else metrics.format_accuracy(self.score.accuracy, self.score.samples)
-
-    @property
-    def interval(self) -> tuple[float | None, float | None]:
-        """Of the accuracy at the end, where the size of the test set is known."""
-        return metrics.known_interval(self.accuracy, self.curve[-1].test_samples if self.curve else None)
 
     @property
     def best_loss(self) -> float | None:
@@ -167,9 +154,9 @@ class Facts:
         _, there = self._reached(target)
         return None if there is None else there.update
 
-    def _reached(self, target: float | None) -> tuple[Point, Point | None]:
+    def _reached(self, target: float | None) -> tuple[Evaluation, Evaluation | None]:
         """The evaluation that reached the target, after the one before it."""
-        known = [Point(0.0, 0, None, None), *(point for point in self.curve if point.accuracy is not None)]
+        known = [Evaluation(0.0), *(point for point in self.curve if point.accuracy is not None)]
         at = None if target is None else metrics.reached_at(self._accuracies, target)
         return (known[0], None) if at is None else (known[at], known[at + 1])
 
@@ -221,14 +208,8 @@ class Facts:
         joules, reached = self.energy.joules, self.seconds_to(target)
         return joules * reached / self.seconds if joules is not None and reached is not None and self.seconds else None
 
-    def cost(self, price: float | None) -> float | None:
-        """Of all devices for the training seconds, at the price of a device hour."""
-        return self._cost(self.seconds, price)
-
-    def cost_to(self, target: float | None, price: float | None) -> float | None:
-        return self._cost(self.seconds_to(target), price)
-
-    def _cost(self, seconds: float | None, price: float | None) -> float | None:
+    def cost(self, seconds: float | None, price: float | None) -> float | None:
+        """Of all devices for so many training seconds, at the price of a device hour."""
         if price is None or self.learners is None or seconds is None:
             return None
         return metrics.cost(self.learners, seconds, price)
@@ -257,10 +238,26 @@ def straggler(facts: Facts) -> Straggler | None:
     for quarter, mine in enumerate(slow.quarters):
         theirs = [time for one in rest if (time := one.quarters[quarter]) is not None]
         if mine is not None and theirs:
-            quarters.append(Compared(mine, median(theirs)))
-    if not is_straggler(Compared(mine_s, others_s), quarters):
+            quarters.append((mine, median(theirs)))
+    if not is_straggler((mine_s, others_s), quarters):
         return None
     return Straggler(slow.learner, mine_s / others_s, mine_s, others_s, slow.typical_s is None)
+
+
+def staleness_theory(line: str, learners: int) -> Staleness | None:
+    """What the literature says of a strategy with so many learners, asked of the policy itself.
+
+    None where only an estimate is known, or the line is no strategy here.
+    """
+    try:
+        if learners < 1:
+            return None
+        if family_of(line) == ALL_REDUCE:
+            return FRESH
+        expected = create(line, expect=learners).expected_staleness(learners)
+    except RequestError:
+        return None
+    return expected if expected.exact else None
 
 
 # --- from a record ------------------------------------------------------------------------------------------------
@@ -275,7 +272,8 @@ def facts_of(run: RunRecord) -> Facts:
     problems = list(gradients.problems)
     whole = [updates_of(segment, gradients.applies[at]) for at, segment in enumerate(run.segments)]
     if last is not None:
-        updates, seconds, samples, dropped = last.update, last.seconds, last.samples, last.dropped
+        updates, samples, dropped = last.update, last.samples, last.dropped
+        seconds: float | None = last.seconds
     else:
         spent = [found for segment in run.segments if (found := span_seconds(segment.spans)) is not None]
         seconds = sum(spent) if spent else None
@@ -303,7 +301,7 @@ def facts_of(run: RunRecord) -> Facts:
         label=run.label,
         strategy=strategy,
         family=family,
-        learners=_learners(run, learners),
+        learners=_said(run, "learners") or _said(run, "expect") or len(learners) or None,
         servers=_said(run, "servers") if family != ALL_REDUCE else None,
         simulated=run.simulated,
         finished=not ended,
@@ -312,9 +310,7 @@ def facts_of(run: RunRecord) -> Facts:
         seconds=seconds,
         samples=samples,
         samples_dropped=dropped,
-        curve=tuple(
-            Point(one.seconds or 0.0, one.update, one.accuracy, one.loss, one.test_samples) for one in run.metrics
-        ),
+        curve=run.metrics,
         staleness=tuple(sorted(staleness.items())),
         applied=applied,
         dropped=gradients.dropped,
@@ -368,10 +364,6 @@ def _family(strategy: str) -> str:
 def _said(run: RunRecord, key: str) -> int | None:
     found = [untrusted.count(segment.run.get(key)) for segment in run.segments] + [untrusted.count(run.config.get(key))]
     return next((one for one in found if one), None)
-
-
-def _learners(run: RunRecord, by_learner: Sequence[LearnerFacts]) -> int | None:
-    return _said(run, "learners") or _said(run, "expect") or len(by_learner) or None
 
 
 def updates_of(segment: RunSegment, applies: int) -> int:

@@ -14,6 +14,7 @@ What it must not know: where the numbers are shown.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -96,8 +97,8 @@ def read_result(path: Path) -> Result:
         machine=_object(data.get("machine")),
         rows=_rows(name, kind, data.get("rows"), problems),
         curves=_curves(name, data.get("curves"), problems),
-        ranking=tuple(one for one in _list(data.get("ranking")) if isinstance(one, str) and one.strip(". ")),
-        notes=tuple(one for one in _list(data.get("notes")) if isinstance(one, str)),
+        ranking=tuple(one for one in untrusted.items(data.get("ranking")) if isinstance(one, str) and one.strip(". ")),
+        notes=tuple(one for one in untrusted.items(data.get("notes")) if isinstance(one, str)),
         definitions={
             key: value for key, value in _object(data.get("definitions")).items() if isinstance(value, str)
         },
@@ -107,10 +108,6 @@ def read_result(path: Path) -> Result:
 
 def _object(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
 
 
 def _rows(name: str, kind: str, given: Any, problems: list[str]) -> tuple[Row, ...]:
@@ -140,9 +137,9 @@ def _rows(name: str, kind: str, given: Any, problems: list[str]) -> tuple[Row, .
 def _curves(name: str, given: Any, problems: list[str]) -> tuple[Curve, ...]:
     found = []
     bad = 0
-    for curve in _list(given)[:_MOST_CURVES]:
+    for curve in untrusted.items(given)[:_MOST_CURVES]:
         points: list[tuple[float, float, float]] = []
-        for point in _list(curve.get("points"))[:_MOST_POINTS] if isinstance(curve, dict) else []:
+        for point in untrusted.items(curve.get("points"))[:_MOST_POINTS] if isinstance(curve, dict) else []:
             numbers = [untrusted.from_zero(one) for one in point] if isinstance(point, list) and len(point) == 3 else []
             whole = [one for one in numbers if one is not None]
             if len(whole) == 3 and whole[2] <= 1 and (not points or whole[0] >= points[-1][0]):
@@ -205,15 +202,12 @@ def read_inputs(paths: Sequence[Path]) -> Inputs:
 
 def _told_apart(runs: Sequence[tuple[Path, RunRecord]]) -> tuple[RunRecord, ...]:
     """Runs of the same name get that of the folder above too, and where that is not enough a number."""
-    labels = [run.label for _, run in runs]
-    names = [run.name for _, run in runs]
-    for at, (path, run) in enumerate(runs):
-        if labels.count(run.label) > 1:
-            above = clean(path.resolve().parent.name)
-            names[at] = clean(f"{above}/{run.name}") if above else run.name
+    alike = Counter(run.label for _, run in runs)
     seen: set[str] = set()
     told = []
-    for (_, run), name in zip(runs, names, strict=True):
+    for path, run in runs:
+        above = clean(path.resolve().parent.name) if alike[run.label] > 1 else ""
+        name = clean(f"{above}/{run.name}") if above else run.name
         label, number = shorten(name, LABEL), 1
         while label in seen:
             number += 1

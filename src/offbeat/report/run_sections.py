@@ -11,14 +11,13 @@ from offbeat.charts import BarChart, Bars, LineChart, Series, ShareChart
 from offbeat.number_format import Cell, percent
 from offbeat.policies import Staleness
 from offbeat.report import benchmarks, facts
-from offbeat.report.facts import Facts, straggler
+from offbeat.report.facts import Facts, staleness_theory, straggler
 from offbeat.report.inputs import Result
-from offbeat.report.page_model import Column, Item, Section, Table, Timeline
+from offbeat.report.page_model import Bar, Column, Item, Section, Table, Timeline
 from offbeat.report.summary import Group
-from offbeat.report.theory import staleness_theory
 from offbeat.runs.log import WHAT, Span
-from offbeat.runs.metrics import DEFINITIONS
-from offbeat.runs.run_record import RunRecord
+from offbeat.runs.metrics import DEFINITIONS, known_interval
+from offbeat.runs.run_record import Evaluation, RunRecord
 from offbeat.spec import count_of
 
 MOST_POINTS = 2_000  # of a curve
@@ -34,7 +33,7 @@ SHARES = ("computing", "thrown away", "sending", "waiting", "updating")
 # --- timeline -----------------------------------------------------------------------------------------------------
 
 
-def timelines(runs: Sequence[RunRecord], known: Sequence[Facts], limit: int) -> Section | None:
+def timelines(runs: Sequence[RunRecord], known: Sequence[Facts], limit: int) -> Section:
     all_spans = [one_clock(run) for run in runs]
     allowed = _allowed([len(spans) for spans in all_spans], limit)
     items = [
@@ -42,17 +41,11 @@ def timelines(runs: Sequence[RunRecord], known: Sequence[Facts], limit: int) -> 
         for at, (one, spans, most) in enumerate(zip(known, all_spans, allowed, strict=True), start=1)
         if spans
     ]
-    if not items:
-        return None
-    return Section(
-        key="timeline",
-        title="Timeline",
-        items=tuple(items),
-        paragraphs=(
-            "What each learner did, second by second. A bar of computing has the colour of the version of the "
-            "parameters it worked on; what was cancelled is marked.",
-        ),
+    text = (
+        "What each learner did, second by second. A bar of computing has the colour of the version of the parameters "
+        "it worked on; what was cancelled is marked."
     )
+    return Section(key="timeline", title="Timeline", items=tuple(items), about=text)
 
 
 def one_clock(run: RunRecord) -> list[Span]:
@@ -88,7 +81,7 @@ def _timeline(key: str, one: Facts, spans: Sequence[Span], most: int) -> Timelin
     place = {learner: at for at, learner in enumerate(numbers)}
     kinds = {what: at for at, what in enumerate(WHAT)}
     ends = [0.0] * len(numbers)
-    bars: list[tuple[int, int, float, float, int, bool]] = []
+    bars: list[Bar] = []
     hidden = 0
     for learner, what, start, end, version, cancelled in spans[:most]:
         row = place[learner]
@@ -106,18 +99,12 @@ def _timeline(key: str, one: Facts, spans: Sequence[Span], most: int) -> Timelin
         notes.append(f"Shown are the first {most:,} of {len(spans):,} bars.")
     if hidden:
         notes.append(f"Left out: {count_of(hidden, 'bar')} behind others of the same learner.")
-    columns = list(zip(*bars, strict=True)) if bars else [()] * 6
     return Timeline(
         key=key,
         title=_title(one),
         learners=tuple(f"learner {learner}" for learner in numbers),
         whats=WHAT,
-        learner=columns[0],
-        what=columns[1],
-        start_s=columns[2],
-        end_s=columns[3],
-        version=columns[4],
-        cancelled=columns[5],
+        bars=tuple(bars),
         note=" ".join(notes),
     )
 
@@ -136,7 +123,7 @@ def errors(
     groups: Sequence[Group],
     targets: Mapping[int, float | None],
     results: Sequence[Result],
-) -> Section | None:
+) -> Section:
     items: list[Item] = []
     curves = [_thinned(one.curve) for one in known]
     right = any(point.accuracy is not None for curve in curves for point in curve)
@@ -170,15 +157,13 @@ def errors(
     if items:
         items += [_accuracy_table(known, targets), _evaluations(known, curves)]
     items += benchmarks.races(results)
-    if not items:
-        return None
     text = "How fast the training got better: lower and further left is better."
     if drawn_levels:
         text += " The level is the target: the accuracy given, or the highest that all ranked runs reached."
-    return Section(key="error", title="Error against time", items=tuple(items), paragraphs=(text,))
+    return Section(key="error", title="Error against time", items=tuple(items), about=text)
 
 
-def _thinned(curve: Sequence[facts.Point]) -> tuple[facts.Point, ...]:
+def _thinned(curve: Sequence[Evaluation]) -> tuple[Evaluation, ...]:
     if len(curve) <= MOST_POINTS:
         return tuple(curve)
     step = -(-len(curve) // MOST_POINTS)
@@ -191,9 +176,9 @@ def _accuracy_table(known: Sequence[Facts], targets: Mapping[int, float | None])
         (
             one.label,
             one.accuracy,
-            *one.interval,
+            *known_interval(one.last.accuracy, one.last.test_samples),
             one.best_accuracy,
-            one.loss,
+            one.last.loss,
             one.best_loss,
             targets[at],
             one.seconds_to(targets[at]),
@@ -220,7 +205,7 @@ def _accuracy_table(known: Sequence[Facts], targets: Mapping[int, float | None])
     )
 
 
-def _evaluations(known: Sequence[Facts], curves: Sequence[Sequence[facts.Point]]) -> Table:
+def _evaluations(known: Sequence[Facts], curves: Sequence[Sequence[Evaluation]]) -> Table:
     rows: list[tuple[Cell, ...]] = []
     for one, curve in zip(known, curves, strict=True):
         for point in curve:
@@ -246,7 +231,7 @@ def _evaluations(known: Sequence[Facts], curves: Sequence[Sequence[facts.Point]]
 # --- staleness ----------------------------------------------------------------------------------------------------
 
 
-def staleness(known: Sequence[Facts]) -> Section | None:
+def staleness(known: Sequence[Facts]) -> Section:
     charts: list[Item] = []
     means: list[tuple[Cell, ...]] = []
     shares: list[tuple[Cell, ...]] = []
@@ -264,8 +249,6 @@ def staleness(known: Sequence[Facts]) -> Section | None:
         shares += [(one.label, *row) for row in rows]
         if largest > 0:
             charts.append(_staleness_chart(f"staleness-{at}", one, rows, theory))
-    if not means:
-        return None
     said = "version before the update that applies a gradient, less the version that it was computed at"
     tables = (
         Table(
@@ -297,7 +280,7 @@ def staleness(known: Sequence[Facts]) -> Section | None:
         ),
     )
     text = f"Staleness is the {said}. All-reduce and synchronous policies have none."
-    return Section(key="staleness", title="Staleness", items=(*charts, *tables), paragraphs=(text,))
+    return Section(key="staleness", title="Staleness", items=(*charts, *tables), about=text)
 
 
 def _histogram(
@@ -350,7 +333,7 @@ def _staleness_chart(
 # --- where the time went ------------------------------------------------------------------------------------------
 
 
-def shares(known: Sequence[Facts]) -> Section | None:
+def shares(known: Sequence[Facts]) -> Section:
     items: list[Item] = []
     rows: list[tuple[Cell, ...]] = []
     said = []
@@ -383,8 +366,6 @@ def shares(known: Sequence[Facts]) -> Section | None:
                  learner.apply_s, learner.evaluate_s, *(share or (None,) * len(SHARES)), learner.minibatches,
                  learner.cancelled, learner.compute_mean_s, learner.compute_median_s, learner.typical_s, factor)
             )  # fmt: skip
-    if not rows:
-        return None
     own = facts.DEFINITIONS
     columns = (
         Column("run"),
@@ -407,4 +388,4 @@ def shares(known: Sequence[Facts]) -> Section | None:
     text = "Parts of each learner's time, evaluation left out. Work that was cancelled or dropped is thrown away."
     if inside:
         text += f" {INSIDE_WAITING}"
-    return Section(key="time", title="Where the time went", items=tuple(items), paragraphs=(text, *said))
+    return Section(key="time", title="Where the time went", items=tuple(items), about=text, paragraphs=tuple(said))

@@ -17,9 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from offbeat.number_format import format_seconds, percent, whole_percent
-from offbeat.report.facts import Facts, Straggler, straggler
+from offbeat.report.facts import Facts, Straggler, staleness_theory, straggler
 from offbeat.report.inputs import Result
-from offbeat.report.theory import staleness_theory
 from offbeat.runs.run_record import RunRecord
 from offbeat.runs.untrusted import clean
 from offbeat.spec import count_of
@@ -249,22 +248,20 @@ def _not_ranked(group: Group, facts: Sequence[Facts], names: Sequence[str]) -> I
 
 
 def _of_run(one: Facts, name: str, price: float | None) -> Iterator[str]:
-    known = []
-    if one.updates is not None:
-        known.append(f"{one.updates:,} update{'' if one.updates == 1 else 's'}")
-    made = f" ({known[0]})" if known else ""
+    updates = "" if one.updates is None else f"{one.updates:,} update{'' if one.updates == 1 else 's'}"
+    made = f" ({updates})" if updates else ""
     so_far = "" if one.finished else f" {one.ended}" if one.ended == "so far" else f", {one.ended}"
     speed = "" if one.throughput is None else f", {one.throughput:,.0f} samples applied a second"
     if one.seconds is None:
-        if known:
-            yield f"{name} made {known[0]}{so_far}."
+        if updates:
+            yield f"{name} made {updates}{so_far}."
         return
     time = format_seconds(one.seconds)
     more = []
     if one.energy.joules is not None:
         least = f" at least (not measured: {one.energy.why_not})" if one.energy.why_not else ""
         more.append(f"it took {one.energy.joules:,.4g} J{least}")
-    cost = one.cost(price)
+    cost = one.cost(one.seconds, price)
     if cost is not None:
         more.append(f"it {'would cost' if one.simulated else 'cost'} {cost:.4g}")
     if one.accuracy is not None:
@@ -272,8 +269,8 @@ def _of_run(one: Facts, name: str, price: float | None) -> Iterator[str]:
         if percent(best) != percent(one.accuracy):
             more.insert(0, f"its best was {percent(best)}")
         did = f"ended at {one.right} after {time}"
-    elif one.loss is not None:
-        did = f"ended with a loss of {one.loss:.4g} after {time}"
+    elif one.last.loss is not None:
+        did = f"ended with a loss of {one.last.loss:.4g} after {time}"
     else:
         did = f"ran for {time}"
     yield "; ".join([f"{name} {did}{made}{so_far}{speed}", *more]) + "."

@@ -17,7 +17,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from offbeat.errors import LogError, RequestError, nearest
 from offbeat.policies.replay import LATEST_S
@@ -129,31 +129,28 @@ def read_log(path: Path) -> RunLog:
     """Read a log strictly: a `LogError` names the line that is wrong."""
     lines = JsonLines(path, strict=True)
     try:
-        found = read_lines(lines, lambda record: record)
+        run, spans, decisions = read_lines(lines, lambda record: record)
     except UnusableFile as file:
         raise LogError(f"{path}: {file.why}") from None
     if not lines.number:
         raise LogError(f"{path} is empty: a log starts with a line of kind 'run'")
-    return RunLog(run=found.run, spans=tuple(found.spans), decisions=tuple(found.decisions))
+    return RunLog(run=run, spans=tuple(spans), decisions=tuple(decisions))
 
 
 D = TypeVar("D")
 
 
-class LogLines(NamedTuple, Generic[D]):
-    """What the lines of a log say, in their order. `run` is empty where the first line does not describe the run."""
-
-    run: Mapping[str, Any]
-    spans: list[Span]
-    decisions: list[D]
-
-
-def read_lines(lines: JsonLines, decision: Callable[[Mapping[str, Any]], D]) -> LogLines[D]:
-    """Read the lines of a log; `decision` makes what is kept of a decision's record, or raises `RequestError`.
+def read_lines(
+    lines: JsonLines, decision: Callable[[Mapping[str, Any]], D]
+) -> tuple[Mapping[str, Any], list[Span], list[D]]:
+    """What the lines of a log say, in their order: of the run (nothing where the first line does not describe it), its
+    spans and its decisions. `decision` makes what is kept of a decision's record, or raises `RequestError`.
 
     `UnusableFile` where it is a log of another format.
     """
-    found: LogLines[D] = LogLines({}, [], [])
+    run: Mapping[str, Any] = {}
+    spans: list[Span] = []
+    decisions: list[D] = []
     for record in lines:
         kind = record.pop("kind", None)
         try:
@@ -161,18 +158,18 @@ def read_lines(lines: JsonLines, decision: Callable[[Mapping[str, Any]], D]) -> 
                 written = record.pop("format", None)
                 if written != FORMAT or isinstance(written, bool):
                     raise UnusableFile(lines.path, f"format {written!r}; this version reads format {FORMAT}")
-                found = found._replace(run=record)
+                run = record
             elif lines.number == 1 and lines.strict:
                 raise RequestError("a log starts with a line of kind 'run'")
             elif kind == "span":
-                found.spans.append(read_span(record))
+                spans.append(read_span(record))
             elif kind == "decision":
-                found.decisions.append(decision(record))
+                decisions.append(decision(record))
             else:
                 raise RequestError(f"expected a line of kind 'span' or 'decision'; got {kind!r}")
         except RequestError as error:
             lines.skip(str(error))
-    return found
+    return run, spans, decisions
 
 
 def chrome_trace(spans: Iterable[Span], *, name: str = "offbeat", process: int = 0) -> dict[str, Any]:
@@ -181,30 +178,29 @@ def chrome_trace(spans: Iterable[Span], *, name: str = "offbeat", process: int =
     The events of several runs can stand in one trace, if each has a `process` of its own.
     """
     events: list[dict[str, Any]] = [{"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}}]
-    bars: list[dict[str, Any]] = []
-    learners: set[int] = set()
-    for span in spans:
-        check_span(span)
-        learners.add(span.learner)
-        bars.append(
-            {
-                "ph": "X",
-                "pid": process,
-                "tid": span.learner,
-                "name": f"{span.what} v{span.version}" + (" (cancelled)" if span.cancelled else ""),
-                "cat": span.what,
-                "ts": span.start_s * 1e6,
-                "dur": (span.end_s - span.start_s) * 1e6,
-                "args": {"version": span.version, "cancelled": span.cancelled},
-            }
-        )
-    for learner in sorted(learners):
+    checked = [check_span(span) for span in spans]
+    events += [
+        {"ph": "M", "pid": process, "tid": learner, "name": key, "args": value}
+        for learner in sorted({span.learner for span in checked})
         for key, value in (
             ("thread_name", {"name": f"learner {learner}"}),
             ("thread_sort_index", {"sort_index": learner}),
-        ):
-            events.append({"ph": "M", "pid": process, "tid": learner, "name": key, "args": value})
-    return {"traceEvents": events + bars, "displayTimeUnit": "ms"}
+        )
+    ]
+    events += [
+        {
+            "ph": "X",
+            "pid": process,
+            "tid": span.learner,
+            "name": f"{span.what} v{span.version}" + (" (cancelled)" if span.cancelled else ""),
+            "cat": span.what,
+            "ts": span.start_s * 1e6,
+            "dur": (span.end_s - span.start_s) * 1e6,
+            "args": {"version": span.version, "cancelled": span.cancelled},
+        }
+        for span in checked
+    ]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def write_chrome_trace(path: Path, spans: Iterable[Span], *, name: str = "offbeat") -> None:

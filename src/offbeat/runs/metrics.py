@@ -209,6 +209,26 @@ def ranking(scores: Sequence[Score], *, within: float = 0.0) -> list[list[int]]:
     return groups
 
 
+# --- stragglers -----------------------------------------------------------------------------------------------------
+
+SLOWER = 1.3  # times the others' time for a minibatch, from which on a learner is slow
+FEWEST_PARTS = 2  # that can be compared
+
+
+def is_slow(own_s: float, others_s: float) -> bool:
+    """From the typical seconds of a learner's minibatch, and of the others'."""
+    return own_s > SLOWER * others_s > 0
+
+
+def is_straggler(whole: tuple[float, float], parts: Sequence[tuple[float, float]]) -> bool:
+    """From seconds as `is_slow` takes them, over the whole time and in each part of it in which both are known.
+
+    A straggler is slow all the time, not by chance. One definition, for runs that were measured and for clusters to
+    simulate.
+    """
+    return is_slow(*whole) and len(parts) >= FEWEST_PARTS and all(is_slow(*part) for part in parts)
+
+
 def cost(devices: int, seconds: float, price_per_device_hour: float) -> float:
     return devices * seconds / 3600 * price_per_device_hour
 

@@ -29,14 +29,14 @@ _ENERGY = re.compile(r"energy(?:\.([1-9][0-9]{0,3}))?\.json")
 class Evaluation(NamedTuple):
     """A line of metrics.jsonl; None where it does not say. `dropped` are samples, up to then."""
 
-    update: int | None
-    seconds: float | None
-    accuracy: float | None
-    test_samples: int | None  # of which it is a share
-    loss: float | None
-    samples: int | None
-    dropped: int | None
-    epoch: float | None
+    seconds: float
+    update: int | None = None
+    accuracy: float | None = None
+    loss: float | None = None
+    test_samples: int | None = None  # of which the accuracy is a share
+    samples: int | None = None
+    dropped: int | None = None
+    epoch: float | None = None
     warning: str = ""  # that the training does not learn
     sent_bytes: int | None = None  # by all learners, up to then
     received_bytes: int | None = None
@@ -113,7 +113,8 @@ class _Reader:
         metrics = self._metrics()
         segments = self._segments()
         machine = self._object(self._run.machine)
-        energy = tuple(one for number in self._numbers() if (one := self._energy(number)) is not None)
+        measured = sorted(int(match[1] or 1) for name in self._entries if (match := _ENERGY.fullmatch(name)))
+        energy = tuple(one for number in measured if (one := self._energy(number)) is not None)
         finished = not segments or segments[-1].finished  # an earlier segment that broke off was gone on with
         if not finished:
             self._say("the run is unfinished: it is still running, or was stopped from outside")
@@ -153,11 +154,11 @@ class _Reader:
         lines = JsonLines(self._run.metrics)
         try:
             for record in lines:
-                read = _evaluation(record)
-                if read.seconds is None or (found and read.seconds < (found[-1].seconds or 0.0)):
+                seconds = untrusted.from_zero(record.get("seconds"))
+                if seconds is None or (found and seconds < found[-1].seconds):
                     lines.skip("it does not say when, or is out of order")
                 else:
-                    found.append(read)
+                    found.append(_evaluation(seconds, record))
         except UnusableFile as file:
             self._say(str(file))
         if lines.problem:
@@ -173,7 +174,7 @@ class _Reader:
     def _segment(self, log: LogFile) -> RunSegment | None:
         lines = JsonLines(log.path)
         try:
-            found = read_lines(lines, read_decision)
+            run, spans, decisions = read_lines(lines, read_decision)
         except UnusableFile as file:
             self._say(str(file))
             return None
@@ -183,16 +184,12 @@ class _Reader:
             self._say(lines.problem)
         return RunSegment(
             number=log.segment,
-            run=untrusted.plain(dict(found.run)),
-            spans=tuple(found.spans),
-            decisions=tuple(found.decisions),
+            run=untrusted.plain(run),
+            spans=tuple(spans),
+            decisions=tuple(decisions),
             finished=log.finished,
             unread=lines.skipped,
         )
-
-    def _numbers(self) -> list[int]:
-        """Of the segments whose energy was written."""
-        return sorted(int(match[1] or 1) for name in self._entries if (match := _ENERGY.fullmatch(name)))
 
     def _energy(self, segment: int) -> SegmentEnergy | None:
         path = self._run.energy(segment)
@@ -202,26 +199,24 @@ class _Reader:
         joules = untrusted.from_zero(data.get("joules"))
         if joules is None and data.get("joules") is not None:
             self._say(f"{path.name}: 'joules' is not a number of joules")
-        names = [untrusted.text(one.get("name")) for one in _list(data.get("sources")) if isinstance(one, dict)]
+        names = [
+            untrusted.text(one.get("name")) for one in untrusted.items(data.get("sources")) if isinstance(one, dict)
+        ]
         return SegmentEnergy(
             segment=segment,
             seconds=untrusted.from_zero(data.get("seconds")),
             joules=joules,
             sources=tuple(filter(None, names)),
-            reasons=tuple(one for one in _list(data.get("not_measured")) if isinstance(one, str)),
+            reasons=tuple(one for one in untrusted.items(data.get("not_measured")) if isinstance(one, str)),
         )
 
 
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _evaluation(record: Mapping[str, Any]) -> Evaluation:
+def _evaluation(seconds: float, record: Mapping[str, Any]) -> Evaluation:
     dropped = record.get("dropped")
     many = [untrusted.count(one) for one in dropped.values()] if isinstance(dropped, dict) else None
     return Evaluation(
+        seconds=seconds,
         update=untrusted.count(record.get("update")),
-        seconds=untrusted.from_zero(record.get("seconds")),
         accuracy=untrusted.share(record.get("accuracy")),
         test_samples=untrusted.count(record.get("test_samples")),
         loss=untrusted.number(record.get("loss")),

@@ -9,6 +9,8 @@ A row is made of pieces, so that whoever prints it can colour each by its versio
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple
 
 from offbeat.runs.log import Span
@@ -40,15 +42,7 @@ def rows(spans: Sequence[Span], *, width: int, end_s: float | None = None) -> di
             for at in range(max(0, first), min(width, last)):
                 label = span.what == "compute" and at == first
                 cells[at] = (str(span.version)[-1] if label else fill, version)
-        found[learner] = _pieces(cells)
+        found[learner] = [
+            Piece("".join(text for text, _ in some), version) for version, some in groupby(cells, key=itemgetter(1))
+        ]
     return found
-
-
-def _pieces(cells: Sequence[tuple[str, int]]) -> list[Piece]:
-    pieces: list[Piece] = []
-    for text, version in cells:
-        if pieces and pieces[-1].version == version:
-            pieces[-1] = Piece(pieces[-1].text + text, version)
-        else:
-            pieces.append(Piece(text, version))
-    return pieces
