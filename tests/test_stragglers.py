@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from offbeat.policies.events import Pushed, Send
 from offbeat.policies.replay import Decision
-from offbeat.runs.log import Span
+from offbeat.runs.log import Span, minibatches_by_span, pushed_spans
 from offbeat.runs.metrics import SLOWER, is_slow, is_straggler
-from offbeat.runs.pushed_spans import minibatches_by_span, pushed_spans
 
 SLOW, EQUAL = (1.01 * SLOWER, 1.0), (SLOWER, 1.0)
 

@@ -529,7 +529,7 @@ def test_buttons_wheel_and_keys_zoom_and_move_the_timeline(show: Open) -> None:
 
 def test_timelines_of_a_page_begin_with_the_same_stretch_however_long_the_runs(show: Open) -> None:
     one, short = pages.timeline(4, 200), pages.timeline(4, 10, key="short")
-    slow = tuple((who, what, 3 * start, 3 * end, *more) for who, what, start, end, *more in one.bars)
+    slow = tuple((who, what, 3 * start, 3 * end, at, thrown) for who, what, start, end, at, thrown in one.bars)
     tab = show(page_of(one, replace(one, key="slow", bars=slow), short))
     windows = [window(tab.locator(f"#chart-{key}")) for key in ("timeline", "slow", "short")]
     assert windows[0] == windows[1] == windows[2] and windows[0][1] > 15

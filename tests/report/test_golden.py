@@ -21,7 +21,6 @@ from typing import Any
 import pytest
 
 from offbeat.charts import BarChart, LineChart, ShareChart
-from offbeat.report import facts as own
 from offbeat.report.build import build
 from offbeat.report.facts import EnergyFacts, Facts, Straggler, facts_of, straggler
 from offbeat.report.inputs import Inputs, read_inputs
@@ -461,7 +460,7 @@ ROWS: dict[str, tuple[tuple[str, ...], list[tuple[Any, ...]]]] = {
     ),
     "definitions": (
         ("name", "unit", "definition"),
-        [*((name, one.unit, one.formula) for name, one in sorted({**DEFINITIONS, **own.DEFINITIONS}.items())),
+        [*((name, one.unit, one.formula) for name, one in sorted(DEFINITIONS.items())),
          ("scale: T", "", "seconds")],
     ),
 }  # fmt: skip

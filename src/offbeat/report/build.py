@@ -19,7 +19,7 @@ from typing import Any
 
 from offbeat.charts import BarChart, Bars, LineChart, Series, ShareChart
 from offbeat.number_format import Cell, percent
-from offbeat.report import benchmarks, facts, run_sections, summary
+from offbeat.report import benchmarks, run_sections, summary
 from offbeat.report.facts import Facts, facts_of
 from offbeat.report.inputs import Result
 from offbeat.report.page_model import Column, Item, Page, Section, Table, Timeline
@@ -37,21 +37,18 @@ def build(
     runs: Sequence[RunRecord],
     results: Sequence[Result] = (),
     *,
-    problems: Sequence[str] | None = None,
+    problems: Sequence[str] = (),
     target: float | None = None,
     price: float | None = None,
     limit: int = MOST_BARS,
     known: Sequence[Facts] | None = None,
 ) -> Page:
-    """`problems` are those of reading, as `read_inputs` has named them; without them they are taken from the records.
+    """`problems` are those of reading, as `read_inputs` has named them.
 
     `target` is an accuracy, `price` that of a device hour, `limit` how many bars all timelines have together. `known`
     are the facts of the runs, for who has them already.
     """
     known = [facts_of(run) for run in runs] if known is None else known
-    if problems is None:
-        problems = [f"{run.label}: {problem}" for run in runs for problem in run.problems]
-        problems += [problem for result in results for problem in result.problems]
     groups = groups_of(runs, known, target)
     targets = {at: group.target for group in groups for at in group.members}
     sections = (
@@ -120,7 +117,7 @@ def _communication(known: Sequence[Facts], results: Sequence[Result]) -> Section
         columns=(
             Column("run"),
             *(Column(name, "percent") for name in names),
-            Column("not computing", "percent", facts.DEFINITIONS["not computing"].formula),
+            Column("not computing", "percent", DEFINITIONS["not computing"].formula),
         ),
         rows=tuple((one.label, *row, one.not_computing_share) for one, row in zip(split, shares, strict=True)),
     )
@@ -227,8 +224,7 @@ def _energy_charts(known: Sequence[Facts]) -> list[Item]:
 
 
 def _energy_table(known: Sequence[Facts], targets: Mapping[int, float | None], price: float | None) -> Table:
-    own = facts.DEFINITIONS
-    cost = f"{DEFINITIONS['cost'].formula}; {own['cost of a run'].formula}"
+    cost = f"{DEFINITIONS['cost'].formula}; {DEFINITIONS['cost of a run'].formula}"
     rows: list[tuple[Cell, ...]] = []
     for at, one in enumerate(known):
         energy = one.energy
@@ -244,10 +240,10 @@ def _energy_table(known: Sequence[Facts], targets: Mapping[int, float | None], p
         Column("measured by", "text", "only energy of the same sources can be compared"),
         Column("not measured"),
         Column("energy measured over (s)", "seconds"),
-        Column("energy per sample (J)", "joules", own["energy per sample"].formula),
-        Column("energy to target (J)", "joules", own["energy to target"].formula),
-        Column("devices", "number", own["devices"].formula),
-        Column("training time (s)", "seconds", own["seconds"].formula),
+        Column("energy per sample (J)", "joules", DEFINITIONS["energy per sample"].formula),
+        Column("energy to target (J)", "joules", DEFINITIONS["energy to target"].formula),
+        Column("devices", "number", DEFINITIONS["devices"].formula),
+        Column("training time (s)", "seconds", DEFINITIONS["seconds"].formula),
         Column("cost", "money", cost),
         Column("cost to target", "money", cost),
     )
@@ -268,7 +264,6 @@ def _comparison(known: Sequence[Facts], targets: Mapping[int, float | None], pri
              one.applied, one.dropped, one.cancelled, one.unused, one.thrown_away_share, one.not_computing_share,
              one.energy.joules, one.cost(one.seconds, price))
         )  # fmt: skip
-    own = facts.DEFINITIONS
     columns = (
         Column("run"),
         Column("strategy"),
@@ -276,8 +271,8 @@ def _comparison(known: Sequence[Facts], targets: Mapping[int, float | None], pri
         Column("servers", "number"),
         Column("kind"),
         Column("updates", "number"),
-        Column("training time (s)", "seconds", own["seconds"].formula),
-        Column("time per update (s)", "seconds", own["seconds per update"].formula),
+        Column("training time (s)", "seconds", DEFINITIONS["seconds"].formula),
+        Column("time per update (s)", "seconds", DEFINITIONS["seconds per update"].formula),
         Column("samples applied", "number"),
         Column("samples never applied", "number"),
         Column("throughput (samples/s)", "number", DEFINITIONS["throughput"].formula),
@@ -290,10 +285,10 @@ def _comparison(known: Sequence[Facts], targets: Mapping[int, float | None], pri
         Column("gradients dropped", "number"),
         Column("minibatches cancelled", "number", "begun and given up"),
         Column("gradients left over", "number", "pushed, and neither applied nor dropped when the run ended"),
-        Column("thrown away", "percent", own["thrown away"].formula),
-        Column("not computing", "percent", own["not computing"].formula),
+        Column("thrown away", "percent", DEFINITIONS["thrown away"].formula),
+        Column("not computing", "percent", DEFINITIONS["not computing"].formula),
         Column("energy (J)", "joules", DEFINITIONS["energy"].formula),
-        Column("cost", "money", f"{DEFINITIONS['cost'].formula}; {own['cost of a run'].formula}"),
+        Column("cost", "money", f"{DEFINITIONS['cost'].formula}; {DEFINITIONS['cost of a run'].formula}"),
     )
     table = Table(key="runs", title="All runs", columns=columns, rows=tuple(rows))
     return Section(key="runs", title="Comparison", items=(table,), about="Each run in one row.")
@@ -339,9 +334,7 @@ def _flat(value: Mapping[str, Any], above: str = "") -> dict[str, Cell]:
 
 
 def _definitions(results: Sequence[Result]) -> Section:
-    rows: list[tuple[Cell, ...]] = [
-        (name, one.unit, one.formula) for name, one in sorted({**DEFINITIONS, **facts.DEFINITIONS}.items())
-    ]
+    rows: list[tuple[Cell, ...]] = [(name, one.unit, one.formula) for name, one in sorted(DEFINITIONS.items())]
     for result in results:
         rows += [(shorten(f"{result.label}: {name}", 2 * LABEL), "", said) for name, said in result.definitions.items()]
     columns = (Column("name"), Column("unit"), Column("definition"))

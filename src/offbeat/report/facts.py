@@ -2,7 +2,7 @@
 
 Laws. Pure functions of a `RunRecord`. What cannot be known is None, never a guess. Updates, seconds and samples are of
 one source: the last evaluation, or, where there is none, the log. Shares are of what a learner's spans account for,
-evaluation left out. Where `runs.metrics` has a definition, its function is used; the others are in `DEFINITIONS`.
+evaluation left out. What each number means is in `metrics.DEFINITIONS`.
 
 What it must not know: files, pages and words.
 """
@@ -23,37 +23,9 @@ from offbeat.policies.events import Pushed
 from offbeat.policies.staleness import FRESH
 from offbeat.report.learners import LearnerFacts, by_learner, minibatches_of
 from offbeat.runs import metrics, untrusted
-from offbeat.runs.log import Span
-from offbeat.runs.metrics import SLOWER, Definition, is_straggler
-from offbeat.runs.pushed_spans import pushed_spans
+from offbeat.runs.log import Span, pushed_spans
 from offbeat.runs.run_record import Evaluation, RunRecord, RunSegment
 from offbeat.strategy import ALL_REDUCE, SERVER, family_of
-
-DEFINITIONS: Mapping[str, Definition] = {
-    "seconds": Definition("s", "training seconds at the last evaluation, evaluation left out; without one, from the "
-                               "first to the last span of each stretch of the run, less the time of evaluations. After "
-                               "a resume, work that was lost between a checkpoint and a kill is not in it"),
-    "seconds per update": Definition("s", "seconds / updates, over the whole run"),
-    "error": Definition("", "1 - accuracy on the test set"),
-    "computing": Definition("s", "seconds of minibatches that were finished and not dropped"),
-    "thrown away": Definition("s", "seconds of minibatches that were cancelled, or whose gradient was dropped"),
-    "accounted time": Definition("s", "computing + thrown away + sending + waiting + updating; evaluation left out"),
-    "not computing": Definition("", "(sending + waiting + updating) / accounted time, of all learners together; "
-                                    "waiting for others, slow ones too, is in it"),
-    "minibatch": Definition("", "where a learner pushes after N minibatches and the log has one span for them, that "
-                                "span counts as N, each of an Nth of its time"),
-    "typical minibatch": Definition("s", "median seconds; a cancelled minibatch counts as one that would have taken "
-                                         "longer than it was let (Kaplan and Meier 1958)"),
-    "straggler": Definition("", f"a learner whose typical minibatch takes over {SLOWER} times the median of the "
-                                "others', in the whole run and in each quarter of it (two at least) that can be "
-                                "compared; where none of its minibatches was finished, the median time that they "
-                                "were let: at least"),
-    "energy per sample": Definition("J", "joules / samples applied"),
-    "energy to target": Definition("J", "joules * seconds to the target / seconds: power is taken as even"),
-    "cost of a run": Definition("", "cost of the training seconds, or of those to the target: what was lost between a "
-                                    "checkpoint and a kill is not in them"),
-    "devices": Definition("", "one for each learner"),
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,7 +198,7 @@ class Straggler(NamedTuple):
 
 
 def straggler(facts: Facts) -> Straggler | None:
-    """The slowest learner, if it is a straggler as `DEFINITIONS` has it."""
+    """The slowest learner, if it is a straggler as `metrics.DEFINITIONS` has it."""
     known = [one for one in facts.by_learner if one.typical_s is not None or one.at_least_s is not None]
     if not known:
         return None
@@ -239,7 +211,7 @@ def straggler(facts: Facts) -> Straggler | None:
         theirs = [time for one in rest if (time := one.quarters[quarter]) is not None]
         if mine is not None and theirs:
             quarters.append((mine, median(theirs)))
-    if not is_straggler((mine_s, others_s), quarters):
+    if not metrics.is_straggler((mine_s, others_s), quarters):
         return None
     return Straggler(slow.learner, mine_s / others_s, mine_s, others_s, slow.typical_s is None)
 

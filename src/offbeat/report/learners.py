@@ -1,7 +1,7 @@
 """Where each learner's time went, and how long its minibatches took: from the spans of a log.
 
 Laws. Pure functions of what was read. What cannot be known is None, never a guess. What is defined in words is in
-`facts.DEFINITIONS`.
+`metrics.DEFINITIONS`.
 
 What it must not know: files, pages, words, and what a policy decided.
 """
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from offbeat.errors import RequestError
 from offbeat.policies import create
 from offbeat.policies.events import Pushed
-from offbeat.runs.pushed_spans import minibatches_by_span
+from offbeat.runs.log import minibatches_by_span
 from offbeat.runs.run_record import RunSegment
 from offbeat.simulate.recorded import product_limit
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from offbeat.charts import BarChart, Bars, LineChart, Series, ShareChart
 from offbeat.number_format import Cell, percent
 from offbeat.policies import Staleness
-from offbeat.report import benchmarks, facts
+from offbeat.report import benchmarks
 from offbeat.report.facts import Facts, staleness_theory, straggler
 from offbeat.report.inputs import Result
 from offbeat.report.page_model import Bar, Column, Item, Section, Table, Timeline
@@ -220,7 +220,7 @@ def _evaluations(known: Sequence[Facts], curves: Sequence[Sequence[Evaluation]])
             Column("training time (s)", "seconds"),
             Column("updates", "number"),
             Column("accuracy", "percent"),
-            Column("test error", "percent", facts.DEFINITIONS["error"].formula),
+            Column("test error", "percent", DEFINITIONS["error"].formula),
             Column("test loss", "number"),
         ),
         rows=tuple(rows),
@@ -337,7 +337,6 @@ def shares(known: Sequence[Facts]) -> Section:
     items: list[Item] = []
     rows: list[tuple[Cell, ...]] = []
     said = []
-    inside: list[str] = []
     for at, one in enumerate(known, start=1):
         slow = straggler(one)
         if slow is not None:
@@ -346,8 +345,6 @@ def shares(known: Sequence[Facts]) -> Section:
         shares = [learner.shares() for learner in one.by_learner]
         drawn = [(f"learner {learner.learner}", share) for learner, share in zip(one.by_learner, shares, strict=True)
                  if share is not None]  # fmt: skip
-        if one.inside_waiting:
-            inside.append(one.label)
         if drawn:
             there = [part for part in range(len(SHARES)) if drawn[0][1][part] is not None]
             items.append(
@@ -366,26 +363,25 @@ def shares(known: Sequence[Facts]) -> Section:
                  learner.apply_s, learner.evaluate_s, *(share or (None,) * len(SHARES)), learner.minibatches,
                  learner.cancelled, learner.compute_mean_s, learner.compute_median_s, learner.typical_s, factor)
             )  # fmt: skip
-    own = facts.DEFINITIONS
     columns = (
         Column("run"),
         Column("learner", "number"),
-        Column("computing (s)", "seconds", own["computing"].formula),
-        Column("thrown away (s)", "seconds", own["thrown away"].formula),
+        Column("computing (s)", "seconds", DEFINITIONS["computing"].formula),
+        Column("thrown away (s)", "seconds", DEFINITIONS["thrown away"].formula),
         Column("sending (s)", "seconds"),
         Column("waiting (s)", "seconds"),
         Column("updating (s)", "seconds"),
         Column("evaluating (s)", "seconds", "is no part of the shares"),
-        *(Column(f"{name}: share", "percent", own["accounted time"].formula) for name in SHARES),
-        Column("minibatches finished", "number", own["minibatch"].formula),
+        *(Column(f"{name}: share", "percent", DEFINITIONS["accounted time"].formula) for name in SHARES),
+        Column("minibatches finished", "number", DEFINITIONS["minibatch"].formula),
         Column("minibatches cancelled", "number"),
         Column("mean minibatch (s)", "seconds", "of those finished"),
         Column("median minibatch (s)", "seconds", "of those finished"),
-        Column("typical minibatch (s)", "seconds", own["typical minibatch"].formula),
-        Column("straggler", "times", own["straggler"].formula),
+        Column("typical minibatch (s)", "seconds", DEFINITIONS["typical minibatch"].formula),
+        Column("straggler", "times", DEFINITIONS["straggler"].formula),
     )
     items.append(Table(key="learners", title="Every learner", columns=columns, rows=tuple(rows)))
     text = "Parts of each learner's time, evaluation left out. Work that was cancelled or dropped is thrown away."
-    if inside:
+    if any(one.inside_waiting for one in known):
         text += f" {INSIDE_WAITING}"
     return Section(key="time", title="Where the time went", items=tuple(items), about=text, paragraphs=tuple(said))

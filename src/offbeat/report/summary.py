@@ -345,8 +345,8 @@ def _energies(facts: Sequence[Facts]) -> Iterator[str]:
 def _of_result(result: Result) -> Iterator[str]:
     recipe = result.said("recipe")
     of = f" of {recipe}" if recipe else ""
+    what = f"{result.said('kind') or 'weak'} scaling" if result.kind == "scaling" else "race"
     if result.ranking:
-        what = f"{result.said('kind') or 'weak'} scaling" if result.kind == "scaling" else "race"
         told = [one.rstrip(". ") for one in result.ranking[:VERDICTS]]
         more = len(result.ranking) - len(told)
         yield "; ".join([f"In the {what}{of}: {told[0]}", *told[1:], *([f"{more} more"] if more else [])]) + "."
@@ -356,9 +356,8 @@ def _of_result(result: Result) -> Iterator[str]:
         best = max((row for row in known if row["learners"] == most), key=lambda row: row["speedup"], default=None)
         if best is not None and most > 1:
             share = "" if best["efficiency"] is None else f" (efficiency {percent(best['efficiency'])})"
-            kind = result.said("kind") or "weak"
             yield (
-                f"In the {kind} scaling{of} {best['strategy']} was the fastest with {count_of(most, 'learner')}: "
+                f"In the {what}{of} {best['strategy']} was the fastest with {count_of(most, 'learner')}: "
                 f"{best['speedup']:.2f}x one learner{share}."
             )
     elif result.kind == "accuracy":

@@ -78,24 +78,19 @@ class JsonLines:
 
 def _lines(file: BinaryIO) -> Iterator[bytes | None]:
     """The lines of a file, None for one that is too long."""
-    seen = 0
-    while seen < LARGEST_LOG:
-        try:
-            line = file.readline(LONGEST_LINE)
+    seen, too_long = 0, False
+    try:
+        while seen < LARGEST_LOG and (line := file.readline(LONGEST_LINE)):
             seen += len(line)
             if len(line) == LONGEST_LINE and not line.endswith(b"\n"):
-                while line and not line.endswith(b"\n") and seen < LARGEST_LOG:
-                    line = file.readline(LONGEST_LINE)
-                    seen += len(line)
-                yield None
-                continue
-        except OSError:  # the disk has failed in the middle: what was read counts
-            yield None
-            return
-        if not line:
-            return
-        yield line
-    yield None
+                too_long = True  # and goes on
+            else:
+                yield None if too_long else line
+                too_long = False
+    except OSError:  # the disk has failed in the middle: what was read counts
+        too_long = True
+    if too_long or seen >= LARGEST_LOG:
+        yield None
 
 
 def read_json(path: Path) -> dict[str, Any]:
