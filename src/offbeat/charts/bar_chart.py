@@ -38,7 +38,6 @@ class Bars(NamedTuple):
     name: str
     values: tuple[float | None, ...]
     style: Literal["columns", "dots"] = "columns"
-    group: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +78,8 @@ def hatch(name: str, number: int) -> tuple[str, str | None]:
 
 
 def bar_colours(chart: BarChart) -> dict[str, str]:
-    """The class of each group. A part of the time has its own colour; what is beside it has one that no part has."""
-    groups = groups_of(bars.group for bars in chart.series)
+    """The class of each name. A part of the time has its own colour; what is beside it has one that no part has."""
+    groups = groups_of(bars.name for bars in chart.series)
     parts = {name for name in groups if name.lower() in TIME_PARTS[:-1]}
     others = [name for name in groups if name not in parts]
     if not parts:
@@ -96,10 +95,10 @@ def bar_legend(chart: BarChart) -> list[LegendEntry]:
             name,
             colours[name],
             COLUMN_SWATCH
-            if any(bars.style == "columns" for bars in chart.series if bars.group == name)
+            if any(bars.style == "columns" for bars in chart.series if bars.name == name)
             else element("path", class_="mark", d=mark(number, 11, 6, 5)),
         )
-        for name, number in groups_of(bars.group for bars in chart.series).items()
+        for name, number in groups_of(bars.name for bars in chart.series).items()
     ]
 
 
@@ -145,10 +144,8 @@ def draw_bar_chart(chart: BarChart, width: int, name: str) -> str:
 def _draw_bars(
     chart: BarChart, bars: Bars, columns: Sequence[Bars], slot: float, x: Scale, y: Scale, name: str, valued: bool
 ) -> str:
-    number = groups_of(one.group for one in chart.series)[bars.group]
-    place_of = [one.group for one in columns]
-    at = columns.index(bars) if bars in columns else place_of.index(bars.group) if bars.group in place_of else None
-    shift = 0.0 if at is None else (at - (len(columns) - 1) / 2) * slot
+    number = groups_of(one.name for one in chart.series)[bars.name]
+    shift = (columns.index(bars) - (len(columns) - 1) / 2) * slot if bars in columns else 0.0
     pattern, over = hatch(name, number) if bars.style == "columns" else ("", None)
     drawn = [pattern]
     for category, value in enumerate(bars.values[: len(chart.categories)]):
@@ -172,7 +169,7 @@ def _draw_bars(
             drawn.append(
                 label(centre, top + (10 if value < 0 else -9), text, TICK_SIZE, text_anchor="middle", class_="halo")
             )
-    return group(f"series {bar_colours(chart)[bars.group]}", *drawn, data_group=number)
+    return group(f"series {bar_colours(chart)[bars.name]}", *drawn, data_group=number)
 
 
 def _draw_categories(categories: Sequence[str], x: Scale, y: float, slanted: bool) -> str:

@@ -255,15 +255,14 @@ def _energy_table(known: Sequence[Facts], targets: Mapping[int, float | None], p
 
 
 def _comparison(known: Sequence[Facts], targets: Mapping[int, float | None], price: float | None) -> Section:
-    rows: list[tuple[Cell, ...]] = []
-    for at, one in enumerate(known):
-        rows.append(
+    rows = [
             (one.label, one.strategy, one.learners, one.servers, _kind(one),
              one.updates, one.seconds, one.seconds_per_update, one.samples, one.samples_dropped, one.throughput,
              one.accuracy, one.best_accuracy, one.last.loss, one.seconds_to(targets[at]), one.staleness_mean,
              one.applied, one.dropped, one.cancelled, one.unused, one.thrown_away_share, one.not_computing_share,
              one.energy.joules, one.cost(one.seconds, price))
-        )  # fmt: skip
+        for at, one in enumerate(known)
+    ]  # fmt: skip
     columns = (
         Column("run"),
         Column("strategy"),
@@ -334,9 +333,12 @@ def _flat(value: Mapping[str, Any], above: str = "") -> dict[str, Cell]:
 
 
 def _definitions(results: Sequence[Result]) -> Section:
-    rows: list[tuple[Cell, ...]] = [(name, one.unit, one.formula) for name, one in sorted(DEFINITIONS.items())]
-    for result in results:
-        rows += [(shorten(f"{result.label}: {name}", 2 * LABEL), "", said) for name, said in result.definitions.items()]
+    rows = [(name, one.unit, one.formula) for name, one in sorted(DEFINITIONS.items())]
+    rows += [
+        (shorten(f"{result.label}: {name}", 2 * LABEL), "", said)
+        for result in results
+        for name, said in result.definitions.items()
+    ]
     columns = (Column("name"), Column("unit"), Column("definition"))
     table = Table(key="definitions", title="Definitions", columns=columns, rows=tuple(rows))
     return Section(key="definitions", title="Definitions", items=(table,), about="What each number means.")

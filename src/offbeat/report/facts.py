@@ -18,8 +18,7 @@ from statistics import median
 from typing import NamedTuple
 
 from offbeat.errors import RequestError
-from offbeat.policies import Staleness, create
-from offbeat.policies.events import Pushed
+from offbeat.policies import Pushed, Staleness, create
 from offbeat.policies.staleness import FRESH
 from offbeat.report.learners import LearnerFacts, by_learner, minibatches_of
 from offbeat.runs import metrics, untrusted
@@ -71,8 +70,7 @@ class Facts:
     @property
     def throughput(self) -> float | None:
         """Samples applied a second."""
-        known = self.samples is not None and self.seconds is not None and self.seconds > 0
-        return metrics.throughput(self.samples or 0, self.seconds or 0.0) if known else None
+        return metrics.throughput(self.samples, self.seconds) if self.samples is not None and self.seconds else None
 
     @property
     def seconds_per_update(self) -> float | None:
@@ -138,16 +136,14 @@ class Facts:
 
     @property
     def staleness_mean(self) -> float | None:
-        many = sum(times for _, times in self.staleness)
-        return sum(age * times for age, times in self.staleness) / many if many else None
+        return sum(age * times for age, times in self.staleness) / self.applied if self.applied else None
 
     @property
     def staleness_std(self) -> float | None:
         mean = self.staleness_mean
         if mean is None:
             return None
-        many = sum(times for _, times in self.staleness)
-        return math.sqrt(sum(times * (age - mean) ** 2 for age, times in self.staleness) / many)
+        return math.sqrt(sum(times * (age - mean) ** 2 for age, times in self.staleness) / self.applied)
 
     def share_of(self, *names: str) -> float | None:
         """Of all learners' accounted time, the part of these of `LearnerFacts`, like wait_s; None: not in the log."""

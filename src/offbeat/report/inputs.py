@@ -24,13 +24,12 @@ from offbeat.errors import RequestError
 from offbeat.report.benchmark_fields import FIELDS, Accepts, Row
 from offbeat.runs import untrusted
 from offbeat.runs.run_record import RunRecord, read_run
-from offbeat.runs.untrusted import LABEL, UnusableFile, clean, shorten
 
 _MOST_ROWS = 10_000
 _MOST_CURVES, _MOST_POINTS = 500, 5_000
 
 _READERS: Mapping[Accepts, Callable[[Any], Any]] = {
-    "text": lambda value: clean(value) if isinstance(value, str) else None,
+    "text": lambda value: untrusted.clean(value) if isinstance(value, str) else None,
     "flag": lambda value: value if isinstance(value, bool) else None,
     "count": untrusted.count,
     "number": untrusted.number,
@@ -72,17 +71,17 @@ class Result:
 
 def read_result(path: Path) -> Result:
     """All of a file that can be used."""
-    name = clean(path.name)
-    label = shorten(clean(path.name.removesuffix(".json")), LABEL)
+    name = untrusted.clean(path.name)
+    label = untrusted.shorten(untrusted.clean(path.name.removesuffix(".json")), untrusted.LABEL)
     try:
         data = untrusted.read_json(path)
-    except UnusableFile as broken:
-        return Result(name=name, label=label, problems=(clean(str(broken)),))
+    except untrusted.UnusableFile as broken:
+        return Result(name=name, label=label, problems=(untrusted.clean(str(broken)),))
     kind = data.get("measured")
     if not isinstance(kind, str) or kind not in FIELDS:
-        is_one = f"'{shorten(kind)}'" if isinstance(kind, str) else "no benchmark"
+        is_one = f"'{untrusted.shorten(kind)}'" if isinstance(kind, str) else "no benchmark"
         words = f"{name}: holds {is_one}, and a report shows {', '.join(FIELDS)}"
-        return Result(name=name, label=label, problems=(clean(words),))
+        return Result(name=name, label=label, problems=(untrusted.clean(words),))
     problems: list[str] = []
     about = {
         key: value
@@ -206,12 +205,12 @@ def _told_apart(runs: Sequence[tuple[Path, RunRecord]]) -> tuple[RunRecord, ...]
     seen: set[str] = set()
     told = []
     for path, run in runs:
-        above = clean(path.resolve().parent.name) if alike[run.label] > 1 else ""
-        name = clean(f"{above}/{run.name}") if above else run.name
-        label, number = shorten(name, LABEL), 1
+        above = untrusted.clean(path.resolve().parent.name) if alike[run.label] > 1 else ""
+        name = untrusted.clean(f"{above}/{run.name}") if above else run.name
+        label, number = untrusted.shorten(name, untrusted.LABEL), 1
         while label in seen:
             number += 1
-            label = f"{shorten(name, LABEL - 6)} #{number}"
+            label = f"{untrusted.shorten(name, untrusted.LABEL - 6)} #{number}"
         seen.add(label)
         told.append(replace(run, name=name if number == 1 else f"{name} #{number}", label=label))
     return tuple(told)

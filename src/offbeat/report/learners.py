@@ -16,8 +16,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from offbeat.errors import RequestError
-from offbeat.policies import create
-from offbeat.policies.events import Pushed
+from offbeat.policies import Pushed, create
 from offbeat.runs.log import minibatches_by_span
 from offbeat.runs.run_record import RunSegment
 from offbeat.simulate.recorded import product_limit

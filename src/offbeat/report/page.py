@@ -389,10 +389,7 @@ def _line(chart: LineChart) -> Data:
 
 def _prepared_bar(chart: BarChart) -> BarChart:
     series = (
-        bars._replace(
-            group=bars.group or bars.name,
-            values=tuple(None if v is None or not math.isfinite(v) else _drawn(v) for v in bars.values),
-        )
+        bars._replace(values=tuple(None if v is None or not math.isfinite(v) else _drawn(v) for v in bars.values))
         for bars in chart.series
     )
     return replace(chart, y_label=_plain(chart.y_label, chart.y_form), series=tuple(series))
@@ -400,7 +397,7 @@ def _prepared_bar(chart: BarChart) -> BarChart:
 
 def _bar(chart: BarChart) -> Data:
     colours = bar_colours(chart)
-    series = [(bars.name, bars.group, colours[bars.group], bars.values) for bars in chart.series]
+    series = [(bars.name, colours[bars.name], bars.values) for bars in chart.series]
     return _bands(chart.x_label, chart.y_form, chart.categories, series)
 
 
@@ -411,20 +408,21 @@ def _prepared_share(chart: ShareChart) -> ShareChart:
 
 def _share(chart: ShareChart) -> Data:
     columns = zip(*chart.values, strict=True)
-    series = [(part, part, time_part(part), values) for part, values in zip(chart.parts, columns, strict=False)]
+    series = [(part, time_part(part), values) for part, values in zip(chart.parts, columns, strict=False)]
     return _bands("", "percent", chart.rows, series)
 
 
 def _bands(
-    label: str, form: Form, bands: Sequence[str], series: Iterable[tuple[str, str, str, Sequence[float | None]]]
+    label: str, form: Form, bands: Sequence[str], series: Iterable[tuple[str, str, Sequence[float | None]]]
 ) -> Data:
     """Values side by side or one after the other: page.js tells those of one band."""
-    names = ("name", "group", "colour", "values")
     return {
         "label": label,
         "form": form,
         "bands": list(bands),
-        "series": [dict(zip(names, one, strict=True)) for one in series],
+        "series": [
+            {"name": name, "group": name, "colour": colour, "values": values} for name, colour, values in series
+        ],
     }
 
 

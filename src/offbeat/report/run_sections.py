@@ -136,7 +136,7 @@ def errors(
             points: list[tuple[float, float]] = []
             for point in curve:
                 x = point.seconds if key == "seconds" else point.update
-                y = (None if point.accuracy is None else 1 - point.accuracy) if right else point.loss
+                y = _error(point) if right else point.loss
                 if x is not None and y is not None and (not points or x >= points[-1][0]):
                     points.append((float(x), y))
             if points:
@@ -161,6 +161,10 @@ def errors(
     if drawn_levels:
         text += " The level is the target: the accuracy given, or the highest that all ranked runs reached."
     return Section(key="error", title="Error against time", items=tuple(items), about=text)
+
+
+def _error(point: Evaluation) -> float | None:
+    return None if point.accuracy is None else 1 - point.accuracy
 
 
 def _thinned(curve: Sequence[Evaluation]) -> tuple[Evaluation, ...]:
@@ -206,11 +210,11 @@ def _accuracy_table(known: Sequence[Facts], targets: Mapping[int, float | None])
 
 
 def _evaluations(known: Sequence[Facts], curves: Sequence[Sequence[Evaluation]]) -> Table:
-    rows: list[tuple[Cell, ...]] = []
-    for one, curve in zip(known, curves, strict=True):
-        for point in curve:
-            error = None if point.accuracy is None else 1 - point.accuracy
-            rows.append((one.label, point.seconds, point.update, point.accuracy, error, point.loss))
+    rows = [
+        (one.label, point.seconds, point.update, point.accuracy, _error(point), point.loss)
+        for one, curve in zip(known, curves, strict=True)
+        for point in curve
+    ]
     cut = [one.label for one, curve in zip(known, curves, strict=True) if len(curve) < len(one.curve)]
     return Table(
         key="evaluations",
@@ -295,10 +299,10 @@ def _histogram(
         rest_from = MOST_AGES - 1
         while rest_from > 1 and sum(many for age, many in staleness if age >= rest_from - 1) <= whole / 100:
             rest_from -= 1
-    rows: list[tuple[str, int, float, float | None]] = []
-    for age in range(rest_from):
-        many = times.get(age, 0)
-        rows.append((str(age), many, many / whole, None if theory is None else theory.share(age)))
+    rows = [
+        (str(age), times.get(age, 0), times.get(age, 0) / whole, None if theory is None else theory.share(age))
+        for age in range(rest_from)
+    ]
     if rest_from <= largest:
         many = sum(many for age, many in staleness if age >= rest_from)
         said = None if theory is None or theory.share_from is None else theory.share_from(rest_from)

@@ -21,7 +21,6 @@ from offbeat.policies.replay import Decision, read_decision
 from offbeat.runs import untrusted
 from offbeat.runs.log import Span, read_lines
 from offbeat.runs.run_folder import LogFile, RunDir
-from offbeat.runs.untrusted import LABEL, JsonLines, UnusableFile, clean, shorten
 
 _ENERGY = re.compile(r"energy(?:\.([1-9][0-9]{0,3}))?\.json")
 
@@ -104,11 +103,11 @@ class _Reader:
             self._say(f"the folder cannot be read: {error.strerror or type(error).__name__}")
 
     def _say(self, problem: str) -> None:
-        self._problems.append(clean(problem))
+        self._problems.append(untrusted.clean(problem))
 
     def record(self) -> RunRecord:
         path = self._run.path
-        name = clean(path.name or path.resolve().name or "run")
+        name = untrusted.clean(path.name or path.resolve().name or "run")
         config = self._object(self._run.config, missing="is missing")
         metrics = self._metrics()
         segments = self._segments()
@@ -120,7 +119,7 @@ class _Reader:
             self._say("the run is unfinished: it is still running, or was stopped from outside")
         return RunRecord(
             name=name,
-            label=shorten(name, LABEL),
+            label=untrusted.shorten(name, untrusted.LABEL),
             config=config,
             metrics=metrics,
             segments=segments,
@@ -142,7 +141,7 @@ class _Reader:
             return {}
         try:
             return untrusted.read_json(path)
-        except UnusableFile as file:
+        except untrusted.UnusableFile as file:
             self._say(str(file))
             return {}
 
@@ -151,7 +150,7 @@ class _Reader:
         if not self._is_there(self._run.metrics, "is missing: there is no accuracy and no time to it"):
             return ()
         found: list[Evaluation] = []
-        lines = JsonLines(self._run.metrics)
+        lines = untrusted.JsonLines(self._run.metrics)
         try:
             for record in lines:
                 seconds = untrusted.from_zero(record.get("seconds"))
@@ -159,7 +158,7 @@ class _Reader:
                     lines.skip("it does not say when, or is out of order")
                 else:
                     found.append(_evaluation(seconds, record))
-        except UnusableFile as file:
+        except untrusted.UnusableFile as file:
             self._say(str(file))
         if lines.problem:
             self._say(lines.problem)
@@ -172,10 +171,10 @@ class _Reader:
         return tuple(one for log in logs if (one := self._segment(log)) is not None)
 
     def _segment(self, log: LogFile) -> RunSegment | None:
-        lines = JsonLines(log.path)
+        lines = untrusted.JsonLines(log.path)
         try:
             run, spans, decisions = read_lines(lines, read_decision)
-        except UnusableFile as file:
+        except untrusted.UnusableFile as file:
             self._say(str(file))
             return None
         if not lines.number:
