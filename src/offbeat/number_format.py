@@ -121,8 +121,6 @@ def _unit(form: Form, size: float) -> Unit:
 
 
 def _percent(size: float) -> str:
-    if not size:
-        return "0"
     return _fixed(size, 0 if size >= 99.95 else 1 if size >= 0.995 else 2) if size >= 0.01 else _number(size, 1)
 
 

@@ -143,7 +143,7 @@ def test_energy_counts_only_if_it_was_measured_all_the_time(tmp_path: Path) -> N
 def test_what_is_not_known_is_none(tmp_path: Path) -> None:
     found = facts_of(read_run(write_run(tmp_path / "a", config={"sync": 7, "learners": "two"})))
     assert (found.strategy, found.family, found.learners, found.updates, found.seconds) == ("", "", None, None, None)
-    assert (found.throughput, found.staleness_mean, found.staleness_std, found.accuracy) == (None,) * 4
+    assert (found.throughput, found.staleness_mean, found.staleness_std, found.last.accuracy) == (None,) * 4
     assert (
         found.not_computing_share,
         found.cost(found.seconds, 1.0),

@@ -296,18 +296,15 @@ def _inside(
     for end, curve in sorted((_pixels(curve.path, x, y)[-1], curve) for curve in curves):
         width = text_width(curve.text, LABEL_SIZE)
         near = [dot for dot in dots if end[0] < dot[0] < end[0] + GAP + width + 6]
-        best: tuple[float, float, _Box] | None = None
+        places: list[tuple[float, float, _Box]] = []
         for move in range(-120, 121, 3):
             left, at = end[0] + (GAP if abs(move) > NUDGE else 9), end[1] + move
             box = _Box(left - 3, at - ROW / 2, left + width, at + ROW / 2)
-            if not y.last <= at <= y.first - ROW / 2 or any(box.meets(other) for other in taken):
-                continue
-            hidden = sum(box.left < dot[0] < box.right and box.top - 1 < dot[1] < box.bottom + 1 for dot in near)
-            cost = abs(move) + (10 if abs(move) > NUDGE else 0) + 4 * hidden
-            if best is None or cost < best[0]:
-                best = cost, left, box
-        if best:
-            _, left, box = best
+            if y.last <= at <= y.first - ROW / 2 and not any(box.meets(other) for other in taken):
+                hidden = sum(box.left < dot[0] < box.right and box.top - 1 < dot[1] < box.bottom + 1 for dot in near)
+                places.append((abs(move) + (10 if abs(move) > NUDGE else 0) + 4 * hidden, left, box))
+        if places:
+            _, left, box = min(places, key=lambda place: place[0])
             taken.append(box)
             labels.append(_Label(curve, left, (box.top + box.bottom) / 2, end))
         else:

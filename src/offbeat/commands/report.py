@@ -212,7 +212,7 @@ def _as_json(
                 "curve": [{key: getattr(point, key) for key in CURVE} for point in one.curve],
                 "throughput": one.throughput,
                 "seconds_per_update": one.seconds_per_update,
-                "accuracy": one.accuracy,
+                "accuracy": one.last.accuracy,
                 "best_accuracy": one.best_accuracy,
                 "target": targets[at],
                 "seconds_to_target": one.seconds_to(targets[at]),

@@ -241,7 +241,7 @@ _MEASURED = {"scaling": ("seconds", "T(n)"), "accuracy": ("seconds_to_target", "
 
 def predictions(results: Sequence[Result]) -> Section:
     """What the simulator said beside what was measured, the worst first."""
-    found: list[tuple[float, Row]] = []
+    rows: list[Row] = []
     points: dict[str, list[tuple[float, float]]] = {}
     for kind, (key, what) in _MEASURED.items():
         for _, result in _of(results, kind):
@@ -252,12 +252,10 @@ def predictions(results: Sequence[Result]) -> Section:
                 if error is None and measured:
                     error = predicted / measured - 1
                 own = {"benchmark": result.label, "slow": row.get("slow") or "", "what": what}
-                found.append(
-                    (-1.0 if error is None else abs(error), {**row, **own, "measured_s": measured, "error": error})
-                )
+                rows.append({**row, **own, "measured_s": measured, "error": error})
                 if measured:
                     points.setdefault(result.label, []).append((float(measured), float(predicted)))
-    rows = [row for _, row in sorted(found, key=lambda one: -one[0])]
+    rows.sort(key=lambda row: 1.0 if row["error"] is None else -abs(row["error"]))
     items: list[Item] = []
     ends = [x for line in points.values() for point in line for x in point]
     if ends:
@@ -278,8 +276,8 @@ def predictions(results: Sequence[Result]) -> Section:
             )
         )
     items.append(_table("predictions", "Predictions, the worst first", PREDICTIONS, rows))
-    known = [off for off, _ in found if off >= 0]
-    text = f"{count_of(len(found), 'prediction')} of the simulator beside what was measured."
+    known = [abs(row["error"]) for row in rows if row["error"] is not None]
+    text = f"{count_of(len(rows), 'prediction')} of the simulator beside what was measured."
     if known:
         text += f" They are off by {percent(sum(known) / len(known))} on average, {percent(max(known))} at worst."
     return Section(key="predictions", title="Predicted beside measured", items=tuple(items), about=text)

@@ -258,7 +258,7 @@ def _comparison(known: Sequence[Facts], targets: Mapping[int, float | None], pri
     rows = [
             (one.label, one.strategy, one.learners, one.servers, _kind(one),
              one.updates, one.seconds, one.seconds_per_update, one.samples, one.samples_dropped, one.throughput,
-             one.accuracy, one.best_accuracy, one.last.loss, one.seconds_to(targets[at]), one.staleness_mean,
+             one.last.accuracy, one.best_accuracy, one.last.loss, one.seconds_to(targets[at]), one.staleness_mean,
              one.applied, one.dropped, one.cancelled, one.unused, one.thrown_away_share, one.not_computing_share,
              one.energy.joules, one.cost(one.seconds, price))
         for at, one in enumerate(known)

@@ -82,11 +82,6 @@ class Facts:
         return self.curve[-1] if self.curve else Evaluation(0.0)
 
     @property
-    def accuracy(self) -> float | None:
-        """At the end."""
-        return self.last.accuracy
-
-    @property
     def best_accuracy(self) -> float | None:
         return max((point.accuracy for point in self.curve if point.accuracy is not None), default=None)
 
@@ -106,26 +101,17 @@ class Facts:
         """The accuracy at the end, with its interval."""
         return None if self.score is None else metrics.format_accuracy(self.score.accuracy, self.score.samples)
 
-    @property
-    def best_loss(self) -> float | None:
-        return min((point.loss for point in self.curve if point.loss is not None), default=None)
-
     def seconds_to(self, target: float | None) -> float | None:
         """Training seconds until the accuracy has reached the target."""
-        _, there = self._reached(target)
+        _, there = self.reached(target)
         return None if there is None else there.seconds
 
-    def interval_to(self, target: float) -> float | None:
-        """Seconds from the evaluation before the one that reached the target; from 0 where it was the first."""
-        before, there = self._reached(target)
-        return None if there is None else there.seconds - before.seconds
-
     def updates_to(self, target: float | None) -> int | None:
-        _, there = self._reached(target)
+        _, there = self.reached(target)
         return None if there is None else there.update
 
-    def _reached(self, target: float | None) -> tuple[Evaluation, Evaluation | None]:
-        """The evaluation that reached the target, after the one before it."""
+    def reached(self, target: float | None) -> tuple[Evaluation, Evaluation | None]:
+        """The evaluation that reached the target, after the one before it: 0 seconds where it was the first."""
         known = [Evaluation(0.0), *(point for point in self.curve if point.accuracy is not None)]
         at = None if target is None else metrics.reached_at(self._accuracies, target)
         return (known[0], None) if at is None else (known[at], known[at + 1])
@@ -202,11 +188,12 @@ def straggler(facts: Facts) -> Straggler | None:
     mine_s = slow.typical_s or slow.at_least_s or 0.0
     rest = [one for one in known if one is not slow and one.typical_s is not None]  # a bound is nothing to compare with
     others_s = median(one.typical_s or 0.0 for one in rest) if rest else 0.0
-    quarters = []
-    for quarter, mine in enumerate(slow.quarters):
-        theirs = [time for one in rest if (time := one.quarters[quarter]) is not None]
-        if mine is not None and theirs:
-            quarters.append((mine, median(theirs)))
+    theirs = [
+        [time for time in times if time is not None] for times in zip(*(one.quarters for one in rest), strict=True)
+    ]
+    quarters = [
+        (mine, median(some)) for mine, some in zip(slow.quarters, theirs, strict=False) if mine is not None and some
+    ]
     if not metrics.is_straggler((mine_s, others_s), quarters):
         return None
     return Straggler(slow.learner, mine_s / others_s, mine_s, others_s, slow.typical_s is None)
@@ -253,8 +240,10 @@ def facts_of(run: RunRecord) -> Facts:
         problems.append(last.warning)
     again = _made_again(run.segments, gradients.applies, last.update if last is not None else None)
     if again:
-        words = f"{again:,} update{' was' if again == 1 else 's were'} made again after a resume"
-        problems.append(f"{words}: gradients and learners' times are counted both times")
+        problems.append(
+            f"{again:,} update{' was' if again == 1 else 's were'} made again after a resume: gradients and learners' "
+            "times are counted both times"
+        )
     staleness, applied = gradients.staleness, gradients.applied
     if family == ALL_REDUCE and not gradients.applied:
         applied = sum(
@@ -360,10 +349,9 @@ def span_seconds(spans: Sequence[Span]) -> float | None:
     first, last = min(span.start_s for span in work), max(span.end_s for span in work)
     rested, at = 0.0, first
     for rest in sorted((span for span in spans if span.what == "evaluate"), key=lambda span: span.start_s):
-        start, end = max(rest.start_s, at), min(rest.end_s, last)
-        if start < end:
-            rested += end - start
-            at = end
+        end = min(rest.end_s, last)
+        rested += max(0.0, end - max(rest.start_s, at))
+        at = max(at, end)
     return last - first - rested
 
 
@@ -414,11 +402,10 @@ def _energy(run: RunRecord) -> EnergyFacts:
     if not run.energy:
         return EnergyFacts(why_not="the run has no energy.json")
     reasons = list(dict.fromkeys(reason for one in run.energy for reason in one.reasons))
-    missing = sum(one.joules is None for one in run.energy)
     stretches = max(len(run.segments), len(run.energy))
-    known = [one.seconds for one in run.energy]
-    seconds = sum(one for one in known if one is not None) if all(one is not None for one in known) else None
-    if missing:
+    timed = all(one.seconds is not None for one in run.energy)
+    seconds = sum(one.seconds or 0.0 for one in run.energy) if timed else None
+    if any(one.joules is None for one in run.energy):
         return EnergyFacts(seconds=seconds, why_not="; ".join(reasons) or "energy.json does not say why")
     if len(run.energy) < stretches:
         few = f"it was measured in {len(run.energy)} of the run's {stretches} stretches"

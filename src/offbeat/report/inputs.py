@@ -80,8 +80,8 @@ def read_result(path: Path) -> Result:
     kind = data.get("measured")
     if not isinstance(kind, str) or kind not in FIELDS:
         is_one = f"'{untrusted.shorten(kind)}'" if isinstance(kind, str) else "no benchmark"
-        words = f"{name}: holds {is_one}, and a report shows {', '.join(FIELDS)}"
-        return Result(name=name, label=label, problems=(untrusted.clean(words),))
+        problem = untrusted.clean(f"{name}: holds {is_one}, and a report shows {', '.join(FIELDS)}")
+        return Result(name=name, label=label, problems=(problem,))
     problems: list[str] = []
     about = {
         key: value

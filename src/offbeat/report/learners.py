@@ -130,7 +130,8 @@ def _learner_facts(
     parts: list[tuple[list[float], list[float]]] = [([], []) for _ in range(QUARTERS)]
     for kind, times in enumerate((finished, cancelled)):
         for one in times:
-            parts[_quarter(one.end_s, length)][kind].append(one.each_s)
+            quarter = min(QUARTERS - 1, int(QUARTERS * one.end_s / length)) if length > 0 else 0
+            parts[quarter][kind].append(one.each_s)
     none_finished = not took and bool(cut)
     return LearnerFacts(
         learner=learner,
@@ -144,10 +145,6 @@ def _learner_facts(
                        for whole, let in parts),
         **seconds,
     )  # fmt: skip
-
-
-def _quarter(end_s: float, length_s: float) -> int:
-    return min(QUARTERS - 1, int(QUARTERS * end_s / length_s)) if length_s > 0 else 0
 
 
 def _typical(finished: Sequence[float], cancelled: Sequence[float]) -> float | None:

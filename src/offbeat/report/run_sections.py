@@ -5,7 +5,7 @@ Laws are those of build.py, which puts the page together. What it must not know:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from offbeat.charts import BarChart, Bars, LineChart, Series, ShareChart
 from offbeat.number_format import Cell, percent
@@ -55,10 +55,7 @@ def one_clock(run: RunRecord) -> list[Span]:
     for segment in run.segments:
         if segment.spans:
             shift = before - min(span.start_s for span in segment.spans)
-            if shift:
-                moved = [Span(who, what, a + shift, b + shift, v, c) for who, what, a, b, v, c in segment.spans]
-            else:
-                moved = list(segment.spans)
+            moved = [Span(who, what, a + shift, b + shift, v, c) for who, what, a, b, v, c in segment.spans]
             found += sorted(moved, key=lambda span: span.start_s)
             before = max(span.end_s for span in moved)
     return found
@@ -131,16 +128,14 @@ def errors(
     drawn_levels = tuple((1 - level, f"target {percent(level)}") for level in levels) if right else ()
     y_label, y_form = ("test error", "percent") if right else ("test loss", "number")
     for key, x_label, x_form in (("seconds", "training time (s)", "seconds"), ("updates", "updates", "number")):
-        series = []
-        for one, curve in zip(known, curves, strict=True):
-            points: list[tuple[float, float]] = []
-            for point in curve:
-                x = point.seconds if key == "seconds" else point.update
-                y = _error(point) if right else point.loss
-                if x is not None and y is not None and (not points or x >= points[-1][0]):
-                    points.append((float(x), y))
-            if points:
-                series.append(Series(name=one.label, points=tuple(points)))
+        lines = [
+            _rising(
+                (point.seconds if key == "seconds" else point.update, _error(point) if right else point.loss)
+                for point in curve
+            )
+            for curve in curves
+        ]
+        series = [Series(name=one.label, points=line) for one, line in zip(known, lines, strict=True) if line]
         if series:
             items.append(
                 LineChart(
@@ -163,6 +158,15 @@ def errors(
     return Section(key="error", title="Error against time", items=tuple(items), about=text)
 
 
+def _rising(points: Iterable[tuple[float | None, float | None]]) -> tuple[tuple[float, float], ...]:
+    """Those of which both are known, and of which x does not fall."""
+    kept: list[tuple[float, float]] = []
+    for x, y in points:
+        if x is not None and y is not None and (not kept or x >= kept[-1][0]):
+            kept.append((float(x), y))
+    return tuple(kept)
+
+
 def _error(point: Evaluation) -> float | None:
     return None if point.accuracy is None else 1 - point.accuracy
 
@@ -179,11 +183,11 @@ def _accuracy_table(known: Sequence[Facts], targets: Mapping[int, float | None])
     rows: list[tuple[Cell, ...]] = [
         (
             one.label,
-            one.accuracy,
+            one.last.accuracy,
             *known_interval(one.last.accuracy, one.last.test_samples),
             one.best_accuracy,
             one.last.loss,
-            one.best_loss,
+            min((point.loss for point in one.curve if point.loss is not None), default=None),
             targets[at],
             one.seconds_to(targets[at]),
             one.updates_to(targets[at]),
@@ -246,10 +250,8 @@ def staleness(known: Sequence[Facts]) -> Section:
         theory = staleness_theory(one.strategy, one.learners or 0)
         largest = one.staleness[-1][0]
         rows = _histogram(one.staleness, theory)
-        off = None if theory is None else mean - theory.mean
-        formula = "" if theory is None else theory.formula
-        means.append((one.label, one.applied, mean, one.staleness_std, largest,
-                      None if theory is None else theory.mean, off, formula))  # fmt: skip
+        beside = (None, None, "") if theory is None else (theory.mean, mean - theory.mean, theory.formula)
+        means.append((one.label, one.applied, mean, one.staleness_std, largest, *beside))
         shares += [(one.label, *row) for row in rows]
         if largest > 0:
             charts.append(_staleness_chart(f"staleness-{at}", one, rows, theory))

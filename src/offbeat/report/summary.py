@@ -97,8 +97,8 @@ def groups_of(runs: Sequence[RunRecord], facts: Sequence[Facts], target: float |
 
 def _best(members: Sequence[int], facts: Sequence[Facts]) -> int | None:
     """Who of those that are finished ended with the highest accuracy."""
-    known = [at for at in members if facts[at].finished and facts[at].accuracy is not None]
-    return max(known, key=lambda at: facts[at].accuracy or 0.0, default=None)
+    known = [at for at in members if facts[at].finished and facts[at].last.accuracy is not None]
+    return max(known, key=lambda at: facts[at].last.accuracy or 0.0, default=None)
 
 
 def _below(one: Facts, best: Facts) -> float:
@@ -181,9 +181,10 @@ def _ranking(group: Group, facts: Sequence[Facts], names: Sequence[str]) -> Iter
     assert group.target is not None
     said = percent(group.target)
     order = sorted(
-        _Timed(time, names[at], facts[at].interval_to(group.target) or 0.0)
+        _Timed(there.seconds, names[at], there.seconds - before.seconds)
         for at in group.ranked
-        if (time := facts[at].seconds_to(group.target)) is not None
+        for before, there in [facts[at].reached(group.target)]
+        if there is not None
     )
     if order:
         first, *rest = _alike(order)
@@ -240,7 +241,7 @@ def _not_ranked(group: Group, facts: Sequence[Facts], names: Sequence[str]) -> I
                 why = "it is unfinished" if one.ended == "so far" else f"it was {one.ended}"
                 yield f"{name} is not ranked: {why}."
         elif one.highest_reached is None and group.target is not None and not group.given:
-            yield f"{name} is not ranked: it has {'no accuracy' if one.accuracy is None else 'one evaluation'}."
+            yield f"{name} is not ranked: it has {'no accuracy' if one.last.accuracy is None else 'one evaluation'}."
         elif less and best is not None and (not group.given or at in group.ranked):
             how = "is ranked by the target given, and" if group.given else "is not ranked:"
             points = f"{100 * less:.1f} points below that of {names[best]}"
@@ -264,9 +265,9 @@ def _of_run(one: Facts, name: str, price: float | None) -> Iterator[str]:
     cost = one.cost(one.seconds, price)
     if cost is not None:
         more.append(f"it {'would cost' if one.simulated else 'cost'} {cost:.4g}")
-    if one.accuracy is not None:
+    if one.last.accuracy is not None:
         best = one.best_accuracy or 0.0
-        if percent(best) != percent(one.accuracy):
+        if percent(best) != percent(one.last.accuracy):
             more.insert(0, f"its best was {percent(best)}")
         did = f"ended at {one.right} after {time}"
     elif one.last.loss is not None:
@@ -292,9 +293,9 @@ def _stragglers(facts: Sequence[Facts], names: Sequence[str]) -> Iterator[str]:
         if any(slow.at_least for slow, *_ in seen):
             slower = f"at least {slower}"
         slow, _, _, many = seen[0]
-        times = f" (typically {format_seconds(slow.typical_s)} against {format_seconds(slow.others_s)})"
-        if slow.at_least:
-            times = f" (none was finished in {format_seconds(slow.typical_s)}, against {format_seconds(slow.others_s)})"
+        mine, others = format_seconds(slow.typical_s), format_seconds(slow.others_s)
+        how = f"none was finished in {mine}," if slow.at_least else f"typically {mine}"
+        times = f" ({how} against {others})" if len(seen) == 1 else ""
         runs = f"all {len(seen)} runs" if len(seen) == len(facts) else f"{len(seen)} of {len(facts)} runs"
         where = f" in {runs}" if len(facts) > 1 else ""
         waits = sorted(seen, key=lambda one: -one[1])
@@ -305,7 +306,7 @@ def _stragglers(facts: Sequence[Facts], names: Sequence[str]) -> Iterator[str]:
         ]
         yield (
             f"Learner {learner} is a straggler{where}: its minibatches take {slower}x as long as the others'"
-            f"{times if len(seen) == 1 else ''}. The other{'' if many == 1 else 's'} waited {_listed(told)}."
+            f"{times}. The other{'' if many == 1 else 's'} waited {_listed(told)}."
         )
 
 
@@ -313,11 +314,9 @@ def _trouble(one: Facts, name: str) -> Iterator[str]:
     """Work for nothing, and staleness beside the theory."""
     wasted = one.thrown_away_share or 0.0
     if wasted >= WORTH:
-        parts = []
-        if one.cancelled:
-            parts.append(f"{one.cancelled:,} minibatch{' was' if one.cancelled == 1 else 'es were'} cancelled")
-        if one.dropped:
-            parts.append(f"{one.dropped:,} gradient{' was' if one.dropped == 1 else 's were'} dropped")
+        cancelled = f"{one.cancelled:,} minibatch{' was' if one.cancelled == 1 else 'es were'} cancelled"
+        dropped = f"{one.dropped:,} gradient{' was' if one.dropped == 1 else 's were'} dropped"
+        parts = [text for many, text in ((one.cancelled, cancelled), (one.dropped, dropped)) if many]
         yield f"{name} threw away {percent(wasted)} of the learners' time: {' and '.join(parts)}."
     slow = straggler(one)
     for learner in one.by_learner:

@@ -8,7 +8,8 @@ A log is JSON lines. The first line describes the run, each further line is a de
 
 Laws: what `write_log` wrote, `read_log` gives back, and the same log gives the same bytes. One reader: strict, it
 refuses the first line that is wrong and names it; lenient, it skips such lines and counts them. `chrome_trace` gives
-the trace-event form that Perfetto and chrome://tracing open. `pushed_spans` finds the span that made each push.
+the trace-event form that Perfetto and chrome://tracing open, `text_rows` a
+drawing for a terminal. `pushed_spans` finds the span that made each push.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -175,6 +178,9 @@ def read_lines(
     return run, spans, decisions
 
 
+# --- other forms of spans -------------------------------------------------------------------------------------------
+
+
 def chrome_trace(spans: Iterable[Span], *, name: str = "offbeat", process: int = 0) -> dict[str, Any]:
     """The spans as a trace-event object: one thread a learner, times in microseconds.
 
@@ -212,6 +218,44 @@ def write_chrome_trace(path: Path, spans: Iterable[Span], *, name: str = "offbea
 
 def _line(record: Mapping[str, Any]) -> str:
     return json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n"
+
+
+_FILL = {"compute": "█", "send": "─", "wait": "·", "apply": "▒", "evaluate": "▚"}
+_CANCELLED = "░"
+
+
+class Piece(NamedTuple):
+    """Some characters of a row; `version` is -1 where nothing was computed."""
+
+    text: str
+    version: int
+
+
+def text_rows(spans: Sequence[Span], *, width: int, end_s: float | None = None) -> dict[int, list[Piece]]:
+    """Spans as rows of text, one a learner, as textbooks draw them: `width` characters from 0 to `end_s` (default: the
+    last end).
+
+        learner 0 |0███████░░░1██████████2███|      0, 1, 2: version at which a minibatch was begun
+        learner 1 |0████████████·1███████2███|      ░ cancelled work, · waiting, ─ sending
+
+    A row is made of pieces, so that whoever prints it can colour each by its version.
+    """
+    end = max((span.end_s for span in spans), default=0.0) if end_s is None else end_s
+    per_s = width / end if end else 0.0
+    found: dict[int, list[Piece]] = {}
+    for learner in sorted({span.learner for span in spans}):
+        cells = [(" ", -1)] * width
+        for span in sorted((one for one in spans if one.learner == learner), key=lambda one: one.start_s):
+            first, last = round(span.start_s * per_s), round(span.end_s * per_s)
+            fill = _CANCELLED if span.cancelled else _FILL[span.what]
+            version = span.version if span.what == "compute" else -1
+            for at in range(max(0, first), min(width, last)):
+                label = span.what == "compute" and at == first
+                cells[at] = (str(span.version)[-1] if label else fill, version)
+        found[learner] = [
+            Piece("".join(text for text, _ in some), version) for version, some in groupby(cells, key=itemgetter(1))
+        ]
+    return found
 
 
 # --- which span made which push ---------------------------------------------------------------------------------------

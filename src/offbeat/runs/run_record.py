@@ -103,7 +103,8 @@ class _Reader:
             self._say(f"the folder cannot be read: {error.strerror or type(error).__name__}")
 
     def _say(self, problem: str) -> None:
-        self._problems.append(untrusted.clean(problem))
+        if problem:
+            self._problems.append(untrusted.clean(problem))
 
     def record(self) -> RunRecord:
         path = self._run.path
@@ -160,8 +161,7 @@ class _Reader:
                     found.append(_evaluation(seconds, record))
         except untrusted.UnusableFile as file:
             self._say(str(file))
-        if lines.problem:
-            self._say(lines.problem)
+        self._say(lines.problem)
         return tuple(found)
 
     def _segments(self) -> tuple[RunSegment, ...]:
@@ -179,8 +179,7 @@ class _Reader:
             return None
         if not lines.number:
             self._say(f"{log.path.name}: is empty")
-        if lines.problem:
-            self._say(lines.problem)
+        self._say(lines.problem)
         return RunSegment(
             number=log.segment,
             run=untrusted.plain(run),
