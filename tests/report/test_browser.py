@@ -19,7 +19,7 @@ import pytest
 from offbeat import number_format
 from offbeat.charts import BarChart, Bars, LineChart, Series
 from offbeat.report.page import render
-from offbeat.report.page_model import Page, Table, Timeline
+from offbeat.report.page_model import Page, Table, TimelineChart
 from report import pages
 from report.pages import Watched, open_file, page_of
 
@@ -570,7 +570,7 @@ def test_a_bar_that_is_wider_than_its_pixel_has_all_of_it_among_shares_too(show:
     """First one bar of 100 s, then 4000 bars in 100 s, which are waiting and computing by turns."""
     starts = (0.0, *(100 + n / 40 for n in range(4001)))
     bars = tuple((0, at % 2, *ends, 0, False) for at, ends in enumerate(pairwise(starts)))
-    timeline = Timeline(key="t", title="", learners=("a",), whats=("compute", "wait"), bars=bars)
+    timeline = TimelineChart(key="t", title="", learners=("a",), whats=("compute", "wait"), bars=bars)
     tab = show(page_of(timeline))
     figure = tab.locator("figure.timeline")
     figure.get_by_role("button", name="all").click()

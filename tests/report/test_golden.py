@@ -25,10 +25,10 @@ from offbeat.report.build import build
 from offbeat.report.facts import EnergyFacts, Facts, Straggler, facts_of, straggler
 from offbeat.report.inputs import Inputs, read_inputs
 from offbeat.report.learners import LearnerFacts
-from offbeat.report.page_model import Page, Table, Timeline
+from offbeat.report.page_model import Page, Table, TimelineChart
 from offbeat.report.tables import tables_of
 from offbeat.runs.metrics import DEFINITIONS, interval
-from offbeat.runs.run_record import Evaluation
+from offbeat.runs.run_record import EvaluationRecord
 from report.handmade import config, decision, evaluation, span, write_result, write_run
 
 PRICE = 3600.0  # a device second costs 1
@@ -207,8 +207,8 @@ def test_every_fact_of_a_server_run_is_the_one_computed_on_paper(inputs: Inputs)
         samples=48,
         samples_dropped=12,
         curve=(
-            Evaluation(3.0, 2, 0.5, 1.0, samples=32, dropped=0),
-            *[Evaluation(6.0, 3, 0.75, 0.5, samples=48, dropped=12)] * 2,
+            EvaluationRecord(3.0, 2, 0.5, 1.0, samples=32, dropped=0),
+            *[EvaluationRecord(6.0, 3, 0.75, 0.5, samples=48, dropped=12)] * 2,
         ),
         staleness=((0, 6),),
         applied=6,
@@ -263,8 +263,8 @@ def test_every_fact_of_an_all_reduce_is_the_one_computed_on_paper(inputs: Inputs
         samples=64,
         samples_dropped=0,
         curve=(
-            Evaluation(5.0, 2, 0.25, 2.0, samples=32, dropped=0),
-            *[Evaluation(10.0, 4, EVEN, 0.25, samples=64, dropped=0)] * 2,
+            EvaluationRecord(5.0, 2, 0.25, 2.0, samples=32, dropped=0),
+            *[EvaluationRecord(10.0, 4, EVEN, 0.25, samples=64, dropped=0)] * 2,
         ),
         staleness=((0, 8),),
         applied=8,
@@ -501,7 +501,7 @@ def test_every_number_of_a_chart_is_in_a_table(page: Page) -> None:
             elif isinstance(item, ShareChart):
                 drawn = [value for row in item.values for value in row]
             else:
-                assert isinstance(item, Table | Timeline)
+                assert isinstance(item, Table | TimelineChart)
                 continue
             charts += 1
             assert drawn and set(drawn) <= known, item.key
@@ -536,7 +536,7 @@ def test_charts_hold_the_numbers_on_paper(page: Page) -> None:
     assert isinstance(predicted, LineChart)
     assert predicted.series[-1] == ("as predicted", ((1.0, 1.0), (5.0, 5.0)), "dashed", "")
     line = items["timeline-1"]
-    assert isinstance(line, Timeline) and line.learners == ("learner 0", "learner 1", "learner 2")
+    assert isinstance(line, TimelineChart) and line.learners == ("learner 0", "learner 1", "learner 2")
     assert len(line.bars) == 16 and sum(bar[5] for bar in line.bars) == 2 and max(bar[3] for bar in line.bars) == 7.0
 
 

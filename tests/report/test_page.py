@@ -18,7 +18,7 @@ import pytest
 from offbeat.charts import BarChart, LineChart, Series, ShareChart
 from offbeat.number_format import UNITS, Form, column_unit, format_value
 from offbeat.report.page import render
-from offbeat.report.page_model import Column, Page, Section, Table, Timeline
+from offbeat.report.page_model import Column, Page, PageSection, Table, TimelineChart
 from offbeat.report.tables import as_csv
 from report import pages
 
@@ -79,7 +79,9 @@ def chart_of(page: Page, key: str) -> dict[str, Any]:
 
 
 def page_with(*items: Any) -> Page:
-    return Page(title="t", subtitle="", summary=(), problems=(), sections=(Section(key="s", title="S", items=items),))
+    return Page(
+        title="t", subtitle="", summary=(), problems=(), sections=(PageSection(key="s", title="S", items=items),)
+    )
 
 
 # --- what is in it ------------------------------------------------------------------------------------------------
@@ -302,7 +304,7 @@ def test_the_bars_of_a_timeline_come_back_to_the_microsecond_in_any_order_of_lea
 
 @pytest.mark.parametrize("scale", [1e-6, 1e-3, 1.0, 1e4, 1e9, 1e14])
 def test_bars_keep_their_place_however_long_the_run(scale: float) -> None:
-    timeline = Timeline(
+    timeline = TimelineChart(
         key="t", title="", learners=("a", "b"), whats=("compute",), bars=(
             (0, 0, 0.1 * scale, 0.5 * scale, 70_000, False),
             (0, 0, 0.5 * scale, scale, 3, True),

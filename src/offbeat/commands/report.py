@@ -31,7 +31,7 @@ from offbeat.spec import count_of
 
 if TYPE_CHECKING:
     from offbeat.report.facts import Facts
-    from offbeat.report.inputs import Inputs, Result
+    from offbeat.report.inputs import BenchmarkResult, Inputs
     from offbeat.report.page_model import Page
     from offbeat.runs.run_record import RunRecord
 
@@ -239,7 +239,7 @@ def _as_json(
     }
 
 
-def _result_json(result: Result) -> Mapping[str, Any]:
+def _result_json(result: BenchmarkResult) -> Mapping[str, Any]:
     return {
         "name": result.name,
         "measured": result.kind,

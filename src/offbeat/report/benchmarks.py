@@ -23,8 +23,8 @@ from offbeat.report.benchmark_fields import (
     Field,
     Row,
 )
-from offbeat.report.inputs import Result
-from offbeat.report.page_model import Column, Item, Section, Table
+from offbeat.report.inputs import BenchmarkResult
+from offbeat.report.page_model import Column, Item, PageSection, Table
 from offbeat.runs.metrics import known_interval
 from offbeat.runs.untrusted import share, shorten
 from offbeat.spec import count_of
@@ -41,24 +41,24 @@ _CURVES = (
 )
 
 
-def _of(results: Sequence[Result], kind: str) -> Iterator[tuple[int, Result]]:
+def _of(results: Sequence[BenchmarkResult], kind: str) -> Iterator[tuple[int, BenchmarkResult]]:
     """Results of a kind, numbered over all of that kind."""
     yield from enumerate((one for one in results if one.kind == kind and one.rows), start=1)
 
 
-def _heading(result: Result, *more: str) -> str:
+def _heading(result: BenchmarkResult, *more: str) -> str:
     said = [result.said("recipe"), result.said("precision"), *more]
     return ", ".join([result.label, *filter(None, said)])
 
 
-def _notes(result: Result) -> str:
+def _notes(result: BenchmarkResult) -> str:
     facts = [f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
              for key, value in result.machine.items() if isinstance(value, str | int | float)]  # fmt: skip
     said = [*result.notes[:12], *([f"Machine: {', '.join(facts[:12])}"] if facts else [])]
     return " ".join(one if one.endswith((".", "!", "?")) else f"{one}." for one in said if one)
 
 
-def _drawn(result: Result) -> list[Row]:
+def _drawn(result: BenchmarkResult) -> list[Row]:
     return [row for row in result.rows if row.get("ranked") is not False]
 
 
@@ -86,7 +86,7 @@ def _table(key: str, title: str, fields: Sequence[Field], rows: Sequence[Row], n
 # --- scaling ------------------------------------------------------------------------------------------------------
 
 
-def scaling(results: Sequence[Result]) -> Section:
+def scaling(results: Sequence[BenchmarkResult]) -> PageSection:
     """Speed-up against learners, with the ideal line."""
     items: list[Item] = []
     rows: list[Row] = []
@@ -116,10 +116,10 @@ def scaling(results: Sequence[Result]) -> Section:
         notes.append(_notes(result))
     table = _table("scaling", "Scaling", SCALING, rows, " ".join(filter(None, notes)))
     text = "How much faster several learners are than one. The dashed line is what n learners could be at best."
-    return Section(key="scaling", title="Scaling", items=(*items, table), about=text)
+    return PageSection(key="scaling", title="Scaling", items=(*items, table), about=text)
 
 
-def overheads(results: Sequence[Result]) -> list[Item]:
+def overheads(results: Sequence[BenchmarkResult]) -> list[Item]:
     """T(n) - T(1) of each strategy; the numbers are in the table of the scaling."""
     items: list[Item] = []
     for number, result in _of(results, "scaling"):
@@ -148,7 +148,7 @@ def overheads(results: Sequence[Result]) -> list[Item]:
 # --- accuracy -----------------------------------------------------------------------------------------------------
 
 
-def races(results: Sequence[Result]) -> list[Item]:
+def races(results: Sequence[BenchmarkResult]) -> list[Item]:
     """Curves of each race to an accuracy, and who got there when."""
     items: list[Item] = []
     rows: list[Row] = []
@@ -195,7 +195,7 @@ def races(results: Sequence[Result]) -> list[Item]:
 # --- machines and energy ------------------------------------------------------------------------------------------
 
 
-def machines(results: Sequence[Result]) -> tuple[list[Item], list[tuple[Cell, ...]]]:
+def machines(results: Sequence[BenchmarkResult]) -> tuple[list[Item], list[tuple[Cell, ...]]]:
     """Time against learners: charts, and the rows of their table."""
     items: list[Item] = []
     rows: list[tuple[Cell, ...]] = []
@@ -219,7 +219,7 @@ def machines(results: Sequence[Result]) -> tuple[list[Item], list[tuple[Cell, ..
     return items, rows
 
 
-def energies(results: Sequence[Result]) -> Table:
+def energies(results: Sequence[BenchmarkResult]) -> Table:
     """Energy and cost in benchmarks, where they were measured."""
     keys = [field.key for field in ENERGY if field.form in ("joules", "money")]
     rows = [
@@ -239,7 +239,7 @@ _MEASURED = {"scaling": ("seconds", "T(n)"), "accuracy": ("seconds_to_target", "
              "predictions": ("measured_s", "time per update")}  # fmt: skip
 
 
-def predictions(results: Sequence[Result]) -> Section:
+def predictions(results: Sequence[BenchmarkResult]) -> PageSection:
     """What the simulator said beside what was measured, the worst first."""
     rows: list[Row] = []
     points: dict[str, list[tuple[float, float]]] = {}
@@ -280,4 +280,4 @@ def predictions(results: Sequence[Result]) -> Section:
     text = f"{count_of(len(rows), 'prediction')} of the simulator beside what was measured."
     if known:
         text += f" They are off by {percent(sum(known) / len(known))} on average, {percent(max(known))} at worst."
-    return Section(key="predictions", title="Predicted beside measured", items=tuple(items), about=text)
+    return PageSection(key="predictions", title="Predicted beside measured", items=tuple(items), about=text)

@@ -21,9 +21,9 @@ from offbeat.charts import BarChart, Bars, LineChart, Series, ShareChart
 from offbeat.number_format import Cell, percent
 from offbeat.report import benchmarks, run_sections, summary
 from offbeat.report.facts import Facts, facts_of
-from offbeat.report.inputs import Result
-from offbeat.report.page_model import Column, Item, Page, Section, Table, Timeline
-from offbeat.report.summary import Group, groups_of
+from offbeat.report.inputs import BenchmarkResult
+from offbeat.report.page_model import Column, Item, Page, PageSection, Table, TimelineChart
+from offbeat.report.summary import RunGroup, groups_of
 from offbeat.runs.metrics import DEFINITIONS, format_traffic
 from offbeat.runs.run_folder import RENAMED
 from offbeat.runs.run_record import RunRecord
@@ -35,7 +35,7 @@ MOST_BARS = 400_000
 
 def build(
     runs: Sequence[RunRecord],
-    results: Sequence[Result] = (),
+    results: Sequence[BenchmarkResult] = (),
     *,
     problems: Sequence[str] = (),
     target: float | None = None,
@@ -79,14 +79,14 @@ def build(
     )
 
 
-def _with_content(sections: Sequence[Section]) -> tuple[Section, ...]:
+def _with_content(sections: Sequence[PageSection]) -> tuple[PageSection, ...]:
     """Without the items that have nothing to show, and without the sections of which nothing is left."""
     found = [replace(section, items=tuple(filter(_has_content, section.items))) for section in sections]
     return tuple(section for section in found if section.items or section.paragraphs)
 
 
 def _has_content(item: Item) -> bool:
-    if isinstance(item, Timeline):
+    if isinstance(item, TimelineChart):
         return bool(item.learners)
     return bool(item.rows if isinstance(item, Table | ShareChart) else item.series)
 
@@ -94,7 +94,7 @@ def _has_content(item: Item) -> bool:
 # --- communication, machines, energy ------------------------------------------------------------------------------
 
 
-def _communication(known: Sequence[Facts], results: Sequence[Result]) -> Section:
+def _communication(known: Sequence[Facts], results: Sequence[BenchmarkResult]) -> PageSection:
     split = [one for one in known if one.not_computing_share is not None]
     names = run_sections.SHARES[2:]
     shares = [tuple(one.share_of(part) for part in ("send_s", "wait_s", "apply_s")) for one in split]
@@ -132,12 +132,12 @@ def _communication(known: Sequence[Facts], results: Sequence[Result]) -> Section
     if any(one.inside_waiting for one in known):
         text += f" {run_sections.INSIDE_WAITING}"
     items = (*benchmarks.overheads(results), chart, table)
-    return Section(key="communication", title="Communication overhead", items=items, about=text, paragraphs=traffic)
+    return PageSection(key="communication", title="Communication overhead", items=items, about=text, paragraphs=traffic)
 
 
 def _machines(
-    runs: Sequence[RunRecord], known: Sequence[Facts], groups: Sequence[Group], results: Sequence[Result]
-) -> Section:
+    runs: Sequence[RunRecord], known: Sequence[Facts], groups: Sequence[RunGroup], results: Sequence[BenchmarkResult]
+) -> PageSection:
     """Finished runs that differ in nothing but learners, and what benchmarks say of the same."""
     items: list[Item] = []
     rows: list[tuple[Cell, ...]] = []
@@ -179,7 +179,7 @@ def _machines(
     )
     table = Table(key="machines", title="Time with so many learners", columns=columns, rows=(*rows, *further))
     text = "What more learners buy. Only runs of the same strategy that are alike in all else are joined."
-    return Section(key="machines", title="Time against machines", items=(*items, *more, table), about=text)
+    return PageSection(key="machines", title="Time against machines", items=(*items, *more, table), about=text)
 
 
 def _all_but_learners(run: RunRecord) -> str:
@@ -189,8 +189,8 @@ def _all_but_learners(run: RunRecord) -> str:
 
 
 def _energy(
-    known: Sequence[Facts], targets: Mapping[int, float | None], price: float | None, results: Sequence[Result]
-) -> Section:
+    known: Sequence[Facts], targets: Mapping[int, float | None], price: float | None, results: Sequence[BenchmarkResult]
+) -> PageSection:
     items: list[Item] = []
     if price is not None or any(one.energy.joules is not None or one.energy.seconds is not None for one in known):
         items += [*_energy_charts(known), _energy_table(known, targets, price)]
@@ -199,7 +199,7 @@ def _energy(
         "Energy is what the machine's counters say, or not measured. Cost is devices x hours of training x the price "
         "given. Up to the target: the same part of both as of the training time."
     )
-    return Section(key="energy", title="Energy and cost", items=tuple(items), about=text)
+    return PageSection(key="energy", title="Energy and cost", items=tuple(items), about=text)
 
 
 def _energy_charts(known: Sequence[Facts]) -> list[Item]:
@@ -254,7 +254,7 @@ def _energy_table(known: Sequence[Facts], targets: Mapping[int, float | None], p
 # --- tables at the end --------------------------------------------------------------------------------------------
 
 
-def _comparison(known: Sequence[Facts], targets: Mapping[int, float | None], price: float | None) -> Section:
+def _comparison(known: Sequence[Facts], targets: Mapping[int, float | None], price: float | None) -> PageSection:
     rows = [
             (one.label, one.strategy, one.learners, one.servers, _kind(one),
              one.updates, one.seconds, one.seconds_per_update, one.samples, one.samples_dropped, one.throughput,
@@ -290,7 +290,7 @@ def _comparison(known: Sequence[Facts], targets: Mapping[int, float | None], pri
         Column("cost", "money", f"{DEFINITIONS['cost'].formula}; {DEFINITIONS['cost of a run'].formula}"),
     )
     table = Table(key="runs", title="All runs", columns=columns, rows=tuple(rows))
-    return Section(key="runs", title="Comparison", items=(table,), about="Each run in one row.")
+    return PageSection(key="runs", title="Comparison", items=(table,), about="Each run in one row.")
 
 
 def _kind(one: Facts) -> str:
@@ -298,11 +298,12 @@ def _kind(one: Facts) -> str:
     return kind if one.finished else f"{kind}, {'unfinished' if one.ended == 'so far' else one.ended}"
 
 
-def _configuration(runs: Sequence[RunRecord]) -> Section:
+def _configuration(runs: Sequence[RunRecord]) -> PageSection:
     """Fields that differ first, then the rest."""
     flat = [_flat({**run.config, **({"machine": run.machine} if run.machine else {})}) for run in runs]
-    fields = list(dict.fromkeys(field for one in flat for field in one))
-    told = [(field, [one.get(field) for one in flat]) for field in fields]
+    told = [
+        (field, [one.get(field) for one in flat]) for field in dict.fromkeys(field for one in flat for field in one)
+    ]
     differ = [(field, values) for field, values in told if any(value != values[0] for value in values)]
     same = [one for one in told if one not in differ]
     rows: list[tuple[Cell, ...]] = [("run", "", *(run.name for run in runs))] if runs else []
@@ -313,7 +314,7 @@ def _configuration(runs: Sequence[RunRecord]) -> Section:
         text = "With these the run can be made again."
     else:
         text = f"{count_of(len(differ), 'field')} {'differs' if len(differ) == 1 else 'differ'} between the runs."
-    return Section(key="configuration", title="Configuration", items=(table,), about=text)
+    return PageSection(key="configuration", title="Configuration", items=(table,), about=text)
 
 
 def _flat(value: Mapping[str, Any], above: str = "") -> dict[str, Cell]:
@@ -332,7 +333,7 @@ def _flat(value: Mapping[str, Any], above: str = "") -> dict[str, Cell]:
     return found
 
 
-def _definitions(results: Sequence[Result]) -> Section:
+def _definitions(results: Sequence[BenchmarkResult]) -> PageSection:
     rows = [(name, one.unit, one.formula) for name, one in sorted(DEFINITIONS.items())]
     rows += [
         (shorten(f"{result.label}: {name}", 2 * LABEL), "", said)
@@ -341,4 +342,4 @@ def _definitions(results: Sequence[Result]) -> Section:
     ]
     columns = (Column("name"), Column("unit"), Column("definition"))
     table = Table(key="definitions", title="Definitions", columns=columns, rows=tuple(rows))
-    return Section(key="definitions", title="Definitions", items=(table,), about="What each number means.")
+    return PageSection(key="definitions", title="Definitions", items=(table,), about="What each number means.")

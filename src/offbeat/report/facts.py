@@ -23,7 +23,7 @@ from offbeat.policies.staleness import FRESH
 from offbeat.report.learners import LearnerFacts, by_learner, minibatches_of
 from offbeat.runs import metrics, untrusted
 from offbeat.runs.log import Span, pushed_spans
-from offbeat.runs.run_record import Evaluation, RunRecord, RunSegment
+from offbeat.runs.run_record import EvaluationRecord, RunRecord, RunSegment
 from offbeat.strategy import ALL_REDUCE, SERVER, family_of
 
 
@@ -54,7 +54,7 @@ class Facts:
     seconds: float | None
     samples: int | None  # applied
     samples_dropped: int | None
-    curve: tuple[Evaluation, ...]
+    curve: tuple[EvaluationRecord, ...]
     staleness: tuple[tuple[int, int], ...]  # age and how many gradients were applied at it
     applied: int
     dropped: int
@@ -77,9 +77,9 @@ class Facts:
         return self.seconds / self.updates if self.seconds is not None and self.updates else None
 
     @property
-    def last(self) -> Evaluation:
+    def last(self) -> EvaluationRecord:
         """The last evaluation; of a run without one nothing is known."""
-        return self.curve[-1] if self.curve else Evaluation(0.0)
+        return self.curve[-1] if self.curve else EvaluationRecord(0.0)
 
     @property
     def best_accuracy(self) -> float | None:
@@ -110,9 +110,9 @@ class Facts:
         _, there = self.reached(target)
         return None if there is None else there.update
 
-    def reached(self, target: float | None) -> tuple[Evaluation, Evaluation | None]:
+    def reached(self, target: float | None) -> tuple[EvaluationRecord, EvaluationRecord | None]:
         """The evaluation that reached the target, after the one before it: 0 seconds where it was the first."""
-        known = [Evaluation(0.0), *(point for point in self.curve if point.accuracy is not None)]
+        known = [EvaluationRecord(0.0), *(point for point in self.curve if point.accuracy is not None)]
         at = None if target is None else metrics.reached_at(self._accuracies, target)
         return (known[0], None) if at is None else (known[at], known[at + 1])
 

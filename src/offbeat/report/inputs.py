@@ -1,7 +1,7 @@
 """What a report is made of: folders of runs, and the JSON files that benchmarks write, read as far as they can be.
 
     read_inputs(paths)     -> Inputs          both, in the order given
-    read_result(path)      -> Result          the file of a benchmark:
+    read_result(path)      -> BenchmarkResult  the file of a benchmark:
 
     {"measured": "scaling" | "accuracy" | "predictions", "rows": [...], "notes": [...], "definitions": {...}, ...}
 
@@ -39,7 +39,7 @@ _READERS: Mapping[Accepts, Callable[[Any], Any]] = {
 }
 
 
-class Curve(NamedTuple):
+class RaceCurve(NamedTuple):
     """Of one training: seconds, updates and accuracy, in order of time."""
 
     strategy: str
@@ -49,7 +49,7 @@ class Curve(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class BenchmarkResult:
     """What a benchmark found. `rows` have exactly the fields of their kind."""
 
     name: str
@@ -58,7 +58,7 @@ class Result:
     about: Mapping[str, Any] = field(default_factory=dict)  # recipe, precision, base, target, ...: text and numbers
     machine: Mapping[str, Any] = field(default_factory=dict)
     rows: tuple[Row, ...] = ()
-    curves: tuple[Curve, ...] = ()
+    curves: tuple[RaceCurve, ...] = ()
     ranking: tuple[str, ...] = ()  # the benchmark's own verdict, a sentence each; nothing in old files
     notes: tuple[str, ...] = ()
     definitions: Mapping[str, str] = field(default_factory=dict)
@@ -69,26 +69,26 @@ class Result:
         return untrusted.text(self.about.get(key))
 
 
-def read_result(path: Path) -> Result:
+def read_result(path: Path) -> BenchmarkResult:
     """All of a file that can be used."""
     name = untrusted.clean(path.name)
     label = untrusted.shorten(untrusted.clean(path.name.removesuffix(".json")), untrusted.LABEL)
     try:
         data = untrusted.read_json(path)
     except untrusted.UnusableFile as broken:
-        return Result(name=name, label=label, problems=(untrusted.clean(str(broken)),))
+        return BenchmarkResult(name=name, label=label, problems=(untrusted.clean(str(broken)),))
     kind = data.get("measured")
     if not isinstance(kind, str) or kind not in FIELDS:
         is_one = f"'{untrusted.shorten(kind)}'" if isinstance(kind, str) else "no benchmark"
         problem = untrusted.clean(f"{name}: holds {is_one}, and a report shows {', '.join(FIELDS)}")
-        return Result(name=name, label=label, problems=(problem,))
+        return BenchmarkResult(name=name, label=label, problems=(problem,))
     problems: list[str] = []
     about = {
         key: value
         for key, value in data.items()
         if isinstance(value, str | int | float) and not isinstance(value, bool)
     }
-    return Result(
+    return BenchmarkResult(
         name=name,
         label=label,
         kind=kind,
@@ -119,8 +119,11 @@ def _rows(name: str, kind: str, given: Any, problems: list[str]) -> tuple[Row, .
         if not isinstance(row, dict):
             wrong.append(f"row {at} is no object")
             continue
-        known = (field for field in FIELDS[kind] if field.accepts != "computed")
-        read = {field.key: _READERS[field.accepts](row.get(field.key)) for field in known}
+        read = {
+            field.key: _READERS[field.accepts](row.get(field.key))
+            for field in FIELDS[kind]
+            if field.accepts != "computed"
+        }
         bad = [key for key in read if read[key] is None and row.get(key) is not None]
         wrong += [f"'{key}' of row {at}" for key in bad]
         if read["strategy"] and read["learners"]:
@@ -133,7 +136,7 @@ def _rows(name: str, kind: str, given: Any, problems: list[str]) -> tuple[Row, .
     return tuple(rows)
 
 
-def _curves(name: str, given: Any, problems: list[str]) -> tuple[Curve, ...]:
+def _curves(name: str, given: Any, problems: list[str]) -> tuple[RaceCurve, ...]:
     found = []
     bad = 0
     for curve in untrusted.items(given)[:_MOST_CURVES]:
@@ -147,7 +150,7 @@ def _curves(name: str, given: Any, problems: list[str]) -> tuple[Curve, ...]:
                 bad += 1
         if points:
             strategy = untrusted.text(curve.get("strategy")) or "?"
-            found.append(Curve(strategy, untrusted.count(curve.get("learners")), untrusted.count(curve.get("seed")),
+            found.append(RaceCurve(strategy, untrusted.count(curve.get("learners")), untrusted.count(curve.get("seed")),
                                tuple(points)))  # fmt: skip
         elif not isinstance(curve, dict):
             bad += 1
@@ -163,7 +166,7 @@ class Inputs(NamedTuple):
     """All that a report is made of."""
 
     runs: tuple[RunRecord, ...]
-    results: tuple[Result, ...]
+    results: tuple[BenchmarkResult, ...]
     problems: tuple[str, ...]  # with the name of what they are of
 
 
@@ -172,7 +175,7 @@ def read_inputs(paths: Sequence[Path]) -> Inputs:
     if not paths:
         raise RequestError("name the folder of a run, or the JSON file of a benchmark")
     runs: list[tuple[Path, RunRecord]] = []
-    results: list[Result] = []
+    results: list[BenchmarkResult] = []
     unusable: list[str] = []
     for path in paths:
         if path.is_dir():

@@ -43,7 +43,7 @@ from offbeat.charts.bar_chart import (
 )
 from offbeat.charts.line_chart import LegendEntry, LineChart, draw_line_chart, line_legend
 from offbeat.number_format import Cell, Form, column_unit, format_value
-from offbeat.report.page_model import Column, Item, Page, Section, Table, Timeline
+from offbeat.report.page_model import Column, Item, Page, PageSection, Table, TimelineChart
 
 Data = dict[str, Any]  # what page.js reads; JSON has no better type
 
@@ -193,7 +193,7 @@ def _problems(problems: Sequence[str]) -> str:
     )
 
 
-def _section(section: Section, anchor: str, names: _Names, charts: list[Data]) -> str:
+def _section(section: PageSection, anchor: str, names: _Names, charts: list[Data]) -> str:
     items = "".join(_item(item, names, charts) for item in section.items)
     return (
         f'<section id="{anchor}" aria-labelledby="{anchor}-title">\n'
@@ -207,7 +207,7 @@ def _item(item: Item, names: _Names, charts: list[Data]) -> str:
         return _table(item, names)
     name, number = names.take("chart", item.key), len(charts)
     legend = plot = ""
-    if isinstance(item, Timeline):
+    if isinstance(item, TimelineChart):
         kind, data = "timeline", _bars(item)
     else:
         kind, prepare, entries, draw, pack = _KINDS[type(item)]
@@ -430,7 +430,7 @@ def _drawn(value: float) -> float:
     return float(f"{min(max(float(value), -LARGE), LARGE):.{DIGITS}g}")
 
 
-def _bars(chart: Timeline) -> Data:
+def _bars(chart: TimelineChart) -> Data:
     """The bars learner by learner, in whole ticks, so that neither sums nor differences lose anything:
 
     counts    how many bars each learner has

@@ -39,7 +39,7 @@ Bar = tuple[int, int, float, float, int, bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timeline(Figure):
+class TimelineChart(Figure):
     """What each learner did, as bars. Those of one learner do not overlap, and come in order of their start.
 
     Zoomable; coloured by version.
@@ -50,11 +50,11 @@ class Timeline(Figure):
     bars: tuple[Bar, ...]
 
 
-Item = Table | LineChart | BarChart | ShareChart | Timeline
+Item = Table | LineChart | BarChart | ShareChart | TimelineChart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
+class PageSection:
     """A part of a page: a heading, what it is about, some paragraphs, then what is shown."""
 
     key: str
@@ -72,4 +72,4 @@ class Page:
     subtitle: str
     summary: tuple[str, ...]
     problems: tuple[str, ...]
-    sections: tuple[Section, ...]
+    sections: tuple[PageSection, ...]

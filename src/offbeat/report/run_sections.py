@@ -12,12 +12,12 @@ from offbeat.number_format import Cell, percent
 from offbeat.policies import Staleness
 from offbeat.report import benchmarks
 from offbeat.report.facts import Facts, staleness_theory, straggler
-from offbeat.report.inputs import Result
-from offbeat.report.page_model import Bar, Column, Item, Section, Table, Timeline
-from offbeat.report.summary import Group
+from offbeat.report.inputs import BenchmarkResult
+from offbeat.report.page_model import Bar, Column, Item, PageSection, Table, TimelineChart
+from offbeat.report.summary import RunGroup
 from offbeat.runs.log import WHAT, Span
 from offbeat.runs.metrics import DEFINITIONS, known_interval
-from offbeat.runs.run_record import Evaluation, RunRecord
+from offbeat.runs.run_record import EvaluationRecord, RunRecord
 from offbeat.spec import count_of
 
 MOST_POINTS = 2_000  # of a curve
@@ -33,7 +33,7 @@ SHARES = ("computing", "thrown away", "sending", "waiting", "updating")
 # --- timeline -----------------------------------------------------------------------------------------------------
 
 
-def timelines(runs: Sequence[RunRecord], known: Sequence[Facts], limit: int) -> Section:
+def timelines(runs: Sequence[RunRecord], known: Sequence[Facts], limit: int) -> PageSection:
     all_spans = [one_clock(run) for run in runs]
     allowed = _allowed([len(spans) for spans in all_spans], limit)
     items = [
@@ -45,7 +45,7 @@ def timelines(runs: Sequence[RunRecord], known: Sequence[Facts], limit: int) -> 
         "What each learner did, second by second. A bar of computing has the colour of the version of the parameters "
         "it worked on; what was cancelled is marked."
     )
-    return Section(key="timeline", title="Timeline", items=tuple(items), about=text)
+    return PageSection(key="timeline", title="Timeline", items=tuple(items), about=text)
 
 
 def one_clock(run: RunRecord) -> list[Span]:
@@ -69,7 +69,7 @@ def _allowed(wanted: Sequence[int], limit: int) -> list[int]:
     return allowed
 
 
-def _timeline(key: str, one: Facts, spans: Sequence[Span], most: int) -> Timeline:
+def _timeline(key: str, one: Facts, spans: Sequence[Span], most: int) -> TimelineChart:
     everybody = sorted({span.learner for span in spans})
     numbers, left_out = everybody[:MOST_LEARNERS], len(everybody[MOST_LEARNERS:])
     if left_out:
@@ -96,7 +96,7 @@ def _timeline(key: str, one: Facts, spans: Sequence[Span], most: int) -> Timelin
         notes.append(f"Shown are the first {most:,} of {len(spans):,} bars.")
     if hidden:
         notes.append(f"Left out: {count_of(hidden, 'bar')} behind others of the same learner.")
-    return Timeline(
+    return TimelineChart(
         key=key,
         title=_title(one),
         learners=tuple(f"learner {learner}" for learner in numbers),
@@ -117,10 +117,10 @@ def _title(one: Facts) -> str:
 
 def errors(
     known: Sequence[Facts],
-    groups: Sequence[Group],
+    groups: Sequence[RunGroup],
     targets: Mapping[int, float | None],
-    results: Sequence[Result],
-) -> Section:
+    results: Sequence[BenchmarkResult],
+) -> PageSection:
     items: list[Item] = []
     curves = [_thinned(one.curve) for one in known]
     right = any(point.accuracy is not None for curve in curves for point in curve)
@@ -155,7 +155,7 @@ def errors(
     text = "How fast the training got better: lower and further left is better."
     if drawn_levels:
         text += " The level is the target: the accuracy given, or the highest that all ranked runs reached."
-    return Section(key="error", title="Error against time", items=tuple(items), about=text)
+    return PageSection(key="error", title="Error against time", items=tuple(items), about=text)
 
 
 def _rising(points: Iterable[tuple[float | None, float | None]]) -> tuple[tuple[float, float], ...]:
@@ -167,11 +167,11 @@ def _rising(points: Iterable[tuple[float | None, float | None]]) -> tuple[tuple[
     return tuple(kept)
 
 
-def _error(point: Evaluation) -> float | None:
+def _error(point: EvaluationRecord) -> float | None:
     return None if point.accuracy is None else 1 - point.accuracy
 
 
-def _thinned(curve: Sequence[Evaluation]) -> tuple[Evaluation, ...]:
+def _thinned(curve: Sequence[EvaluationRecord]) -> tuple[EvaluationRecord, ...]:
     if len(curve) <= MOST_POINTS:
         return tuple(curve)
     step = -(-len(curve) // MOST_POINTS)
@@ -213,7 +213,7 @@ def _accuracy_table(known: Sequence[Facts], targets: Mapping[int, float | None])
     )
 
 
-def _evaluations(known: Sequence[Facts], curves: Sequence[Sequence[Evaluation]]) -> Table:
+def _evaluations(known: Sequence[Facts], curves: Sequence[Sequence[EvaluationRecord]]) -> Table:
     rows = [
         (one.label, point.seconds, point.update, point.accuracy, _error(point), point.loss)
         for one, curve in zip(known, curves, strict=True)
@@ -239,7 +239,7 @@ def _evaluations(known: Sequence[Facts], curves: Sequence[Sequence[Evaluation]])
 # --- staleness ----------------------------------------------------------------------------------------------------
 
 
-def staleness(known: Sequence[Facts]) -> Section:
+def staleness(known: Sequence[Facts]) -> PageSection:
     charts: list[Item] = []
     means: list[tuple[Cell, ...]] = []
     shares: list[tuple[Cell, ...]] = []
@@ -286,7 +286,7 @@ def staleness(known: Sequence[Facts]) -> Section:
         ),
     )
     text = f"Staleness is the {said}. All-reduce and synchronous policies have none."
-    return Section(key="staleness", title="Staleness", items=(*charts, *tables), about=text)
+    return PageSection(key="staleness", title="Staleness", items=(*charts, *tables), about=text)
 
 
 def _histogram(
@@ -339,7 +339,7 @@ def _staleness_chart(
 # --- where the time went ------------------------------------------------------------------------------------------
 
 
-def shares(known: Sequence[Facts]) -> Section:
+def shares(known: Sequence[Facts]) -> PageSection:
     items: list[Item] = []
     rows: list[tuple[Cell, ...]] = []
     said = []
@@ -390,4 +390,4 @@ def shares(known: Sequence[Facts]) -> Section:
     text = "Parts of each learner's time, evaluation left out. Work that was cancelled or dropped is thrown away."
     if any(one.inside_waiting for one in known):
         text += f" {INSIDE_WAITING}"
-    return Section(key="time", title="Where the time went", items=tuple(items), about=text, paragraphs=tuple(said))
+    return PageSection(key="time", title="Where the time went", items=tuple(items), about=text, paragraphs=tuple(said))

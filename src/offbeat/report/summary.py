@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from offbeat.number_format import format_seconds, percent, whole_percent
 from offbeat.report.facts import Facts, Straggler, staleness_theory, straggler
-from offbeat.report.inputs import Result
+from offbeat.report.inputs import BenchmarkResult
 from offbeat.runs.run_record import RunRecord
 from offbeat.runs.untrusted import clean
 from offbeat.spec import count_of
@@ -55,7 +55,7 @@ def names_of(facts: Sequence[Facts]) -> tuple[str, ...]:
 # --- who may be compared with whom --------------------------------------------------------------------------------
 
 
-class Group(NamedTuple):
+class RunGroup(NamedTuple):
     """Runs, by their place, that may be compared, the target that is used for them, and who is ranked by it."""
 
     members: tuple[int, ...]
@@ -72,7 +72,7 @@ def field_of(run: RunRecord, name: str) -> Any:
     return _DEFAULTS.get(name) if found is None and run.config else found
 
 
-def groups_of(runs: Sequence[RunRecord], facts: Sequence[Facts], target: float | None) -> tuple[Group, ...]:
+def groups_of(runs: Sequence[RunRecord], facts: Sequence[Facts], target: float | None) -> tuple[RunGroup, ...]:
     """The target is the one given, and ranked is who reached it; or the highest that all who are ranked have reached.
 
     Without one given, unfinished runs and those that ended worse are not ranked, and one alone has no target.
@@ -85,13 +85,13 @@ def groups_of(runs: Sequence[RunRecord], facts: Sequence[Facts], target: float |
     for members in found.values():
         if target is not None:
             ranked = [at for at in members if facts[at].seconds_to(target) is not None]
-            groups.append(Group(tuple(members), target, tuple(ranked), given=True))
+            groups.append(RunGroup(tuple(members), target, tuple(ranked), given=True))
             continue
         best = _best(members, facts)
         ranked = [at for at in members if facts[at].finished and facts[at].highest_reached is not None
                   and (best is None or _below(facts[at], facts[best]) <= 0)]  # fmt: skip
         reached = [one for at in ranked if (one := facts[at].highest_reached) is not None]
-        groups.append(Group(tuple(members), min(reached) if len(ranked) > 1 else None, tuple(ranked)))
+        groups.append(RunGroup(tuple(members), min(reached) if len(ranked) > 1 else None, tuple(ranked)))
     return tuple(groups)
 
 
@@ -134,8 +134,8 @@ def _shown(value: Any) -> str:
 def summary(
     runs: Sequence[RunRecord],
     facts: Sequence[Facts],
-    results: Sequence[Result],
-    groups: Sequence[Group],
+    results: Sequence[BenchmarkResult],
+    groups: Sequence[RunGroup],
     price: float | None = None,
 ) -> tuple[str, ...]:
     """All sentences, the most important first."""
@@ -151,7 +151,7 @@ def summary(
 
 
 def _rankings(
-    runs: Sequence[RunRecord], facts: Sequence[Facts], names: Sequence[str], groups: Sequence[Group]
+    runs: Sequence[RunRecord], facts: Sequence[Facts], names: Sequence[str], groups: Sequence[RunGroup]
 ) -> Iterator[str]:
     once: list[str] = []
     for group in groups:
@@ -177,7 +177,7 @@ class _Timed(NamedTuple):
     interval_s: float  # from the evaluation before
 
 
-def _ranking(group: Group, facts: Sequence[Facts], names: Sequence[str]) -> Iterator[str]:
+def _ranking(group: RunGroup, facts: Sequence[Facts], names: Sequence[str]) -> Iterator[str]:
     assert group.target is not None
     said = percent(group.target)
     order = sorted(
@@ -220,7 +220,7 @@ def _times(some: Sequence[_Timed], more: str = "") -> str:
     return times if len(some) == 1 else f"{times}, within one evaluation of each other"
 
 
-def _chance(group: Group, facts: Sequence[Facts], names: Sequence[str]) -> list[str]:
+def _chance(group: RunGroup, facts: Sequence[Facts], names: Sequence[str]) -> list[str]:
     """What is to be kept in mind where runs that nobody repeated are ranked."""
     many = Counter((facts[at].strategy, facts[at].learners) for at in group.ranked)
     single = [names[at] for at in group.ranked if many[facts[at].strategy, facts[at].learners] == 1]
@@ -230,7 +230,7 @@ def _chance(group: Group, facts: Sequence[Facts], names: Sequence[str]) -> list[
     return [f"{whose}: a difference may be chance."]
 
 
-def _not_ranked(group: Group, facts: Sequence[Facts], names: Sequence[str]) -> Iterator[str]:
+def _not_ranked(group: RunGroup, facts: Sequence[Facts], names: Sequence[str]) -> Iterator[str]:
     """Who is left out and why; of who is ranked by a target that was given, who ended worse."""
     best = _best(group.members, facts)
     for at in group.members:
@@ -293,9 +293,9 @@ def _stragglers(facts: Sequence[Facts], names: Sequence[str]) -> Iterator[str]:
         if any(slow.at_least for slow, *_ in seen):
             slower = f"at least {slower}"
         slow, _, _, many = seen[0]
-        mine, others = format_seconds(slow.typical_s), format_seconds(slow.others_s)
+        mine, theirs = format_seconds(slow.typical_s), format_seconds(slow.others_s)
         how = f"none was finished in {mine}," if slow.at_least else f"typically {mine}"
-        times = f" ({how} against {others})" if len(seen) == 1 else ""
+        times = f" ({how} against {theirs})" if len(seen) == 1 else ""
         runs = f"all {len(seen)} runs" if len(seen) == len(facts) else f"{len(seen)} of {len(facts)} runs"
         where = f" in {runs}" if len(facts) > 1 else ""
         waits = sorted(seen, key=lambda one: -one[1])
@@ -341,7 +341,7 @@ def _energies(facts: Sequence[Facts]) -> Iterator[str]:
         yield f"Energy is not compared: it was measured by different sources ({_listed(told)})."
 
 
-def _of_result(result: Result) -> Iterator[str]:
+def _of_result(result: BenchmarkResult) -> Iterator[str]:
     recipe = result.said("recipe")
     of = f" of {recipe}" if recipe else ""
     what = f"{result.said('kind') or 'weak'} scaling" if result.kind == "scaling" else "race"

@@ -25,7 +25,7 @@ from offbeat.runs.run_folder import LogFile, RunDir
 _ENERGY = re.compile(r"energy(?:\.([1-9][0-9]{0,3}))?\.json")
 
 
-class Evaluation(NamedTuple):
+class EvaluationRecord(NamedTuple):
     """A line of metrics.jsonl; None where it does not say. `dropped` are samples, up to then."""
 
     seconds: float
@@ -72,7 +72,7 @@ class RunRecord:
     name: str
     label: str
     config: Mapping[str, Any] = field(default_factory=dict)
-    metrics: tuple[Evaluation, ...] = ()
+    metrics: tuple[EvaluationRecord, ...] = ()
     segments: tuple[RunSegment, ...] = ()
     machine: Mapping[str, Any] = field(default_factory=dict)
     energy: tuple[SegmentEnergy, ...] = ()
@@ -146,11 +146,11 @@ class _Reader:
             self._say(str(file))
             return {}
 
-    def _metrics(self) -> tuple[Evaluation, ...]:
+    def _metrics(self) -> tuple[EvaluationRecord, ...]:
         """In order of time; a line that does not say when it was measured cannot be drawn, and is left out."""
         if not self._is_there(self._run.metrics, "is missing: there is no accuracy and no time to it"):
             return ()
-        found: list[Evaluation] = []
+        found: list[EvaluationRecord] = []
         lines = untrusted.JsonLines(self._run.metrics)
         try:
             for record in lines:
@@ -209,10 +209,10 @@ class _Reader:
         )
 
 
-def _evaluation(seconds: float, record: Mapping[str, Any]) -> Evaluation:
+def _evaluation(seconds: float, record: Mapping[str, Any]) -> EvaluationRecord:
     dropped = record.get("dropped")
     many = [untrusted.count(one) for one in dropped.values()] if isinstance(dropped, dict) else None
-    return Evaluation(
+    return EvaluationRecord(
         seconds=seconds,
         update=untrusted.count(record.get("update")),
         accuracy=untrusted.share(record.get("accuracy")),
