@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 SENTENCES = 6  # of the summary that are printed
 PROBLEMS = 10
+CURVE = ("seconds", "update", "accuracy", "loss", "test_samples")  # of an evaluation, in JSON
 
 
 def _price(text: str) -> float:
@@ -172,10 +173,10 @@ def _as_json(
         runs.append(
             asdict(one)
             | {
-                "curve": [point._asdict() for point in one.curve],
+                "curve": [{key: getattr(point, key) for key in CURVE} for point in one.curve],
                 "throughput": one.throughput,
                 "seconds_per_update": one.seconds_per_update,
-                "accuracy": one.accuracy,
+                "accuracy": one.last.accuracy,
                 "best_accuracy": one.best_accuracy,
                 "target": targets[at],
                 "seconds_to_target": one.seconds_to(targets[at]),
@@ -187,8 +188,8 @@ def _as_json(
                 "thrown_away_share": one.thrown_away_share,
                 "joules_per_sample": one.joules_per_sample,
                 "joules_to_target": one.joules_to(targets[at]),
-                "cost": one.cost(given.price),
-                "cost_to_target": one.cost_to(targets[at], given.price),
+                "cost": one.cost(one.seconds, given.price),
+                "cost_to_target": one.cost(one.seconds_to(targets[at]), given.price),
                 "straggler": None if slow is None else slow._asdict(),
             }
         )

@@ -15,8 +15,7 @@ from offbeat.commands.sweep import SWEEP_OPTIONS, batch_of, check_recipe_options
 from offbeat.commands.virtual_training import FIELDS, RECIPE_OPTIONS, SECTIONS, refuse_without_recipe, simulate_recipe
 from offbeat.errors import RequestError
 from offbeat.number_format import format_seconds, format_size, percent
-from offbeat.runs import text_timeline
-from offbeat.runs.log import RunLog, write_chrome_trace, write_log
+from offbeat.runs.log import RunLog, text_rows, write_chrome_trace, write_log
 from offbeat.simulate.collective import bucket_curve
 from offbeat.simulate.diagnosis import why
 from offbeat.simulate.result import Result
@@ -141,7 +140,7 @@ def _timeline(out: Terminal, result: Result, updates: int) -> None:
     if not spans or updates < 1:
         return
     end = max(span.end_s for span in spans)
-    shown = text_timeline.rows(spans, width=max(20, min(100, out.width - 16)), end_s=end)
+    shown = text_rows(spans, width=max(20, min(100, out.width - 16)), end_s=end)
     for learner, pieces in list(shown.items())[:16]:
         row = Text(f"learner {learner}".ljust(12) + "|")
         for piece in pieces:

@@ -38,8 +38,7 @@ import numpy.typing as npt
 from offbeat.errors import RequestError
 from offbeat.policies import LearnerRule, Left, Pushed, Resume, Send, create
 from offbeat.policies.replay import Decision, read_decision
-from offbeat.runs.log import WHAT, RunLog, Span
-from offbeat.runs.pushed_spans import minibatches_by_span, pushed_spans
+from offbeat.runs.log import WHAT, RunLog, Span, minibatches_by_span, pushed_spans
 from offbeat.simulate.compute import Law
 from offbeat.simulate.engine import COMPUTE, MEASURED, Floats, Ints, uniforms
 from offbeat.simulate.recorded import Curve, product_limit
