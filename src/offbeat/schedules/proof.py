@@ -204,9 +204,9 @@ def _check_collisions(schedule: Schedule, chunks: npt.NDArray[np.int64]) -> None
     overwrites = table[order, 3] == 0
     collides = np.flatnonzero(same & (overwrites[1:] | overwrites[:-1]))
     if collides.size:
-        one, other = sorted(order[collides[0] : collides[0] + 2].tolist())
-        what = f"'{_transfer(table[one])}' and '{_transfer(table[other])}' write the same place in one step"
-        raise _wrong(schedule, int(step[one]), table[one], what)
+        first, *_ = pair = sorted(order[collides[0] : collides[0] + 2].tolist())
+        what = " and ".join(f"'{Transfer(*table[one].tolist())}'" for one in pair)
+        raise _wrong(schedule, int(step[first]), table[first], f"{what} write the same place in one step")
 
 
 def _start(schedule: Schedule, chunks: int) -> Counts:
@@ -245,7 +245,8 @@ def _apply(schedule: Schedule, step: int, rows: Table, at: npt.NDArray[np.int64]
     if held.max() > 1:
         row, contributor = np.argwhere(held > 1)[0]
         wrong = rows[adds][row]
-        raise _wrong(schedule, step, wrong, f"'{_transfer(wrong)}' counts rank {contributor}'s contribution twice")
+        what = f"'{Transfer(*wrong.tolist())}' counts rank {contributor}'s contribution twice"
+        raise _wrong(schedule, step, wrong, what)
 
 
 def _check_promise(schedule: Schedule, chunks: npt.NDArray[np.int64], counts: Counts) -> None:
@@ -272,11 +273,6 @@ def _some(ranks: set[int]) -> str:
     shown = sorted(ranks)[:6]
     more = f" and {len(ranks) - len(shown)} more" if len(ranks) > len(shown) else ""
     return f"{'s' if len(ranks) > 1 else ''} {', '.join(map(str, shown))}{more}"
-
-
-def _transfer(row: Table) -> Transfer:
-    source, target, chunk, reduce = row.tolist()
-    return Transfer(source, target, chunk, bool(reduce))
 
 
 def _wrong(schedule: Schedule, step: int, row: Table, what: str) -> ScheduleError:
