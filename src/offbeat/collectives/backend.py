@@ -1,8 +1,17 @@
-"""Making a group: what `init_process_group("offbeat")` calls."""
+"""Making a group: what `init_process_group("offbeat")` calls.
+
+With OFFBEAT_REPLACE, a group is also made where a program asks for Gloo or NCCL. torch then calls this through
+`offbeat_autoload`, which changes one answer of torch's. A program that hard-codes its backend, or checks it by name,
+needs no edit. offbeat itself never asks torch for them by name: its strategy `native` makes them.
+"""
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,10 +20,14 @@ from torch._C._distributed_c10d import PrefixStore
 
 from offbeat.collectives import choice, rendezvous
 from offbeat.collectives.counters import Stats
+from offbeat.collectives.cuda import nccl_backend
 from offbeat.collectives.options import Options, mark_joined
 from offbeat.collectives.process_group import OffbeatGroup
-from offbeat.errors import OffbeatError, RequestError
+from offbeat.errors import OffbeatError, RequestError, nearest
 from offbeat.strategy import AUTO, NATIVE
+from offbeat_autoload import REPLACE, REPLACING
+
+REPLACEABLE = ("gloo", "nccl")
 
 
 def create(given: Any, options: Any) -> dist.ProcessGroup:
@@ -69,9 +82,7 @@ def _native(given: Any) -> dist.ProcessGroup:
     group._set_default_backend(kinds.GLOO)
     group._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
     if torch.cuda.is_available() and dist.is_nccl_available():
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = given.timeout
-        nccl = dist.ProcessGroupNCCL(PrefixStore("nccl", given.store), rank, ranks, options)
+        nccl = nccl_backend(given.store, rank, ranks, given.timeout)
         group._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
     return group
 
@@ -92,3 +103,55 @@ def stats(group: dist.ProcessGroup | None = None) -> Stats:
     for ranks that came later, and `late`: the rank that came last most often. Try `print(offbeat.stats().late)`.
     """
     return group_of(group).stats()
+
+
+# --- in the place of another backend ----------------------------------------------------------------------------------
+
+
+def replaced(line: str) -> tuple[str, ...]:
+    """The backends that a value of OFFBEAT_REPLACE names. `RequestError` where offbeat cannot stand for one."""
+    names = tuple(dict.fromkeys(name.strip().lower() for name in line.split(",") if name.strip()))
+    for name in names:
+        if name not in REPLACEABLE:
+            hint = nearest(name, REPLACEABLE)
+            raise RequestError(f"{REPLACE} names '{name}'; it can name gloo, nccl, or both as gloo,nccl{hint}")
+    return names
+
+
+def made(asked: Mapping[str, str]) -> dict[str, str]:
+    """Which backend torch is to make for each device, where a program asked for these.
+
+    A group of ours serves all devices: it is made if one of them is to be replaced, and the others must be ones that it
+    can serve as well.
+    """
+    names = replaced(os.environ.get(REPLACE, ""))
+    if not set(names) & set(asked.values()):
+        return dict(asked)
+    foreign = sorted(set(asked.values()) - {*REPLACEABLE, "offbeat"})
+    if foreign:
+        whole = ",".join(f"{device}:{backend}" for device, backend in asked.items())
+        raise RequestError(f"{REPLACE}={','.join(names)}: '{whole}' also names '{foreign[0]}', which offbeat cannot be")
+    return dict.fromkeys(asked, REPLACING)
+
+
+def create_replacing(given: Any, options: Any) -> dist.ProcessGroup:
+    """A group in the place of another backend's. Options of that backend mean nothing here, and rank 0 says so."""
+    names = replaced(os.environ.get(REPLACE, ""))
+    foreign = options is not None and not isinstance(options, Options | str)
+    group = create(given, None if foreign else options)
+    members = list(given.global_ranks_in_group) or range(given.group_size)
+    if members[given.group_rank] == 0:
+        start = f"{REPLACE}={','.join(names)}:"
+        if not isinstance(dist.group.WORLD, OffbeatGroup) or dist.get_backend() == "offbeat":  # it is the first
+            strategy = group.options.strategy if isinstance(group, OffbeatGroup) else NATIVE
+            quoted = " and ".join(f"'{name}'" for name in names)
+            _say(f"{start} process groups of {quoted} are offbeat's ({strategy})")
+        if foreign:
+            _say(f"{start} pg_options of type {type(options).__qualname__} are ignored")
+    return group
+
+
+@cache
+def _say(line: str) -> None:
+    """Once in a process."""
+    print(f"offbeat: {line}", file=sys.stderr, flush=True)

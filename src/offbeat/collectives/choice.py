@@ -49,7 +49,6 @@ class Choice:
         self.figures: Figures | None = None
         self._ranks = ranks
         self._by_size: dict[int, list[tuple[float, str]]] = {}
-        self._plans: dict[int, Plan] = {}
 
     def needs_figures(self) -> bool:
         return self.line == AUTO and self.figures is None and 1 < self._ranks <= _MOST_PRICED
@@ -58,11 +57,8 @@ class Choice:
         """The plan for a vector of so many bytes."""
         if self.line != AUTO:
             return plan(self.line, "all-reduce", self._ranks)
-        size = size_bytes.bit_length()
-        if size not in self._plans:
-            ranked = self._ranked(size_bytes)
-            self._plans[size] = plan(ranked[0][1] if ranked else "direct", "all-reduce", self._ranks)
-        return self._plans[size]
+        ranked = self._ranked(size_bytes)
+        return plan(ranked[0][1] if ranked else "direct", "all-reduce", self._ranks)
 
     def why(self, size_bytes: int) -> str:
         """In words: what was chosen for this size, and what the others would have cost."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from offbeat.collectives.binding import MARK, RUN, WAIT, Binder, Bound, Place, part
 from offbeat.collectives.calls import Call, describe
@@ -21,17 +22,15 @@ _KEPT = 128  # kinds of calls of which the bound programs are kept
 _PLACES = 8  # and in how many places of memory each
 
 
+@dataclass(slots=True)
 class _Kind:
     """Calls that differ in nothing but their time: the same calls come back, and are bound to memory once."""
 
-    __slots__ = ("bound", "own", "program", "staging", "wanted")
-
-    def __init__(self, program: Program, own: Place, wanted: int, staging: Bound) -> None:
-        self.program = program
-        self.own = own
-        self.wanted = wanted
-        self.staging = staging
-        self.bound: dict[tuple[int, tuple[Place, ...]], list[Bound]] = {}
+    program: Program
+    own: Place
+    wanted: int
+    staging: Bound
+    bound: dict[tuple[int, tuple[Place, ...]], list[Bound]] = field(default_factory=dict)
 
 
 class Executor:

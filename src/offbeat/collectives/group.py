@@ -5,18 +5,29 @@ torch's collectives are in `process_group`, on top of this.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offbeat.collectives import calls, memory, rendezvous
-from offbeat.collectives.calls import Call, MessagePort, Runner, check_reduction, cut, number_of, plan
+from offbeat.collectives import memory, rendezvous
+from offbeat.collectives.calls import (
+    Call,
+    MessagePort,
+    Runner,
+    check_reduction,
+    copy,
+    cut,
+    mean_of,
+    number_of,
+    plan,
+)
 from offbeat.collectives.choice import Choice, Figures
 from offbeat.collectives.counters import Arrivals, Stats
 from offbeat.collectives.cuda import Gpus, first_tensor
@@ -183,62 +194,63 @@ class Group(_ProcessGroup):  # type: ignore[misc] # torch types it by overloads 
 
     # --- from a call to its work ------------------------------------------------------------------------------------
 
-    def _call(
-        self,
-        kind: str,
-        way: calls.Plan,
-        tensor: Tensor,
-        sizes: tuple[int, ...],
-        *,
-        reduction: str = "",
-        detail: int = 0,
-    ) -> Call:
+    def _call(self, kind: str, tensor: Tensor, sizes: tuple[int, ...], *, reduction: str = "", root: int = 0) -> Call:
+        line = "central" if kind in ("broadcast", "reduce") else "direct"
+        detail = root
         if len(set(sizes)) > 1:
             detail = detail << 32 | zlib.crc32(repr(sizes).encode())
         return Call(
-            plan=way,
-            dtype=torch.uint8,
+            plan=plan(line, kind.replace("_", "-"), self._ranks, root),
+            dtype=tensor.dtype if reduction else torch.uint8,
             what=number_of(kind, reduction, tensor.dtype),
             items=sum(sizes) // (1 if reduction else tensor.itemsize),  # what is only moved is cut by bytes
             sizes=sizes,
             reduction=reduction,
+            into=check_reduction(reduction, tensor.dtype) if reduction else copy,
             detail=detail,
             since_ns=now()[0],
         )
 
-    def _job(
-        self,
-        call: Call,
-        loads: Sequence[Flat],
-        backs: Sequence[Flat],
-        after: Callable[[], object] | None = None,
-        *,
-        before: Callable[[], object] | None = None,
-    ) -> Job:
+    def _job(self, call: Call, loads: Sequence[Flat], backs: Sequence[Flat], factor: float | None = None) -> Job:
+        """A call with its copies before and after. A chunk that this rank gives to itself is copied first, too."""
+        own = [(call.take[chunk], call.give[chunk]) for chunk in call.give.keys() & call.take.keys()]
+
         def run(patience: Patience) -> None:
             for flat in loads:
                 flat.load()
-            if before is not None:
-                before()
+            if factor is not None:
+                for tensor in call.give.values() if call.whole is None else [call.whole]:
+                    tensor.mul_(factor)
+            for mine, given in own:
+                if mine.data_ptr() != given.data_ptr():
+                    mine.copy_(given)
             self._executor.run(call, patience)
-            if after is not None:
-                after()
             for flat in backs:
+                if call.reduction == "mean":
+                    mean_of(flat.tensor, self._ranks)
                 flat.back()
 
         return run
 
-    def _submit(self, job: Job, result: Any, opts: Any) -> PendingCall:
-        background = True if opts is None else opts.asyncOp
+    def _barrier_job(self) -> Job:
+        return self._job(self._call("barrier", torch.empty(0), (0,)), [], [])
+
+    def _submit(self, jobs: Sequence[Job], result: Any, opts: Any) -> PendingCall:
+        """The jobs, one after the other, as one work."""
+
+        def run(patience: Patience) -> None:
+            for job in jobs:
+                job(patience)
+
+        background = opts is None or opts.asyncOp
         tensor = first_tensor(result)
-        if tensor is not None and tensor.is_cuda:
-            job = self._gpus.staged(job, tensor.device)
+        job = run if tensor is None or not tensor.is_cuda else self._gpus.staged(run, tensor.device)
         return self._keep(self._progress.submit(job, PendingCall(result), background=background))
 
     def _measure(self, patience: Patience) -> None:
         """Agree on what this host is like: the slowest rank's figures."""
         transport, executor = self._transport, self._executor
-        barrier = self._job(self._call("barrier", plan("direct", "barrier", self._ranks), torch.empty(0), (0,)), [], [])
+        barrier = self._barrier_job()
         barrier(patience)
         start = time.perf_counter()
         for _ in range(10):
@@ -291,33 +303,26 @@ def _join(
 ) -> tuple[SharedMemory, Choice]:
     """Meet the other ranks. What is wrong with one of them is said on all."""
     size_bytes = control_bytes(ranks) + options.arena_bytes
-    card: dict[str, Any] = {}
-    error: OffbeatError | None = None
     listener = rendezvous.Listener(ranks)
+    card = {"strategy": options.strategy, "arena": options.arena_bytes, "listener": listener.name}
     descriptor = -1
     try:
         try:
-            card = {"strategy": options.strategy, "arena": options.arena_bytes, "listener": listener.name}
             choice = Choice(options.strategy, ranks)
             own, descriptor = memory.create(size_bytes, f"rank {names[rank]}")
-            card["token"] = rendezvous.new_token()
-        except OffbeatError as raised:
-            error = raised
-            card["error"] = str(raised).splitlines()[0]
-        try:
-            cards = rendezvous.hand_out_card(store, rank, names, card, timeout_s)
-        except PeerError:  # the others may have ended by the same mistake
-            if error is None:
-                raise
-        if error is not None:
-            raise error
+        except OffbeatError as error:
+            card["error"] = str(error).splitlines()[0]
+            with contextlib.suppress(PeerError):  # the others may have ended by the same mistake
+                rendezvous.hand_out_card(store, rank, names, card, timeout_s)
+            raise
+        cards = rendezvous.hand_out_card(store, rank, names, card, timeout_s)
         rendezvous.check_cards(cards, rank, names)
         token = bytes.fromhex(cards[0]["token"])
         peers = listener.meet(rank, names, cards, token, descriptor, size_bytes, timeout_s)
     finally:
         listener.close()
         if descriptor >= 0:
-            memory.close(descriptor)
+            os.close(descriptor)
     return SharedMemory(rank, names, own, peers, timeout_s, options.arena_bytes), choice
 
 

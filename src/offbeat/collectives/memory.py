@@ -91,11 +91,6 @@ def create(size_bytes: int, what: str) -> tuple[Segment, int]:
         raise OffbeatError(f"{what} needs {format_size(size_bytes)} of shared memory: {error.strerror}") from None
 
 
-def close(descriptor: int) -> None:
-    """Of a segment that was created: the mapping stays."""
-    os.close(descriptor)
-
-
 def receive(descriptor: int, size_bytes: int, *, sealed: bool) -> Segment:
     """Map what a peer sent, and close its descriptor. Refused unless it really is so large and stays so."""
     try:

@@ -10,6 +10,7 @@ Whoever posts a message moves what can be moved at once; the rest is moved by a 
 
 from __future__ import annotations
 
+import os
 import struct
 import threading
 import time
@@ -320,7 +321,7 @@ class Messages:
         try:
             transport.announce(MAILBOX, to, PAGE + RING_BYTES, descriptor, [to])
         finally:
-            memory.close(descriptor)
+            os.close(descriptor)
         self._out[to] = _Ring(segment)
         transport.flag_mailbox(to)
 

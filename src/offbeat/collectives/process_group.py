@@ -7,9 +7,10 @@ them (`all_gather_single` was `_allgather_base`); both names are kept.
 
 from __future__ import annotations
 
+import math
 import sys
+import time
 from collections.abc import Sequence
-from functools import partial
 from itertools import accumulate, pairwise
 from types import FrameType, FunctionType
 from typing import Any
@@ -18,20 +19,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offbeat.collectives.calls import Call, check_reduction, cut, mean_of, number_of, plan
+from offbeat.collectives.calls import Call, check_reduction, cut, mean_of, number_of
 from offbeat.collectives.cuda import or_nccl
 from offbeat.collectives.group import Group, now
-from offbeat.collectives.monitored import monitored_barrier
 from offbeat.collectives.overlap import Job, PendingCall
 from offbeat.collectives.sync import Patience
 from offbeat.collectives.tensors import Flat, bytes_of, flat_of
-from offbeat.errors import RequestError
+from offbeat.errors import PeerError, RequestError
 
 _RED: Any = dist.ReduceOp.RedOpType
 _NAMES = {
     _RED.SUM: "sum", _RED.AVG: "mean", _RED.PRODUCT: "product", _RED.MIN: "min", _RED.MAX: "max",
     _RED.BAND: "and", _RED.BOR: "or", _RED.BXOR: "xor", _RED.PREMUL_SUM: "sum",
 }  # fmt: skip
+_BARRIER_TAG = -(2**40)  # no user's
 
 
 class OffbeatGroup(Group):
@@ -41,14 +42,15 @@ class OffbeatGroup(Group):
 
     @or_nccl("allreduce")
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> PendingCall:
-        opts = opts or dist.AllreduceOptions()
         since, iteration = now()
         bucket = iteration >= 0 and _called_by_the_reducer()
         if tensors[0].is_sparse:
-            return self._submit(lambda patience: self._sparse(tensors, opts, patience), tensors, opts)
+            return self._submit([lambda patience: self._sparse(tensors, opts, patience)], tensors, opts)
         reduction, factor = _reduction(opts)
         jobs = [self._all_reduce(tensor, reduction, factor, since, iteration, bucket) for tensor in tensors]
-        return self._submit(_one_after_another(jobs), tensors, opts)
+        return self._submit(jobs, tensors, opts)
+
+    allreduce_coalesced = or_nccl("allreduce_coalesced")(allreduce)
 
     def _all_reduce(
         self, tensor: Tensor, reduction: str, factor: float | None, since: int, iteration: int, bucket: bool
@@ -95,7 +97,7 @@ class OffbeatGroup(Group):
             counts = self._all_gathered(torch.tensor([mine._nnz()]), [1] * self._ranks, patience)
             sizes = [int(count) for count in counts]
             indices = self._all_gathered(mine.indices().flatten(), [n * mine.sparse_dim() for n in sizes], patience)
-            per_value = mine.values().numel() // max(1, mine._nnz()) if mine._nnz() else _items_of(mine)
+            per_value = math.prod(mine.values().shape[1:])
             values = self._all_gathered(mine.values().flatten(), [n * per_value for n in sizes], patience)
             shape = (-1, *mine.values().shape[1:])
             total = torch.sparse_coo_tensor(
@@ -108,79 +110,67 @@ class OffbeatGroup(Group):
     def _all_gathered(self, mine: Tensor, sizes: Sequence[int], patience: Patience) -> list[Tensor]:
         """Inside a job: everybody's flat tensor of so many items each."""
         parts = [torch.empty(size, dtype=mine.dtype) for size in sizes]
-        self._gather_job("all_gather", mine.contiguous(), parts, None)(patience)
+        self._gather_job("all_gather", mine.contiguous(), parts)(patience)
         return parts
 
     @or_nccl("broadcast")
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> PendingCall:
-        opts = opts or dist.BroadcastOptions()
-        jobs = [self._broadcast(tensor, opts.rootRank) for tensor in tensors]
-        return self._submit(_one_after_another(jobs), tensors, opts)
-
-    def _broadcast(self, tensor: Tensor, root: int) -> Job:
-        flat = bytes_of(tensor, written=self._rank != root)
-        sizes = (flat.tensor.numel(),)
-        way = plan("central", "broadcast", self._ranks, root)
-        call = self._call("broadcast", way, tensor, sizes, detail=root)
-        call.whole = flat.tensor
-        return self._job(call, [flat], [flat] if self._rank != root else [])
+        root = 0 if opts is None else opts.rootRank
+        written = self._rank != root
+        jobs = []
+        for tensor in tensors:
+            flat = bytes_of(tensor, written=written)
+            call = self._call("broadcast", tensor, (flat.tensor.numel(),), root=root)
+            call.whole = flat.tensor
+            jobs.append(self._job(call, [flat], [flat] if written else []))
+        return self._submit(jobs, tensors, opts)
 
     @or_nccl("reduce")
     def reduce(self, tensors: list[Tensor], opts: Any) -> PendingCall:
         root, (reduction, factor) = opts.rootRank, _reduction(opts)
+        written = self._rank == root
         jobs = []
         for tensor in tensors:
-            into = check_reduction(reduction, tensor.dtype)
-            flat = flat_of(tensor, on_cpu=True, apart=factor is not None, written=self._rank == root)
-            way = plan("central", "reduce", self._ranks, root)
-            call = self._call("reduce", way, tensor, (flat.tensor.numel(),), reduction=reduction, detail=root)
-            call.dtype, call.into, call.whole = tensor.dtype, into, flat.tensor
-            end = partial(mean_of, flat.tensor, self._ranks) if reduction == "mean" else None
-            start = None if factor is None else partial(flat.tensor.mul_, factor)
-            jobs.append(self._job(call, [flat], [flat] if self._rank == root else [], end, before=start))
-        return self._submit(_one_after_another(jobs), tensors, opts)
+            flat = flat_of(tensor, on_cpu=True, apart=factor is not None, written=written)
+            call = self._call("reduce", tensor, (flat.tensor.numel(),), reduction=reduction, root=root)
+            call.whole = flat.tensor
+            jobs.append(self._job(call, [flat], [flat] if written else [], factor))
+        return self._submit(jobs, tensors, opts)
 
     @or_nccl("allgather")
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> PendingCall:
-        jobs = [self._gather_job("all_gather", one, many, None) for one, many in zip(inputs, outputs, strict=True)]
-        return self._submit(_one_after_another(jobs), outputs, opts)
+        jobs = [self._gather_job("all_gather", one, many) for one, many in zip(inputs, outputs, strict=True)]
+        return self._submit(jobs, outputs, opts)
 
     @or_nccl("_allgather_base")
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> PendingCall:
-        return self._submit(self._all_gather_single(output, input), [output], opts)
+        return self._submit([self._all_gather_single(output, input)], [output], opts)
 
     def _all_gather_single(self, output: Tensor, input: Tensor) -> Job:
         _check_split(output, input, self._ranks, "all_gather_into_tensor")
         whole = flat_of(output, written=True)
-        parts = list(torch.chunk(whole.tensor, self._ranks)) if output.numel() else [whole.tensor] * self._ranks
-        gather = self._gather_job("all_gather", input, parts, None)
-
-        def run(patience: Patience) -> None:
-            gather(patience)
-            whole.back()
-
-        return run
+        return self._gather_job("all_gather", input, whole.tensor.tensor_split(self._ranks), whole=whole)
 
     @or_nccl("allgather_into_tensor_coalesced")
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> PendingCall:
         jobs = [self._all_gather_single(one, other) for one, other in zip(outputs, inputs, strict=True)]
-        return self._submit(_one_after_another(jobs), outputs, opts)
+        return self._submit(jobs, outputs, opts)
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> PendingCall:
         """`outputs[rank][i]` is input i of that rank."""
-        jobs = [
-            self._gather_job("all_gather", one, [outputs[rank][i] for rank in range(self._ranks)], None)
-            for i, one in enumerate(inputs)
-        ]
-        return self._submit(_one_after_another(jobs), outputs, opts)
+        outputs_of = zip(*outputs, strict=True)
+        jobs = [self._gather_job("all_gather", one, many) for one, many in zip(inputs, outputs_of, strict=True)]
+        return self._submit(jobs, outputs, opts)
 
     @or_nccl("gather")
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> PendingCall:
         to = outputs[0] if self._rank == opts.rootRank else [inputs[0]] * self._ranks
-        return self._submit(self._gather_job("gather", inputs[0], to, opts.rootRank), outputs, opts)
+        return self._submit([self._gather_job("gather", inputs[0], to, opts.rootRank)], outputs, opts)
 
-    def _gather_job(self, kind: str, input: Tensor, outputs: Sequence[Tensor], root: int | None) -> Job:
-        """All-gather, or gather to a root; `outputs` have the sizes of all ranks."""
+    def _gather_job(
+        self, kind: str, input: Tensor, outputs: Sequence[Tensor], root: int | None = None, whole: Flat | None = None
+    ) -> Job:
+        """All-gather, or gather to a root; `outputs` have the sizes of all ranks, and may be parts of a whole."""
         if len(outputs) != self._ranks:
             raise RequestError(f"{kind} needs {self._ranks} outputs, one for each rank; got {len(outputs)}")
         if outputs[self._rank].numel() != input.numel():
@@ -191,17 +181,10 @@ class OffbeatGroup(Group):
         receives = root is None or root == self._rank
         mine = bytes_of(input, apart=receives and _in_the_way([input], outputs, outputs[self._rank], input))
         parts = [bytes_of(output, written=True) for output in outputs] if receives else []
-        way = plan("direct", kind.replace("_", "-"), self._ranks, root or 0)
-        call = self._call(kind, way, input, tuple(one.numel() * one.itemsize for one in outputs), detail=root or 0)
+        call = self._call(kind, input, tuple(one.numel() * one.itemsize for one in outputs), root=root or 0)
         call.give = {self._rank: mine.tensor}
         call.take = {rank: part.tensor for rank, part in enumerate(parts)}
-        kept = parts[self._rank].tensor if receives else mine.tensor
-
-        def keep_mine() -> None:
-            if kept.data_ptr() != mine.tensor.data_ptr():
-                kept.copy_(mine.tensor)
-
-        return self._job(call, [mine], parts, keep_mine)
+        return self._job(call, [mine], parts if whole is None else [*parts, whole])
 
     @or_nccl("scatter")
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> PendingCall:
@@ -212,81 +195,53 @@ class OffbeatGroup(Group):
         mine = bytes_of(output, written=True)
         apart = sends and _in_the_way(inputs[0], [output], inputs[0][root], output)
         given = [bytes_of(one, apart=apart) for one in inputs[0]] if sends else []
-        parts = [one.tensor for one in given]
-        way = plan("direct", "scatter", self._ranks, root)
-        call = self._call("scatter", way, output, (mine.tensor.numel(),) * self._ranks, detail=root)
-        call.give = dict(enumerate(parts))
+        call = self._call("scatter", output, (mine.tensor.numel(),) * self._ranks, root=root)
+        call.give = {rank: one.tensor for rank, one in enumerate(given)}
         call.take = {self._rank: mine.tensor}
-        keep_mine = (lambda: mine.tensor.copy_(parts[root])) if sends else None
-        return self._submit(self._job(call, given, [mine], keep_mine), outputs, opts)
+        return self._submit([self._job(call, given, [mine])], outputs, opts)
 
     @or_nccl("reduce_scatter")
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> PendingCall:
-        opts = opts or dist.ReduceScatterOptions()
         jobs = [self._reduce_scatter(one, many, opts) for one, many in zip(outputs, inputs, strict=True)]
-        return self._submit(_one_after_another(jobs), outputs, opts)
+        return self._submit(jobs, outputs, opts)
 
     @or_nccl("_reduce_scatter_base")
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> PendingCall:
-        opts = opts or dist.ReduceScatterOptions()
-        return self._submit(self._reduce_scatter_single(output, input, opts), [output], opts)
+        return self._submit([self._reduce_scatter_single(output, input, opts)], [output], opts)
 
     @or_nccl("reduce_scatter_tensor_coalesced")
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> PendingCall:
-        opts = opts or dist.ReduceScatterOptions()
         jobs = [self._reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
-        return self._submit(_one_after_another(jobs), outputs, opts)
+        return self._submit(jobs, outputs, opts)
 
     def _reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> Job:
         _check_split(input, output, self._ranks, "reduce_scatter_tensor")
         whole = flat_of(input)
-        parts = list(torch.chunk(whole.tensor, self._ranks)) if input.numel() else [whole.tensor] * self._ranks
-        scatter = self._reduce_scatter(output, parts, opts)
+        return self._reduce_scatter(output, whole.tensor.tensor_split(self._ranks), opts, [whole])
 
-        def run(patience: Patience) -> None:
-            whole.load()
-            scatter(patience)
-
-        return run
-
-    def _reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], opts: Any) -> Job:
+    def _reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], opts: Any, wholes: Sequence[Flat] = ()) -> Job:
+        """`wholes` are what the inputs are parts of."""
         reduction, factor = _reduction(opts)
         if len(inputs) != self._ranks or inputs[self._rank].numel() != output.numel():
             raise RequestError(f"reduce_scatter needs {self._ranks} inputs, this rank's of {output.numel()} items")
         if any(one.dtype != output.dtype for one in inputs):
             raise RequestError(f"reduce_scatter: the inputs must be {output.dtype} as the output is")
-        into = check_reduction(reduction, output.dtype)
         apart = factor is not None or _in_the_way(inputs, [output], inputs[self._rank], output)
         given = [flat_of(one, on_cpu=True, apart=apart) for one in inputs]
-        parts = [one.tensor for one in given]
         mine = flat_of(output, on_cpu=True, written=True)
-        way = plan("direct", "reduce-scatter", self._ranks)
-        sizes = tuple(one.numel() for one in inputs)
-        call = self._call("reduce_scatter", way, output, sizes, reduction=reduction)
-        call.dtype, call.into, call.give, call.take = (
-            output.dtype,
-            into,
-            dict(enumerate(parts)),
-            {self._rank: mine.tensor},
-        )
-
-        def start() -> None:
-            if factor is not None:
-                for part in parts:
-                    part.mul_(factor)
-            mine.tensor.copy_(parts[self._rank])
-
-        end = partial(mean_of, mine.tensor, self._ranks) if reduction == "mean" else None
-        return self._job(call, given, [mine], end, before=start)
+        call = self._call("reduce_scatter", output, tuple(one.numel() for one in inputs), reduction=reduction)
+        call.give = {rank: one.tensor for rank, one in enumerate(given)}
+        call.take = {self._rank: mine.tensor}
+        return self._job(call, [*wholes, *given], [mine], factor)
 
     @or_nccl("alltoall")
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> PendingCall:
         to = [bytes_of(one, written=True) for one in outputs]
         given = [bytes_of(one, apart=any(_shared(one, output) for output in outputs)) for one in inputs]
         parts = [one.tensor for one in to], [one.tensor for one in given]
-        return self._submit(self._all_to_all(outputs[0], *parts, given, to), outputs, opts)
+        return self._submit([self._all_to_all(outputs[0], *parts, given, to)], outputs, opts)
 
     @or_nccl("alltoall_base")
     def all_to_all_single(
@@ -296,7 +251,7 @@ class OffbeatGroup(Group):
         parts = [self._rows(tensor, given, flat) for tensor, given, flat in (
             (output, output_sizes, to.tensor), (input, input_sizes, mine.tensor),
         )]  # fmt: skip
-        return self._submit(self._all_to_all(output, parts[0], parts[1], [mine], [to]), [output], opts)
+        return self._submit([self._all_to_all(output, parts[0], parts[1], [mine], [to])], [output], opts)
 
     def _rows(self, tensor: Tensor, sizes: Sequence[int], flat: Tensor) -> list[Tensor]:
         """A flat tensor of bytes cut by numbers of rows, or evenly."""
@@ -318,7 +273,6 @@ class OffbeatGroup(Group):
         if outputs[self._rank].numel() != inputs[self._rank].numel():
             raise RequestError("all_to_all: what a rank sends to itself is not what it expects from itself")
         ranks = self._ranks
-        way = plan("direct", "all-to-all", ranks)
         sent = torch.tensor([one.numel() for one in inputs])
 
         def run(patience: Patience) -> None:
@@ -330,26 +284,61 @@ class OffbeatGroup(Group):
                         f" {self._transport.name(self._rank)}, who expects {outputs[source].numel()}",
                         ranks=(source,),
                     )
-            call = self._call("all_to_all", way, like, tuple(size for row in table for size in row))
+            call = self._call("all_to_all", like, tuple(size for row in table for size in row))
             call.give = {self._rank * ranks + to: part for to, part in enumerate(inputs)}
             call.take = {source * ranks + self._rank: part for source, part in enumerate(outputs)}
-            self._job(call, loads, backs, lambda: outputs[self._rank].copy_(inputs[self._rank]))(patience)
+            self._job(call, loads, backs)(patience)
 
         return run
 
     def barrier(self, opts: Any = None) -> PendingCall:
-        call = self._call("barrier", plan("direct", "barrier", self._ranks), torch.empty(0), (0,))
-        return self._submit(self._job(call, [], []), [], opts or dist.BarrierOptions())
-
-    @or_nccl("allreduce_coalesced")
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> PendingCall:
-        work: PendingCall = self.allreduce(tensors, opts)
-        return work
+        return self._submit([self._barrier_job()], [], opts)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """A barrier that says who did not come: rank 0 waits for the others, who wait for its answer."""
-        seconds = None if timeout is None else timeout.total_seconds()
-        monitored_barrier(self._transport, self._messages, seconds, wait_all_ranks)
+        """A barrier that says who did not come: rank 0 waits for the others, who wait for its answer.
+
+        `PeerError` on rank 0 names the first rank that did not come, or all of them; the others are told too.
+        `dist.monitored_barrier` refuses every backend but Gloo by name, so this is called on the group itself. The
+        words of the errors are those that torch's users know.
+        """
+        transport, messages = self._transport, self._messages
+        transport.check()
+        seconds = transport.timeout_s if timeout is None else timeout.total_seconds()
+        end = time.monotonic() + seconds
+        if self._rank != 0:
+            messages.send(torch.ones(1, dtype=torch.uint8), 0, _BARRIER_TAG)
+            answer = torch.zeros(1, dtype=torch.uint8)
+            try:
+                messages.receive(Flat(answer), 0, _BARRIER_TAG, seconds).wait()
+            except PeerError:
+                answer.zero_()
+            if not answer.item():
+                raise PeerError(
+                    f"Rank {self._rank} successfully reached monitoredBarrier, but received errors while waiting for"
+                    " send/recv from rank 0. Please check rank 0 logs for faulty rank."
+                )
+            return
+        if seconds <= 0:
+            raise PeerError("Rank 0 timed out in monitoredBarrier after 0 ms.")
+        missing = []
+        for peer in transport.others:
+            try:
+                there = Flat(torch.zeros(1, dtype=torch.uint8))
+                messages.receive(there, peer, _BARRIER_TAG, max(0.0, end - time.monotonic())).wait()
+            except PeerError:
+                missing.append(peer)
+                if not wait_all_ranks:
+                    break
+        for peer in transport.others:
+            if peer not in missing:
+                messages.send(torch.tensor([not missing], dtype=torch.uint8), peer, _BARRIER_TAG)
+        if missing:
+            names = ", ".join(str(peer) for peer in missing)
+            plural = "s" if wait_all_ranks else ""
+            raise PeerError(
+                f"Rank{plural} {names} failed to pass monitoredBarrier in {1000 * seconds:.0f} ms",
+                ranks=tuple(transport.names[peer] for peer in missing),
+            )
 
     # Names of torch before 2.13.
     _allgather_base = all_gather_single
@@ -398,6 +387,8 @@ _keep_dynamo_out(OffbeatGroup, Group, PendingCall, *PendingCall.__subclasses__()
 
 def _reduction(opts: Any) -> tuple[str, float | None]:
     """The reduction, and what each rank's values are multiplied by first."""
+    if opts is None:
+        return "sum", None
     kind = opts.reduceOp.op
     name = _NAMES.get(kind)
     if name is None:
@@ -428,26 +419,8 @@ def _in_the_way(inputs: Sequence[Tensor], outputs: Sequence[Tensor], slot: Tenso
     return any(_shared(one, other) for one in inputs for other in outputs)
 
 
-def _one_after_another(jobs: Sequence[Job]) -> Job:
-    if len(jobs) == 1:
-        return jobs[0]
-
-    def run(patience: Patience) -> None:
-        for job in jobs:
-            job(patience)
-
-    return run
-
-
 def _check_split(whole: Tensor, part: Tensor, ranks: int, what: str) -> None:
     if whole.numel() != part.numel() * ranks:
         raise RequestError(f"{what}: {whole.numel()} items are not {ranks} times {part.numel()}")
     if whole.dtype != part.dtype:
         raise RequestError(f"{what}: {whole.dtype} and {part.dtype} are not the same")
-
-
-def _items_of(sparse: Tensor) -> int:
-    items = 1
-    for side in sparse.values().shape[1:]:
-        items *= side
-    return items
