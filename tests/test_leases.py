@@ -337,6 +337,6 @@ def test_each_broken_law_is_seen() -> None:
     broken("epochs do not overlap", _out={1: Lease(1, 1, 2, 2)})
     broken("its own number", _out={0: Lease(1, 0, 2, 2)})
     broken("in hand is out", _holder={0: 0})
-    broken("counted once", _counts={0: Counter(applied=3)})
-    broken("none after it", _counts={0: Counter(applied=2), 1: Counter(applied=2)})
+    broken("counted once", counts={0: Counter(applied=3)})
+    broken("none after it", counts={0: Counter(applied=2), 1: Counter(applied=2)})
     broken("is left", _settled=[(0, 6)], _out={}, _fresh=6)

@@ -90,10 +90,6 @@ class Topology:
             here = came_from[here]
         return tuple(reversed(edges))
 
-    def latency_s(self, source: int, target: int) -> float:
-        """Of the whole route."""
-        return sum(self.links[edge].latency_s for edge in self.route(source, target))
-
     def is_mesh(self) -> bool:
         """Whether some ranks have direct links between them."""
         return any(isinstance(source, int) and isinstance(target, int) for source, target in self.links)

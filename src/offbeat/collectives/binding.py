@@ -8,7 +8,7 @@ written. All other chunks are read straight into the caller's tensor.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -124,10 +124,11 @@ class Binder:
     def _tensor(self, rank: int, at: int, items: int) -> Tensor:
         return self.transport.buffer(rank, self.places[rank][0]).tensor(self.call.dtype, items, at)
 
-    def _chunk(self, rank: int, chunk: int) -> Tensor:
+    def _chunk(self, rank: int, chunk: int, items: int | None = None) -> Tensor:
+        """A rank's chunk, or so many items from its start."""
         at = self._at(rank, chunk)
         assert at is not None, "a schedule that reads what is not exposed"
-        return self._tensor(rank, at, self._items(chunk))
+        return self._tensor(rank, at, self._items(chunk) if items is None else items)
 
     # --- what is done with them ----------------------------------------------------------------------------------
 
@@ -135,44 +136,26 @@ class Binder:
         into = self.call.into if reduce else copy
         if self._at(self.program.rank, chunk) is None:
             return TAKE, into, chunk, self.spans[chunk], theirs
-        return RUN, into, self._chunk(self.program.rank, chunk), theirs
+        return RUN, into, self._chunk(self.program.rank, chunk, theirs.numel()), theirs
 
-    def _reads(self, reads: Sequence[Read]) -> list[tuple[Any, ...]]:
+    def _reads(self, reads: Sequence[Read]) -> Iterator[tuple[Any, ...]]:
         """The reads between two waits or marks; those of chunks in a row become one."""
-        reads = [read for read in reads if self._items(read.chunk)]
-        steps: list[tuple[Any, ...]] = []
-        at = 0
-        while at < len(reads):
-            row = self._row(reads, at)
-            steps.append(self._read_row(row))
-            at += len(row)
-        return steps
+        rows: list[list[Read]] = []
+        for read in reads:
+            if rows and self._follows(rows[-1][-1], read):
+                rows[-1].append(read)
+            elif self._items(read.chunk):
+                rows.append([read])
+        for row in rows:
+            first, items = row[0], sum(self._items(read.chunk) for read in row)
+            yield self._into(first.chunk, first.reduce, self._chunk(first.peer, first.chunk, items))
 
-    def _row(self, reads: Sequence[Read], at: int) -> list[Read]:
-        """The reads from one peer of chunks that follow each other, there and here."""
-        row = [reads[at]]
-        for after in reads[at + 1 :]:
-            last = row[-1]
-            if (after.peer, after.reduce) != (last.peer, last.reduce) or not all(
-                self._follows(rank, last.chunk, after.chunk) for rank in (self.program.rank, last.peer)
-            ):
-                break
-            row.append(after)
-        return row
-
-    def _follows(self, rank: int, chunk: int, after: int) -> bool:
-        one, other = self._at(rank, chunk), self._at(rank, after)
-        return one is not None and one + self._items(chunk) * self.item == other
-
-    def _read_row(self, row: Sequence[Read]) -> tuple[Any, ...]:
-        first = row[0]
-        if len(row) == 1:
-            return self._into(first.chunk, first.reduce, self._chunk(first.peer, first.chunk))
-        items = sum(self._items(read.chunk) for read in row)
-        mine, theirs = (self._at(rank, first.chunk) for rank in (self.program.rank, first.peer))
-        assert mine is not None and theirs is not None
-        into = self.call.into if first.reduce else copy
-        return RUN, into, self._tensor(self.program.rank, mine, items), self._tensor(first.peer, theirs, items)
+    def _follows(self, last: Read, read: Read) -> bool:
+        """Whether a read goes on where the last one ended, there and here."""
+        if (read.peer, read.reduce) != (last.peer, last.reduce):
+            return False
+        ends = [(self._at(rank, last.chunk), self._at(rank, read.chunk)) for rank in (self.program.rank, last.peer)]
+        return all(one is not None and one + self._items(last.chunk) * self.item == other for one, other in ends)
 
 
 def part(call: Call, chunk: int, span: Span, *, given: bool) -> Tensor:

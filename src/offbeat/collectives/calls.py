@@ -30,8 +30,7 @@ DTYPES = (
 _DTYPE_NUMBER = {dtype: number for number, dtype in enumerate(DTYPES)}
 
 
-def copy(mine: Tensor, theirs: Tensor) -> None:
-    mine.copy_(theirs)
+copy: Into = Tensor.copy_
 
 
 def _minimum(mine: Tensor, theirs: Tensor) -> None:

@@ -10,7 +10,7 @@ import os
 import time
 import zlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ from offbeat.collectives.counters import Arrivals, Stats
 from offbeat.collectives.cuda import Gpus, first_tensor
 from offbeat.collectives.executor import Executor
 from offbeat.collectives.messages import Messages
+from offbeat.collectives.options import Options
 from offbeat.collectives.overlap import Job, PendingCall, Progress, at_exit
 from offbeat.collectives.placement import Placements
 from offbeat.collectives.sync import Patience
@@ -41,9 +42,6 @@ from offbeat.collectives.transport import SharedMemory, control_bytes
 from offbeat.errors import OffbeatError, PeerError, RequestError
 from offbeat.number_format import format_size
 from offbeat.strategy import NATIVE
-
-if TYPE_CHECKING:
-    from offbeat.collectives.options import Options
 
 _ProcessGroup: Any = dist.ProcessGroup
 _MEASURED_BYTES = 1024 * 1024

@@ -16,12 +16,9 @@ import threading
 import time
 from collections import defaultdict, deque
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.futures import Future
 
 from offbeat.collectives import memory
 from offbeat.collectives.memory import Segment
@@ -37,27 +34,11 @@ RING_BYTES = 1024 * 1024
 _YIELD_S = 0.0005
 
 
-class MessageWork(PendingCall):
-    """The work of a message: its time runs from when somebody waits for it."""
-
-    def __init__(self) -> None:
-        super().__init__(None)
-        self.waited_since: float | None = None
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        self.waited_since = self.waited_since or time.monotonic()
-        return super().wait(timeout)
-
-    def get_future(self) -> Future[Any]:
-        self.waited_since = self.waited_since or time.monotonic()
-        return super().get_future()
-
-
 @dataclass(slots=True)
 class _Sending:
     header: bytes
     payload: Tensor
-    work: MessageWork
+    work: PendingCall
     done: int = 0  # bytes, the header's included
 
 
@@ -66,7 +47,7 @@ class _Posted:
     flat: Flat
     source: int | None
     tag: int
-    work: MessageWork
+    work: PendingCall
     timeout_s: float
 
 
@@ -89,9 +70,6 @@ class _Ring:
         self.segment = segment
         self.words = segment.words
         self.bytes = segment.tensor(torch.uint8, RING_BYTES, PAGE)
-
-    def free(self) -> int:
-        return RING_BYTES - int(self.words[_HEAD] - self.words[_TAIL])
 
     def filled(self) -> int:
         return int(self.words[_HEAD] - self.words[_TAIL])
@@ -128,7 +106,7 @@ class Messages:
     def send(self, payload: Tensor, to: int, tag: int) -> PendingCall:
         """Bytes to a rank. The tensor must stay as it is until the work is done."""
         self._transport.check()
-        work = MessageWork()
+        work = PendingCall(None)
         with self._lock:
             if to not in self._out:
                 self._open(to)
@@ -140,7 +118,7 @@ class Messages:
     def receive(self, flat: Flat, source: int | None, tag: int, timeout_s: float | None = None) -> PendingCall:
         """Bytes from a rank, or from any; the work then knows whose."""
         self._transport.check()
-        work = MessageWork()
+        work = PendingCall(None)
         seconds = self._transport.timeout_s if timeout_s is None else timeout_s
         with self._lock:
             posted = _Posted(flat, source, tag, work, seconds)
@@ -223,14 +201,13 @@ class Messages:
 
     def _put(self, to: int, queue: deque[_Sending]) -> bool:
         ring, moved = self._out[to], False
-        while queue and not self._closed and (free := ring.free()):
-            one = queue[0]
+        while queue and not self._closed and (free := RING_BYTES - ring.filled()):
+            one, moved = queue[0], True
             if one.done == 0:
                 place, _ = ring.at(_HEAD, _HEADER.size)
                 ring.segment.map[PAGE + place : PAGE + place + _HEADER.size] = one.header
                 one.done = _HEADER.size
                 ring.advance(_HEAD, _HEADER.size)
-                moved = True
                 continue
             sent, size = one.done - _HEADER.size, one.payload.numel()
             place, count = ring.at(_HEAD, min(free, size - sent))
@@ -239,7 +216,6 @@ class Messages:
             one.done += count
             padding = -(sent + count) % _HEADER.size if sent + count == size else 0
             ring.advance(_HEAD, count + padding)
-            moved = True
             if sent + count == size:
                 queue.popleft()
                 one.work.finish()
@@ -323,17 +299,11 @@ class Messages:
         finally:
             os.close(descriptor)
         self._out[to] = _Ring(segment)
-        transport.flag_mailbox(to)
 
     def _inbox(self, source: int) -> _Ring | None:
         if source not in self._in:
-            transport = self._transport
-            if not transport.mailbox_flagged(source):
-                return None
-            mailbox = transport.sides[source].mailbox
-            if mailbox is None:
-                transport.hear(source)
-                mailbox = transport.sides[source].mailbox
+            self._transport.hear(source)
+            mailbox = self._transport.sides[source].mailbox
             if mailbox is None:
                 return None
             self._in[source] = _Ring(mailbox)
@@ -394,7 +364,7 @@ class Messages:
         self._posted.clear()
 
 
-def _is_late(work: MessageWork, timeout_s: float) -> bool:
+def _is_late(work: PendingCall, timeout_s: float) -> bool:
     return work.waited_since is not None and time.monotonic() - work.waited_since > timeout_s
 
 

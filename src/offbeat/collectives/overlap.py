@@ -49,6 +49,7 @@ class PendingCall(dist.Work):
         self._gate.acquire()
         self._done = False
         self.source: int | None = None  # of a message that could have come from anywhere
+        self.waited_since: float | None = None  # the time of a message runs from when somebody waits for it
 
     def finish(self, error: BaseException | None = None) -> None:
         with self._lock:
@@ -62,6 +63,7 @@ class PendingCall(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if not self._done:
+            self.waited_since = self.waited_since or time.monotonic()
             seconds = timeout.total_seconds() if timeout else 0.0
             if not self._gate.acquire(timeout=seconds if seconds > 0 else -1):
                 raise PeerError(f"a call was not done within {seconds:g} s")
@@ -73,6 +75,7 @@ class PendingCall(dist.Work):
     def get_future(self) -> Future[Any]:
         with self._lock:
             if self._future is None:
+                self.waited_since = self.waited_since or time.monotonic()
                 # DDP takes an error from a callback; from `set_exception` it crashes.
                 first: Future[Any] = Future()
                 self._future = first, first.then(self._outcome)

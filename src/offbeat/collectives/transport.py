@@ -7,7 +7,7 @@ Each rank owns one segment, mapped by all:
               finding who is at fault; and how much it has announced
     line 2,4  two notes: what this rank calls, how, and since when; the note of call n is at n % 2
     line 6    its bell: rung when there is something for its messages (`messages`)
-    line 8..  for each rank: bytes read from it in collectives, in messages; whether a mailbox for it was announced
+    line 8..  for each rank: bytes read from it in collectives, in messages
     arena     what it stages for others to read
 
 Two notes are enough: a rank writes the note of call n+2 when it has seen all notes of call n+1, so everybody had
@@ -19,6 +19,7 @@ peer, with their descriptor, before a note or a word speaks of them.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
@@ -65,7 +66,7 @@ class Note(NamedTuple):
 
 def control_bytes(ranks: int) -> int:
     """What the words of a segment take, in whole pages."""
-    return -(-(_PER_RANK + 3 * ranks) * 8 // PAGE) * PAGE
+    return -(-(_PER_RANK + 2 * ranks) * 8 // PAGE) * PAGE
 
 
 @dataclass(slots=True)
@@ -198,38 +199,44 @@ class SharedMemory:
                 except OSError as error:
                     self.fail(f"{self.name(peer)} cannot be sent memory: {error.strerror}", ranks=(peer,))
         sync.fence()
-        self.own.words[ANNOUNCED] += 1
+        with self._hearing:  # calls and messages may announce at the same time
+            self.own.words[ANNOUNCED] += 1
 
     def hear_all(self) -> bool:
         """Take in what was announced lately; whether any memory is to be forgotten, here or there."""
         for peer in self.others:
-            if self.sides[peer].words[ANNOUNCED] != self._heard[peer]:
-                self.hear(peer)
+            self.hear(peer)
         forgot, self.forgot = self.forgot, False
         return forgot
 
     def hear(self, rank: int) -> None:
-        """Take in what a peer announced so far."""
+        """Take in what a peer announced since the last time."""
+        side = self.sides[rank]
+        announced = side.words[ANNOUNCED]
+        if announced == self._heard[rank]:
+            return
         with self._hearing:
-            self._heard[rank] = self.sides[rank].words[ANNOUNCED]
-            while True:
-                try:
-                    message, descriptors, _, _ = socket.recv_fds(self.sockets[rank], _ANNOUNCED.size, 4)
-                except (BlockingIOError, ConnectionError):
-                    return
-                if not message:
-                    return
-                what, number, size_bytes = _ANNOUNCED.unpack(message)
-                side = self.sides[rank]
-                if what != FORGET and not descriptors:
-                    raise OffbeatError(f"the memory of {self.name(rank)} did not come: too many open files here?")
-                if what == FORGET:
-                    side.buffers.pop(number, None)
-                    self.forgot = True
-                elif what == BUFFER:
-                    side.buffers[number] = memory.receive(descriptors[0], size_bytes, sealed=False)
-                else:
-                    side.mailbox = memory.receive(descriptors[0], size_bytes, sealed=True)
+            with contextlib.suppress(BlockingIOError, ConnectionError):
+                while self._take_in(rank, side):
+                    pass
+            self._heard[rank] = announced
+
+    def _take_in(self, rank: int, side: _Side) -> bool:
+        """One announcement; False where the peer has left."""
+        message, descriptors, _, _ = socket.recv_fds(self.sockets[rank], _ANNOUNCED.size, 4)
+        if not message:
+            return False
+        what, number, size_bytes = _ANNOUNCED.unpack(message)
+        if what == FORGET:
+            side.buffers.pop(number, None)
+            self.forgot = True
+        elif not descriptors:
+            raise OffbeatError(f"the memory of {self.name(rank)} did not come: too many open files here?")
+        elif what == BUFFER:
+            side.buffers[number] = memory.receive(descriptors[0], size_bytes, sealed=False)
+        else:
+            side.mailbox = memory.receive(descriptors[0], size_bytes, sealed=True)
+        return True
 
     # --- counters ------------------------------------------------------------------------------------------------
 
@@ -249,13 +256,6 @@ class SharedMemory:
     def _counted(self, reader: _Side, source: int) -> int:
         words = reader.words
         return int(words[_PER_RANK + source] + words[_PER_RANK + self.ranks + source])
-
-    def flag_mailbox(self, to: int) -> None:
-        sync.fence()
-        self.own.words[_PER_RANK + 2 * self.ranks + to] = 1
-
-    def mailbox_flagged(self, source: int) -> bool:
-        return bool(self.sides[source].words[_PER_RANK + 2 * self.ranks + self.rank])
 
     # --- faults --------------------------------------------------------------------------------------------------
 
