@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, combinations
 from math import prod
 from operator import mul
-from typing import Any, NamedTuple
+from typing import Any
 
 from offbeat import spec as grammar
 from offbeat.errors import RequestError, unknown
@@ -370,29 +370,16 @@ TOPOLOGIES: dict[str, Builder] = {
 }
 
 
-class _Nested(NamedTuple):
+def _nested(spec: Spec) -> tuple[int, Spec, Spec] | None:
     """`cluster:2xdgx1:p100,across=1GB/s`: so many nodes, the line of one, and what is said of the network."""
-
-    nodes: int
-    node: Spec
-    network: Spec
-
-
-def _nested(spec: Spec) -> _Nested | None:
     match = re.fullmatch(r"([1-9][0-9]{0,8})x([a-z].*)", spec.args[0]) if spec.name == "cluster" and spec.args else None
     if match is None:
         return None
-    network = {param.name for param in _NETWORK}
+    across = {param.name for param in _NETWORK}
+    own = tuple((key, value) for key, value in spec.options if key not in across)
     node = grammar.parse(match[2])
-    return _Nested(
-        nodes=int(match[1]),
-        node=Spec(
-            name=node.name,
-            args=(*node.args, *spec.args[1:]),
-            options=tuple((key, value) for key, value in spec.options if key not in network),
-        ),
-        network=Spec(name=spec.name, options=tuple(option for option in spec.options if option[0] in network)),
-    )
+    network = Spec(name=spec.name, options=tuple(option for option in spec.options if option[0] in across))
+    return int(match[1]), Spec(name=node.name, args=(*node.args, *spec.args[1:]), options=own), network
 
 
 def ranks_of(text: str) -> int | None:
@@ -400,7 +387,7 @@ def ranks_of(text: str) -> int | None:
     spec = grammar.parse(text)
     nested = _nested(spec)
     if nested is not None:
-        return nested.nodes * (ranks_of(str(nested.node)) or 8)
+        return nested[0] * (ranks_of(str(nested[1])) or 8)
     shaped = spec.name in TOPOLOGIES and any(param.name == "shape" for param in TOPOLOGIES[spec.name].params)
     return prod(parse_shape(spec.args[0])) if shaped and spec.args else None
 
@@ -414,7 +401,7 @@ def build(text: str, *, ranks: int) -> Topology:
         raise RequestError(f"topology {spec}: from 1 to {MOST_RANKS:,} ranks can be built; got {ranks:,}")
     nested = _nested(spec)
     if nested is not None:
-        return _join(str(spec), nested, ranks)
+        return _join(str(spec), ranks, *nested)
     builder = TOPOLOGIES[spec.name]
     options: dict[str, Any] = grammar.bind(spec, builder.params)
     return Topology(
@@ -426,17 +413,17 @@ def build(text: str, *, ranks: int) -> Topology:
     )
 
 
-def _join(name: str, nested: _Nested, ranks: int) -> Topology:
+def _join(name: str, ranks: int, nodes: int, node_line: Spec, network_line: Spec) -> Topology:
     """Copies of one topology, each with one port to a core."""
-    each, left = divmod(ranks, nested.nodes)
+    each, left = divmod(ranks, nodes)
     if left or not each:
-        raise RequestError(f"topology {name}: {ranks} ranks are not as many on each of {nested.nodes} nodes")
-    node = build(str(nested.node), ranks=each)
-    network = grammar.bind(nested.network, _NETWORK)
+        raise RequestError(f"topology {name}: {ranks} ranks are not as many on each of {nodes} nodes")
+    node = build(str(node_line), ranks=each)
+    network = grammar.bind(network_line, _NETWORK)
     bandwidth, latency = network["across"], network["across_latency"]
-    port = TOPOLOGIES[nested.node.name].port
+    port = TOPOLOGIES[node_line.name].port
     links: dict[Edge, Link] = {}
-    for number in range(nested.nodes):
+    for number in range(nodes):
 
         def own(vertex: Vertex, number: int = number) -> Vertex:
             return number * each + vertex if isinstance(vertex, int) else f"node {number} {vertex}"

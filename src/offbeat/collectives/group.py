@@ -10,6 +10,7 @@ import os
 import time
 import zlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from offbeat.collectives import memory, rendezvous
 from offbeat.collectives.calls import (
     Call,
+    Flat,
     MessagePort,
     Runner,
     check_reduction,
@@ -37,7 +39,6 @@ from offbeat.collectives.options import Options
 from offbeat.collectives.overlap import Job, PendingCall, Progress, at_exit
 from offbeat.collectives.placement import Placements
 from offbeat.collectives.sync import Patience
-from offbeat.collectives.tensors import Flat
 from offbeat.collectives.transport import SharedMemory, control_bytes
 from offbeat.errors import OffbeatError, PeerError, RequestError
 from offbeat.number_format import format_size
@@ -60,7 +61,7 @@ class Group(_ProcessGroup):  # type: ignore[misc] # torch types it by overloads 
         super().__init__(rank, ranks)
         self.options = options
         self._rank, self._ranks = rank, ranks
-        self._name = self._description = ""
+        self._name = ""
         self._transport, self._choice = _join(store, rank, ranks, timeout_s, options, names)
         # Nothing below refers back to the group: its memory goes when it goes, and not when Python looks for circles.
         arrivals = self._arrivals = Arrivals(rank, self._transport.names)
@@ -71,7 +72,7 @@ class Group(_ProcessGroup):  # type: ignore[misc] # torch types it by overloads 
         self._gpus = Gpus(store, self._transport)
         self._together: list[PendingCall] | None = None
         self._owner = os.getpid()
-        at_exit(self._give_up_at_exit)
+        at_exit(self._transport.close)  # what is under way then ends at its next step
 
     # --- what torch asks about a group -----------------------------------------------------------------------------
 
@@ -83,12 +84,6 @@ class Group(_ProcessGroup):  # type: ignore[misc] # torch types it by overloads 
 
     def setGroupName(self, name: str) -> None:  # noqa: N802 - torch's name
         self._name = name
-
-    def getGroupDesc(self) -> str:  # noqa: N802 - torch's name
-        return self._description
-
-    def setGroupDesc(self, description: str) -> None:  # noqa: N802 - torch's name
-        self._description = description
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -112,30 +107,20 @@ class Group(_ProcessGroup):  # type: ignore[misc] # torch types it by overloads 
 
     def shutdown(self) -> None:
         """Leave the group: what runs is finished, then everything is let go of."""
-        if os.getpid() != self._owner:  # a forked child: the threads, and what they hold, stayed with the parent
-            return
-        ended = self._progress.stop(_LEAVE_S)
-        self._messages.close()
-        self._gpus.close()
-        self._transport.close()  # a call that is still waited for fails now, and all behind it
-        if not ended:
-            self._progress.stop(1.0)
-        self._executor.forget()
-        self._placements.close()
+        if os.getpid() == self._owner:
+            self._progress.stop(_LEAVE_S)
+            self.abort()
+            self._placements.close()
 
     def abort(self) -> None:
         """Leave at once: whoever waits here, or for this rank, is told."""
-        if os.getpid() != self._owner:
+        if os.getpid() != self._owner:  # a forked child: the threads, and what they hold, stayed with the parent
             return
         self._messages.close()
         self._gpus.close()
-        self._transport.close()
+        self._transport.close()  # a call that is still waited for fails now, and all behind it
         self._progress.stop(1.0)
         self._executor.forget()
-
-    def _give_up_at_exit(self) -> None:
-        """What is under way ends at its next step; without anything under way this is an ordinary leave."""
-        self._transport.close()
 
     # --- what a user of this backend can ask and say ------------------------------------------------------------
 
@@ -210,25 +195,25 @@ class Group(_ProcessGroup):  # type: ignore[misc] # torch types it by overloads 
         )
 
     def _job(self, call: Call, loads: Sequence[Flat], backs: Sequence[Flat], factor: float | None = None) -> Job:
+        return partial(self._run, call, loads, backs, factor)
+
+    def _run(
+        self, call: Call, loads: Sequence[Flat], backs: Sequence[Flat], factor: float | None, patience: Patience
+    ) -> None:
         """A call with its copies before and after. A chunk that this rank gives to itself is copied first, too."""
-        own = [(call.take[chunk], call.give[chunk]) for chunk in call.give.keys() & call.take.keys()]
-
-        def run(patience: Patience) -> None:
-            for flat in loads:
-                flat.load()
-            if factor is not None:
-                for tensor in call.give.values() if call.whole is None else [call.whole]:
-                    tensor.mul_(factor)
-            for mine, given in own:
-                if mine.data_ptr() != given.data_ptr():
-                    mine.copy_(given)
-            self._executor.run(call, patience)
-            for flat in backs:
-                if call.reduction == "mean":
-                    mean_of(flat.tensor, self._ranks)
-                flat.back()
-
-        return run
+        for flat in loads:
+            flat.load()
+        if factor is not None:
+            for tensor in call.give.values() if call.whole is None else [call.whole]:
+                tensor.mul_(factor)
+        for chunk in call.give.keys() & call.take.keys():
+            if call.take[chunk].data_ptr() != call.give[chunk].data_ptr():
+                call.take[chunk].copy_(call.give[chunk])
+        self._executor.run(call, patience)
+        for flat in backs:
+            if call.reduction == "mean":
+                mean_of(flat.tensor, self._ranks)
+            flat.back()
 
     def _barrier_job(self) -> Job:
         return self._job(self._call("barrier", torch.empty(0), (0,)), [], [])

@@ -115,7 +115,7 @@ class PendingCall(dist.Work):
 class _Callbacks:
     """Runs what hangs on futures, never on a thread that others wait for: a callback may make calls and wait for them.
 
-    There are as many threads as there are callbacks that wait.
+    There are at most as many threads as there were callbacks that waited at the same time.
     """
 
     def __init__(self) -> None:
@@ -156,19 +156,9 @@ class _Callbacks:
 
     def _loop(self) -> None:
         try:
-            while True:
-                try:
-                    callback = self._queue.get(timeout=5.0)
-                except queue.Empty:
-                    with self._lock:
-                        if self._idle > 0 and self._queue.empty():
-                            self._idle -= 1
-                            return
-                    continue
-                if callback is None:
-                    return
+            for callback in iter(self._queue.get, None):
                 self._run(callback)
-                del callback
+                del callback  # nothing of it is kept while waiting for the next
                 with self._lock:
                     self._idle += 1
         finally:

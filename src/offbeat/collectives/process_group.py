@@ -19,12 +19,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offbeat.collectives.calls import Call, check_reduction, cut, mean_of, number_of
+from offbeat.collectives.calls import (
+    Call,
+    Flat,
+    bytes_of,
+    check_reduction,
+    cut,
+    flat_of,
+    number_of,
+)
 from offbeat.collectives.cuda import or_nccl
 from offbeat.collectives.group import Group, now
 from offbeat.collectives.overlap import Job, PendingCall
 from offbeat.collectives.sync import Patience
-from offbeat.collectives.tensors import Flat, bytes_of, flat_of
 from offbeat.errors import PeerError, RequestError
 
 _RED: Any = dist.ReduceOp.RedOpType
@@ -67,24 +74,14 @@ class OffbeatGroup(Group):
             if self._choice.needs_figures():
                 self._measure(patience)
             place = self._placements.place(tensor, bucket=bucket) if in_place else None
-            flat = None if place and reduction != "mean" else flat_of(tensor)
-            if flat is not None:
-                flat.load()
-                if factor is not None:
-                    flat.tensor.mul_(factor)
+            flats = [] if place and reduction != "mean" else [flat_of(tensor)]
             way = self._choice.of(items * tensor.itemsize)
-            self._executor.run(
-                Call(
-                    plan=way, dtype=tensor.dtype, what=what, items=items, reduction=reduction,
-                    sizes=cut(items, way.schedule.chunks), into=into, place=place, since_ns=since, iteration=iteration,
-                    whole=None if place or flat is None else flat.tensor,
-                ),
-                patience,
+            call = Call(
+                plan=way, dtype=tensor.dtype, what=what, items=items, reduction=reduction,
+                sizes=cut(items, way.schedule.chunks), into=into, place=place, since_ns=since, iteration=iteration,
+                whole=None if place else flats[0].tensor,
             )  # fmt: skip
-            if flat is not None:
-                if reduction == "mean":
-                    mean_of(flat.tensor, self._ranks)
-                flat.back()
+            self._run(call, flats, flats, factor, patience)
 
         return run
 

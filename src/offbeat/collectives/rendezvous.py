@@ -20,7 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch.distributed import Store
+from torch._C._distributed_c10d import Store
 
 from offbeat.errors import OffbeatError, PeerError
 from offbeat.processes.child import state_of
@@ -79,12 +79,6 @@ def hand_out_card(
             cards.append(json.loads(store.get(theirs)))
         except (RuntimeError, ValueError):
             raise PeerError(f"rank {name} did not come to the group within {timeout_s:g} s", ranks=(name,)) from None
-    for name, theirs_card in zip(names, cards, strict=True):
-        if theirs_card["protocol"] != PROTOCOL:
-            raise PeerError(
-                f"rank {name} speaks version {theirs_card['protocol']} of the protocol, this rank version {PROTOCOL}",
-                ranks=(name,),
-            )
     return cards
 
 
@@ -213,8 +207,13 @@ def _greeted_by(one: socket.socket, token: bytes) -> Peer | None:
 
 
 def check_cards(cards: list[dict[str, Any]], rank: int, names: Sequence[int]) -> None:
-    """`OffbeatError` where a rank cannot come, wants another strategy, or cannot share memory."""
+    """`OffbeatError` where a rank cannot come, has another protocol or strategy, or cannot share memory."""
     for peer, card in enumerate(cards):
+        if card["protocol"] != PROTOCOL:
+            raise PeerError(
+                f"rank {names[peer]} speaks version {card['protocol']} of the protocol, this rank version {PROTOCOL}",
+                ranks=(names[peer],),
+            )
         if "error" in card and peer != rank:
             raise PeerError(f"rank {names[peer]} cannot start: {card['error']}", ranks=(names[peer],))
         for what in ("strategy", "arena"):

@@ -95,10 +95,9 @@ class SharedMemory:
         self.others = tuple(peer for peer in range(self.ranks) if peer != rank)
         self.sockets = {peer.rank: peer.socket for peer in peers}
         self._pids = {peer.rank: peer.pid for peer in peers}
-        segments = {rank: own}
-        for peer in peers:
-            segments[peer.rank] = memory.receive(peer.descriptor, peer.size_bytes, sealed=True)
-        self.sides = [_side(segments[each]) for each in range(self.ranks)]
+        theirs = {peer.rank: memory.receive(peer.descriptor, peer.size_bytes, sealed=True) for peer in peers}
+        segments = [own if each == rank else theirs[each] for each in range(self.ranks)]
+        self.sides = [_Side(s, s.words, Word(s.words, MARK, s.address), {ARENA: s}) for s in segments]
         self.own = self.sides[rank]
         self.patience = Patience.of(self.ranks)
         self.broken: PeerError | None = None
@@ -183,21 +182,16 @@ class SharedMemory:
         """Tell peers of memory, or that it is to be forgotten. A peer that has died is not told; waiting will tell."""
         message = _ANNOUNCED.pack(what, number, size_bytes)
         for peer in to:
-            end = time.monotonic() + self.timeout_s
-            while True:
-                try:
-                    socket.send_fds(self.sockets[peer], [message], [] if descriptor is None else [descriptor])
-                    break
-                except BlockingIOError:  # it has not heard of the last hundreds yet
-                    if time.monotonic() > end:
-                        self.fail(f"{self.name(peer)} does not take the memory it is sent", ranks=(peer,))
-                    room = select.poll()
-                    room.register(self.sockets[peer], select.POLLOUT)
-                    room.poll(50)
-                except ConnectionError:  # it has died; whoever waits for it will say so
-                    break
-                except OSError as error:
-                    self.fail(f"{self.name(peer)} cannot be sent memory: {error.strerror}", ranks=(peer,))
+            room = select.poll()
+            try:
+                room.register(self.sockets[peer], select.POLLOUT)
+                if not room.poll(1000 * self.timeout_s):  # it has not heard of the last hundreds yet
+                    self.fail(f"{self.name(peer)} does not take the memory it is sent", ranks=(peer,))
+                socket.send_fds(self.sockets[peer], [message], [] if descriptor is None else [descriptor])
+            except ConnectionError:  # it has died; whoever waits for it will say so
+                continue
+            except (OSError, ValueError) as error:
+                self.fail(f"{self.name(peer)} cannot be sent memory: {error}", ranks=(peer,))
         sync.fence()
         with self._hearing:  # calls and messages may announce at the same time
             self.own.words[ANNOUNCED] += 1
@@ -324,11 +318,6 @@ class SharedMemory:
         for one in self.sockets.values():
             one.close()
         _alive.discard(self)
-
-
-def _side(segment: Segment) -> _Side:
-    mark = Word(segment.words, MARK, segment.address)
-    return _Side(segment, segment.words, mark, {ARENA: segment})
 
 
 def _state_of(pid: int | None) -> str:

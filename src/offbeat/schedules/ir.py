@@ -32,6 +32,11 @@ Table = npt.NDArray[np.int32]  # one row a transfer: source, target, chunk, redu
 _MOST = 2**31 - 1
 
 
+def chunk_sizes(items: int, chunks: int) -> tuple[int, ...]:
+    """How many items each chunk of a vector has; they differ by one at most."""
+    return tuple((c + 1) * items // chunks - c * items // chunks for c in range(chunks))
+
+
 class Transfer(NamedTuple):
     """One chunk on its way from one rank to another."""
 

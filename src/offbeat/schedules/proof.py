@@ -13,7 +13,7 @@ because something is wrong, are counted out rank by rank, in blocks, so that mem
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -30,31 +30,33 @@ _BLOCK_BYTES = 64 * 2**20
 Promise = tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]
 
 
-def _everybody(s: Schedule, c: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    return np.ones((len(c), s.ranks), bool)
+def _ranks(schedule: Schedule, chunks: npt.NDArray[np.int64], who: str) -> npt.NDArray[np.bool_]:
+    """Chunk x rank: all ranks, or the one that is meant of each chunk."""
+    if who == "all":
+        return np.ones((len(chunks), schedule.ranks), bool)
+    one: dict[str, npt.NDArray[np.int64]] = {
+        "owner": chunks * schedule.ranks // schedule.chunks,  # items are dealt in equal runs, as chunks are cut
+        "root": np.full(len(chunks), schedule.root),
+        "sender": chunks // schedule.ranks,
+        "receiver": chunks % schedule.ranks,
+    }
+    return np.equal(one[who][:, None], np.arange(schedule.ranks))
 
 
-def _only(s: Schedule, ranks: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    return np.equal(ranks[:, None], np.arange(s.ranks))
-
-
-def _owner(s: Schedule, c: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Items are dealt to ranks in equal runs, as chunks are cut from items."""
-    return c * s.ranks // s.chunks
-
-
-def _root(s: Schedule, c: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    return np.full(len(c), s.root)
-
-
-PROMISES: dict[str, Callable[[Schedule, npt.NDArray[np.int64]], Promise]] = {
-    "all-reduce": lambda s, c: (_everybody(s, c).T, _everybody(s, c)),
-    "reduce-scatter": lambda s, c: (_only(s, _owner(s, c)).T, _everybody(s, c)),
-    "all-gather": lambda s, c: (_everybody(s, c).T, _only(s, _owner(s, c))),
-    "broadcast": lambda s, c: (_everybody(s, c).T, _only(s, _root(s, c))),
-    "reduce": lambda s, c: (_only(s, _root(s, c)).T, _everybody(s, c)),
-    "all-to-all": lambda s, c: (_only(s, c % s.ranks).T, _only(s, c // s.ranks)),
+# Of each collective: who must hold a chunk at the end, and whose contributions.
+PROMISES = {
+    "all-reduce": ("all", "all"),
+    "reduce-scatter": ("owner", "all"),
+    "all-gather": ("all", "owner"),
+    "broadcast": ("all", "root"),
+    "reduce": ("root", "all"),
+    "all-to-all": ("receiver", "sender"),
 }
+
+
+def _promise(schedule: Schedule, chunks: npt.NDArray[np.int64]) -> Promise:
+    holders, contributors = PROMISES[schedule.collective]
+    return _ranks(schedule, chunks, holders).T, _ranks(schedule, chunks, contributors)
 
 
 def verify(schedule: Schedule) -> None:
@@ -80,7 +82,7 @@ def progress(schedule: Schedule) -> Iterator[tuple[npt.NDArray[np.int64], npt.ND
     First how many contributions, then what share of what the collective wants in that chunk; a place
     with anything in it that does not belong there has a share of 0.
     """
-    _, due = PROMISES[schedule.collective](schedule, np.arange(schedule.chunks))
+    _, due = _promise(schedule, np.arange(schedule.chunks))
     counts = _start(schedule, schedule.chunks)
     for step in range(-1, len(schedule.steps)):
         if step >= 0:
@@ -171,7 +173,7 @@ def _kept(schedule: Schedule, held: npt.NDArray[np.int32], leaves: npt.NDArray[n
     block = max(1, _BLOCK_BYTES // (16 * schedule.ranks))
     for first in range(0, schedule.chunks, block):
         chunks = np.arange(first, min(schedule.chunks, first + block))
-        holders, promised = PROMISES[schedule.collective](schedule, chunks)
+        holders, promised = _promise(schedule, chunks)
         due = promised.sum(axis=1)
         own = promised.argmax(axis=1) * schedule.chunks + chunks
         ends = held[:, chunks]
@@ -250,7 +252,7 @@ def _apply(schedule: Schedule, step: int, rows: Table, at: npt.NDArray[np.int64]
 
 
 def _check_promise(schedule: Schedule, chunks: npt.NDArray[np.int64], counts: Counts) -> None:
-    holders, promised = PROMISES[schedule.collective](schedule, chunks)
+    holders, promised = _promise(schedule, chunks)
     wrong = (counts != promised[None]).any(axis=2) & holders
     if not wrong.any():
         return

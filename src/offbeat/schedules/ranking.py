@@ -134,7 +134,8 @@ def _baseline(ranking: Sequence[Ranked]) -> Ranked:
 def _lines(row: Algorithm, topology: Topology) -> tuple[int, dict[str, int]]:
     """How many shapes of a family are worth trying; those that are tried, and how many groups of ranks each fits."""
     lines = {line: _sides(line) for line in row.lines(topology.ranks)}
-    lines = {line: sides for line, sides in lines.items() if _worth_trying(row, sides)}
+    # Not a shape that is a simpler family in other words: a side of 1, or too few sides.
+    lines = {line: sides for line, sides in lines.items() if 1 not in sides and len(sides) >= row.least_sides}
     fits = {line: _fits(row.consecutive_first(topology.ranks, sides), topology) for line, sides in lines.items()}
     tried = sorted(lines, key=lambda line: (-fits[line], sum(lines[line]))) if row.most_shapes else list(lines)
     return len(lines), {line: fits[line] for line in tried[: row.most_shapes]}
@@ -148,11 +149,6 @@ def _fits(sides: tuple[int, ...], topology: Topology) -> int:
 def _ordered_rings(topology: Topology) -> tuple[int, dict[str, int]]:
     orders = find_rings(topology).orders if topology.is_mesh() else ()
     return (1, {f"{BASELINE}:order={format_orders(orders)}": 0}) if orders else (0, {})
-
-
-def _worth_trying(row: Algorithm, sides: tuple[int, ...]) -> bool:
-    """Not a shape that is a simpler family in other words: a side of 1, or too few sides."""
-    return 1 not in sides and len(sides) >= row.least_sides
 
 
 def _sides(line: str) -> tuple[int, ...]:
