@@ -159,10 +159,6 @@ class LeaseBook:
             if not fates[before]:
                 del fates[before]
 
-    def held(self) -> tuple[Lease, ...]:
-        """What was handed in and is neither settled nor given back, in the order of taking."""
-        return tuple(lease for number, lease in self._out.items() if number not in self._holder)
-
     def check(self) -> None:
         """Raise `AssertionError`, naming the law that is broken and where."""
         pieces = [

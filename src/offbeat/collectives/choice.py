@@ -80,8 +80,6 @@ class Choice:
                 ranks=self._ranks,
             )
             typical = max(1, 3 << size >> 2)  # the middle between two powers of two, so that all of them choose alike
-            lines = auto_lines()
-            prices = [price(build(line, ranks=self._ranks), host, typical).seconds for line in lines]
-            order = sorted(range(len(lines)), key=lambda i: prices[i])  # of equal ones the first
-            self._by_size[size] = [(prices[i], lines[i]) for i in order]
+            prices = [(price(build(line, ranks=self._ranks), host, typical).seconds, line) for line in auto_lines()]
+            self._by_size[size] = sorted(prices, key=lambda priced: priced[0])  # of equal ones the first
         return self._by_size[size]

@@ -105,11 +105,8 @@ def receive(descriptor: int, size_bytes: int, *, sealed: bool) -> Segment:
 
 def free_bytes() -> int | None:
     """What this process may still take: of the machine, and of its control group. None where nobody says."""
-    limits = []
-    meminfo = _read("/proc/meminfo")
-    for line in meminfo.splitlines():
-        if line.startswith("MemAvailable:"):
-            limits.append(int(line.split()[1]) * 1024)
+    meminfo = _read("/proc/meminfo").splitlines()
+    limits = [int(line.split()[1]) * 1024 for line in meminfo if line.startswith("MemAvailable:")]
     for limit, used in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
         ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),

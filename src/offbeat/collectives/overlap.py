@@ -315,8 +315,7 @@ def _after_fork() -> None:
     _closers.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_after_fork)
 
 
 @atexit.register

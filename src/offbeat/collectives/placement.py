@@ -141,5 +141,4 @@ def _make_private() -> None:
             memory.make_private(storage.data_ptr(), descriptor, size_bytes)
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_make_private)
+os.register_at_fork(after_in_child=_make_private)

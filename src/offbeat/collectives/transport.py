@@ -334,5 +334,4 @@ def _after_fork() -> None:
         transport.broken = PeerError("a group of the parent process cannot be used in a forked child")
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_after_fork)

@@ -135,12 +135,10 @@ def _as_many(ranks: int) -> int:
 def _ring_chunks(ranks: int, order: Orders | None) -> int:
     for visited in order or ():
         if sorted(visited) != list(range(ranks)):
-            raise RequestError(f"a ring's order visits each of the ranks 0..{ranks - 1} once; got {_join(visited)}")
+            raise RequestError(
+                f"a ring's order visits each of the ranks 0..{ranks - 1} once; got {format_orders((visited,))}"
+            )
     return ranks * len(order or ((),))
-
-
-def _double_tree_chunks(ranks: int, per_tree: int) -> int:
-    return 2 * per_tree
 
 
 def _shape_chunks(ranks: int, shape: Shape) -> int:
@@ -184,10 +182,6 @@ def _splits(number: int) -> list[Shape]:
     return [(first, number // first) for first in range(1, number + 1) if number % first == 0]
 
 
-def _join(order: Sequence[int]) -> str:
-    return "-".join(map(str, order))
-
-
 def parse_orders(text: str) -> Orders:
     """`0-3-2-1` is one ring; `0-1-2+2-1-0` are two, with half of the data each."""
     words = [part.split("-") for part in text.split("+")]
@@ -197,7 +191,7 @@ def parse_orders(text: str) -> Orders:
 
 
 def format_orders(orders: Orders) -> str:
-    return "+".join(_join(order) for order in orders)
+    return "+".join("-".join(map(str, order)) for order in orders)
 
 
 # --- the table ----------------------------------------------------------------------------------------------------
@@ -304,7 +298,7 @@ _PLAIN = (
     Algorithm(
         name="double-tree",
         summary="two binary trees with half of the data each, chunk after chunk in a pipeline",
-        chunks=_double_tree_chunks,
+        chunks=lambda ranks, per_tree: 2 * per_tree,
         phase=double_tree,
         consecutive_first=lambda ranks, shape: (),  # what it takes is no shape
         params=(
