@@ -231,10 +231,8 @@ def _dgx1(
 def _fit(name: str, shape: Sequence[int], ranks: int) -> None:
     count = prod(shape)
     if count != ranks:
-        text = format_shape(shape)
-        raise RequestError(
-            f"topology {name}:{text} is {count} ranks, not {ranks}: say --ranks {count}, or another shape"
-        )
+        wrong = f"topology {name}:{format_shape(shape)} is {count} ranks, not {ranks}"
+        raise RequestError(f"{wrong}: say --ranks {count}, or another shape")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

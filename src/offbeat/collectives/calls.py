@@ -71,10 +71,8 @@ def check_reduction(name: str, dtype: torch.dtype) -> Into:
 
 def mean_of(total: Tensor, ranks: int) -> None:
     """What is left of a mean when the sum is there."""
-    if total.is_floating_point() or total.is_complex():
-        total.div_(ranks)
-    else:
-        total.div_(ranks, rounding_mode="trunc")
+    whole_numbers = not (total.is_floating_point() or total.is_complex())
+    total.div_(ranks, rounding_mode="trunc" if whole_numbers else None)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -338,10 +338,8 @@ def _stop_all() -> None:
     for progress in list(_running):
         progress.stop(_CALLBACKS_S)
     if not _callbacks.stop(max(_INTERRUPTED_S, end - time.monotonic())):
-        said = (
-            f"a callback of a future did not end within {_CALLBACKS_S:g} s of the end of the program: it is broken off"
-        )
-        print(f"offbeat: {said}", file=sys.stderr, flush=True)
+        limit = f"within {_CALLBACKS_S:g} s of the end of the program"
+        print(f"offbeat: a callback of a future did not end {limit}: it is broken off", file=sys.stderr, flush=True)
 
 
 def _wait_until_idle(end: float) -> None:

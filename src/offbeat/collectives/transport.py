@@ -260,14 +260,13 @@ class SharedMemory:
     def gone(self) -> tuple[int, ...]:
         """Peers whose process has ended, or that have left the group."""
         watch = select.poll()
-        by_number = {}
+        peers = {one.fileno(): peer for peer, one in self.sockets.items()}
         try:
-            for peer, one in self.sockets.items():
-                watch.register(one, select.POLLRDHUP)
-                by_number[one.fileno()] = peer
+            for number in peers:
+                watch.register(number, select.POLLRDHUP)
         except ValueError:  # this rank itself is leaving, in another thread
             return ()
-        return tuple(sorted(by_number[number] for number, _ in watch.poll(0) if number in by_number))
+        return tuple(sorted(peers[number] for number, _ in watch.poll(0)))
 
     def blame(self, gone: Sequence[int]) -> NoReturn:
         """Fail for ranks that are gone: not for those that ended because they saw another one gone."""

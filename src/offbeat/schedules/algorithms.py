@@ -84,9 +84,8 @@ def multiring(ranks: Ranks, chunks: Chunks, shape: Shape) -> Phase:
     pieces = pieces_of(chunks, shape[0])
     rows = [ring_reduce_scatter(row, pieces) for row in at]
     back = [ring_all_gather(row, pieces) for row in at]
-    if len(shape) == 1:
-        return together(rows) + together(back)
-    columns = [multiring(column, piece, shape[1:]) for column, piece in zip(at.T, pieces, strict=True)]
+    across = zip(at.T, pieces, strict=True) if len(shape) > 1 else ()
+    columns = [multiring(column, piece, shape[1:]) for column, piece in across]
     return together(rows) + together(columns) + together(back)
 
 

@@ -54,8 +54,7 @@ def _window(total: int, most: int, around: int) -> range:
 
 
 def _cut(what: str, shown: range, total: int) -> list[str]:
-    hidden = total - len(shown)
-    if not hidden:
+    if len(shown) == total:
         return []
     shift = 1 if what == "step" else 0  # steps are counted from 1, ranks are names
     return [f"({what}s {shown.start + shift} to {shown.stop - 1 + shift} of {total})"]
