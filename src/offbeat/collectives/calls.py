@@ -147,7 +147,6 @@ def exposed_by(way: Plan, rank: int) -> tuple[int, ...]:
 @cache
 def plan(line: str, collective: str, ranks: int, root: int = 0) -> Plan:
     """The plan of a line. What the table of algorithms does not have is one step: everybody to the root, or back."""
-    steps: list[list[Transfer]]
     if collective in ("gather", "scatter"):
         others = [rank for rank in range(ranks) if rank != root]
         gather = collective == "gather"

@@ -44,9 +44,9 @@ def check(line: str, ranks: int) -> str:
 class Choice:
     """The way of each all-reduce of a group."""
 
-    def __init__(self, line: str, ranks: int) -> None:
+    def __init__(self, line: str, ranks: int, figures: Figures | None = None) -> None:
         self.line = check(line, ranks)
-        self.figures: Figures | None = None
+        self.figures = figures
         self._ranks = ranks
         self._by_size: dict[int, list[tuple[float, str]]] = {}
 

@@ -151,9 +151,7 @@ class Group(_ProcessGroup):  # type: ignore[misc] # torch types it by overloads 
         """From the next all-reduce on, on all ranks alike."""
         if strategy == NATIVE:
             raise RequestError(f"'{NATIVE}' is another kind of group: choose it when the group is made")
-        figures = self._choice.figures
-        self._choice = Choice(strategy, self._ranks)
-        self._choice.figures = figures
+        self._choice = Choice(strategy, self._ranks, self._choice.figures)
 
     def why(self, size_bytes: int) -> str:
         """Why an all-reduce of this size goes the way it goes. With `auto`, all ranks must ask."""

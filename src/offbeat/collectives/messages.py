@@ -134,11 +134,10 @@ class Messages:
         seconds = self._transport.timeout_s if timeout_s is None else timeout_s
         with self._lock:
             posted = _Posted(flat, source, tag, work, seconds)
-            for coming in self._aside:
-                if _fits(posted, coming.source, coming.tag):
-                    self._aside.remove(coming)
-                    self._take(posted, coming)
-                    break
+            ready = next((one for one in self._aside if _fits(posted, one.source, one.tag)), None)
+            if ready is not None:
+                self._aside.remove(ready)
+                self._take(posted, ready)
             else:
                 self._posted.append(posted)
                 self._go_on()
@@ -265,11 +264,10 @@ class Messages:
 
     def _claim(self, source: int, tag: int) -> _Posted | None:
         """The first receive that waits for such a message: it waits no longer."""
-        for posted in self._posted:
-            if _fits(posted, source, tag):
-                self._posted.remove(posted)
-                return posted
-        return None
+        posted = next((one for one in self._posted if _fits(one, source, tag)), None)
+        if posted is not None:
+            self._posted.remove(posted)
+        return posted
 
     def _take(self, posted: _Posted, coming: _Coming) -> None:
         mine, theirs = posted.flat.tensor, coming.payload

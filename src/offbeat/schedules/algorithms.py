@@ -497,8 +497,6 @@ def build(text: str, *, ranks: int, collective: str = "all-reduce", root: int = 
     row = find(spec.name, collective)
     if ranks < 1:
         raise RequestError(f"ranks must be 1 or more; got {ranks}")
-    if not 0 <= root < ranks:
-        raise RequestError(f"the root must be one of the ranks 0..{ranks - 1}; got {root}")
     if root and collective not in ("broadcast", "reduce"):
         raise RequestError(f"{collective} has no root; got root {root}")
     options: dict[str, Any] = grammar.bind(spec, row.params)

@@ -17,7 +17,7 @@ from offbeat.schedules.ir import Schedule
 MARK = "✗"
 
 
-class Mark(NamedTuple):
+class Highlight(NamedTuple):
     """A place to point at; `step` may be the number of steps, which is the end. `note` replaces the cell."""
 
     step: int
@@ -25,7 +25,7 @@ class Mark(NamedTuple):
     note: str = ""
 
 
-def grid(schedule: Schedule, *, mark: Mark | None = None, max_ranks: int = 8, max_steps: int = 16) -> str:
+def grid(schedule: Schedule, *, mark: Highlight | None = None, max_ranks: int = 8, max_steps: int = 16) -> str:
     """The grid as lines of text, at most so many columns and rows of it."""
     total = len(schedule.steps) + (mark is not None and mark.step == len(schedule.steps))
     steps = _window(total, max_steps, mark.step if mark else 0)

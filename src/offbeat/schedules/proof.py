@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from offbeat.errors import RequestError, ScheduleError, unknown
-from offbeat.schedules.grid import Mark, grid
+from offbeat.schedules.grid import Highlight, grid
 from offbeat.schedules.ir import Schedule, Table, Transfer
 
 Counts = npt.NDArray[np.uint32]  # rank x chunk x contributor; no step has enough transfers to wrap around
@@ -266,7 +266,7 @@ def _check_promise(schedule: Schedule, chunks: npt.NDArray[np.int64], counts: Co
     chunk = int(chunks[at])
     raise _error(
         schedule,
-        Mark(len(schedule.steps), rank, f"c{chunk}: rank{_some(held)}"),
+        Highlight(len(schedule.steps), rank, f"c{chunk}: rank{_some(held)}"),
         f"rank {rank} ends with chunk {chunk} {' and '.join(parts)}",
     )
 
@@ -278,10 +278,10 @@ def _some(ranks: set[int]) -> str:
 
 
 def _wrong(schedule: Schedule, step: int, row: Table, what: str) -> ScheduleError:
-    return _error(schedule, Mark(step, int(row[1])), f"step {step + 1}: {what}")
+    return _error(schedule, Highlight(step, int(row[1])), f"step {step + 1}: {what}")
 
 
-def _error(schedule: Schedule, mark: Mark, what: str) -> ScheduleError:
+def _error(schedule: Schedule, mark: Highlight, what: str) -> ScheduleError:
     return ScheduleError(
         f"schedule '{schedule.name}' is not a correct {schedule.collective}: {what}",
         step=mark.step,
