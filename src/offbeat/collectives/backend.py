@@ -7,9 +7,10 @@ needs no edit. offbeat itself never asks torch for them by name: its strategy `n
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -18,12 +19,14 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from offbeat.collectives import choice, rendezvous
+from offbeat.collectives import memory, rendezvous
+from offbeat.collectives.choice import Choice, check
 from offbeat.collectives.counters import Stats
 from offbeat.collectives.cuda import nccl_backend
 from offbeat.collectives.options import Options, mark_joined
 from offbeat.collectives.process_group import OffbeatGroup
-from offbeat.errors import OffbeatError, RequestError, nearest
+from offbeat.collectives.transport import SharedMemory, control_bytes
+from offbeat.errors import OffbeatError, PeerError, RequestError, nearest
 from offbeat.strategy import AUTO, NATIVE
 from offbeat_autoload import REPLACE, REPLACING
 
@@ -47,7 +50,8 @@ def create(given: Any, options: Any) -> dist.ProcessGroup:
     if chosen.strategy == NATIVE:
         rendezvous.say_why_not(given.store, rank, f"it uses the strategy '{NATIVE}', and so must all")
         return _native(given)
-    return OffbeatGroup(given.store, rank, ranks, given.timeout.total_seconds(), chosen, names)
+    transport, chooser = _join(given.store, rank, names, given.timeout.total_seconds(), chosen)
+    return OffbeatGroup(given.store, transport, chooser, chosen)
 
 
 def _options(given: Any, ranks: int) -> Options:
@@ -67,10 +71,39 @@ def _options(given: Any, ranks: int) -> Options:
     else:
         inherited = Options.of_environment()
     try:
-        choice.check(inherited.strategy, ranks)
+        check(inherited.strategy, ranks)
     except RequestError:
         return replace(inherited, strategy=AUTO)
     return inherited
+
+
+def _join(
+    store: Any, rank: int, names: Sequence[int], timeout_s: float, options: Options
+) -> tuple[SharedMemory, Choice]:
+    """Meet the other ranks. What is wrong with one of them is said on all."""
+    ranks = len(names)
+    size_bytes = control_bytes(ranks) + options.arena_bytes
+    listener = rendezvous.Listener(ranks)
+    card = {"strategy": options.strategy, "arena": options.arena_bytes, "listener": listener.name}
+    descriptor = -1
+    try:
+        try:
+            chosen = Choice(options.strategy, ranks)
+            own, descriptor = memory.create(size_bytes, f"rank {names[rank]}")
+        except OffbeatError as error:
+            card["error"] = str(error).splitlines()[0]
+            with contextlib.suppress(PeerError):  # the others may have ended by the same mistake
+                rendezvous.hand_out_card(store, rank, names, card, timeout_s)
+            raise
+        cards = rendezvous.hand_out_card(store, rank, names, card, timeout_s)
+        rendezvous.check_cards(cards, rank, names)
+        token = bytes.fromhex(cards[0]["token"])
+        peers = listener.meet(rank, names, cards, token, descriptor, size_bytes, timeout_s)
+    finally:
+        listener.close()
+        if descriptor >= 0:
+            os.close(descriptor)
+    return SharedMemory(rank, names, own, peers, timeout_s, options.arena_bytes), chosen
 
 
 def _native(given: Any) -> dist.ProcessGroup:

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -110,6 +110,29 @@ class PendingCall(dist.Work):
         return self.source
 
     _source_rank = source_rank
+
+
+class CoalescedCalls(PendingCall):
+    """Several works as one."""
+
+    def __init__(self, works: Sequence[PendingCall]) -> None:
+        super().__init__(None)
+        self._works = works
+
+    def wait(self, timeout: Any = None) -> bool:
+        return all(work.wait(timeout) for work in self._works)
+
+    def get_future(self) -> Future[Any]:
+        return torch.futures.collect_all([work.get_future() for work in self._works])
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> Any:
+        return next((work.exception() for work in self._works if work.exception() is not None), None)
 
 
 class _Callbacks:

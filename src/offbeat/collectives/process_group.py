@@ -1,4 +1,4 @@
-"""The torch.distributed backend `offbeat`: torch's calls turned into calls of the executor.
+"""The torch.distributed backend `offbeat`: a group of ranks, and torch's calls turned into calls of its executor.
 
 torch calls the methods below from Python and, for DDP and functional collectives, from C++. No backend of torch stands
 behind them: what is not here fails loudly instead of silently doing something else. torch 2.13 renamed some of
@@ -8,9 +8,12 @@ them (`all_gather_single` was `_allgather_base`); both names are kept.
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
+import zlib
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from types import FrameType, FunctionType
 from typing import Any
@@ -19,21 +22,38 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from offbeat.collectives import memory
 from offbeat.collectives.calls import (
     Call,
     Flat,
+    MessagePort,
+    Runner,
     bytes_of,
     check_reduction,
+    copy,
     cut,
     flat_of,
+    mean_of,
     number_of,
+    plan,
 )
-from offbeat.collectives.cuda import or_nccl
-from offbeat.collectives.group import Group, now
-from offbeat.collectives.overlap import Job, PendingCall
+from offbeat.collectives.choice import Choice, Figures
+from offbeat.collectives.counters import Arrivals, Stats
+from offbeat.collectives.cuda import Gpus, first_tensor, or_nccl
+from offbeat.collectives.executor import Executor
+from offbeat.collectives.messages import Messages
+from offbeat.collectives.options import Options
+from offbeat.collectives.overlap import CoalescedCalls, Job, PendingCall, Progress, at_exit
+from offbeat.collectives.placement import Placements
 from offbeat.collectives.sync import Patience
+from offbeat.collectives.transport import SharedMemory
 from offbeat.errors import PeerError, RequestError
+from offbeat.number_format import format_size
+from offbeat.strategy import NATIVE
 
+_ProcessGroup: Any = dist.ProcessGroup
+_MEASURED_BYTES = 1024 * 1024
+_LEAVE_S = 5.0  # what a call under way is given when its group is destroyed
 _RED: Any = dist.ReduceOp.RedOpType
 _NAMES = {
     _RED.SUM: "sum", _RED.AVG: "mean", _RED.PRODUCT: "product", _RED.MIN: "min", _RED.MAX: "max",
@@ -42,8 +62,209 @@ _NAMES = {
 _BARRIER_TAG = -(2**40)  # no user's
 
 
-class OffbeatGroup(Group):
-    """torch's collectives and messages on a group."""
+class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by overloads of which we need one
+    """The ranks of one group on one host, through shared memory.
+
+    Calls of one group are run in the order in which they are made, which must be the same on all ranks.
+    """
+
+    def __init__(self, store: Any, transport: SharedMemory, choice: Choice, options: Options) -> None:
+        super().__init__(transport.rank, transport.ranks)
+        self.options = options
+        self._rank, self._ranks = transport.rank, transport.ranks
+        self._name = ""
+        self._transport, self._choice = transport, choice
+        # Nothing below refers back to the group: its memory goes when it goes, and not when Python looks for circles.
+        arrivals = self._arrivals = Arrivals(transport.rank, transport.names)
+        self._executor: Runner = Executor(transport, lambda call, stamps: arrivals.came(call.iteration, stamps))
+        self._placements = Placements(transport, move=options.move)
+        self._progress = Progress(f"offbeat rank {transport.rank}", transport.patience)
+        self._messages: MessagePort = Messages(transport)
+        self._gpus = Gpus(store, transport)
+        self._together: list[PendingCall] | None = None
+        self._owner = os.getpid()
+        at_exit(transport.close)  # what is under way then ends at its next step
+
+    # --- what torch asks about a group -----------------------------------------------------------------------------
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        return "offbeat"
+
+    def getGroupName(self) -> str:  # noqa: N802 - torch's name
+        return self._name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802 - torch's name
+        self._name = name
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """Where a tensor may lie, for checkpoints and FSDP. A new list each time, since Dynamo pops from it."""
+        return [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
+
+    def _get_backend(self, device: torch.device) -> OffbeatGroup:
+        return self
+
+    supports_coalescing = False
+    supports_splitting = False
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._executor.calls
+
+    def _set_sequence_number_for_group(self) -> None:
+        """The calls are counted from the start anyway."""
+
+    def set_timeout(self, timeout: Any) -> None:
+        self._transport.timeout_s = timeout.total_seconds()
+
+    def shutdown(self) -> None:
+        """Leave the group: what runs is finished, then everything is let go of."""
+        if os.getpid() == self._owner:
+            self._progress.stop(_LEAVE_S)
+            self.abort()
+            self._placements.close()
+
+    def abort(self) -> None:
+        """Leave at once: whoever waits here, or for this rank, is told."""
+        if os.getpid() != self._owner:  # a forked child: the threads, and what they hold, stayed with the parent
+            return
+        self._messages.close()
+        self._gpus.close()
+        self._transport.close()  # a call that is still waited for fails now, and all behind it
+        self._progress.stop(1.0)
+        self._executor.forget()
+
+    # --- what a user of this backend can ask and say ------------------------------------------------------------
+
+    def stats(self) -> Stats:
+        """What this rank did so far."""
+        notes = []
+        if self._placements.refused_bytes:
+            free = format_size(memory.free_in_dev_shm())
+            wanted = format_size(self._placements.refused_bytes)
+            why = "half of the files a process may open are open" if memory.descriptors_are_scarce() else ""
+            notes.append(f"tensors of {wanted} are staged: {why or f'/dev/shm has only {free} free'}")
+        received, sent = self._transport.counted()
+        return Stats(
+            rank=self._rank,
+            ranks=self._ranks,
+            strategy=self._choice.line,
+            calls=self._executor.calls,
+            received=received,
+            sent=sent,
+            moved=self._placements.moved,
+            background_s=self._progress.background_s,
+            waited_s=self._arrivals.waited_s,
+            late=self._arrivals.late(),
+            notes=tuple(notes),
+        )
+
+    def use(self, strategy: str) -> None:
+        """From the next all-reduce on, on all ranks alike."""
+        if strategy == NATIVE:
+            raise RequestError(f"'{NATIVE}' is another kind of group: choose it when the group is made")
+        self._choice = Choice(strategy, self._ranks, self._choice.figures)
+
+    def why(self, size_bytes: int) -> str:
+        """Why an all-reduce of this size goes the way it goes. With `auto`, all ranks must ask."""
+        if self._choice.needs_figures():
+            self._progress.submit(self._measure, PendingCall(None), background=False).wait()
+        return self._choice.why(size_bytes)
+
+    # --- several calls as one ----------------------------------------------------------------------------------------
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._together = []
+
+    def _end_coalescing(self, device: torch.device) -> PendingCall:
+        works, self._together = self._together or [], None
+        return CoalescedCalls(works)
+
+    def _keep(self, work: PendingCall) -> PendingCall:
+        if self._together is not None:
+            self._together.append(work)
+        return work
+
+    # --- from a call to its work ------------------------------------------------------------------------------------
+
+    def _call(self, kind: str, tensor: Tensor, sizes: tuple[int, ...], *, reduction: str = "", root: int = 0) -> Call:
+        line = "central" if kind in ("broadcast", "reduce") else "direct"
+        detail = root
+        if len(set(sizes)) > 1:
+            detail = detail << 32 | zlib.crc32(repr(sizes).encode())
+        return Call(
+            plan=plan(line, kind.replace("_", "-"), self._ranks, root),
+            dtype=tensor.dtype if reduction else torch.uint8,
+            what=number_of(kind, reduction, tensor.dtype),
+            items=sum(sizes) // (1 if reduction else tensor.itemsize),  # what is only moved is cut by bytes
+            sizes=sizes,
+            reduction=reduction,
+            into=check_reduction(reduction, tensor.dtype) if reduction else copy,
+            detail=detail,
+            since_ns=now()[0],
+        )
+
+    def _job(self, call: Call, loads: Sequence[Flat], backs: Sequence[Flat], factor: float | None = None) -> Job:
+        return partial(self._run, call, loads, backs, factor)
+
+    def _run(
+        self, call: Call, loads: Sequence[Flat], backs: Sequence[Flat], factor: float | None, patience: Patience
+    ) -> None:
+        """A call with its copies before and after. A chunk that this rank gives to itself is copied first, too."""
+        for flat in loads:
+            flat.load()
+        if factor is not None:
+            for tensor in call.give.values() if call.whole is None else [call.whole]:
+                tensor.mul_(factor)
+        for chunk in call.give.keys() & call.take.keys():
+            if call.take[chunk].data_ptr() != call.give[chunk].data_ptr():
+                call.take[chunk].copy_(call.give[chunk])
+        self._executor.run(call, patience)
+        for flat in backs:
+            if call.reduction == "mean":
+                mean_of(flat.tensor, self._ranks)
+            flat.back()
+
+    def _barrier_job(self) -> Job:
+        return self._job(self._call("barrier", torch.empty(0), (0,)), [], [])
+
+    def _submit(self, jobs: Sequence[Job], result: Any, opts: Any) -> PendingCall:
+        """The jobs, one after the other, as one work."""
+
+        def run(patience: Patience) -> None:
+            for job in jobs:
+                job(patience)
+
+        background = opts is None or opts.asyncOp
+        tensor = first_tensor(result)
+        job = run if tensor is None or not tensor.is_cuda else self._gpus.staged(run, tensor.device)
+        return self._keep(self._progress.submit(job, PendingCall(result), background=background))
+
+    def _measure(self, patience: Patience) -> None:
+        """Agree on what this host is like: the slowest rank's figures."""
+        transport, executor = self._transport, self._executor
+        barrier = self._barrier_job()
+        barrier(patience)
+        start = time.perf_counter()
+        for _ in range(10):
+            barrier(patience)
+        latency_s = (time.perf_counter() - start) / 10
+        size = min(_MEASURED_BYTES, transport.arena_bytes) // 4
+        source = transport.sides[(self._rank + 1) % self._ranks].segment.tensor(torch.float32, size, transport.arena_at)
+        target = torch.zeros(size)
+        barrier(patience)
+        start = time.perf_counter()
+        for _ in range(3):
+            target.add_(source)
+        taken = torch.tensor([latency_s, (time.perf_counter() - start) / 3], dtype=torch.float64)
+        executor.run(
+            Call(
+                plan=plan("direct", "all-reduce", self._ranks), dtype=torch.float64, items=2,
+                what=number_of("all_reduce", "max", torch.float64), sizes=cut(2, self._ranks), reduction="max",
+                into=check_reduction("max", torch.float64), whole=taken, since_ns=now()[0],
+            ),
+            patience,
+        )  # fmt: skip
+        self._choice.figures = Figures(latency_s=float(taken[0]), bytes_per_s=4 * size / float(taken[1]))
 
     # --- collectives -----------------------------------------------------------------------------------------------
 
@@ -379,7 +600,12 @@ def _keep_dynamo_out(*classes: type) -> None:
                 evaluator.set_code_exec_strategy(function.__code__, skip)
 
 
-_keep_dynamo_out(OffbeatGroup, Group, PendingCall, *PendingCall.__subclasses__())
+_keep_dynamo_out(OffbeatGroup, PendingCall, *PendingCall.__subclasses__())
+
+
+def now() -> tuple[int, int]:
+    """The clock that all processes of a host share, and which backward pass this is in (-1: none)."""
+    return time.monotonic_ns(), torch._C._current_graph_task_id()
 
 
 def _reduction(opts: Any) -> tuple[str, float | None]:
