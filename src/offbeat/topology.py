@@ -94,10 +94,6 @@ class Topology:
         """Whether some ranks have direct links between them."""
         return any(isinstance(source, int) and isinstance(target, int) for source, target in self.links)
 
-    def egress_bytes_per_s(self) -> float:
-        """What all ranks together can send at once."""
-        return sum(link.bytes_per_s for (source, _), link in self.links.items() if isinstance(source, int))
-
     def _before(self, source: int, target: int) -> Vertex:
         """The last vertex on the way. Breadth first, as far as needed; the next search goes on from there.
 

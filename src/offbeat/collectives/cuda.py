@@ -71,14 +71,11 @@ class Gpus:
             timeout = timedelta(seconds=transport.timeout_s)
             self._nccl = nccl_backend(self._store, transport.rank, transport.ranks, timeout)
         else:
-            self._pin()
-
-    def _pin(self) -> None:
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call] # torch's
-        for side in self._transport.sides:
-            segment = side.segment
-            if int(runtime.cudaHostRegister(segment.address, segment.size_bytes, 0)) == 0:
-                self._pinned.append(segment.address)
+            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call] # torch's
+            for side in transport.sides:
+                segment = side.segment
+                if int(runtime.cudaHostRegister(segment.address, segment.size_bytes, 0)) == 0:
+                    self._pinned.append(segment.address)
 
     def staged(self, job: Job, device: torch.device) -> Job:
         """A job that starts when the caller's kernels are done, and ends when its own copies are."""

@@ -241,8 +241,7 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
 
     def _measure(self, patience: Patience) -> None:
         """Agree on what this host is like: the slowest rank's figures."""
-        transport, executor = self._transport, self._executor
-        barrier = self._barrier_job()
+        transport, barrier = self._transport, self._barrier_job()
         barrier(patience)
         start = time.perf_counter()
         for _ in range(10):
@@ -256,7 +255,7 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
         for _ in range(3):
             target.add_(source)
         taken = torch.tensor([latency_s, (time.perf_counter() - start) / 3], dtype=torch.float64)
-        executor.run(
+        self._executor.run(
             Call(
                 plan=plan("direct", "all-reduce", self._ranks), dtype=torch.float64, items=2,
                 what=number_of("all_reduce", "max", torch.float64), sizes=cut(2, self._ranks), reduction="max",

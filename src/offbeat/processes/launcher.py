@@ -214,8 +214,7 @@ class RankLauncher(Launcher):
     def finish(self) -> str | None:
         if not self._store.check([SUMMARY]):
             return None
-        summary: bytes = self._store.get(SUMMARY)
-        return summary.decode()
+        return bytes(self._store.get(SUMMARY)).decode()
 
     def close(self) -> None:
         super().close()

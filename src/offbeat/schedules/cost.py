@@ -129,7 +129,7 @@ def lower_bound_s(topology: Topology, size_bytes: int) -> float:
     """No all-reduce is faster: 2M(P-1) bytes must be sent in all, by all ranks' links together."""
     if topology.ranks == 1:
         return 0.0
-    egress = topology.egress_bytes_per_s()
+    egress = sum(link.bytes_per_s for (source, _), link in topology.links.items() if isinstance(source, int))
     return 2 * size_bytes * (topology.ranks - 1) / egress if egress else math.inf
 
 

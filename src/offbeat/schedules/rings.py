@@ -158,17 +158,13 @@ def _cycles(lanes: Lanes, tries: int) -> Iterator[Order | None]:
         if tries < 0:
             yield None
             return
-        if following in seen:
-            continue
-        order.append(following)
-        seen.add(following)
-        if len(order) == len(lanes):
-            if 0 in lanes[following]:
+        if following not in seen:
+            order.append(following)
+            seen.add(following)
+            ahead = {} if len(order) == len(lanes) else lanes[following]
+            if not ahead and 0 in lanes[following]:
                 yield tuple(order)
-            seen.discard(order.pop())
-            continue
-        ahead = lanes[following]
-        stack.append(iter(sorted(ahead, key=lambda rank: (-ahead[rank], rank))))
+            stack.append(iter(sorted(ahead, key=lambda rank: (-ahead[rank], rank))))
 
 
 def _choose(lanes: Lanes, cycles: list[Order], wanted: int) -> tuple[tuple[Order, ...] | None, bool]:
