@@ -347,8 +347,10 @@ class Messages:
         works = [one.work for queue in self._sending.values() for one in queue]
         works += [coming.posted.work for coming in self._coming.values() if coming.posted is not None]
         works += [posted.work for posted in self._posted]
-        for held in (*self._sending.values(), self._coming, self._posted):
-            held.clear()
+        for queue in self._sending.values():
+            queue.clear()
+        self._coming.clear()
+        self._posted.clear()
         for work in works:
             work.finish(error)
 
