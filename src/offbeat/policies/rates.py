@@ -12,13 +12,14 @@ are weighted by their samples, so that with equal rates the update is the mean o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from offbeat import spec as grammar
-from offbeat.errors import RequestError, unknown
+from offbeat.errors import unknown
 from offbeat.policies.events import Pushed
-from offbeat.spec import Param
+from offbeat.spec import Param, parse_number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,13 +58,7 @@ def _drift(limit: float) -> Callable[[Sequence[Pushed], int], list[float]]:
 
 
 def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise RequestError(f"expected a number above 0; got '{text}'")
-    return value
+    return parse_number(text, lambda x: 0 < x < math.inf, "expected a number above 0")
 
 
 _NUMBER = (Param(name="number", read=_positive, positional=True, required=True, help="above 0"),)

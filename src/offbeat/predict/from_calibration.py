@@ -15,7 +15,6 @@ from offbeat.predict.machines import Clock
 from offbeat.predict.timelines import untrained
 from offbeat.predict.virtual import reached_by, timeline_of, train_virtually
 from offbeat.processes.slowness import parse as parse_slowness
-from offbeat.simulate.result import Result
 from offbeat.train.config import Config
 from offbeat.train.tasks import task_of
 
@@ -26,26 +25,11 @@ OTHER = 1_000_003  # a prediction draws delays of its own: those of the run are 
 class Predicted:
     """Of a whole training. As in what was measured (`Trained`), rates are over what comes after the first epoch."""
 
-    first: tuple[float, int, int]  # seconds, updates and samples applied, after the first epoch
-    last: tuple[float, int, int]
+    seconds: float
+    updates: int
+    seconds_per_update: float
+    samples_per_s: float
     machine: Machine
-    result: Result
-
-    @property
-    def seconds(self) -> float:
-        return self.last[0]
-
-    @property
-    def updates(self) -> int:
-        return self.last[1]
-
-    @property
-    def seconds_per_update(self) -> float:
-        return (self.last[0] - self.first[0]) / max(1, self.last[1] - self.first[1])
-
-    @property
-    def samples_per_s(self) -> float:
-        return (self.last[2] - self.first[2]) / (self.last[0] - self.first[0])
 
 
 def delays_of(config: Config) -> Delays:
@@ -70,13 +54,16 @@ def predict(calibration: Calibration, config: Config, samples: int) -> Predicted
     for update in timeline.stream():
         _, updates, applied = marks[-1]
         marks.append((update.at_s, updates + 1, applied + update.samples))
-    return Predicted(first=_first(marks, samples), last=marks[-1], machine=machine, result=timeline.result())
-
-
-def _first(marks: list[tuple[float, int, int]], samples: int) -> tuple[float, int, int]:
-    """The first update at which an epoch was applied; the beginning, where that is the end too."""
-    found = next((mark for mark in marks if mark[2] >= samples), marks[-1])
-    return marks[0] if found is marks[-1] else found
+    first = next((mark for mark in marks if mark[2] >= samples), marks[-1])
+    since_s, before, applied_before = marks[0] if first is marks[-1] else first  # one epoch: from the beginning
+    seconds, updates, applied = marks[-1]
+    return Predicted(
+        seconds=seconds,
+        updates=updates,
+        seconds_per_update=(seconds - since_s) / max(1, updates - before),
+        samples_per_s=(applied - applied_before) / (seconds - since_s),
+        machine=machine,
+    )
 
 
 def foresee_accuracy(calibration: Calibration, config: Config, target: float) -> float | None:

@@ -10,7 +10,7 @@ from functools import cache
 import numpy as np
 
 from offbeat import spec as grammar
-from offbeat.policies.waiting import UpdateTime, of_barrier
+from offbeat.policies.waiting import ComputeTimes, UpdateTime, of_barrier
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.compute import LAWS, Law
 from offbeat.simulate.engine import Floats
@@ -45,19 +45,11 @@ _CLOSED: dict[str, Callable[..., float]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Times:
-    """A law as the theory of waiting asks for it (`policies.waiting.ComputeTimes`)."""
+@dataclass(frozen=True, kw_only=True)
+class Times(ComputeTimes):
+    """A law as the theory of waiting asks for it."""
 
     law: Law
-
-    @property
-    def mean_s(self) -> float:
-        return self.law.mean_s
-
-    @property
-    def is_memoryless(self) -> bool:
-        return grammar.parse(self.law.text).name == "exp"
 
     def kth_s(self, k: int, learners: int) -> float:
         """By the closed form; else from the law's quantiles, to about a third of a percent."""
@@ -70,6 +62,10 @@ class Times:
         scale = log(learners + 1) - log(k) - log(learners - k + 1)
         density = np.exp(scale + (k - 1) * np.log(at) + (learners - k) * np.log1p(-at))  # of the K-th of P uniforms
         return float(np.mean(_quantiles(self.law) * density))
+
+
+def times_of(law: Law) -> Times:
+    return Times(law=law, mean_s=law.mean_s, is_memoryless=grammar.parse(law.text).name == "exp")
 
 
 @cache
@@ -103,7 +99,7 @@ def expected_update(setup: Setup) -> UpdateTime | None:
     )
     if not alike or cluster.slow is not None or cluster.failures is not None or cluster.cores is not None:
         return None
-    times = Times(cluster.law)
+    times = times_of(cluster.law)
     if setup.reduces:
         found: UpdateTime | None = of_barrier(cluster.learners, cluster.learners, times)
     else:
