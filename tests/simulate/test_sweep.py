@@ -15,7 +15,7 @@ from offbeat.policies import create
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.compute import SlowPeriods, parse_law
 from offbeat.simulate.setup import Setup
-from offbeat.simulate.theory import alone_s, expected_update, harmonic, times_of
+from offbeat.simulate.sweep import alone_s, expected_update, harmonic, times_of
 
 
 def sweep(capsys: pytest.CaptureFixture[str], line: str) -> dict[str, Any]:

@@ -386,6 +386,7 @@ class Policy:
             "issued = held + applied + dropped + cancelled + lost + open": self.issued
             == len(self.held) + self.applied + self.dropped + self.cancelled + self.lost + open_now,
             "no count is negative": min(getattr(self, name) for name in COUNTS[1:]) >= 0,
+            "nobody waits": self.waits or not self.started or open_now == len(self.learners),
             "nobody computes before the start": self.started or open_now == 0,
             "no seat is ahead of the version": all(seat.version <= self.version for seat in self.learners.values()),
             "no gradient is from the future": all(held.version <= self.version for held in self.held.values()),

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from offbeat import spec as grammar
 from offbeat.errors import unknown
 from offbeat.policies.events import Pushed
-from offbeat.spec import Param, parse_number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +57,11 @@ def _drift(limit: float) -> Callable[[Sequence[Pushed], int], list[float]]:
 
 
 def _positive(text: str) -> float:
-    return parse_number(text, lambda x: 0 < x < math.inf, "expected a number above 0")
+    return grammar.parse_number(text, lambda x: 0 < x < math.inf, "expected a number above 0")
 
 
-_NUMBER = (Param(name="number", read=_positive, positional=True, required=True, help="above 0"),)
-RATES: dict[str, tuple[str, tuple[Param, ...], Callable[..., Rate]]] = {
+_NUMBER = (grammar.Param(name="number", read=_positive, positional=True, required=True, help="above 0"),)
+RATES: dict[str, tuple[str, tuple[grammar.Param, ...], Callable[..., Rate]]] = {
     "constant": ("every gradient counts 1", (), lambda text: Rate(text=text, factor=None)),
     "inverse": ("1 / max(1, staleness), each its own", (), lambda text: Rate(text=text, factor=_inverse)),
     "inverse-mean": ("1 / max(1, mean staleness)", (), lambda text: Rate(text=text, factor=_inverse_mean)),

@@ -81,9 +81,6 @@ class KBatchAsync(HoldsK):
     def same_timing_as(self, learners: int) -> str | None:
         return "async" if self.k == 1 else None
 
-    def laws(self) -> dict[str, bool]:
-        return {"nobody waits": not self.started or self.open == len(self.learners)}
-
 
 class StaleDrop(EachGradient):
     """async, but a gradient that is more than `limit` versions old is dropped."""

@@ -25,11 +25,25 @@ OTHER = 1_000_003  # a prediction draws delays of its own: those of the run are 
 class Predicted:
     """Of a whole training. As in what was measured (`Trained`), rates are over what comes after the first epoch."""
 
-    seconds: float
-    updates: int
-    seconds_per_update: float
-    samples_per_s: float
+    first: tuple[float, int, int]  # seconds, updates and samples applied, after the first epoch
+    last: tuple[float, int, int]
     machine: Machine
+
+    @property
+    def seconds(self) -> float:
+        return self.last[0]
+
+    @property
+    def updates(self) -> int:
+        return self.last[1]
+
+    @property
+    def seconds_per_update(self) -> float:
+        return (self.last[0] - self.first[0]) / max(1, self.last[1] - self.first[1])
+
+    @property
+    def samples_per_s(self) -> float:
+        return (self.last[2] - self.first[2]) / (self.last[0] - self.first[0])
 
 
 def delays_of(config: Config) -> Delays:
@@ -48,29 +62,26 @@ def predict(calibration: Calibration, config: Config, samples: int) -> Predicted
         batch=config.train.batch_size * config.train.accumulate,
         seed=config.seed + OTHER,
     )
-    clock = Clock.calibrated(machine, config.sync, ends_of_epochs=True)
+    clock = Clock.calibrated(machine, ends_of_epochs=True)
     timeline = untrained(timeline_of(config, clock, samples))
     marks = [(0.0, 0, 0)]  # seconds, updates and samples, after each
     for update in timeline.stream():
         _, updates, applied = marks[-1]
         marks.append((update.at_s, updates + 1, applied + update.samples))
-    first = next((mark for mark in marks if mark[2] >= samples), marks[-1])
-    since_s, before, applied_before = marks[0] if first is marks[-1] else first  # one epoch: from the beginning
-    seconds, updates, applied = marks[-1]
-    return Predicted(
-        seconds=seconds,
-        updates=updates,
-        seconds_per_update=(seconds - since_s) / max(1, updates - before),
-        samples_per_s=(applied - applied_before) / (seconds - since_s),
-        machine=machine,
-    )
+    return Predicted(first=_first(marks, samples), last=marks[-1], machine=machine)
+
+
+def _first(marks: list[tuple[float, int, int]], samples: int) -> tuple[float, int, int]:
+    """The first update at which an epoch was applied; the beginning, where that is the end too."""
+    found = next((mark for mark in marks if mark[2] >= samples), marks[-1])
+    return marks[0] if found is marks[-1] else found
 
 
 def foresee_accuracy(calibration: Calibration, config: Config, target: float) -> float | None:
     """Seconds until an epoch ends with the accuracy reached, in virtual time on the predicted machine; or None."""
     task = task_of(config)
     predicted = predict(calibration, config, len(task.train))  # type: ignore[arg-type] # a map-style set has a length
-    clock = Clock.calibrated(predicted.machine, config.sync, ends_of_epochs=True)
+    clock = Clock.calibrated(predicted.machine, ends_of_epochs=True)
     outcome = train_virtually(config, clock, task=task, every=1.0)
     point = reached_by(outcome.points[1:], target)
     return None if point is None else point.seconds

@@ -57,10 +57,6 @@ class Computed:
     cancelled: tuple[bool, ...]
     starts_s: Floats  # what followed each word to begin: more than minibatches, where a word came when samples were out
 
-    @property
-    def share_cancelled(self) -> float:
-        return sum(self.cancelled) / len(self.cancelled)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Recorded:

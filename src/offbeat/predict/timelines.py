@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
@@ -63,6 +64,9 @@ class Minibatch(NamedTuple):
     def latest(self) -> int:
         """The version of the newest weights in it: it can be computed when these exist."""
         return max(self.version, *(step.fetched for step in self.steps))
+
+
+WriteDecision = Callable[[dict[str, Any], Minibatch | None], object]  # told every decision, and what a push came from
 
 
 class TimeSpent(NamedTuple):
@@ -187,16 +191,16 @@ class ServedTimeline(Simulation):
         source: Epochs,
         *,
         keep_spans: int = 0,
-        write: Callable[[dict[str, Any], Minibatch | None], object] | None = None,
+        write: WriteDecision | None = None,
         corrects: bool = False,
         scaling: float = 1.0,
     ) -> None:
-        self._write = write
-        wanted = None if write is None else self._add_batch
+        wanted = None if write is None else partial(self._add_batch, write)
         super().__init__(strategy, cluster, 10**12, keep_spans, wanted, corrects=corrects, scaling=scaling)
         self.source = source
         self.lock_step = self.policy.needs_drift or self.policy.needs_loss
-        self.ask: Callable[[Minibatch], LossAndDrift] | None = None  # in lock step: about a gradient that has arrived
+        # About a gradient that has arrived, in lock step.
+        self.ask: Callable[[Minibatch], LossAndDrift] = lambda work: LossAndDrift(None, None)
         self._steps: list[list[Step]] = [[] for _ in range(cluster.learners)]  # of what is not pushed yet
         self._numbers = [0] * cluster.learners
         self._works: dict[int, Minibatch] = {}  # on their way, by the number under which they were sent
@@ -257,10 +261,7 @@ class ServedTimeline(Simulation):
 
     def _pushed(self, learner: int, number: int) -> Pushed:
         work = self._arrived[self.ticket] = self._works.pop(number)
-        answer = LossAndDrift(None, None)
-        if self.lock_step:
-            assert self.ask is not None
-            answer = self.ask(work)
+        answer = self.ask(work)
         return Pushed(learner, self.ticket, work.version, work.samples, answer.drift, answer.loss, self.now)
 
     def _obey(self, command: Command) -> None:
@@ -359,14 +360,13 @@ class ServedTimeline(Simulation):
             needed.update(self.version, self.oldest, (version for _, version, _, _ in self.flying.values()))
         return frozenset(needed)
 
-    def _add_batch(self, record: dict[str, Any]) -> None:
+    def _add_batch(self, write: WriteDecision, record: dict[str, Any]) -> None:
         """To what is logged of a push: its samples."""
-        assert self._write is not None
         self._decisions += 1
         work = self._arrived[self.ticket] if record["event"].startswith("pushed") else None
         if work is not None:
             record["batch"] = [list(stretch) for stretch in work.batch]
-        self._write(record, work)
+        write(record, work)
 
 
 def untrained(timeline: Timeline) -> Timeline:

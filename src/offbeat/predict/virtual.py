@@ -39,6 +39,7 @@ from offbeat.predict.timelines import (
     Timeline,
     TimeSpent,
     Update,
+    WriteDecision,
     train,
 )
 from offbeat.runs.log import RunLog, read_log, write_chrome_trace, write_log
@@ -65,7 +66,6 @@ from offbeat.train.trainer import Report, Trainer, evaluate
 WIDTH = 128  # minibatches that are computed at a time, at most
 MOST_BYTES = 1_000_000_000  # of gradients and weights that are computed at a time: the width is lowered to it
 ALL = 10**12  # spans of all versions
-Write = Callable[[dict[str, Any], Minibatch | None], object]
 OptimizerOf = Callable[[nn.Module], torch.optim.Optimizer]
 STREAM = "a stream"  # what the log says of epochs that have no ends
 EVALUATE_EVERY = 0.25  # epochs
@@ -290,7 +290,7 @@ def has_ends(config: Config, clock: Clock) -> bool:
     return clock.ends_of_epochs or (served and create(config.sync, expect=config.learners).rule.push_every > 1)
 
 
-def timeline_of(config: Config, clock: Clock, samples: int, *, write: Write | None = None) -> Timeline:
+def timeline_of(config: Config, clock: Clock, samples: int, *, write: WriteDecision | None = None) -> Timeline:
     """When a training happens. With `write` it is told every decision, and all spans are kept."""
     train, cluster, learners = config.train, clock.cluster, config.learners
     size = train.batch_size * train.accumulate
@@ -371,7 +371,8 @@ class VirtualTrainer(Trainer):
         self._writes = run is not None
         self._decisions: list[dict[str, Any]] = []
         self.arithmetic = Arithmetic(self, alone=width == 1, gradients=log.run.get("gradients"))
-        self._width = width or self._fitting_width()
+        of_each = 4 * 6 * self.arithmetic.replica.table.items  # weights, gradients, and what lies between them
+        self._width = width or max(1, min(WIDTH, MOST_BYTES // of_each))
         if not self.arithmetic.together:  # nothing is gained ahead of time, and buffers would be ahead of the looks
             self._width = min(self._width, 1)
         self._every = max(1, round(every * self.samples))
@@ -392,10 +393,6 @@ class VirtualTrainer(Trainer):
         self._chance: float | None = None
         self._stops = False
         self._ended: dict[str, Any] = {}
-
-    def _fitting_width(self) -> int:
-        of_each = 4 * 6 * self.arithmetic.replica.table.items  # weights, gradients, and what lies between them
-        return max(1, min(WIDTH, MOST_BYTES // of_each))
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
@@ -457,11 +454,8 @@ class VirtualTrainer(Trainer):
         arithmetic.loss_sum, arithmetic.loss_of = 0.0, 0
         point = Evaluation(at.seconds, at.update, at.applied, _finite(loss), accuracy, _finite(told), tests)
         self.points.append(point)
-        if at.update:
-            self._report_evaluation(point)
-
-    def _report_evaluation(self, point: Evaluation) -> None:
-        at = self.at
+        if not at.update:
+            return
         self._write_last()
         self.last = {
             "kind": "evaluated",

@@ -285,16 +285,15 @@ class Draws:
         if self.slow is not None:
             chances = chance(SLOW)
             for row, learner in enumerate(learners.tolist()):
-                seconds[row] *= self._slowness(learner, chances[row])
+                seconds[row] *= self._slowness(self.slow, learner, chances[row])
         return [array("d", row.tobytes()) for row in np.ascontiguousarray(seconds[:, ::-1])]
 
-    def _slowness(self, learner: int, chances: Floats) -> list[float]:
-        assert self.slow is not None
+    def _slowness(self, periods: SlowPeriods, learner: int, chances: Floats) -> list[float]:
         factors = []
         slow = self.is_slow[learner]
         for chance in chances.tolist():
-            slow = chance >= self.slow.leave if slow else chance < self.slow.enter
-            factors.append(self.slow.factor if slow else 1.0)
+            slow = chance >= periods.leave if slow else chance < periods.enter
+            factors.append(periods.factor if slow else 1.0)
         self.is_slow[learner] = slow
         return factors
 

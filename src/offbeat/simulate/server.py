@@ -373,24 +373,22 @@ class Simulation:
 
     def _send(self, learner: int) -> None:
         """Weights set out."""
-        if self.works is not None and not self.size_bytes:
-            given_up = self.scheduler.give_up(
-                self.now, self.weights_for[learner]
-            )  # newer ones replace those on their way
-            if given_up is not None:
-                del self.messages[given_up.number]
-            message = self._new_message(learner, self.policy.version)
-            self.weights_for[learner] = self._work(self.cores.fetch_s, Job(WEIGHTS, learner, message, urgent=True))
-            return
-        if not self.size_bytes:
+        if self.works is None and not self.size_bytes:
             self._send_message(WEIGHTS, learner, self.policy.version)
             return
-        message = self._new_message(learner, self.policy.version)
-        if self.links[1].remove(self.now, self.weights_for[learner]):  # newer weights replace those on their way
-            del self.messages[self.weights_for[learner]]
-        self.weights_for[learner] = message
-        self.links[1].start(self.now, message, self.size_bytes, self.wires.cap(learner))
-        self._watch(1)
+        message, before = self._new_message(learner, self.policy.version), self.weights_for[learner]
+        # Newer weights replace those on their way.
+        if not self.size_bytes:
+            given_up = self.scheduler.give_up(self.now, before)
+            if given_up is not None:
+                del self.messages[given_up.number]
+            self.weights_for[learner] = self._work(self.cores.fetch_s, Job(WEIGHTS, learner, message, urgent=True))
+        else:
+            if self.links[1].remove(self.now, before):
+                del self.messages[before]
+            self.weights_for[learner] = message
+            self.links[1].start(self.now, message, self.size_bytes, self.wires.cap(learner))
+            self._watch(1)
 
     def _resumed(self, learner: int, message: int) -> int:
         version = self._receive(message)
@@ -400,10 +398,8 @@ class Simulation:
 
     def _weights_arrive(self, learner: int, message: int) -> int:
         version = self._receive(message)
-        if version is None:
-            return 0
-        if version < self.void_below[learner]:
-            return 0  # cancelled before it could begin
+        if version is None or version < self.void_below[learner]:
+            return 0  # it has failed, or was cancelled before it could begin
         self.next_version[learner] = version
         self.fetching[learner] = False
         if self.doing[learner] == "wait":
@@ -434,8 +430,12 @@ class Simulation:
         return number
 
     def _give_up_work(self, learner: int) -> None:
+        """What it computes, and what it has computed and not pushed, is lost."""
         if self.works is not None and self.scheduler.give_up(self.now, self.jobs[learner]) is not None:
             self._watch_cores()
+        self._close(learner, cancelled=True)
+        self.tally.waste_s += self.unpushed_s[learner]
+        self.unpushed_s[learner] = 0.0
 
     def _watch_cores(self) -> None:
         self.cores_turn += 1
@@ -472,9 +472,6 @@ class Simulation:
         if self.doing[learner] != "compute" or version >= newer:
             return  # it was faster, and its gradient will come late
         self._give_up_work(learner)
-        self._close(learner, cancelled=True)
-        self.tally.waste_s += self.unpushed_s[learner]
-        self.unpushed_s[learner] = 0.0
         self.tally.cancelled += 1
         self.done[learner] = 0
         self.doing[learner] = "wait"
@@ -499,9 +496,6 @@ class Simulation:
         assert self.cluster.failures is not None
         _, down = failure_times(self.cluster.failures, self.cluster.seed, int(self.draws.ids[learner]), number)
         self._give_up_work(learner)
-        self._close(learner, cancelled=True)
-        self.tally.waste_s += self.unpushed_s[learner]
-        self.unpushed_s[learner] = 0.0
         for number_sent in [sent for sent, gradient in self.flying.items() if gradient[0] == learner]:
             self.tally.waste_s += self.flying.pop(number_sent)[2]  # lost on the way
             self.links[0].remove(self.now, number_sent)
