@@ -26,7 +26,7 @@ DIGITS = 1438
 EVEN = replace(
     MADE_UP,
     machine={"cores": 8},
-    settings={},
+    settings=None,
     probes=(
         Probe("ring", 1, 0.011, (0.010,), 0.0, 0.001),
         Probe("ring", 2, 0.013, (0.010,), 0.002, 0.001),

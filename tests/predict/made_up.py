@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offbeat.predict.calibration import BatchTime, Calibration, CopyRates, Layer, Probe, Timed
+from offbeat.predict.calibration import Calibration, Layer, Probe, Timed
 
 TIMES = tuple(0.009 + 0.0001 * number for number in range(21))  # 10 ms on average
 MADE_UP = Calibration(
@@ -19,8 +19,8 @@ MADE_UP = Calibration(
         Probe("async", 4, 0.0065, TIMES, 0.006, 0.006),
     ),
     layers=(Layer("0", 0.001, 0.002, 1_000_000), Layer("2", 0.001, 0.004, 3_000_000)),
-    batches=(BatchTime(16, 0.006), BatchTime(32, 0.010), BatchTime(64, 0.018)),
+    batches=((16, 0.006), (32, 0.010), (64, 0.018)),
     reductions=(Timed(2, 1000, 2e-4 + 1e-6), Timed(2, 1_000_000, 2e-4 + 1e-3), Timed(4, 1_000_000, 6e-4 + 1.5e-3)),
     pushes=(Timed(1, 40_000, 0.001),),
-    copy=CopyRates(alone_bytes_per_s=1e10),
+    copy_alone_bytes_per_s=1e10,
 )

@@ -114,7 +114,7 @@ def test_work_for_gradients_is_told_from_work_for_updates_by_the_probe_that_has_
         cluster = machine_of(tried, crowded.line, crowded.learners).cluster
         return server.run(crowded.line, cluster, updates=40).seconds_per_update
 
-    made = [replace(probe, update_s=simulate(true, probe)) for probe in (
+    made = [probe._replace(update_s=simulate(true, probe)) for probe in (
         MADE_UP.probes[4], Probe("full-sync", 4, 1.0, TIMES, 0.0, 0.0))]  # fmt: skip
     fitted = fit_server_work(replace(MADE_UP, probes=(*MADE_UP.probes[:4], *made)), simulate)
     assert (fitted.server_work, fitted.update_work) == (1.0, 1.0)
@@ -145,16 +145,15 @@ def changed(**changes: Any) -> dict[str, Any]:
         (changed(probes=[]), "without probes"),
         (changed(probes=changed()["probes"][:1] * 2), "twice"),
         (changed(machine={"cores": "many"}), "whole number"),
-        (changed(reductions=[{"learners": 2, "size_bytes": 4, "seconds": 0}]), r"> 0.*reductions\[0\]\.seconds"),
+        (changed(reductions=[{"learners": 2, "size_bytes": 4, "seconds": 0}]), "above 0"),
         (changed(reductions=[{"learners": 1, "size_bytes": 4, "seconds": 1}]), "of one learner"),
         (changed(overlap_slowdown=10**400), "wrong kind"),
-        (changed(batch="32"), r"`int`, got `str` - at `\$\.batch`"),
-        (changed(batch=True), r"`int`, got `bool` - at `\$\.batch`"),
-        (changed(batch=0), ">= 1"),
+        (changed(batch="32"), "whole number of 1 or more"),
+        (changed(batch=True), "whole number of 1 or more"),
         (changed(layers=7), "wrong kind"),
         (changed(copy=None), "wrong kind"),
-        (changed(overlap_slowdown=-1), ">= 0"),
-        (changed(probes=[changed()["probes"][0] | {"line": "rumour"}]), "rumour"),
+        (changed(overlap_slowdown=-1), "0 or more"),
+        (changed(probes=[{"line": "rumour"}]), "rumour"),
         ({key: value for key, value in changed().items() if key != "pushes"}, "'pushes'"),
     ],
 )

@@ -32,7 +32,7 @@ def test_a_machine_is_measured_and_trainings_are_predicted(tmp_path: Path) -> No
         ("async", 1), ("async", 2), ("full-sync", 2), ("ring", 1), ("ring", 2),
     ]  # fmt: skip
     assert [layer.size_bytes for layer in found.layers] == [4 * 65 * 64, 4 * 65 * 10]
-    assert [one.batch for one in found.batches] == [8, 16, 32, 64]
+    assert [batch for batch, _ in found.batches] == [8, 16, 32, 64]
     assert found.size_bytes == 4 * (65 * 64 + 65 * 10)
 
     words = [*MLP, "--calibration", str(path), "--sync", "async", "--learners", "2", "--slow", "none", "--rounds", "1"]

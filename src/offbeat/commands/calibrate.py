@@ -126,10 +126,8 @@ def _print(found: Calibration, path: Path) -> None:
     sizes = _over_sizes("all-reduce", found.reductions) + _over_sizes("push and fetch", found.pushes)
     if sizes:
         table(out, ("over sizes", "learners", "size", "time"), sizes)
-    batches = ", ".join(f"{one.batch}: {format_seconds(one.seconds)}" for one in found.batches)
-    alone, together = (
-        format_rate(rate or float("inf")) for rate in (found.copy.alone_bytes_per_s, found.copy.together_bytes_per_s)
-    )
+    batches = ", ".join(f"{batch}: {format_seconds(seconds)}" for batch, seconds in found.batches)
+    alone, together = (format_rate(rate) for rate in (found.copy_alone_bytes_per_s, found.copy_together_bytes_per_s))
     told = [
         ("batches", f"{batches} (one learner alone, forward and backward)"),
         ("copies", f"{alone} alone, {together} all at once"),

@@ -27,18 +27,7 @@ from offbeat.measure.requests import MOST_PROCESSES
 from offbeat.measure.rounds import Progress, Turn, alternate
 from offbeat.measure.server_runs import environment, program
 from offbeat.measure.trainings import Trained, train_for
-from offbeat.predict.calibration import (
-    PROBED,
-    SERVED,
-    TOGETHER,
-    BatchTime,
-    Calibration,
-    CopyRates,
-    Layer,
-    Probe,
-    Timed,
-    fit_server_work,
-)
+from offbeat.predict.calibration import PROBED, SERVED, TOGETHER, Calibration, Layer, Probe, Timed, fit_server_work
 from offbeat.predict.calibration_match import settings_of
 from offbeat.predict.from_calibration import predict
 from offbeat.processes.signals import terminable
@@ -113,7 +102,7 @@ def _alone(request: CalibrationRequest, machine: Mapping[str, Any], progress: Pr
             progress(f"minibatches of {count_of(size, 'sample')}")
             question = {"do": "times", "batch": size, "seconds": TIMES_S}
             (answer,) = learners.ask(question, f"computing minibatches of {size}", first=1)
-            batches.append(BatchTime(size, statistics.median(answer["times_s"])))
+            batches.append((size, statistics.median(answer["times_s"])))
         progress("copies")
         copies = [learners.ask({"do": "copy"}, "copying", first=1)[0] for _ in range(3)]
         together = [learners.ask({"do": "copy"}, "copying together") for _ in range(3)]
@@ -136,7 +125,8 @@ def _alone(request: CalibrationRequest, machine: Mapping[str, Any], progress: Pr
         probes=(),
         layers=tuple(Layer(**one) for one in layers),
         batches=tuple(batches),
-        copy=CopyRates(size_bytes / alone_s, many * size_bytes / together_s),
+        copy_alone_bytes_per_s=size_bytes / alone_s,
+        copy_together_bytes_per_s=many * size_bytes / together_s,
     )
     return calibration, facts["samples"]
 

@@ -16,13 +16,11 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 
 from offbeat.errors import RequestError
@@ -43,13 +41,7 @@ DRAWN = 200  # iterations from which a mean is taken
 PROBED, SERVED, TOGETHER = "ring", "async", "full-sync"
 
 
-_Count = Annotated[int, msgspec.Meta(ge=1)]
-_Number = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
-_Positive = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
-
-
-@dataclass(frozen=True, slots=True)
-class Probe:
+class Probe(NamedTuple):
     """A short training with so many learners and no delays.
 
     `there_s` and `back_s`: from a gradient to the new weights, beside computing. With a server, from the end of
@@ -57,12 +49,12 @@ class Probe:
     computed, and the update.
     """
 
-    line: Annotated[str, msgspec.Meta(max_length=200)]
-    learners: _Count
-    update_s: _Positive  # seconds an update
-    compute_s: Annotated[tuple[_Number, ...], msgspec.Meta(min_length=1)]  # of minibatches
-    there_s: _Number
-    back_s: _Number
+    line: str
+    learners: int
+    update_s: float  # seconds an update
+    compute_s: tuple[float, ...]  # of minibatches
+    there_s: float
+    back_s: float
 
     @property
     def family(self) -> str:
@@ -74,59 +66,42 @@ class Probe:
         return self.family == SERVER and create(self.line, expect=self.learners).waits_for_all(self.learners)
 
 
-@dataclass(frozen=True, slots=True)
-class Layer:
+class Layer(NamedTuple):
     name: str
-    forward_s: _Number
-    backward_s: _Number
-    size_bytes: Annotated[int, msgspec.Meta(ge=0)]
+    forward_s: float
+    backward_s: float
+    size_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Timed:
+class Timed(NamedTuple):
     """What took how long with so many learners: a reduction, or a push and a fetch, of so many bytes."""
 
-    learners: _Count
-    size_bytes: _Count
-    seconds: _Positive
-
-
-@dataclass(frozen=True, slots=True)
-class BatchTime:
-    """Samples of a minibatch, and seconds of one learner alone."""
-
-    batch: _Count
-    seconds: _Number
-
-
-@dataclass(frozen=True, slots=True)
-class CopyRates:
-    """Of one learner alone, and of all together; None: not measured."""
-
-    alone_bytes_per_s: _Number | None = None
-    together_bytes_per_s: _Number | None = None
+    learners: int
+    size_bytes: int
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """See the module's text; the fields are the keys of the file."""
+    """See the module's text."""
 
     recipe: str
-    batch: _Count  # samples of a minibatch in the probes
-    size_bytes: _Count  # of a gradient
+    batch: int  # samples of a minibatch in the probes
+    size_bytes: int  # of a gradient
     machine: Mapping[str, Any]
-    settings: Mapping[str, Any] = field(default_factory=dict)  # of the recipe, as measured
-    copy: CopyRates = CopyRates()
-    overlap_slowdown: _Number = 1.0
-    # Work on the cores, as a part of a gradient's way to the server and back: for a gradient (above 1, behind it), and
-    # for an update.
-    server_work: _Number = 1.0
-    update_work: _Number = 0.0
-    batches: tuple[BatchTime, ...] = ()
+    probes: tuple[Probe, ...]
     layers: tuple[Layer, ...] = ()
+    batches: tuple[tuple[int, float], ...] = ()  # samples of a minibatch, seconds of one learner alone
     reductions: tuple[Timed, ...] = ()
     pushes: tuple[Timed, ...] = ()
-    probes: tuple[Probe, ...]
+    copy_alone_bytes_per_s: float = math.inf
+    copy_together_bytes_per_s: float = math.inf
+    overlap_slowdown: float = 1.0
+    # Work on the cores, as a part of a gradient's way to the server and back: for a gradient (above 1, behind it), and
+    # for an update.
+    server_work: float = 1.0
+    update_work: float = 0.0
+    settings: Mapping[str, Any] | None = None  # of the recipe, as measured
     self_check: tuple[Mapping[str, Any], ...] = ()
 
     def of(self, family: str) -> list[Probe]:
@@ -165,8 +140,7 @@ class Calibration:
         """
         if batch == self.batch or len(self.batches) < 2:
             return 0.0
-        points = [(one.batch, one.seconds) for one in self.batches]
-        return _line(points, batch) - _line(points, self.batch)
+        return _line(self.batches, batch) - _line(self.batches, self.batch)
 
     def network(self) -> tuple[float, float]:
         """Bytes a second and latency of one port of every rank, from the reductions: the line that fits them best.
@@ -176,11 +150,12 @@ class Calibration:
         """
         if not self.reductions:
             raise RequestError(f"the calibration of '{self.recipe}' has no reductions: measure it with 2 learners")
-        rows = []
-        for one in self.reductions:
-            steps = 2 * (one.learners - 1)
-            rows.append([steps / one.seconds, steps / one.learners * one.size_bytes / one.seconds])
-        latency_s, per_byte_s = _at_least_0(np.array(rows), np.ones(len(rows)))
+        rows, ones = [], []
+        for ranks, size, seconds in self.reductions:
+            steps = 2 * (ranks - 1)
+            rows.append([steps / seconds, steps / ranks * size / seconds])
+            ones.append(1.0)
+        latency_s, per_byte_s = _at_least_0(np.array(rows), np.array(ones))
         return 1 / max(per_byte_s, 1e-15), latency_s
 
     def topology(self, ranks: int) -> Topology:
@@ -325,7 +300,32 @@ def fit_server_work(calibration: Calibration, simulate: Callable[[Calibration, P
 
 
 def as_json(calibration: Calibration) -> dict[str, Any]:
-    return {"calibration": FORMAT, **msgspec.to_builtins(calibration)}
+    one = calibration
+    return {
+        "calibration": FORMAT,
+        "recipe": one.recipe,
+        "batch": one.batch,
+        "size_bytes": one.size_bytes,
+        "machine": dict(one.machine),
+        "settings": dict(one.settings or {}),
+        "copy": {
+            "alone_bytes_per_s": _finite(one.copy_alone_bytes_per_s),
+            "together_bytes_per_s": _finite(one.copy_together_bytes_per_s),
+        },
+        "overlap_slowdown": one.overlap_slowdown,
+        "server_work": one.server_work,
+        "update_work": one.update_work,
+        "batches": [{"batch": batch, "seconds": seconds} for batch, seconds in one.batches],
+        "layers": [layer._asdict() for layer in one.layers],
+        "reductions": [timed._asdict() for timed in one.reductions],
+        "pushes": [timed._asdict() for timed in one.pushes],
+        "probes": [probe._asdict() | {"compute_s": list(probe.compute_s)} for probe in one.probes],
+        "self_check": [dict(row) for row in one.self_check],
+    }
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None
 
 
 def read_calibration(path: Path) -> Calibration:
@@ -346,14 +346,41 @@ def from_json(data: Any) -> Calibration:
         raise RequestError("not a calibration: offbeat calibrate makes one")
     if data["calibration"] != FORMAT:
         raise RequestError(f"a calibration of format {data['calibration']!r}; this version reads format {FORMAT}")
-    absent = [one.name for one in fields(Calibration) if one.name not in data]
-    if absent:
-        raise RequestError(f"a calibration without '{absent[0]}': measure again with offbeat calibrate")
     try:
-        found = msgspec.convert(data, Calibration)
-    except msgspec.ValidationError as error:
-        raise RequestError(f"a calibration with something of the wrong kind: {error}; measure again") from None
-    _check_sound(found)
+        copy = data["copy"]
+        found = Calibration(
+            recipe=_text(data["recipe"]),
+            batch=_whole(data["batch"]),
+            size_bytes=_whole(data["size_bytes"]),
+            machine=dict(data["machine"]),
+            settings=dict(data["settings"]),
+            copy_alone_bytes_per_s=_or_infinite(copy["alone_bytes_per_s"]),
+            copy_together_bytes_per_s=_or_infinite(copy["together_bytes_per_s"]),
+            overlap_slowdown=_number(data["overlap_slowdown"]),
+            server_work=_number(data["server_work"]),
+            update_work=_number(data["update_work"]),
+            batches=tuple((_whole(one["batch"]), _number(one["seconds"])) for one in data["batches"]),
+            layers=tuple(
+                Layer(
+                    _text(one["name"]),
+                    _number(one["forward_s"]),
+                    _number(one["backward_s"]),
+                    _whole(one["size_bytes"], least=0),
+                )
+                for one in data["layers"]
+            ),
+            reductions=tuple(_timed(one) for one in data["reductions"]),
+            pushes=tuple(_timed(one) for one in data["pushes"]),
+            probes=tuple(_probe(one) for one in data["probes"]),
+            self_check=tuple(dict(one) for one in data["self_check"]),
+        )
+        _check_sound(found)
+    except RequestError:
+        raise
+    except KeyError as error:
+        raise RequestError(f"a calibration without {error}: measure again with offbeat calibrate") from None
+    except (TypeError, ValueError, AttributeError, OverflowError):
+        raise RequestError("a calibration with something of the wrong kind: measure again") from None
     return found
 
 
@@ -361,16 +388,60 @@ def _check_sound(found: Calibration) -> None:
     if not found.probes:
         raise RequestError("a calibration without probes: measure again with offbeat calibrate")
     names = [(probe.line, probe.learners) for probe in found.probes]
-    sizes = [one.batch for one in found.batches]
+    sizes = [batch for batch, _ in found.batches]
     if len(set(names)) < len(names) or len(set(sizes)) < len(sizes):
         raise RequestError("a calibration that has a probe or a batch twice: measure again")
-    for probe in found.probes:
-        _ = probe.together  # refuses what is no strategy, or none for so many learners
-        if not sum(probe.compute_s) > 0:
-            raise RequestError("a probe without compute times")
     if any(timed.learners < 2 for timed in found.reductions):
         raise RequestError("a calibration with a reduction of one learner: measure again")
     for key in ("cores", "gpus"):
-        count = found.machine.get(key, 1)
-        if type(count) is not int or count < 1:
-            raise RequestError(f"{key}: expected a whole number of 1 or more; got {str(count)[:40]}")
+        if key in found.machine:
+            _whole(found.machine[key])
+
+
+def _probe(one: Mapping[str, Any]) -> Probe:
+    simulated_family_of(str(one["line"])[:200])
+    times = tuple(_number(time) for time in one["compute_s"])
+    if not times or not sum(times) > 0:
+        raise RequestError("a probe without compute times")
+    found = Probe(
+        str(one["line"])[:200],
+        _whole(one["learners"]),
+        _positive(one["update_s"]),
+        times,
+        _number(one["there_s"]),
+        _number(one["back_s"]),
+    )
+    _ = found.together  # refuses what is no strategy, or none for so many learners
+    return found
+
+
+def _timed(one: Mapping[str, Any]) -> Timed:
+    return Timed(_whole(one["learners"]), _whole(one["size_bytes"]), _positive(one["seconds"]))
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    return value
+
+
+def _whole(value: Any, least: int = 1) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise RequestError(f"expected a whole number of {least} or more; got {str(value)[:40]}")
+    return value
+
+
+def _number(value: Any) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+        raise RequestError(f"expected a number of 0 or more; got {str(value)[:40]}")
+    return float(value)
+
+
+def _positive(value: Any) -> float:
+    if not _number(value) > 0:
+        raise RequestError("expected a number above 0; got 0")
+    return float(value)
+
+
+def _or_infinite(value: Any) -> float:
+    return math.inf if value is None else _number(value)

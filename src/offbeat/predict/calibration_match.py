@@ -13,11 +13,11 @@ MACHINE = ("cores", "processor")
 
 def check(calibration: Calibration, config: Config) -> None:
     """The times of one model say nothing of another: `RequestError`, with the first thing that differs."""
+    measured = calibration.settings or {}
     for key, now in settings_of(config).items():
-        measured = calibration.settings.get(key, now)
-        if measured != now:
+        if key in measured and measured[key] != now:
             raise RequestError(
-                f"the calibration is of {key} {measured!r}, and this has {now!r}: "
+                f"the calibration is of {key} {measured[key]!r}, and this has {now!r}: "
                 "measure again with offbeat calibrate, for this recipe"
             )
 
