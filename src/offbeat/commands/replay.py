@@ -52,9 +52,8 @@ def _show(out: Terminal, folder: Path, report: ReplayReport) -> None:
                  + ("" if report.measured else f"; replayed with {count_of(report.learners, 'learner')}"))  # fmt: skip
     columns = ["strategy", f"{run.samples:,} samples", "against the run"]
     columns += [] if target is None else [f"to {percent(target)}"]
-    shares = run.recorded.shares
     reached = [] if target is None else [_seconds(run.reached_s(target))]
-    common = _common_cells(run.updates, run.staleness, shares.wait, shares.waste)
+    common = _common_cells(run.updates, run.staleness, run.recorded.wait_share, run.recorded.waste_share)
     rows = [[f"{run.config.sync}, as it was", format_seconds(run.seconds), "measured", *reached, *common]]
     for one in report.replayed:
         name = f"{one.strategy}, replayed" if one is report.own else one.strategy

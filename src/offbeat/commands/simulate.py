@@ -20,8 +20,7 @@ from offbeat.simulate.collective import bucket_curve
 from offbeat.simulate.diagnosis import why
 from offbeat.simulate.result import Result
 from offbeat.simulate.setup import Network, Setup
-from offbeat.simulate.sweep import SweepPoint, point_of
-from offbeat.simulate.theory import alone_s
+from offbeat.simulate.sweep import SweepPoint, alone_s, point_of
 from offbeat.spec import count_of, expand, parse_count
 
 _VERSION_STYLES = ("blue", "green", "magenta", "cyan", "yellow", "red")
