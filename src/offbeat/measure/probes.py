@@ -57,13 +57,20 @@ def _settled(spans: Iterable[Span]) -> list[Span]:
 
 
 def _served(spans: Sequence[Span], update_s: float) -> tuple[float, float]:
-    """From the end of computing to the next minibatch, half and half; waits at a rest are another thing."""
-    waits = [
-        middle.end_s - middle.start_s
-        for own in _by_learner(spans).values()
-        for before, middle, after in zip(own, own[1:], own[2:], strict=False)
-        if (before.what, middle.what, after.what) == ("compute", "wait", "compute")
-    ]
+    """From the end of computing to the next minibatch, half and half; waits at a rest are another thing.
+
+    A rest leaves a hole between the spans, or an evaluation in it.
+    """
+    waits: list[float] = []
+    for own in _by_learner(spans).values():
+        ended_s: float | None = None  # of the span before
+        since_s: float | None = None  # the end of the last minibatch, if no rest came after it
+        for span in own:
+            since_s = None if span.what == "evaluate" or span.start_s != ended_s else since_s
+            ended_s = span.end_s
+            if span.what == "compute":
+                waits += [] if since_s is None else [span.start_s - since_s]
+                since_s = span.end_s
     if not waits:
         raise OffbeatError("bench: a probe with a server has waited for nothing")
     whole = _mean(waits)

@@ -141,7 +141,7 @@ def read_recorded(log: RunLog) -> Recorded:
         there_s=there_s,
         active_s=sum(end - start for start, end in active),
         stretches=len(active),
-        shares=_shares(spans, [*(span for span in computed if span.cancelled), *dropped], rests),
+        shares=_shares(spans, [*(span for span in computed if span.cancelled), *dropped], rests, reduces=reduces),
         reduces=reduces,
     )
 
@@ -311,15 +311,19 @@ def _active(computed: Sequence[Span], counts: Sequence[float], rests: Sequence[S
     return found
 
 
-def _shares(spans: Sequence[Span], lost: Sequence[Span], rests: Sequence[Stretch]) -> Shares:
-    """Who is done with an epoch and pauses waits for nobody, as in a simulation."""
+def _shares(spans: Sequence[Span], lost: Sequence[Span], rests: Sequence[Stretch], *, reduces: bool) -> Shares:
+    """Who is done with an epoch and pauses waits for nobody, as in a simulation.
+
+    A server is waited for from the end of computing on: `send` and `apply` are waiting, and older logs call them so.
+    """
     edges = {at_s for rest in rests for at_s in rest}
     seconds = dict.fromkeys(WHAT, 0.0)
     for span in spans:
         if span.what != "wait" or (span.start_s not in edges and span.end_s not in edges):
             seconds[span.what] += span.end_s - span.start_s
-    whole = seconds["compute"] + seconds["wait"] + seconds["apply"] or 1.0
-    return Shares(wait=seconds["wait"] / whole, waste=sum(span.end_s - span.start_s for span in lost) / whole)
+    whole = seconds["compute"] + seconds["send"] + seconds["wait"] + seconds["apply"] or 1.0
+    waited = seconds["wait"] if reduces else seconds["send"] + seconds["wait"] + seconds["apply"]
+    return Shares(wait=waited / whole, waste=sum(span.end_s - span.start_s for span in lost) / whole)
 
 
 # --- the law --------------------------------------------------------------------------------------------------------

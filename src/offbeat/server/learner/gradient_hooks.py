@@ -53,6 +53,7 @@ class GradientSink(Protocol):
 
     def is_unchanged(self, index: int, gradient: Tensor) -> bool:
         """Whether a gradient that seems to be as it was filled is so."""
+        return True
 
     def is_cancelled(self) -> bool:
         """Whether the minibatch is cancelled: asked before each forward and at each gradient, it must be cheap."""
@@ -322,31 +323,33 @@ def _check(model: nn.Module, modules: Sequence[VisibleModule], parameters: Seque
 
 
 def _notes(modules: Sequence[VisibleModule], parameters: Sequence[nn.Parameter]) -> tuple[str, ...]:
-    notes = []
     compiled = [_called(name) for name, _, kind in modules if kind == COMPILED]
     scripted = [_called(name) for name, _, kind in modules if kind == SCRIPTED]
-    if compiled:
-        notes.append(
-            f"compiled: {_listed(compiled)}; a cancel acts before its forward, not inside, and in backward, which is "
-            "one piece too, when that hands out its gradients"
-        )
-    if scripted:
-        notes.append(
-            f"a ScriptModule: {_listed(scripted)}; torch lets nothing look into its forward, so that a cancel acts in "
-            "the modules around it and, in backward, at each parameter"
-        )
-    if all(isinstance(module, HOLDERS) for name, module, _ in modules if name) and not (compiled or scripted):
-        notes.append(
-            "the model has no submodules that are called; a cancel acts at the start of its forward and, in backward, "
-            "at each parameter"
-        )
+    is_one = all(isinstance(module, HOLDERS) for name, module, _ in modules if name) and not (compiled or scripted)
     devices = sorted({parameter.device.type for parameter in parameters} - {"cpu"})
-    if devices:
-        notes.append(
+    notes = (
+        (
+            compiled,
+            f"compiled: {_listed(compiled)}; a cancel acts before its forward, not inside, and in backward, which is "
+            "one piece too, when that hands out its gradients",
+        ),
+        (
+            scripted,
+            f"a ScriptModule: {_listed(scripted)}; torch lets nothing look into its forward, so that a cancel acts in "
+            "the modules around it and, in backward, at each parameter",
+        ),
+        (
+            is_one,
+            "the model has no submodules that are called; a cancel acts at the start of its forward and, in backward, "
+            "at each parameter",
+        ),
+        (
+            devices,
             f"parameters on {' and '.join(devices)}: the host runs ahead of the device, which still does what was "
-            "queued before a cancel"
-        )
-    return tuple(notes)
+            "queued before a cancel",
+        ),
+    )
+    return tuple(note for holds, note in notes if holds)
 
 
 def _called(name: str) -> str:
