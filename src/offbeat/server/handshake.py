@@ -120,15 +120,12 @@ def connect(name: str, own: Handshake, timeout_s: float) -> tuple[socket.socket,
         segment = memory.receive(descriptors.pop(), size_bytes, sealed=True)
         one.setblocking(True)
         return one, accept, Arena(segment, accept.table, accept.setting)
-    except ConnectionRefusedError:
+    except (OSError, msgspec.DecodeError, OffbeatError) as error:
         one.close()
-        raise RunGoneError("the run is gone") from None
-    except (OSError, msgspec.DecodeError) as error:
-        one.close()
-        raise PeerError(f"cannot reach the run: {error}") from None
-    except OffbeatError:
-        one.close()
-        raise
+        if isinstance(error, OffbeatError):
+            raise
+        gone = isinstance(error, ConnectionRefusedError)
+        raise (RunGoneError("the run is gone") if gone else PeerError(f"cannot reach the run: {error}")) from None
     finally:
         for descriptor in descriptors:
             os.close(descriptor)

@@ -66,8 +66,7 @@ class RunRecorder:
             return
         if isinstance(message, Push) and message.loss is not None:
             self.losses.append(message.loss)
-        stopped = isinstance(message, Stop)
-        version = message.version
+        stopped, version = isinstance(message, Stop), message.version
         self._between(session, began, version)
         self._write(LogWriter.span, Span(learner, "compute", began, ended, version, stopped))
         self._ended_s[session] = ended, ended if stopped else at_s

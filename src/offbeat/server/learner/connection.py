@@ -203,14 +203,9 @@ class ConnectionState:
         return self.working and self.seq <= self.void
 
     @property
-    def is_paused(self) -> bool:
-        """Whether it stands still until the pause ends."""
-        return self._paused is not None
-
-    @property
     def must_wait(self) -> bool:
         """Whether it stands still in a pause, and nothing else has come that it has to act on."""
-        return self.is_paused and self.pause is None and not (self.over or self.fenced or self.refused)
+        return self._paused is not None and self.pause is None and not (self.over or self.fenced or self.refused)
 
     # --- what it says -----------------------------------------------------------------------------------------------
 
@@ -327,7 +322,7 @@ class ConnectionState:
         return pause
 
     def paused(self, pause: EnterPause, *, stop: bool = False) -> list[Message]:
-        """It stands still, or has done what there was to do; until the pause ends, `is_paused` holds."""
+        """It stands still, or has done what there was to do; until the pause ends, it is said again."""
         if pause.incarnation != self.incarnation:
             return []
         self._paused = Paused(self.learner, self.incarnation, pause.number, pause.lead, stop)
@@ -500,16 +495,12 @@ class Connection:
                 elif time.monotonic() - self._heard_s > RETRY_S:
                     self._heard_s = time.monotonic()
                     self.say(ConnectionState.retry)
-        except OffbeatError as error:
-            self._fail(error)
-        except (OSError, ValueError) as error:
-            if not self.closed:
-                self._fail(PeerError(f"the connection to the run broke: {error}"))
-
-    def _fail(self, error: OffbeatError) -> None:
-        with self.changed:
-            self.failed = error
-            self.changed.notify_all()
+        except (OffbeatError, OSError, ValueError) as error:
+            known = error if isinstance(error, OffbeatError) else None
+            with self.changed:
+                if known is not None or not self.closed:
+                    self.failed = known or PeerError(f"the connection to the run broke: {error}")
+                self.changed.notify_all()
 
     def _read(self) -> None:
         try:

@@ -91,6 +91,7 @@ class Learner(ABC):
         self._strategy, self._number, self._learners = strategy, number, learners
         self._notes: tuple[str, ...] = ()
         self.says_notes = False  # when it is prepared
+        self._unsaid: tuple[str, ...] = ()  # notes that are kept, and not said
         self._slowness = Slowness(slow, learner=number, learners=learners, seed=seed) if slow else None
         self._loaded: Mapping[str, Any] | None = None  # by `load_state_dict`, until `prepare`
         self._trains: tuple[nn.Module, torch.optim.Optimizer] | None = None
@@ -237,8 +238,9 @@ class Learner(ABC):
         if scheduler is not None:
             returned.append(self._follow_version(scheduler))
         self._loaded = None
-        for note in self._notes_to_say() if self.says_notes else ():
-            print(f"offbeat: note: {note}", file=sys.stderr)
+        for note in self.notes if self.says_notes else ():
+            if note not in self._unsaid:
+                print(f"offbeat: note: {note}", file=sys.stderr)
         return tuple(returned)
 
     @abstractmethod
@@ -282,11 +284,9 @@ class Learner(ABC):
             raise unknown("reduction", op, _REDUCTIONS)
         if not isinstance(value, (Real, Tensor)):
             raise RequestError(f"all_reduce takes a number or a tensor; got {type(value).__name__}")
-        what = f"all_reduce {op}"
-        if isinstance(value, Tensor):
-            what += f" of {value.dtype} {tuple(value.shape)}"
+        of = f" of {value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else ""
         plain = value if isinstance(value, Tensor) else int(value) if isinstance(value, Integral) else float(value)
-        found = self._all(what, plain, timeout_s)
+        found = self._all(f"all_reduce {op}{of}", plain, timeout_s)
         reduced: Number = _REDUCTIONS[op]([found[learner] for learner in sorted(found)])
         return reduced.to(value.device) if isinstance(reduced, Tensor) and isinstance(value, Tensor) else reduced
 
@@ -374,9 +374,6 @@ class Learner(ABC):
         """The scheduler; it counts versions, where its own steps do not."""
         return scheduler
 
-    def _notes_to_say(self) -> Sequence[str]:
-        return self.notes
-
     @abstractmethod
     def _current_state(self) -> tuple[int, Mapping[str, Any], dict[str, Any]]:
         """The version, the model's state, and what is kept of the optimizer, by the names in `state_dict`."""
@@ -395,24 +392,18 @@ def replace_step(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> 
 # --- what learners exchange ------------------------------------------------------------------------------------------
 
 
-def _smaller(one: Any, other: Any) -> Any:
-    return torch.minimum(one, other) if isinstance(one, Tensor) else min(_not_a_number_first(one, other))
-
-
-def _larger(one: Any, other: Any) -> Any:
-    return torch.maximum(one, other) if isinstance(one, Tensor) else max(_not_a_number_first(one, other))
-
-
-def _not_a_number_first(one: float, other: float) -> tuple[float, float]:
-    """`min` and `max` keep a NaN that comes first, as torch does wherever it comes."""
-    return (other, one) if math.isnan(other) else (one, other)
+def _extreme(values: Sequence[Any], of_numbers: Callable[..., Any], of_tensors: Callable[..., Any]) -> Any:
+    """The smallest or largest. `min` and `max` keep a NaN that comes first, as torch does wherever it comes."""
+    if isinstance(values[0], Tensor):
+        return reduce(of_tensors, values)
+    return of_numbers(sorted(values, key=math.isnan, reverse=True))
 
 
 _REDUCTIONS: dict[str, Callable[[Sequence[Any]], Any]] = {
     "mean": lambda values: sum(values[1:], start=values[0]) / len(values),
     "sum": lambda values: sum(values[1:], start=values[0]),
-    "min": lambda values: reduce(_smaller, values),
-    "max": lambda values: reduce(_larger, values),
+    "min": lambda values: _extreme(values, min, torch.minimum),
+    "max": lambda values: _extreme(values, max, torch.maximum),
 }
 
 

@@ -72,13 +72,12 @@ def join(sync: str | None = None, *, servers: int = 1, threads: int | None = 1, 
         torch.set_num_threads(threads)
     told = os.environ
     line = told.get("OFFBEAT_SYNC") or sync or DEFAULT
-    reduces = family_of(line) == ALL_REDUCE
     if staleness not in (CORRECT, KEEP):
         raise unknown("staleness", staleness, (CORRECT, KEEP))
     slow = tuple(told.get("OFFBEAT_SLOW", "").split())
     seed = int(told.get("OFFBEAT_SEED", "0"))
-    learner: ServedLearner | ReducedLearner
-    if reduces:
+    learner: Learner
+    if family_of(line) == ALL_REDUCE:
         learner = ReducedLearner(line, slow=slow, seed=seed)
         _end_requests_in_one_line()  # making a process group has replaced it
     else:
@@ -111,12 +110,12 @@ def _end_requests_in_one_line() -> None:
 def join_run(line: str, *, servers: int, slow: Sequence[str], seed: int, setting: Mapping[str, Any]) -> ServedLearner:
     """Become a learner of a parameter server. `setting` is for the services, where this call starts them."""
     told = os.environ
-    number, learners = int(told.get("RANK", "0")), int(told.get("WORLD_SIZE", "1"))
     at_end: Callable[[], object] | None = None
     if "OFFBEAT_DOOR" in told:
         number, learners = int(told["OFFBEAT_LEARNER"]), int(told["OFFBEAT_LEARNERS"])
         found = {"door": told["OFFBEAT_DOOR"], "token": told["OFFBEAT_TOKEN"]}
     else:
+        number, learners = int(told.get("RANK", "0")), int(told.get("WORLD_SIZE", "1"))
         create(line, expect=learners)  # before anything is started
         said: str | None = None
         if number == 0:

@@ -66,10 +66,8 @@ class SampleOrder:
         """Of stretches (epoch, start, count)."""
         found: list[int] = []
         for epoch, start, count in batch:
-            if self.shuffled:
-                found += self._permutation(epoch)[start : start + count].tolist()
-            else:
-                found += range(start, start + count)
+            stretch = slice(start, start + count)
+            found += self._permutation(epoch)[stretch].tolist() if self.shuffled else range(self.samples)[stretch]
         return found
 
     def _shuffle(self, epoch: int) -> torch.Tensor:

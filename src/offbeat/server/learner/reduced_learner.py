@@ -200,20 +200,18 @@ class RankLoader(LoaderWrapper):
     """A loader with this rank's share, another order each epoch if the user's shuffles."""
 
     def __init__(self, loader: DataLoader[Any], seed: int, *, plain: bool) -> None:
-        self._sampler: DistributedSampler[Any] | _EveryNthSampler
         batches: Any = loader.batch_sampler
-        order: dict[str, Any]
-        if batches is not None and type(batches) is not BatchSampler:
-            self._sampler = _EveryNthSampler(batches, drop_last=False)
-            order = {"batch_sampler": self._sampler}
+        own = batches is not None and type(batches) is not BatchSampler
+        given = batches if own else loader.sampler if batches is None else batches.sampler
+        drop_last = batches is not None and not own and batches.drop_last
+        self._sampler: DistributedSampler[Any] | _EveryNthSampler
+        if plain:
+            shuffles = isinstance(given, RandomSampler)
+            self._sampler = DistributedSampler(loader.dataset, shuffle=shuffles, seed=seed, drop_last=drop_last)
         else:
-            sampler = loader.sampler if batches is None else batches.sampler
-            drop_last = batches is not None and batches.drop_last
-            if plain:
-                shuffles = isinstance(sampler, RandomSampler)
-                self._sampler = DistributedSampler(loader.dataset, shuffle=shuffles, seed=seed, drop_last=drop_last)
-            else:
-                self._sampler = _EveryNthSampler(sampler, drop_last=drop_last)
+            self._sampler = _EveryNthSampler(given, drop_last=drop_last)
+        order: dict[str, Any] = {"batch_sampler": self._sampler}
+        if not own:
             size = None if batches is None else batches.batch_size
             order = {"sampler": self._sampler, "batch_size": size, "drop_last": drop_last}
         super().__init__(rebuilt(loader, persistent_workers=loader.persistent_workers, **order))

@@ -149,6 +149,7 @@ class ServedLearner(Learner):
         self._outer_hyper = tuple(hypers) if delta else None
         self._hooks = Hooks(model, tensors.trained, mode, keeps_buffers=self._policy.cancels)
         self._notes += (*self._hooks.notes, *optimizers.notes_of(optimizer))
+        self._unsaid = () if self._policy.cancels else self._hooks.notes  # those are about cancelling
         mode.start()
         self._has_begun = True
         connection.end_wanted = self._end_wanted
@@ -194,7 +195,10 @@ class ServedLearner(Learner):
 
         replace_step(optimizer, step)
         if not self._policy.rule.delta:  # there the learner's own optimizer is the one that counts
-            optimizer.state_dict = self._optimizer_state  # type: ignore[method-assign]  # the servers have the state
+            # The servers have the state.
+            optimizer.state_dict = lambda: self._as_optimizer_state(  # type: ignore[method-assign]
+                self._state_of_servers()[0]
+            )
         optimizer.load_state_dict = _refuse_to_load  # type: ignore[method-assign, assignment]  # likewise
 
     def _share(self, loader: Any) -> leased_loader.LoaderWrapper:
@@ -208,10 +212,6 @@ class ServedLearner(Learner):
         if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             raise RequestError("ReduceLROnPlateau counts what you measure, not versions: keep it out of prepare")
         return follow(scheduler, lambda: self.version)
-
-    def _notes_to_say(self) -> Sequence[str]:
-        unsaid = () if self._policy.cancels or self._hooks is None else self._hooks.notes  # those are about cancelling
-        return [note for note in self.notes if note not in unsaid]
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 
@@ -325,10 +325,6 @@ class ServedLearner(Learner):
             return version, found, {"optimizer": self._as_optimizer_state(kept)}
         outer = {name: vector for name, vector in kept.items() if name != "weights"}
         return version, found, {"optimizer": optimizer.state_dict(), "outer": outer}
-
-    def _optimizer_state(self) -> dict[str, Any]:
-        """What `optimizer.state_dict()` gives now."""
-        return self._as_optimizer_state(self._state_of_servers()[0])
 
     def _as_optimizer_state(self, kept: Mapping[str, Tensor]) -> dict[str, Any]:
         """The servers' state as torch's own optimizer would give it."""
