@@ -200,14 +200,15 @@ class CoordinatorProcess:
         setting = replace(self.setting, clip_norm=table.clip_norm, in_place=table.in_place)
         size_bytes = ArenaLayout(table, setting).size_bytes
         self.descriptor = memory.create(size_bytes, "the parameter server")[1] if held is None else held
-        self.arena = Arena(memory.Segment(self.descriptor, size_bytes), table, setting)
+        arena = Arena(memory.Segment(self.descriptor, size_bytes), table, setting)
         facts = {"strategy": setting.line, "expect": setting.learners, "start_by_s": 0.0, "seed": self.options.seed}
         facts |= {"simulated": False, "rule": table.rule, "clip_norm": table.clip_norm, "gradients": table.gradients}
         facts |= {"staleness": CORRECT if setting.corrects else KEEP, "scaling": setting.scaling}
-        self.recorder.push_bytes = self.arena.slots[0].nbytes
-        self.recorder.fetch_bytes = 0 if table.in_place else self.arena.weights[0].nbytes
+        self.recorder.push_bytes = arena.slots[0].nbytes
+        self.recorder.fetch_bytes = 0 if table.in_place else arena.weights[0].nbytes
         self.recorder.open(self.options.log, facts | plugins.facts() | (self.options.facts or {}))
         self.machine = Coordinator(setting, self.recorder.decision)
+        self.arena = arena  # not before there is a machine: who comes after one that was refused here is refused too
         if held is None:
             say(self.supervisor, "arena", [self.descriptor], table=table)
         return self.machine
