@@ -161,6 +161,22 @@ def test_a_probe_with_a_server_leaves_out_waits_at_a_rest() -> None:
     assert found.compute_s == pytest.approx((0.1, 0.1, 0.1))
 
 
+def test_a_probe_with_a_server_counts_sending_and_updating_as_the_way_there_and_back() -> None:
+    spans = [
+        Span(0, "compute", 0.0, 0.1, 0),
+        Span(0, "send", 0.1, 0.11, 1),
+        Span(0, "wait", 0.11, 0.12, 1),
+        Span(0, "apply", 0.12, 0.13, 1),
+        Span(0, "wait", 0.13, 0.14, 1),
+        Span(0, "compute", 0.14, 0.24, 1),
+        Span(0, "wait", 0.24, 0.3, 2),  # others evaluate
+        Span(0, "wait", 0.9, 1.0, 2),
+        Span(0, "compute", 1.0, 1.1, 2),
+    ]
+    found = probe_of(trained(spans), "async", 1)
+    assert found.there_s + found.back_s == pytest.approx(0.04)
+
+
 def test_many_times_are_thinned_to_the_same_law() -> None:
     spans = [Span(0, "compute", 0.1 * at, 0.1 * at + 0.00001 * (at + 1), at) for at in range(2000)]
     spans += [Span(0, "wait", span.end_s, 0.1 * span.version + 0.1, span.version) for span in spans]

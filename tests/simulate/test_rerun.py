@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -88,6 +89,16 @@ def test_who_comes_to_rest_does_not_count_as_waiting() -> None:
     shares = read_recorded(ASYNC)
     assert shares.wait_share == pytest.approx(0.75 / (0.75 + 4.75))
     assert shares.waste_share == 0.0
+
+
+def test_sending_and_updating_count_as_waiting_for_a_server_as_in_older_logs_that_do_not_tell_them_apart() -> None:
+    parts = (
+        Span(0, "send", 11.25, 11.5, 1),
+        Span(0, "apply", 11.5, 11.75, 1),
+        Span(0, "wait", 11.75, 12.0, 1),
+    )
+    spans = (*ASYNC.spans[:2], *parts, *ASYNC.spans[3:])
+    assert read_recorded(replace(ASYNC, spans=spans)).shares == read_recorded(ASYNC).shares
 
 
 CUT = log_of(

@@ -204,13 +204,18 @@ def _settled(spans: Iterable[Span]) -> list[Span]:
 
 
 def _served(spans: Sequence[Span], update_s: float) -> tuple[float, float]:
-    """From the end of computing to the next minibatch, half and half; waits at a rest are another thing."""
-    own = sorted(spans, key=lambda span: span.learner)  # one learner's after the other's
-    waits = [
-        middle.end_s - middle.start_s
-        for before, middle, after in zip(own, own[1:], own[2:], strict=False)
-        if (before.what, middle.what, after.what) == ("compute", "wait", "compute") and before.learner == after.learner
-    ]
+    """From the end of computing to the next minibatch, half and half; a pause between them, which leaves a hole between
+    the spans or an evaluation in it, is another thing."""
+    waits: list[float] = []
+    since_s: float | None = None  # the end of the last minibatch, if no pause came after it
+    before: Span | None = None
+    for span in sorted(spans, key=lambda span: span.learner):  # one learner's after the other's
+        follows = before is not None and (before.learner, before.end_s) == (span.learner, span.start_s)
+        since_s = since_s if follows and span.what != "evaluate" else None
+        if span.what == "compute":
+            waits += [] if since_s is None else [span.start_s - since_s]
+            since_s = span.end_s
+        before = span
     if not waits:
         raise OffbeatError("bench: a probe with a server has waited for nothing")
     whole = _mean(waits)

@@ -120,7 +120,7 @@ def read_recorded(log: RunLog) -> Recorded:
     dropped = [computed[pushed[ticket]] for ticket in said.dropped if ticket in pushed]
     active = _active(computed, counts, rests)
     cancelled = [span for span in computed if span.cancelled]
-    wait_s, whole_s = _waited(spans, rests)
+    wait_s, whole_s = _waited(spans, rests, reduces=reduces)
     return Recorded(
         learners=tuple(
             _computed(zip(own[learner], before[learner], strict=True), parts, starts.get(learner), typical_s)
@@ -301,14 +301,18 @@ def _active(computed: Sequence[Span], counts: Sequence[float], rests: Sequence[S
     return found
 
 
-def _waited(spans: Sequence[Span], rests: Sequence[Stretch]) -> tuple[float, float]:
-    """Seconds of waiting, and of all. Who is done with an epoch and pauses waits for nobody, as in a simulation."""
+def _waited(spans: Sequence[Span], rests: Sequence[Stretch], *, reduces: bool) -> tuple[float, float]:
+    """Seconds of waiting, and of all. Who is done with an epoch and pauses waits for nobody, as in a simulation.
+
+    A server is waited for from the end of computing on: `send` and `apply` are waiting, and older logs call them so.
+    """
     edges = {at_s for rest in rests for at_s in rest}
     seconds = dict.fromkeys(WHAT, 0.0)
     for span in spans:
         if span.what != "wait" or (span.start_s not in edges and span.end_s not in edges):
             seconds[span.what] += span.end_s - span.start_s
-    return seconds["wait"], seconds["compute"] + seconds["wait"] + seconds["apply"] or 1.0
+    served = 0.0 if reduces else seconds["send"] + seconds["apply"]
+    return seconds["wait"] + served, sum(seconds[what] for what in ("compute", "send", "wait", "apply")) or 1.0
 
 
 # --- the law --------------------------------------------------------------------------------------------------------
