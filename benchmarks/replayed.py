@@ -47,7 +47,7 @@ def real(line: str, folder: Path, given: argparse.Namespace) -> FinishedRun:
 
 def told(line: str, run: FinishedRun, own: ReplayedStrategy, error: float, allowed: float) -> str:
     recorded = run.recorded
-    shares = f"{100 * recorded.shares.wait:6.0f} %{100 * own.wait_share:5.0f} %"
+    shares = f"{100 * recorded.wait_share:6.0f} %{100 * own.wait_share:5.0f} %"
     return (
         f"{line:<18}{run.seconds:8.2f} s{own.seconds:8.2f} s{100 * error:+8.1f} %{100 * allowed:7.0f} %"
         f"{run.updates:8}{own.updates:6}{run.staleness:8.2f}{own.staleness:6.2f}{shares}"

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 
 from offbeat.predict.machines import Clock
-from offbeat.predict.virtual import train_virtually
+from offbeat.predict.virtual import reached_by, train_virtually
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.compute import parse_law
 from offbeat.spec import count_of
@@ -146,7 +146,7 @@ def train(job: Job) -> Found:
     outcome = train_virtually(config_of(job), clock, every=1 / LOOKS)
     curve = [100 * (point.accuracy or 0.0) for point in outcome.points]
     roughness = statistics.mean(abs(one - before) for before, one in pairwise(curve[len(curve) // 2 :]))
-    reached = outcome.reached(job.target)
+    reached = reached_by(outcome.points, job.target)
     return Found(curve[-1], outcome.staleness_mean, roughness, None if reached is None else reached.seconds)
 
 

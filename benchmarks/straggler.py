@@ -35,8 +35,8 @@ from typing import Any
 
 from offbeat.commands.base import reader
 from offbeat.errors import OffbeatError
+from offbeat.measure.harness import environment
 from offbeat.measure.policies_bench import Steady, steady
-from offbeat.measure.server_runs import environment
 from offbeat.policies import Apply, Cancel, Pushed
 from offbeat.policies.events import EVENTS, from_text
 from offbeat.runs.log import RunLog, read_log

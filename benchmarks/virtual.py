@@ -75,7 +75,7 @@ def main() -> None:
         for seed in range(SEEDS):
             outcome = virtual(config_of(line, seed=seed), task, every=0.25)
             ends.append(outcome.points[-1].accuracy or 0.0)
-            minibatches += outcome.gradients
+            minibatches += sum(outcome.staleness.values())
         print(f"  {line:<18} {100 * sum(ends) / SEEDS:5.1f} % right, staleness {outcome.staleness_mean:.2f}")
     took = time.perf_counter() - start
     print(f"six policies x {SEEDS} seeds, {LEARNERS} learners: {minibatches:,} minibatches in {took:.1f} s (below 300)")
@@ -83,7 +83,7 @@ def main() -> None:
     print(f"{'':18}{'plain SGD':>12}{'one by one':>12}{'together':>12}{'against plain':>16}{'one by one':>12}")
     for line in POLICIES:
         config = config_of(line)
-        many = virtual(config, task).gradients
+        many = sum(virtual(config, task).staleness.values())
         ways: dict[str, Callable[[], object]] = {
             "plain": lambda config=config: plain(config, task),  # type: ignore[misc]  # mypy has no defaults of lambdas
             "alone": lambda config=config: virtual(config, task, width=1),  # type: ignore[misc]  # the same

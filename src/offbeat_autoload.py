@@ -47,7 +47,7 @@ def _replace(dist: Any) -> None:
     asked = dist.BackendConfig.get_device_backend_map
 
     def get_device_backend_map(config: Any) -> dict[str, str]:
-        from offbeat.collectives.replacement import made
+        from offbeat.collectives.backend import made
 
         return made(asked(config))
 
@@ -55,6 +55,6 @@ def _replace(dist: Any) -> None:
 
 
 def _create_replacing(given: Any, options: Any) -> Any:
-    from offbeat.collectives.replacement import create_replacing
+    from offbeat.collectives.backend import create_replacing
 
     return create_replacing(given, options)

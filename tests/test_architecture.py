@@ -20,7 +20,7 @@ PACKAGE = HERE / "src" / "offbeat"
 # A room imports only rooms above it. Torch-free rooms and files use the standard library and numpy alone.
 TORCH_FREE = (
     "errors", "spec", "synonyms", "plugins", "topology", "schedules", "policies", "strategy", "runs", "leases", "chart",
-    "simulate", "datasets", "report", "predict/calibration", "predict/timelines", "predict/logged_timeline",
+    "simulate", "datasets", "report", "predict/calibration", "predict/timelines",
     "predict/recorded_run", "predict/machines", "predict/race", "predict/replay_advice",
 )  # fmt: skip
 ROOMS = (

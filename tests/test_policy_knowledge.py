@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from offbeat import policies
-from offbeat.policies import POLICIES, Policy, barrier, base, local, stale, timed
+from offbeat.policies import POLICIES, Policy, barrier, base, local, stale
 from offbeat.schedules import algorithms
 
 HERE = Path(__file__).parents[1]
@@ -22,12 +22,12 @@ SOURCE = HERE / "src" / "offbeat"
 NAMES = {*POLICIES, *algorithms()}
 CLASSES = {
     name
-    for module in (barrier, base, local, stale, timed)
+    for module in (barrier, base, local, stale)
     for name, one in vars(module).items()
     if inspect.isclass(one) and issubclass(one, Policy) and one is not Policy
 }
-OWN_FILES = {"barrier", "local", "stale", "timed"}  # where the classes are
-MODULES = {"policies", "barrier", "base", "local", "stale", "timed"}
+OWN_FILES = {"barrier", "local", "stale"}  # where the classes are
+MODULES = {"policies", "barrier", "base", "local", "stale"}
 ASKED = {"k", "slack", "limit", "quorum", "grace", "window", "improvement", "seconds"}  # attributes of single policies
 SEARCHES = {
     "startswith", "endswith", "removeprefix", "find", "index", "count", "match", "fullmatch", "search", "get",

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from offbeat.policies.events import Pushed, Send
 from offbeat.policies.replay import Decision
-from offbeat.runs.log import Span
-from offbeat.runs.pushed_spans import minibatches_by_span, pushed_spans
-from offbeat.runs.stragglers import SLOWER, Compared, is_straggler
+from offbeat.runs.log import Span, minibatches_by_span, pushed_spans
+from offbeat.runs.metrics import SLOWER, is_slow, is_straggler
 
-SLOW, EQUAL = Compared(1.01 * SLOWER, 1.0), Compared(SLOWER, 1.0)
+SLOW, EQUAL = (1.01 * SLOWER, 1.0), (SLOWER, 1.0)
 
 
 def test_a_straggler_is_slow_over_the_whole_and_in_each_part() -> None:
@@ -19,7 +18,7 @@ def test_a_straggler_is_slow_over_the_whole_and_in_each_part() -> None:
 
 def test_one_part_is_too_few_and_nobody_is_slow_beside_nothing() -> None:
     assert not is_straggler(SLOW, [SLOW])
-    assert not Compared(1.0, 0.0).is_slow
+    assert not is_slow(1.0, 0.0)
 
 
 def test_a_push_is_of_the_last_minibatch_that_was_finished_and_not_pushed_before() -> None:

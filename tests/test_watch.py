@@ -98,7 +98,7 @@ class Run:
     def end(self, failed: str | None = None) -> Run:
         if failed is None:
             self.hear(END, 21.0)
-        self.live.failed, self.live.over = failed, True
+        self.live.told |= {"failed": failed, "over": True}
         self.write()
         self.let_go()
         return self
@@ -197,7 +197,7 @@ def test_notes_are_shown_once_however_many_there_were(tmp_path: Path) -> None:
     told = []
     for many in (3, 0, 30, 1):
         for _ in range(many):
-            run.hear({"kind": "note", "text": f"note {run.live._noted}"})
+            run.hear({"kind": "note", "text": f"note {run.live.told['noted']}"})
         run.write()
         told.append([one["text"] for one in feed.records(read_state(run.dir))])
     assert told[0] == ["note 0", "note 1", "note 2"] and told[1] == []

@@ -13,10 +13,11 @@ import re
 import shutil
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import NoReturn
 
 from offbeat import __version__, plugins
-from offbeat.commands.base import Command
+from offbeat.commands.base import Command, option
 from offbeat.errors import OffbeatError, RequestError, nearest, unknown
 from offbeat.processes.signals import terminable
 
@@ -81,18 +82,25 @@ def load(name: str) -> Command:
 def _parse(name: str, command: Command, words: list[str]) -> argparse.Namespace:
     parser = _Parser(
         prog=f"offbeat {name}",
+        usage=command.usage,
         description=command.about,
         epilog="examples:\n" + "\n".join(f"  offbeat {line}" for line in command.examples),
-        formatter_class=_Help,
+        formatter_class=partial(
+            argparse.RawDescriptionHelpFormatter,
+            max_help_position=26,
+            width=min(110, shutil.get_terminal_size().columns),
+        ),
         allow_abbrev=False,
     )
-    command.arguments(parser)
-    parser.add_argument(
-        "--plugin",
-        action=_Plugin,
-        metavar="FILE_OR_MODULE",
-        help="load strategies of your own; may be given several times (docs/extending.md)",
-    )
+    groups: dict[str, argparse._ActionsContainer] = {"": parser}
+    for names, keywords, group in (*command.options, *_COMMON):
+        if group not in groups:
+            groups[group] = parser.add_argument_group(group)
+        groups[group].add_argument(*names, **keywords)
+    if command.sections:
+        from offbeat.train.arguments import add_arguments
+
+        add_arguments(parser, sections=command.sections, also=command.fields)
     given, left_over = parser.parse_known_args(_join_negative(words))
     if left_over:
         word = left_over[0].partition("=")[0]
@@ -122,9 +130,13 @@ class _Plugin(argparse.Action):
         plugins.add(str(values))
 
 
-class _Help(argparse.RawDescriptionHelpFormatter):
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=26, width=min(110, shutil.get_terminal_size().columns))
+_COMMON = (
+    option("--json", action="store_true", help="print one JSON object"),
+    option(
+        "--plugin", action=_Plugin, metavar="FILE_OR_MODULE",
+        help="load strategies of your own; may be given several times (docs/extending.md)",
+    ),
+)  # fmt: skip
 
 
 class _Parser(argparse.ArgumentParser):

@@ -142,9 +142,9 @@ class Meter:
         try:
             self._find_packages()
         except PermissionError:
-            self._miss(ROOT_ONLY)
+            self._not_measured.append(ROOT_ONLY)
         except Exception as error:  # whatever a system has there: it is no reason not to work
-            self._miss(f"RAPL: {_told(error)}")
+            self._not_measured.append(f"RAPL: {_told(error)}")
         if self._devices:
             self._find_gpus()
         self._began = self._clock()
@@ -162,7 +162,7 @@ class Meter:
         self._close()
         sources = tuple(Source(gauge.name, gauge.kind, gauge.joules) for gauge, _ in self._gauges)
         self._gauges = []
-        return Energy(seconds=now - self._began, sources=sources, not_measured=tuple(self._not_measured))
+        return Energy(seconds=now - self._began, sources=sources, not_measured=tuple(dict.fromkeys(self._not_measured)))
 
     def _read_due(self, now: float, *, all_of_them: bool = False) -> None:
         kept = []
@@ -174,12 +174,8 @@ class Meter:
                 gauge.read(now)
                 kept.append((gauge, now + gauge.every_s))
             except Exception as error:  # a driver may raise anything
-                self._miss(f"{gauge.name}: {_told(error)}")
+                self._not_measured.append(f"{gauge.name}: {_told(error)}")
         self._gauges = kept
-
-    def _miss(self, reason: str) -> None:
-        if reason not in self._not_measured:
-            self._not_measured.append(reason)
 
     def _add(self, gauge: _Counter | _Power) -> None:
         self._gauges.append((gauge, self._clock() + gauge.every_s))
@@ -189,14 +185,14 @@ class Meter:
     def _find_packages(self) -> None:
         zones = _zones(self._sys_root)
         if not zones:
-            self._miss(NO_RAPL)
+            self._not_measured.append(NO_RAPL)
         for name, folder in zones:
             try:
                 self._add(_Counter(name, _reader(folder / "energy_uj"), 1_000_000, _range(folder), self._clock()))
             except PermissionError:
-                self._miss(ROOT_ONLY)
+                self._not_measured.append(ROOT_ONLY)
             except (OSError, ValueError) as error:
-                self._miss(f"{name}: {_told(error)}")
+                self._not_measured.append(f"{name}: {_told(error)}")
 
     # --- NVML -------------------------------------------------------------------------------------------------------
 
@@ -204,12 +200,14 @@ class Meter:
         try:
             nvml = importlib.import_module("pynvml") if self._nvml is None else self._nvml
         except ImportError:
-            self._miss(NO_PACKAGE)
+            self._not_measured.append(NO_PACKAGE)
             return
         try:
             nvml.nvmlInit()
         except Exception as error:  # the driver's library is not there, or is another version's
-            self._miss(f"GPUs: NVML does not work: {_told(error)}; it comes with the driver, its package by {EXTRA}")
+            self._not_measured.append(
+                f"GPUs: NVML does not work: {_told(error)}; it comes with the driver, its package by {EXTRA}"
+            )
             return
         self._opened = nvml
         seen = set()
@@ -222,7 +220,7 @@ class Meter:
                     seen.add(uuid)
                     self._add(self._gauge(nvml, handle, f"{name} ({_text(nvml.nvmlDeviceGetName(handle))})"))
             except Exception as error:  # as above: it is told, and nothing is stopped
-                self._miss(f"{name}: {_told(error)}")
+                self._not_measured.append(f"{name}: {_told(error)}")
 
     def _gauge(self, nvml: Any, handle: Any, name: str) -> _Counter | _Power:
         try:
@@ -237,7 +235,7 @@ class Meter:
             try:
                 self._opened.nvmlShutdown()
             except Exception as error:  # as above: it is told, and nothing is stopped
-                self._miss(f"NVML does not end: {_told(error)}")
+                self._not_measured.append(f"NVML does not end: {_told(error)}")
             self._opened = None
 
 

@@ -65,7 +65,8 @@ class LeaseBook:
         self._out: dict[int, Lease] = {}  # by number, which is the order of taking
         self._holder: dict[int, int] = {}  # number -> the learner that has it in hand; none: held by the run
         self._settled: list[tuple[int, int]] = []  # (start, end), rising, with gaps between them
-        self._counts: dict[int, Counter[str]] = {epoch: Counter()}
+        # Samples by fate, for the epoch that runs and the last ones that are over.
+        self.counts: dict[int, Counter[str]] = {epoch: Counter()}
         self._next = 0  # lease number
 
     # --- what learners do -------------------------------------------------------------------------------------
@@ -120,7 +121,7 @@ class LeaseBook:
             raise self._not_out(number, f"settled as '{fate}'")
         lease = self._out.pop(number)
         self._holder.pop(number, None)
-        self._counts[lease.epoch][fate] += lease.count
+        self.counts[lease.epoch][fate] += lease.count
         self._fill(lease.start, lease.start + lease.count)
         if self._settled == [(0, self.samples)]:
             self._begin(self.epoch + 1)
@@ -137,11 +138,6 @@ class LeaseBook:
     # --- what is known ----------------------------------------------------------------------------------------
 
     @property
-    def counts(self) -> Mapping[int, Counter[str]]:
-        """Samples by fate, for the epoch that runs and the last ones that are over."""
-        return self._counts
-
-    @property
     def free(self) -> int:
         """How many samples of this epoch could be taken now."""
         return self.samples - self._fresh + sum(count for _, count in self._returned)
@@ -156,16 +152,12 @@ class LeaseBook:
 
     def recount(self, epoch: int, count: int, before: str, now: str) -> None:
         """Samples that were settled as one fate have met another."""
-        fates = self._counts.get(epoch)
+        fates = self.counts.get(epoch)
         if fates is not None:
             fates[before] -= count
             fates[now] += count
             if not fates[before]:
                 del fates[before]
-
-    def held(self) -> tuple[Lease, ...]:
-        """What was handed in and is neither settled nor given back, in the order of taking."""
-        return tuple(lease for number, lease in self._out.items() if number not in self._holder)
 
     def check(self) -> None:
         """Raise `AssertionError`, naming the law that is broken and where."""
@@ -188,10 +180,10 @@ class LeaseBook:
             _demand(lease.epoch == self.epoch, f"epochs do not overlap: {lease} is out in epoch {self.epoch}")
             _demand(lease.number == number < self._next, f"a lease has its own number: {lease} is kept as {number}")
         _demand(self._holder.keys() <= self._out.keys(), f"what is in hand is out: {self._holder} is not")
-        for epoch, fates in self._counts.items():
+        for epoch, fates in self.counts.items():
             due = self.samples if epoch < self.epoch else sum(stop - start for start, stop in self._settled)
             _demand(fates.total() == due, f"a settled sample is counted once: epoch {epoch} has {fates}, not {due}")
-        _demand(max(self._counts) == self.epoch, f"epoch {self.epoch} is counted, and none after it")
+        _demand(max(self.counts) == self.epoch, f"epoch {self.epoch} is counted, and none after it")
 
     # --- a coordinator that comes back ------------------------------------------------------------------------
 
@@ -209,7 +201,7 @@ class LeaseBook:
             "returned": [list(piece) for piece in returned],
             "out": [] if all_back else [[*lease, self._holder.get(lease.number)] for lease in out],
             "settled": [list(piece) for piece in self._settled],
-            "counts": [[epoch, dict(fates)] for epoch, fates in self._counts.items()],
+            "counts": [[epoch, dict(fates)] for epoch, fates in self.counts.items()],
             "next": self._next,
         }
 
@@ -231,7 +223,7 @@ class LeaseBook:
                 if learner is not None:
                     book._holder[lease.number] = learner
             book._settled = [(start, end) for start, end in state["settled"]]
-            book._counts = {epoch: Counter(fates) for epoch, fates in state["counts"]}
+            book.counts = {epoch: Counter(fates) for epoch, fates in state["counts"]}
             book.check()
         except (AssertionError, KeyError, TypeError, ValueError) as error:
             raise RequestError(f"the snapshot of the leases is not whole: {error!r}") from None
@@ -257,8 +249,8 @@ class LeaseBook:
     def _begin(self, epoch: int) -> None:
         self.epoch, self._fresh = epoch, 0
         self._settled.clear()
-        self._counts[epoch] = Counter()
-        self._counts.pop(epoch - EPOCHS_KEPT - 1, None)
+        self.counts[epoch] = Counter()
+        self.counts.pop(epoch - EPOCHS_KEPT - 1, None)
 
     def _not_out(self, number: int, deed: str) -> EventError:
         if number in self._out:

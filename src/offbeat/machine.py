@@ -31,18 +31,18 @@ def _load() -> float | None:
 
 
 def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.machine()
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    named = (line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name"))
     return next(named, platform.machine())
 
 
 def available_bytes() -> int | None:
     """Memory that a new program can have; None where the system does not tell."""
+    told = (line for line in _lines("/proc/meminfo") if line.startswith("MemAvailable:"))
+    return next((int(line.split()[1]) * 1024 for line in told), None)
+
+
+def _lines(path: str) -> list[str]:
     try:
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        return Path(path).read_text(encoding="utf-8").splitlines()
     except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+        return []

@@ -121,8 +121,6 @@ def _unit(form: Form, size: float) -> Unit:
 
 
 def _percent(size: float) -> str:
-    if not size:
-        return "0"
     return _fixed(size, 0 if size >= 99.95 else 1 if size >= 0.995 else 2) if size >= 0.01 else _number(size, 1)
 
 
@@ -134,16 +132,12 @@ def _significant(size: float, digits: int) -> str:
     """With that many digits that count, but no digit before the point left out; zeros at the end are."""
     if not size:
         return "0"
-    power = _exponent(size)
+    power = int(f"{size:.17e}".split("e")[1])
     if size < SMALL or size >= LARGE:
         front = _bare(_fixed(size / float(f"1e{power}"), digits - 1))
         front, power = ("1", power + 1) if front == "10" else (front, power)
         return f"{front}e{MINUS if power < 0 else ''}{abs(power)}"
     return _bare(_fixed(size, max(digits - 1 - power, 0)))
-
-
-def _exponent(size: float) -> int:
-    return int(f"{size:.17e}".split("e")[1])
 
 
 def _fixed(size: float, digits: int) -> str:

@@ -39,14 +39,13 @@ class Spec:
             plain = self.name.lower().replace("_", "-")
             small = plain if _NAME.fullmatch(plain) else "ring"
             raise RequestError(f"a name is small letters, digits and '-', like '{small}'; got '{self.name}'")
-        seen = set()
         for word in [*self.args, *(part for option in self.options for part in option)]:
             if not _WORD.fullmatch(word):
                 raise RequestError(f"'{self.name}': an empty or broken word {word!r}; write NAME:ARG,KEY=VALUE")
-        for key, _ in self.options:
-            if key in seen:
+        keys = [key for key, _ in self.options]
+        for key in keys:
+            if keys.count(key) > 1:
                 raise RequestError(f"'{self.name}': '{key}' is given twice")
-            seen.add(key)
 
     def __str__(self) -> str:
         words = [*self.args, *(f"{key}={value}" for key, value in self.options)]

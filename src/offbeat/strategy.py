@@ -15,7 +15,6 @@ from offbeat.policies import table as policy_table
 from offbeat.policies.table import POLICIES, params_of
 from offbeat.schedules.algorithms import Algorithm, algorithms
 from offbeat.schedules.algorithms import add_row as add_schedule
-from offbeat.spec import Param
 from offbeat.synonyms import unknown_strategy
 
 ALL_REDUCE = "all-reduce"
@@ -31,7 +30,7 @@ class Strategy:
     name: str
     family: str
     summary: str
-    params: tuple[Param, ...]
+    params: tuple[grammar.Param, ...]
     examples: tuple[str, ...] = ()
 
     def usage(self) -> str:

@@ -20,12 +20,12 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, combinations
 from math import prod
 from operator import mul
-from typing import Any, NamedTuple
+from typing import Any
 
 from offbeat import spec as grammar
 from offbeat.errors import RequestError, unknown
@@ -90,17 +90,9 @@ class Topology:
             here = came_from[here]
         return tuple(reversed(edges))
 
-    def latency_s(self, source: int, target: int) -> float:
-        """Of the whole route."""
-        return sum(self.links[edge].latency_s for edge in self.route(source, target))
-
     def is_mesh(self) -> bool:
         """Whether some ranks have direct links between them."""
         return any(isinstance(source, int) and isinstance(target, int) for source, target in self.links)
-
-    def egress_bytes_per_s(self) -> float:
-        """What all ranks together can send at once."""
-        return sum(link.bytes_per_s for (source, _), link in self.links.items() if isinstance(source, int))
 
     def _before(self, source: int, target: int) -> Vertex:
         """The last vertex on the way. Breadth first, as far as needed; the next search goes on from there.
@@ -130,54 +122,47 @@ def edge_name(edge: Edge) -> str:
 
 # --- builders -------------------------------------------------------------------------------------------
 
-Links = dict[Edge, Link]
+Cables = Iterator[tuple[Vertex, Vertex, Link]]  # each is two edges, one each way
 
 
-def _both_ways(links: Links, one: Vertex, other: Vertex, link: Link) -> None:
-    links[one, other] = link
-    links[other, one] = link
+def _both_ways(cables: Iterable[tuple[Vertex, Vertex, Link]]) -> dict[Edge, Link]:
+    links: dict[Edge, Link] = {}
+    for one, other, link in cables:
+        links[one, other] = links[other, one] = link
+    return links
 
 
-def _star(ranks: int, bandwidth: float, latency: float) -> Links:
+def _star(ranks: int, bandwidth: float, latency: float) -> Cables:
     """Each rank on a port of one switch; `latency` is that of a route, half on each of its two links."""
-    links: Links = {}
     for rank in range(ranks):
-        _both_ways(links, rank, "switch", Link(latency / 2, bandwidth))
-    return links
+        yield rank, "switch", Link(latency / 2, bandwidth)
 
 
-def _hub_spoke(ranks: int, bandwidth: float, latency: float) -> Links:
-    links: Links = {}
+def _hub_spoke(ranks: int, bandwidth: float, latency: float) -> Cables:
     for rank in range(1, ranks):
-        _both_ways(links, 0, rank, Link(latency, bandwidth))
-    return links
+        yield 0, rank, Link(latency, bandwidth)
 
 
-def _fully_connected(ranks: int, bandwidth: float, latency: float) -> Links:
-    return {(a, b): Link(latency, bandwidth) for a in range(ranks) for b in range(ranks) if a != b}
+def _fully_connected(ranks: int, bandwidth: float, latency: float) -> Cables:
+    for one, other in combinations(range(ranks), 2):
+        yield one, other, Link(latency, bandwidth)
 
 
-def _ring(ranks: int, bandwidth: float, latency: float) -> Links:
-    return _grid(ranks, (ranks,), bandwidth, latency)
+def _ring(ranks: int, bandwidth: float, latency: float) -> Cables:
+    return _torus(ranks, (ranks,), bandwidth, latency)
 
 
-def _torus(ranks: int, shape: tuple[int, ...], bandwidth: float, latency: float) -> Links:
-    _fit("torus", shape, ranks)
-    return _grid(ranks, shape, bandwidth, latency)
-
-
-def _grid(ranks: int, shape: tuple[int, ...], bandwidth: float, latency: float) -> Links:
+def _torus(ranks: int, shape: tuple[int, ...], bandwidth: float, latency: float) -> Cables:
     """A ring of cables along every dimension; the first dimension is that of consecutive ranks."""
-    links: Links = {}
+    _fit("torus", shape, ranks)
     stride = 1
     for side in shape:
         for rank in range(ranks):
             place = rank // stride % side
             after = rank + ((place + 1) % side - place) * stride
             if after != rank:
-                _both_ways(links, rank, after, Link(latency, bandwidth))
+                yield rank, after, Link(latency, bandwidth)
         stride *= side
-    return links
 
 
 def _cluster(
@@ -187,28 +172,24 @@ def _cluster(
     across: float,
     inside_latency: float,
     across_latency: float,
-) -> Links:
+) -> Cables:
     """Nodes of equal size: a switch in each, one port of each to a core. The latencies add up."""
     if len(shape) != 2:
         raise RequestError(f"cluster: the shape is NODESxPER_NODE, like 4x8; got {format_shape(shape)}")
     _fit("cluster", shape, ranks)
-    links: Links = {}
     for rank in range(ranks):
-        _both_ways(links, rank, f"node {rank // shape[1]}", Link(inside_latency / 2, inside))
+        yield rank, f"node {rank // shape[1]}", Link(inside_latency / 2, inside)
     for node in range(shape[0]):
-        _both_ways(links, f"node {node}", "core", Link(across_latency / 2, across))
-    return links
+        yield f"node {node}", "core", Link(across_latency / 2, across)
 
 
-def _box(ranks: int, pcie: float, qpi: float, latency: float) -> Links:
+def _box(ranks: int, pcie: float, qpi: float, latency: float) -> Cables:
     """Two sockets with half of the ranks each, behind one PCIe switch a socket."""
-    links: Links = {}
     for rank in range(ranks):
-        _both_ways(links, rank, f"pcie {2 * rank // ranks}", Link(latency, pcie))
+        yield rank, f"pcie {2 * rank // ranks}", Link(latency, pcie)
     for socket in range(2):
-        _both_ways(links, f"pcie {socket}", f"socket {socket}", Link(latency, pcie))
-    _both_ways(links, "socket 0", "socket 1", Link(latency, qpi))
-    return links
+        yield f"pcie {socket}", f"socket {socket}", Link(latency, pcie)
+    yield "socket 0", "socket 1", Link(latency, qpi)
 
 
 # NVLinks between pairs of the hybrid cube mesh with V100; the P100 one has the same pairs, one link each.
@@ -227,31 +208,27 @@ def _dgx1(
     pcie: float,
     qpi: float,
     pcie_latency: float,
-) -> Links:
+) -> Cables:
     """Pairs without NVLink go over PCIe: two GPUs a switch, two switches a socket."""
     if ranks > 8:
         raise RequestError(f"dgx1 has 8 GPUs; {ranks} ranks do not fit (fewer take GPUs 0..n-1)")
     lane = _NVLINK[gpu] if nvlink is None else nvlink
-    links: Links = {}
     for (one, other), count in CUBE_MESH.items():
         lanes = count if gpu == "v100" else 1
         if other < ranks:
-            _both_ways(links, one, other, Link(nvlink_latency, lane * lanes, lanes))
+            yield one, other, Link(nvlink_latency, lane * lanes, lanes)
     for rank in range(ranks):
-        _both_ways(links, rank, f"pcie {rank // 2}", Link(pcie_latency, pcie))
+        yield rank, f"pcie {rank // 2}", Link(pcie_latency, pcie)
     for switch in range(4):
-        _both_ways(links, f"pcie {switch}", f"socket {switch // 2}", Link(pcie_latency, pcie))
-    _both_ways(links, "socket 0", "socket 1", Link(pcie_latency, qpi))
-    return links
+        yield f"pcie {switch}", f"socket {switch // 2}", Link(pcie_latency, pcie)
+    yield "socket 0", "socket 1", Link(pcie_latency, qpi)
 
 
 def _fit(name: str, shape: Sequence[int], ranks: int) -> None:
     count = prod(shape)
     if count != ranks:
-        text = format_shape(shape)
-        raise RequestError(
-            f"topology {name}:{text} is {count} ranks, not {ranks}: say --ranks {count}, or another shape"
-        )
+        wrong = f"topology {name}:{format_shape(shape)} is {count} ranks, not {ranks}"
+        raise RequestError(f"{wrong}: say --ranks {count}, or another shape")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,7 +241,7 @@ class Builder:
 
     name: str
     summary: str
-    build: Callable[..., Links]
+    build: Callable[..., Cables]
     params: tuple[Param, ...]
     forwards: bool = False
     port: Vertex | None = None
@@ -387,29 +364,16 @@ TOPOLOGIES: dict[str, Builder] = {
 }
 
 
-class _Nested(NamedTuple):
+def _nested(spec: Spec) -> tuple[int, Spec, Spec] | None:
     """`cluster:2xdgx1:p100,across=1GB/s`: so many nodes, the line of one, and what is said of the network."""
-
-    nodes: int
-    node: Spec
-    network: Spec
-
-
-def _nested(spec: Spec) -> _Nested | None:
     match = re.fullmatch(r"([1-9][0-9]{0,8})x([a-z].*)", spec.args[0]) if spec.name == "cluster" and spec.args else None
     if match is None:
         return None
-    network = {param.name for param in _NETWORK}
+    across = {param.name for param in _NETWORK}
+    own = tuple((key, value) for key, value in spec.options if key not in across)
     node = grammar.parse(match[2])
-    return _Nested(
-        nodes=int(match[1]),
-        node=Spec(
-            name=node.name,
-            args=(*node.args, *spec.args[1:]),
-            options=tuple((key, value) for key, value in spec.options if key not in network),
-        ),
-        network=Spec(name=spec.name, options=tuple(option for option in spec.options if option[0] in network)),
-    )
+    network = Spec(name=spec.name, options=tuple(option for option in spec.options if option[0] in across))
+    return int(match[1]), Spec(name=node.name, args=(*node.args, *spec.args[1:]), options=own), network
 
 
 def ranks_of(text: str) -> int | None:
@@ -417,7 +381,7 @@ def ranks_of(text: str) -> int | None:
     spec = grammar.parse(text)
     nested = _nested(spec)
     if nested is not None:
-        return nested.nodes * (ranks_of(str(nested.node)) or 8)
+        return nested[0] * (ranks_of(str(nested[1])) or 8)
     shaped = spec.name in TOPOLOGIES and any(param.name == "shape" for param in TOPOLOGIES[spec.name].params)
     return prod(parse_shape(spec.args[0])) if shaped and spec.args else None
 
@@ -431,36 +395,35 @@ def build(text: str, *, ranks: int) -> Topology:
         raise RequestError(f"topology {spec}: from 1 to {MOST_RANKS:,} ranks can be built; got {ranks:,}")
     nested = _nested(spec)
     if nested is not None:
-        return _join(str(spec), nested, ranks)
+        return _join(str(spec), ranks, *nested)
     builder = TOPOLOGIES[spec.name]
     options: dict[str, Any] = grammar.bind(spec, builder.params)
     return Topology(
         name=str(spec),
         ranks=ranks,
-        links=builder.build(ranks, **options),
+        links=_both_ways(builder.build(ranks, **options)),
         forwards=builder.forwards,
         groups=tuple(accumulate(builder.sides(options.get("shape", ())), mul))[:-1],
     )
 
 
-def _join(name: str, nested: _Nested, ranks: int) -> Topology:
+def _join(name: str, ranks: int, nodes: int, node_line: Spec, network_line: Spec) -> Topology:
     """Copies of one topology, each with one port to a core."""
-    each, left = divmod(ranks, nested.nodes)
+    each, left = divmod(ranks, nodes)
     if left or not each:
-        raise RequestError(f"topology {name}: {ranks} ranks are not as many on each of {nested.nodes} nodes")
-    node = build(str(nested.node), ranks=each)
-    network = grammar.bind(nested.network, _NETWORK)
+        raise RequestError(f"topology {name}: {ranks} ranks are not as many on each of {nodes} nodes")
+    node = build(str(node_line), ranks=each)
+    network = grammar.bind(network_line, _NETWORK)
     bandwidth, latency = network["across"], network["across_latency"]
-    port = TOPOLOGIES[nested.node.name].port
-    links: Links = {}
-    for number in range(nested.nodes):
+    port = TOPOLOGIES[node_line.name].port
+    links: dict[Edge, Link] = {}
+    for number in range(nodes):
 
         def own(vertex: Vertex, number: int = number) -> Vertex:
             return number * each + vertex if isinstance(vertex, int) else f"node {number} {vertex}"
 
         links |= {(own(source), own(target)): link for (source, target), link in node.links.items()}
-        if port is None:
-            for rank in range(each):
-                _both_ways(links, own(rank), own("port"), Link(0.0, bandwidth))
-        _both_ways(links, own("port" if port is None else port), "core", Link(latency / 2, bandwidth))
+        ports = [] if port is not None else [(own(rank), own("port"), Link(0.0, bandwidth)) for rank in range(each)]
+        core = own("port" if port is None else port), "core", Link(latency / 2, bandwidth)
+        links |= _both_ways([*ports, core])
     return Topology(name=name, ranks=ranks, links=links, forwards=node.forwards, groups=(*node.groups, each))

@@ -34,7 +34,7 @@ def meet(ranks: int, prepare: Any = None, token_of: Any = lambda rank: TOKEN) ->
         except OffbeatError as error:
             found[rank] = error
         finally:
-            memory.close(descriptor)
+            os.close(descriptor)
             listeners[rank].close()
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in range(ranks)]

@@ -12,7 +12,7 @@ import pytest
 
 from offbeat.errors import RequestError
 from offbeat.measure.accuracy_bench import AccuracyRequest, measure, ranking
-from offbeat.measure.bench_result import BenchResult
+from offbeat.measure.benchmark import BenchResult
 from offbeat.report.benchmark_fields import Row
 from offbeat.train.config import Config
 from offbeat.train.config_files import changed

@@ -9,9 +9,9 @@ import pytest
 
 from offbeat.errors import OffbeatError, RequestError
 from offbeat.machine import machine_facts
+from offbeat.measure.calibration_bench import MOST_TIMES, probe_of
 from offbeat.measure.predictions_bench import PredictionsRequest, order_of, prediction_row, predictions_result
-from offbeat.measure.probes import MOST_TIMES, probe_of
-from offbeat.measure.trainings import Trained
+from offbeat.measure.training_bench import Trained
 from offbeat.predict.calibration import Calibration, Probe
 from offbeat.predict.calibration_match import check, of_another_machine, settings_of
 from offbeat.predict.from_calibration import foresee_accuracy, predict
@@ -159,6 +159,22 @@ def test_a_probe_with_a_server_leaves_out_waits_at_a_rest() -> None:
     found = probe_of(trained(spans), "async", 1)
     assert found.there_s + found.back_s == pytest.approx(0.02)
     assert found.compute_s == pytest.approx((0.1, 0.1, 0.1))
+
+
+def test_a_probe_with_a_server_counts_sending_and_updating_as_the_way_there_and_back() -> None:
+    spans = [
+        Span(0, "compute", 0.0, 0.1, 0),
+        Span(0, "send", 0.1, 0.11, 1),
+        Span(0, "wait", 0.11, 0.12, 1),
+        Span(0, "apply", 0.12, 0.13, 1),
+        Span(0, "wait", 0.13, 0.14, 1),
+        Span(0, "compute", 0.14, 0.24, 1),
+        Span(0, "wait", 0.24, 0.3, 2),  # others evaluate
+        Span(0, "wait", 0.9, 1.0, 2),
+        Span(0, "compute", 1.0, 1.1, 2),
+    ]
+    found = probe_of(trained(spans), "async", 1)
+    assert found.there_s + found.back_s == pytest.approx(0.04)
 
 
 def test_many_times_are_thinned_to_the_same_law() -> None:

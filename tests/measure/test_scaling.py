@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from offbeat.errors import RequestError
-from offbeat.measure.bench_result import BenchResult
-from offbeat.measure.rounds import median_interval
+from offbeat.measure.benchmark import BenchResult, median_interval
 from offbeat.measure.scaling_bench import ScalingRequest, are_alike, judged, measure, ranking, scaling_row
 from offbeat.measure.training_bench import TrainingNumbers, numbers_of, ranked_sentences
 from offbeat.report.benchmark_fields import Row

@@ -15,7 +15,7 @@ from offbeat.errors import RequestError
 from offbeat.machine import machine_facts
 from offbeat.predict.calibration import Calibration, Probe, as_json
 from offbeat.predict.calibration_match import settings_of
-from offbeat.predict.recorded_run import Computed, Recorded, Shares, read_recorded
+from offbeat.predict.recorded_run import Computed, Recorded, read_recorded
 from offbeat.predict.replay import (
     FinishedRun,
     Replay,
@@ -216,7 +216,7 @@ def made(
         learners.append(Computed(ways, times, (place in cut,) * len(row), ways))
     recorded = Recorded(
         learners=tuple(learners), numbers=numbers or tuple(range(len(rows))), there_s=0.0, active_s=active_s,
-        stretches=4, shares=Shares(wait=0.0, waste=0.0), reduces=line == "ring",
+        stretches=4, wait_share=0.0, waste_share=0.0, reduces=line == "ring",
     )  # fmt: skip
     metrics = {"update": 48, "samples": 4 * SAMPLES, "seconds": seconds, "staleness": 0.0, "accuracy": 0.914, **last}
     return FinishedRun(config=config_of(sync=line, learners=len(rows)), recorded=recorded, metrics=(metrics, metrics))

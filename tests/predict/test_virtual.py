@@ -15,7 +15,7 @@ from offbeat.errors import LogError, RequestError
 from offbeat.policies.replay import replay
 from offbeat.predict.machines import Clock
 from offbeat.predict.timelines import Update
-from offbeat.predict.virtual import VirtualRun, VirtualTrainer, train_again, train_virtually
+from offbeat.predict.virtual import VirtualRun, VirtualTrainer, reached_by, train_again, train_virtually
 from offbeat.runs.log import read_log
 from offbeat.runs.run_folder import RunDir, new_run_dir
 from offbeat.simulate.cluster import Cluster, Wires
@@ -126,8 +126,8 @@ def test_looks_are_as_often_as_asked_for_and_at_both_ends() -> None:
     outcome = virtually(small_task(96), clock_of(4), "async", every=0.5, train={"epochs": 3})
     assert [point.samples for point in outcome.points] == [0, 48, 96, 144, 192, 240, 288]
     assert outcome.points[0].seconds == 0 and outcome.points[0].train_loss is None
-    best = outcome.reached(0.0)
-    assert best is outcome.points[0] and outcome.reached(1.1) is None
+    best = reached_by(outcome.points, 0.0)
+    assert best is outcome.points[0] and reached_by(outcome.points, 1.1) is None
     with pytest.raises(RequestError, match="above 0"):
         virtually(small_task(96), clock_of(4), "async", every=0.0)
     with pytest.raises(RequestError, match="1 minibatch or more"):

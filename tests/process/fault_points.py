@@ -181,21 +181,21 @@ def _servers(order: dict[str, Any], folder: Path) -> None:
         line, memory = original(name, own)
         return _Line(line, points_of(own.number)), memory
 
-    def runs(original: Any, self: arena.ShardMemory, *given: Any) -> Any:
+    def runs(original: Any, self: server_process.ShardMemory, *given: Any) -> Any:
         """Between two parts of an update: one is written, the other is not."""
         for number, part in enumerate(original(self, *given)):
             if number:
                 points_of(self.shard)("mid-apply")
             yield part
 
-    def finish(original: Any, self: arena.ShardMemory, number: int, version: int) -> None:
+    def finish(original: Any, self: server_process.ShardMemory, number: int, version: int) -> None:
         points_of(self.shard)("applied")
         original(self, number, version)
         points_of(self.shard)("finished")
 
     wrap(server_process, "_connect", connect)
-    wrap(arena.ShardMemory, "_runs", runs)
-    wrap(arena.ShardMemory, "finish", finish)
+    wrap(server_process.ShardMemory, "_runs", runs)
+    wrap(server_process.ShardMemory, "finish", finish)
 
 
 def _coordinator(order: dict[str, Any], folder: Path) -> None:

@@ -27,7 +27,7 @@ from offbeat.commands import base
 from offbeat.commands import bench as command
 from offbeat.errors import OffbeatError, RequestError
 from offbeat.measure import rank_bench
-from offbeat.measure.bench_result import BenchResult
+from offbeat.measure.benchmark import BenchResult
 from offbeat.measure.harness import Harness
 from offbeat.measure.mpi_rank import MpiRank
 from offbeat.measure.rank_bench import allreduce_result, format_ratio, size_label
@@ -139,8 +139,7 @@ def test_a_result_is_summed_up_in_one_sentence_a_size_and_fits_80_columns(
 ) -> None:
     from rich.console import Console
 
-    monkeypatch.setattr(command, "console", lambda: Console(width=80, highlight=False, file=sys.stdout))
-    command.print_result(made_up(monkeypatch))
+    command.print_result(Console(width=80, highlight=False, file=sys.stdout), made_up(monkeypatch))
     lines = capsys.readouterr().out.splitlines()
     assert "4 MiB: offbeat 0.11 ms, 31x gloo, 4.6x mpi" in lines
     assert "copy     20 GB/s by 4 ranks together, 10 GB/s by one alone" in lines

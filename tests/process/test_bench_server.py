@@ -16,13 +16,14 @@ from typing import Any
 import pytest
 
 from offbeat.cli import main
+from offbeat.commands import base
 from offbeat.commands import bench as command
 from offbeat.errors import OffbeatError, RequestError
 from offbeat.measure import policies_bench, server_bench
-from offbeat.measure.bench_result import BenchResult
+from offbeat.measure.benchmark import BenchResult
+from offbeat.measure.harness import program, supervise
 from offbeat.measure.policies_bench import Steady, policies_result, policy_row, steady
 from offbeat.measure.server_bench import server_result
-from offbeat.measure.server_runs import program, supervise
 from offbeat.server.run_setting import RunSetting
 from offbeat.server.supervisor import ServerPlan
 
@@ -140,7 +141,7 @@ def made_up_policies() -> BenchResult:
 
 
 def test_what_is_off_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    command.print_result(made_up_policies())
+    command.print_result(base.console(), made_up_policies())
     lines = capsys.readouterr().out.splitlines()
     assert "2 of 3 off by more than 10 %: k-sync:2 with exp:0.1, async with exp:0.1" in lines
     row = next(line for line in lines if " k-sync:2 " in line and "+" in line)
@@ -157,7 +158,7 @@ def test_a_server_result_is_summed_up_in_one_sentence(capsys: pytest.CaptureFixt
     machine = {"cores": 2, "load": 0.1, "processor": "AMD EPYC", "python": "3.11.2"}
     request = server_bench.ServerRequest(learners=(2,))
     result = server_result(request, machine, {"ray": "no ray"}, {2: rounds})
-    command.print_result(result)
+    command.print_result(base.console(), result)
     lines = capsys.readouterr().out.splitlines()
     assert "2 learners: offbeat 40/s, 5.0x rpc" in lines and "ray: not measured: no ray" in lines
     row = next(line for line in lines if " rpc " in line and "%" in line)

@@ -12,15 +12,17 @@ import statistics
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from offbeat.cli import load, main
-from offbeat.commands import bench, bench_training
+from offbeat.commands import bench
 from offbeat.measure import accuracy_bench, scaling_bench
-from offbeat.measure.bench_result import BenchResult
+from offbeat.measure.benchmark import BenchResult
 from offbeat.measure.training_bench import TrainingNumbers
 from offbeat.predict.calibration import Calibration, Probe, as_json
 from offbeat.train.config_files import changed
@@ -231,11 +233,8 @@ def kept(rate: float, right: float, joules: float | None) -> TrainingNumbers:
     return TrainingNumbers(rate, 3.0, right, 359, ((1.0, 10, 0.5), (2.0, 20, right), (3.0, 30, right)), joules, ())
 
 
-@pytest.fixture
-def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rich.console import Console
-
-    monkeypatch.setattr(bench, "console", lambda: Console(width=80, highlight=False, file=sys.stdout))
+def print_narrow(result: BenchResult) -> None:
+    bench.print_result(Console(width=80, highlight=False, file=sys.stdout), result)
 
 
 def made_up_scaling(kind: str) -> BenchResult:
@@ -261,9 +260,8 @@ def made_up_scaling(kind: str) -> BenchResult:
     return scaling_bench.scaling_result(request, MACHINE, scaling_bench.judged(rows, 0.01), notes)
 
 
-@pytest.mark.usefixtures("narrow")
 def test_scaling_is_printed_with_its_base_its_ranking_and_its_notes(capsys: pytest.CaptureFixture[str]) -> None:
-    bench.print_result(made_up_scaling("weak"))
+    print_narrow(made_up_scaling("weak"))
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert "base: one learner alone on cpu, 1 thread" in lines
     first, second = (line.split() for line in lines if line.startswith(" k-batch-async:2 "))
@@ -279,14 +277,12 @@ def test_scaling_is_printed_with_its_base_its_ranking_and_its_notes(capsys: pyte
     assert max(len(line) for line in table[2:]) <= 80
 
 
-@pytest.mark.usefixtures("narrow")
 def test_strong_scaling_is_printed_without_an_overhead(capsys: pytest.CaptureFixture[str]) -> None:
-    bench.print_result(made_up_scaling("strong"))
+    print_narrow(made_up_scaling("strong"))
     out = capsys.readouterr().out
     assert "minibatches of 32 in all" in out and "overhead" not in out and "1.50x" in out
 
 
-@pytest.mark.usefixtures("narrow")
 def test_accuracy_is_printed_with_who_reached_it(capsys: pytest.CaptureFixture[str]) -> None:
     request = accuracy_bench.AccuracyRequest(config=CONFIG, target=0.95, lines=("ring", "async"), seeds=2, price=1.0)
     rows = [
@@ -295,7 +291,7 @@ def test_accuracy_is_printed_with_who_reached_it(capsys: pytest.CaptureFixture[s
         )
         for line, right in (("ring", 0.98), ("async", 0.94))
     ]
-    bench.print_result(accuracy_bench.accuracy_result(request, MACHINE, rows, ["a note"]))
+    print_narrow(accuracy_bench.accuracy_result(request, MACHINE, rows, ["a note"]))
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     first, second = (line.split() for line in lines if line.startswith(" ring "))
     assert first == ["ring", "2", "of", "2", "2", "s", "20", "97.0", "%", "(94.7-98.3)"]
@@ -310,5 +306,5 @@ def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path: Path) -> None:
     (tmp_path / ".x.json.unfinished").mkdir()
     (tmp_path / "x.json").write_text("before", encoding="utf-8")
     with pytest.raises(OffbeatError, match="cannot write"):
-        bench_training._write_whole(tmp_path / "x.json", "after")
+        bench._write(Namespace(json=False), tmp_path / "x.json", "after", "")
     assert (tmp_path / "x.json").read_text(encoding="utf-8") == "before"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from offbeat import cli
-from offbeat.server.coordinator import coordinator_process, guarded_policy
+from offbeat.server.coordinator import coordinator, coordinator_process
 from offbeat.server.run_setting import RunSetting
 from offbeat.server.supervisor import Supervisor
 from offbeat.simulate import server as simulator
@@ -123,11 +123,9 @@ def test_too_few_slots_that_nobody_has_checked_end_the_run(tmp_path: Path) -> No
     def plant() -> None:
         one_slot_too_few()
 
-        class Unchecked(guarded_policy.GuardedPolicy):
+        class Unchecked(coordinator.GuardedPolicy):
             def __init__(self, setting: RunSetting, slots: int) -> None:
                 super().__init__(setting, slots + 100)
-
-        from offbeat.server.coordinator import coordinator
 
         vars(coordinator)["GuardedPolicy"] = Unchecked
 

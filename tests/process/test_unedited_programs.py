@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from offbeat.collectives.replacement import made, replaced
+from offbeat.collectives.backend import made, replaced
 from offbeat.errors import RequestError
 from offbeat_autoload import REPLACING
 from process.test_ddp_script import bounded, clean_environment, kill_group

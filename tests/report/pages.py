@@ -15,7 +15,7 @@ from typing import Any
 
 from offbeat.charts import BarChart, Bars, LineChart, Series, ShareChart
 from offbeat.report.page import render
-from offbeat.report.page_model import Column, Item, Page, Section, Table, Timeline
+from offbeat.report.page_model import Column, Item, Page, PageSection, Table, TimelineChart
 
 STRATEGIES = ("ring", "k-sync:6", "k-batch-async:4", "softsync:2", "downpour:push=4,fetch=2")
 HOSTILE = (
@@ -34,7 +34,7 @@ WHY = "not measured: there are no counters here, since containers and virtual ma
 WHATS = ("compute", "wait", "send", "apply", "evaluate")
 
 
-def timeline(learners: int, minibatches: int, *, wide: bool = False, key: str = "timeline") -> Timeline:
+def timeline(learners: int, minibatches: int, *, wide: bool = False, key: str = "timeline") -> TimelineChart:
     """Learners that take turns: compute, wait, and each version a learner begins with one more than before.
 
     Without `wide` the first learner computes for exactly 0.2 s and waits for 0.05 s, so that a test knows its bars.
@@ -62,18 +62,12 @@ def timeline(learners: int, minibatches: int, *, wide: bool = False, key: str = 
             rest = 0.05 if learner == 0 else chance.uniform(0.01, 0.15)
             rows.append((learner, 1, time, time + rest, version, False))
             time += rest
-    who, what, start, end, version_, cancelled_ = zip(*rows, strict=True) if rows else ((),) * 6
-    return Timeline(
+    return TimelineChart(
         key=key,
         title="What each learner did",
         learners=tuple(f"learner {n}" for n in range(learners)),
         whats=WHATS,
-        learner=who,
-        what=what,
-        start_s=start,
-        end_s=end,
-        version=version_,
-        cancelled=cancelled_,
+        bars=tuple(rows),
         note="Colours that come at once in all rows are versions that all learners begin together: the run is "
         "synchronous. Colours in a slant are learners that overtake each other.",
     )
@@ -193,20 +187,20 @@ def usual() -> Page:
         ),
         problems=("runs/ring-2/log.jsonl, line 1203: cut off in the middle; what came before it was used.",),
         sections=(
-            Section(
+            PageSection(
                 key="speed",
                 title="Which was fastest",
-                paragraphs=("All five ran on the same machines with the same seeds, one after the other.",),
+                about="All five ran on the same machines with the same seeds, one after the other.",
                 items=(times, error, cost),
             ),
-            Section(key="time", title="Where the time went", items=(shares, timeline(8, 60, wide=True))),
-            Section(
+            PageSection(key="time", title="Where the time went", items=(shares, timeline(8, 60, wide=True))),
+            PageSection(
                 key="learning",
                 title="How it learned",
                 paragraphs=("Loss over the samples that were just computed, smoothed by nothing.",),
                 items=(loss, staleness),
             ),
-            Section(key="machine", title="Machines", items=(machine,)),
+            PageSection(key="machine", title="Machines", items=(machine,)),
         ),
     )
 
@@ -221,12 +215,12 @@ def known() -> Page:
         subtitle="",
         summary=("One.",),
         problems=(),
-        sections=(Section(key="all", title="All", items=chosen, paragraphs=("Some words.",)),),
+        sections=(PageSection(key="all", title="All", items=chosen, paragraphs=("Some words.",)),),
     )
 
 
 def page_of(*items: Item) -> Page:
-    section = Section(key="s", title="", items=items)
+    section = PageSection(key="s", title="", items=items)
     return Page(title="", subtitle="", summary=(), problems=(), sections=(section,))
 
 
@@ -282,17 +276,12 @@ def items_of(names: tuple[str, ...]) -> tuple[Item, ...]:
             parts=("computing", names[0], names[5]),
             values=((0.5, 0.2, 0.1),) * len(names),
         ),
-        Timeline(
+        TimelineChart(
             key=names[5],
             title=names[3],
             learners=names,
             whats=("compute", names[0]),
-            learner=tuple(range(len(names))),
-            what=(0, 1) * (len(names) // 2),
-            start_s=(0.0,) * len(names),
-            end_s=(1.0,) * len(names),
-            version=(3,) * len(names),
-            cancelled=(False,) * len(names),
+            bars=tuple((at, at % 2, 0.0, 1.0, 3, False) for at in range(len(names))),
             note=names[5],
         ),
     )
@@ -305,7 +294,7 @@ def hostile() -> Page:
         summary=HOSTILE,
         problems=HOSTILE + HOSTILE,
         sections=tuple(
-            Section(key=name, title=name, paragraphs=(name,), items=items_of(HOSTILE) if at == 0 else ())
+            PageSection(key=name, title=name, paragraphs=(name,), items=items_of(HOSTILE) if at == 0 else ())
             for at, name in enumerate(HOSTILE)
         ),
     )
@@ -324,12 +313,9 @@ def odd() -> Page:
         named = tuple("abc"[: len(values)])
         return BarChart(key=key, title=title, x_label="x", y_label="y", categories=named, series=(Bars("a", values),))
 
-    def bars(key: str, title: str, *rows: tuple[float, float, int, bool]) -> Timeline:
-        start, end, version, cancelled = zip(*rows, strict=True) if rows else ((),) * 4
-        return Timeline(
-            key=key, title=title, learners=("a", "b"), whats=("compute",), learner=(0,) * len(rows),
-            what=(0,) * len(rows), start_s=start, end_s=end, version=version, cancelled=cancelled,
-        )  # fmt: skip
+    def bars(key: str, title: str, *rows: tuple[float, float, int, bool]) -> TimelineChart:
+        given = tuple((0, 0, *row) for row in rows)
+        return TimelineChart(key=key, title=title, learners=("a", "b"), whats=("compute",), bars=given)
 
     items: tuple[Item, ...] = (
         LineChart(key="l0", title="No series", x_label="", y_label="", series=()),
@@ -353,7 +339,7 @@ def odd() -> Page:
         Table(key="f", title="No rows", columns=(Column("a"),), rows=()),
         Table(key="g", title="Odd", columns=(Column("a"), Column("b", "number")), rows=(("x",), ("y", 10**400))),
     )
-    sections = (Section(key="", title="", items=items), Section(key="", title="Twice the same key", items=()))
+    sections = (PageSection(key="", title="", items=items), PageSection(key="", title="Twice the same key", items=()))
     return Page(title="", subtitle="", summary=(), problems=(), sections=sections)
 
 
@@ -373,7 +359,7 @@ def large() -> Page:
         subtitle="8 learners, 20,000 minibatches each",
         summary=("A long run.",),
         problems=(),
-        sections=(Section(key="all", title="All", items=(timeline(8, 20_000), loss)), *usual().sections),
+        sections=(PageSection(key="all", title="All", items=(timeline(8, 20_000), loss)), *usual().sections),
     )
 
 

@@ -10,6 +10,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 from offbeat import number_format
 from offbeat.charts import BarChart, Bars, LineChart, Series
 from offbeat.report.page import render
-from offbeat.report.page_model import Page, Table, Timeline
+from offbeat.report.page_model import Page, Table, TimelineChart
 from report import pages
 from report.pages import Watched, open_file, page_of
 
@@ -478,9 +479,8 @@ def test_the_timeline_begins_where_bars_can_be_seen_and_says_what_each_is(show: 
     # Learner 0 computes for 0.2 s and waits for 0.05 s, ever and ever.
     assert bar_words(tab, figure, 2.6, 0) == "learner 0: compute\nversion\n10\nfrom\n2.500 s\nto\n2.700 s\ntook\n200 ms"
     assert bar_words(tab, figure, 2.725, 0).startswith("learner 0: wait\nversion\n10\nfrom\n2.7000 s\nto\n2.7500 s")
-    cancelled = pages.timeline(4, 200)
-    at = next(n for n, thrown in enumerate(cancelled.cancelled) if thrown)
-    said = bar_words(tab, figure, (cancelled.start_s[at] + cancelled.end_s[at]) / 2, 3)
+    _, _, start, end, _, _ = next(bar for bar in pages.timeline(4, 200).bars if bar[5])
+    said = bar_words(tab, figure, (start + end) / 2, 3)
     assert said.startswith("learner 3: compute\nversion\n0\n") and said.endswith("cancelled\nthrown away")
 
 
@@ -529,8 +529,8 @@ def test_buttons_wheel_and_keys_zoom_and_move_the_timeline(show: Open) -> None:
 
 def test_timelines_of_a_page_begin_with_the_same_stretch_however_long_the_runs(show: Open) -> None:
     one, short = pages.timeline(4, 200), pages.timeline(4, 10, key="short")
-    start_s, end_s = (tuple(3 * time for time in times) for times in (one.start_s, one.end_s))
-    tab = show(page_of(one, replace(one, key="slow", start_s=start_s, end_s=end_s), short))
+    slow = tuple((who, what, 3 * start, 3 * end, at, thrown) for who, what, start, end, at, thrown in one.bars)
+    tab = show(page_of(one, replace(one, key="slow", bars=slow), short))
     windows = [window(tab.locator(f"#chart-{key}")) for key in ("timeline", "slow", "short")]
     assert windows[0] == windows[1] == windows[2] and windows[0][1] > 15
     tab.locator("#chart-short").get_by_role("button", name="+").click()
@@ -568,11 +568,9 @@ def test_a_plain_wheel_over_the_timeline_scrolls_the_page(show: Open) -> None:
 
 def test_a_bar_that_is_wider_than_its_pixel_has_all_of_it_among_shares_too(show: Open) -> None:
     """First one bar of 100 s, then 4000 bars in 100 s, which are waiting and computing by turns."""
-    start = (0.0, *(100 + n / 40 for n in range(4000)))
-    timeline = Timeline(
-        key="t", title="", learners=("a",), whats=("compute", "wait"), what=(0, *(1, 0) * 2000), start_s=start,
-        end_s=(*start[1:], 200.0), learner=(0,) * 4001, version=(0,) * 4001, cancelled=(False,) * 4001,
-    )  # fmt: skip
+    starts = (0.0, *(100 + n / 40 for n in range(4001)))
+    bars = tuple((0, at % 2, *ends, 0, False) for at, ends in enumerate(pairwise(starts)))
+    timeline = TimelineChart(key="t", title="", learners=("a",), whats=("compute", "wait"), bars=bars)
     tab = show(page_of(timeline))
     figure = tab.locator("figure.timeline")
     figure.get_by_role("button", name="all").click()

@@ -11,7 +11,7 @@ from offbeat.charts import BarChart, LineChart, ShareChart
 from offbeat.report import run_sections
 from offbeat.report.build import build
 from offbeat.report.inputs import read_inputs
-from offbeat.report.page_model import Item, Page, Table, Timeline
+from offbeat.report.page_model import Item, Page, Table, TimelineChart
 from offbeat.runs.run_record import read_run
 from report.handmade import any_run, config, decision, evaluation, span, write_result, write_run
 
@@ -63,9 +63,9 @@ def test_a_price_or_an_energy_file_makes_the_section_of_energy(tmp_path: Path) -
 def test_of_too_many_bars_the_earliest_are_shown_and_the_note_says_so(tmp_path: Path) -> None:
     many = [span(at % 2, "compute", float(at // 2), at // 2 + 1.0, at) for at in range(100)]
     page = page_of(any_run(tmp_path / "a", log=many), any_run(tmp_path / "b"), limit=25)
-    first, second = (item for item in items_of(page).values() if isinstance(item, Timeline))
-    assert len(second.start_s) == 5 and "Shown" not in second.note  # what the small one leaves is for the large one
-    assert len(first.start_s) == 20 and max(first.start_s) == 9.0
+    first, second = (item for item in items_of(page).values() if isinstance(item, TimelineChart))
+    assert len(second.bars) == 5 and "Shown" not in second.note  # what the small one leaves is for the large one
+    assert len(first.bars) == 20 and max(bar[2] for bar in first.bars) == 9.0
     assert "Shown are the first 20 of 100 bars." in first.note
 
 
@@ -75,10 +75,10 @@ def test_bars_of_a_learner_never_overlap_and_come_in_order(tmp_path: Path) -> No
         span(0, "wait", 5.0, 6.0), span(0, "apply", 6.5, 8.0), span(0, "apply", 1.0, 1.0),
     ]  # fmt: skip
     line = next(item for item in items_of(page_of(any_run(tmp_path / "a", log=log))).values()
-                if isinstance(item, Timeline))  # fmt: skip
-    mine = [(start, end) for who, start, end in zip(line.learner, line.start_s, line.end_s, strict=True) if who == 0]
+                if isinstance(item, TimelineChart))  # fmt: skip
+    mine = [(start, end) for who, _, start, end, *_ in line.bars if who == 0]
     assert mine == [(0.0, 3.5), (3.5, 6.0), (6.0, 7.0)]
-    assert "Left out: 2 bars" in line.note and min(line.start_s) == 0.0
+    assert "Left out: 2 bars" in line.note and min(bar[2] for bar in line.bars) == 0.0
 
 
 def test_the_legs_of_a_run_stand_one_after_the_other(tmp_path: Path) -> None:
@@ -126,8 +126,8 @@ def test_a_timeline_has_a_bounded_number_of_rows_and_says_who_is_left_out(
     monkeypatch.setattr(run_sections, "MOST_LEARNERS", 3)
     log = [span(learner, "compute", 0.0, 1.0) for learner in (9, 2, 4, 7, 5)]
     page = page_of(any_run(tmp_path / "a", log=log), any_run(tmp_path / "b", log=log[:3]))
-    first, second = (item for item in items_of(page).values() if isinstance(item, Timeline))
-    assert first.learners == ("learner 2", "learner 4", "learner 5") and len(first.start_s) == 3
+    first, second = (item for item in items_of(page).values() if isinstance(item, TimelineChart))
+    assert first.learners == ("learner 2", "learner 4", "learner 5") and len(first.bars) == 3
     assert "Shown are the first 3 of 5 learners; 2 are left out." in first.note and "bars" not in first.note
     assert len(second.learners) == 3 and "left out" not in second.note
 
@@ -175,12 +175,12 @@ def test_what_a_log_never_has_is_a_dash_and_in_no_chart(tmp_path: Path) -> None:
     bars = items_of(page)["communication-runs"]
     assert isinstance(bars, BarChart) and [one.name for one in bars.series] == ["waiting"]
     assert table(page, "communication").rows[0][1::2] == (None, None)
-    said = [section.paragraphs[0] for section in page.sections if run_sections.INSIDE_WAITING in section.paragraphs[0]]
+    said = [section.about for section in page.sections if run_sections.INSIDE_WAITING in section.about]
     assert len(said) == 2
     spans = [span(0, "compute", 0.0, 1.0), span(0, "send", 1.0, 1.5), span(1, "apply", 1.0, 2.0)]
     other = page_of(any_run(tmp_path / "b", log=spans))
     assert [row[4] for row in table(other, "learners").rows] == [0.5, 0.0]  # it has some: nothing is 0 then
-    assert not any(run_sections.INSIDE_WAITING in section.paragraphs[0] for section in other.sections)
+    assert not any(run_sections.INSIDE_WAITING in section.about for section in other.sections)
 
 
 def joined(page: Page) -> list[tuple[str, tuple[tuple[float, float], ...]]]:

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from offbeat.policies.staleness import EXPONENTIAL
-from offbeat.report.facts import Facts, facts_of, span_seconds, straggler
+from offbeat.report.facts import Facts, facts_of, span_seconds, staleness_theory, straggler
 from offbeat.report.summary import summary
-from offbeat.report.theory import staleness_theory
 from offbeat.runs.log import Span
 from offbeat.runs.run_record import read_run
 from offbeat.simulate import server as simulator
@@ -144,8 +143,13 @@ def test_energy_counts_only_if_it_was_measured_all_the_time(tmp_path: Path) -> N
 def test_what_is_not_known_is_none(tmp_path: Path) -> None:
     found = facts_of(read_run(write_run(tmp_path / "a", config={"sync": 7, "learners": "two"})))
     assert (found.strategy, found.family, found.learners, found.updates, found.seconds) == ("", "", None, None, None)
-    assert (found.throughput, found.staleness_mean, found.staleness_std, found.accuracy) == (None,) * 4
-    assert (found.not_computing_share, found.cost(1.0), found.joules_per_sample, found.seconds_to(0.5)) == (None,) * 4
+    assert (found.throughput, found.staleness_mean, found.staleness_std, found.last.accuracy) == (None,) * 4
+    assert (
+        found.not_computing_share,
+        found.cost(found.seconds, 1.0),
+        found.joules_per_sample,
+        found.seconds_to(0.5),
+    ) == (None,) * 4
     assert replace(found, updates=0, seconds=0.0, samples=0).throughput is None
 
 

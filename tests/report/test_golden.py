@@ -21,14 +21,14 @@ from typing import Any
 import pytest
 
 from offbeat.charts import BarChart, LineChart, ShareChart
-from offbeat.report import facts as own
 from offbeat.report.build import build
-from offbeat.report.facts import EnergyFacts, Facts, Point, Straggler, facts_of, straggler
+from offbeat.report.facts import EnergyFacts, Facts, Straggler, facts_of, straggler
 from offbeat.report.inputs import Inputs, read_inputs
 from offbeat.report.learners import LearnerFacts
-from offbeat.report.page_model import Page, Table, Timeline
+from offbeat.report.page_model import Page, Table, TimelineChart
 from offbeat.report.tables import tables_of
 from offbeat.runs.metrics import DEFINITIONS, interval
+from offbeat.runs.run_record import EvaluationRecord
 from report.handmade import config, decision, evaluation, span, write_result, write_run
 
 PRICE = 3600.0  # a device second costs 1
@@ -206,7 +206,10 @@ def test_every_fact_of_a_server_run_is_the_one_computed_on_paper(inputs: Inputs)
         seconds=6.0,
         samples=48,
         samples_dropped=12,
-        curve=(Point(3.0, 2, 0.5, 1.0), *[Point(6.0, 3, 0.75, 0.5)] * 2),
+        curve=(
+            EvaluationRecord(3.0, 2, 0.5, 1.0, samples=32, dropped=0),
+            *[EvaluationRecord(6.0, 3, 0.75, 0.5, samples=48, dropped=12)] * 2,
+        ),
         staleness=((0, 6),),
         applied=6,
         dropped=1,
@@ -227,17 +230,20 @@ def test_every_fact_of_a_server_run_is_the_one_computed_on_paper(inputs: Inputs)
                            why_not="no counter of the GPU"),
     )  # fmt: skip
     assert straggler(found) is None  # 1.6 times the others, but in the second quarter only 1.5 against 1.25
-    assert (found.throughput, found.seconds_per_update, found.best_loss) == (8.0, 2.0, 0.5)
-    assert (found.accuracy, found.best_accuracy, found.loss) == (0.75, 0.75, 0.5)
+    assert (found.throughput, found.seconds_per_update) == (8.0, 2.0)
+    assert (found.last.accuracy, found.best_accuracy, found.last.loss) == (0.75, 0.75, 0.5)
     assert (found.staleness_mean, found.staleness_std) == (0.0, 0.0)
     assert (found.not_computing_share, found.thrown_away_share) == (of(5, 33), of(10, 33))
     assert (found.seconds_to(0.75), found.updates_to(0.75), found.seconds_to(0.8), found.updates_to(0.8)) == (
         6.0, 3, None, None,
     )  # fmt: skip
-    assert (found.joules_per_sample, found.cost(PRICE), found.cost(None)) == (2.0, 18.0, None)
-    assert (found.joules_to(0.5), found.cost_to(0.5, PRICE)) == (48.0, 9.0)  # after 3 of 6 s
-    assert (found.joules_to(0.8), found.cost_to(0.8, PRICE), found.joules_to(None)) == (None,) * 3
-    assert (found.interval_to(0.5), found.interval_to(0.75), found.interval_to(0.8)) == (3.0, 3.0, None)
+    assert found.joules_per_sample == 2.0
+    assert (found.cost(found.seconds, PRICE), found.cost(found.seconds, None)) == (18.0, None)
+    assert (found.joules_to(0.5), found.cost(found.seconds_to(0.5), PRICE)) == (48.0, 9.0)  # after 3 of 6 s
+    assert (found.joules_to(0.8), found.cost(found.seconds_to(0.8), PRICE), found.joules_to(None)) == (None,) * 3
+    assert [[one and one.seconds for one in found.reached(target)] for target in (0.5, 0.75, 0.8)] == [
+        [0.0, 3.0], [3.0, 6.0], [0.0, None],
+    ]  # fmt: skip
 
 
 def test_every_fact_of_an_all_reduce_is_the_one_computed_on_paper(inputs: Inputs) -> None:
@@ -256,7 +262,10 @@ def test_every_fact_of_an_all_reduce_is_the_one_computed_on_paper(inputs: Inputs
         seconds=10.0,
         samples=64,
         samples_dropped=0,
-        curve=(Point(5.0, 2, 0.25, 2.0), *[Point(10.0, 4, EVEN, 0.25)] * 2),
+        curve=(
+            EvaluationRecord(5.0, 2, 0.25, 2.0, samples=32, dropped=0),
+            *[EvaluationRecord(10.0, 4, EVEN, 0.25, samples=64, dropped=0)] * 2,
+        ),
         staleness=((0, 8),),
         applied=8,
         dropped=0,
@@ -453,7 +462,7 @@ ROWS: dict[str, tuple[tuple[str, ...], list[tuple[Any, ...]]]] = {
     ),
     "definitions": (
         ("name", "unit", "definition"),
-        [*((name, one.unit, one.formula) for name, one in sorted({**DEFINITIONS, **own.DEFINITIONS}.items())),
+        [*((name, one.unit, one.formula) for name, one in sorted(DEFINITIONS.items())),
          ("scale: T", "", "seconds")],
     ),
 }  # fmt: skip
@@ -492,7 +501,7 @@ def test_every_number_of_a_chart_is_in_a_table(page: Page) -> None:
             elif isinstance(item, ShareChart):
                 drawn = [value for row in item.values for value in row]
             else:
-                assert isinstance(item, Table | Timeline)
+                assert isinstance(item, Table | TimelineChart)
                 continue
             charts += 1
             assert drawn and set(drawn) <= known, item.key
@@ -527,8 +536,8 @@ def test_charts_hold_the_numbers_on_paper(page: Page) -> None:
     assert isinstance(predicted, LineChart)
     assert predicted.series[-1] == ("as predicted", ((1.0, 1.0), (5.0, 5.0)), "dashed", "")
     line = items["timeline-1"]
-    assert isinstance(line, Timeline) and line.learners == ("learner 0", "learner 1", "learner 2")
-    assert len(line.start_s) == 16 and sum(line.cancelled) == 2 and max(line.end_s) == 7.0
+    assert isinstance(line, TimelineChart) and line.learners == ("learner 0", "learner 1", "learner 2")
+    assert len(line.bars) == 16 and sum(bar[5] for bar in line.bars) == 2 and max(bar[3] for bar in line.bars) == 7.0
 
 
 def test_the_summary_says_who_was_first_who_is_slow_and_what_was_lost(page: Page) -> None:

@@ -18,7 +18,7 @@ import pytest
 from offbeat.charts import BarChart, LineChart, Series, ShareChart
 from offbeat.number_format import UNITS, Form, column_unit, format_value
 from offbeat.report.page import render
-from offbeat.report.page_model import Column, Page, Section, Table, Timeline
+from offbeat.report.page_model import Column, Page, PageSection, Table, TimelineChart
 from offbeat.report.tables import as_csv
 from report import pages
 
@@ -79,7 +79,9 @@ def chart_of(page: Page, key: str) -> dict[str, Any]:
 
 
 def page_with(*items: Any) -> Page:
-    return Page(title="t", subtitle="", summary=(), problems=(), sections=(Section(key="s", title="S", items=items),))
+    return Page(
+        title="t", subtitle="", summary=(), problems=(), sections=(PageSection(key="s", title="S", items=items),)
+    )
 
 
 # --- what is in it ------------------------------------------------------------------------------------------------
@@ -149,7 +151,10 @@ def test_all_words_of_a_page_are_on_it_summary_first_and_problems_before_the_sec
     texts = "\n".join(Reader(render(page)).texts)
     places = [texts.index(words, texts.index("Contents")) for words in (*page.summary, *page.problems)]
     for section in page.sections:
-        places += [texts.index(text, places[-1]) for text in (section.title, *section.paragraphs)]
+        places += [
+            texts.index(text, places[-1])
+            for text in (section.title, *filter(None, [section.about]), *section.paragraphs)
+        ]
     assert places == sorted(places)
     assert page.title in texts and page.subtitle in texts
     for section in page.sections:
@@ -290,11 +295,8 @@ def bars_of(chart: dict[str, Any]) -> list[tuple[int, int, float, float, int, bo
 
 def test_the_bars_of_a_timeline_come_back_to_the_microsecond_in_any_order_of_learners() -> None:
     timeline = pages.timeline(4, 50, wide=True)
-    names = ("learner", "what", "start_s", "end_s", "version", "cancelled")
-    rows = list(zip(*(getattr(timeline, name) for name in names), strict=True))
-    mixed = sorted(rows, key=lambda row: row[2])
-    columns: dict[str, Any] = dict(zip(names, zip(*mixed, strict=True), strict=True))
-    given = replace(timeline, **columns)
+    rows = timeline.bars
+    given = replace(timeline, bars=tuple(sorted(rows, key=lambda row: row[2])))
     read = bars_of(chart_of(page_with(given), "timeline"))
     assert [(*row[:2], *row[4:]) for row in read] == [(*row[:2], *row[4:]) for row in rows]
     assert max(abs(a[at] - b[at]) for a, b in zip(read, rows, strict=True) for at in (2, 3)) <= 0.6e-6
@@ -302,10 +304,12 @@ def test_the_bars_of_a_timeline_come_back_to_the_microsecond_in_any_order_of_lea
 
 @pytest.mark.parametrize("scale", [1e-6, 1e-3, 1.0, 1e4, 1e9, 1e14])
 def test_bars_keep_their_place_however_long_the_run(scale: float) -> None:
-    timeline = Timeline(
-        key="t", title="", learners=("a", "b"), whats=("compute",), learner=(0, 0, 1), what=(0, 0, 0),
-        start_s=(0.1 * scale, 0.5 * scale, 0.0), end_s=(0.5 * scale, scale, 0.25 * scale),
-        version=(70_000, 3, 2**40), cancelled=(False, True, False),
+    timeline = TimelineChart(
+        key="t", title="", learners=("a", "b"), whats=("compute",), bars=(
+            (0, 0, 0.1 * scale, 0.5 * scale, 70_000, False),
+            (0, 0, 0.5 * scale, scale, 3, True),
+            (1, 0, 0.0, 0.25 * scale, 2**40, False),
+        ),
     )  # fmt: skip
     read = bars_of(chart_of(page_with(timeline), "t"))
     assert [row[4] for row in read] == [70_000, 3, 2**40]

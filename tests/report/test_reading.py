@@ -332,5 +332,5 @@ def test_whatever_files_hold_they_are_read_and_a_page_is_built(
         (folder / name).write_bytes(data)
     (folder / "x.json").write_bytes(benchmark)
     run, result = read_run(folder), read_result(folder / "x.json")
-    page = build([run], [result])
+    page = build([run], [result], problems=[*run.problems, *result.problems])
     assert page.sections and all(isinstance(problem, str) and "\n" not in problem for problem in page.problems)

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from offbeat.errors import RequestError
-from offbeat.report.page_model import Column, Page, Section, Table
+from offbeat.report.page_model import Column, Page, PageSection, Table
 from offbeat.report.tables import as_csv, tables_of, write_csv
 
 
 def page_of(*tables: Table) -> Page:
-    section = Section(key="s", title="S", items=tables)
+    section = PageSection(key="s", title="S", items=tables)
     return Page(title="t", subtitle="", summary=(), problems=(), sections=(section,))
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from offbeat.errors import RequestError, ScheduleError
 from offbeat.schedules import ALGORITHMS, Schedule, Transfer, algorithms, build, grid, svg
-from offbeat.schedules.grid import Mark
+from offbeat.schedules.grid import Highlight
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -31,7 +31,7 @@ def test_sources_that_send_the_same_share_a_word() -> None:
 
 def test_a_large_grid_is_cut_and_says_so_but_keeps_its_mark() -> None:
     schedule = build("ring", ranks=40)
-    cut = grid(schedule, mark=Mark(60, 33)).splitlines()
+    cut = grid(schedule, mark=Highlight(60, 33)).splitlines()
     assert cut[-2:] == ["(steps 53 to 68 of 78)", "(ranks 29 to 36 of 40)"]
     assert sum("✗" in line for line in cut) == 1
 

@@ -44,8 +44,8 @@ def test_steps_are_a_sequence_of_tuples_of_transfers() -> None:
 def test_schedules_are_equal_by_value_and_cannot_be_changed() -> None:
     one, same, other = build("ring", ranks=4), build("ring", ranks=4), build("ring", ranks=5)
     assert one == same and hash(one) == hash(same) and one != other
-    with pytest.raises(AttributeError, match="is a value"):
-        one.ranks = 3
+    with pytest.raises(AttributeError, match="cannot assign to field 'ranks'"):
+        one.ranks = 3  # type: ignore[misc]  # on purpose
     with pytest.raises(ValueError, match="read-only"):
         one.steps.table[0, 0] = 1
 

@@ -117,19 +117,19 @@ def test_any_schedule_at_all_swaps_and_chains_included(schedule: Schedule, seed:
 
 
 def test_the_programs_of_direct_on_two_ranks_are_short() -> None:
-    assert project(build("direct", ranks=2), 0).text().splitlines() == [
-        "add 1 c0",
-        "mark 2",
-        "wait 1 2",
-        "copy 1 c1",
-        "mark 4",
-        "wait 1 3",
-    ]
+    assert project(build("direct", ranks=2), 0).instructions == (
+        Read(1, 0, True),
+        Mark(2),
+        Wait(1, 2),
+        Read(1, 1, False),
+        Mark(4),
+        Wait(1, 3),
+    )
 
 
 def test_two_ranks_that_swap_a_chunk_go_through_scratch() -> None:
     swap = Schedule("swap", "none", 2, 1, [[Transfer(0, 1, 0, True), Transfer(1, 0, 0, True)]])
-    assert project(swap, 0).text().splitlines() == ["fetch 1 c0 s0", "mark 1", "wait 1 1", "put s0 c0 +", "mark 2"]
+    assert project(swap, 0).instructions == (Read(1, 0, True, 0), Mark(1), Wait(1, 1), Put(0, 0, True), Mark(2))
 
 
 def test_a_wait_that_is_left_out_is_noticed() -> None:

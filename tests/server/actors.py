@@ -11,7 +11,20 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from offbeat.server.wire import CancelWord, Done, EnterPause, Fenced, Lease, Message, Push, Ready, ShardJob, Stop
+from offbeat.server.wire import (
+    CancelWord,
+    Done,
+    EnterPause,
+    Fenced,
+    Granted,
+    Lease,
+    Message,
+    Push,
+    Ready,
+    ShardJob,
+    Stop,
+    Weights,
+)
 from server.oracle import WIDTH, Truth, gradient_of, mean_gradient, squares, stepped
 from server.pause_oracle import Key, Vector
 
@@ -99,7 +112,11 @@ class Learner:
                 yield None
             elif world.samples and not self._has_batch():
                 yield from self._get_batch(wait=True)
-            elif self.rng.random() < world.looks and client.weights is None and (client.seq or client.go is not None):
+            elif (
+                self.rng.random() < world.looks
+                and Weights not in client.answers
+                and (client.seq or client.go is not None)
+            ):
                 yield from self._look_at_weights()
             elif client.go is None:
                 yield from self._idle()
@@ -157,25 +174,26 @@ class Learner:
         client = self.client
         if client.must_seed:
             yield from self._seed()
-        elif client.weights is not None:
+        elif Weights in client.answers:
             yield from self._take_weights((self.learner, client.incarnation, 0))
         else:
             yield None
 
     def _take_weights(self, key: Key) -> Life:
-        weights = self.client.weights
-        assert weights is not None
+        weights = self.client.answers[Weights]
+        assert isinstance(weights, Weights)
         if (yield from self._read(key, weights.pieces, weights.pin)):
-            self.version, self.client.weights = max(weights.version, self.version), None
+            self.version = max(weights.version, self.version)
+            self.client.answers.pop(Weights, None)
 
     def _look_at_weights(self) -> Life:
         """Not to work on them; but one that works by itself goes on with them."""
         client, nonce = self.client, self.client.nonce
         self.say(client.request_weights())
-        while client.weights is None and client.nonce == nonce and client.refused is None and not client.over:
+        while Weights not in client.answers and client.nonce == nonce and client.refused is None and not client.over:
             yield from self._idle()
             self.look()
-        if client.weights is not None and client.nonce == nonce and client.incarnation:
+        if Weights in client.answers and client.nonce == nonce and client.incarnation:
             yield from self._take_weights((self.learner, client.incarnation, 0))
 
     # --- data -----------------------------------------------------------------------------------------------------
@@ -188,15 +206,17 @@ class Learner:
     def _get_batch(self, *, wait: bool) -> Life:
         client, world, nonce = self.client, self.world, self.client.nonce
         self.say(client.request_samples(epoch=self.epoch, count=world.batch, of=world.samples, wait=wait))
-        while client.granted is None and client.nonce == nonce and client.refused is None and not client.cancelled:
+        while (
+            Granted not in client.answers and client.nonce == nonce and client.refused is None and not client.cancelled
+        ):
             if client.over:
                 break
             self.look()
             yield from self._pause() if wait and client.pause is not None else self._idle()
-        granted = client.granted
-        if granted is None or client.nonce != nonce:
+        granted = client.answers.get(Granted)
+        if not isinstance(granted, Granted) or client.nonce != nonce:
             return
-        client.granted = None
+        del client.answers[Granted]
         if granted.lease is not None:
             self.stay = nonce
             self.batches.append(granted.lease)
@@ -273,12 +293,12 @@ class Learner:
     def _fetch(self, key: Key, every: int) -> Life:
         """Beside its work, as Downpour does."""
         client = self.client
-        if self.count % every == 0 and client.weights is None:
+        if self.count % every == 0 and Weights not in client.answers:
             self.say(client.request_weights())
-            while self.world.patient and client.weights is None and not client.cancelled and not client.over:
+            while self.world.patient and Weights not in client.answers and not client.cancelled and not client.over:
                 yield None
                 self.look()
-        if client.weights is not None and not client.cancelled:
+        if Weights in client.answers and not client.cancelled:
             yield from self._take_weights(key)
 
     def _push(self, key: Key, version: int, leases: tuple[Lease, ...]) -> Life:

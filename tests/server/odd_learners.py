@@ -62,7 +62,7 @@ def serve_cancelled(rank: int, ranks: int, store: str, *, updates: int, **run: A
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         model, optimizer = learner.prepare(model, optimizer)
         x = data().tensors[0][:16]
-        norm = model[0].norm
+        norm: Any = model[0].norm
         cancelled = after = 0
         dirty = False
         while learner.version < updates:
@@ -246,7 +246,8 @@ def serve_local_data(rank: int, ranks: int, store: str, **run: Any) -> Any:
             if not minibatch.cancelled:
                 done.append(number)
         learner.finish()
-        return {"done": done, "tries": tries, "notes": loader.notes}
+        wrapped: Any = loader
+        return {"done": done, "tries": tries, "notes": wrapped.notes}
 
     return family(rank, ranks, store, body, **run)
 

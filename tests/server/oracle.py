@@ -15,6 +15,7 @@ from offbeat.policies import Apply, Cancel, Drop, Policy, Pushed, Resume, Send, 
 from offbeat.policies.events import from_text
 from offbeat.policies.stale import StaleDrop
 from offbeat.server.coordinator.coordinator import Coordinator
+from offbeat.server.coordinator.invariants import check
 from offbeat.server.run_setting import RunSetting
 from offbeat.server.wire import CancelWord, Committed, Go, Lease, Message, ShardJob, Weights
 from server.pause_oracle import Key, LawError, PauseOracle, Stay, Vector, demand
@@ -335,7 +336,7 @@ class Oracle:
 
     def check(self, coordinator: Coordinator, memory: list[list[list[float]]]) -> None:
         """`memory`: by shard, by buffer."""
-        coordinator.check()
+        check(coordinator)
         self.pauses.check(
             coordinator.pauses.number, 0 if coordinator.leases.book is None else coordinator.leases.book.epoch
         )

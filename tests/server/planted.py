@@ -9,13 +9,12 @@ from msgspec import structs
 from offbeat.leases import Answer, Lease
 from offbeat.policies import Cancel, Command, Wake, Woke
 from offbeat.server.coordinator.coordinator import Coordinator
-from offbeat.server.coordinator.grants import Grants
+from offbeat.server.coordinator.grants import CommitGroup, Grants, PendingUpdate
 from offbeat.server.coordinator.pauses import Pauses
 from offbeat.server.coordinator.sample_leases import SampleLeases
 from offbeat.server.coordinator.session import Gradient, LearnerSession
-from offbeat.server.coordinator.update_queue import CommitGroup, PendingUpdate
 from offbeat.server.learner.connection import ConnectionState
-from offbeat.server.shard.shard import Shard
+from offbeat.server.shard.server_process import Shard
 from offbeat.server.wire import (
     Ask,
     Done,
@@ -223,7 +222,7 @@ class FreesSlotsEarly(Grants):
 
     def add(self, update: PendingUpdate) -> None:
         super().add(update)
-        self.free_slots += update.slots
+        self.free_slots += update.job.slots
 
 
 class LosesKeptSlots(Grants):

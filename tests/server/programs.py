@@ -86,8 +86,7 @@ def warm_up() -> None:
     model = model_of()
     optimizer = optimizer_of("adam", model)
     torch.optim.lr_scheduler.StepLR(optimizer, step_size=4)
-    hooks = Hooks(model, list(model.parameters()), NowhereSink(), keeps_buffers=True)
-    hooks.remove()
+    Hooks(model, list(model.parameters()), NowhereSink(), keeps_buffers=True)
     for parameter in model.parameters():  # by hand: where there is a GPU, backward starts threads
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()

@@ -11,7 +11,8 @@ import torch
 from offbeat.errors import RequestError
 from offbeat.server.coordinator.group_calls import KEPT_CALLS, GroupCalls
 from offbeat.server.coordinator.session import LearnerSession
-from offbeat.server.learner.learner_collectives import LearnerCollectives, decode, encode
+from offbeat.server.learner.interface import decode, encode
+from offbeat.server.learner.served_learner import ServedLearner
 from offbeat.server.wire import Bye, EndPause, EnterPause, Go, GroupCall, GroupCallAnswer, Paused, PauseRequest
 from server.test_coordinator import started
 
@@ -147,13 +148,11 @@ def test_a_pause_whose_asker_is_gone_ends() -> None:
 # --- values -----------------------------------------------------------------------------------------------------------
 
 
-class Alone(LearnerCollectives):
+class Alone(ServedLearner):
     """Three learners of which the others give what was written down."""
 
-    number = 1
-
     def __init__(self, *others: object) -> None:
-        self.others = others
+        self._number, self.others = 1, others
 
     def _exchange(self, what: str, data: bytes, timeout_s: float) -> dict[int, bytes]:
         return {0: encode(self.others[0]), 1: data, 2: encode(self.others[1])}

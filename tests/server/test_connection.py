@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import count
 
 from offbeat.server.learner.connection import ConnectionState
-from offbeat.server.wire import Fenced, Go, Granted, Hello, Push, Stop, Want, Welcome
+from offbeat.server.wire import Fenced, Go, Granted, Hello, Push, Stop, Want, Weights, Welcome
 
 
 def joined() -> ConnectionState:
@@ -49,8 +49,8 @@ def test_one_that_is_fenced_while_it_works_joins_again_when_it_has_stopped() -> 
 def test_without_an_incarnation_nothing_is_requested() -> None:
     state = ConnectionState(0, "t", iter(count(10)))
     state.join()
-    assert state.request_weights() == [] and state.weights_or_again() == "again"
-    assert state.request_samples(epoch=0, count=4, of=8, wait=True) == [] and state.granted_or_again() == "again"
+    assert state.request_weights() == [] and state.answer_or_again(Weights) == "again"
+    assert state.request_samples(epoch=0, count=4, of=8, wait=True) == [] and state.answer_or_again(Granted) == "again"
 
 
 def test_an_answer_to_an_older_request_is_not_taken() -> None:
@@ -58,6 +58,6 @@ def test_an_answer_to_an_older_request_is_not_taken() -> None:
     state.request_samples(epoch=0, count=4, of=8, wait=False)
     assert state.request_samples(epoch=0, count=4, of=8, wait=True) == [Want(0, 1, 2, 0, 4, 8, True, 0)]
     state.receive(Granted(0, 1, 1, "wait"))
-    assert state.granted_or_again() is None
+    assert state.answer_or_again(Granted) is None
     state.receive(Granted(0, 1, 2, "ended"))
-    assert state.granted_or_again() == Granted(0, 1, 2, "ended")
+    assert state.answer_or_again(Granted) == Granted(0, 1, 2, "ended")

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from offbeat.server.coordinator.coordinator import MOST_NON_FINITE, Coordinator
+from offbeat.server.coordinator.invariants import check
 from offbeat.server.run_setting import RunSetting
 from offbeat.server.wire import (
     INPUT,
@@ -58,7 +59,7 @@ class Talk:
     def say(self, message: INPUT) -> list[Message]:
         self.at_s += 1.0
         said = self.coordinator.handle(message, self.at_s)
-        self.coordinator.check()
+        check(self.coordinator)
         return list(said)
 
     def done(self, number: int, *shards: int) -> list[Message]:

@@ -11,7 +11,7 @@ import pytest
 from offbeat.errors import PolicyError, RequestError
 from offbeat.policies import Apply, Drop, Joined, Pushed, Send
 from offbeat.policies.base import EachGradient
-from offbeat.server.coordinator.guarded_policy import GuardedPolicy
+from offbeat.server.coordinator.coordinator import GuardedPolicy
 from offbeat.server.run_setting import RunSetting
 
 

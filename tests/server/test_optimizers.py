@@ -14,7 +14,8 @@ from torch import Tensor
 
 from offbeat.errors import RequestError
 from offbeat.server.shard import optimizers
-from offbeat.server.shard.optimizers import RULES, Hyper, describe, notes_of, state_names, update
+from offbeat.server.shard.optimizers import RULES, describe, notes_of, state_names, update
+from offbeat.server.wire import Hyper
 
 Options = dict[str, Any]
 Case = tuple[str, Options]

@@ -444,15 +444,15 @@ def test_a_learner_takes_each_call_once_and_says_that_it_pauses_until_it_may_go_
         client.receive(EnterPause(0, 1, 1))
     pause = client.take_pause()
     assert pause == EnterPause(0, 1, 1)
-    assert not client.is_paused
+    assert not client.must_wait
     assert client.paused(pause) == [Paused(0, 1, 1)]
     client.receive(EnterPause(0, 1, 1))
     assert client.take_pause() is None
-    assert client.is_paused and Paused(0, 1, 1) in client.retry()
+    assert client.must_wait and Paused(0, 1, 1) in client.retry()
     client.receive(EndPause(0, 1, 0))  # from a pause before
-    assert client.is_paused
+    assert client.must_wait
     client.receive(EndPause(0, 1, 1))
-    assert not client.is_paused and Paused(0, 1, 1) not in client.retry()
+    assert not client.must_wait and Paused(0, 1, 1) not in client.retry()
 
 
 def test_a_learner_leads_once() -> None:
@@ -490,7 +490,7 @@ def test_one_that_was_given_up_in_a_pause_comes_again_and_knows_of_none() -> Non
     assert pause is not None
     client.paused(pause)
     assert [type(one) for one in client.receive(Fenced(0, 1))] == [Hello]
-    assert not client.is_paused
+    assert not client.must_wait
     assert client.paused(pause) == [], "what it led as another is nobody's"
     client.receive(Welcome(0, 11, 2))
     client.receive(EnterPause(0, 2, 1))

@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader
 
 from collectives.nursery import Nursery
 from offbeat.policies import replay
-from offbeat.predict.retrain import retrain
+from offbeat.predict.virtual import train_again
 from offbeat.runs.log import read_log
+from offbeat.train.tasks import Task
 from server import programs
 
 EVERY_POLICY = (
@@ -105,11 +106,12 @@ def _tickets(text: str) -> list[str]:
 def test_training_again_from_the_log_gives_the_same_bits(nursery: Nursery, tmp_path: Path, line: str) -> None:
     log = tmp_path / "run.jsonl"
     learned, summary = run(nursery, 3, line=line, servers=2, optimizer="adam", log=str(log), shuffle=True, halved=True)
-    torch.set_num_threads(1)
-    model = programs.model_of(0)
-    optimizer = programs.optimizer_of("adam", model)
-    version = retrain(read_log(log), model, optimizer, programs.loss_of, samples=programs.SAMPLES, shuffled=True)
-    assert version == summary["updates"]
+    data = programs.data()
+    task = Task(train=data, test=data, build=programs.model_of, loss=nn.functional.cross_entropy)
+    again = train_again(log, task=task, optimizer=lambda model: programs.optimizer_of("adam", model))
+    assert again.end["updates"] == summary["updates"]
+    model = programs.model_of()
+    model.load_state_dict(dict(again.weights))
     assert programs.weights_of(model) == learned[0]["weights"]
 
 

@@ -28,7 +28,7 @@ from offbeat.policies import POLICIES
 from offbeat.server.coordinator.coordinator import Coordinator
 from offbeat.server.learner.connection import ConnectionState
 from offbeat.server.run_setting import RunSetting
-from offbeat.server.shard.shard import Shard
+from offbeat.server.shard.server_process import Shard
 from offbeat.server.wire import (
     INPUT,
     TO_LEARNER,

@@ -117,7 +117,7 @@ def test_failures_have_their_means() -> None:
         ("weibull:0.001,1", "from 0.1 to 1000"),
         ("pareto:0.001,1", "from 0.1 to 1000"),
         ("constant:1e300", "too large"),
-        ("bimodal:1,2,1.5", "share from 0 to 1"),
+        ("bimodal:1,2,1.5", "share-slow: expected a number from 0 to 1; got .1.5."),
         ("trace:/no/such/file", "cannot read the samples /no/such/file: No such file"),
         ("trace:/proc/self/mem", "cannot read the samples"),
     ],

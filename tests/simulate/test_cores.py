@@ -69,8 +69,8 @@ def test_who_fails_or_is_cancelled_leaves_its_core(line: str) -> None:
     )
     simulation = server.Simulation(line, cluster, 200, 0, None)
     simulation.go()
-    assert simulation.tally.failed > 50 and simulation.cores is not None
-    assert len(simulation.cores) <= 2 * cluster.learners  # a minibatch, or what is sent to each
+    assert simulation.tally.failed > 50 and simulation.works is not None
+    assert len(simulation.scheduler) <= 2 * cluster.learners  # a minibatch, or what is sent to each
 
 
 def test_work_that_is_given_up_leaves_its_core_to_another() -> None:

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from offbeat.errors import LogError, ReplayError, RequestError
-from offbeat.predict.logged_timeline import LoggedTimeline
-from offbeat.predict.timelines import KEEP_EVERY, Minibatch, ServedTimeline, Update, train
+from offbeat.predict.timelines import KEEP_EVERY, LoggedTimeline, Minibatch, ServedTimeline, Update, train
 from offbeat.runs.log import RunLog, read_log, write_log
 from offbeat.simulate.cluster import Cluster, Wires
 from offbeat.simulate.compute import Failures, parse_law

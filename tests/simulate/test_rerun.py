@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -85,9 +86,19 @@ def test_evaluations_are_no_training_and_what_ends_of_epochs_take_is_the_rest() 
 
 
 def test_who_comes_to_rest_does_not_count_as_waiting() -> None:
-    shares = read_recorded(ASYNC).shares
-    assert shares.wait == pytest.approx(0.75 / (0.75 + 4.75))
-    assert shares.waste == 0.0
+    shares = read_recorded(ASYNC)
+    assert shares.wait_share == pytest.approx(0.75 / (0.75 + 4.75))
+    assert shares.waste_share == 0.0
+
+
+def test_sending_and_updating_count_as_waiting_for_a_server_as_in_older_logs_that_do_not_tell_them_apart() -> None:
+    parts = (
+        Span(0, "send", 11.25, 11.5, 1),
+        Span(0, "apply", 11.5, 11.75, 1),
+        Span(0, "wait", 11.75, 12.0, 1),
+    )
+    spans = (*ASYNC.spans[:2], *parts, *ASYNC.spans[3:])
+    assert read_recorded(replace(ASYNC, spans=spans)).shares == read_recorded(ASYNC).shares
 
 
 CUT = log_of(
@@ -113,10 +124,10 @@ CUT = log_of(
 def test_a_cancelled_minibatch_is_known_to_have_been_cut_off() -> None:
     first, second = read_recorded(CUT).learners
     assert first.cancelled == (False, False, True) and second.cancelled == (True, False, False)
-    assert second.share_cancelled == pytest.approx(1 / 3)
+    assert sum(second.cancelled) / len(second.cancelled) == pytest.approx(1 / 3)
     assert second.back_s.tolist() == [0.0, 0.5, 0.0]  # from the word that came with the cancelling
-    shares = read_recorded(CUT).shares
-    assert shares.waste == pytest.approx(
+    shares = read_recorded(CUT)
+    assert shares.waste_share == pytest.approx(
         (1.25 + 5.0 + 3.25) / 18.0
     )  # both that were cancelled, and the one that was late
 
@@ -241,7 +252,7 @@ def test_times_come_in_their_order_and_begin_again_and_copies_begin_elsewhere() 
     rows = [np.array([1.0, 2.0, 3.0, 4.0, 5.0]), np.array([7.0, 8.0])]
     recorded = Recorded(
         learners=tuple(Computed(row * 0, row, (False,) * len(row), row / 10) for row in rows),
-        numbers=(0, 1), there_s=0.0, active_s=1.0, stretches=1, shares=read_recorded(ASYNC).shares, reduces=False,
+        numbers=(0, 1), there_s=0.0, active_s=1.0, stretches=1, wait_share=0.0, waste_share=0.0, reduces=False,
     )  # fmt: skip
     at = law_of(recorded).at
     assert at is not None

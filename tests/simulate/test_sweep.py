@@ -15,7 +15,7 @@ from offbeat.policies import create
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.compute import SlowPeriods, parse_law
 from offbeat.simulate.setup import Setup
-from offbeat.simulate.theory import Times, alone_s, expected_update, harmonic
+from offbeat.simulate.sweep import alone_s, expected_update, harmonic, times_of
 
 
 def sweep(capsys: pytest.CaptureFixture[str], line: str) -> dict[str, Any]:
@@ -36,19 +36,19 @@ def sweep(capsys: pytest.CaptureFixture[str], line: str) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_the_mean_of_the_kth_of_p_is_the_published_one(law: str, k: int, p: int, seconds: float) -> None:
-    assert Times(parse_law(law)).kth_s(k, p) == pytest.approx(seconds, abs=6e-5)
+    assert times_of(parse_law(law)).kth_s(k, p) == pytest.approx(seconds, abs=6e-5)
 
 
 @pytest.mark.parametrize(("law", "same"), [("weibull:1,1", "exp:1"), ("gamma:1,1", "exp:1"), ("lognormal:2,0.001", "")])
 def test_a_law_without_a_closed_form_is_summed_over_its_quantiles(law: str, same: str) -> None:
     for k, p in ((1, 8), (5, 8), (8, 8), (64, 64)):
-        known = Times(parse_law(same)).kth_s(k, p) if same else 2.0
-        assert Times(parse_law(law)).kth_s(k, p) == pytest.approx(known, rel=0.005)
+        known = times_of(parse_law(same)).kth_s(k, p) if same else 2.0
+        assert times_of(parse_law(law)).kth_s(k, p) == pytest.approx(known, rel=0.005)
 
 
 def test_an_infinite_mean_of_the_slowest_is_said_to_be_infinite() -> None:
-    assert Times(parse_law("pareto:1,1")).kth_s(4, 4) == math.inf
-    assert Times(parse_law("pareto:1,1")).kth_s(3, 4) == pytest.approx(4)
+    assert times_of(parse_law("pareto:1,1")).kth_s(4, 4) == math.inf
+    assert times_of(parse_law("pareto:1,1")).kth_s(3, 4) == pytest.approx(4)
 
 
 def of(strategy: str, law: str, learners: int = 8, **machines: Any) -> float | None:
@@ -74,7 +74,7 @@ def test_every_policy_says_its_own_theory_and_no_more_than_is_known() -> None:
     assert [of(line, "shifted-exp:1,1") for line in unknown] == [None] * len(unknown)
     assert of("async", "exp:1", speeds=(0.5,)) is None  # learners that are not alike
     assert of("full-sync", "pareto:1,1") is None  # infinite
-    assert create("full-sync", expect=4).expected_update(4, Times(parse_law("exp:1"))) is not None
+    assert create("full-sync", expect=4).expected_update(4, times_of(parse_law("exp:1"))) is not None
 
 
 def test_t1_is_the_mean_with_what_slow_periods_add() -> None:

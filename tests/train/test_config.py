@@ -49,8 +49,8 @@ STUBS = {
 @pytest.fixture(autouse=True)
 def stubs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The table of recipes is another file's; here it holds two."""
-    monkeypatch.setattr(config_files, "built_in", lambda: STUBS)
-    monkeypatch.setattr(recipes_command, "built_in", lambda: STUBS)
+    monkeypatch.setattr(config_files, "RECIPES", STUBS)
+    monkeypatch.setattr(recipes_command, "RECIPES", STUBS)
 
 
 @pytest.fixture(autouse=True)
@@ -293,7 +293,7 @@ def parse(line: str) -> dict[str, str | list[str]]:
         found.update(arguments.given(namespace))
 
     found: dict[str, str | list[str]] = {}
-    command = Command(summary="", about="", examples=(), arguments=arguments.add_arguments, run=show)
+    command = Command(summary="", about="", examples=(), sections=arguments.SECTIONS, run=show)
     command.run(cli._parse("train", command, line.split()))
     return found
 

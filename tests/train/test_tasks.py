@@ -193,7 +193,7 @@ def test_every_recipe_names_what_there_is(name: str, monkeypatch: pytest.MonkeyP
     assert recipe.name == recipe.config.name == name
     assert "\n" not in recipe.summary
     few = tasks.Loaded(*(Tensors(torch.rand(2, 1, 28, 28), torch.arange(2)),) * 2, (1, 28, 28), 10)
-    monkeypatch.setitem(tasks.DATA, "fashion-mnist", tasks.DATA["fashion-mnist"]._replace(load=lambda: few))
+    monkeypatch.setitem(tasks.DATA, "fashion-mnist", tasks.DATA["fashion-mnist"]._replace(build=lambda: few))
     task = task_of(recipe.config)
     if not name.startswith("synthetic"):
         check(task)

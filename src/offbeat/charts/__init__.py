@@ -1,8 +1,8 @@
 """Charts as SVG, drawn in one place: for files that stand alone, and for pages, whose script adds hovering and zoom."""
 
-from offbeat.charts.bar_chart import BarChart, Bars
+from offbeat.charts.axes import Figure
+from offbeat.charts.bar_chart import BarChart, Bars, ShareChart
 from offbeat.charts.labelled_lines import Line, Run, line_chart
 from offbeat.charts.line_chart import LineChart, Series
-from offbeat.charts.share_chart import ShareChart
 
-__all__ = ["BarChart", "Bars", "Line", "LineChart", "Run", "Series", "ShareChart", "line_chart"]
+__all__ = ["BarChart", "Bars", "Figure", "Line", "LineChart", "Run", "Series", "ShareChart", "line_chart"]

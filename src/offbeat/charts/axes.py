@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from offbeat.charts.svg import AXIS, GRID, INK, SOFT, fit, group, label, place, stroke, text_width
@@ -17,7 +18,16 @@ LARGE, SMALL = 1e100, 1e-100  # beyond these a number is drawn as infinite, or a
 TICK_SIZE, LABEL_SIZE = 13, 14  # of fonts
 
 
-class Tick(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """What a page shows under a title, with a note below; `key` names it."""
+
+    key: str
+    title: str
+    note: str = ""
+
+
+class AxisTick(NamedTuple):
     value: float
     text: str
 
@@ -87,13 +97,13 @@ def round_text(value: float, form: Form) -> str:
     return format_value(value, form).replace(".0 ", " ")
 
 
-def ticks_of(scale: Scale, form: Form, most: float, *, whole: bool = False) -> list[Tick]:
+def ticks_of(scale: Scale, form: Form, most: float, *, whole: bool = False) -> list[AxisTick]:
     return (
         log_ticks(form, scale.low, scale.high) if scale.log else linear_ticks(form, scale.low, scale.high, most, whole)
     )
 
 
-def linear_ticks(form: Form, low: float, high: float, most: float, whole: bool = False) -> list[Tick]:
+def linear_ticks(form: Form, low: float, high: float, most: float, whole: bool = False) -> list[AxisTick]:
     """At most about so many round numbers, in the largest unit that does not need many digits."""
     share = form.endswith("percent")
     plain = Unit(0, 0.01 if share else 1, " %" if share else "×" if form == "times" else "")
@@ -108,7 +118,7 @@ def linear_ticks(form: Form, low: float, high: float, most: float, whole: bool =
     for number in range(math.ceil(low / unit.size / step - 1e-9), math.floor(high / unit.size / step + 1e-9) + 1):
         value = number * step
         text = format_value(value, "number") if decimals > 9 else format_fixed(value, decimals)
-        ticks.append(Tick(value * unit.size, text + name if number else "0" if form in UNITS else "0" + name))
+        ticks.append(AxisTick(value * unit.size, text + name if number else "0" if form in UNITS else "0" + name))
     return ticks
 
 
@@ -122,7 +132,7 @@ def _decimals(step: float) -> int:
     return max(0, -math.floor(math.log10(step) + 1e-9))
 
 
-def log_ticks(form: Form, low: float, high: float) -> list[Tick]:
+def log_ticks(form: Form, low: float, high: float) -> list[AxisTick]:
     """1, 2, 5, 10 ... where they fit; finer on a short axis, whole powers of ten on a long one."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     few = powers[:: math.ceil(len(powers) / 8)]
@@ -132,19 +142,19 @@ def log_ticks(form: Form, low: float, high: float) -> list[Tick]:
         if least <= len(values) <= 10:
             if form == "percent" and values[-1] < 0.9 <= high:
                 values.append(0.9)  # the error of guessing one of ten
-            return [Tick(value, round_text(value, form)) for value in values]
+            return [AxisTick(value, round_text(value, form)) for value in values]
     return linear_ticks(form, low, high, 7)
 
 
 # --- the frame ------------------------------------------------------------------------------------------------------
 
 
-def left_of(ticks: Sequence[Tick]) -> float:
+def left_of(ticks: Sequence[AxisTick]) -> float:
     """Where a plot begins, right of the texts of its y axis."""
     return 18 + max((text_width(tick.text, TICK_SIZE) for tick in ticks), default=0.0)
 
 
-def draw_y_axis(y: Scale, ticks: Sequence[Tick], left: float, right: float, y_label: str) -> str:
+def draw_y_axis(y: Scale, ticks: Sequence[AxisTick], left: float, right: float, y_label: str) -> str:
     """Grid and numbers, and above them what they are numbers of."""
     grid = [stroke((left, y(tick.value)), (right, y(tick.value))) for tick in ticks]
     texts = [label(left - 9, y(tick.value), tick.text, TICK_SIZE, text_anchor="end") for tick in ticks]
@@ -156,7 +166,7 @@ def draw_y_axis(y: Scale, ticks: Sequence[Tick], left: float, right: float, y_la
     )
 
 
-def draw_x_axis(x: Scale, ticks: Sequence[Tick], bottom: float, right: float, x_label: str) -> str:
+def draw_x_axis(x: Scale, ticks: Sequence[AxisTick], bottom: float, right: float, x_label: str) -> str:
     """The line below the plot, its numbers, and what they are numbers of. No number leaves the picture."""
     marks = [stroke((x(tick.value), bottom), (x(tick.value), bottom + 5)) for tick in ticks]
     texts = []

@@ -89,8 +89,6 @@ class _Curve(NamedTuple):
     mark: Point | None
     note: str  # why there is nothing to see
     colour: str
-    ink: str
-    dash: str | None
     text: str  # what the label says
 
 
@@ -122,18 +120,6 @@ class _Target(NamedTuple):
     box: _Box
 
 
-class _Plot(NamedTuple):
-    """Everything that is decided before something is drawn."""
-
-    x: Scale
-    y: Scale
-    curves: list[_Curve]
-    labels: list[_Label]
-    form: Form
-    target: _Target | None
-    height: int
-
-
 def line_chart(
     lines: Sequence[Line],
     *,
@@ -152,19 +138,39 @@ def line_chart(
     or at `x_max`. A target without a label is called by its value. Raises RequestError if there is nothing to draw.
     """
     title, subtitle, x_label, y_label = (clean(text) for text in (title, subtitle, x_label, y_label))
-    top = 30.0 + (26 if title else 0) + (20 if subtitle else 0)
-    plot = _decide(lines, top, target, clean(target_label), log_y, x_max)
+    if not lines:
+        raise RequestError("a chart needs at least one line, but there is none; give the results of at least one run")
+    if x_max is not None and not abs(x_max) < LARGE:
+        raise RequestError(f"x_max is {x_max:g}; it must be a finite number, below {LARGE:g}")
+    curves = [_read(number, line, x_max) for number, line in enumerate(lines)]
+    seen = [point for curve in curves for run in curve.runs for point in run if x_max is None or point[0] <= x_max]
+    if not seen:
+        where = "" if x_max is None else f" up to x_max = {x_max:g}"
+        raise RequestError(f"none of the {len(lines)} lines has a finite point{where}, so there is nothing to draw")
+    goal = None if target is None or math.isnan(target) else bounded(target)
+    seen += [curve.mark for curve in curves if curve.mark]
+    values = [y for _, y in seen] + ([] if goal is None else [goal])
+    form: Form = "percent" if log_y and all(y <= 1 for y in values if y < LARGE) else "number"
+    height = HEIGHT + ROW * max(0, len(curves) - ROWS)
+    low, high = log_range(values) if log_y else linear_range(values, 0.04)
+    y = Scale(low, high, height - 60, 30.0 + (26 if title else 0) + (20 if subtitle else 0), log_y)
+    y_ticks = ticks_of(y, form, Y_TICKS)
+    target_text = clean(target_label) or ("" if goal is None else f"target {round_text(goal, form)}")
+    span = linear_range([x for x, _ in seen], 0.0, x_max)
+    x, labels, aim = _arrange(curves, y, left_of(y_ticks) + 8, span, goal, target_text)
+
     about = f"{y_label or 'y'} against {x_label or 'x'}"
     heading = label(28, 28, fit(title, TITLE_SIZE, WIDTH - 56), TITLE_SIZE, fill=INK, font_weight=600)
     heading += label(28, 52 if title else 28, fit(subtitle, LABEL_SIZE, WIDTH - 56), LABEL_SIZE, fill=SOFT)
-    x_axis = draw_x_axis(plot.x, ticks_of(plot.x, "number", X_TICKS), plot.y.first, plot.x.last + GAP, x_label)
-    y_axis = draw_y_axis(plot.y, ticks_of(plot.y, plot.form, Y_TICKS), plot.x.first, plot.x.last, y_label)
+    x_axis = draw_x_axis(x, ticks_of(x, "number", X_TICKS), y.first, x.last + GAP, x_label)
+    y_axis = draw_y_axis(y, y_ticks, x.first, x.last, y_label)
+    description = html.escape(_describe(curves, aim, form, about))
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{plot.height}" '
-        f'viewBox="0 0 {WIDTH} {plot.height}" role="img" font-family="{FONT}">\n'
-        f"{element('title', html.escape(title or about))}{element('desc', html.escape(_describe(plot, about)))}"
-        f"{element('rect', width=WIDTH, height=plot.height, fill='#ffffff')}"
-        f"{group('heading', heading)}{y_axis}{x_axis}{_curves(plot)}{_labels(plot)}</svg>\n"
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
+        f'viewBox="0 0 {WIDTH} {height}" role="img" font-family="{FONT}">\n'
+        f"{element('title', html.escape(title or about))}{element('desc', description)}"
+        f"{element('rect', width=WIDTH, height=height, fill='#ffffff')}{group('heading', heading)}{y_axis}{x_axis}"
+        f"{_draw_curves(curves, x, y, aim)}{_draw_labels(curves, labels, x, y, aim)}</svg>\n"
     )
 
 
@@ -206,10 +212,8 @@ def _read(number: int, line: Line, x_max: float | None) -> _Curve:
     mark = line.mark and (bounded(line.mark[0]), bounded(line.mark[1]))
     if mark and (math.isnan(mark[1]) or not -LARGE < mark[0] <= min(end, LARGE / 2)):
         mark = None
-    colour, ink = COLOURS[number % len(COLOURS)], SOFT if note else INKS[number % len(INKS)]
-    dash = DASHES[(number + number // len(COLOURS)) % len(DASHES)]
     text = shorten(name, LETTERS) + (f" ({note})" if note else "")
-    return _Curve(number, name, seen, bold, path, mark, note, colour, ink, dash, text)
+    return _Curve(number, name, seen, bold, path, mark, note, COLOURS[number % len(COLOURS)], text)
 
 
 def _cut(run: Run, end: float) -> Run:
@@ -221,31 +225,13 @@ def _cut(run: Run, end: float) -> Run:
 # --- where things are -----------------------------------------------------------------------------------------
 
 
-def _decide(
-    lines: Sequence[Line], top: float, target: float | None, target_label: str, log_y: bool, x_max: float | None
-) -> _Plot:
-    if not lines:
-        raise RequestError("a chart needs at least one line, but there is none; give the results of at least one run")
-    if x_max is not None and not abs(x_max) < LARGE:
-        raise RequestError(f"x_max is {x_max:g}; it must be a finite number, below {LARGE:g}")
-    curves = [_read(number, line, x_max) for number, line in enumerate(lines)]
-    seen = [point for curve in curves for run in curve.runs for point in run if x_max is None or point[0] <= x_max]
-    if not seen:
-        where = "" if x_max is None else f" up to x_max = {x_max:g}"
-        raise RequestError(f"none of the {len(lines)} lines has a finite point{where}, so there is nothing to draw")
-    goal = None if target is None or math.isnan(target) else bounded(target)
-    seen += [curve.mark for curve in curves if curve.mark]
-    values = [y for _, y in seen] + ([] if goal is None else [goal])
-    form: Form = "percent" if log_y and all(y <= 1 for y in values if y < LARGE) else "number"
-    height = HEIGHT + ROW * max(0, len(curves) - ROWS)
-    low, high = log_range(values) if log_y else linear_range(values, 0.04)
-    y = Scale(low, high, height - 60, top, log_y)
-    left = left_of(ticks_of(y, form, Y_TICKS)) + 8
-    target_text = target_label or ("" if goal is None else f"target {round_text(goal, form)}")
-
+def _arrange(
+    curves: Sequence[_Curve], y: Scale, left: float, span: tuple[float, float], goal: float | None, target_text: str
+) -> tuple[Scale, list[_Label], _Target | None]:
+    """The x axis, the labels of the curves, and the target."""
     crowded: set[int] = set()  # the curves for whose label there was no room inside the plot
     while True:
-        x, beside = _widest(curves, left, linear_range([x for x, _ in seen], 0.0, x_max), crowded)
+        x, beside = _widest(curves, left, span, crowded)
         dots = [dot for curve in curves for dot in _dots(thin(_pixels(curve.bold, x, y), MIDDLE, POINTS))]
         dots += [(x(c.mark[0]) + dx, y.inside(c.mark[1])) for c in curves if c.mark for dx in (-6, 0, 6)]
         aim = None if goal is None else _aim(target_text, x, y, y.inside(goal), dots)
@@ -254,8 +240,7 @@ def _decide(
         labels, failed = _inside([c for c in curves if c.number not in beside], x, y, dots, aim)
         if not failed:
             labels += _column([curve for curve in curves if curve.number in beside], x, y)
-            labels.sort(key=lambda label: label.curve.number)
-            return _Plot(x, y, curves, labels, form, aim, height)
+            return x, sorted(labels, key=lambda label: label.curve.number), aim
         crowded |= failed
 
 
@@ -311,18 +296,15 @@ def _inside(
     for end, curve in sorted((_pixels(curve.path, x, y)[-1], curve) for curve in curves):
         width = text_width(curve.text, LABEL_SIZE)
         near = [dot for dot in dots if end[0] < dot[0] < end[0] + GAP + width + 6]
-        best: tuple[float, float, _Box] | None = None
+        places: list[tuple[float, float, _Box]] = []
         for move in range(-120, 121, 3):
             left, at = end[0] + (GAP if abs(move) > NUDGE else 9), end[1] + move
             box = _Box(left - 3, at - ROW / 2, left + width, at + ROW / 2)
-            if not y.last <= at <= y.first - ROW / 2 or any(box.meets(other) for other in taken):
-                continue
-            hidden = sum(box.left < dot[0] < box.right and box.top - 1 < dot[1] < box.bottom + 1 for dot in near)
-            cost = abs(move) + (10 if abs(move) > NUDGE else 0) + 4 * hidden
-            if best is None or cost < best[0]:
-                best = cost, left, box
-        if best:
-            _, left, box = best
+            if y.last <= at <= y.first - ROW / 2 and not any(box.meets(other) for other in taken):
+                hidden = sum(box.left < dot[0] < box.right and box.top - 1 < dot[1] < box.bottom + 1 for dot in near)
+                places.append((abs(move) + (10 if abs(move) > NUDGE else 0) + 4 * hidden, left, box))
+        if places:
+            _, left, box = min(places, key=lambda place: place[0])
             taken.append(box)
             labels.append(_Label(curve, left, (box.top + box.bottom) / 2, end))
         else:
@@ -366,20 +348,22 @@ def _dots(points: Sequence[Point]) -> list[Point]:
 # --- drawing --------------------------------------------------------------------------------------------------
 
 
-def _curves(plot: _Plot) -> str:
-    x, y = plot.x, plot.y
+def _draw_curves(curves: Sequence[_Curve], x: Scale, y: Scale, aim: _Target | None) -> str:
     runs = [
         _line(thin(_pixels(run, x, y), EXTREMES, POINTS), stroke=curve.colour)
-        for curve in plot.curves
+        for curve in curves
         if len(curve.runs) > 1 or len(curve.bold) > POINTS
         for run in curve.runs
     ]
     bold = [
-        _line(thin(_pixels(curve.bold, x, y), MIDDLE, POINTS), stroke=curve.colour, stroke_dasharray=curve.dash)
-        for curve in plot.curves
+        _line(
+            thin(_pixels(curve.bold, x, y), MIDDLE, POINTS),
+            stroke=curve.colour,
+            stroke_dasharray=DASHES[(curve.number + curve.number // len(COLOURS)) % len(DASHES)],
+        )
+        for curve in curves
         if curve.bold
     ]
-    aim = plot.target
     dashed = [stroke((x.first, aim.y), (x.last, aim.y), stroke=SOFT, stroke_dasharray="5 4")] if aim else []
     drawn = group("runs", *runs, stroke_width=1, stroke_opacity=0.3) + group("medians", *bold, stroke_width=2.4)
     # Charts may be put into one page: the name of the clip path must be this chart's own.
@@ -389,25 +373,25 @@ def _curves(plot: _Plot) -> str:
     return element("clipPath", frame, id=name) + group("target", *dashed) + clipped
 
 
-def _labels(plot: _Plot) -> str:
+def _draw_labels(curves: Sequence[_Curve], labels: Sequence[_Label], x: Scale, y: Scale, aim: _Target | None) -> str:
     """What stands on the curves: leaders, marks, and the names with a white rim that keeps them legible."""
     leaders, names = [], []
-    for one in plot.labels:
-        curve, (x, y) = one.curve, one.end
+    for one in labels:
+        curve, (right, height) = one.curve, one.end
         if not curve.note:
-            elbow = (max(x, min(plot.x.last, one.x - GAP)), y)
-            path = [(x, y), elbow, (one.x - 8, one.y), (one.x - 4, one.y)]
-            leaders += [_line(path, stroke=curve.colour)] if one.x - x >= GAP else []
-            leaders.append(element("circle", cx=x, cy=y, r=2.6, fill=curve.colour, stroke="none"))
+            elbow = (max(right, min(x.last, one.x - GAP)), height)
+            path = [one.end, elbow, (one.x - 8, one.y), (one.x - 4, one.y)]
+            leaders += [_line(path, stroke=curve.colour)] if one.x - right >= GAP else []
+            leaders.append(element("circle", cx=right, cy=height, r=2.6, fill=curve.colour, stroke="none"))
         whole = curve.label if len(curve.label) > LETTERS else ""
-        names.append(label(one.x, one.y, curve.text, LABEL_SIZE, whole, fill=curve.ink))
+        ink = SOFT if curve.note else INKS[curve.number % len(INKS)]
+        names.append(label(one.x, one.y, curve.text, LABEL_SIZE, whole, fill=ink))
     marks = [
-        element("circle", cx=plot.x(curve.mark[0]), cy=plot.y.inside(curve.mark[1]), r=5.5, fill=curve.colour)
-        for curve in plot.curves
+        element("circle", cx=x(curve.mark[0]), cy=y.inside(curve.mark[1]), r=5.5, fill=curve.colour)
+        for curve in curves
         if curve.mark
     ]
     rim = {"stroke": "#ffffff", "stroke_width": 3, "stroke_linejoin": "round", "paint_order": "stroke"}
-    aim = plot.target
     goal = [label(aim.box.left, (aim.box.top + aim.box.bottom) / 2, aim.text, TICK_SIZE, fill=SOFT)] if aim else []
     return (
         group("leaders", *leaders, fill="none", stroke_width=1, stroke_opacity=0.8)
@@ -417,13 +401,13 @@ def _labels(plot: _Plot) -> str:
     )
 
 
-def _describe(plot: _Plot, about: str) -> str:
+def _describe(curves: Sequence[_Curve], aim: _Target | None, form: Form, about: str) -> str:
     """The picture in words, for those who do not see it."""
-    parts = [f"Line chart of {about}."] + ([f"Dashed line: {plot.target.text}."] if plot.target else [])
-    for curve in plot.curves:
+    parts = [f"Line chart of {about}."] + ([f"Dashed line: {aim.text}."] if aim else [])
+    for curve in curves:
         x, y = (math.nan, math.nan) if curve.note else curve.path[-1]
         mark = f", marked at x = {curve.mark[0]:.4g}" if curve.mark else ""
-        parts.append(f"{curve.label}: {curve.note or f'{round_text(y, plot.form)} at x = {x:.4g}{mark}'}.")
+        parts.append(f"{curve.label}: {curve.note or f'{round_text(y, form)} at x = {x:.4g}{mark}'}.")
     return " ".join(parts)
 
 

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 from offbeat.charts.axes import (
     TICK_SIZE,
+    Figure,
     Scale,
     draw_x_axis,
     draw_y_axis,
@@ -51,11 +52,9 @@ class Series(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LineChart:
+class LineChart(Figure):
     """Lines or dots over numbers. `levels` are horizontal lines with a text, like a target."""
 
-    key: str
-    title: str
     x_label: str
     y_label: str
     series: tuple[Series, ...]
@@ -64,7 +63,6 @@ class LineChart:
     y_log: bool = False
     from_zero: bool = True  # whether the y axis begins at 0
     levels: tuple[tuple[float, str], ...] = ()
-    note: str = ""
 
 
 class LegendEntry(NamedTuple):
@@ -85,15 +83,15 @@ def colour_class(number: int) -> str:
 def mark(number: int, x: float, y: float, radius: float) -> str:
     """A path around a place: `M` to it, all else relative."""
     corners = _CORNERS[number % len(_CORNERS)]
-    steps = [f"{place(dx * radius)} {place(dy * radius)}" for dx, dy in _relative(corners)]
+    before = [(0.0, 0.0), *corners]
+    steps = [
+        f"{place((dx - x0) * radius)} {place((dy - y0) * radius)}"
+        for (dx, dy), (x0, y0) in zip(corners, before, strict=False)
+    ]
     half = f"a{radius:g} {radius:g} 0 1 0 "
     circle = f"m{-radius:g} 0{half}{2 * radius:g} 0{half}{-2 * radius:g} 0"
     shape = f"m{steps[0]}l{' '.join(steps[1:])}" if steps else circle
     return f"M{place(x)} {place(y)}{shape}Z"
-
-
-def _relative(corners: Sequence[Point]) -> list[Point]:
-    return [(x - x0, y - y0) for (x, y), (x0, y0) in zip(corners, [(0.0, 0.0), *corners], strict=False)]
 
 
 def line_legend(chart: LineChart) -> list[LegendEntry]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from typing import Any, Protocol
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from offbeat.collectives.sync import Patience
-from offbeat.collectives.tensors import Flat
 from offbeat.errors import RequestError
 from offbeat.schedules import Schedule, Transfer, build, verify
+from offbeat.schedules.ir import chunk_sizes
 from offbeat.schedules.projection import Program, project
 
 Into = Callable[[Tensor, Tensor], object]  # (mine, theirs): theirs goes into mine
@@ -30,8 +30,7 @@ DTYPES = (
 _DTYPE_NUMBER = {dtype: number for number, dtype in enumerate(DTYPES)}
 
 
-def copy(mine: Tensor, theirs: Tensor) -> None:
-    mine.copy_(theirs)
+copy: Into = Tensor.copy_
 
 
 def _minimum(mine: Tensor, theirs: Tensor) -> None:
@@ -72,10 +71,8 @@ def check_reduction(name: str, dtype: torch.dtype) -> Into:
 
 def mean_of(total: Tensor, ranks: int) -> None:
     """What is left of a mean when the sum is there."""
-    if total.is_floating_point() or total.is_complex():
-        total.div_(ranks)
-    else:
-        total.div_(ranks, rounding_mode="trunc")
+    whole_numbers = not (total.is_floating_point() or total.is_complex())
+    total.div_(ranks, rounding_mode="trunc" if whole_numbers else None)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -126,32 +123,30 @@ def describe(what: int, items: int) -> str:
 
 
 class Plan:
-    """A schedule that was proved, and what its ranks do of it. Plans are compared by identity."""
+    """A schedule that was proved. Plans are compared by identity."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        self.name = f"{schedule.name} {schedule.collective} {schedule.ranks} {schedule.root}"
-        self.way = zlib.crc32(self.name.encode())  # two ranks that go different ways notice
-        self._programs: dict[int, Program] = {}
-        self._exposed: dict[int, tuple[int, ...]] = {}
+        name = f"{schedule.name} {schedule.collective} {schedule.ranks} {schedule.root}"
+        self.way = zlib.crc32(name.encode())  # two ranks that go different ways notice
 
-    def program(self, rank: int) -> Program:
-        if rank not in self._programs:
-            self._programs[rank] = project(self.schedule, rank)
-        return self._programs[rank]
 
-    def exposed(self, rank: int) -> tuple[int, ...]:
-        """The chunks that others read from a rank."""
-        if rank not in self._exposed:
-            table = self.schedule.steps.table
-            self._exposed[rank] = tuple(sorted(set(table[table[:, 0] == rank, 2].tolist())))
-        return self._exposed[rank]
+@cache
+def program_of(way: Plan, rank: int) -> Program:
+    """What a rank does of a plan."""
+    return project(way.schedule, rank)
+
+
+@cache
+def exposed_by(way: Plan, rank: int) -> tuple[int, ...]:
+    """The chunks that others read from a rank."""
+    table = way.schedule.steps.table
+    return tuple(sorted(set(table[table[:, 0] == rank, 2].tolist())))
 
 
 @cache
 def plan(line: str, collective: str, ranks: int, root: int = 0) -> Plan:
     """The plan of a line. What the table of algorithms does not have is one step: everybody to the root, or back."""
-    steps: list[list[Transfer]]
     if collective in ("gather", "scatter"):
         others = [rank for rank in range(ranks) if rank != root]
         gather = collective == "gather"
@@ -164,10 +159,75 @@ def plan(line: str, collective: str, ranks: int, root: int = 0) -> Plan:
     return Plan(schedule)
 
 
-@lru_cache(1024)
-def cut(items: int, chunks: int) -> tuple[int, ...]:
-    """The sizes of the chunks of a vector, as every schedule cuts it."""
-    return tuple((c + 1) * items // chunks - c * items // chunks for c in range(chunks))
+cut = lru_cache(1024)(chunk_sizes)  # as every schedule cuts a vector
+
+
+# --- the caller's tensors as flat ones, whatever their shape, strides or device ---------------------------------------
+
+
+class Flat:
+    """A flat tensor that is the caller's memory, or, where that is not in one piece, a copy of it.
+
+    `load()` brings the caller's values into a copy, `back()` a copy's values to the caller. Both are for when the call
+    is run, not for when it is made: a call before it may still change the tensor.
+    """
+
+    __slots__ = ("_target", "tensor")
+
+    def __init__(self, tensor: Tensor, target: Tensor | None = None) -> None:
+        self.tensor = tensor
+        self._target = target
+
+    def load(self) -> None:
+        if self._target is not None:
+            self._shaped(self._target).copy_(self._target)
+
+    def back(self) -> None:
+        if self._target is not None:
+            self._target.copy_(self._shaped(self._target))
+
+    def _shaped(self, like: Tensor) -> Tensor:
+        typed = self.tensor if self.tensor.dtype == like.dtype else self.tensor.view(like.dtype)
+        return typed.view(like.shape)
+
+
+def flat_of(tensor: Tensor, *, on_cpu: bool = False, apart: bool = False, written: bool = False) -> Flat:
+    """Flat, of the same type. `on_cpu` makes a copy of a GPU's tensor, `apart` of any.
+
+    A tensor that is to be `written` must have a place for each of its items.
+    """
+    tensor = _plain(tensor)
+    if written and any(step == 0 and side > 1 for step, side in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise RequestError("a tensor whose items share their memory (an expanded one) cannot be written to")
+    here = not apart and (not on_cpu or tensor.device.type == "cpu")
+    if here and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        # An alias past autograd: the caller may reduce a leaf, or an inference tensor, in place.
+        return Flat(_alias(tensor, (tensor.numel(),), (1,)))
+    device = "cpu" if on_cpu else tensor.device
+    with torch.inference_mode(False):
+        return Flat(torch.empty(tensor.numel(), dtype=tensor.dtype, device=device), tensor)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Without autograd; an inference tensor as an ordinary one, since another thread may have to write to it."""
+    return _alias(tensor, tensor.shape, tensor.stride()) if tensor.is_inference() else tensor.detach()
+
+
+def _alias(tensor: Tensor, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
+    with torch.inference_mode(False):
+        alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tuple(shape), tuple(stride))
+
+
+def bytes_of(tensor: Tensor, *, apart: bool = False, written: bool = False) -> Flat:
+    """As bytes, for what is only moved: any type of item will do."""
+    flat = flat_of(tensor, apart=apart, written=written)
+    with torch.inference_mode(False):
+        flat.tensor = flat.tensor.view(torch.uint8)
+    return flat
+
+
+# --- the seam ---------------------------------------------------------------------------------------------------------
 
 
 class Runner(Protocol):

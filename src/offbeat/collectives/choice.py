@@ -44,12 +44,11 @@ def check(line: str, ranks: int) -> str:
 class Choice:
     """The way of each all-reduce of a group."""
 
-    def __init__(self, line: str, ranks: int) -> None:
+    def __init__(self, line: str, ranks: int, figures: Figures | None = None) -> None:
         self.line = check(line, ranks)
-        self.figures: Figures | None = None
+        self.figures = figures
         self._ranks = ranks
         self._by_size: dict[int, list[tuple[float, str]]] = {}
-        self._plans: dict[int, Plan] = {}
 
     def needs_figures(self) -> bool:
         return self.line == AUTO and self.figures is None and 1 < self._ranks <= _MOST_PRICED
@@ -58,11 +57,8 @@ class Choice:
         """The plan for a vector of so many bytes."""
         if self.line != AUTO:
             return plan(self.line, "all-reduce", self._ranks)
-        size = size_bytes.bit_length()
-        if size not in self._plans:
-            ranked = self._ranked(size_bytes)
-            self._plans[size] = plan(ranked[0][1] if ranked else "direct", "all-reduce", self._ranks)
-        return self._plans[size]
+        ranked = self._ranked(size_bytes)
+        return plan(ranked[0][1] if ranked else "direct", "all-reduce", self._ranks)
 
     def why(self, size_bytes: int) -> str:
         """In words: what was chosen for this size, and what the others would have cost."""
@@ -84,8 +80,6 @@ class Choice:
                 ranks=self._ranks,
             )
             typical = max(1, 3 << size >> 2)  # the middle between two powers of two, so that all of them choose alike
-            lines = auto_lines()
-            prices = [price(build(line, ranks=self._ranks), host, typical).seconds for line in lines]
-            order = sorted(range(len(lines)), key=lambda i: prices[i])  # of equal ones the first
-            self._by_size[size] = [(prices[i], lines[i]) for i in order]
+            prices = [(price(build(line, ranks=self._ranks), host, typical).seconds, line) for line in auto_lines()]
+            self._by_size[size] = sorted(prices, key=lambda priced: priced[0])  # of equal ones the first
         return self._by_size[size]

@@ -33,6 +33,13 @@ def first_tensor(arguments: Any) -> Tensor | None:
     return None
 
 
+def nccl_backend(store: Any, rank: int, ranks: int, timeout: timedelta) -> Any:
+    """NCCL, as torch has it."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, ranks, options)
+
+
 class Gpus:
     """What the ranks of a group do with tensors that are on a GPU. Agreed on when the first one comes."""
 
@@ -61,19 +68,14 @@ class Gpus:
             raise OffbeatError("not all ranks of the group have come with a tensor on a GPU") from None
         gpus = [bytes(self._store.get(key)) for key in keys]
         if len(set(gpus)) == len(gpus) and dist.is_nccl_available():
-            store = PrefixStore("nccl", self._store)
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timedelta(seconds=transport.timeout_s)
-            self._nccl = dist.ProcessGroupNCCL(store, transport.rank, transport.ranks, options)
+            timeout = timedelta(seconds=transport.timeout_s)
+            self._nccl = nccl_backend(self._store, transport.rank, transport.ranks, timeout)
         else:
-            self._pin()
-
-    def _pin(self) -> None:
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call] # torch's
-        for side in self._transport.sides:
-            segment = side.segment
-            if int(runtime.cudaHostRegister(segment.address, segment.size_bytes, 0)) == 0:
-                self._pinned.append(segment.address)
+            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call] # torch's
+            for side in transport.sides:
+                segment = side.segment
+                if int(runtime.cudaHostRegister(segment.address, segment.size_bytes, 0)) == 0:
+                    self._pinned.append(segment.address)
 
     def staged(self, job: Job, device: torch.device) -> Job:
         """A job that starts when the caller's kernels are done, and ends when its own copies are."""

@@ -91,11 +91,6 @@ def create(size_bytes: int, what: str) -> tuple[Segment, int]:
         raise OffbeatError(f"{what} needs {format_size(size_bytes)} of shared memory: {error.strerror}") from None
 
 
-def close(descriptor: int) -> None:
-    """Of a segment that was created: the mapping stays."""
-    os.close(descriptor)
-
-
 def receive(descriptor: int, size_bytes: int, *, sealed: bool) -> Segment:
     """Map what a peer sent, and close its descriptor. Refused unless it really is so large and stays so."""
     try:
@@ -110,11 +105,8 @@ def receive(descriptor: int, size_bytes: int, *, sealed: bool) -> Segment:
 
 def free_bytes() -> int | None:
     """What this process may still take: of the machine, and of its control group. None where nobody says."""
-    limits = []
-    meminfo = _read("/proc/meminfo")
-    for line in meminfo.splitlines():
-        if line.startswith("MemAvailable:"):
-            limits.append(int(line.split()[1]) * 1024)
+    meminfo = _read("/proc/meminfo").splitlines()
+    limits = [int(line.split()[1]) * 1024 for line in meminfo if line.startswith("MemAvailable:")]
     for limit, used in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
         ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),

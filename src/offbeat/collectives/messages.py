@@ -10,23 +10,21 @@ Whoever posts a message moves what can be moved at once; the rest is moved by a 
 
 from __future__ import annotations
 
+import os
 import struct
 import threading
 import time
 from collections import defaultdict, deque
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.futures import Future
 
 from offbeat.collectives import memory
+from offbeat.collectives.calls import Flat
 from offbeat.collectives.memory import Segment
 from offbeat.collectives.overlap import PendingCall, at_exit
 from offbeat.collectives.sync import Word, fence
-from offbeat.collectives.tensors import Flat
 from offbeat.collectives.transport import BELL, BLAME, MAILBOX, PAGE, SharedMemory
 from offbeat.errors import PeerError
 
@@ -36,28 +34,12 @@ RING_BYTES = 1024 * 1024
 _YIELD_S = 0.0005
 
 
-class MessageWork(PendingCall):
-    """The work of a message: its time runs from when somebody waits for it."""
-
-    def __init__(self) -> None:
-        super().__init__(None)
-        self.waited_since: float | None = None
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        self.waited_since = self.waited_since or time.monotonic()
-        return super().wait(timeout)
-
-    def get_future(self) -> Future[Any]:
-        self.waited_since = self.waited_since or time.monotonic()
-        return super().get_future()
-
-
 @dataclass(slots=True)
 class _Sending:
-    header: bytes
+    tag: int
     payload: Tensor
-    work: MessageWork
-    done: int = 0  # bytes, the header's included
+    work: PendingCall
+    done: int = -1  # bytes; before the header, -1
 
 
 @dataclass(slots=True)
@@ -65,7 +47,7 @@ class _Posted:
     flat: Flat
     source: int | None
     tag: int
-    work: MessageWork
+    work: PendingCall
     timeout_s: float
 
 
@@ -89,16 +71,25 @@ class _Ring:
         self.words = segment.words
         self.bytes = segment.tensor(torch.uint8, RING_BYTES, PAGE)
 
-    def free(self) -> int:
-        return RING_BYTES - int(self.words[_HEAD] - self.words[_TAIL])
-
     def filled(self) -> int:
         return int(self.words[_HEAD] - self.words[_TAIL])
 
-    def at(self, word: int, wanted: int) -> tuple[int, int]:
-        """Where the next bytes are, and how many of them without a break."""
-        place = self.words[word] % RING_BYTES
-        return place, min(wanted, RING_BYTES - place)
+    def header_at(self, word: int) -> int:
+        """Where in the segment the next header is. None has a break in it, since messages are padded."""
+        return PAGE + int(self.words[word] % RING_BYTES)
+
+    def move(self, word: int, payload: Tensor, done: int, most: int) -> int:
+        """Bytes of a payload into the ring (`_HEAD`) or out of it (`_TAIL`), until a break; how many are done then."""
+        place, size = self.words[word] % RING_BYTES, payload.numel()
+        count = min(most, size - done, RING_BYTES - place)
+        here, there = self.bytes[place : place + count], payload[done : done + count]
+        if word == _HEAD:
+            here.copy_(there)
+        else:
+            there.copy_(here)
+        done += count
+        self.advance(word, count + (-size % _HEADER.size if done == size else 0))
+        return done
 
     def advance(self, word: int, count: int) -> None:
         fence()
@@ -127,11 +118,11 @@ class Messages:
     def send(self, payload: Tensor, to: int, tag: int) -> PendingCall:
         """Bytes to a rank. The tensor must stay as it is until the work is done."""
         self._transport.check()
-        work = MessageWork()
+        work = PendingCall(None)
         with self._lock:
             if to not in self._out:
                 self._open(to)
-            self._sending[to].append(_Sending(_HEADER.pack(tag, payload.numel()), payload, work))
+            self._sending[to].append(_Sending(tag, payload, work))
             self._since[to] = time.monotonic()
             self._go_on()
         return work
@@ -139,15 +130,14 @@ class Messages:
     def receive(self, flat: Flat, source: int | None, tag: int, timeout_s: float | None = None) -> PendingCall:
         """Bytes from a rank, or from any; the work then knows whose."""
         self._transport.check()
-        work = MessageWork()
+        work = PendingCall(None)
         seconds = self._transport.timeout_s if timeout_s is None else timeout_s
         with self._lock:
             posted = _Posted(flat, source, tag, work, seconds)
-            for coming in self._aside:
-                if _fits(posted, coming.source, coming.tag):
-                    self._aside.remove(coming)
-                    self._take(posted, coming)
-                    break
+            ready = next((one for one in self._aside if _fits(posted, one.source, one.tag)), None)
+            if ready is not None:
+                self._aside.remove(ready)
+                self._take(posted, ready)
             else:
                 self._posted.append(posted)
                 self._go_on()
@@ -222,24 +212,15 @@ class Messages:
 
     def _put(self, to: int, queue: deque[_Sending]) -> bool:
         ring, moved = self._out[to], False
-        while queue and not self._closed and (free := ring.free()):
-            one = queue[0]
-            if one.done == 0:
-                place, _ = ring.at(_HEAD, _HEADER.size)
-                ring.segment.map[PAGE + place : PAGE + place + _HEADER.size] = one.header
-                one.done = _HEADER.size
+        while queue and not self._closed and (free := RING_BYTES - ring.filled()):
+            one, moved = queue[0], True
+            if one.done < 0:
+                _HEADER.pack_into(ring.segment.map, ring.header_at(_HEAD), one.tag, one.payload.numel())
+                one.done = 0
                 ring.advance(_HEAD, _HEADER.size)
-                moved = True
                 continue
-            sent, size = one.done - _HEADER.size, one.payload.numel()
-            place, count = ring.at(_HEAD, min(free, size - sent))
-            if count:
-                ring.bytes[place : place + count].copy_(one.payload[sent : sent + count])
-            one.done += count
-            padding = -(sent + count) % _HEADER.size if sent + count == size else 0
-            ring.advance(_HEAD, count + padding)
-            moved = True
-            if sent + count == size:
+            one.done = ring.move(_HEAD, one.payload, one.done, free)
+            if one.done == one.payload.numel():
                 queue.popleft()
                 one.work.finish()
         return moved
@@ -251,29 +232,19 @@ class Messages:
             fence()
             coming = self._coming.get(source)
             if coming is None:
-                place, _ = ring.at(_TAIL, _HEADER.size)
-                tag, size = _HEADER.unpack(ring.segment.map[PAGE + place : PAGE + place + _HEADER.size])
+                tag, size = _HEADER.unpack_from(ring.segment.map, ring.header_at(_TAIL))
                 coming = self._start(source, tag, size)
                 if coming is None:
                     break  # nobody asks for anything from there: it stays where it is
                 self._coming[source] = coming
                 ring.advance(_TAIL, _HEADER.size)
-                moved = True
-                if size:
-                    continue
-                filled = 0
-            size = coming.payload.numel()
-            place, count = ring.at(_TAIL, min(filled, size - coming.done))
-            if count:
-                coming.payload[coming.done : coming.done + count].copy_(ring.bytes[place : place + count])
-            coming.done += count
+                filled -= _HEADER.size
+            coming.done = ring.move(_TAIL, coming.payload, coming.done, filled)
             coming.since = time.monotonic()
-            padding = -size % _HEADER.size if coming.done == size else 0
-            ring.advance(_TAIL, count + padding)
             moved = True
-            if coming.done == size:
+            if coming.done == coming.payload.numel():
                 del self._coming[source]
-                self._transport.count_message(source, size)
+                self._transport.count_message(source, coming.done)
                 taker = coming.posted or self._claim(source, coming.tag)  # it may have been asked for meanwhile
                 if taker is None:
                     self._aside.append(coming)
@@ -282,23 +253,21 @@ class Messages:
         return moved
 
     def _start(self, source: int, tag: int, size: int) -> _Coming | None:
-        """Who gets the message that begins here."""
+        """The message that begins here, for whoever asks for it, or for another one behind it."""
         posted = self._claim(source, tag)
-        if posted is not None:
-            straight = posted.flat.tensor.numel() == size
-            payload = posted.flat.tensor if straight else torch.empty(size, dtype=torch.uint8)
-            return _Coming(source, tag, payload, posted, time.monotonic())
-        if any(posted.source in (None, source) for posted in self._posted):
-            return _Coming(source, tag, torch.empty(size, dtype=torch.uint8), None, time.monotonic())
-        return None
+        if posted is None and not any(one.source in (None, source) for one in self._posted):
+            return None
+        straight = None if posted is None else posted.flat.tensor
+        if straight is None or straight.numel() != size:
+            straight = torch.empty(size, dtype=torch.uint8)
+        return _Coming(source, tag, straight, posted, time.monotonic())
 
     def _claim(self, source: int, tag: int) -> _Posted | None:
         """The first receive that waits for such a message: it waits no longer."""
-        for posted in self._posted:
-            if _fits(posted, source, tag):
-                self._posted.remove(posted)
-                return posted
-        return None
+        posted = next((one for one in self._posted if _fits(one, source, tag)), None)
+        if posted is not None:
+            self._posted.remove(posted)
+        return posted
 
     def _take(self, posted: _Posted, coming: _Coming) -> None:
         mine, theirs = posted.flat.tensor, coming.payload
@@ -320,19 +289,13 @@ class Messages:
         try:
             transport.announce(MAILBOX, to, PAGE + RING_BYTES, descriptor, [to])
         finally:
-            memory.close(descriptor)
+            os.close(descriptor)
         self._out[to] = _Ring(segment)
-        transport.flag_mailbox(to)
 
     def _inbox(self, source: int) -> _Ring | None:
         if source not in self._in:
-            transport = self._transport
-            if not transport.mailbox_flagged(source):
-                return None
-            mailbox = transport.sides[source].mailbox
-            if mailbox is None:
-                transport.hear(source)
-                mailbox = transport.sides[source].mailbox
+            self._transport.hear(source)
+            mailbox = self._transport.sides[source].mailbox
             if mailbox is None:
                 return None
             self._in[source] = _Ring(mailbox)
@@ -364,7 +327,7 @@ class Messages:
         for to, queue in self._sending.items():
             waited_for = any(_is_late(one.work, transport.timeout_s) for one in queue)
             if queue and (to in gone or (self._since[to] < late and waited_for)):
-                if queue[0].done:
+                if queue[0].done >= 0:
                     transport.give_up(f"a message to {transport.name(to)} was sent only in part")
                 while queue:
                     queue.popleft().work.finish(self._error(to, to in gone))
@@ -381,19 +344,18 @@ class Messages:
                          ranks=(transport.names[peer],))  # fmt: skip
 
     def _fail_all(self, error: Exception) -> None:
+        works = [one.work for queue in self._sending.values() for one in queue]
+        works += [coming.posted.work for coming in self._coming.values() if coming.posted is not None]
+        works += [posted.work for posted in self._posted]
         for queue in self._sending.values():
-            while queue:
-                queue.popleft().work.finish(error)
-        for coming in self._coming.values():
-            if coming.posted is not None:
-                coming.posted.work.finish(error)
-        for posted in self._posted:
-            posted.work.finish(error)
+            queue.clear()
         self._coming.clear()
         self._posted.clear()
+        for work in works:
+            work.finish(error)
 
 
-def _is_late(work: MessageWork, timeout_s: float) -> bool:
+def _is_late(work: PendingCall, timeout_s: float) -> bool:
     return work.waited_since is not None and time.monotonic() - work.waited_since > timeout_s
 
 

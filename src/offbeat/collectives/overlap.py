@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -49,6 +49,7 @@ class PendingCall(dist.Work):
         self._gate.acquire()
         self._done = False
         self.source: int | None = None  # of a message that could have come from anywhere
+        self.waited_since: float | None = None  # the time of a message runs from when somebody waits for it
 
     def finish(self, error: BaseException | None = None) -> None:
         with self._lock:
@@ -62,6 +63,7 @@ class PendingCall(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if not self._done:
+            self.waited_since = self.waited_since or time.monotonic()
             seconds = timeout.total_seconds() if timeout else 0.0
             if not self._gate.acquire(timeout=seconds if seconds > 0 else -1):
                 raise PeerError(f"a call was not done within {seconds:g} s")
@@ -73,6 +75,7 @@ class PendingCall(dist.Work):
     def get_future(self) -> Future[Any]:
         with self._lock:
             if self._future is None:
+                self.waited_since = self.waited_since or time.monotonic()
                 # DDP takes an error from a callback; from `set_exception` it crashes.
                 first: Future[Any] = Future()
                 self._future = first, first.then(self._outcome)
@@ -109,10 +112,33 @@ class PendingCall(dist.Work):
     _source_rank = source_rank
 
 
+class CoalescedCalls(PendingCall):
+    """Several works as one."""
+
+    def __init__(self, works: Sequence[PendingCall]) -> None:
+        super().__init__(None)
+        self._works = works
+
+    def wait(self, timeout: Any = None) -> bool:
+        return all(work.wait(timeout) for work in self._works)
+
+    def get_future(self) -> Future[Any]:
+        return torch.futures.collect_all([work.get_future() for work in self._works])
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> Any:
+        return next((work.exception() for work in self._works if work.exception() is not None), None)
+
+
 class _Callbacks:
     """Runs what hangs on futures, never on a thread that others wait for: a callback may make calls and wait for them.
 
-    There are as many threads as there are callbacks that wait.
+    There are at most as many threads as there were callbacks that waited at the same time.
     """
 
     def __init__(self) -> None:
@@ -153,19 +179,9 @@ class _Callbacks:
 
     def _loop(self) -> None:
         try:
-            while True:
-                try:
-                    callback = self._queue.get(timeout=5.0)
-                except queue.Empty:
-                    with self._lock:
-                        if self._idle > 0 and self._queue.empty():
-                            self._idle -= 1
-                            return
-                    continue
-                if callback is None:
-                    return
+            for callback in iter(self._queue.get, None):
                 self._run(callback)
-                del callback
+                del callback  # nothing of it is kept while waiting for the next
                 with self._lock:
                     self._idle += 1
         finally:
@@ -322,8 +338,7 @@ def _after_fork() -> None:
     _closers.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_after_fork)
 
 
 @atexit.register
@@ -346,10 +361,8 @@ def _stop_all() -> None:
     for progress in list(_running):
         progress.stop(_CALLBACKS_S)
     if not _callbacks.stop(max(_INTERRUPTED_S, end - time.monotonic())):
-        said = (
-            f"a callback of a future did not end within {_CALLBACKS_S:g} s of the end of the program: it is broken off"
-        )
-        print(f"offbeat: {said}", file=sys.stderr, flush=True)
+        limit = f"within {_CALLBACKS_S:g} s of the end of the program"
+        print(f"offbeat: a callback of a future did not end {limit}: it is broken off", file=sys.stderr, flush=True)
 
 
 def _wait_until_idle(end: float) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offbeat.collectives import memory
-from offbeat.collectives.binding import Place
+from offbeat.collectives.executor import Place
 from offbeat.collectives.transport import BUFFER, FORGET, SharedMemory
 
 SMALLEST_BYTES = 16 * 1024  # below, staging costs less than looking
@@ -74,10 +74,9 @@ class Placements:
             if (storage.data_ptr(), storage.nbytes()) == (seen.address, seen.size_bytes):
                 return seen.number, int(tensor.storage_offset()) * tensor.itemsize
             self._forget(seen)
-        if tensor.nbytes != storage.nbytes() or not self._may_move(storage, bucket) or not self._move(storage, seen):
+        if tensor.nbytes != storage.nbytes() or not self._may_move(storage, bucket):
             return None
-        assert seen.number is not None
-        return seen.number, 0
+        return self._move(storage, seen)
 
     def _may_move(self, storage: torch.UntypedStorage, bucket: bool) -> bool:
         if not self.move or storage.is_shared() or not storage.resizable() or storage.is_pinned():
@@ -89,14 +88,14 @@ class Placements:
             return False
         return True
 
-    def _move(self, storage: torch.UntypedStorage, seen: _Seen) -> bool:
+    def _move(self, storage: torch.UntypedStorage, seen: _Seen) -> Place | None:
         self._sweep(0)
         try:
             descriptor, size_bytes = storage._share_fd_cpu_()  # the descriptor stays torch's
         except RuntimeError:  # others took the last of /dev/shm; not again, since torch leaves a file each time
             self.refused_bytes = max(self.refused_bytes, storage.nbytes())
             self.move = False
-            return False
+            return None
         _moved[storage._cdata] = seen.weak
         # torch crashes when it resizes a shared storage; that numpy has seen it makes it refuse to.
         torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
@@ -106,7 +105,7 @@ class Placements:
         transport = self._transport
         transport.own.buffers[seen.number] = memory.Segment(descriptor, size_bytes)
         transport.announce(BUFFER, seen.number, size_bytes, descriptor, transport.others)
-        return True
+        return seen.number, 0
 
     def _forget(self, seen: _Seen) -> None:
         if seen.number is not None:
@@ -141,5 +140,4 @@ def _make_private() -> None:
             memory.make_private(storage.data_ptr(), descriptor, size_bytes)
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_make_private)
+os.register_at_fork(after_in_child=_make_private)

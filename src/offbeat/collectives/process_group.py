@@ -1,4 +1,4 @@
-"""The torch.distributed backend `offbeat`: torch's calls turned into calls of the executor.
+"""The torch.distributed backend `offbeat`: a group of ranks, and torch's calls turned into calls of its executor.
 
 torch calls the methods below from Python and, for DDP and functional collectives, from C++. No backend of torch stands
 behind them: what is not here fails loudly instead of silently doing something else. torch 2.13 renamed some of
@@ -7,7 +7,11 @@ them (`all_gather_single` was `_allgather_base`); both names are kept.
 
 from __future__ import annotations
 
+import math
+import os
 import sys
+import time
+import zlib
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate, pairwise
@@ -18,37 +22,262 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offbeat.collectives.calls import Call, check_reduction, cut, mean_of, number_of, plan
-from offbeat.collectives.cuda import or_nccl
-from offbeat.collectives.group import Group, now
-from offbeat.collectives.monitored import monitored_barrier
-from offbeat.collectives.overlap import Job, PendingCall
+from offbeat.collectives import memory
+from offbeat.collectives.calls import (
+    Call,
+    Flat,
+    MessagePort,
+    Runner,
+    bytes_of,
+    check_reduction,
+    copy,
+    cut,
+    flat_of,
+    mean_of,
+    number_of,
+    plan,
+)
+from offbeat.collectives.choice import Choice, Figures
+from offbeat.collectives.counters import Arrivals, Stats
+from offbeat.collectives.cuda import Gpus, first_tensor, or_nccl
+from offbeat.collectives.executor import Executor
+from offbeat.collectives.messages import Messages
+from offbeat.collectives.options import Options
+from offbeat.collectives.overlap import CoalescedCalls, Job, PendingCall, Progress, at_exit
+from offbeat.collectives.placement import Placements
 from offbeat.collectives.sync import Patience
-from offbeat.collectives.tensors import Flat, bytes_of, flat_of
-from offbeat.errors import RequestError
+from offbeat.collectives.transport import SharedMemory
+from offbeat.errors import PeerError, RequestError
+from offbeat.number_format import format_size
+from offbeat.strategy import NATIVE
 
+_ProcessGroup: Any = dist.ProcessGroup
+_MEASURED_BYTES = 1024 * 1024
+_LEAVE_S = 5.0  # what a call under way is given when its group is destroyed
 _RED: Any = dist.ReduceOp.RedOpType
 _NAMES = {
     _RED.SUM: "sum", _RED.AVG: "mean", _RED.PRODUCT: "product", _RED.MIN: "min", _RED.MAX: "max",
     _RED.BAND: "and", _RED.BOR: "or", _RED.BXOR: "xor", _RED.PREMUL_SUM: "sum",
 }  # fmt: skip
+_BARRIER_TAG = -(2**40)  # no user's
 
 
-class OffbeatGroup(Group):
-    """torch's collectives and messages on a group."""
+class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by overloads of which we need one
+    """The ranks of one group on one host, through shared memory.
+
+    Calls of one group are run in the order in which they are made, which must be the same on all ranks.
+    """
+
+    def __init__(self, store: Any, transport: SharedMemory, choice: Choice, options: Options) -> None:
+        super().__init__(transport.rank, transport.ranks)
+        self.options = options
+        self._rank, self._ranks = transport.rank, transport.ranks
+        self._name = ""
+        self._transport, self._choice = transport, choice
+        # Nothing below refers back to the group: its memory goes when it goes, and not when Python looks for circles.
+        arrivals = self._arrivals = Arrivals(transport.rank, transport.names)
+        self._executor: Runner = Executor(transport, lambda call, stamps: arrivals.came(call.iteration, stamps))
+        self._placements = Placements(transport, move=options.move)
+        self._progress = Progress(f"offbeat rank {transport.rank}", transport.patience)
+        self._messages: MessagePort = Messages(transport)
+        self._gpus = Gpus(store, transport)
+        self._together: list[PendingCall] | None = None
+        self._owner = os.getpid()
+        at_exit(transport.close)  # what is under way then ends at its next step
+
+    # --- what torch asks about a group -----------------------------------------------------------------------------
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        return "offbeat"
+
+    def getGroupName(self) -> str:  # noqa: N802 - torch's name
+        return self._name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802 - torch's name
+        self._name = name
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """Where a tensor may lie, for checkpoints and FSDP. A new list each time, since Dynamo pops from it."""
+        return [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
+
+    def _get_backend(self, device: torch.device) -> OffbeatGroup:
+        return self
+
+    supports_coalescing = False
+    supports_splitting = False
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._executor.calls
+
+    def _set_sequence_number_for_group(self) -> None:
+        """The calls are counted from the start anyway."""
+
+    def set_timeout(self, timeout: Any) -> None:
+        self._transport.timeout_s = timeout.total_seconds()
+
+    def shutdown(self) -> None:
+        """Leave the group: what runs is finished, then everything is let go of."""
+        if os.getpid() == self._owner:
+            self._progress.stop(_LEAVE_S)
+            self.abort()
+            self._placements.close()
+
+    def abort(self) -> None:
+        """Leave at once: whoever waits here, or for this rank, is told."""
+        if os.getpid() != self._owner:  # a forked child: the threads, and what they hold, stayed with the parent
+            return
+        self._messages.close()
+        self._gpus.close()
+        self._transport.close()  # a call that is still waited for fails now, and all behind it
+        self._progress.stop(1.0)
+        self._executor.forget()
+
+    # --- what a user of this backend can ask and say ------------------------------------------------------------
+
+    def stats(self) -> Stats:
+        """What this rank did so far."""
+        notes = []
+        if self._placements.refused_bytes:
+            free = format_size(memory.free_in_dev_shm())
+            wanted = format_size(self._placements.refused_bytes)
+            why = "half of the files a process may open are open" if memory.descriptors_are_scarce() else ""
+            notes.append(f"tensors of {wanted} are staged: {why or f'/dev/shm has only {free} free'}")
+        received, sent = self._transport.counted()
+        return Stats(
+            rank=self._rank,
+            ranks=self._ranks,
+            strategy=self._choice.line,
+            calls=self._executor.calls,
+            received=received,
+            sent=sent,
+            moved=self._placements.moved,
+            background_s=self._progress.background_s,
+            waited_s=self._arrivals.waited_s,
+            late=self._arrivals.late(),
+            notes=tuple(notes),
+        )
+
+    def use(self, strategy: str) -> None:
+        """From the next all-reduce on, on all ranks alike."""
+        if strategy == NATIVE:
+            raise RequestError(f"'{NATIVE}' is another kind of group: choose it when the group is made")
+        self._choice = Choice(strategy, self._ranks, self._choice.figures)
+
+    def why(self, size_bytes: int) -> str:
+        """Why an all-reduce of this size goes the way it goes. With `auto`, all ranks must ask."""
+        if self._choice.needs_figures():
+            self._progress.submit(self._measure, PendingCall(None), background=False).wait()
+        return self._choice.why(size_bytes)
+
+    # --- several calls as one ----------------------------------------------------------------------------------------
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._together = []
+
+    def _end_coalescing(self, device: torch.device) -> PendingCall:
+        works, self._together = self._together or [], None
+        return CoalescedCalls(works)
+
+    def _keep(self, work: PendingCall) -> PendingCall:
+        if self._together is not None:
+            self._together.append(work)
+        return work
+
+    # --- from a call to its work ------------------------------------------------------------------------------------
+
+    def _call(self, kind: str, tensor: Tensor, sizes: tuple[int, ...], *, reduction: str = "", root: int = 0) -> Call:
+        line = "central" if kind in ("broadcast", "reduce") else "direct"
+        detail = root
+        if len(set(sizes)) > 1:
+            detail = detail << 32 | zlib.crc32(repr(sizes).encode())
+        return Call(
+            plan=plan(line, kind.replace("_", "-"), self._ranks, root),
+            dtype=tensor.dtype if reduction else torch.uint8,
+            what=number_of(kind, reduction, tensor.dtype),
+            items=sum(sizes) // (1 if reduction else tensor.itemsize),  # what is only moved is cut by bytes
+            sizes=sizes,
+            reduction=reduction,
+            into=check_reduction(reduction, tensor.dtype) if reduction else copy,
+            detail=detail,
+            since_ns=now()[0],
+        )
+
+    def _job(self, call: Call, loads: Sequence[Flat], backs: Sequence[Flat], factor: float | None = None) -> Job:
+        return partial(self._run, call, loads, backs, factor)
+
+    def _run(
+        self, call: Call, loads: Sequence[Flat], backs: Sequence[Flat], factor: float | None, patience: Patience
+    ) -> None:
+        """A call with its copies before and after. A chunk that this rank gives to itself is copied first, too."""
+        for flat in loads:
+            flat.load()
+        if factor is not None:
+            for tensor in call.give.values() if call.whole is None else [call.whole]:
+                tensor.mul_(factor)
+        for chunk in call.give.keys() & call.take.keys():
+            if call.take[chunk].data_ptr() != call.give[chunk].data_ptr():
+                call.take[chunk].copy_(call.give[chunk])
+        self._executor.run(call, patience)
+        for flat in backs:
+            if call.reduction == "mean":
+                mean_of(flat.tensor, self._ranks)
+            flat.back()
+
+    def _barrier_job(self) -> Job:
+        return self._job(self._call("barrier", torch.empty(0), (0,)), [], [])
+
+    def _submit(self, jobs: Sequence[Job], result: Any, opts: Any) -> PendingCall:
+        """The jobs, one after the other, as one work."""
+
+        def run(patience: Patience) -> None:
+            for job in jobs:
+                job(patience)
+
+        background = opts is None or opts.asyncOp
+        tensor = first_tensor(result)
+        job = run if tensor is None or not tensor.is_cuda else self._gpus.staged(run, tensor.device)
+        return self._keep(self._progress.submit(job, PendingCall(result), background=background))
+
+    def _measure(self, patience: Patience) -> None:
+        """Agree on what this host is like: the slowest rank's figures."""
+        transport, barrier = self._transport, self._barrier_job()
+        barrier(patience)
+        start = time.perf_counter()
+        for _ in range(10):
+            barrier(patience)
+        latency_s = (time.perf_counter() - start) / 10
+        size = min(_MEASURED_BYTES, transport.arena_bytes) // 4
+        source = transport.sides[(self._rank + 1) % self._ranks].segment.tensor(torch.float32, size, transport.arena_at)
+        target = torch.zeros(size)
+        barrier(patience)
+        start = time.perf_counter()
+        for _ in range(3):
+            target.add_(source)
+        taken = torch.tensor([latency_s, (time.perf_counter() - start) / 3], dtype=torch.float64)
+        self._executor.run(
+            Call(
+                plan=plan("direct", "all-reduce", self._ranks), dtype=torch.float64, items=2,
+                what=number_of("all_reduce", "max", torch.float64), sizes=cut(2, self._ranks), reduction="max",
+                into=check_reduction("max", torch.float64), whole=taken, since_ns=now()[0],
+            ),
+            patience,
+        )  # fmt: skip
+        self._choice.figures = Figures(latency_s=float(taken[0]), bytes_per_s=4 * size / float(taken[1]))
 
     # --- collectives -----------------------------------------------------------------------------------------------
 
     @or_nccl("allreduce")
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> PendingCall:
-        opts = opts or dist.AllreduceOptions()
         since, iteration = now()
         bucket = iteration >= 0 and _called_by_the_reducer()
         if tensors[0].is_sparse:
-            return self._submit(lambda patience: self._sparse(tensors, opts, patience), tensors, opts)
+            return self._submit([lambda patience: self._sparse(tensors, opts, patience)], tensors, opts)
         reduction, factor = _reduction(opts)
         jobs = [self._all_reduce(tensor, reduction, factor, since, iteration, bucket) for tensor in tensors]
-        return self._submit(_one_after_another(jobs), tensors, opts)
+        return self._submit(jobs, tensors, opts)
+
+    allreduce_coalesced = or_nccl("allreduce_coalesced")(allreduce)
 
     def _all_reduce(
         self, tensor: Tensor, reduction: str, factor: float | None, since: int, iteration: int, bucket: bool
@@ -65,24 +294,14 @@ class OffbeatGroup(Group):
             if self._choice.needs_figures():
                 self._measure(patience)
             place = self._placements.place(tensor, bucket=bucket) if in_place else None
-            flat = None if place and reduction != "mean" else flat_of(tensor)
-            if flat is not None:
-                flat.load()
-                if factor is not None:
-                    flat.tensor.mul_(factor)
+            flats = [] if place and reduction != "mean" else [flat_of(tensor)]
             way = self._choice.of(items * tensor.itemsize)
-            self._executor.run(
-                Call(
-                    plan=way, dtype=tensor.dtype, what=what, items=items, reduction=reduction,
-                    sizes=cut(items, way.schedule.chunks), into=into, place=place, since_ns=since, iteration=iteration,
-                    whole=None if place or flat is None else flat.tensor,
-                ),
-                patience,
+            call = Call(
+                plan=way, dtype=tensor.dtype, what=what, items=items, reduction=reduction,
+                sizes=cut(items, way.schedule.chunks), into=into, place=place, since_ns=since, iteration=iteration,
+                whole=None if place else flats[0].tensor,
             )  # fmt: skip
-            if flat is not None:
-                if reduction == "mean":
-                    mean_of(flat.tensor, self._ranks)
-                flat.back()
+            self._run(call, flats, flats, factor, patience)
 
         return run
 
@@ -95,7 +314,7 @@ class OffbeatGroup(Group):
             counts = self._all_gathered(torch.tensor([mine._nnz()]), [1] * self._ranks, patience)
             sizes = [int(count) for count in counts]
             indices = self._all_gathered(mine.indices().flatten(), [n * mine.sparse_dim() for n in sizes], patience)
-            per_value = mine.values().numel() // max(1, mine._nnz()) if mine._nnz() else _items_of(mine)
+            per_value = math.prod(mine.values().shape[1:])
             values = self._all_gathered(mine.values().flatten(), [n * per_value for n in sizes], patience)
             shape = (-1, *mine.values().shape[1:])
             total = torch.sparse_coo_tensor(
@@ -108,79 +327,67 @@ class OffbeatGroup(Group):
     def _all_gathered(self, mine: Tensor, sizes: Sequence[int], patience: Patience) -> list[Tensor]:
         """Inside a job: everybody's flat tensor of so many items each."""
         parts = [torch.empty(size, dtype=mine.dtype) for size in sizes]
-        self._gather_job("all_gather", mine.contiguous(), parts, None)(patience)
+        self._gather_job("all_gather", mine.contiguous(), parts)(patience)
         return parts
 
     @or_nccl("broadcast")
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> PendingCall:
-        opts = opts or dist.BroadcastOptions()
-        jobs = [self._broadcast(tensor, opts.rootRank) for tensor in tensors]
-        return self._submit(_one_after_another(jobs), tensors, opts)
-
-    def _broadcast(self, tensor: Tensor, root: int) -> Job:
-        flat = bytes_of(tensor, written=self._rank != root)
-        sizes = (flat.tensor.numel(),)
-        way = plan("central", "broadcast", self._ranks, root)
-        call = self._call("broadcast", way, tensor, sizes, detail=root)
-        call.whole = flat.tensor
-        return self._job(call, [flat], [flat] if self._rank != root else [])
+        root = 0 if opts is None else opts.rootRank
+        written = self._rank != root
+        jobs = []
+        for tensor in tensors:
+            flat = bytes_of(tensor, written=written)
+            call = self._call("broadcast", tensor, (flat.tensor.numel(),), root=root)
+            call.whole = flat.tensor
+            jobs.append(self._job(call, [flat], [flat] if written else []))
+        return self._submit(jobs, tensors, opts)
 
     @or_nccl("reduce")
     def reduce(self, tensors: list[Tensor], opts: Any) -> PendingCall:
         root, (reduction, factor) = opts.rootRank, _reduction(opts)
+        written = self._rank == root
         jobs = []
         for tensor in tensors:
-            into = check_reduction(reduction, tensor.dtype)
-            flat = flat_of(tensor, on_cpu=True, apart=factor is not None, written=self._rank == root)
-            way = plan("central", "reduce", self._ranks, root)
-            call = self._call("reduce", way, tensor, (flat.tensor.numel(),), reduction=reduction, detail=root)
-            call.dtype, call.into, call.whole = tensor.dtype, into, flat.tensor
-            end = partial(mean_of, flat.tensor, self._ranks) if reduction == "mean" else None
-            start = None if factor is None else partial(flat.tensor.mul_, factor)
-            jobs.append(self._job(call, [flat], [flat] if self._rank == root else [], end, before=start))
-        return self._submit(_one_after_another(jobs), tensors, opts)
+            flat = flat_of(tensor, on_cpu=True, apart=factor is not None, written=written)
+            call = self._call("reduce", tensor, (flat.tensor.numel(),), reduction=reduction, root=root)
+            call.whole = flat.tensor
+            jobs.append(self._job(call, [flat], [flat] if written else [], factor))
+        return self._submit(jobs, tensors, opts)
 
     @or_nccl("allgather")
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> PendingCall:
-        jobs = [self._gather_job("all_gather", one, many, None) for one, many in zip(inputs, outputs, strict=True)]
-        return self._submit(_one_after_another(jobs), outputs, opts)
+        jobs = [self._gather_job("all_gather", one, many) for one, many in zip(inputs, outputs, strict=True)]
+        return self._submit(jobs, outputs, opts)
 
     @or_nccl("_allgather_base")
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> PendingCall:
-        return self._submit(self._all_gather_single(output, input), [output], opts)
+        return self._submit([self._all_gather_single(output, input)], [output], opts)
 
     def _all_gather_single(self, output: Tensor, input: Tensor) -> Job:
         _check_split(output, input, self._ranks, "all_gather_into_tensor")
         whole = flat_of(output, written=True)
-        parts = list(torch.chunk(whole.tensor, self._ranks)) if output.numel() else [whole.tensor] * self._ranks
-        gather = self._gather_job("all_gather", input, parts, None)
-
-        def run(patience: Patience) -> None:
-            gather(patience)
-            whole.back()
-
-        return run
+        return self._gather_job("all_gather", input, whole.tensor.tensor_split(self._ranks), whole=whole)
 
     @or_nccl("allgather_into_tensor_coalesced")
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> PendingCall:
         jobs = [self._all_gather_single(one, other) for one, other in zip(outputs, inputs, strict=True)]
-        return self._submit(_one_after_another(jobs), outputs, opts)
+        return self._submit(jobs, outputs, opts)
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> PendingCall:
         """`outputs[rank][i]` is input i of that rank."""
-        jobs = [
-            self._gather_job("all_gather", one, [outputs[rank][i] for rank in range(self._ranks)], None)
-            for i, one in enumerate(inputs)
-        ]
-        return self._submit(_one_after_another(jobs), outputs, opts)
+        outputs_of = zip(*outputs, strict=True)
+        jobs = [self._gather_job("all_gather", one, many) for one, many in zip(inputs, outputs_of, strict=True)]
+        return self._submit(jobs, outputs, opts)
 
     @or_nccl("gather")
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> PendingCall:
         to = outputs[0] if self._rank == opts.rootRank else [inputs[0]] * self._ranks
-        return self._submit(self._gather_job("gather", inputs[0], to, opts.rootRank), outputs, opts)
+        return self._submit([self._gather_job("gather", inputs[0], to, opts.rootRank)], outputs, opts)
 
-    def _gather_job(self, kind: str, input: Tensor, outputs: Sequence[Tensor], root: int | None) -> Job:
-        """All-gather, or gather to a root; `outputs` have the sizes of all ranks."""
+    def _gather_job(
+        self, kind: str, input: Tensor, outputs: Sequence[Tensor], root: int | None = None, whole: Flat | None = None
+    ) -> Job:
+        """All-gather, or gather to a root; `outputs` have the sizes of all ranks, and may be parts of a whole."""
         if len(outputs) != self._ranks:
             raise RequestError(f"{kind} needs {self._ranks} outputs, one for each rank; got {len(outputs)}")
         if outputs[self._rank].numel() != input.numel():
@@ -191,17 +398,10 @@ class OffbeatGroup(Group):
         receives = root is None or root == self._rank
         mine = bytes_of(input, apart=receives and _in_the_way([input], outputs, outputs[self._rank], input))
         parts = [bytes_of(output, written=True) for output in outputs] if receives else []
-        way = plan("direct", kind.replace("_", "-"), self._ranks, root or 0)
-        call = self._call(kind, way, input, tuple(one.numel() * one.itemsize for one in outputs), detail=root or 0)
+        call = self._call(kind, input, tuple(one.numel() * one.itemsize for one in outputs), root=root or 0)
         call.give = {self._rank: mine.tensor}
         call.take = {rank: part.tensor for rank, part in enumerate(parts)}
-        kept = parts[self._rank].tensor if receives else mine.tensor
-
-        def keep_mine() -> None:
-            if kept.data_ptr() != mine.tensor.data_ptr():
-                kept.copy_(mine.tensor)
-
-        return self._job(call, [mine], parts, keep_mine)
+        return self._job(call, [mine], parts if whole is None else [*parts, whole])
 
     @or_nccl("scatter")
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> PendingCall:
@@ -212,81 +412,53 @@ class OffbeatGroup(Group):
         mine = bytes_of(output, written=True)
         apart = sends and _in_the_way(inputs[0], [output], inputs[0][root], output)
         given = [bytes_of(one, apart=apart) for one in inputs[0]] if sends else []
-        parts = [one.tensor for one in given]
-        way = plan("direct", "scatter", self._ranks, root)
-        call = self._call("scatter", way, output, (mine.tensor.numel(),) * self._ranks, detail=root)
-        call.give = dict(enumerate(parts))
+        call = self._call("scatter", output, (mine.tensor.numel(),) * self._ranks, root=root)
+        call.give = {rank: one.tensor for rank, one in enumerate(given)}
         call.take = {self._rank: mine.tensor}
-        keep_mine = (lambda: mine.tensor.copy_(parts[root])) if sends else None
-        return self._submit(self._job(call, given, [mine], keep_mine), outputs, opts)
+        return self._submit([self._job(call, given, [mine])], outputs, opts)
 
     @or_nccl("reduce_scatter")
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> PendingCall:
-        opts = opts or dist.ReduceScatterOptions()
         jobs = [self._reduce_scatter(one, many, opts) for one, many in zip(outputs, inputs, strict=True)]
-        return self._submit(_one_after_another(jobs), outputs, opts)
+        return self._submit(jobs, outputs, opts)
 
     @or_nccl("_reduce_scatter_base")
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> PendingCall:
-        opts = opts or dist.ReduceScatterOptions()
-        return self._submit(self._reduce_scatter_single(output, input, opts), [output], opts)
+        return self._submit([self._reduce_scatter_single(output, input, opts)], [output], opts)
 
     @or_nccl("reduce_scatter_tensor_coalesced")
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> PendingCall:
-        opts = opts or dist.ReduceScatterOptions()
         jobs = [self._reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
-        return self._submit(_one_after_another(jobs), outputs, opts)
+        return self._submit(jobs, outputs, opts)
 
     def _reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> Job:
         _check_split(input, output, self._ranks, "reduce_scatter_tensor")
         whole = flat_of(input)
-        parts = list(torch.chunk(whole.tensor, self._ranks)) if input.numel() else [whole.tensor] * self._ranks
-        scatter = self._reduce_scatter(output, parts, opts)
+        return self._reduce_scatter(output, whole.tensor.tensor_split(self._ranks), opts, [whole])
 
-        def run(patience: Patience) -> None:
-            whole.load()
-            scatter(patience)
-
-        return run
-
-    def _reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], opts: Any) -> Job:
+    def _reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], opts: Any, wholes: Sequence[Flat] = ()) -> Job:
+        """`wholes` are what the inputs are parts of."""
         reduction, factor = _reduction(opts)
         if len(inputs) != self._ranks or inputs[self._rank].numel() != output.numel():
             raise RequestError(f"reduce_scatter needs {self._ranks} inputs, this rank's of {output.numel()} items")
         if any(one.dtype != output.dtype for one in inputs):
             raise RequestError(f"reduce_scatter: the inputs must be {output.dtype} as the output is")
-        into = check_reduction(reduction, output.dtype)
         apart = factor is not None or _in_the_way(inputs, [output], inputs[self._rank], output)
         given = [flat_of(one, on_cpu=True, apart=apart) for one in inputs]
-        parts = [one.tensor for one in given]
         mine = flat_of(output, on_cpu=True, written=True)
-        way = plan("direct", "reduce-scatter", self._ranks)
-        sizes = tuple(one.numel() for one in inputs)
-        call = self._call("reduce_scatter", way, output, sizes, reduction=reduction)
-        call.dtype, call.into, call.give, call.take = (
-            output.dtype,
-            into,
-            dict(enumerate(parts)),
-            {self._rank: mine.tensor},
-        )
-
-        def start() -> None:
-            if factor is not None:
-                for part in parts:
-                    part.mul_(factor)
-            mine.tensor.copy_(parts[self._rank])
-
-        end = partial(mean_of, mine.tensor, self._ranks) if reduction == "mean" else None
-        return self._job(call, given, [mine], end, before=start)
+        call = self._call("reduce_scatter", output, tuple(one.numel() for one in inputs), reduction=reduction)
+        call.give = {rank: one.tensor for rank, one in enumerate(given)}
+        call.take = {self._rank: mine.tensor}
+        return self._job(call, [*wholes, *given], [mine], factor)
 
     @or_nccl("alltoall")
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> PendingCall:
         to = [bytes_of(one, written=True) for one in outputs]
         given = [bytes_of(one, apart=any(_shared(one, output) for output in outputs)) for one in inputs]
         parts = [one.tensor for one in to], [one.tensor for one in given]
-        return self._submit(self._all_to_all(outputs[0], *parts, given, to), outputs, opts)
+        return self._submit([self._all_to_all(outputs[0], *parts, given, to)], outputs, opts)
 
     @or_nccl("alltoall_base")
     def all_to_all_single(
@@ -296,7 +468,7 @@ class OffbeatGroup(Group):
         parts = [self._rows(tensor, given, flat) for tensor, given, flat in (
             (output, output_sizes, to.tensor), (input, input_sizes, mine.tensor),
         )]  # fmt: skip
-        return self._submit(self._all_to_all(output, parts[0], parts[1], [mine], [to]), [output], opts)
+        return self._submit([self._all_to_all(output, parts[0], parts[1], [mine], [to])], [output], opts)
 
     def _rows(self, tensor: Tensor, sizes: Sequence[int], flat: Tensor) -> list[Tensor]:
         """A flat tensor of bytes cut by numbers of rows, or evenly."""
@@ -318,7 +490,6 @@ class OffbeatGroup(Group):
         if outputs[self._rank].numel() != inputs[self._rank].numel():
             raise RequestError("all_to_all: what a rank sends to itself is not what it expects from itself")
         ranks = self._ranks
-        way = plan("direct", "all-to-all", ranks)
         sent = torch.tensor([one.numel() for one in inputs])
 
         def run(patience: Patience) -> None:
@@ -330,26 +501,61 @@ class OffbeatGroup(Group):
                         f" {self._transport.name(self._rank)}, who expects {outputs[source].numel()}",
                         ranks=(source,),
                     )
-            call = self._call("all_to_all", way, like, tuple(size for row in table for size in row))
+            call = self._call("all_to_all", like, tuple(size for row in table for size in row))
             call.give = {self._rank * ranks + to: part for to, part in enumerate(inputs)}
             call.take = {source * ranks + self._rank: part for source, part in enumerate(outputs)}
-            self._job(call, loads, backs, lambda: outputs[self._rank].copy_(inputs[self._rank]))(patience)
+            self._job(call, loads, backs)(patience)
 
         return run
 
     def barrier(self, opts: Any = None) -> PendingCall:
-        call = self._call("barrier", plan("direct", "barrier", self._ranks), torch.empty(0), (0,))
-        return self._submit(self._job(call, [], []), [], opts or dist.BarrierOptions())
-
-    @or_nccl("allreduce_coalesced")
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> PendingCall:
-        work: PendingCall = self.allreduce(tensors, opts)
-        return work
+        return self._submit([self._barrier_job()], [], opts)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """A barrier that says who did not come: rank 0 waits for the others, who wait for its answer."""
-        seconds = None if timeout is None else timeout.total_seconds()
-        monitored_barrier(self._transport, self._messages, seconds, wait_all_ranks)
+        """A barrier that says who did not come: rank 0 waits for the others, who wait for its answer.
+
+        `PeerError` on rank 0 names the first rank that did not come, or all of them; the others are told too.
+        `dist.monitored_barrier` refuses every backend but Gloo by name, so this is called on the group itself. The
+        words of the errors are those that torch's users know.
+        """
+        transport, messages = self._transport, self._messages
+        transport.check()
+        seconds = transport.timeout_s if timeout is None else timeout.total_seconds()
+        end = time.monotonic() + seconds
+        if self._rank != 0:
+            messages.send(torch.ones(1, dtype=torch.uint8), 0, _BARRIER_TAG)
+            answer = torch.zeros(1, dtype=torch.uint8)
+            try:
+                messages.receive(Flat(answer), 0, _BARRIER_TAG, seconds).wait()
+            except PeerError:
+                answer.zero_()
+            if not answer.item():
+                raise PeerError(
+                    f"Rank {self._rank} successfully reached monitoredBarrier, but received errors while waiting for"
+                    " send/recv from rank 0. Please check rank 0 logs for faulty rank."
+                )
+            return
+        if seconds <= 0:
+            raise PeerError("Rank 0 timed out in monitoredBarrier after 0 ms.")
+        missing = []
+        for peer in transport.others:
+            try:
+                there = Flat(torch.zeros(1, dtype=torch.uint8))
+                messages.receive(there, peer, _BARRIER_TAG, max(0.0, end - time.monotonic())).wait()
+            except PeerError:
+                missing.append(peer)
+                if not wait_all_ranks:
+                    break
+        for peer in transport.others:
+            if peer not in missing:
+                messages.send(torch.tensor([not missing], dtype=torch.uint8), peer, _BARRIER_TAG)
+        if missing:
+            names = ", ".join(str(peer) for peer in missing)
+            plural = "s" if wait_all_ranks else ""
+            raise PeerError(
+                f"Rank{plural} {names} failed to pass monitoredBarrier in {1000 * seconds:.0f} ms",
+                ranks=tuple(transport.names[peer] for peer in missing),
+            )
 
     # Names of torch before 2.13.
     _allgather_base = all_gather_single
@@ -393,11 +599,18 @@ def _keep_dynamo_out(*classes: type) -> None:
                 evaluator.set_code_exec_strategy(function.__code__, skip)
 
 
-_keep_dynamo_out(OffbeatGroup, Group, PendingCall, *PendingCall.__subclasses__())
+_keep_dynamo_out(OffbeatGroup, PendingCall, *PendingCall.__subclasses__())
+
+
+def now() -> tuple[int, int]:
+    """The clock that all processes of a host share, and which backward pass this is in (-1: none)."""
+    return time.monotonic_ns(), torch._C._current_graph_task_id()
 
 
 def _reduction(opts: Any) -> tuple[str, float | None]:
     """The reduction, and what each rank's values are multiplied by first."""
+    if opts is None:
+        return "sum", None
     kind = opts.reduceOp.op
     name = _NAMES.get(kind)
     if name is None:
@@ -428,26 +641,8 @@ def _in_the_way(inputs: Sequence[Tensor], outputs: Sequence[Tensor], slot: Tenso
     return any(_shared(one, other) for one in inputs for other in outputs)
 
 
-def _one_after_another(jobs: Sequence[Job]) -> Job:
-    if len(jobs) == 1:
-        return jobs[0]
-
-    def run(patience: Patience) -> None:
-        for job in jobs:
-            job(patience)
-
-    return run
-
-
 def _check_split(whole: Tensor, part: Tensor, ranks: int, what: str) -> None:
     if whole.numel() != part.numel() * ranks:
         raise RequestError(f"{what}: {whole.numel()} items are not {ranks} times {part.numel()}")
     if whole.dtype != part.dtype:
         raise RequestError(f"{what}: {whole.dtype} and {part.dtype} are not the same")
-
-
-def _items_of(sparse: Tensor) -> int:
-    items = 1
-    for side in sparse.values().shape[1:]:
-        items *= side
-    return items

@@ -16,10 +16,11 @@ import struct
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
+
+from torch._C._distributed_c10d import Store
 
 from offbeat.errors import OffbeatError, PeerError
 from offbeat.processes.child import state_of
@@ -32,23 +33,12 @@ _GREETING_S = 1.0  # for whoever connects to say who it is
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
-class Store(Protocol):
-    """What is used of a torch.distributed store."""
-
-    def set(self, key: str, value: str) -> Any: ...
-    def get(self, key: str) -> bytes: ...
-    def wait(self, keys: list[str], timeout: timedelta) -> Any: ...
-    def add(self, key: str, amount: int) -> int: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Peer:
-    """Another rank: the socket to it, its process, its card, and the memory that it handed over."""
+class Peer(NamedTuple):
+    """Another rank: the socket to it, its process, and the memory that it handed over."""
 
     rank: int
     socket: socket.socket
     pid: int
-    card: Mapping[str, Any]
     descriptor: int
     size_bytes: int
 
@@ -78,7 +68,8 @@ def hand_out_card(
     """Everybody's card, in order of rank. A card with an `error` tells the others why a rank cannot come."""
     end = time.monotonic() + timeout_s
     key = _key(store, rank)
-    mine = {"protocol": PROTOCOL, "host": this_host(), "pid": os.getpid(), "numbering": _numbering(), **card}
+    where = {"host": this_host(), "pid": os.getpid(), "numbering": _numbering()}
+    mine = {"protocol": PROTOCOL, "token": secrets.token_hex(16), **where, **card}
     store.set(key, json.dumps(mine))
     cards = []
     for peer, name in enumerate(names):
@@ -88,12 +79,6 @@ def hand_out_card(
             cards.append(json.loads(store.get(theirs)))
         except (RuntimeError, ValueError):
             raise PeerError(f"rank {name} did not come to the group within {timeout_s:g} s", ranks=(name,)) from None
-    for name, theirs_card in zip(names, cards, strict=True):
-        if theirs_card["protocol"] != PROTOCOL:
-            raise PeerError(
-                f"rank {name} speaks version {theirs_card['protocol']} of the protocol, this rank version {PROTOCOL}",
-                ranks=(name,),
-            )
     return cards
 
 
@@ -122,9 +107,8 @@ class Listener:
         """
         end = time.monotonic() + timeout_s
         hello = _HELLO.pack(_MAGIC, PROTOCOL, rank, token, size_bytes)
-        peers: dict[int, Peer] = {}
+        peers: list[Peer] = []
         with ExitStack() as on_failure:
-            below = []
             for peer in range(rank):
                 one = on_failure.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
                 one.settimeout(max(0.001, end - time.monotonic()))
@@ -133,9 +117,13 @@ class Listener:
                     socket.send_fds(one, [hello], [descriptor])
                 except OSError as error:
                     raise _lost(peer, names, cards, str(error)) from None
-                below.append(one)
-            while len(peers) < len(cards) - 1 - rank:
-                missing = sorted(set(range(rank + 1, len(cards))) - set(peers))
+                came = _greeted_by(one, token)
+                if came is None or came.rank != peer:
+                    raise _lost(peer, names, cards, "did not answer")
+                on_failure.callback(os.close, came.descriptor)
+                peers.append(came)
+            while len(peers) < len(cards) - 1:
+                missing = sorted(set(range(rank + 1, len(cards))) - {peer.rank for peer in peers})
                 self._socket.settimeout(_GLANCE_S)
                 try:
                     one = on_failure.enter_context(self._socket.accept()[0])
@@ -146,26 +134,19 @@ class Listener:
                     continue
                 one.settimeout(_GREETING_S)
                 came = _greeted_by(one, token)
-                if came is None or came[0] not in missing:  # a stranger: it is not answered
+                if came is None or came.rank not in missing:  # a stranger: it is not answered
                     one.close()
                     continue
-                on_failure.callback(os.close, came[1])
+                on_failure.callback(os.close, came.descriptor)
                 try:
                     socket.send_fds(one, [hello], [descriptor])
                 except OSError as error:
-                    raise _lost(came[0], names, cards, str(error)) from None
-                peers[came[0]] = _peer(one, cards, *came)
-            for peer, one in enumerate(below):
-                one.settimeout(max(0.001, end - time.monotonic()))
-                came = _greeted_by(one, token)
-                if came is None or came[0] != peer:
-                    raise _lost(peer, names, cards, "did not answer")
-                on_failure.callback(os.close, came[1])
-                peers[peer] = _peer(one, cards, *came)
+                    raise _lost(came.rank, names, cards, str(error)) from None
+                peers.append(came)
             on_failure.pop_all()
-        for met in peers.values():
+        for met in peers:
             met.socket.setblocking(False)
-        return [peers[peer] for peer in sorted(peers)]
+        return sorted(peers)
 
     def close(self) -> None:
         self._socket.close()
@@ -201,27 +182,17 @@ def _numbering() -> str:
         return ""
 
 
-def _peer(one: socket.socket, cards: list[dict[str, Any]], rank: int, descriptor: int, size_bytes: int) -> Peer:
-    return Peer(
-        rank=rank,
-        socket=one,
-        pid=credentials(one)[0],
-        card=cards[rank],
-        descriptor=descriptor,
-        size_bytes=size_bytes,
-    )
-
-
 def credentials(one: socket.socket) -> tuple[int, int]:
     """Process and user at the other end, as the kernel knows them."""
     pid, uid, _ = _CREDENTIALS.unpack(one.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return pid, uid
 
 
-def _greeted_by(one: socket.socket, token: bytes) -> tuple[int, int, int] | None:
-    """Rank, descriptor and size of whoever greets properly; None for anybody else."""
+def _greeted_by(one: socket.socket, token: bytes) -> Peer | None:
+    """Whoever greets properly; None for anybody else."""
     try:
-        if credentials(one)[1] != os.geteuid():
+        pid, uid = credentials(one)
+        if uid != os.geteuid():
             return None
         message, descriptors, _, _ = socket.recv_fds(one, _HELLO.size, 4)
     except OSError:
@@ -229,19 +200,20 @@ def _greeted_by(one: socket.socket, token: bytes) -> tuple[int, int, int] | None
     if len(message) == _HELLO.size and len(descriptors) == 1:
         magic, protocol, rank, theirs, size_bytes = _HELLO.unpack(message)
         if magic == _MAGIC and protocol == PROTOCOL and secrets.compare_digest(theirs, token):
-            return rank, descriptors[0], size_bytes
+            return Peer(rank, one, pid, descriptors[0], size_bytes)
     for descriptor in descriptors:
         os.close(descriptor)
     return None
 
 
-def new_token() -> str:
-    return secrets.token_hex(16)
-
-
 def check_cards(cards: list[dict[str, Any]], rank: int, names: Sequence[int]) -> None:
-    """`OffbeatError` where a rank cannot come, wants another strategy, or cannot share memory."""
+    """`OffbeatError` where a rank cannot come, has another protocol or strategy, or cannot share memory."""
     for peer, card in enumerate(cards):
+        if card["protocol"] != PROTOCOL:
+            raise PeerError(
+                f"rank {names[peer]} speaks version {card['protocol']} of the protocol, this rank version {PROTOCOL}",
+                ranks=(names[peer],),
+            )
         if "error" in card and peer != rank:
             raise PeerError(f"rank {names[peer]} cannot start: {card['error']}", ranks=(names[peer],))
         for what in ("strategy", "arena"):

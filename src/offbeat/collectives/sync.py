@@ -17,6 +17,7 @@ import platform
 import threading
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 _FUTEX_NUMBER = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}
 _FUTEX_WAIT, _FUTEX_WAKE, _EVERYBODY = 0, 1, 2**31 - 1
@@ -88,14 +89,11 @@ class Word:
             _futex(_futex_number, self.address, _FUTEX_WAIT, seen & 0xFFFFFFFF, ctypes.byref(slice_), None, 0)
 
 
-class Patience:
+class Patience(NamedTuple):
     """How long to spin and to yield before sleeping."""
 
-    __slots__ = ("spins", "yield_s")
-
-    def __init__(self, spins: int, yield_s: float) -> None:
-        self.spins = spins
-        self.yield_s = yield_s
+    spins: int
+    yield_s: float
 
     @classmethod
     def of(cls, ranks: int) -> Patience:

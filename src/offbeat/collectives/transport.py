@@ -7,7 +7,7 @@ Each rank owns one segment, mapped by all:
               finding who is at fault; and how much it has announced
     line 2,4  two notes: what this rank calls, how, and since when; the note of call n is at n % 2
     line 6    its bell: rung when there is something for its messages (`messages`)
-    line 8..  for each rank: bytes read from it in collectives, in messages; whether a mailbox for it was announced
+    line 8..  for each rank: bytes read from it in collectives, in messages
     arena     what it stages for others to read
 
 Two notes are enough: a rank writes the note of call n+2 when it has seen all notes of call n+1, so everybody had
@@ -19,6 +19,7 @@ peer, with their descriptor, before a note or a word speaks of them.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
@@ -65,7 +66,7 @@ class Note(NamedTuple):
 
 def control_bytes(ranks: int) -> int:
     """What the words of a segment take, in whole pages."""
-    return -(-(_PER_RANK + 3 * ranks) * 8 // PAGE) * PAGE
+    return -(-(_PER_RANK + 2 * ranks) * 8 // PAGE) * PAGE
 
 
 @dataclass(slots=True)
@@ -94,10 +95,9 @@ class SharedMemory:
         self.others = tuple(peer for peer in range(self.ranks) if peer != rank)
         self.sockets = {peer.rank: peer.socket for peer in peers}
         self._pids = {peer.rank: peer.pid for peer in peers}
-        segments = {rank: own}
-        for peer in peers:
-            segments[peer.rank] = memory.receive(peer.descriptor, peer.size_bytes, sealed=True)
-        self.sides = [_side(segments[each]) for each in range(self.ranks)]
+        theirs = {peer.rank: memory.receive(peer.descriptor, peer.size_bytes, sealed=True) for peer in peers}
+        segments = [own if each == rank else theirs[each] for each in range(self.ranks)]
+        self.sides = [_Side(s, s.words, Word(s.words, MARK, s.address), {ARENA: s}) for s in segments]
         self.own = self.sides[rank]
         self.patience = Patience.of(self.ranks)
         self.broken: PeerError | None = None
@@ -182,54 +182,55 @@ class SharedMemory:
         """Tell peers of memory, or that it is to be forgotten. A peer that has died is not told; waiting will tell."""
         message = _ANNOUNCED.pack(what, number, size_bytes)
         for peer in to:
-            end = time.monotonic() + self.timeout_s
-            while True:
-                try:
-                    socket.send_fds(self.sockets[peer], [message], [] if descriptor is None else [descriptor])
-                    break
-                except BlockingIOError:  # it has not heard of the last hundreds yet
-                    if time.monotonic() > end:
-                        self.fail(f"{self.name(peer)} does not take the memory it is sent", ranks=(peer,))
-                    room = select.poll()
-                    room.register(self.sockets[peer], select.POLLOUT)
-                    room.poll(50)
-                except ConnectionError:  # it has died; whoever waits for it will say so
-                    break
-                except OSError as error:
-                    self.fail(f"{self.name(peer)} cannot be sent memory: {error.strerror}", ranks=(peer,))
+            room = select.poll()
+            try:
+                room.register(self.sockets[peer], select.POLLOUT)
+                if not room.poll(1000 * self.timeout_s):  # it has not heard of the last hundreds yet
+                    self.fail(f"{self.name(peer)} does not take the memory it is sent", ranks=(peer,))
+                socket.send_fds(self.sockets[peer], [message], [] if descriptor is None else [descriptor])
+            except ConnectionError:  # it has died; whoever waits for it will say so
+                continue
+            except (OSError, ValueError) as error:
+                self.fail(f"{self.name(peer)} cannot be sent memory: {error}", ranks=(peer,))
         sync.fence()
-        self.own.words[ANNOUNCED] += 1
+        with self._hearing:  # calls and messages may announce at the same time
+            self.own.words[ANNOUNCED] += 1
 
     def hear_all(self) -> bool:
         """Take in what was announced lately; whether any memory is to be forgotten, here or there."""
         for peer in self.others:
-            if self.sides[peer].words[ANNOUNCED] != self._heard[peer]:
-                self.hear(peer)
+            self.hear(peer)
         forgot, self.forgot = self.forgot, False
         return forgot
 
     def hear(self, rank: int) -> None:
-        """Take in what a peer announced so far."""
+        """Take in what a peer announced since the last time."""
+        side = self.sides[rank]
+        announced = side.words[ANNOUNCED]
+        if announced == self._heard[rank]:
+            return
         with self._hearing:
-            self._heard[rank] = self.sides[rank].words[ANNOUNCED]
-            while True:
-                try:
-                    message, descriptors, _, _ = socket.recv_fds(self.sockets[rank], _ANNOUNCED.size, 4)
-                except (BlockingIOError, ConnectionError):
-                    return
-                if not message:
-                    return
-                what, number, size_bytes = _ANNOUNCED.unpack(message)
-                side = self.sides[rank]
-                if what != FORGET and not descriptors:
-                    raise OffbeatError(f"the memory of {self.name(rank)} did not come: too many open files here?")
-                if what == FORGET:
-                    side.buffers.pop(number, None)
-                    self.forgot = True
-                elif what == BUFFER:
-                    side.buffers[number] = memory.receive(descriptors[0], size_bytes, sealed=False)
-                else:
-                    side.mailbox = memory.receive(descriptors[0], size_bytes, sealed=True)
+            with contextlib.suppress(BlockingIOError, ConnectionError):
+                while self._take_in(rank, side):
+                    pass
+            self._heard[rank] = announced
+
+    def _take_in(self, rank: int, side: _Side) -> bool:
+        """One announcement; False where the peer has left."""
+        message, descriptors, _, _ = socket.recv_fds(self.sockets[rank], _ANNOUNCED.size, 4)
+        if not message:
+            return False
+        what, number, size_bytes = _ANNOUNCED.unpack(message)
+        if what == FORGET:
+            side.buffers.pop(number, None)
+            self.forgot = True
+        elif not descriptors:
+            raise OffbeatError(f"the memory of {self.name(rank)} did not come: too many open files here?")
+        elif what == BUFFER:
+            side.buffers[number] = memory.receive(descriptors[0], size_bytes, sealed=False)
+        else:
+            side.mailbox = memory.receive(descriptors[0], size_bytes, sealed=True)
+        return True
 
     # --- counters ------------------------------------------------------------------------------------------------
 
@@ -250,13 +251,6 @@ class SharedMemory:
         words = reader.words
         return int(words[_PER_RANK + source] + words[_PER_RANK + self.ranks + source])
 
-    def flag_mailbox(self, to: int) -> None:
-        sync.fence()
-        self.own.words[_PER_RANK + 2 * self.ranks + to] = 1
-
-    def mailbox_flagged(self, source: int) -> bool:
-        return bool(self.sides[source].words[_PER_RANK + 2 * self.ranks + self.rank])
-
     # --- faults --------------------------------------------------------------------------------------------------
 
     def name(self, rank: int) -> str:
@@ -266,14 +260,13 @@ class SharedMemory:
     def gone(self) -> tuple[int, ...]:
         """Peers whose process has ended, or that have left the group."""
         watch = select.poll()
-        by_number = {}
+        peers = {one.fileno(): peer for peer, one in self.sockets.items()}
         try:
-            for peer, one in self.sockets.items():
-                watch.register(one, select.POLLRDHUP)
-                by_number[one.fileno()] = peer
+            for number in peers:
+                watch.register(number, select.POLLRDHUP)
         except ValueError:  # this rank itself is leaving, in another thread
             return ()
-        return tuple(sorted(by_number[number] for number, _ in watch.poll(0) if number in by_number))
+        return tuple(sorted(peers[number] for number, _ in watch.poll(0)))
 
     def blame(self, gone: Sequence[int]) -> NoReturn:
         """Fail for ranks that are gone: not for those that ended because they saw another one gone."""
@@ -326,11 +319,6 @@ class SharedMemory:
         _alive.discard(self)
 
 
-def _side(segment: Segment) -> _Side:
-    mark = Word(segment.words, MARK, segment.address)
-    return _Side(segment, segment.words, mark, {ARENA: segment})
-
-
 def _state_of(pid: int | None) -> str:
     """`: its process 17 is stopped`, where that is so."""
     return f": its process {pid} is stopped" if pid and state_of(pid) in ("T", "t") else ""
@@ -345,5 +333,4 @@ def _after_fork() -> None:
         transport.broken = PeerError("a group of the parent process cannot be used in a forked child")
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_after_fork)

@@ -9,11 +9,11 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TextIO, TypeAlias
 
 from offbeat import spec as grammar
 from offbeat.errors import RequestError
@@ -21,17 +21,34 @@ from offbeat.errors import RequestError
 if TYPE_CHECKING:
     from rich.console import Console
 
+Terminal: TypeAlias = "Console"  # rich's, which is loaded only when something is printed
 _LONG_S = 2.0  # what takes longer says what it does
+
+
+class Option(NamedTuple):
+    """An option or argument of a command: what argparse's `add_argument` is given, and the title it stands under."""
+
+    names: tuple[str, ...]
+    keywords: Mapping[str, Any]
+    group: str
+
+
+def option(*names: str, read: Callable[[str], Any] = str, group: str = "", **keywords: Any) -> Option:
+    """`read` makes the value of a word, and refuses a wrong one with a `RequestError`."""
+    return Option(names, keywords if read is str else {**keywords, "type": reader(read)}, group)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """One row of the table of commands."""
+    """One row of the table of commands. All take --json and --plugin as well."""
 
     summary: str
     about: str
     examples: tuple[str, ...]
-    arguments: Callable[[argparse.ArgumentParser], None]
+    options: Sequence[Option] = ()
+    sections: Collection[str] = ()  # of a recipe, whose fields are options too
+    fields: Collection[str] = ()  # and single fields of it
+    usage: str | None = None
     run: Callable[[argparse.Namespace], None]
 
 
@@ -47,19 +64,30 @@ def reader(read: Callable[[str], Any]) -> Callable[[str], Any]:
     return checked
 
 
+def refuse(given: argparse.Namespace, names: Collection[str], why: str) -> None:
+    """Options that say nothing beside the others, where they were given."""
+    for name in names:
+        if getattr(given, name, None):
+            raise RequestError(f"--{name.replace('_', '-')} {why}")
+
+
 def read_accuracy(text: str) -> float:
     return grammar.parse_number(text, lambda x: 0 < x <= 1, "an accuracy is above 0 and at most 1, like 0.95")
-
-
-def json_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, allow_nan=False))
 
 
-def console() -> Console:
+def answer(given: argparse.Namespace, told: Any, show: Callable[[Terminal], None]) -> None:
+    """Print what was found: as one JSON object where --json asks for it, and else as `show` does."""
+    if given.json:
+        print_json(told)
+    else:
+        show(console())
+
+
+def console() -> Terminal:
     from rich.console import Console
 
     class Plain(Console):
@@ -129,18 +157,25 @@ def progress_line() -> Iterator[Callable[[str], None]]:
         show("")
 
 
-def say(out: Console, text: str, **style: Any) -> None:
-    """Text as it is: no markup in it, and not broken into lines."""
-    out.print(text, markup=False, soft_wrap=True, **style)
+def print_line(out: TextIO, line: str) -> None:
+    """A line that cannot be encoded is escaped."""
+    encoding = getattr(out, "encoding", None) or "utf-8"
+    print(line.encode(encoding, "backslashreplace").decode(encoding), file=out, flush=True)
 
 
-def heading(out: Console, text: str) -> None:
+def say(out: Terminal, *lines: str, **style: Any) -> None:
+    """Lines as they are: no markup in them, and not broken."""
+    for line in lines:
+        out.print(line, markup=False, soft_wrap=True, **style)
+
+
+def heading(out: Terminal, text: str) -> None:
     say(out, text, style="bold")
     out.print()
 
 
 def table(
-    out: Console,
+    out: Terminal,
     columns: Sequence[str],
     rows: Iterable[Sequence[str]],
     *,
@@ -160,7 +195,7 @@ def table(
     out.print(made)
 
 
-def facts(out: Console, rows: Sequence[tuple[str, str]]) -> None:
+def facts(out: Terminal, rows: Sequence[tuple[str, str]]) -> None:
     """Labels and what they stand for."""
     width = max(len(label) for label, _ in rows)
     for label, text in rows:
@@ -172,7 +207,7 @@ def row_json(name: str, summary: str, params: Sequence[grammar.Param]) -> dict[s
     return {"name": name, "summary": summary, "options": {param.name: param.help for param in params}}
 
 
-def print_params(out: Console, params: Sequence[grammar.Param]) -> None:
+def print_params(out: Terminal, params: Sequence[grammar.Param]) -> None:
     for param in params:
         label = param.name.upper() if param.positional else f"{param.name}="
         say(out, f"    {label.ljust(17)} {param.help}", style="dim")

@@ -3,55 +3,66 @@
 from __future__ import annotations
 
 import argparse
+import json
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offbeat.commands import bench_training
 from offbeat.commands.base import (
     Command,
-    console,
+    Terminal,
+    answer,
     facts,
     heading,
-    json_argument,
-    print_json,
+    option,
     progress_line,
-    reader,
+    read_accuracy,
     say,
+    table,
 )
-from offbeat.errors import RequestError
+from offbeat.errors import OffbeatError, RequestError
 from offbeat.report.benchmark_fields import Field, Row, printed
-from offbeat.spec import choice, count_of, parse_count, parse_seconds, parse_size
+from offbeat.runs.disk import replace_file
+from offbeat.spec import choice, count_of, parse_count, parse_number, parse_seconds, parse_size
+from offbeat.train.arguments import given as changes_of
+from offbeat.train.config import Config
+from offbeat.train.config_files import changed, flag, override, read_recipe
+from offbeat.train.fields import FieldError
+from offbeat.train.recipes import DEFAULT
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from offbeat.measure.bench_result import BenchResult
+    from offbeat.measure.benchmark import BenchResult
+    from offbeat.predict.calibration import Calibration
 
 _BUSY = 2.0  # rounds that differ by more are worth a warning
 _WIDE = 100  # columns, from which on intervals are in the tables
-ALLREDUCE, DDP, POLICIES, SERVER = "allreduce", "ddp", "policies", "server"
+_SECTIONS = ("model", "data", "train")  # of a recipe: the rest of it is asked for otherwise
 _TIMEOUT_S = 120.0
+_RANKS: dict[str, Any] = {"threads": 1, "strategy": None, "timeout": _TIMEOUT_S}
+_TRAININGS: dict[str, Any] = {
+    "lines": (),
+    "servers": None,  # None: as the recipe says
+    "slow": (),
+    "seed": None,
+    "device": None,
+    "calibration": None,
+    "out": None,
+}
 # What an option of a measurement is when left out; those that it does not have are refused.
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    ALLREDUCE: {
+    "allreduce": {
+        **_RANKS,
         "ranks": 4,
         "rounds": 5,
         "against": ("gloo", "mpi"),
         "sizes": (64 * 2**10, 4 * 2**20, 100_000_000),
-        "threads": 1,
-        "strategy": None,
-        "timeout": _TIMEOUT_S,
     },
-    DDP: {
-        "ranks": 2,
-        "rounds": 10,
-        "against": ("gloo",),
-        "batch": 64,
-        "threads": 1,
-        "strategy": None,
-        "timeout": _TIMEOUT_S,
-    },
-    POLICIES: {
+    "ddp": {**_RANKS, "ranks": 2, "rounds": 10, "against": ("gloo",), "batch": 64},
+    "policies": {
         "lines": (),
         "learners": [4],
         "servers": 1,
@@ -60,7 +71,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "seed": 0,
         "timeout": _TIMEOUT_S,
     },
-    SERVER: {
+    "server": {
         "learners": [1, 2],
         "servers": 2,
         "parameters": None,
@@ -70,61 +81,34 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "seconds": 3.0,
         "timeout": _TIMEOUT_S,
     },
-    **bench_training.DEFAULTS,
+    "scaling": {
+        **_TRAININGS,
+        "learners": [1, 2, 4],
+        "sync": ("ring", "k-async:2"),
+        "rounds": 5,
+        "kind": "weak",
+        "accuracy_within": 0.01,
+        "price": None,
+    },
+    "accuracy": {
+        **_TRAININGS,
+        "learners": [2],
+        "sync": ("ring", "async"),
+        "target": None,
+        "seeds": 3,
+        "svg": None,
+        "price": None,
+    },
+    "predictions": {
+        **_TRAININGS,
+        "learners": [2, 4],
+        "sync": ("ring", "k-sync:2", "k-batch-async:2"),
+        "slow": ("none", "exp:0.02", "learner=0,factor=2"),
+        "rounds": 3,
+    },
 }
 
-
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    kinds = tuple(_DEFAULTS)
-    parser.usage = f"%(prog)s {'|'.join(kinds)} [LINES ...] [options]"
-    add("what", type=reader(choice(*kinds)), metavar="|".join(kinds), help="what is measured; see above")
-    add(
-        "lines",
-        nargs="*",
-        default=(),
-        metavar="LINES",
-        help="policies: strategies (default: six of them); of trainings: a recipe (default digits-cnn)",
-    )
-    add("--ranks", type=reader(parse_count), metavar="P", help="processes (default 4, of ddp 2)")
-    add(
-        "--learners",
-        type=reader(parse_count),
-        nargs="+",
-        metavar="P",
-        help="policies, accuracy: how many (default 4, 2); server, scaling: with how many, in turn (1 2; 1 2 4)",
-    )
-    add("--servers", type=reader(parse_count), metavar="S", help="shards (default 1, of server 2)")
-    add(
-        "--slow",
-        nargs="+",
-        metavar="LAW",
-        help="policies: slowness (default exp:0.1 shifted-exp:0.05,0.05); of trainings: also learner=1,factor=3",
-    )
-    add("--updates", type=reader(parse_count), metavar="N", help="policies: of each run (default: about 10 s of them)")
-    add("--seed", type=int, metavar="N", help="policies: of --slow; scaling, accuracy: the first (default 0)")
-    add("--parameters", type=reader(_number), metavar="N", help="server: of the model (default 25.6M)")
-    add("--tensors", type=reader(parse_count), metavar="N", help="server: 161 as ResNet-50's (default), or 1")
-    add("--seconds", type=reader(parse_seconds), metavar="TIME", help="server: of a round of one system (default 3s)")
-    add(
-        "--against",
-        type=reader(_words),
-        metavar="NAMES",
-        help="gloo,mpi (ddp: gloo); server: rpc,rpc-tuned,ray,ray-tuned (default: all that are installed)",
-    )
-    add("--sizes", type=reader(_sizes), metavar="SIZES", help="of the tensor (default 64KiB,4MiB,100MB)")
-    add("--batch", type=reader(parse_count), metavar="N", help="ddp: samples of a minibatch (default 64)")
-    add(
-        "--rounds",
-        type=reader(parse_count),
-        metavar="N",
-        help="all take turns in each (default 5, ddp 10, server and predictions 3)",
-    )
-    add("--threads", type=reader(parse_count), metavar="N", help="torch's, of a rank (default 1)")
-    add("--strategy", metavar="LINE", help="how offbeat reduces: ring, ... (default: its own choice)")
-    add("--timeout", type=reader(parse_seconds), metavar="TIME", help="for an answer (default 120s)")
-    json_argument(parser)
-    bench_training.add_arguments(parser)
+Measurement = Callable[[Callable[[str], None]], "BenchResult"]
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -147,38 +131,60 @@ def _number(text: str) -> int:
         raise RequestError(f"expected a number like 25.6M, 100k or 5000; got '{text}'") from None
 
 
+def _share(text: str) -> float:
+    return parse_number(text, lambda x: 0 <= x <= 1, "expected a share from 0 to 1, like 0.01")
+
+
+def _price(text: str) -> float:
+    return parse_number(text, lambda x: 0 <= x <= sys.float_info.max, "expected a price of a device hour, 0 or more")
+
+
 def _run(given: argparse.Namespace) -> None:
     options = _with_defaults(given)
-    if given.what in bench_training.DEFAULTS:
-        measured = bench_training.measurement(options)
-    else:
-        bench_training.refuse_changes(given)
-        measure = {ALLREDUCE: _measure_ranks, DDP: _measure_ranks, POLICIES: _measure_policies, SERVER: _measure_server}
-        measured = measure[given.what](options)
-    with progress_line() as progress:
-        result = measured(progress)
-    print_json(result.json) if given.json else print_result(result)
-    bench_training.write_files(options, result)
+    measure = _MEASURE[given.what](options)
+    with progress_line() as progress, redirect_stdout(sys.stderr):  # what modules of one's own print when loaded
+        result = measure(progress)
+    answer(given, result.json, lambda out: print_result(out, result))
+    whole = json.dumps(result.json, indent=1, allow_nan=False) + "\n"
+    _write(options, options.out, whole, f"written to {options.out}; offbeat report shows it")
+    _write(options, options.svg, result.chart, f"error against time: {options.svg}")
 
 
 def _with_defaults(given: argparse.Namespace) -> argparse.Namespace:
     """What was given, and the defaults of this measurement; an option of another one is a mistake."""
     own = _DEFAULTS[given.what]
-    for name in {name for options in _DEFAULTS.values() for name in options}:
-        if name not in own and getattr(given, name) not in (None, ()):
-            word = f"'{given.lines[0]}'" if name == "lines" else f"--{name.replace('_', '-')}"
-            raise RequestError(f"bench: {word} is not an option of bench {given.what}")
+    others = {name for options in _DEFAULTS.values() for name in options} - own.keys()
+    wrong = [f"--{name.replace('_', '-')}" for name in others - {"lines"} if getattr(given, name) is not None]
+    if "lines" in others and given.lines:
+        wrong.append(f"'{given.lines[0]}'")
+    if "sync" in others:  # fields of a recipe say nothing where none is trained
+        wrong += [flag(key) for key in changes_of(given)]
+    if wrong:
+        raise RequestError(f"bench: {wrong[0]} is not an option of bench {given.what}")
     filled = {name: value for name, value in own.items() if getattr(given, name) is None}
     return argparse.Namespace(**(vars(given) | filled))
 
 
-Measurement = Callable[[Callable[[str], None]], "BenchResult"]
+def _write(options: argparse.Namespace, path: Path | None, text: str, told: str) -> None:
+    """All of it, or as it was before."""
+    if path is None:
+        return
+    try:
+        replace_file(path, text.encode())
+    except OSError as error:
+        raise OffbeatError(f"cannot write {path}: {error.strerror}") from None
+    if not options.json:
+        print(told)
+
+
+# --- what is asked for -----------------------------------------------------------------------------------------------
+# What is wrong with a request is told here, before anything runs.
 
 
 def _measure_ranks(options: argparse.Namespace) -> Measurement:
     from offbeat.measure import rank_bench
 
-    reduces = options.what == ALLREDUCE
+    reduces = options.what == "allreduce"
     request = rank_bench.RankRequest(
         ranks=options.ranks,
         against=options.against,
@@ -193,15 +199,20 @@ def _measure_ranks(options: argparse.Namespace) -> Measurement:
     return lambda progress: rank_bench.measure_ddp(request, options.batch, progress)
 
 
+def _one_number_of_learners(options: argparse.Namespace) -> int:
+    if len(options.learners) > 1:
+        raise RequestError(f"bench: --learners is one number for bench {options.what}")
+    learners: int = options.learners[0]
+    return learners
+
+
 def _measure_policies(options: argparse.Namespace) -> Measurement:
     from offbeat.measure import policies_bench
 
-    if len(options.learners) > 1:
-        raise RequestError("bench: --learners is one number for bench policies")
     request = policies_bench.PoliciesRequest(
         lines=tuple(options.lines) or policies_bench.LINES,
         laws=tuple(options.slow or policies_bench.LAWS),
-        learners=options.learners[0],
+        learners=_one_number_of_learners(options),
         servers=options.servers,
         updates=options.updates,
         seed=options.seed,
@@ -226,20 +237,139 @@ def _measure_server(options: argparse.Namespace) -> Measurement:
     return lambda progress: server_bench.measure(request, progress)
 
 
+def _measure_scaling(options: argparse.Namespace) -> Measurement:
+    from offbeat.measure import scaling_bench
+
+    config = _config(options)
+    request = scaling_bench.ScalingRequest(
+        config=config,
+        lines=tuple(options.sync),
+        learners=tuple(options.learners),
+        kind=options.kind,
+        rounds=options.rounds,
+        seed=config.seed,
+        accuracy_within=options.accuracy_within,
+        price=options.price,
+    )
+    calibration = _calibration(options, request.configs(0)[0])
+    if calibration is None:
+        return lambda progress: scaling_bench.measure(request, progress)
+    from offbeat.predict.from_calibration import predict
+    from offbeat.train.tasks import task_of
+
+    @cache  # the samples of the recipe are counted when the first prediction is asked for
+    def samples() -> int:
+        return len(task_of(config).train)  # type: ignore[arg-type] # a map-style set has a length
+
+    def samples_per_s(one: Config) -> float:
+        return predict(calibration, one, samples()).samples_per_s
+
+    return lambda progress: scaling_bench.measure(request, progress, predictor=samples_per_s)
+
+
+def _measure_accuracy(options: argparse.Namespace) -> Measurement:
+    from offbeat.measure import accuracy_bench
+
+    config, learners = _config(options), _one_number_of_learners(options)
+    if options.target is None:
+        raise RequestError("bench: accuracy needs an end: say the accuracy to reach, like --target 0.97")
+    request = accuracy_bench.AccuracyRequest(
+        config=config,
+        target=options.target,
+        lines=tuple(options.sync),
+        learners=learners,
+        seeds=options.seeds,
+        seed=config.seed,
+        price=options.price,
+    )
+    calibration = _calibration(options, request.configs(request.seed)[0])
+    if calibration is None:
+        return lambda progress: accuracy_bench.measure(request, progress)
+    from offbeat.predict.from_calibration import foresee_accuracy
+
+    def seconds_to_target(one: Config) -> float | None:
+        return foresee_accuracy(calibration, one, request.target)
+
+    return lambda progress: accuracy_bench.measure(request, progress, predictor=seconds_to_target)
+
+
+def _measure_predictions(options: argparse.Namespace) -> Measurement:
+    from offbeat.measure import predictions_bench
+
+    config = _config(options)
+    calibration = _calibration(options, config)
+    if calibration is None:
+        raise RequestError("bench: predictions are made from a calibration: --calibration FILE (offbeat calibrate)")
+    request = predictions_bench.PredictionsRequest(
+        config=config,
+        calibration=calibration,
+        lines=tuple(options.sync),
+        learners=tuple(options.learners),
+        slow=tuple(options.slow),
+        rounds=options.rounds,
+    )
+    return lambda progress: predictions_bench.measure(request, progress)
+
+
+def _config(options: argparse.Namespace) -> Config:
+    """The recipe with all that was changed, but for strategy and learners."""
+    for path in (options.out, options.svg):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise RequestError(f"bench: cannot write {path}: there is no folder {path.absolute().parent}")
+        if path is not None and path.is_dir():
+            raise RequestError(f"bench: cannot write {path}: it is a folder")
+    if len(options.lines) > 1:
+        raise RequestError(
+            f"bench: one recipe is measured, and '{options.lines[1]}' is a second; strategies are named by --sync"
+        )
+    changes = changes_of(options)
+    for key in changes:
+        if key.partition(".")[0] not in _SECTIONS:
+            raise RequestError(f"bench: --set {key}: here only fields of {', '.join(_SECTIONS)} are set so")
+        if key.replace("-", "_") == "train.stop_at":
+            raise RequestError(f"bench: {flag(key)} is not for a benchmark: all go through all epochs")
+    config = override(read_recipe(options.lines[0] if options.lines else DEFAULT), changes)
+    try:
+        return changed(
+            config,
+            {
+                "sync": "ring",
+                "learners": 0,
+                "servers": options.servers or config.servers,
+                "seed": config.seed if options.seed is None else options.seed,
+                "slow": config.slow if options.what == "predictions" else tuple(options.slow) or config.slow,
+                "device": options.device or config.device,
+            },
+        )
+    except FieldError as error:
+        raise RequestError(f"bench: {flag(error.key)}: {error.why}") from None
+
+
+def _calibration(options: argparse.Namespace, config: Config) -> Calibration | None:
+    """The file that was named, if it is of this training."""
+    if options.calibration is None:
+        return None
+    from offbeat.predict.calibration import read_calibration
+    from offbeat.predict.calibration_match import check, of_another_machine
+
+    calibration = read_calibration(options.calibration)
+    check(calibration, config)
+    elsewhere = of_another_machine(calibration)
+    if elsewhere:
+        print(f"offbeat: {elsewhere}", file=sys.stderr)
+    return calibration
+
+
 # --- printing --------------------------------------------------------------------------------------------------------
 
 
-def print_result(result: BenchResult) -> None:
-    out = console()
+def print_result(out: Terminal, result: BenchResult) -> None:
     heading(out, result.heading)
     for fields, rows in result.tables:
         _print_table(out, fields, rows)
-    for text in result.verdict:
-        say(out, text, style="bold")
-    for text in (*result.details, "", *(f"note: {note}" for note in result.json.get("notes", ()))):
-        say(out, text)
-    if result.json.get("notes"):
-        out.print()
+    say(out, *result.verdict, style="bold")
+    notes = [f"note: {note}" for note in result.json.get("notes", ())]
+    say(out, *result.details, "", *notes, *([""] if notes else []))
     machine = result.json["machine"]
     load = "load not known" if machine["load"] is None else f"load {machine['load']:.2f} before"
     cores = f"{count_of(machine['cores'], 'core')} ({machine['processor']}), {load}"
@@ -250,26 +380,88 @@ def print_result(result: BenchResult) -> None:
         say(out, text, style="yellow")
 
 
-def _print_table(out: Console, fields: Sequence[Field], rows: Sequence[Row]) -> None:
+def _print_table(out: Terminal, fields: Sequence[Field], rows: Sequence[Row]) -> None:
     """Nothing where no value is known."""
-    from rich import box
-    from rich.table import Table
-
     shown = printed(fields, rows, wide=out.width >= _WIDE)
     if all(field.key in ("strategy", "learners") for field in shown):
         return
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for field in shown:
-        table.add_column(field.title, justify="left" if field.form == "text" else "right", no_wrap=True)
-    before: Row = {}
-    for row in rows:
-        table.add_row(
-            *("" if field.once and row[field.key] == before.get(field.key) else field.written(row) for field in shown)
-        )
-        before = row
-    out.print(table)
+    cells = [
+        ["" if field.once and row[field.key] == before.get(field.key) else field.written(row) for field in shown]
+        for before, row in pairwise([{}, *rows])
+    ]
+    words = [number for number, field in enumerate(shown) if field.form == "text"]
+    table(out, [field.title for field in shown], cells, text=words)
 
 
+_MEASURE: dict[str, Callable[[argparse.Namespace], Measurement]] = {
+    "allreduce": _measure_ranks,
+    "ddp": _measure_ranks,
+    "policies": _measure_policies,
+    "server": _measure_server,
+    "scaling": _measure_scaling,
+    "accuracy": _measure_accuracy,
+    "predictions": _measure_predictions,
+}
+_GROUP = "trainings: scaling, accuracy, predictions"
+_OPTIONS = (
+    option("what", read=choice(*_DEFAULTS), metavar="|".join(_DEFAULTS), help="what is measured; see above"),
+    option(
+        "lines", nargs="*", default=(), metavar="LINES",
+        help="policies: strategies (default: six of them); of trainings: a recipe (default digits-cnn)",
+    ),
+    option("--ranks", read=parse_count, metavar="P", help="processes (default 4, of ddp 2)"),
+    option(
+        "--learners", read=parse_count, nargs="+", metavar="P",
+        help="policies, accuracy: how many (default 4, 2); server, scaling: with how many, in turn (1 2; 1 2 4)",
+    ),
+    option("--servers", read=parse_count, metavar="S", help="shards (default 1, of server 2)"),
+    option(
+        "--slow", nargs="+", metavar="LAW",
+        help="policies: slowness (default exp:0.1 shifted-exp:0.05,0.05); of trainings: also learner=1,factor=3",
+    ),
+    option("--updates", read=parse_count, metavar="N", help="policies: of each run (default: about 10 s of them)"),
+    option("--seed", type=int, metavar="N", help="policies: of --slow; scaling, accuracy: the first (default 0)"),
+    option("--parameters", read=_number, metavar="N", help="server: of the model (default 25.6M)"),
+    option("--tensors", read=parse_count, metavar="N", help="server: 161 as ResNet-50's (default), or 1"),
+    option("--seconds", read=parse_seconds, metavar="TIME", help="server: of a round of one system (default 3s)"),
+    option(
+        "--against", read=_words, metavar="NAMES",
+        help="gloo,mpi (ddp: gloo); server: rpc,rpc-tuned,ray,ray-tuned (default: all that are installed)",
+    ),
+    option("--sizes", read=_sizes, metavar="SIZES", help="of the tensor (default 64KiB,4MiB,100MB)"),
+    option("--batch", read=parse_count, metavar="N", help="ddp: samples of a minibatch (default 64)"),
+    option(
+        "--rounds", read=parse_count, metavar="N",
+        help="all take turns in each (default 5, ddp 10, server and predictions 3)",
+    ),
+    option("--threads", read=parse_count, metavar="N", help="torch's, of a rank (default 1)"),
+    option("--strategy", metavar="LINE", help="how offbeat reduces: ring, ... (default: its own choice)"),
+    option("--timeout", read=parse_seconds, metavar="TIME", help="for an answer (default 120s)"),
+    option(
+        "--sync", group=_GROUP, nargs="+", metavar="STRATEGY",
+        help="that are compared (scaling: ring k-async:2; accuracy: ring async)",
+    ),
+    option(
+        "--kind", group=_GROUP, read=choice("weak", "strong"), metavar="weak|strong",
+        help="scaling: what stays the same, the minibatch of a learner (default) or that of all together",
+    ),
+    option(
+        "--accuracy-within", group=_GROUP, read=_share, metavar="X",
+        help="scaling: of the best, to be ranked (default 0.01)",
+    ),
+    option("--target", group=_GROUP, read=read_accuracy, metavar="X", help="accuracy: to reach, like 0.97"),
+    option(
+        "--seeds", group=_GROUP, read=parse_count, metavar="N", help="accuracy: trainings of each strategy (default 3)"
+    ),
+    option("--device", group=_GROUP, metavar="NAME", help="auto (a GPU if there is one), cpu or cuda"),
+    option(
+        "--calibration", group=_GROUP, read=Path, metavar="FILE",
+        help="predict as well, with what offbeat calibrate has measured",
+    ),
+    option("--price", group=_GROUP, read=_price, metavar="X", help="of a device hour, for the cost"),
+    option("--out", group=_GROUP, read=Path, metavar="FILE", help="write the result as JSON, for offbeat report"),
+    option("--svg", group=_GROUP, read=Path, metavar="FILE", help="accuracy: draw error against time"),
+)  # fmt: skip
 COMMAND = Command(
     summary="measure what really runs here: collectives, DDP, the parameter server, scaling and time to accuracy",
     about="""Measure on this machine. allreduce, ddp: all-reduces and training iterations, beside Gloo's and Open MPI's.
@@ -287,6 +479,8 @@ from a calibration (offbeat calibrate) and then run. These take turns too, and h
         "bench scaling digits-cnn --learners 1 2 --sync ring k-async:2 --epochs 3 --rounds 1",
         "bench accuracy digits-mlp --target 0.8 --learners 2 --sync ring async --seeds 1 --epochs 4",
     ),
-    arguments=_arguments,
+    usage=f"%(prog)s {'|'.join(_DEFAULTS)} [LINES ...] [options]",
+    options=_OPTIONS,
+    sections=_SECTIONS,
     run=_run,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -11,13 +12,12 @@ from typing import TYPE_CHECKING
 
 from offbeat.commands.base import (
     Command,
-    console,
+    Terminal,
+    answer,
     facts,
     heading,
-    json_argument,
-    print_json,
+    option,
     progress_line,
-    reader,
     say,
     table,
     write_file,
@@ -25,30 +25,15 @@ from offbeat.commands.base import (
 from offbeat.errors import RequestError
 from offbeat.number_format import format_rate, format_seconds, format_size
 from offbeat.spec import count_of, parse_count
-from offbeat.train.arguments import add_arguments
 from offbeat.train.arguments import given as changes_of
+from offbeat.train.config import Config
+from offbeat.train.config_files import changed, override, read_recipe
+from offbeat.train.recipes import DEFAULT
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from offbeat.predict.calibration import Calibration, Timed
-    from offbeat.train.config import Config
 
 _BUSY = 0.5  # load of each core, above which the machine was not quiet
-
-
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "%(prog)s [RECIPE] [--learners 1 2 4] [-o FILE] [options]"
-    add = parser.add_argument
-    add("recipe", nargs="?", metavar="RECIPE", help="a built-in one (offbeat recipes) or a TOML file; digits-cnn")
-    add("--learners", type=reader(parse_count), nargs="+", default=[1, 2], metavar="P", help="of probes (default 1 2)")
-    add("-o", "--out", type=Path, default=Path("calibration.json"), metavar="FILE", help="default calibration.json")
-    add("--rounds", type=reader(parse_count), default=3, metavar="N", help="of probes, in turn (default 3)")
-    add("--servers", type=reader(parse_count), metavar="S", help="shards (default: as the recipe says)")
-    add("--device", metavar="NAME", help="auto (a GPU if there is one), cpu or cuda")
-    add("--quick", action="store_true", help="leave out reductions and pushes over sizes, and the self-check")
-    json_argument(parser)
-    add_arguments(parser, sections=("model", "data", "train"))
 
 
 def _run(given: argparse.Namespace) -> None:
@@ -71,10 +56,7 @@ def _run(given: argparse.Namespace) -> None:
     with redirect_stdout(sys.stderr), progress_line() as progress:  # what modules of one's own print when loaded
         found = measure(request, progress)
     write_file(given.out, json.dumps(as_json(found), indent=1, allow_nan=False) + "\n")
-    if given.json:
-        print_json(as_json(found))
-    else:
-        _print(found, given.out)
+    answer(given, as_json(found), lambda out: _show(out, found, given.out))
 
 
 def _try_to_write(path: Path) -> None:
@@ -88,34 +70,26 @@ def _try_to_write(path: Path) -> None:
 
 
 def _config(given: argparse.Namespace) -> Config:
-    from offbeat.train.config_files import changed, override, read_recipe
-    from offbeat.train.recipes import DEFAULT
-
     config = override(read_recipe(given.recipe or DEFAULT), changes_of(given))
     wanted = {"learners": 0, "sync": "ring", "slow": (), "servers": given.servers or config.servers}
     return changed(config, wanted | ({"device": given.device} if given.device else {}))
 
 
-def _print(found: Calibration, path: Path) -> None:
-    import numpy as np
-
-    out = console()
+def _show(out: Terminal, found: Calibration, path: Path) -> None:
     machine = found.machine
     load = machine["load"] or 0.0
     heading(out, f"{found.recipe}: minibatches of {found.batch}, {format_size(found.size_bytes)} of gradient")
-    rows = []
-    for probe in found.probes:
-        times = np.array(probe.compute_s)
-        rows.append(
-            (
-                probe.line,
-                str(probe.learners),
-                format_seconds(float(times.mean())),
-                f"{times.std() / times.mean():.2f}",
-                format_seconds(probe.there_s + probe.back_s),
-                format_seconds(probe.update_s),
-            )
+    rows = [
+        (
+            probe.line,
+            str(probe.learners),
+            format_seconds(statistics.fmean(probe.compute_s)),
+            f"{statistics.pstdev(probe.compute_s) / statistics.fmean(probe.compute_s):.2f}",
+            format_seconds(probe.there_s + probe.back_s),
+            format_seconds(probe.update_s),
         )
+        for probe in found.probes
+    ]
     columns = ("probes", "learners", "computing", "deviation/mean", "communication", "an update")
     table(out, columns, rows)
     layers = [
@@ -150,7 +124,7 @@ def _over_sizes(what: str, timed: tuple[Timed, ...]) -> list[tuple[str, ...]]:
     return [(what, str(one.learners), format_size(one.size_bytes), format_seconds(one.seconds)) for one in timed]
 
 
-def _print_check(out: Console, found: Calibration) -> None:
+def _print_check(out: Terminal, found: Calibration) -> None:
     if not found.self_check:
         say(out, "Not checked: that takes trainings with two learners or more, and no --quick.")
         return
@@ -181,6 +155,20 @@ with a server. The JSON file that it writes is what simulate, compare, schedule 
 the end some trainings that were not probes are predicted and measured: the self-check. It takes a minute or two, on a
 machine that should be quiet.""",
     examples=("calibrate digits-mlp --learners 1 2 --rounds 1 --quick -o calibration.json",),
-    arguments=_arguments,
+    usage="%(prog)s [RECIPE] [--learners 1 2 4] [-o FILE] [options]",
+    options=(
+        option(
+            "recipe", nargs="?", metavar="RECIPE", help="a built-in one (offbeat recipes) or a TOML file; digits-cnn"
+        ),
+        option("--learners", read=parse_count, nargs="+", default=[1, 2], metavar="P", help="of probes (default 1 2)"),
+        option(
+            "-o", "--out", read=Path, default=Path("calibration.json"), metavar="FILE", help="default calibration.json"
+        ),
+        option("--rounds", read=parse_count, default=3, metavar="N", help="of probes, in turn (default 3)"),
+        option("--servers", read=parse_count, metavar="S", help="shards (default: as the recipe says)"),
+        option("--device", metavar="NAME", help="auto (a GPU if there is one), cpu or cuda"),
+        option("--quick", action="store_true", help="leave out reductions and pushes over sizes, and the self-check"),
+    ),
+    sections=("model", "data", "train"),
     run=_run,
 )

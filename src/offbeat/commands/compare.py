@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import math
 
-from offbeat.commands.base import Command, busy, console, heading, json_argument, print_json, reader, say, table
-from offbeat.commands.machine_options import add_machine_arguments, machines_of
-from offbeat.commands.sweep import add_sweep_arguments, batch_of, is_sweep, lines_of, one_count, sweep
-from offbeat.commands.virtual_training import add_recipe_arguments, race_recipe, refuse_without_recipe
+from offbeat.commands.base import Command, Terminal, answer, busy, heading, option, say, table
+from offbeat.commands.machine_options import MACHINE_OPTIONS, machines_of
+from offbeat.commands.sweep import SWEEP_OPTIONS, batch_of, check_recipe_options, is_sweep, lines_of, sweep
+from offbeat.commands.virtual_training import FIELDS, RECIPE_OPTIONS, SECTIONS, race_recipe, refuse_without_recipe
 from offbeat.errors import RequestError
 from offbeat.number_format import format_seconds, format_size, percent
 from offbeat.simulate.diagnosis import Diagnosis, describe, describe_machines, diagnose, typical_of, what_helps
@@ -19,34 +19,12 @@ from offbeat.strategy import line_up
 _WIDE = 140
 
 
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = (
-        "%(prog)s [STRATEGY ...] [--learners P ...] [--compute LAW] [--recipe RECIPE --target X --seeds N] [options]"
-    )
-    parser.add_argument(
-        "strategies", nargs="*", metavar="STRATEGY", help="left out: some of each kind; k-sync:1..8 is eight of them"
-    )
-    length = parser.add_mutually_exclusive_group()
-    length.add_argument("--updates", type=reader(parse_count), metavar="N", help="of each strategy, as in simulate")
-    length.add_argument(
-        "--minibatches",
-        type=reader(parse_count),
-        metavar="N",
-        help="of each learner (default 500, within bounds that keep a simulation short)",
-    )
-    add_machine_arguments(parser)
-    add_sweep_arguments(parser)
-    json_argument(parser)
-    add_recipe_arguments(parser)
-    parser.add_argument("--seeds", type=reader(parse_count), metavar="N", help="runs of each (default 1)")
-
-
 def _run(given: argparse.Namespace) -> None:
-    lines = [*given.strategies, *given.late_words]
+    lines = [*given.strategies, *given.learners.late_words]
+    if given.updates is not None and given.minibatches is not None:
+        raise RequestError("compare: --minibatches: not allowed with argument --updates")
     if given.recipe is not None:
-        one_count(given, "--recipe")
-        if given.updates is not None:
-            raise RequestError("--updates is not for a recipe: it has --epochs")
+        check_recipe_options(given)
         race_recipe(given, lines_of(lines))
         return
     if is_sweep(given, lines):
@@ -62,39 +40,34 @@ def _run(given: argparse.Namespace) -> None:
         found = [diagnose(one, learners, given.updates or one.updates_for(given.minibatches)) for one in setups]
         helps = what_helps(found, learners, given.minibatches)
     subject = typical_of(found)
-    headline = "no strategy makes an update on this cluster"
-    if subject is not None:
-        headline = f"{subject.strategy}: {subject.limited}"
-    if given.json:
-        print_json(
-            {
-                "headline": headline,
-                "machines": describe(learners),
-                "strategies": [one.as_json(size_bytes, _epoch_s(one, epoch)) for one in found],
-                "slow_learners": None if helps is None else helps.as_json(),
-            }
-        )
-        return
-    out = console()
-    heading(out, f"{count_of(cluster.learners, 'learner')}, {cluster.law.text}, seed {given.seed}")
-    for line in (headline, describe(learners), *([] if helps is None else helps.advice)):
-        say(out, line)
-    out.print()
-    wide = out.width >= _WIDE
-    columns = ["strategy", "gradients/s", "s/update", "staleness", "waiting", "wasted"]
-    columns += (["epoch"] if epoch else []) + (["memory"] if size_bytes else []) + (["why"] if wide else [])
-    rows = [[*_cells(one, size_bytes, epoch), *([one.why] if wide else [])] for one in found]
-    why = {len(columns) - 1} if wide else set()
-    table(out, columns, rows, text={0, *why}, wrapped=why)
-    if not wide:
-        for one in found:
-            say(out, f"{one.strategy}: {one.why}")
-        out.print()
-    if size_bytes:
-        say(out, _memory_words(machines.network), style="dim")
-        if given.network is None and len({one.setup.reduces for one in found}) > 1:
-            say(out, _network_words(machines.network), style="dim")
-    say(out, "Which is best needs accuracy: more gradients a second may be worth less each (--recipe).", style="dim")
+    nothing = "no strategy makes an update on this cluster"
+    headline = nothing if subject is None else f"{subject.strategy}: {subject.limited}"
+
+    def show(out: Terminal) -> None:
+        heading(out, f"{count_of(cluster.learners, 'learner')}, {cluster.law.text}, seed {given.seed}")
+        say(out, headline, describe(learners), *([] if helps is None else helps.advice), "")
+        wide = out.width >= _WIDE
+        columns = ["strategy", "gradients/s", "s/update", "staleness", "waiting", "wasted"]
+        columns += (["epoch"] if epoch else []) + (["memory"] if size_bytes else []) + (["why"] if wide else [])
+        rows = [[*_cells(one, size_bytes, epoch), *([one.why] if wide else [])] for one in found]
+        why = {len(columns) - 1} if wide else set()
+        table(out, columns, rows, text={0, *why}, wrapped=why)
+        if not wide:
+            say(out, *(f"{one.strategy}: {one.why}" for one in found), "")
+        if size_bytes:
+            say(out, _memory_words(machines.network), style="dim")
+            if given.network is None and len({one.setup.reduces for one in found}) > 1:
+                say(out, _network_words(machines.network), style="dim")
+        best = "Which is best needs accuracy: more gradients a second may be worth less each (--recipe)."
+        say(out, best, style="dim")
+
+    told = {
+        "headline": headline,
+        "machines": describe(learners),
+        "strategies": [one.as_json(size_bytes, _epoch_s(one, epoch)) for one in found],
+        "slow_learners": None if helps is None else helps.as_json(),
+    }
+    answer(given, told, show)
 
 
 def _network_words(network: Network) -> str:
@@ -154,6 +127,27 @@ that it names.""",
         "compare full-sync async --learners 2 4 8 16 --compute exp:1 --updates 5000 --svg ratio.svg",
         "compare ring k-sync:6 k-async:4 --recipe digits-mlp --learners 8 --epochs 5 --target 0.8 --seeds 3",
     ),
-    arguments=_arguments,
+    usage="%(prog)s [STRATEGY ...] [--learners P ...] [--compute LAW] [--recipe RECIPE --target X --seeds N] [options]",
+    options=(
+        option(
+            "strategies",
+            nargs="*",
+            metavar="STRATEGY",
+            help="left out: some of each kind; k-sync:1..8 is eight of them",
+        ),
+        option("--updates", read=parse_count, metavar="N", help="of each strategy, as in simulate"),
+        option(
+            "--minibatches",
+            read=parse_count,
+            metavar="N",
+            help="of each learner (default 500, within bounds that keep a simulation short)",
+        ),
+        *MACHINE_OPTIONS,
+        *SWEEP_OPTIONS,
+        *RECIPE_OPTIONS,
+        option("--seeds", read=parse_count, metavar="N", help="runs of each (default 1)"),
+    ),
+    sections=SECTIONS,
+    fields=FIELDS,
     run=_run,
 )

@@ -6,18 +6,9 @@ import argparse
 import math
 from pathlib import Path
 
-from offbeat.commands.base import Command, console, facts, json_argument, print_json
+from offbeat.commands.base import Command, answer, facts, option
 from offbeat.errors import RequestError
 from offbeat.runs.metrics import format_accuracy
-
-
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
-    parser.add_argument(
-        "--checkpoint", metavar="NAME", help="one of its checkpoints, like update-00000120 (default: the last weights)"
-    )
-    parser.add_argument("--device", default="", metavar="DEVICE", help="cpu or cuda (default: the run's)")
-    json_argument(parser)
 
 
 def _run(given: argparse.Namespace) -> None:
@@ -59,26 +50,24 @@ def _run(given: argparse.Namespace) -> None:
         model.to(device), task, Precision(config.train.precision, device), mover(device)
     )
     samples = len(task.test)  # type: ignore[arg-type]  # a map-style set has a length: the task was checked
-    if given.json:
-        print_json(
-            {
-                "run_dir": str(run.path),
-                "samples": samples,
-                "loss": loss if math.isfinite(loss) else None,
-                "accuracy": accuracy,
-            }
-        )
-        return
-    rows = [("loss", f"{loss:.4f}"), ("samples", f"{samples:,}")]
-    if accuracy is not None:
-        rows.insert(0, ("accuracy", format_accuracy(accuracy, tests)))
-    facts(console(), rows)
+    known_loss = loss if math.isfinite(loss) else None
+    told = {"run_dir": str(run.path), "samples": samples, "loss": known_loss, "accuracy": accuracy}
+    right = [] if accuracy is None else [("accuracy", format_accuracy(accuracy, tests))]
+    answer(given, told, lambda out: facts(out, [*right, ("loss", f"{loss:.4f}"), ("samples", f"{samples:,}")]))
 
 
 COMMAND = Command(
     summary="evaluate the weights of a run on its test set",
     about="""Load the weights that a run has left, or one of its checkpoints, and evaluate them on its test set.""",
     examples=("evaluate runs/digits",),
-    arguments=_arguments,
+    options=(
+        option("run", read=Path, metavar="RUN", help="the folder of a run"),
+        option(
+            "--checkpoint",
+            metavar="NAME",
+            help="one of its checkpoints, like update-00000120 (default: the last weights)",
+        ),
+        option("--device", default="", metavar="DEVICE", help="cpu or cuda (default: the run's)"),
+    ),
     run=_run,
 )

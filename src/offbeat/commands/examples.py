@@ -10,7 +10,7 @@ import argparse
 import ast
 from pathlib import Path
 
-from offbeat.commands.base import Command, console, json_argument, print_json, say
+from offbeat.commands.base import Command, answer, facts, option, say
 from offbeat.errors import OffbeatError, RequestError, unknown
 
 PACKAGE = Path(__file__).parents[1]
@@ -31,28 +31,23 @@ def summary_of(path: Path) -> str:
     return text.partition("\n")[0]
 
 
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", help="one of them, copied into the current folder; left out: list all")
-    json_argument(parser)
-
-
 def _run(given: argparse.Namespace) -> None:
     known = examples()
     if given.name is None:
-        _list(known, given.json)
+        rows = [(name, summary_of(path)) for name, path in known.items()]
+        told = {"examples": [{"name": name, "summary": summary} for name, summary in rows]}
+        answer(given, told, lambda out: facts(out, rows))
         return
     name = given.name.removesuffix(".py")
     if name not in known:
         raise unknown("example", name, known)
-    source = known[name]
-    target = Path(source.name)
-    _copy(source, target)
-    if given.json:
-        print_json({"examples": [_row(source)], "written": str(target)})
-        return
-    out = console()
-    say(out, f"wrote {target}: {summary_of(source)}")
-    say(out, "The first lines of the file say how to run it.")
+    target, summary = Path(f"{name}.py"), summary_of(known[name])
+    _copy(known[name], target)
+    answer(
+        given,
+        {"examples": [{"name": name, "summary": summary}], "written": str(target)},
+        lambda out: say(out, f"wrote {target}: {summary}", "The first lines of the file say how to run it."),
+    )
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -66,25 +61,10 @@ def _copy(source: Path, target: Path) -> None:
         raise RequestError(f"cannot write {target}: {error.strerror}") from None
 
 
-def _list(known: dict[str, Path], as_json: bool) -> None:
-    if as_json:
-        print_json({"examples": [_row(path) for path in known.values()]})
-        return
-    out = console()
-    width = max(len(name) for name in known)
-    for name, path in known.items():
-        say(out, name.ljust(width), style="bold", end="  ")
-        say(out, summary_of(path))
-
-
-def _row(path: Path) -> dict[str, str]:
-    return {"name": path.stem, "summary": summary_of(path)}
-
-
 COMMAND = Command(
     summary="list the example programs, or copy one into the current folder",
     about="List the example programs that come with offbeat, or copy one into the current folder to start from.",
     examples=("examples digits", "examples"),
-    arguments=_arguments,
+    options=(option("name", nargs="?", help="one of them, copied into the current folder; left out: list all"),),
     run=_run,
 )

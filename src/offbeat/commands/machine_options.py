@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
-from offbeat.commands.base import reader
+from offbeat.commands.base import option
 from offbeat.errors import RequestError
 from offbeat.machine import available_bytes
 from offbeat.predict.calibration import Delays, machine_of, read_calibration
@@ -18,70 +20,17 @@ from offbeat.simulate.setup import Network
 from offbeat.spec import parse_count, parse_number, parse_rate, parse_seconds, parse_size
 
 
-def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    parser.set_defaults(counts=(8,), late_words=())
-    add(
-        "--learners",
-        action=_Learners,
-        nargs="+",
-        default=8,
-        metavar="P",
-        help="how many (default 8); several, like 2 4 8 16, make a sweep",
-    )
-    laws = ", ".join(LAWS)
-    add("--compute", type=reader(parse_law), metavar="LAW", help=f"{laws} (default exp:1)")
-    add(
-        "--calibration",
-        type=reader(lambda text: read_calibration(Path(text))),
-        metavar="FILE",
-        help="this machine, as offbeat calibrate has measured it; --compute and --speeds are then delays beside it",
-    )
-    add("--seed", type=_seed, default=0, metavar="S", help="same seed, same run (default 0)")
-    add(
-        "--speeds",
-        type=reader(_numbers),
-        default=(),
-        metavar="1,0.5,...",
-        help="of the first learners (rest: 1)",
-    )
-    add("--slow", type=reader(_slow), metavar="F,ENTER,LEAVE", help="periods F times slower; chances a minibatch")
-    add("--failures", type=reader(_failures), metavar="UP,DOWN", help="mean seconds until a failure, and until back")
-    add(
-        "--size",
-        type=reader(parse_size),
-        default=0,
-        help="of gradient and weights, like 100MB or 25.6Mparams (default 0: free communication)",
-    )
-    add("--latency", type=reader(parse_seconds), default=0.0, help="of a message to or from a server (default 0)")
-    add("--learner-bandwidth", type=reader(parse_rate), default=math.inf, metavar="RATE", help="of a learner's link")
-    add("--server-bandwidth", type=reader(parse_rate), default=math.inf, metavar="RATE", help="of a server's link")
-    add("--shards", type=reader(parse_count), default=1, metavar="S", help="servers, a part of the weights each")
-    add(
-        "--network",
-        type=reader(_network),
-        metavar="RATE[,LATENCY]",
-        help="one port for every machine, like 10Gbit/s,4us: bandwidths, latency and topology at once",
-    )
-    add("--topology", default="uniform", help="of an all-reduce (default uniform)")
-    add("--layers", type=reader(_layers), default=50, metavar="N", help="of the model, for overlap (default 50)")
-    add(
-        "--forward-share",
-        type=reader(_share),
-        default=1 / 3,
-        metavar="X",
-        help="forward's part of compute (1/3)",
-    )
-    add("--bucket", type=reader(parse_size), default=25_000_000, help="of an overlapped all-reduce (default 25MB)")
-    add("--no-overlap", action="store_true", help="reduce only when backward is done")
-
-
-class _Learners(argparse.Action):
-    """One number or more: `counts` are all, `learners` is the first, `late_words` are strategies that come after them.
+class Learners(NamedTuple):
+    """The numbers of learners, and the strategies that were written after them.
 
     `--learners 2 4 full-sync` is read as it is meant: argparse itself would take the name for a number.
     """
 
+    counts: tuple[int, ...]
+    late_words: Sequence[str] = ()
+
+
+class _LearnersAction(argparse.Action):
     def __call__(
         self, parser: object, namespace: argparse.Namespace, values: object, option_string: str | None = None
     ) -> None:
@@ -90,16 +39,15 @@ class _Learners(argparse.Action):
         while numbers > 1 and words[numbers - 1][0].isalpha():
             numbers -= 1
         try:
-            namespace.counts = tuple(dict.fromkeys(parse_count(word) for word in words[:numbers]))
+            counts = tuple(dict.fromkeys(parse_count(word) for word in words[:numbers]))
         except RequestError as error:
             raise argparse.ArgumentError(self, str(error)) from None
-        namespace.learners = namespace.counts[0]
-        namespace.late_words = words[numbers:]
+        namespace.learners = Learners(counts, words[numbers:])
 
 
 def machines_of(given: argparse.Namespace, learners: int | None = None) -> Machines:
     """The machines that were described. `learners`: another number of them than the first that was given."""
-    learners = learners or given.learners
+    learners = learners or given.learners.counts[0]
     check_memory(learners, available_bytes())
     if given.calibration is not None:
         return _calibrated(given, learners)
@@ -132,18 +80,12 @@ def machines_of(given: argparse.Namespace, learners: int | None = None) -> Machi
     return Machines(cluster=cluster, network=network)
 
 
-_MEASURED = {
-    "slow": None, "failures": None, "size": 0, "latency": 0.0, "learner_bandwidth": math.inf,
-    "server_bandwidth": math.inf, "shards": 1, "network": None, "topology": "uniform", "layers": 50,
-    "forward_share": 1 / 3, "bucket": 25_000_000, "no_overlap": False,
-}  # fmt: skip
-
-
 def _calibrated(given: argparse.Namespace, learners: int) -> Machines:
     """By the calibration; what it has measured cannot be given beside it."""
-    for name, default in _MEASURED.items():
-        if getattr(given, name) != default:
-            raise RequestError(f"--{name.replace('_', '-')} does not go with --calibration: leave one of them out")
+    for (name,), keywords, _ in MACHINE_OPTIONS:
+        value = getattr(given, name.removeprefix("--").replace("-", "_"))
+        if name not in _BESIDE_CALIBRATION and value != keywords.get("default"):
+            raise RequestError(f"{name} does not go with --calibration: leave one of them out")
     speeds = [*given.speeds, *[1.0] * (learners - len(given.speeds))]
     if len(speeds) > learners or any(not 0 < speed <= 1 for speed in speeds):
         raise RequestError("--speeds: with a calibration, up to 1 each and for at most all learners: 0.5 is half")
@@ -168,7 +110,7 @@ def _seed(text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"a seed is a whole number; got '{text}'") from None
+        raise RequestError(f"a seed is a whole number; got '{text}'") from None
 
 
 def _numbers(text: str) -> tuple[float, ...]:
@@ -197,3 +139,38 @@ def _failures(text: str) -> Failures:
     if not up or not down:
         raise RequestError(f"both times are more than 0; got '{text}'")
     return Failures(mean_up_s=up, mean_down_s=down)
+
+
+MACHINE_OPTIONS = (
+    option(
+        "--learners", action=_LearnersAction, nargs="+", default=Learners((8,)), metavar="P",
+        help="how many (default 8); several, like 2 4 8 16, make a sweep",
+    ),
+    option("--compute", read=parse_law, metavar="LAW", help=f"{', '.join(LAWS)} (default exp:1)"),
+    option(
+        "--calibration", read=lambda text: read_calibration(Path(text)), metavar="FILE",
+        help="this machine, as offbeat calibrate has measured it; --compute and --speeds are then delays beside it",
+    ),
+    option("--seed", read=_seed, default=0, metavar="S", help="same seed, same run (default 0)"),
+    option("--speeds", read=_numbers, default=(), metavar="1,0.5,...", help="of the first learners (rest: 1)"),
+    option("--slow", read=_slow, metavar="F,ENTER,LEAVE", help="periods F times slower; chances a minibatch"),
+    option("--failures", read=_failures, metavar="UP,DOWN", help="mean seconds until a failure, and until back"),
+    option(
+        "--size", read=parse_size, default=0,
+        help="of gradient and weights, like 100MB or 25.6Mparams (default 0: free communication)",
+    ),
+    option("--latency", read=parse_seconds, default=0.0, help="of a message to or from a server (default 0)"),
+    option("--learner-bandwidth", read=parse_rate, default=math.inf, metavar="RATE", help="of a learner's link"),
+    option("--server-bandwidth", read=parse_rate, default=math.inf, metavar="RATE", help="of a server's link"),
+    option("--shards", read=parse_count, default=1, metavar="S", help="servers, a part of the weights each"),
+    option(
+        "--network", read=_network, metavar="RATE[,LATENCY]",
+        help="one port for every machine, like 10Gbit/s,4us: bandwidths, latency and topology at once",
+    ),
+    option("--topology", default="uniform", help="of an all-reduce (default uniform)"),
+    option("--layers", read=_layers, default=50, metavar="N", help="of the model, for overlap (default 50)"),
+    option("--forward-share", read=_share, default=1 / 3, metavar="X", help="forward's part of compute (1/3)"),
+    option("--bucket", read=parse_size, default=25_000_000, help="of an overlapped all-reduce (default 25MB)"),
+    option("--no-overlap", action="store_true", default=False, help="reduce only when backward is done"),
+)  # fmt: skip
+_BESIDE_CALIBRATION = ("--learners", "--compute", "--calibration", "--seed", "--speeds")  # the rest it has measured

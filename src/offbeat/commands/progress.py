@@ -96,6 +96,8 @@ class Progress:
 
     def _start(self, record: Record, now: float) -> None:
         self.begin: Record = record
+        self.epochs: int = record.get("epochs") or 0
+        self.epoch_samples: int = record.get("samples") or 0
         self.began = now
         self.rows = {learner: LearnerProgress(learner) for learner in range(record.get("learners") or 0)}
         self.evaluations: list[Record] = []
@@ -155,14 +157,6 @@ class Progress:
             self.reached = epoch
             self._before = self.samples
             self._done = max(self._done, epoch * self.epoch_samples)
-
-    @property
-    def epochs(self) -> int:
-        return self.begin.get("epochs") or 0
-
-    @property
-    def epoch_samples(self) -> int:
-        return self.begin.get("samples") or 0
 
     @property
     def epoch(self) -> int:

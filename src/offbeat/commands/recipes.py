@@ -6,43 +6,35 @@ import argparse
 
 import msgspec
 
-from offbeat.commands.base import Command, console, json_argument, print_json, say
+from offbeat.commands.base import Command, Terminal, answer, facts, option
 from offbeat.errors import unknown
-from offbeat.train.config_files import as_toml, built_in
-
-
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", help="one of them, printed as a TOML file; left out: all, one line each")
-    json_argument(parser)
+from offbeat.train.config_files import as_toml
+from offbeat.train.recipes import RECIPES
 
 
 def _run(given: argparse.Namespace) -> None:
-    known = built_in()
+    known = RECIPES
     if given.name is not None and given.name not in known:
         raise unknown("recipe", given.name, known)
-    chosen = list(known) if given.name is None else [given.name]
-    if given.json:
-        rows = [
-            {"name": name, "summary": known[name].summary, "config": msgspec.to_builtins(known[name].config)}
-            for name in chosen
-        ]
-        print_json({"recipes": rows})
-        return
-    if given.name is not None:
-        print(f"# {known[given.name].summary}")
-        print(as_toml(known[given.name].config), end="")
-        return
-    out = console()
-    width = max(len(name) for name in chosen)
-    for name in chosen:
-        say(out, name.ljust(width), style="bold", end="  ")
-        say(out, known[name].summary)
+    chosen = known if given.name is None else {given.name: known[given.name]}
+    rows = [
+        {"name": name, "summary": recipe.summary, "config": msgspec.to_builtins(recipe.config)}
+        for name, recipe in chosen.items()
+    ]
+
+    def show(out: Terminal) -> None:
+        if given.name is None:
+            facts(out, [(name, recipe.summary) for name, recipe in known.items()])
+        else:
+            print(f"# {known[given.name].summary}\n{as_toml(known[given.name].config)}", end="")
+
+    answer(given, {"recipes": rows}, show)
 
 
 COMMAND = Command(
     summary="list the built-in recipes, or print one as a file to start from",
     about="List the built-in recipes of offbeat train, or print one as a TOML file: save it, change it, train it.",
     examples=("recipes", "recipes digits-cnn"),
-    arguments=_arguments,
+    options=(option("name", nargs="?", help="one of them, printed as a TOML file; left out: all, one line each"),),
     run=_run,
 )

@@ -6,18 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offbeat.commands.base import (
-    Command,
-    console,
-    heading,
-    json_argument,
-    print_json,
-    read_accuracy,
-    reader,
-    say,
-    stages,
-    table,
-)
+from offbeat.commands.base import Command, Terminal, answer, heading, option, read_accuracy, say, stages, table
 from offbeat.commands.virtual_training import QUIET_S, evaluations
 from offbeat.errors import RequestError
 from offbeat.machine import available_bytes
@@ -28,38 +17,7 @@ from offbeat.simulate.cluster import check_memory
 from offbeat.spec import count_of, parse_count
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from offbeat.predict.replay import ReplayReport
-
-
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("run", type=Path, metavar="RUN", help="the folder of a real run that has ended")
-    add(
-        "--sync",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="LINE",
-        help="strategies to replay it under, like k-sync:3 (default: some of each kind)",
-    )
-    add("--learners", type=reader(parse_count), metavar="P", help="as if there had been so many (default: the run's)")
-    add(
-        "--target",
-        type=reader(read_accuracy),
-        metavar="X",
-        help="the accuracy to reach (default: the highest that the run reached and held)",
-    )
-    add("--no-accuracy", action="store_true", help="only the times: nothing is trained")
-    add(
-        "--calibration",
-        type=Path,
-        metavar="FILE",
-        help="of offbeat calibrate: what communication takes under the family that the run was not of",
-    )
-    add("--seed", type=int, default=0, metavar="N", help="of the times of minibatches that were cancelled (default 0)")
-    json_argument(parser)
 
 
 def _run(given: argparse.Namespace) -> None:
@@ -83,27 +41,19 @@ def _run(given: argparse.Namespace) -> None:
             accuracy=not given.no_accuracy,
             tell=lambda strategy: evaluations(tell, strategy),
         )
-    if given.json:
-        print_json({"run_dir": str(given.run), "name": run.config.name, "seed": given.seed} | report.as_json())
-        return
-    out = console()
-    heading(out, f"{given.run}: {run.config.name}, {run.config.sync}, {count_of(run.config.learners, 'learner')}, "
+    told = {"run_dir": str(given.run), "name": run.config.name, "seed": given.seed} | report.as_json()
+    answer(given, told, lambda out: _show(out, given.run, report))
+
+
+def _show(out: Terminal, folder: Path, report: ReplayReport) -> None:
+    run, target = report.run, report.target
+    heading(out, f"{folder}: {run.config.name}, {run.config.sync}, {count_of(run.config.learners, 'learner')}, "
                  f"{run.samples:,} samples applied"
                  + ("" if report.measured else f"; replayed with {count_of(report.learners, 'learner')}"))  # fmt: skip
-    _print_table(out, report)
-    for line in report.advice:
-        say(out, line)
-    for note in report.notes:
-        say(out, f"note: {note}", style="dim")
-
-
-def _print_table(out: Console, report: ReplayReport) -> None:
-    run, target = report.run, report.target
     columns = ["strategy", f"{run.samples:,} samples", "against the run"]
     columns += [] if target is None else [f"to {percent(target)}"]
-    shares = run.recorded.shares
     reached = [] if target is None else [_seconds(run.reached_s(target))]
-    common = _common_cells(run.updates, run.staleness, shares.wait, shares.waste)
+    common = _common_cells(run.updates, run.staleness, run.recorded.wait_share, run.recorded.waste_share)
     rows = [[f"{run.config.sync}, as it was", format_seconds(run.seconds), "measured", *reached, *common]]
     for one in report.replayed:
         name = f"{one.strategy}, replayed" if one is report.own else one.strategy
@@ -112,6 +62,8 @@ def _print_table(out: Console, report: ReplayReport) -> None:
         common = _common_cells(one.updates, one.staleness, one.wait_share, one.waste_share)
         rows.append([name, format_seconds(one.seconds), against, *reached, *common])
     table(out, [*columns, "updates", "staleness", "waiting", "thrown away"], rows, wrapped=(0,))
+    say(out, *report.advice)
+    say(out, *(f"note: {note}" for note in report.notes), style="dim")
 
 
 def _common_cells(updates: int, staleness: float, wait: float, waste: float) -> list[str]:
@@ -133,6 +85,37 @@ the times for as many applied samples and, trained in virtual time, to the same 
         "replay runs/digits --no-accuracy",
         "replay runs/digits --sync async full-sync",
     ),
-    arguments=_arguments,
+    options=(
+        option("run", read=Path, metavar="RUN", help="the folder of a real run that has ended"),
+        option(
+            "--sync",
+            nargs="+",
+            action="extend",
+            default=[],
+            metavar="LINE",
+            help="strategies to replay it under, like k-sync:3 (default: some of each kind)",
+        ),
+        option("--learners", read=parse_count, metavar="P", help="as if there had been so many (default: the run's)"),
+        option(
+            "--target",
+            read=read_accuracy,
+            metavar="X",
+            help="the accuracy to reach (default: the highest that the run reached and held)",
+        ),
+        option("--no-accuracy", action="store_true", help="only the times: nothing is trained"),
+        option(
+            "--calibration",
+            read=Path,
+            metavar="FILE",
+            help="of offbeat calibrate: what communication takes under the family that the run was not of",
+        ),
+        option(
+            "--seed",
+            type=int,
+            default=0,
+            metavar="N",
+            help="of the times of minibatches that were cancelled (default 0)",
+        ),
+    ),
     run=_run,
 )

@@ -4,67 +4,32 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offbeat.commands.base import (
-    Command,
-    busy,
-    console,
-    facts,
-    heading,
-    json_argument,
-    print_json,
-    read_accuracy,
-    reader,
-    say,
-)
+from offbeat.commands.base import Command, Terminal, answer, busy, facts, heading, option, read_accuracy, say
 from offbeat.errors import RequestError
 from offbeat.number_format import format_size
-from offbeat.spec import count_of
+from offbeat.spec import count_of, parse_number
 
 if TYPE_CHECKING:
     from offbeat.report.facts import Facts
-    from offbeat.report.inputs import Inputs, Result
+    from offbeat.report.inputs import Inputs
     from offbeat.report.page_model import Page
     from offbeat.runs.run_record import RunRecord
 
 SENTENCES = 6  # of the summary that are printed
 PROBLEMS = 10
-
-
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN",
-                        help="the folder of a run, or the .json file of a benchmark")  # fmt: skip
-    parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), metavar="FILE",
-                        help="where the page is written (default report.html)")  # fmt: skip
-    parser.add_argument("--target", type=reader(read_accuracy), metavar="ACCURACY",
-                        help="time to this accuracy, like 0.95 (default: the highest all ranked reached)")  # fmt: skip
-    parser.add_argument("--price", type=reader(_price), metavar="PRICE", help="of a device hour: adds what runs cost")
-    parser.add_argument("--csv", type=Path, metavar="FOLDER", help="write every table there as a CSV file")
-    parser.add_argument("--perfetto", type=Path, metavar="FILE",
-                        help="write all timelines as one trace for Perfetto or chrome://tracing")  # fmt: skip
-    json_argument(parser)
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
+CURVE = ("seconds", "update", "accuracy", "loss", "test_samples")  # of an evaluation, in JSON
 
 
 def _price(text: str) -> float:
-    value = _number(text)
-    if not 0 <= value < 1e9:
-        raise RequestError(f"a price is a number, 0 or more, like 2.5; got '{text}'")
-    return value
+    return parse_number(text, lambda x: 0 <= x < 1e9, "a price is a number, 0 or more, like 2.5")
 
 
 def write_report(run: Path) -> Path:
@@ -106,25 +71,25 @@ def _run(given: argparse.Namespace) -> None:
         tables = write_csv(page, given.csv) if given.csv is not None else ()
         if trace is not None:
             _replace(given.perfetto, trace, _trace(inputs.runs))
-    if given.json:
-        print_json(_as_json(given, inputs, known, page, size))
-        return
-    out = console()
+    more = len(page.problems) - PROBLEMS
+    rows = [
+        ("page", f"{given.output} ({format_size(size)})"),
+        *([("tables", f"{given.csv} ({count_of(len(tables), 'CSV file')})")] if given.csv is not None else []),
+        *([("trace", f"{given.perfetto}")] if given.perfetto is not None else []),
+        *(("problem", problem) for problem in page.problems[:PROBLEMS]),
+        *([("problem", f"{more} more are on the page")] if more > 0 else []),
+    ]
+    told = _as_json(given, inputs, known, page, size) if given.json else {}
+    answer(given, told, lambda out: _show(out, page, rows))
+
+
+def _show(out: Terminal, page: Page, rows: Sequence[tuple[str, str]]) -> None:
     heading(out, f"{page.title}: {page.subtitle}")
-    for sentence in page.summary[:SENTENCES]:
-        say(out, sentence)
+    say(out, *page.summary[:SENTENCES])
     if len(page.summary) > SENTENCES:
         say(out, f"... and {count_of(len(page.summary) - SENTENCES, 'sentence')} more on the page.")
     if page.summary:
         out.print()
-    rows = [("page", f"{given.output} ({format_size(size)})")]
-    if given.csv is not None:
-        rows.append(("tables", f"{given.csv} ({count_of(len(tables), 'CSV file')})"))
-    if given.perfetto is not None:
-        rows.append(("trace", f"{given.perfetto}"))
-    rows += [("problem", problem) for problem in page.problems[:PROBLEMS]]
-    if len(page.problems) > PROBLEMS:
-        rows.append(("problem", f"{len(page.problems) - PROBLEMS} more are on the page"))
     facts(out, rows)
 
 
@@ -208,10 +173,10 @@ def _as_json(
         runs.append(
             asdict(one)
             | {
-                "curve": [point._asdict() for point in one.curve],
+                "curve": [{key: getattr(point, key) for key in CURVE} for point in one.curve],
                 "throughput": one.throughput,
                 "seconds_per_update": one.seconds_per_update,
-                "accuracy": one.accuracy,
+                "accuracy": one.last.accuracy,
                 "best_accuracy": one.best_accuracy,
                 "target": targets[at],
                 "seconds_to_target": one.seconds_to(targets[at]),
@@ -223,8 +188,8 @@ def _as_json(
                 "thrown_away_share": one.thrown_away_share,
                 "joules_per_sample": one.joules_per_sample,
                 "joules_to_target": one.joules_to(targets[at]),
-                "cost": one.cost(given.price),
-                "cost_to_target": one.cost_to(targets[at], given.price),
+                "cost": one.cost(one.seconds, given.price),
+                "cost_to_target": one.cost(one.seconds_to(targets[at]), given.price),
                 "straggler": None if slow is None else slow._asdict(),
             }
         )
@@ -234,16 +199,15 @@ def _as_json(
         "summary": list(page.summary),
         "problems": list(page.problems),
         "runs": runs,
-        "results": [_result_json(result) for result in inputs.results],
-    }
-
-
-def _result_json(result: Result) -> Mapping[str, Any]:
-    return {
-        "name": result.name,
-        "measured": result.kind,
-        "ranking": list(result.ranking),
-        "rows": [dict(row) for row in result.rows],
+        "results": [
+            {
+                "name": one.name,
+                "measured": one.kind,
+                "ranking": list(one.ranking),
+                "rows": [dict(row) for row in one.rows],
+            }
+            for one in inputs.results
+        ],
     }
 
 
@@ -253,6 +217,32 @@ COMMAND = Command(
 needs nothing else: timelines, error against time, staleness beside theory, where the time went, scaling, communication,
 energy and cost, predictions beside what was measured. Files that are missing or broken are named on the page.""",
     examples=("report runs/digits",),
-    arguments=_arguments,
+    options=(
+        option(
+            "runs", nargs="+", read=Path, metavar="RUN", help="the folder of a run, or the .json file of a benchmark"
+        ),
+        option(
+            "-o",
+            "--output",
+            read=Path,
+            default=Path("report.html"),
+            metavar="FILE",
+            help="where the page is written (default report.html)",
+        ),
+        option(
+            "--target",
+            read=read_accuracy,
+            metavar="ACCURACY",
+            help="time to this accuracy, like 0.95 (default: the highest all ranked reached)",
+        ),
+        option("--price", read=_price, metavar="PRICE", help="of a device hour: adds what runs cost"),
+        option("--csv", read=Path, metavar="FOLDER", help="write every table there as a CSV file"),
+        option(
+            "--perfetto",
+            read=Path,
+            metavar="FILE",
+            help="write all timelines as one trace for Perfetto or chrome://tracing",
+        ),
+    ),
     run=_run,
 )

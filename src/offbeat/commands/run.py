@@ -10,55 +10,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from offbeat.commands.base import Command, console, facts, json_argument, print_json, reader, say
+from offbeat.commands.base import Command, Terminal, answer, facts, option, print_line, say
 from offbeat.errors import OffbeatError, RequestError
-from offbeat.number_format import format_seconds
+from offbeat.number_format import format_seconds, percent
 from offbeat.policies.damping import CORRECT, KEEP
 from offbeat.processes.launcher import Launcher, LaunchPlan, RankLauncher, thread_environment
 from offbeat.runs.metrics import format_traffic
 from offbeat.spec import count_of, parse_count
 from offbeat.strategy import ALL_REDUCE, NATIVE, family_of
-
-_DEFAULT_LEARNERS = 2
-
-
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("script", help="a Python file, run once for each learner")
-    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="ARGS", help="its own arguments")
-    parser.add_argument("--sync", default="async", metavar="STRATEGY", help="the one line (default async)")
-    parser.add_argument(
-        "--learners", type=reader(parse_count), default=_DEFAULT_LEARNERS, metavar="P", help="(default 2)"
-    )
-    parser.add_argument("--servers", type=reader(parse_count), default=1, metavar="S", help="shards (default 1)")
-    parser.add_argument(
-        "--slow",
-        action="append",
-        default=[],
-        metavar="HOW",
-        help="slowness on purpose: exp:0.05 (any law), learner=2,factor=3; may be given several times",
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of the order of samples and of --slow (default 0)"
-    )
-    parser.add_argument(
-        "--log", type=Path, metavar="FILE", help="the run log: every decision of the policy, and all spans"
-    )
-    parser.add_argument(
-        "--cancelled",
-        choices=("again", "drop"),
-        default="again",
-        help="samples of cancelled minibatches: computed again later (default), or counted as dropped",
-    )
-    parser.add_argument(
-        "--staleness",
-        choices=(CORRECT, KEEP),
-        default=CORRECT,
-        help="stale gradients: the servers shorten their steps (default), or keep them as the optimizer says",
-    )
-    parser.add_argument(
-        "--threads", type=reader(parse_count), default=1, metavar="N", help="torch threads a learner (default 1)"
-    )
-    json_argument(parser)
 
 
 def _run(given: argparse.Namespace) -> None:
@@ -68,7 +27,14 @@ def _run(given: argparse.Namespace) -> None:
 
     parse(given.slow, given.learners)
     with os.fdopen(os.memfd_create("offbeat-joined"), "rb") as joined:  # nothing is left behind
-        environment = _environment(given) | {"OFFBEAT_JOINED": f"/proc/{os.getpid()}/fd/{joined.fileno()}"}
+        environment = {
+            **os.environ,
+            **thread_environment(given.threads),
+            "OFFBEAT_SYNC": given.sync,
+            "OFFBEAT_SEED": str(given.seed),
+            "OFFBEAT_SLOW": " ".join(given.slow),
+            "OFFBEAT_JOINED": f"/proc/{os.getpid()}/fd/{joined.fileno()}",
+        }
         reduces = family_of(given.sync) == ALL_REDUCE
         with (_ranks if reduces else _supervisor)(given, environment) as launcher:
             launcher.start()
@@ -78,7 +44,7 @@ def _run(given: argparse.Namespace) -> None:
     summary |= json.loads(said) if said else {}
     summary["exits"] = {str(learner): code for learner, code in sorted(launcher.exits.items())}
     summary["restarts"] = launcher.recoveries
-    _print_end(given, summary)
+    answer(given, summary, lambda out: _show(out, given, summary))
     failed = {learner: code for learner, code in launcher.exits.items() if code}
     if not failed and not has_joined:
         raise RequestError(
@@ -124,23 +90,15 @@ def _supervisor(given: argparse.Namespace, environment: Mapping[str, str]) -> La
 def _ranks(given: argparse.Namespace, environment: Mapping[str, str]) -> Launcher:
     if given.log is not None or given.servers != 1 or given.cancelled != "again":
         raise RequestError(f"'{given.sync}' is an all-reduce: --log, --servers, --cancelled are for a parameter server")
-    own = {**_replaced(given), "OFFBEAT_STRATEGY": given.sync}
+    own = {"OFFBEAT_STRATEGY": given.sync}
+    if given.sync != NATIVE and "OFFBEAT_REPLACE" not in os.environ:
+        own["OFFBEAT_REPLACE"] = "gloo,nccl"  # programs that ask for these themselves run by the line all the same
     plan = LaunchPlan(command=_command(given), environment={**environment, **own})
     return RankLauncher(plan, given.learners, _printer(given))
 
 
-def _replaced(given: argparse.Namespace) -> dict[str, str]:
-    """Programs that ask for Gloo or NCCL themselves run by the line all the same."""
-    return {} if given.sync == NATIVE or "OFFBEAT_REPLACE" in os.environ else {"OFFBEAT_REPLACE": "gloo,nccl"}
-
-
 def _command(given: argparse.Namespace) -> list[str]:
     return [sys.executable, "-u", str(Path(given.script).absolute()), *given.words]
-
-
-def _environment(given: argparse.Namespace) -> dict[str, str]:
-    own = {"OFFBEAT_SYNC": given.sync, "OFFBEAT_SEED": str(given.seed), "OFFBEAT_SLOW": " ".join(given.slow)}
-    return {**os.environ, **thread_environment(given.threads), **own}
 
 
 def _printer(given: argparse.Namespace) -> Callable[[str, str], None]:
@@ -148,21 +106,12 @@ def _printer(given: argparse.Namespace) -> Callable[[str, str], None]:
     out = sys.stderr if given.json else sys.stdout
     width = len(f"learner {given.learners - 1}")
 
-    def print_line(name: str, line: str) -> None:
-        text = f"{name.ljust(width)} | {line}"
-        encoding = out.encoding or "utf-8"
-        print(text.encode(encoding, "backslashreplace").decode(encoding), file=out, flush=True)
-
-    return print_line
+    return lambda name, line: print_line(out, f"{name.ljust(width)} | {line}")
 
 
-def _print_end(given: argparse.Namespace, summary: dict[str, Any]) -> None:
-    if given.json:
-        print_json(summary)
-        return
+def _show(out: Terminal, given: argparse.Namespace, summary: dict[str, Any]) -> None:
     if not {"pushes", "wait_share"} & summary.keys():  # nobody has come so far as to say more
         return
-    out = console()
     rows = _server_facts(summary) if "pushes" in summary else [("updates", f"{summary['updates']}")]
     if summary.get("sent_bytes") is not None:
         told = format_traffic(summary["sent_bytes"], summary["received_bytes"], summary.get("wait_share"))
@@ -176,33 +125,28 @@ def _print_end(given: argparse.Namespace, summary: dict[str, Any]) -> None:
 
 
 def _server_facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    pushes = summary["pushes"]
-    per = summary["seconds_per_update"]
-    each = f": {format_seconds(per)} each" if per else ""
+    pushes, per = summary["pushes"], summary["seconds_per_update"]
     dropped = ", ".join(f"{many} {why}" for why, many in summary["dropped"].items())
     lost = f", {pushes['dropped']} dropped ({dropped})" if pushes["dropped"] else ""
-    rows = [
-        ("updates", f"{summary['updates']} in {format_seconds(summary['seconds'])}{each}"),
+    cancelled = (
+        f"{summary['cancelled']} minibatches, {summary['stopped']} of them stopped under way: "
+        f"{format_seconds(summary['reclaimed_s'])} of computing saved"
+    )
+    skew = f"up to {max(map(int, summary['skew']), default=0)} versions between shards, at a fetch"
+    busy, waits = sum(summary["compute_s"]), sum(summary["wait_s"])
+    whole = busy + waits
+    return [
+        (
+            "updates",
+            f"{summary['updates']} in {format_seconds(summary['seconds'])}"
+            + (f": {format_seconds(per)} each" if per else ""),
+        ),
         ("pushes", f"{pushes['received']} received, {pushes['applied']} applied{lost}"),
         ("staleness", f"{summary['staleness_mean']:.3f} on average"),
-    ]  # fmt: skip
-    if summary["cancelled"]:
-        rows.append(
-            (
-                "cancelled",
-                f"{summary['cancelled']} minibatches, {summary['stopped']} of them stopped under way: "
-                f"{format_seconds(summary['reclaimed_s'])} of computing saved",
-            )
-        )
-    if len(summary["skew"]) > 1:
-        most = max(int(many) for many in summary["skew"])
-        rows.append(("skew", f"up to {most} versions between shards, at a fetch"))
-    busy, waits = sum(summary["compute_s"]), sum(summary["wait_s"])
-    if busy + waits:
-        rows.append(
-            ("learners", f"{100 * busy / (busy + waits):.1f} % computing, {100 * waits / (busy + waits):.1f} % waiting")
-        )
-    return rows
+        *([("cancelled", cancelled)] if summary["cancelled"] else []),
+        *([("skew", skew)] if len(summary["skew"]) > 1 else []),
+        *([("learners", f"{percent(busy / whole)} computing, {percent(waits / whole)} waiting")] if whole else []),
+    ]
 
 
 COMMAND = Command(
@@ -212,6 +156,34 @@ needs. The script calls offbeat.join() and keeps its own loop; `offbeat examples
 output is prefixed with its number. A learner that is killed is started again and goes on; one that fails stays away,
 and the others go on.""",
     examples=("run --learners 2 --sync k-async:2 digits.py",),
-    arguments=_arguments,
+    options=(
+        option("script", help="a Python file, run once for each learner"),
+        option("words", nargs=argparse.REMAINDER, metavar="ARGS", help="its own arguments"),
+        option("--sync", default="async", metavar="STRATEGY", help="the one line (default async)"),
+        option("--learners", read=parse_count, default=2, metavar="P", help="(default 2)"),
+        option("--servers", read=parse_count, default=1, metavar="S", help="shards (default 1)"),
+        option(
+            "--slow",
+            action="append",
+            default=[],
+            metavar="HOW",
+            help="slowness on purpose: exp:0.05 (any law), learner=2,factor=3; may be given several times",
+        ),
+        option("--seed", type=int, default=0, metavar="N", help="of the order of samples and of --slow (default 0)"),
+        option("--log", read=Path, metavar="FILE", help="the run log: every decision of the policy, and all spans"),
+        option(
+            "--cancelled",
+            choices=("again", "drop"),
+            default="again",
+            help="samples of cancelled minibatches: computed again later (default), or counted as dropped",
+        ),
+        option(
+            "--staleness",
+            choices=(CORRECT, KEEP),
+            default=CORRECT,
+            help="stale gradients: the servers shorten their steps (default), or keep them as the optimizer says",
+        ),
+        option("--threads", read=parse_count, default=1, metavar="N", help="torch threads a learner (default 1)"),
+    ),
     run=_run,
 )

@@ -11,13 +11,12 @@ from offbeat import schedules, topology
 from offbeat import spec as grammar
 from offbeat.commands.base import (
     Command,
-    console,
+    Terminal,
+    answer,
     facts,
     heading,
-    json_argument,
-    print_json,
+    option,
     ranks_of,
-    reader,
     say,
     stages,
     table,
@@ -38,28 +37,6 @@ if TYPE_CHECKING:
 
 _CHUNK_STYLES = ("blue", "red", "cyan", "magenta", "yellow", "green", "bright_blue", "bright_red")
 _WIDE = 120
-
-
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("algorithm", nargs="?", help="ring, torus:4x2, hierarchical:2x4, ...; left out: all are ranked")
-    add("--ranks", type=reader(parse_count), metavar="P", help="how many (default: what a shape says, or 8)")
-    add(
-        "--size",
-        type=reader(parse_size),
-        default=100_000_000,
-        help="of the vector, in bytes or parameters: 100MB (default), 25.6Mparams (4 bytes each)",
-    )
-    add("--item-size", type=reader(parse_count), default=1, metavar="BYTES", help="not cut apart (default 1)")
-    add("--topology", default="uniform", help="see offbeat topology (default uniform)")
-    add(
-        "--calibration", type=Path, metavar="FILE", help="the links of this machine, as offbeat calibrate measured them"
-    )
-    add("--collective", default="all-reduce", help="all-reduce (default), all-gather, broadcast, ...")
-    add("--root", type=int, default=0, metavar="RANK", help="of a broadcast or reduce (default 0)")
-    add("--all", action="store_true", help="in the ranking, every shape that was tried and not only the best")
-    add("--svg", type=Path, metavar="FILE", help="draw it")
-    json_argument(parser)
 
 
 def _run(given: argparse.Namespace) -> None:
@@ -93,24 +70,25 @@ def _one(given: argparse.Namespace, machine: Topology) -> None:
     bound_s = schedules.lower_bound_s(machine, given.size) if given.collective == "all-reduce" else None
     if given.svg is not None:
         write_file(given.svg, schedules.svg(schedule))
-    if given.json:
-        print_json(
-            _price_json(schedule.name, schedule.ranks, cost)
-            | {"collective": schedule.collective, "chunks": schedule.chunks, "lower_bound_s": bound_s}
-            | {"size_bytes": given.size, "item_bytes": given.item_size, "topology": machine.name}
-        )
-        return
-    out = console()
-    ranks, size = count_of(machine.ranks, "rank"), format_size(given.size)
-    heading(out, f"{schedule.name} {schedule.collective}, {ranks}, {size}, {machine.name}")
-    out.print(_coloured(schedules.grid(schedule, max_ranks=max(2, min(8, out.width // 10)))), soft_wrap=True)
-    if cost.steps:
-        say(out, "+c2 <3 adds chunk 2 as it comes from rank 3, = overwrites", style="dim")
-    out.print()
-    facts(out, _facts(schedule, cost, given.size, bound_s))
-    print_rings(out, machine, rings)
-    if given.svg is not None:
-        say(out, f"\ndrawn in {given.svg}")
+
+    def show(out: Terminal) -> None:
+        ranks, size = count_of(machine.ranks, "rank"), format_size(given.size)
+        heading(out, f"{schedule.name} {schedule.collective}, {ranks}, {size}, {machine.name}")
+        out.print(_coloured(schedules.grid(schedule, max_ranks=max(2, min(8, out.width // 10)))), soft_wrap=True)
+        if cost.steps:
+            say(out, "+c2 <3 adds chunk 2 as it comes from rank 3, = overwrites", style="dim")
+        out.print()
+        facts(out, _facts(schedule, cost, given.size, bound_s))
+        print_rings(out, machine, rings)
+        if given.svg is not None:
+            say(out, f"\ndrawn in {given.svg}")
+
+    told = (
+        _price_json(schedule.name, schedule.ranks, cost)
+        | {"collective": schedule.collective, "chunks": schedule.chunks, "lower_bound_s": bound_s}
+        | {"size_bytes": given.size, "item_bytes": given.item_size, "topology": machine.name}
+    )
+    answer(given, told, show)
 
 
 def _facts(schedule: Schedule, cost: Price, size: int, bound_s: float | None) -> list[tuple[str, str]]:
@@ -160,32 +138,36 @@ def _rank_all(given: argparse.Namespace, machine: Topology) -> None:
             machine, given.size, given.item_size, every_shape=given.all, tell=lambda line: tell(f"pricing {line}")
         )
         rings = rings_of(machine)
-    if given.json:
-        rows = [_price_json(ranked.line, machine.ranks, ranked.price) for ranked in ranking]
-        print_json(
-            {"topology": machine.name, "ranks": machine.ranks, "size_bytes": given.size}
-            | {"advised": recommended(ranking).line, "ranking": rows}
-        )
-        return
-    out = console()
-    heading(out, f"all-reduce of {format_size(given.size)} on {count_of(machine.ranks, 'rank')}, {machine.name}")
-    wide = out.width >= _WIDE
     flat = next(ranked for ranked in ranking if ranked.line == schedules.BASELINE)
     columns = ("algorithm", "steps", "busiest rank sends", "time", f"vs {schedules.BASELINE}", "where the time goes")
-    shown = range(len(columns)) if wide else (0, 1, 3, 4)
-    shown_rows = []
-    for ranked in ranking:
-        cost = ranked.price
-        versus = f"{flat.price.seconds / cost.seconds:.2f}x" if cost.seconds else ""
-        sent = format_size(max(cost.bytes_per_rank))
-        cells = (
-            _best_of(ranked, given.all), str(cost.steps), sent, format_seconds(cost.seconds), versus, cost.why()
-        )  # fmt: skip
-        shown_rows.append([cells[at] for at in shown])
-    table(out, [columns[at] for at in shown], shown_rows, text=(0, 5), wrapped=(5,))
-    for sentence in advice(ranking, machine):
-        say(out, sentence)
-    print_rings(out, machine, rings)
+    rows = [
+        (
+            _best_of(ranked, given.all),
+            str(ranked.price.steps),
+            format_size(max(ranked.price.bytes_per_rank)),
+            format_seconds(ranked.price.seconds),
+            f"{flat.price.seconds / ranked.price.seconds:.2f}x" if ranked.price.seconds else "",
+            ranked.price.why(),
+        )
+        for ranked in ranking
+    ]
+
+    def show(out: Terminal) -> None:
+        heading(out, f"all-reduce of {format_size(given.size)} on {count_of(machine.ranks, 'rank')}, {machine.name}")
+        shown = range(len(columns)) if out.width >= _WIDE else (0, 1, 3, 4)
+        cells = [[row[at] for at in shown] for row in rows]
+        table(out, [columns[at] for at in shown], cells, text=(0, 5), wrapped=(5,))
+        say(out, *advice(ranking, machine))
+        print_rings(out, machine, rings)
+
+    told = {
+        "topology": machine.name,
+        "ranks": machine.ranks,
+        "size_bytes": given.size,
+        "advised": recommended(ranking).line,
+        "ranking": [_price_json(ranked.line, machine.ranks, ranked.price) for ranked in ranking],
+    }
+    answer(given, told, show)
 
 
 def _best_of(ranked: Ranked, every_shape: bool) -> str:
@@ -213,6 +195,27 @@ COMMAND = Command(
         "schedule --topology cluster:4x8,inside=50GB/s,across=1GB/s --size 100MB",
         "schedule tree --collective broadcast --ranks 6 --root 2",
     ),
-    arguments=_arguments,
+    options=(
+        option("algorithm", nargs="?", help="ring, torus:4x2, hierarchical:2x4, ...; left out: all are ranked"),
+        option("--ranks", read=parse_count, metavar="P", help="how many (default: what a shape says, or 8)"),
+        option(
+            "--size",
+            read=parse_size,
+            default=100_000_000,
+            help="of the vector, in bytes or parameters: 100MB (default), 25.6Mparams (4 bytes each)",
+        ),
+        option("--item-size", read=parse_count, default=1, metavar="BYTES", help="not cut apart (default 1)"),
+        option("--topology", default="uniform", help="see offbeat topology (default uniform)"),
+        option(
+            "--calibration",
+            read=Path,
+            metavar="FILE",
+            help="the links of this machine, as offbeat calibrate measured them",
+        ),
+        option("--collective", default="all-reduce", help="all-reduce (default), all-gather, broadcast, ..."),
+        option("--root", type=int, default=0, metavar="RANK", help="of a broadcast or reduce (default 0)"),
+        option("--all", action="store_true", help="in the ranking, every shape that was tried and not only the best"),
+        option("--svg", read=Path, metavar="FILE", help="draw it"),
+    ),
     run=_run,
 )

@@ -7,65 +7,23 @@ import math
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from offbeat import plugins
-from offbeat.commands.base import (
-    Command,
-    busy,
-    console,
-    facts,
-    heading,
-    json_argument,
-    print_json,
-    reader,
-    say,
-)
-from offbeat.commands.machine_options import add_machine_arguments, machines_of
-from offbeat.commands.sweep import add_sweep_arguments, batch_of, is_sweep, one_count, sweep
-from offbeat.commands.virtual_training import add_recipe_arguments, refuse_without_recipe, simulate_recipe
+from offbeat.commands.base import Command, Terminal, answer, busy, facts, heading, option, say
+from offbeat.commands.machine_options import MACHINE_OPTIONS, machines_of
+from offbeat.commands.sweep import SWEEP_OPTIONS, batch_of, check_recipe_options, is_sweep, sweep
+from offbeat.commands.virtual_training import FIELDS, RECIPE_OPTIONS, SECTIONS, refuse_without_recipe, simulate_recipe
 from offbeat.errors import RequestError
 from offbeat.number_format import format_seconds, format_size, percent
-from offbeat.runs import text_timeline
-from offbeat.runs.log import RunLog, write_chrome_trace, write_log
+from offbeat.runs.log import RunLog, text_rows, write_chrome_trace, write_log
 from offbeat.simulate.collective import bucket_curve
 from offbeat.simulate.diagnosis import why
 from offbeat.simulate.result import Result
 from offbeat.simulate.setup import Network, Setup
-from offbeat.simulate.sweep import SweepPoint, point_of
-from offbeat.simulate.theory import alone_s
+from offbeat.simulate.sweep import SweepPoint, alone_s, point_of
 from offbeat.spec import count_of, expand, parse_count
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
 _VERSION_STYLES = ("blue", "green", "magenta", "cyan", "yellow", "red")
-
-
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "%(prog)s STRATEGY [--learners P ...] [--compute LAW] [--recipe RECIPE --target X] [options]"
-    parser.add_argument(
-        "strategy",
-        nargs="*",
-        metavar="STRATEGY",
-        help="k-async:4, softsync:2,rate=inverse, ring, ...; see offbeat strategies; k-sync:1..8 is a sweep",
-    )
-    parser.add_argument(
-        "--updates",
-        type=reader(parse_count),
-        metavar="N",
-        help="(default: those of 500 minibatches of each learner, within bounds; a recipe has epochs)",
-    )
-    add_machine_arguments(parser)
-    parser.add_argument("--show", type=reader(_whole), metavar="N", help="updates in the timeline (default 3)")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="all spans, for Perfetto or chrome://tracing")
-    parser.add_argument(
-        "--log", type=Path, metavar="FILE", help="the run log: every decision of the policy, and all spans"
-    )
-    parser.add_argument("--curve", action="store_true", help="of an all-reduce: the time as buckets get smaller")
-    add_sweep_arguments(parser)
-    json_argument(parser)
-    add_recipe_arguments(parser)
 
 
 def _whole(text: str) -> int:
@@ -73,20 +31,16 @@ def _whole(text: str) -> int:
 
 
 def _run(given: argparse.Namespace) -> None:
-    lines = [*given.strategy, *given.late_words]
+    lines = [*given.strategy, *given.learners.late_words]
     if not lines:
         raise RequestError("simulate: the following arguments are required: strategy")
     if len(lines) > 1:
         raise RequestError(f"simulate: unknown argument '{lines[1]}'; it takes one strategy, and compare takes several")
     strategy, *more = expand(lines[0])
     if given.recipe is not None:
-        one_count(given, "--recipe")
+        check_recipe_options(given)
         if more:
             raise RequestError(f"--recipe trains one strategy, and '{lines[0]}' stands for several; use compare")
-        for word in ("updates", "trace", "log", "curve", "show"):
-            if getattr(given, word):
-                instead = "--epochs" if word == "updates" else "the files in its folder (--run-dir)"
-                raise RequestError(f"--{word} is not for a recipe: it has {instead}")
         simulate_recipe(given, strategy)
         return
     if is_sweep(given, lines):
@@ -102,7 +56,7 @@ def _run(given: argparse.Namespace) -> None:
             raise RequestError("--curve needs the layers' times and a topology of one's own: leave --calibration out")
         if not setup.reduces:
             raise RequestError(f"--curve is for an all-reduce like ring; '{strategy}' is a server policy")
-        _curve(setup, machines.network, json=given.json)
+        _curve(given, setup, machines.network)
         return
     show = 3 if given.show is None else given.show
     wants_all = given.trace is not None or given.log is not None
@@ -116,14 +70,15 @@ def _run(given: argparse.Namespace) -> None:
     _write_files(given, result, decisions)
     cluster = setup.cluster
     point = point_of(strategy, setup, result, batch=batch) if alone_s(cluster) < math.inf else None
-    if given.json:
-        scaling = {} if point is None else point.as_json(given.epoch_samples)
-        print_json(result.as_json() | result.network_json() | scaling | {"events_per_s": result.events / took})
-        return
-    out = console()
-    heading(out, f"{strategy}, {count_of(cluster.learners, 'learner')}, {cluster.law.text}, seed {given.seed}")
-    _timeline(out, result, show)
-    facts(out, _facts(result, took) + ([] if point is None else _scaling(point, given.epoch_samples)))
+    scaling = {} if point is None else point.as_json(given.epoch_samples)
+    told = result.as_json() | result.network_json() | scaling | {"events_per_s": result.events / took}
+
+    def show_result(out: Terminal) -> None:
+        heading(out, f"{strategy}, {count_of(cluster.learners, 'learner')}, {cluster.law.text}, seed {given.seed}")
+        _timeline(out, result, show)
+        facts(out, _facts(result, took) + ([] if point is None else _scaling(point, given.epoch_samples)))
+
+    answer(given, told, show_result)
 
 
 def _write_files(given: argparse.Namespace, result: Result, decisions: list[dict[str, object]] | None) -> None:
@@ -176,7 +131,7 @@ def _scaling(point: SweepPoint, epoch_samples: int | None) -> list[tuple[str, st
     return [("scaling", found), *epoch]
 
 
-def _timeline(out: Console, result: Result, updates: int) -> None:
+def _timeline(out: Terminal, result: Result, updates: int) -> None:
     """The first updates, a row a learner: colour by version, cancelled work shaded."""
     from rich.text import Text
 
@@ -184,7 +139,7 @@ def _timeline(out: Console, result: Result, updates: int) -> None:
     if not spans or updates < 1:
         return
     end = max(span.end_s for span in spans)
-    shown = text_timeline.rows(spans, width=max(20, min(100, out.width - 16)), end_s=end)
+    shown = text_rows(spans, width=max(20, min(100, out.width - 16)), end_s=end)
     for learner, pieces in list(shown.items())[:16]:
         row = Text(f"learner {learner}".ljust(12) + "|")
         for piece in pieces:
@@ -198,28 +153,30 @@ def _timeline(out: Console, result: Result, updates: int) -> None:
     out.print()
 
 
-def _curve(setup: Setup, network: Network, *, json: bool) -> None:
+def _curve(given: argparse.Namespace, setup: Setup, network: Network) -> None:
     assert setup.topology is not None
     strategy, learners, law = setup.strategy, setup.cluster.learners, setup.cluster.law
     if law.mean_s == math.inf:
         raise RequestError(f"--curve is for the mean compute time, and that of '{law.text}' is infinite")
     points = bucket_curve(strategy, law.mean_s, network.model(), setup.topology)
-    if json:
-        print_json({"strategy": strategy, "learners": learners, "curve": [asdict(point) for point in points]})
-        return
-    out = console()
     size = f"{format_size(network.size_bytes)} in {network.layers} layers"
-    heading(out, f"{strategy}, {count_of(learners, 'learner')}, {size}")
-    say(out, f"{'buckets':>8}{'each':>12}{'iteration':>12}{'at least':>12}", style="bold")
     most = max(p.iteration_s for p in points)
-    for p in points:
-        bar = "█" * round(40 * p.iteration_s / most)
+
+    def show(out: Terminal) -> None:
+        heading(out, f"{strategy}, {count_of(learners, 'learner')}, {size}")
+        say(out, f"{'buckets':>8}{'each':>12}{'iteration':>12}{'at least':>12}", style="bold")
         say(
             out,
-            f"{p.buckets:>8}{format_size(p.bucket_bytes):>12}{format_seconds(p.iteration_s):>12}"
-            f"{format_seconds(p.bound_s):>12}  {bar}",
+            *(
+                f"{p.buckets:>8}{format_size(p.bucket_bytes):>12}{format_seconds(p.iteration_s):>12}"
+                f"{format_seconds(p.bound_s):>12}  {'█' * round(40 * p.iteration_s / most)}"
+                for p in points
+            ),
+            "at least: forward + the first bucket's backward + the reduction of all at once; one bucket: no overlap",
         )
-    say(out, "at least: forward + the first bucket's backward + the reduction of all at once; one bucket: no overlap")
+
+    told = {"strategy": strategy, "learners": learners, "curve": [asdict(point) for point in points]}
+    answer(given, told, show)
 
 
 COMMAND = Command(
@@ -237,6 +194,29 @@ target. Its folder has what a real run's has.""",
         "simulate k-async:4 --recipe digits-mlp --learners 30 --compute gamma:1,0.25 --batch-size 8 --target 0.9 "
         "--run-dir runs/k-async-4",
     ),
-    arguments=_arguments,
+    usage="%(prog)s STRATEGY [--learners P ...] [--compute LAW] [--recipe RECIPE --target X] [options]",
+    options=(
+        option(
+            "strategy",
+            nargs="*",
+            metavar="STRATEGY",
+            help="k-async:4, softsync:2,rate=inverse, ring, ...; see offbeat strategies; k-sync:1..8 is a sweep",
+        ),
+        option(
+            "--updates",
+            read=parse_count,
+            metavar="N",
+            help="(default: those of 500 minibatches of each learner, within bounds; a recipe has epochs)",
+        ),
+        *MACHINE_OPTIONS,
+        option("--show", read=_whole, metavar="N", help="updates in the timeline (default 3)"),
+        option("--trace", read=Path, metavar="FILE", help="all spans, for Perfetto or chrome://tracing"),
+        option("--log", read=Path, metavar="FILE", help="the run log: every decision of the policy, and all spans"),
+        option("--curve", action="store_true", help="of an all-reduce: the time as buckets get smaller"),
+        *SWEEP_OPTIONS,
+        *RECIPE_OPTIONS,
+    ),
+    sections=SECTIONS,
+    fields=FIELDS,
     run=_run,
 )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from offbeat.commands.base import busy, console, heading, print_json, reader, say, table, write_file
+from offbeat.commands.base import Terminal, answer, busy, heading, option, refuse, say, table, write_file
 from offbeat.commands.machine_options import machines_of
 from offbeat.commands.virtual_training import refuse_without_recipe
 from offbeat.errors import RequestError
@@ -17,15 +17,17 @@ from offbeat.simulate.setup import Setup
 from offbeat.simulate.sweep import Ratio, SweepPoint, measure, picture, ratios
 from offbeat.spec import count_of, expand, parse_count
 from offbeat.strategy import line_up
+from offbeat.train.arguments import given as changes_of
 
-_NOT_HERE = ("trace", "log", "curve", "show", "minibatches")
+_FILES = ("trace", "log", "curve", "show")  # what is written or shown of one simulation
 
 
-def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw a sweep")
-    parser.add_argument(
-        "--epoch-samples", type=reader(parse_count), metavar="N", help="samples in an epoch: tell the seconds it takes"
-    )
+SWEEP_OPTIONS = (
+    option("--svg", read=Path, metavar="FILE", help="draw a sweep"),
+    option(
+        "--epoch-samples", read=parse_count, metavar="N", help="samples in an epoch: tell the seconds it takes"
+    ),
+)  # fmt: skip
 
 
 def lines_of(lines: Sequence[str]) -> list[str]:
@@ -34,25 +36,25 @@ def lines_of(lines: Sequence[str]) -> list[str]:
 
 
 def is_sweep(given: argparse.Namespace, lines: Sequence[str]) -> bool:
-    if len(given.counts) > 1 or any(len(expand(line)) > 1 for line in lines):
+    if len(given.learners.counts) > 1 or any(len(expand(line)) > 1 for line in lines):
         return True
     if given.svg is not None:
         raise RequestError("--svg draws a sweep: give several --learners, or a range like k-sync:1..8")
     return False
 
 
-def one_count(given: argparse.Namespace, option: str) -> None:
-    if len(given.counts) > 1:
-        raise RequestError(f"{option} goes with one number of learners; got {', '.join(map(str, given.counts))}")
-    if given.svg is not None or given.epoch_samples is not None:
-        word = "--svg" if given.svg is not None else "--epoch-samples"
-        raise RequestError(f"{word} does not go with {option}: it draws its own picture, and has its own data")
+def check_recipe_options(given: argparse.Namespace) -> None:
+    """What is for simulations alone is refused beside --recipe."""
+    counts = given.learners.counts
+    if len(counts) > 1:
+        raise RequestError(f"--recipe goes with one number of learners; got {', '.join(map(str, counts))}")
+    refuse(given, ("svg", "epoch_samples"), "does not go with --recipe: it draws its own picture, and has its own data")
+    refuse(given, ("updates", "minibatches"), "is not for a recipe: it has --epochs")
+    refuse(given, _FILES, "is not for a recipe: it has the files in its folder (--run-dir)")
 
 
 def batch_of(given: argparse.Namespace) -> int:
     """Samples in a minibatch, where nothing is trained: 1 unless --batch-size says it."""
-    from offbeat.train.arguments import given as changes_of
-
     words = changes_of(given).get("train.batch_size")
     try:
         return 1 if words is None else parse_count(str(words))
@@ -64,36 +66,33 @@ def sweep(given: argparse.Namespace, lines: Sequence[str]) -> None:
     """Every line with every number of learners: a table, a picture if asked for, or one JSON object."""
     batch = batch_of(given)
     refuse_without_recipe(given, batch_size=True)
-    for word in _NOT_HERE:
-        if getattr(given, word, None):
-            raise RequestError(f"--{word} does not go with a sweep; name one strategy and one number of learners")
+    why = "does not go with a sweep; name one strategy and one number of learners"
+    refuse(given, (*_FILES, "minibatches"), why)
+    counts = given.learners.counts
     if not lines:  # those that are written the same whatever the number of learners
-        tried = [line_up("compare", learners) for learners in given.counts]
+        tried = [line_up("compare", learners) for learners in counts]
         lines = [line for line in tried[0] if all(line in others for others in tried)]
     setups, left_out = _setups(given, lines)
     with busy("simulating"):
         points = [measure(line, setup, updates=given.updates, batch=batch) for line, setup in setups]
-    compared = ratios(points) if len(given.counts) > 1 else []
-    what = f"{' '.join(lines)}, {', '.join(map(str, given.counts))} learners, {points[0].setup.cluster.law.text}"
+    compared = ratios(points) if len(counts) > 1 else []
+    law = points[0].setup.cluster.law.text
+    title = f"{' '.join(lines)}, {', '.join(map(str, counts))} learners, {law}, seed {given.seed}"
     if given.svg is not None:
-        write_file(given.svg, picture(points, title=f"{what}, seed {given.seed}"))
-    if given.json:
-        print_json(
-            {
-                "sweep": [point.as_json(given.epoch_samples) for point in points],
-                "ratios": [asdict(one) for one in compared],
-                "left_out": left_out,
-            }
-        )
-        return
-    _show(given, f"{what}, seed {given.seed}", points, compared, left_out)
+        write_file(given.svg, picture(points, title=title))
+    told = {
+        "sweep": [point.as_json(given.epoch_samples) for point in points],
+        "ratios": [asdict(one) for one in compared],
+        "left_out": left_out,
+    }
+    answer(given, told, lambda out: _show(out, given, title, points, compared, left_out))
 
 
 def _setups(given: argparse.Namespace, lines: Sequence[str]) -> tuple[list[tuple[str, Setup]], list[str]]:
     """All that is to be simulated, by the line that asked for it, and what cannot be with so few learners."""
     setups: list[tuple[str, Setup]] = []
     left_out: list[str] = []
-    for line, learners in ((line, learners) for line in lines for learners in given.counts):
+    for line, learners in ((line, learners) for line in lines for learners in given.learners.counts):
         machines = machines_of(given, learners)
         for strategy in expand(line):
             try:
@@ -101,7 +100,7 @@ def _setups(given: argparse.Namespace, lines: Sequence[str]) -> tuple[list[tuple
                 setup.updates_for()
                 setups.append((line, setup))
             except RequestError as error:
-                if len(given.counts) == 1:
+                if len(given.learners.counts) == 1:
                     raise
                 left_out.append(f"with {count_of(learners, 'learner')}: {error}")
     if not setups:
@@ -110,10 +109,14 @@ def _setups(given: argparse.Namespace, lines: Sequence[str]) -> tuple[list[tuple
 
 
 def _show(
-    given: argparse.Namespace, what: str, points: list[SweepPoint], compared: list[Ratio], left_out: list[str]
+    out: Terminal,
+    given: argparse.Namespace,
+    title: str,
+    points: list[SweepPoint],
+    compared: list[Ratio],
+    left_out: list[str],
 ) -> None:
-    out = console()
-    heading(out, what)
+    heading(out, title)
     columns = ["strategy", "P", "s/update", "theory", "T(P)", "speed-up", "efficiency", "overhead", "samples/s"]
     rows = [_cells(point, given.epoch_samples) for point in points]
     table(out, columns + (["epoch"] if given.epoch_samples else []), rows)
@@ -134,16 +137,18 @@ def _show(
                 for one in compared
             ],
         )
-    for line in left_out:
-        say(out, f"left out {line}")
+    say(out, *(f"left out {line}" for line in left_out))
     network = "" if points[0].setup.cluster.wires is None else " (computing alone, without the network)"
     formulas = dict.fromkeys(point.theory.formula for point in points if point.theory is not None)
     if formulas:
         say(out, f"theory: {', '.join(formulas)}{network}; X: compute time, X_(K:P): K-th smallest of P", style="dim")
-    say(out, f"T(1) = {format_seconds(points[0].alone_s)}: one learner alone, which sends nothing", style="dim")
-    say(out, "T(P): seconds in which P minibatches are applied, an iteration under a barrier for all", style="dim")
-    for name in ("speedup", "efficiency", "overhead"):
-        say(out, f"{name} = {DEFINITIONS[name].formula}", style="dim")
+    say(
+        out,
+        f"T(1) = {format_seconds(points[0].alone_s)}: one learner alone, which sends nothing",
+        "T(P): seconds in which P minibatches are applied, an iteration under a barrier for all",
+        *(f"{name} = {DEFINITIONS[name].formula}" for name in ("speedup", "efficiency", "overhead")),
+        style="dim",
+    )
     if given.svg is not None:
         say(out, f"picture: {given.svg}")
 

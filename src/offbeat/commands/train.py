@@ -5,20 +5,16 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
 
-from offbeat.commands.base import Command, json_argument, print_json
+from offbeat.commands.base import Command, option, print_json
 from offbeat.errors import RequestError
-from offbeat.train.arguments import add_arguments, given
+from offbeat.runs.run_folder import RunDir
+from offbeat.train.arguments import SECTIONS, given
+from offbeat.train.config import Config
 from offbeat.train.config_files import override, read_config, read_recipe
 from offbeat.train.recipes import DEFAULT
-
-if TYPE_CHECKING:
-    from offbeat.train.config import Config
-    from offbeat.train.launch import Result
 
 _RESULT = (
     "name", "accuracy", "test_samples", "loss", "strategy", "learners", "updates", "epochs", "samples_per_s", "seconds",
@@ -26,64 +22,43 @@ _RESULT = (
 )  # fmt: skip
 
 
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "%(prog)s [RECIPE] [--sync STRATEGY] [--learners P] [--SECTION.FIELD VALUE ...] [--resume RUN]"
-    parser.add_argument(
-        "recipe", nargs="?", metavar="RECIPE", help=f"a built-in one (offbeat recipes) or a TOML file; {DEFAULT}"
-    )
-    parser.add_argument("--run-dir", type=Path, metavar="FOLDER", help="of this run (default runs/NAME-TIME)")
-    parser.add_argument(
-        "--resume", type=Path, metavar="RUN", help="go on in the folder of a run, from its newest checkpoint"
-    )
-    parser.add_argument("--quiet", action="store_true", help="only the summary, and what goes wrong")
-    parser.add_argument("--report", action="store_true", help="write report.html into the run's folder at the end")
-    json_argument(parser)
-    add_arguments(parser)
-
-
 def _run(words: argparse.Namespace) -> None:
     config = _config(words)
+    from offbeat.commands.report import write_report
     from offbeat.commands.view import view_for
     from offbeat.train.launch import launch, learn, prepare, under_torchrun
 
     shown = sys.stderr if words.json else sys.stdout
     out = open(os.devnull, "w") if shown is None else shown  # noqa: SIM115, PTH123 - to the end of the process
-    if under_torchrun():
-        view = view_for(out, live=False, quiet=words.quiet or os.environ["RANK"] != "0")
+    is_rank = under_torchrun()  # one of the learners, and nobody has started it from here
+    leads = not is_rank or os.environ["RANK"] == "0"
+    if is_rank:
+        view = view_for(out, live=False, quiet=words.quiet or not leads)
         try:
             result = learn(config, run_dir=words.run_dir, resume=words.resume, report=view.hear)
         finally:
-            if os.environ["RANK"] == "0":
-                view.close()
-        if result.end and words.report:
-            _report(result, out)
-        if result.end and words.json:
-            print_json(_told(config, result))
-        return
-    with redirect_stdout(out):  # what modules of one's own print when they are loaded
-        start = prepare(
-            config,
-            run_dir=words.run_dir,
-            resume=words.resume,
-            tell=lambda line: print(f"offbeat: {line}", file=sys.stderr),
-        )
-    view = view_for(out, live=out.isatty(), quiet=words.quiet)
-    try:
-        result = launch(start, view.hear, view.print_line)
-    finally:
-        view.close()
-    if words.report:
-        _report(result, out)
-    if words.json:
-        print_json(_told(start.config, result))
+            view.close(leaving=not leads)
+    else:
+        with redirect_stdout(out):  # what modules of one's own print when they are loaded
+            start = prepare(
+                config,
+                run_dir=words.run_dir,
+                resume=words.resume,
+                tell=lambda line: print(f"offbeat: {line}", file=sys.stderr),
+            )
+        config = start.config
+        view = view_for(out, live=out.isatty(), quiet=words.quiet)
+        try:
+            result = launch(start, view.hear, view.print_line)
+        finally:
+            view.close()
+    if result.end and words.report:
+        print(f"report    {write_report(Path(result.end['run_dir']))}", file=out)
+    if words.json and (result.end or not is_rank):
+        told = {"name": config.name, **result.end}
+        print_json({key: told.get(key) for key in _RESULT})
     if result.signal:
         raise SystemExit(128 + result.signal)
-
-
-def _report(result: Result, out: TextIO) -> None:
-    from offbeat.commands.report import write_report
-
-    print(f"report    {write_report(Path(result.end['run_dir']))}", file=out)
 
 
 def _config(words: argparse.Namespace) -> Config:
@@ -93,18 +68,11 @@ def _config(words: argparse.Namespace) -> Config:
         raise RequestError(f"--resume {words.resume} has a recipe of its own: leave '{words.recipe}' out")
     if words.run_dir is not None:
         raise RequestError("--resume goes on in the folder of the run: leave --run-dir out")
-    from offbeat.runs.run_folder import RunDir
-
     changes = given(words)
     fixed = [key for key in changes if key.partition(".")[0] in ("model", "data") and key != "data.workers"]
     if fixed:
         raise RequestError(f"a run that goes on keeps its model and data: leave --{fixed[0]} out")
     return override(read_config(RunDir(words.resume)), changes)
-
-
-def _told(config: Config, result: Result) -> Mapping[str, Any]:
-    told = {"name": config.name, **result.end}
-    return {key: told.get(key) for key in _RESULT}
 
 
 COMMAND = Command(
@@ -119,6 +87,16 @@ a page to look at. `offbeat watch` shows it from another terminal. Ctrl-C saves 
         "train --run-dir runs/digits",
         "train digits-mlp --sync k-async:2 --learners 4 --train.epochs 5",
     ),
-    arguments=_arguments,
+    usage="%(prog)s [RECIPE] [--sync STRATEGY] [--learners P] [--SECTION.FIELD VALUE ...] [--resume RUN]",
+    options=(
+        option(
+            "recipe", nargs="?", metavar="RECIPE", help=f"a built-in one (offbeat recipes) or a TOML file; {DEFAULT}"
+        ),
+        option("--run-dir", read=Path, metavar="FOLDER", help="of this run (default runs/NAME-TIME)"),
+        option("--resume", read=Path, metavar="RUN", help="go on in the folder of a run, from its newest checkpoint"),
+        option("--quiet", action="store_true", help="only the summary, and what goes wrong"),
+        option("--report", action="store_true", help="write report.html into the run's folder at the end"),
+    ),
+    sections=SECTIONS,
     run=_run,
 )

@@ -14,9 +14,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from itertools import chain, pairwise
+from typing import TYPE_CHECKING, Any, TextIO
 
+from offbeat.commands.base import print_line
 from offbeat.commands.progress import LearnerProgress, Progress, Record
 from offbeat.number_format import format_clock, format_joules, percent, whole_percent
 from offbeat.runs.metrics import format_accuracy, format_traffic
@@ -68,17 +69,17 @@ def _clean(text: object) -> str:
 
 def _about(begin: Record) -> list[Piece]:
     """The heading, a piece for each fact."""
-    pieces = [(_clean(begin.get(name) or ""), style) for name, style in (("name", "bold"), ("strategy", "bold cyan"))]
-    pieces += [(count_of(begin[name], name[:-1]), "") for name in ("learners", "servers") if begin.get(name)]
-    pieces.append((" ".join(_clean(begin[name]) for name in ("device", "precision") if begin.get(name)), ""))
-    if begin.get("parameters"):
-        pieces.append((f"{begin['parameters']:,} parameters", ""))
-    if begin.get("epochs"):
-        of = f" of {begin['samples']:,} samples" if begin.get("samples") else ""
-        pieces.append((count_of(begin["epochs"], "epoch") + of, ""))
-    if begin.get("resumed"):
-        pieces.append((f"resumed from {_clean(begin['resumed'])}", "magenta"))
-    pieces.append((_clean(begin.get("run_dir") or ""), "dim"))
+    of = f" of {begin['samples']:,} samples" if begin.get("samples") else ""
+    pieces = [
+        (_clean(begin.get("name") or ""), "bold"),
+        (_clean(begin.get("strategy") or ""), "bold cyan"),
+        *((count_of(begin[name], name[:-1]), "") for name in ("learners", "servers") if begin.get(name)),
+        (" ".join(_clean(begin[name]) for name in ("device", "precision") if begin.get(name)), ""),
+        (f"{begin['parameters']:,} parameters" if begin.get("parameters") else "", ""),
+        (count_of(begin["epochs"], "epoch") + of if begin.get("epochs") else "", ""),
+        (f"resumed from {_clean(begin['resumed'])}" if begin.get("resumed") else "", "magenta"),
+        (_clean(begin.get("run_dir") or ""), "dim"),
+    ]
     return [piece for piece in pieces if piece[0]]
 
 
@@ -87,19 +88,28 @@ def _epoch(number: int, epochs: int) -> str:
 
 
 def evaluation_line(record: Record, epochs: int) -> str:
-    parts = [_epoch(record.get("epoch") or 0, epochs), *_if_known("update {}", str, record.get("update"))]
-    parts += _if_known("loss {}", _loss, record.get("loss")) + _if_known("accuracy {}", percent, record.get("accuracy"))
-    parts += _if_known("{} samples/s", _number, record.get("samples_per_s"))
-    parts += _if_known("waiting {}", whole_percent, record.get("wait_share"))
-    parts += _if_known("staleness {}", "{:.2f}".format, record.get("staleness"))
-    return "  ".join(parts + _if_known("{}", _seconds, record.get("seconds")))
+    parts = [
+        [_epoch(record.get("epoch") or 0, epochs)],
+        _if_known("update {}", str, record.get("update")),
+        _if_known("loss {}", _loss, record.get("loss")),
+        _if_known("accuracy {}", percent, record.get("accuracy")),
+        _if_known("{} samples/s", _number, record.get("samples_per_s")),
+        _if_known("waiting {}", whole_percent, record.get("wait_share")),
+        _if_known("staleness {}", "{:.2f}".format, record.get("staleness")),
+        _if_known("{}", _seconds, record.get("seconds")),
+    ]
+    return "  ".join(chain.from_iterable(parts))
 
 
 def progress_line(state: Progress) -> str:
-    parts = [_epoch(state.epoch, state.epochs), f"at {whole_percent(state.done_of_epoch)}"]
-    parts += _if_known("loss {}", _loss, state.loss) + _if_known("{} samples/s", _number, state.samples_per_s)
-    parts += _if_known("waiting {}", whole_percent, state.wait_share)
-    return "  ".join(parts + _if_known("left {}", format_clock, state.left_s))
+    parts = [
+        [_epoch(state.epoch, state.epochs), f"at {whole_percent(state.done_of_epoch)}"],
+        _if_known("loss {}", _loss, state.loss),
+        _if_known("{} samples/s", _number, state.samples_per_s),
+        _if_known("waiting {}", whole_percent, state.wait_share),
+        _if_known("left {}", format_clock, state.left_s),
+    ]
+    return "  ".join(chain.from_iterable(parts))
 
 
 def died_line(record: Record) -> str:
@@ -109,39 +119,48 @@ def died_line(record: Record) -> str:
 
 def summary(state: Progress) -> list[tuple[str, str]]:
     """Labels and facts for the end; of a run that broke off, how far it came."""
-    end, best, rows = state.end, state.best, list[tuple[str, str]]()
-    if not state.begin and end is None:
-        return rows
+    if not state.begin and state.end is None:
+        return []
+    saved = state.saved or {}
+    broken_off = f"in epoch {state.epoch} of {state.epochs}, after {_seconds(state.elapsed_s)}"
+    rows = [
+        *(_end_facts(state.end, state.best) if state.end is not None else [("stopped", [broken_off])]),
+        ("energy", _burnt(state.energy)),
+        ("saved", _if_known("update {}", str, saved.get("update")) + _if_known("{}", _clean, saved.get("path"))),
+        ("run", _if_known("{}", _clean, (state.end or {}).get("run_dir") or state.begin.get("run_dir"))),
+    ]
+    return [(label, ", ".join(texts)) for label, texts in rows if texts]
 
-    def add(label: str, *texts: str) -> None:
-        if texts:
-            rows.append((label, ", ".join(texts)))
 
-    if end is None:
-        add("stopped", f"in epoch {state.epoch} of {state.epochs}, after {_seconds(state.elapsed_s)}")
-    else:
-        if end.get("stopped") or end.get("why"):
-            add("stopped" if end.get("stopped") else "ended", _clean(end.get("why") or "before its last epoch"))
-        of_best = []
-        if best is not None and best["accuracy"] > (end.get("accuracy") or 0.0):
-            of_best = [f"best {percent(best['accuracy'])} after epoch {best['epoch']}"]
-        right = _if_known("{}", lambda share: format_accuracy(share, end.get("test_samples")), end.get("accuracy"))
-        add("accuracy", *right, *of_best)
-        add("loss", *_if_known("{}", _loss, end.get("loss")))
-        made = _if_known("{}", lambda many: f"{many:,} update{'' if many == 1 else 's'}", end.get("updates"))
-        add("time", *_if_known("{}", _seconds, end.get("seconds")), *made)
-        add("speed", *_if_known("{} samples/s", _number, end.get("samples_per_s")))
-        add("waiting", *_if_known("{} of the learners' time", whole_percent, end.get("wait_share")))
-        add("staleness", *_if_known("{} on average", "{:.2f}".format, end.get("staleness_mean")))
-        sent, received = end.get("sent_bytes"), end.get("received_bytes")
-        if sent is not None and received is not None:
-            add("traffic", f"learners {format_traffic(sent, received, end.get('wait_share'))}")
-        add("warning", *_if_known("{}", _clean, end.get("warning")))
-    add("energy", *_burnt(state.energy))
-    if state.saved is not None:
-        add("saved", f"update {state.saved['update']}", *_if_known("{}", _clean, state.saved.get("path")))
-    add("run", *_if_known("{}", _clean, (end or {}).get("run_dir") or state.begin.get("run_dir")))
-    return rows
+def _best(record: Record) -> str:
+    return f"{percent(record['accuracy'])} after epoch {record['epoch']}"
+
+
+def _end_facts(end: Record, best: Record | None) -> list[tuple[str, list[str]]]:
+    """Labels, and what is known of each."""
+    early = end.get("stopped") or end.get("why")
+    is_above = best is not None and best["accuracy"] > (end.get("accuracy") or 0.0)
+    sent, received, wait_share = end.get("sent_bytes"), end.get("received_bytes"), end.get("wait_share")
+    moved = None if sent is None or received is None else format_traffic(sent, received, wait_share)
+    updates = _if_known("{}", lambda many: f"{many:,} update{'' if many == 1 else 's'}", end.get("updates"))
+    return [
+        (
+            "stopped" if end.get("stopped") else "ended",
+            [_clean(end.get("why") or "before its last epoch")] if early else [],
+        ),
+        (
+            "accuracy",
+            _if_known("{}", lambda share: format_accuracy(share, end.get("test_samples")), end.get("accuracy"))
+            + _if_known("best {}", _best, best if is_above else None),
+        ),
+        ("loss", _if_known("{}", _loss, end.get("loss"))),
+        ("time", _if_known("{}", _seconds, end.get("seconds")) + updates),
+        ("speed", _if_known("{} samples/s", _number, end.get("samples_per_s"))),
+        ("waiting", _if_known("{} of the learners' time", whole_percent, wait_share)),
+        ("staleness", _if_known("{} on average", "{:.2f}".format, end.get("staleness_mean"))),
+        ("traffic", _if_known("learners {}", str, moved)),
+        ("warning", _if_known("{}", _clean, end.get("warning"))),
+    ]
 
 
 def _burnt(energy: Record) -> list[str]:
@@ -372,18 +391,34 @@ def to_text(line: Line, width: int | None = None, *, ascii_only: bool = False) -
 # --- views --------------------------------------------------------------------------------------------------------
 
 
-class View(Protocol):
+class View:
     """Where the launcher sends what it hears. After `close` the end is shown; closing twice does no harm.
 
     Who only looks on may leave before the end: then nothing is said of it.
     """
 
-    def hear(self, record: Record) -> None: ...
+    def __init__(self, state: Progress) -> None:
+        self._state = state
+        self._closed = False
+
+    def hear(self, record: Record) -> None:
+        raise NotImplementedError
 
     def print_line(self, who: str, line: str) -> None:
-        """What a learner printed by itself."""
+        """What a learner printed by itself, with its owner in front. Of a bar drawn over and over, the last state."""
+        width = len(f"learner {max(len(self._state.rows), 1) - 1}")
+        self._print_above(f"{who.ljust(width)} | {line.rstrip().rsplit(chr(13), 1)[-1]}")
 
-    def close(self, *, leaving: bool = False) -> None: ...
+    def close(self, *, leaving: bool = False) -> None:
+        if not (self._closed or leaving):
+            self._show_end()
+        self._closed = True
+
+    def _print_above(self, line: str) -> None:
+        raise NotImplementedError
+
+    def _show_end(self) -> None:
+        raise NotImplementedError
 
 
 def view_for(
@@ -397,40 +432,30 @@ def view_for(
     """`quiet` leaves what learners print, deaths, and the summary; it draws nothing live. `state` brings its clock."""
     state = state or Progress(clock)
     if live and not quiet:
-        return LiveView(_console_on(out), state)
+        from rich.console import Console
+
+        shown = out if isinstance(out, Console) else Console(file=out, highlight=False, emoji=False, markup=False)
+        return LiveView(shown, state)
     return PlainView(_writer(out), state, quiet=quiet)
-
-
-def _console_on(out: Console | TextIO) -> Console:
-    from rich.console import Console
-
-    return out if isinstance(out, Console) else Console(file=out, highlight=False, emoji=False, markup=False)
 
 
 def _writer(out: Console | TextIO) -> Callable[[str], None]:
     stream: Any = getattr(out, "file", out)  # a console's own stream: plain lines need no console
 
     def write(line: str) -> None:
-        encoding = getattr(stream, "encoding", None) or "utf-8"
         with suppress(OSError, ValueError):  # the reader has gone: the training goes on
-            print(line.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
+            print_line(stream, line)
 
     return write
 
 
-def _printed(state: Progress, who: str, line: str) -> str:
-    """With its owner in front. Of a bar that was drawn over and over, only the last state."""
-    width = len(f"learner {max(len(state.rows), 1) - 1}")
-    return f"{who.ljust(width)} | {line.rstrip().rsplit(chr(13), 1)[-1]}"
-
-
-class PlainView:
+class PlainView(View):
     """A line for each thing that happens."""
 
     def __init__(self, write: Callable[[str], None], state: Progress, *, quiet: bool = False) -> None:
-        self._write, self._state, self._quiet = write, state, quiet
+        super().__init__(state)
+        self._write, self._quiet = write, quiet
         self._told = state.clock()
-        self._closed = False
 
     def hear(self, record: Record) -> None:
         state = self._state
@@ -457,20 +482,15 @@ class PlainView:
         self._told = self._state.clock()
         self._write(line)
 
-    def print_line(self, who: str, line: str) -> None:
-        self._write(_printed(self._state, who, line))
+    def _print_above(self, line: str) -> None:
+        self._write(line)
 
-    def close(self, *, leaving: bool = False) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        if leaving:
-            return
+    def _show_end(self) -> None:
         for line in fact_lines(summary(self._state)):
             self._write("".join(text for text, _ in line))
 
 
-class LiveView:
+class LiveView(View):
     """A part at the foot of the terminal that is drawn again and again; what happens once scrolls by above it.
 
     It is drawn when something is heard, and has no thread: whoever watches learners forks.
@@ -479,9 +499,9 @@ class LiveView:
     def __init__(self, out: Console, state: Progress) -> None:
         from rich.live import Live
 
-        self._out, self._state = out, state
+        super().__init__(state)
+        self._out = out
         self._apart = False  # other lines stand between the heading and the live part
-        self._closed = False
         self._live = Live(self, console=out, transient=True, auto_refresh=False)
         self._live.start(refresh=True)
         self._drawn = state.clock()
@@ -511,32 +531,27 @@ class LiveView:
                 self._show(heading_lines(record, self._out.width))
                 self._apart = False
             case "note" if record.get("warns"):
-                self._above(f"warning: {record['text']}", "bold yellow")
+                self._print_above(f"warning: {record['text']}", "bold yellow")
             case "note":
-                self._above(f"note: {record['text']}", "dim")
+                self._print_above(f"note: {record['text']}", "dim")
             case "died":
-                self._above(died_line(record), "bold red")
+                self._print_above(died_line(record), "bold red")
 
-    def print_line(self, who: str, line: str) -> None:
-        self._above(_printed(self._state, who, line))
-
-    def _above(self, said: str, style: str = "") -> None:
+    def _print_above(self, line: str, style: str = "") -> None:
         """Colours that the text has of its own are kept; what would move the cursor is not."""
         from rich.text import Text
 
-        text = Text.from_ansi(said, style=style)
+        text = Text.from_ansi(line, style=style)
         if not self._out.encoding.startswith("utf"):
             text = self._text([(text.plain, style)])
         self._out.print(text, soft_wrap=True)
         self._apart = bool(self._state.begin)
 
     def close(self, *, leaving: bool = False) -> None:
-        if self._closed:
-            return
-        self._closed = True
         self._live.stop()
-        if leaving:
-            return
+        super().close(leaving=leaving)
+
+    def _show_end(self) -> None:
         state = self._state
         if self._apart:
             self._show([[], *heading_lines({**state.begin, "notes": ()}, self._out.width)])

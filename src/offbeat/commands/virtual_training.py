@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offbeat.commands.base import (
-    console,
+    Terminal,
+    answer,
     facts,
     heading,
-    print_json,
+    option,
     read_accuracy,
-    reader,
+    refuse,
     say,
     stages,
     table,
@@ -30,73 +31,65 @@ from offbeat.policies.damping import CORRECT
 from offbeat.predict import race
 from offbeat.predict.race import Contender, RaceResult, TrainingCurve
 from offbeat.runs.metrics import format_accuracy, format_traffic
+from offbeat.runs.run_folder import TIME_STAMP, RunDir, check_free, new_run_dir
 from offbeat.simulate.diagnosis import describe, describe_machines
 from offbeat.spec import count_of, parse_count, parse_number
+from offbeat.train.arguments import given as changes_of
+from offbeat.train.config import Config
+from offbeat.train.config_files import as_json, changed, flag, override, read_recipe, write_config
 
 if TYPE_CHECKING:
     from offbeat.predict.virtual import RecipeTraining, VirtualRun
-    from offbeat.train.config import Config
 
 ROWS = 12  # of the table of a run
 WIDE = 100  # columns, from which on the whole table of a race is shown
 SECTIONS = ("model", "data", "train")  # of a recipe: the rest of it is about real machines
-_ALSO = ("staleness",)  # but for this
+FIELDS = ("staleness",)  # but for this
 QUIET_S = 10.0  # before the first plain line, and between two
-
-
-def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
-    from offbeat.train.arguments import add_arguments
-
-    group = parser.add_argument_group("training in virtual time")
-    add = group.add_argument
-    add(
-        "--recipe", metavar="RECIPE", help="train it for real, on the simulated clock (offbeat recipes, or a TOML file)"
-    )
-    add("--target", type=reader(read_accuracy), metavar="X", help="the accuracy to reach, like 0.95")
-    add("--look-every", type=reader(_epochs), metavar="X", help="epochs from look to look (default 0.25)")
-    add(
-        "--epoch-ends",
-        action="store_true",
-        help="learners wait for each other at the end of an epoch, as in a real run",
-    )
-    add(
-        "--width",
-        type=reader(parse_count),
-        metavar="N",
-        help="minibatches computed at a time (default: as fits); 1: alone",
-    )
-    add("--device", help="that computes: cpu (default), cuda or cuda:1")
-    add("--run-dir", type=Path, metavar="FOLDER", help="of what is written (default runs/NAME-TIME)")
-    add_arguments(parser, sections=SECTIONS, also=_ALSO)
-
-
-def refuse_without_recipe(given: argparse.Namespace, *, batch_size: bool = False) -> None:
-    """Options of a training say nothing where none is; `batch_size`: but for --batch-size."""
-    from offbeat.train.arguments import given as changes_of
-    from offbeat.train.config_files import flag
-
-    own = ("target", "run_dir", "width", "look_every", "device", "epoch_ends", "seeds")
-    found = [flag(key) for key in changes_of(given) if not (batch_size and key == "train.batch_size")]
-    found += [f"--{name.replace('_', '-')}" for name in own if getattr(given, name, None)]
-    if found:
-        raise RequestError(f"{found[0]} is for training in virtual time: name a recipe with --recipe, like digits-mlp")
 
 
 def _epochs(text: str) -> float:
     return parse_number(text, lambda x: 0 < x < math.inf, "expected a number of epochs above 0, like 0.25")
 
 
+_GROUP = "training in virtual time"
+RECIPE_OPTIONS = (
+    option(
+        "--recipe", group=_GROUP, metavar="RECIPE",
+        help="train it for real, on the simulated clock (offbeat recipes, or a TOML file)",
+    ),
+    option("--target", group=_GROUP, read=read_accuracy, metavar="X", help="the accuracy to reach, like 0.95"),
+    option("--look-every", group=_GROUP, read=_epochs, metavar="X", help="epochs from look to look (default 0.25)"),
+    option(
+        "--epoch-ends", group=_GROUP, action="store_true",
+        help="learners wait for each other at the end of an epoch, as in a real run",
+    ),
+    option(
+        "--width", group=_GROUP, read=parse_count, metavar="N",
+        help="minibatches computed at a time (default: as fits); 1: alone",
+    ),
+    option("--device", group=_GROUP, help="that computes: cpu (default), cuda or cuda:1"),
+    option("--run-dir", group=_GROUP, read=Path, metavar="FOLDER", help="of what is written (default runs/NAME-TIME)"),
+)  # fmt: skip
+
+
+def refuse_without_recipe(given: argparse.Namespace, *, batch_size: bool = False) -> None:
+    """Options of a training say nothing where none is; `batch_size`: but for --batch-size."""
+    why = "is for training in virtual time: name a recipe with --recipe, like digits-mlp"
+    for key in changes_of(given):
+        if not (batch_size and key == "train.batch_size"):
+            raise RequestError(f"{flag(key)} {why}")
+    refuse(given, ("target", "run_dir", "width", "look_every", "device", "epoch_ends", "seeds"), why)
+
+
 def _training(given: argparse.Namespace) -> RecipeTraining:
     """The recipe with its overrides, on the machines that were described."""
     from offbeat.predict.virtual import EVALUATE_EVERY, RecipeTraining
-    from offbeat.runs.run_folder import check_free
-    from offbeat.train.arguments import given as changes_of
-    from offbeat.train.config_files import changed, override, read_recipe
 
     machines = machines_of(given)
     changes = changes_of(given)
     for key in changes:
-        if key.partition(".")[0] not in (*SECTIONS, *_ALSO):
+        if key.partition(".")[0] not in (*SECTIONS, *FIELDS):
             raise RequestError(
                 f"--set {key}: here only fields of {', '.join(SECTIONS)} are set so, like train.epochs=5"
             )
@@ -135,8 +128,6 @@ def _machines_json(training: RecipeTraining) -> dict[str, Any]:
 def simulate_recipe(given: argparse.Namespace, strategy: str) -> None:
     """`offbeat simulate STRATEGY --recipe ...`."""
     from offbeat.predict.virtual import prepare_task
-    from offbeat.runs.run_folder import TIME_STAMP, RunDir, new_run_dir
-    from offbeat.train.config_files import write_config
 
     training = _training(given)
     only = Contender(strategy, training.machines.cluster)
@@ -156,15 +147,16 @@ def simulate_recipe(given: argparse.Namespace, strategy: str) -> None:
     if curve.points:
         title = f"{strategy}: {training.machines.title(config.name)}"
         write_file(run.path / "error.svg", race.chart_of([(strategy, [curve])], title=title, target=given.target))
-    if given.json:
-        print_json(_as_json(given.target, outcome, curve, machines, str(run.path)))
-        return
-    out, cluster = console(), training.machines.cluster
-    heading(out, f"{strategy}, {count_of(cluster.learners, 'learner')}, {cluster.law.text}, seed {given.seed}: "
-                 f"{config.name} in virtual time")  # fmt: skip
-    table(out, ("seconds", "updates", "samples", "test loss", "right"), _rows(outcome), text=())
-    out.print()
-    facts(out, _facts(given.target, outcome, curve, took, run.path))
+    cluster = training.machines.cluster
+
+    def show(out: Terminal) -> None:
+        heading(out, f"{strategy}, {count_of(cluster.learners, 'learner')}, {cluster.law.text}, seed {given.seed}: "
+                     f"{config.name} in virtual time")  # fmt: skip
+        table(out, ("seconds", "updates", "samples", "test loss", "right"), _rows(outcome), text=())
+        out.print()
+        facts(out, _facts(given.target, outcome, curve, took, run.path))
+
+    answer(given, _as_json(given.target, outcome, curve, machines, str(run.path)), show)
 
 
 def _rows(outcome: VirtualRun) -> list[tuple[str, ...]]:
@@ -186,43 +178,40 @@ def _rows(outcome: VirtualRun) -> list[tuple[str, ...]]:
 def _facts(
     target: float | None, outcome: VirtualRun, curve: TrainingCurve, took: float, folder: Path
 ) -> list[tuple[str, str]]:
-    rows: list[tuple[str, str]] = []
-    if target is not None:
-        if curve.reached_s is None:
-            best = f"the highest that was is {percent(curve.best or 0.0)}"
-            best = "there is no accuracy, only a loss" if curve.accuracy is None else best
-            rows.append(("target", f"{percent(target)} was not reached: {best}"))
-            if curve.accuracy is not None:
-                rows.append(
-                    ("", "try another rate (--lr), more epochs (--epochs) or smaller minibatches (--batch-size)")
-                )
-        else:
-            at = f"{format_seconds(curve.reached_s)}, {curve.reached_updates:,} updates"
-            rows.append(("target", f"{percent(target)} after {at} and {curve.reached_samples:,} samples"))
-    if curve.accuracy is not None:
-        right = format_accuracy(curve.accuracy, curve.test_samples)
-        rows.append(("accuracy", f"{right} at the end, on {curve.test_samples:,} test samples"))
     each = curve.seconds / curve.updates if curve.updates else 0.0
-    rows.append(("updates", f"{curve.updates:,} in {format_seconds(curve.seconds)}: {format_seconds(each)} each"))
-    rows.append(("staleness", f"{curve.staleness:.2f} on average"))
     moved = (outcome.end["sent_bytes"] or 0, outcome.end["received_bytes"] or 0)
-    rows.append(("traffic", f"learners {format_traffic(*moved, curve.wait_share)}"))
-    busy_share = 1 - curve.wait_share - curve.waste_share
-    rows.append(
+    right = None if curve.accuracy is None else format_accuracy(curve.accuracy, curve.test_samples)
+    dropped = ", ".join(f"{many:,} ({why})" for why, many in outcome.dropped.items())
+    found = [
+        *([] if target is None else _target_facts(target, curve)),
+        ("accuracy", "" if right is None else f"{right} at the end, on {curve.test_samples:,} test samples"),
+        ("updates", f"{curve.updates:,} in {format_seconds(curve.seconds)}: {format_seconds(each)} each"),
+        ("staleness", f"{curve.staleness:.2f} on average"),
+        ("traffic", f"learners {format_traffic(*moved, curve.wait_share)}"),
         (
             "learners",
-            f"{percent(busy_share)} computing what counts, {percent(curve.waste_share)} for nothing, "
-            f"{percent(curve.wait_share)} waiting or sending",
-        )
-    )
-    if outcome.dropped:
-        told = ", ".join(f"{many:,} ({why})" for why, many in outcome.dropped.items())
-        rows.append(("not applied", f"samples: {told}"))
-    rows += [("note", note) for note in outcome.notes]
-    rows += [("warning", curve.warning)] if curve.warning else []
-    rows.append(("computed", f"{outcome.how} in {format_seconds(took)}"))
-    rows.append(("run", f"{folder}{os.sep}"))
-    return rows
+            f"{percent(1 - curve.wait_share - curve.waste_share)} computing what counts, "
+            f"{percent(curve.waste_share)} for nothing, {percent(curve.wait_share)} waiting or sending",
+        ),
+        ("not applied", f"samples: {dropped}" if dropped else ""),
+        *(("note", note) for note in outcome.notes),
+        ("warning", curve.warning),
+        ("computed", f"{outcome.how} in {format_seconds(took)}"),
+        ("run", f"{folder}{os.sep}"),
+    ]
+    return [(label, text) for label, text in found if text]
+
+
+def _target_facts(target: float, curve: TrainingCurve) -> list[tuple[str, str]]:
+    if curve.reached_s is not None:
+        at = f"{format_seconds(curve.reached_s)}, {curve.reached_updates:,} updates"
+        return [("target", f"{percent(target)} after {at} and {curve.reached_samples:,} samples")]
+    if curve.accuracy is None:
+        return [("target", f"{percent(target)} was not reached: there is no accuracy, only a loss")]
+    return [
+        ("target", f"{percent(target)} was not reached: the highest that was is {percent(curve.best or 0.0)}"),
+        ("", "try another rate (--lr), more epochs (--epochs) or smaller minibatches (--batch-size)"),
+    ]
 
 
 def _as_json(
@@ -264,11 +253,7 @@ def race_recipe(given: argparse.Namespace, strategies: Sequence[str]) -> None:
     """`offbeat compare STRATEGY ... --recipe ... --target ...`: every strategy with every seed, on the same draws."""
     if given.target is None:
         raise RequestError("a race needs an end: say the accuracy to reach, like --target 0.95")
-    if given.minibatches is not None:
-        raise RequestError("--minibatches is not for a recipe: it has --epochs")
     from offbeat.predict.virtual import prepare_task
-    from offbeat.runs.run_folder import TIME_STAMP, new_run_dir
-    from offbeat.train.config_files import as_json
 
     training, seeds = _training(given), given.seeds or 1
     cluster = training.machines.cluster
@@ -309,24 +294,19 @@ def race_recipe(given: argparse.Namespace, strategies: Sequence[str]) -> None:
         "run_dir": str(folder),
     }
     write_file(folder / "race.json", json.dumps(told, indent=1, allow_nan=False))
-    if given.json:
-        print_json(told)
-        return
-    out = console()
-    heading(out, f"{title}, to {percent(given.target)}, {count_of(seeds, 'seed')} from {given.seed}")
-    for line in lines:
-        say(out, line)
-    say(out, f"the rate: {_rate_of(config)}; who is first may depend on it: try half and twice")
-    out.print()
-    columns = ("to target", "fastest", "slowest", "updates", "at the end", "staleness")
-    shown = range(len(columns)) if out.width >= WIDE else (0, 4, 5)
-    rows = [(result.label, *(_cells(result)[at] for at in shown)) for result in order]
-    table(out, ("strategy", *(columns[at] for at in shown)), rows, wrapped=(0,))
-    for result in order:
-        say(out, f"{result.label}: {race.explain_result(result)}")
-    out.print()
-    say(out, f"error against time: {folder / 'error.svg'}; every point: {folder / 'race.json'}")
-    say(out, f"computed in {format_seconds(took)}", style="dim")
+
+    def show(out: Terminal) -> None:
+        heading(out, f"{title}, to {percent(given.target)}, {count_of(seeds, 'seed')} from {given.seed}")
+        say(out, *lines, f"the rate: {_rate_of(config)}; who is first may depend on it: try half and twice", "")
+        columns = ("to target", "fastest", "slowest", "updates", "at the end", "staleness")
+        shown = range(len(columns)) if out.width >= WIDE else (0, 4, 5)
+        rows = [(result.label, *(_cells(result)[at] for at in shown)) for result in order]
+        table(out, ("strategy", *(columns[at] for at in shown)), rows, wrapped=(0,))
+        say(out, *(f"{result.label}: {race.explain_result(result)}" for result in order), "")
+        say(out, f"error against time: {folder / 'error.svg'}; every point: {folder / 'race.json'}")
+        say(out, f"computed in {format_seconds(took)}", style="dim")
+
+    answer(given, told, show)
 
 
 def _rate_of(config: Config) -> str:

@@ -14,10 +14,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from offbeat.commands.base import Command, console, json_argument, print_json
+from offbeat.commands.base import Command, Terminal, answer, option, print_line
 from offbeat.commands.progress import Progress, Record
 from offbeat.commands.view import (
     PlainView,
@@ -197,19 +198,6 @@ def _mapping(told: Any) -> Mapping[str, Any]:
 # --- the command --------------------------------------------------------------------------------------------------
 
 
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "run",
-        type=Path,
-        nargs="?",
-        default=Path(FOLDER),
-        metavar="RUN",
-        help=f"the folder of a run, or a folder with runs: the newest that is running (default: {FOLDER})",
-    )
-    parser.add_argument("--once", action="store_true", help="print how far it is, and end")
-    json_argument(parser)
-
-
 def _run(given: argparse.Namespace) -> None:
     run = find_run(given.run)
     name = safe(str(run.path))
@@ -221,10 +209,8 @@ def _run(given: argparse.Namespace) -> None:
             f"{name} has no live.json: it has not begun, or an older offbeat has trained it; read its summary.txt"
         )
     try:
-        if given.json:
-            print_json(as_json(run, look))
-        elif given.once:
-            print_once(run, look)
+        if given.json or given.once:
+            answer(given, as_json(run, look) if given.json else None, lambda out: print_once(out, run, look))
         else:
             with terminable():
                 look = follow(run, sys.stdout)
@@ -243,7 +229,9 @@ def follow(run: RunDir, out: TextIO) -> RunState:
     view: View | None = None
     try:
         with signals_deferred():  # until it can be closed
-            view = view_for(out, live=True, state=state) if out.isatty() else PlainView(_writer(out), state)
+            # Of a reader that has gone it is told, unlike in a training: there is nothing else to do here.
+            write = partial(print_line, out)
+            view = view_for(out, live=True, state=state) if out.isatty() else PlainView(write, state)
         while not (look := read_state(run)).is_over:
             _hand_on(feed, look, view.hear)
             view.hear({"kind": "turn"})
@@ -256,7 +244,7 @@ def follow(run: RunDir, out: TextIO) -> RunState:
     if look.state == ENDED and not look.live:
         view.close(leaving=True)  # what it has heard is not of the end
         for line in _left_lines(run):
-            _writer(out)(line)
+            print_line(out, line)
     else:
         view.close()
     return look
@@ -289,16 +277,6 @@ def _left_lines(run: RunDir) -> list[str]:
     return [*(evaluation_line(record, epochs) for record in found), f"it has ended, and left no live.json; see {where}"]
 
 
-def _writer(out: TextIO) -> Callable[[str], None]:
-    """Of a reader that has gone it is told, unlike in a training: there is nothing else to do here."""
-
-    def write(line: str) -> None:
-        encoding = out.encoding or "utf-8"
-        print(line.encode(encoding, "backslashreplace").decode(encoding), file=out, flush=True)
-
-    return write
-
-
 def _state(run: RunDir, look: RunState) -> tuple[Progress, Feed]:
     clock = Clock()
     progress = Progress(clock)
@@ -307,10 +285,9 @@ def _state(run: RunDir, look: RunState) -> tuple[Progress, Feed]:
     return progress, feed
 
 
-def print_once(run: RunDir, look: RunState) -> None:
+def print_once(out: Terminal, run: RunDir, look: RunState) -> None:
     """A still picture."""
     progress, _ = _state(run, look)
-    out = console()
     ascii_only = not out.encoding.startswith("utf")
     width = min(out.width, 120)
     lines = heading_lines(progress.begin, width) if progress.begin else []
@@ -353,6 +330,16 @@ a run that has ended its summary is printed. If the run was killed or has failed
 also with --once and --json.
 What learners print is not shown, and runs in virtual time (offbeat simulate --recipe) cannot be watched.""",
     examples=("watch runs/digits", "watch runs/digits --once"),
-    arguments=_arguments,
+    options=(
+        option(
+            "run",
+            read=Path,
+            nargs="?",
+            default=Path(FOLDER),
+            metavar="RUN",
+            help=f"the folder of a run, or a folder with runs: the newest that is running (default: {FOLDER})",
+        ),
+        option("--once", action="store_true", help="print how far it is, and end"),
+    ),
     run=_run,
 )

@@ -18,16 +18,21 @@ from typing import Any
 
 from offbeat.charts import Line, line_chart
 from offbeat.errors import RequestError
-from offbeat.measure.bench_result import BenchResult, json_rows
-from offbeat.measure.requests import check_least, check_processes
-from offbeat.measure.rounds import INTERVAL, Progress, median_interval, median_known, relative_error
+from offbeat.measure.benchmark import (
+    INTERVAL,
+    BenchResult,
+    Progress,
+    check_least,
+    json_rows,
+    median_interval,
+    median_known,
+    relative_error,
+)
 from offbeat.measure.training_bench import (
     Predictor,
     Train,
     TrainingNumbers,
-    check_lines,
-    check_price,
-    check_slow,
+    check_trainings,
     compare_trainings,
     configured,
     definition,
@@ -56,13 +61,10 @@ class AccuracyRequest:
     price: float | None = None  # of a device hour
 
     def __post_init__(self) -> None:
-        check_lines(self.lines)
-        check_processes("--learners and --servers", (self.learners, self.config.servers))
+        check_trainings(self.config, self.lines, (self.learners,), self.price)
         if not 0 < self.target <= 1:
             raise RequestError(f"bench: --target is an accuracy above 0 and up to 1, like 0.97; got {self.target:g}")
         check_least("--seeds", self.seeds)
-        check_price(self.price)
-        check_slow(self.config.slow, self.learners)
         self.configs(self.seed)
 
     def configs(self, seed: int) -> list[Config]:

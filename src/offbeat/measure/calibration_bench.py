@@ -11,28 +11,31 @@ measured too, and is then predicted for a machine on which it runs beside again.
 
 from __future__ import annotations
 
+import math
 import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from offbeat.errors import RequestError
+from offbeat.errors import OffbeatError, RequestError
 from offbeat.machine import machine_facts
 from offbeat.measure import rank_bench, server_bench
-from offbeat.measure.harness import Harness
-from offbeat.measure.probes import probe
-from offbeat.measure.requests import MOST_PROCESSES
-from offbeat.measure.rounds import Progress, Turn, alternate
-from offbeat.measure.server_runs import environment, program
-from offbeat.measure.trainings import Trained, train_for
+from offbeat.measure.benchmark import MOST_PROCESSES, Progress, alternate
+from offbeat.measure.harness import Harness, environment, program
+from offbeat.measure.training_bench import Trained, train_for
 from offbeat.predict.calibration import PROBED, SERVED, TOGETHER, Calibration, Layer, Probe, Timed, fit_server_work
 from offbeat.predict.calibration_match import settings_of
 from offbeat.predict.from_calibration import predict
+from offbeat.processes.launcher import thread_environment
 from offbeat.processes.signals import terminable
+from offbeat.runs.log import Span
 from offbeat.spec import count_of
-from offbeat.strategy import ALL_REDUCE, line_up
+from offbeat.strategy import ALL_REDUCE, family_of, line_up
 from offbeat.train.config import Config
 from offbeat.train.config_files import as_json, changed
 
@@ -41,6 +44,8 @@ PUSHED_ITEMS = (10_000, 4_000_000)
 TIMES_S = 0.4  # of minibatches of one size
 MOST_CHECKED = 3  # strategies in the self-check
 PUSH_S = 0.7  # of pushes of one size
+MOST_TIMES = 400  # compute times of a probe that are written down
+_OUTLIERS = 0.02  # of the waits, the longest: something else ran
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,12 +92,12 @@ def _alone(request: CalibrationRequest, machine: Mapping[str, Any], progress: Pr
     config = request.config
     batch = config.train.batch_size * config.train.accumulate
     words = program("compute_learner")
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(config.train.threads))
+    own = environment(thread_environment(config.train.threads))
     with Harness(request.timeout_s) as learners:
         progress("starting")
         many = max(request.learners)
         for learner in range(many):
-            learners.start(f"learner {learner}", words, environment({}) | threads)
+            learners.start(f"learner {learner}", words, own)
         begin = {"do": "begin", "config": as_json(config)}
         facts = learners.ask([begin | {"learner": learner} for learner in range(many)], "starting the learners")[0]
         progress("layers")
@@ -162,14 +167,90 @@ def _over_sizes(request: CalibrationRequest, found: Calibration, progress: Progr
 def _probes(request: CalibrationRequest, samples: int, folder: Path, progress: Progress) -> tuple[Probe, ...]:
     """Of each probe the round with the middle time of an update."""
 
-    def turn_of(line: str, many: int) -> Turn[Probe]:
-        return lambda number, doing: probe(request.config, line, many, samples, folder / "probe")
+    def turn(line: str, many: int, number: int, doing: str) -> Probe:
+        config = changed(request.config, {"sync": line, "learners": many, "slow": ()})
+        return probe_of(train_for(config, samples, folder / "probe"), line, many)
 
     wanted = [(line, many) for many in sorted(request.learners) for line in (PROBED, SERVED)]
     wanted += [(TOGETHER, max(request.learners))] if max(request.learners) > 1 else []
-    turns = {f"{line} with {count_of(many, 'learner')}": turn_of(line, many) for line, many in wanted}
+    turns = {f"{line} with {count_of(many, 'learner')}": partial(turn, line, many) for line, many in wanted}
     found = alternate(turns, request.rounds, progress)
     return tuple(sorted(probes, key=lambda one: one.update_s)[len(probes) // 2] for probes in found.values())
+
+
+def probe_of(trained: Trained, line: str, learners: int) -> Probe:
+    """What a run's log says, less its first stretch, in which all is slower."""
+    spans = _settled(trained.log.spans)
+    computed = [span for span in spans if span.what == "compute" and not span.cancelled]
+    if not computed:
+        raise OffbeatError("bench: a probe has computed nothing")
+    there_s, back_s = (_reduced if family_of(line) == ALL_REDUCE else _served)(spans, trained.seconds_per_update)
+    return Probe(
+        line=line,
+        learners=learners,
+        update_s=trained.seconds_per_update,
+        compute_s=_thinned([span.end_s - span.start_s for span in computed]),
+        there_s=there_s,
+        back_s=back_s,
+    )
+
+
+def _settled(spans: Iterable[Span]) -> list[Span]:
+    """What came after the first evaluation."""
+    ordered = sorted(spans, key=lambda span: span.start_s)
+    first = next((span.end_s for span in ordered if span.what == "evaluate"), 0.0)
+    after = [span for span in ordered if span.start_s >= first]
+    return after if any(span.what == "compute" for span in after) else ordered
+
+
+def _served(spans: Sequence[Span], update_s: float) -> tuple[float, float]:
+    """From the end of computing to the next minibatch, half and half; a pause between them, which leaves a hole between
+    the spans or an evaluation in it, is another thing."""
+    waits: list[float] = []
+    since_s: float | None = None  # the end of the last minibatch, if no pause came after it
+    before: Span | None = None
+    for span in sorted(spans, key=lambda span: span.learner):  # one learner's after the other's
+        follows = before is not None and (before.learner, before.end_s) == (span.learner, span.start_s)
+        since_s = since_s if follows and span.what != "evaluate" else None
+        if span.what == "compute":
+            waits += [] if since_s is None else [span.start_s - since_s]
+            since_s = span.end_s
+        before = span
+    if not waits:
+        raise OffbeatError("bench: a probe with a server has waited for nothing")
+    whole = _mean(waits)
+    return whole / 2, whole / 2
+
+
+def _reduced(spans: Sequence[Span], update_s: float) -> tuple[float, float]:
+    """What the last learner to finish waits for is the reduction; the update is what an iteration takes beside that and
+    the computing, from the first who begins to the last who ends."""
+    waits: defaultdict[int, list[float]] = defaultdict(list)
+    computed: defaultdict[int, list[Span]] = defaultdict(list)
+    for span in spans:
+        if span.what == "wait":
+            waits[span.version].append(span.end_s - span.start_s)
+        elif span.what == "compute":
+            computed[span.version].append(span)
+    there_s = _mean([min(some) for some in waits.values()]) if waits else 0.0
+    computing_s = statistics.fmean(
+        max(span.end_s for span in some) - min(span.start_s for span in some) for some in computed.values()
+    )
+    return there_s, max(0.0, update_s - computing_s - there_s)
+
+
+def _mean(values: Sequence[float]) -> float:
+    ordered = sorted(values)
+    return statistics.fmean(ordered[: max(1, math.ceil(len(ordered) * (1 - _OUTLIERS)))])
+
+
+def _thinned(values: Sequence[float]) -> tuple[float, ...]:
+    """At most so many, evenly taken from the sorted ones: the same law."""
+    ordered = sorted(values)
+    if len(ordered) <= MOST_TIMES:
+        return tuple(ordered)
+    cuts = [number * len(ordered) // MOST_TIMES for number in range(MOST_TIMES + 1)]
+    return tuple(statistics.fmean(ordered[start:end]) for start, end in pairwise(cuts))
 
 
 def _predicted_s(request: CalibrationRequest, tried: Calibration, crowded: Probe, samples: int) -> float:
@@ -195,13 +276,13 @@ def check(
     if many == 1:
         return []
 
-    def turn_of(config: Config) -> Turn[Trained]:
-        return lambda number, doing: train_for(config, samples, folder / "check")
+    def turn(config: Config, number: int, doing: str) -> Trained:
+        return train_for(config, samples, folder / "check")
 
     rows = []
     for line in checked(calibration, many):
         config = changed(request.config, {"sync": line, "learners": many})
-        (trained,) = alternate({line: turn_of(config)}, request.rounds, progress, at="self-check, ").values()
+        (trained,) = alternate({line: partial(turn, config)}, request.rounds, progress, at="self-check, ").values()
         trained.sort(key=lambda one: one.seconds_per_update)
         rows.append(compared(calibration, trained[len(trained) // 2], samples))
     return rows

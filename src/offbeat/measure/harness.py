@@ -10,20 +10,38 @@ import json
 import os
 import selectors
 import subprocess
+import sys
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
+from offbeat import plugins
 from offbeat.errors import OffbeatError
 from offbeat.number_format import format_seconds
 from offbeat.processes.child import describe_exit, end_program, start_program
+from offbeat.processes.launcher import thread_environment
+
+if TYPE_CHECKING:
+    from offbeat.server.supervisor import ServerPlan
 
 _POLL_S = 0.5  # how often a process is checked whose pipe says nothing
 _AFTERMATH_S = 0.5  # when one has died, its peers complain as well: the cause is sought among all of them
-_GRACE_S = 3.0
+_GRACE_S = 10.0
 _MOST_NOISE = 8192
+_MOST_SAID = 200  # lines of learners that are kept
 _NO_ANSWER: dict[str, Any] = {}
+
+
+def program(module: str, *words: str) -> list[str]:
+    return [sys.executable, "-P", "-u", "-m", f"offbeat.measure.{module}", *words]
+
+
+def environment(own: Mapping[str, str]) -> dict[str, str]:
+    """One torch thread a learner; a run that this process itself is part of is not joined. Plugins are known to all."""
+    kept = (name for name in os.environ if not name.startswith("OFFBEAT_") or name == plugins.VARIABLE)
+    return {**{name: os.environ[name] for name in kept}, **thread_environment(1), **own}
 
 
 class Child:
@@ -76,6 +94,8 @@ class Child:
             code = self.process.wait(timeout=_AFTERMATH_S)
         except subprocess.TimeoutExpired:
             return 0, f"{self.name} has hung up"
+        if code == 0 and self.answer:
+            return None  # a program of one answer
         if code < 0:
             return 2, f"{self.name} was killed by {describe_exit(code)}"
         return 0, f"{self.name} ended with exit code {code}: {self.last_words()}"
@@ -169,3 +189,29 @@ class Harness:
         deadline = time.monotonic() + _GRACE_S
         for child in self.children:
             end_program(child.process, deadline - time.monotonic())
+
+
+def supervise(plan: ServerPlan, doing: str, timeout_s: float) -> dict[int, str]:
+    """A run of the real parameter server with learners' programs of ours: what each of them printed last.
+
+    A learner that fails, and a run that takes too long, end it with one line that says which.
+    """
+    from offbeat.server.supervisor import Supervisor
+
+    said: deque[tuple[str, str]] = deque(maxlen=_MOST_SAID)
+    deadline = time.monotonic() + timeout_s
+
+    def check() -> None:
+        for learner, code in supervisor.exits.items():
+            if code:
+                words = [text for who, text in said if who == f"learner {learner}" and text.strip()]
+                why = words[-1] if words else f"exit code {code}"
+                raise OffbeatError(f"bench: learner {learner}: {why} ({doing})")
+        if time.monotonic() > deadline:
+            raise OffbeatError(f"bench: not done within {format_seconds(timeout_s)} ({doing})")
+
+    with Supervisor(plan, lambda name, text: said.append((name, text))) as supervisor:
+        supervisor.start()
+        if supervisor.watch(check) is None:
+            raise OffbeatError(f"bench: the coordinator did not say how the run went ({doing})")
+    return {int(who.removeprefix("learner ")): text for who, text in said if who.startswith("learner ")}

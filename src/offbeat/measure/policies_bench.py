@@ -12,15 +12,14 @@ import math
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from offbeat.errors import OffbeatError, RequestError
 from offbeat.machine import machine_facts
-from offbeat.measure.bench_result import BenchResult
-from offbeat.measure.requests import check_distinct, check_least, check_processes
-from offbeat.measure.rounds import Progress
-from offbeat.measure.server_runs import environment, program, supervise
+from offbeat.measure.benchmark import BenchResult, Progress, check_distinct, check_least, check_processes
+from offbeat.measure.harness import environment, program, supervise
 from offbeat.number_format import format_change
 from offbeat.policies import Pushed, create
 from offbeat.policies.replay import read_decision
@@ -162,16 +161,15 @@ def measure(request: PoliciesRequest, progress: Progress) -> BenchResult:
     machine = machine_facts()
     rows = []
     with terminable(), tempfile.TemporaryDirectory(prefix="offbeat-bench-") as folder:
-        for law in request.laws:
-            for line in request.lines:
-                progress(f"{line} with {law}")
-                long_run = predict_long_run(request, law, line)
-                updates = request.updates or max(_FEWEST, round(ROW_S / long_run.seconds_per_update))
-                predicted = predict(request, law, line, updates)
-                log = Path(folder) / "run.jsonl"
-                run(request, law, line, updates, log, request.timeout_s + 2 * predicted.seconds)
-                measured = steady(read_log(log).decisions, updates)
-                rows.append(policy_row(law, line, updates, measured, predicted, long_run))
+        for law, line in product(request.laws, request.lines):
+            progress(f"{line} with {law}")
+            long_run = predict_long_run(request, law, line)
+            updates = request.updates or max(_FEWEST, round(ROW_S / long_run.seconds_per_update))
+            predicted = predict(request, law, line, updates)
+            log = Path(folder) / "run.jsonl"
+            run(request, law, line, updates, log, request.timeout_s + 2 * predicted.seconds)
+            measured = steady(read_log(log).decisions, updates)
+            rows.append(policy_row(law, line, updates, measured, predicted, long_run))
     return policies_result(request, machine, rows)
 
 

@@ -12,16 +12,15 @@ import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
 from offbeat.errors import RequestError
 from offbeat.machine import machine_facts
-from offbeat.measure.bench_result import BenchResult
-from offbeat.measure.requests import check_distinct
-from offbeat.measure.rounds import Progress, Turn, alternate
-from offbeat.measure.trainings import train_for
+from offbeat.measure.benchmark import BenchResult, Progress, alternate, check_distinct
+from offbeat.measure.training_bench import train_for
 from offbeat.predict.calibration import Calibration
 from offbeat.predict.from_calibration import predict
 from offbeat.processes.signals import terminable
@@ -149,15 +148,14 @@ def measure(request: PredictionsRequest, progress: Progress) -> BenchResult:
     predicted = [_predicted_s(request.calibration, config, samples) for config in configs]
     with terminable(), tempfile.TemporaryDirectory(prefix="offbeat-bench-") as folder:
 
-        def turn_of(config: Config, predicted_s: float) -> Turn[float]:
-            def turn(number: int, doing: str) -> float:
-                own = changed(config, {"seed": config.seed + number})
-                return train_for(own, samples, Path(folder) / "run", _updates(predicted_s)).seconds_per_update
-
-            return turn
+        def turn(config: Config, predicted_s: float, number: int, doing: str) -> float:
+            own = changed(config, {"seed": config.seed + number})
+            return train_for(own, samples, Path(folder) / "run", _updates(predicted_s)).seconds_per_update
 
         turns = {
-            f"{config.sync}, {config.learners} learners, {' '.join(config.slow) or 'no delays'}": turn_of(config, one_s)
+            f"{config.sync}, {config.learners} learners, {' '.join(config.slow) or 'no delays'}": partial(
+                turn, config, one_s
+            )
             for config, one_s in zip(configs, predicted, strict=True)
         }
         rounds = alternate(turns, request.rounds, progress)

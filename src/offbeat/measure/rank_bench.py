@@ -19,25 +19,30 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from offbeat import schedules
 from offbeat import spec as grammar
 from offbeat.errors import OffbeatError, RequestError
 from offbeat.machine import machine_facts
-from offbeat.measure.bench_result import BenchResult
-from offbeat.measure.harness import Harness
-from offbeat.measure.requests import (
+from offbeat.measure.benchmark import (
     ITEM_BYTES,
     OURS,
+    BenchResult,
+    Progress,
+    Turn,
+    alternate,
     check_above_zero,
     check_against,
     check_distinct,
     check_memory,
     check_processes,
+    spread,
 )
-from offbeat.measure.rounds import Progress, Turn, alternate, spread
+from offbeat.measure.harness import Harness, program
 from offbeat.number_format import format_rate, format_size
+from offbeat.processes.launcher import thread_environment
 from offbeat.processes.signals import terminable
 from offbeat.report.benchmark_fields import Field, Row, format_ms
 from offbeat.runs.metrics import BUS_FACTORS, bus_bandwidth
@@ -225,23 +230,20 @@ def _measure_size(
         alone_s = asked[OURS].slowest_s(question | {"together": False}, doing, first=1)
         return alone_s, asked[OURS].slowest_s(question | {"together": True}, doing)
 
-    def turn_of(system: str) -> Turn[tuple[float, float]]:
-        def turn(number: int, doing: str) -> tuple[float, float]:
-            # By the fastest so far: a disturbed one would make the round too short.
-            iterations = min(_MOST, max(_FEWEST, math.ceil(_ROUND_S / fastest_s[system])))
-            seconds = time(system, iterations, doing)
-            fastest_s[system] = min(fastest_s[system], seconds)
-            return iterations, seconds
-
-        return turn
+    def turn(system: str, number: int, doing: str) -> tuple[float, float]:
+        # By the fastest so far: a disturbed one would make the round too short.
+        iterations = min(_MOST, max(_FEWEST, math.ceil(_ROUND_S / fastest_s[system])))
+        seconds = time(system, iterations, doing)
+        fastest_s[system] = min(fastest_s[system], seconds)
+        return iterations, seconds
 
     for system, harness in asked.items():
         doing = f"warming up {system} at {label}"
         progress(doing)
         harness.ask({"do": "warm", "system": system, "size_bytes": size_bytes, "iterations": _WARM_UP}, doing)
         fastest_s[system] = time(system, _FEWEST, doing)
-    turns = {"copying": copy} | {system: turn_of(system) for system in asked}
-    return alternate(turns, request.rounds, progress, at=f"{label}, ")
+    turns: dict[str, Turn[tuple[float, float]]] = {system: partial(turn, system) for system in asked}
+    return alternate({"copying": copy, **turns}, request.rounds, progress, at=f"{label}, ")
 
 
 def allreduce_result(
@@ -336,25 +338,23 @@ def measure_ddp(request: RankRequest, batch: int, progress: Progress) -> BenchRe
         progress("starting")
         ranks, facts = _start_torch(stack, request, {"do": "join ddp", "batch": batch}, systems)
 
-        def seconds(do: str, system: str, untimed: int, iterations: int, doing: str) -> float:
+        def seconds(do: str, system: str, untimed: int, iterations: int, number: int, doing: str) -> float:
             question = {"do": do, "system": system, "untimed": untimed, "iterations": iterations}
             return ranks.slowest_s(question, doing)
 
         def warm(do: str, system: str, untimed: int, label: str) -> float:
             progress(f"warming up {label}")
-            return seconds(do, system, untimed, 3, f"warming up {label}")
-
-        def turn_of(do: str, system: str, iterations: int) -> Turn[float]:
-            return lambda number, doing: seconds(do, system, 1, iterations, doing)
+            return seconds(do, system, untimed, 3, 0, f"warming up {label}")
 
         trained = {**BASELINES, **{system: system for system in systems}}
         warm_s = {system: warm("train", system, 3, label) for system, label in trained.items()}
         iterations = max(3, math.ceil(_DDP_ROUND_S / warm_s["none"]))  # alike for all, as their parameters are compared
         buckets = ranks.ask({"do": "buckets"}, "reading DDP's buckets")[0]["bucket_bytes"]
-        turns = {label: turn_of("train", system, iterations) for system, label in trained.items()}
+        turns = {label: partial(seconds, "train", system, 1, iterations) for system, label in trained.items()}
         for system in systems:
             alone_s = warm("reduce", system, _WARM_UP, f"{system} alone")
-            turns[f"{system} alone"] = turn_of("reduce", system, max(3, math.ceil(_ROUND_S / alone_s)))
+            many = max(3, math.ceil(_ROUND_S / alone_s))
+            turns[f"{system} alone"] = partial(seconds, "reduce", system, 1, many)
         rounds = alternate(turns, request.rounds, progress)
         same, difference = _compared(request.ranks, ranks.ask({"do": "compare"}, "comparing parameters"))
     about = {
@@ -452,7 +452,7 @@ def _start_torch(
     with socket.create_server(("127.0.0.1", 0)) as listener:
         for rank in range(request.ranks):
             inherited = (listener.fileno(),) if rank == 0 else ()
-            ranks.start(f"rank {rank}", _program("torch_rank"), environment, inherited)
+            ranks.start(f"rank {rank}", program("torch_rank"), environment, inherited)
         asked = {
             **join,
             "ranks": request.ranks,
@@ -474,7 +474,7 @@ def _start_mpi(stack: ExitStack, request: RankRequest) -> tuple[Harness, dict[st
     flags = {"btl": "^tcp", "oob_tcp_if_include": _loopback(), "btl_vader_backing_directory": folder}
     words = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
     words += [word for name, value in flags.items() for word in ("--mca", name, value)]
-    words += ["-np", str(request.ranks), *_program("mpi_rank")]
+    words += ["-np", str(request.ranks), *program("mpi_rank")]
     ranks.start("mpi", words, _environment(request) | {"TMPDIR": folder})
     (answer,) = ranks.ask({"do": "join"}, "starting mpi")
     if answer.pop("ranks") != request.ranks:
@@ -482,14 +482,9 @@ def _start_mpi(stack: ExitStack, request: RankRequest) -> tuple[Harness, dict[st
     return ranks, answer
 
 
-def _program(module: str) -> list[str]:
-    return [sys.executable, "-P", "-m", f"offbeat.measure.{module}"]
-
-
 def _environment(request: RankRequest) -> dict[str, str]:
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(request.threads))
     chosen = {} if request.strategy is None else {STRATEGY_VARIABLE: request.strategy}
-    return {**os.environ, **threads, **chosen, "GLOO_SOCKET_IFNAME": _loopback()}
+    return {**os.environ, **thread_environment(request.threads), **chosen, "GLOO_SOCKET_IFNAME": _loopback()}
 
 
 def _loopback() -> str:

@@ -17,16 +17,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from offbeat.errors import RequestError
-from offbeat.measure.bench_result import BenchResult, json_rows
-from offbeat.measure.requests import check_distinct, check_least, check_processes
-from offbeat.measure.rounds import INTERVAL, Progress, median_interval, relative_error, spread
+from offbeat.measure.benchmark import (
+    INTERVAL,
+    BenchResult,
+    Progress,
+    check_distinct,
+    check_least,
+    json_rows,
+    median_interval,
+    relative_error,
+    spread,
+)
 from offbeat.measure.training_bench import (
     Predictor,
     Train,
     TrainingNumbers,
-    check_lines,
-    check_price,
-    check_slow,
+    check_trainings,
     compare_trainings,
     configured,
     definition,
@@ -61,8 +67,7 @@ class ScalingRequest:
     price: float | None = None  # of a device hour
 
     def __post_init__(self) -> None:
-        check_lines(self.lines)
-        check_processes("--learners and --servers", (*self.learners, self.config.servers))
+        check_trainings(self.config, self.lines, self.learners, self.price)
         check_distinct("--learners", self.learners, "number")
         if max(self.learners) == 1:
             raise RequestError("bench: --learners: 1 is the base; name a larger number too, like 1 2")
@@ -71,8 +76,6 @@ class ScalingRequest:
         check_least("--rounds", self.rounds)
         if not 0 <= self.accuracy_within <= 1:
             raise RequestError(f"bench: --accuracy-within is a share from 0 to 1; got {self.accuracy_within:g}")
-        check_price(self.price)
-        check_slow(self.config.slow, max(self.learners))
         self.configs(0)
 
     def configs(self, number: int) -> list[Config]:

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import signal
 import statistics
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,21 +20,23 @@ from typing import Any
 import offbeat
 from offbeat.errors import OffbeatError, RequestError
 from offbeat.machine import machine_facts
-from offbeat.measure.bench_result import BenchResult
-from offbeat.measure.rank_bench import format_ratio, times_faster
-from offbeat.measure.requests import (
+from offbeat.measure.benchmark import (
     ITEM_BYTES,
     OURS,
+    BenchResult,
+    Progress,
+    alternate,
     check_above_zero,
     check_against,
     check_distinct,
     check_least,
     check_memory,
     check_processes,
+    spread,
 )
-from offbeat.measure.rounds import Progress, alternate, spread
-from offbeat.measure.server_runs import environment, program, supervise
-from offbeat.number_format import format_rate, format_seconds, format_size
+from offbeat.measure.harness import Harness, environment, program, supervise
+from offbeat.measure.rank_bench import format_ratio, times_faster
+from offbeat.number_format import format_rate, format_size
 from offbeat.processes.signals import terminable
 from offbeat.report.benchmark_fields import Field, Row
 from offbeat.server.run_setting import RunSetting
@@ -292,37 +291,10 @@ def _theirs(request: ServerRequest, learners: int, system: str, doing: str) -> f
     name, form, _ = BASELINES[system]
     words = [sys.executable, str(where / name), "--form", form, "--learners", str(learners)]
     words += ["--seconds", str(request.seconds), "--sizes", ",".join(map(str, _sizes(request)))]
-    process = subprocess.Popen(
-        words,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment({}),
-        start_new_session=True,
-    )
-    limit_s = request.timeout_s + request.seconds
-    try:
-        out, complaints = process.communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        raise OffbeatError(f"bench: not done within {format_seconds(limit_s)} ({doing})") from None
-    finally:
-        if process.returncode is None:
-            _end(process)
-    if process.returncode:
-        said = [line for line in complaints.splitlines() if line.strip()]
-        raise OffbeatError(f"bench: {said[-1] if said else f'exit code {process.returncode}'} ({doing})")
-    return float(_read(out.strip().rpartition("\n")[2], doing)["per_s"])
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """Ask it first: it has children, which it ends itself."""
-    process.terminate()
-    try:
-        process.communicate(timeout=10.0)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+    with Harness(request.timeout_s + request.seconds) as harness:
+        harness.start(system, words, environment({}))
+        (answer,) = harness.ask({}, doing)
+    return float(answer["per_s"])
 
 
 def _read(line: str, doing: str) -> dict[str, Any]:

@@ -1,39 +1,44 @@
-"""What `bench scaling` and `bench accuracy` share: which trainings are compared, and what is kept and said of each.
+"""What benchmarks of training share: one real training, and how several are compared, kept and spoken of.
 
 Laws. Every configuration is made, and refused, before anything runs; within a comparison they differ in strategy,
 learners and seed alone. Of a training its numbers are kept and its log is not, since many are run. What could not be
-measured is not 0 but unknown, with the reason in words.
+measured is not 0 but unknown, with the reason in words. The times are those of the run itself: seconds of training,
+evaluation left out. The first stretch (up to the first evaluation) has the start of the processes and of torch's caches
+in it, so rates are over what came after it; a run of one epoch has nothing else.
 
-What it must not know: how a training is run, and how anything is printed. Torch is loaded only to ask for devices.
+What it must not know: how anything is printed. Torch is loaded only to ask for devices, and to train.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import shutil
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from offbeat import spec as grammar
-from offbeat.errors import RequestError
+from offbeat.errors import OffbeatError, RequestError
 from offbeat.machine import machine_facts
-from offbeat.measure.bench_result import defined
-from offbeat.measure.requests import check_distinct
-from offbeat.measure.rounds import Progress, Turn, alternate, median_known
+from offbeat.measure.benchmark import Progress, Tables, alternate, check_distinct, check_processes, median_known
 from offbeat.processes.signals import terminable
 from offbeat.processes.slowness import parse as parse_slowness
-from offbeat.report.benchmark_fields import Field, Row
+from offbeat.report.benchmark_fields import Row, printed
 from offbeat.runs import metrics
+from offbeat.runs.log import RunLog, read_log
+from offbeat.runs.run_folder import Evaluated, RunDir
+from offbeat.runs.untrusted import UnusableFile, read_json
 from offbeat.spec import count_of
 from offbeat.strategy import SERVER, family_of
 from offbeat.train.config import Config
-from offbeat.train.config_files import built_in, changed
-
-if TYPE_CHECKING:
-    from offbeat.measure.trainings import Trained
+from offbeat.train.config_files import changed
+from offbeat.train.recipes import RECIPES
 
 ALIKE = 1.05  # medians this close are not told apart, whatever their rounds say
 ENOUGH = 5  # rounds or seeds, from which on it is told apart what differs by more than that
@@ -48,10 +53,13 @@ Predictor = Callable[[Config], float | None]  # None: the target is not reached
 # --- configurations --------------------------------------------------------------------------------------------------
 
 
-def check_lines(lines: Sequence[str]) -> None:
-    """Strategies that are known, and each once; whether they fit the learners is for `configured` to find."""
+def check_trainings(config: Config, lines: Sequence[str], learners: Sequence[int], price: float | None) -> None:
+    """Strategies that are known, and each once; whether they fit the learners is for `configured` to find.
+
+    Rules of slowness must say something for the largest number of learners.
+    """
     for line in lines:
-        if line in built_in():
+        if line in RECIPES:
             raise RequestError(f"bench: '{line}' is a recipe: write it before the options")
         try:
             family_of(line)
@@ -60,17 +68,11 @@ def check_lines(lines: Sequence[str]) -> None:
     if not lines:
         raise RequestError("bench: --sync names no strategy")
     check_distinct("--sync", [str(grammar.parse(line)) for line in lines], "strategy")
-
-
-def check_price(price: float | None) -> None:
+    check_processes("--learners and --servers", (*learners, config.servers))
     if price is not None and not 0 <= price < math.inf:
         raise RequestError(f"bench: --price is of a device hour, 0 or more; got {price:g}")
-
-
-def check_slow(rules: Sequence[str], learners: int) -> None:
-    """Rules that say something, for the largest number of learners."""
     try:
-        parse_slowness(rules, learners)
+        parse_slowness(config.slow, max(learners))
     except RequestError as error:
         raise RequestError(f"bench: --slow: {error}") from None
 
@@ -110,6 +112,69 @@ def trained_label(line: str, learners: int) -> str:
     return f"{line} with {count_of(learners, 'learner')}"
 
 
+# --- one training ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained(Evaluated):
+    """What one run left."""
+
+    config: Config  # with everything filled in
+    log: RunLog
+    metrics: tuple[Mapping[str, Any], ...]  # an evaluation each
+    energy: Mapping[str, Any] | None  # energy.json
+
+    @property
+    def _steady(self) -> tuple[float, int, int]:
+        """Seconds, updates and samples after the first evaluation."""
+        first, last = self.metrics[0], self.metrics[-1]
+        if first is last:
+            return self.seconds, self.updates, self.samples
+        seconds, updates, samples = (last[name] - first[name] for name in ("seconds", "update", "samples"))
+        return seconds, updates, samples
+
+    @property
+    def seconds_per_update(self) -> float:
+        seconds, updates, _ = self._steady
+        return seconds / max(1, updates)
+
+    @property
+    def samples_per_s(self) -> float:
+        seconds, _, samples = self._steady
+        return samples / seconds
+
+
+def train_once(config: Config, folder: Path) -> Trained:
+    """Train in a new folder, which is removed again; `OffbeatError` where the run failed or was ended by a signal."""
+    from offbeat.train.launch import launch, prepare
+
+    said: list[str] = []
+    start = prepare(config, run_dir=folder)
+    try:
+        result = launch(start, lambda record: None, lambda name, line: said.append(f"{name}: {line}"))
+        if result.signal:
+            raise SystemExit(128 + result.signal)
+        run = RunDir(folder)
+        evaluations = tuple(run.read_metrics())
+        if not evaluations:
+            last = f": {said[-1]}" if said else ""
+            raise OffbeatError(f"bench: '{config.sync}' ended without an evaluation{last}")
+        energy = None
+        with suppress(UnusableFile):
+            energy = read_json(run.energy(1))
+        return Trained(config=start.config, log=read_log(run.log(1)), metrics=evaluations, energy=energy)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def train_for(config: Config, samples: int, folder: Path, minibatches: int = 150) -> Trained:
+    """So many epochs that each learner has computed enough minibatches of the set's samples, and at least three."""
+    epochs = max(3, math.ceil(minibatches * minibatch(config) * config.learners / samples) + 1)
+    return train_once(
+        changed(config, {"train": {"epochs": epochs, "stop_at": 0.0}, "save": {"every_epochs": 0}}), folder
+    )
+
+
 # --- what is kept of a training --------------------------------------------------------------------------------------
 
 
@@ -146,15 +211,6 @@ def numbers_of(run: Trained) -> TrainingNumbers:
     )
 
 
-class Compared(NamedTuple):
-    """What several configurations were found to do: for each, in their order."""
-
-    machine: Mapping[str, Any]
-    trained: list[list[TrainingNumbers]]
-    predicted: list[list[float | None]]  # empty: not predicted
-    notes: list[str]
-
-
 def compare_trainings(
     plans: Sequence[Sequence[Config]],
     progress: Progress,
@@ -167,46 +223,29 @@ def compare_trainings(
     train: Train | None,
     predictor: Predictor | None,
     machine: Mapping[str, Any] | None,
-) -> Compared:
+) -> tuple[Mapping[str, Any], list[list[TrainingNumbers]], list[list[float | None]], list[str]]:
     """Train every configuration of every plan, in turn, and predict those of the first `predict_plans`.
 
     A plan is a round or a seed (`unit`). `number` is what the sharing of cores spoils, in one word. `train` and
-    `machine` are the real ones where they are None.
+    `machine` are the real ones where they are None. Returned are the facts of the machine; for each configuration its
+    trainings, and what was predicted of it (nothing, where it could not be); and notes.
     """
     facts = machine_for(plans[0][0]) if machine is None else machine
+
+    def turn(place: int, number: int, doing: str) -> TrainingNumbers:
+        config = plans[number][place]
+        found = numbers_of((train or train_once)(config, Path(folder) / "run"))
+        if needs_accuracy and found.accuracy is None:
+            raise RequestError(f"bench: the recipe '{config.name}' has no accuracy: there is none to reach")
+        return found
+
     with terminable(), tempfile.TemporaryDirectory(prefix="offbeat-bench-") as folder:
-        trained = _train_all(plans, progress, train, Path(folder) / "run", unit, needs_accuracy)
+        turns = {trained_label(one.sync, one.learners): partial(turn, place) for place, one in enumerate(plans[0])}
+        trained = list(alternate(turns, len(plans), progress, unit=unit).values())
         told = [*shared_notes(plans[0], facts, [run for runs in trained for run in runs], number), *notes]
         # Last, since it computes here and may start threads: no fork after it.
         predicted = _predict_all(list(zip(*plans[:predict_plans], strict=True)), predictor, progress, told)
-    return Compared(facts, trained, predicted, told)
-
-
-def _train_all(
-    plans: Sequence[Sequence[Config]],
-    progress: Progress,
-    train: Train | None,
-    folder: Path,
-    unit: str,
-    needs_accuracy: bool,
-) -> list[list[TrainingNumbers]]:
-    if train is None:
-        from offbeat.measure.trainings import train_once
-
-        train = train_once
-
-    def turn_of(place: int) -> Turn[TrainingNumbers]:
-        def turn(number: int, doing: str) -> TrainingNumbers:
-            config = plans[number][place]
-            found = numbers_of(train(config, folder))
-            if needs_accuracy and found.accuracy is None:
-                raise RequestError(f"bench: the recipe '{config.name}' has no accuracy: there is none to reach")
-            return found
-
-        return turn
-
-    turns = {trained_label(one.sync, one.learners): turn_of(place) for place, one in enumerate(plans[0])}
-    return list(alternate(turns, len(plans), progress, unit=unit).values())
+    return facts, trained, predicted, told
 
 
 def _predict_all(
@@ -342,10 +381,16 @@ def ranked_sentences(
     return lines
 
 
-def training_terms(
-    tables: Sequence[tuple[Sequence[Field], Sequence[Row]]], definitions: Mapping[str, str], machine: Mapping[str, Any]
-) -> list[tuple[str, str]]:
-    """What the columns mean, and what the learners ran with."""
+def training_terms(tables: Tables, definitions: Mapping[str, str], machine: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What the columns mean that have a definition, and what the learners ran with."""
     threads = count_of(machine["threads"], "thread")
-    with_ = f"torch {machine['torch']} on {machine['device']} with {threads} a learner"
-    return [*defined(tables, definitions).items(), ("with", with_)]
+    defined = {
+        field.title: definitions[field.key].removeprefix(f"{field.title.partition(' ')[0]}: ")
+        for fields, rows in tables
+        for field in printed(fields, rows)
+        if field.key in definitions
+    }
+    return [
+        *defined.items(),
+        ("with", f"torch {machine['torch']} on {machine['device']} with {threads} a learner"),
+    ]

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from offbeat.errors import EventError, RequestError
@@ -61,15 +62,13 @@ class LearnerRule(NamedTuple):
     delta: bool = False
 
 
+@dataclass(slots=True, eq=False)
 class LearnerState:
     """What the policy knows of one learner."""
 
-    __slots__ = ("computing", "floor", "version")
-
-    def __init__(self, version: int = -1, floor: int = -1, computing: bool = False) -> None:
-        self.version = version  # that it was last given; -1 before the first
-        self.floor = floor  # the lowest version that it may still report
-        self.computing = computing
+    version: int = -1  # that it was last given; -1 before the first
+    floor: int = -1  # the lowest version that it may still report
+    computing: bool = False
 
 
 # What is counted: issued = received + cancelled + lost + open minibatches, where received = held + applied + dropped,
@@ -88,6 +87,7 @@ class Policy:
     shortens_small_updates = False  # whether one of fewer gradients than the learning rate counts on is a shorter step
     drops_held = False  # whether it ever drops another gradient than the one that has just arrived
     extra_state: tuple[str, ...] = ()  # names of further attributes that are plain data, for snapshots
+    sentence = staticmethod(sentences.in_general)  # that explains a simulated result
     kept_over_restart: tuple[str, ...] = ()  # those of them that a run which goes on from a checkpoint begins with
 
     def __init__(self, *, expect: int, rate: Rate = CONSTANT, start_by_s: float | None = None) -> None:
@@ -361,7 +361,7 @@ class Policy:
 
     def explain(self, result: sentences.Outcome) -> str:
         """One sentence on a simulated result."""
-        return sentences.in_general(result)
+        return self.sentence(result)
 
     def kept(self) -> dict[str, Any]:
         """What `recall` makes of a fresh policy when the run goes on from a checkpoint; plain data."""
@@ -386,6 +386,7 @@ class Policy:
             "issued = held + applied + dropped + cancelled + lost + open": self.issued
             == len(self.held) + self.applied + self.dropped + self.cancelled + self.lost + open_now,
             "no count is negative": min(getattr(self, name) for name in COUNTS[1:]) >= 0,
+            "nobody waits": self.waits or not self.started or open_now == len(self.learners),
             "nobody computes before the start": self.started or open_now == 0,
             "no seat is ahead of the version": all(seat.version <= self.version for seat in self.learners.values()),
             "no gradient is from the future": all(held.version <= self.version for held in self.held.values()),

@@ -29,6 +29,8 @@ class Downpour(EachGradient):
     the oldest. Shards update independently: the version here is that of one shard.
     """
 
+    sentence = staticmethod(sentences.nobody_waits)
+
     def __init__(self, *, push: int, fetch: int, **common: Any) -> None:
         super().__init__(**common)
         self.rule = LearnerRule(push_every=push, fetch_every=fetch)
@@ -54,9 +56,6 @@ class Downpour(EachGradient):
 
     def expected_update(self, learners: int, times: ComputeTimes) -> UpdateTime | None:
         return of_flow(self.rule.push_every, learners, times)
-
-    def explain(self, result: sentences.Outcome) -> str:
-        return sentences.nobody_waits(result)
 
     def laws(self) -> dict[str, bool]:
         return {"nobody waits": not self.started or self.open == len(self.learners)}

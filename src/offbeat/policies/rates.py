@@ -12,13 +12,13 @@ are weighted by their samples, so that with equal rates the update is the mean o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from offbeat import spec as grammar
-from offbeat.errors import RequestError, unknown
+from offbeat.errors import unknown
 from offbeat.policies.events import Pushed
-from offbeat.spec import Param
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,17 +57,11 @@ def _drift(limit: float) -> Callable[[Sequence[Pushed], int], list[float]]:
 
 
 def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise RequestError(f"expected a number above 0; got '{text}'")
-    return value
+    return grammar.parse_number(text, lambda x: 0 < x < math.inf, "expected a number above 0")
 
 
-_NUMBER = (Param(name="number", read=_positive, positional=True, required=True, help="above 0"),)
-RATES: dict[str, tuple[str, tuple[Param, ...], Callable[..., Rate]]] = {
+_NUMBER = (grammar.Param(name="number", read=_positive, positional=True, required=True, help="above 0"),)
+RATES: dict[str, tuple[str, tuple[grammar.Param, ...], Callable[..., Rate]]] = {
     "constant": ("every gradient counts 1", (), lambda text: Rate(text=text, factor=None)),
     "inverse": ("1 / max(1, staleness), each its own", (), lambda text: Rate(text=text, factor=_inverse)),
     "inverse-mean": ("1 / max(1, mean staleness)", (), lambda text: Rate(text=text, factor=_inverse_mean)),

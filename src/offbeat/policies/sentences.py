@@ -5,34 +5,36 @@ A policy chooses its own sentence (`Policy.explain`). `in_general` is true of ev
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from offbeat.number_format import whole_percent as percent
 
 
-class Outcome(Protocol):
-    """What is read of a result; shares are of the learners' time."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What is read of a simulated result; shares are of the learners' time. By default nothing was lost."""
+
+    updates: int = 1
+    applied: int = 1  # minibatches
+    cancelled: int = 0
+    dropped: int = 0
+    failed: int = 0
+    staleness: Mapping[int, int] = field(default_factory=dict)  # of the gradients applied, how many were so old
+    waste_share: float = 0.0
+    send_share: float = 0.0
+    wait_share: float = 0.0
+    fetch_share: float = 0.0  # part of wait_share: weights are on their way
 
     @property
-    def updates(self) -> int: ...
-    @property
-    def applied(self) -> int: ...
-    @property
-    def cancelled(self) -> int: ...
-    @property
-    def dropped(self) -> int: ...
-    @property
-    def failed(self) -> int: ...
-    @property
-    def waste_share(self) -> float: ...
-    @property
-    def send_share(self) -> float: ...
-    @property
-    def wait_share(self) -> float: ...
-    @property
-    def fetch_share(self) -> float: ...  # part of wait_share: weights are on their way
-    @property
-    def staleness_mean(self) -> float: ...
+    def staleness_mean(self) -> float:
+        return mean_age(self.staleness)
+
+
+def mean_age(staleness: Mapping[int, int]) -> float:
+    """Of gradients of which so many were so old."""
+    count = sum(staleness.values())
+    return sum(age * many for age, many in staleness.items()) / count if count else 0.0
 
 
 def for_others(result: Outcome) -> float:

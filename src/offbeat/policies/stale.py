@@ -21,6 +21,8 @@ from offbeat.policies.waiting import ComputeTimes, UpdateTime, of_barrier, of_fl
 class KAsync(HoldsK):
     """Hold until K are in; those K learners wait and get the new weights, the others compute on."""
 
+    sentence = staticmethod(sentences.some_wait)
+
     def on_push(self, event: Pushed) -> tuple[Command, ...]:
         return self._if_due()
 
@@ -52,9 +54,6 @@ class KAsync(HoldsK):
     def same_timing_as(self, learners: int) -> str | None:
         return "async" if self.k == 1 else "full-sync" if self.k == learners else None
 
-    def explain(self, result: sentences.Outcome) -> str:
-        return sentences.some_wait(result)
-
     def laws(self) -> dict[str, bool]:
         return {
             "somebody is waited for": self.open > 0 or not self.held or not self.learners,
@@ -64,6 +63,7 @@ class KAsync(HoldsK):
 class KBatchAsync(HoldsK):
     """Hold; the K-th gradient makes the update; whoever pushed gets the current weights at once. Nobody waits."""
 
+    sentence = staticmethod(sentences.nobody_waits)
     waits = False
 
     def on_push(self, event: Pushed) -> tuple[Command, ...]:
@@ -81,16 +81,11 @@ class KBatchAsync(HoldsK):
     def same_timing_as(self, learners: int) -> str | None:
         return "async" if self.k == 1 else None
 
-    def explain(self, result: sentences.Outcome) -> str:
-        return sentences.nobody_waits(result)
-
-    def laws(self) -> dict[str, bool]:
-        return {"nobody waits": not self.started or self.open == len(self.learners)}
-
 
 class StaleDrop(EachGradient):
     """async, but a gradient that is more than `limit` versions old is dropped."""
 
+    sentence = staticmethod(sentences.drops)
     waits = False
 
     def __init__(self, *, limit: int, **common: Any) -> None:
@@ -107,9 +102,6 @@ class StaleDrop(EachGradient):
 
     def expected_staleness(self, learners: int) -> Staleness:
         return estimated(float(min(learners - 1, self.limit)), "at most the limit, about P - 1 below it")
-
-    def explain(self, result: sentences.Outcome) -> str:
-        return sentences.drops(result)
 
 
 class Clocks:
@@ -139,6 +131,7 @@ class StaleSync(EachGradient):
     A learner's clock is its own number of pushes; one who joins starts at the clock of the slowest.
     """
 
+    sentence = staticmethod(sentences.leash)
     extra_state = ("waiting",)
 
     def __init__(self, *, slack: int, **common: Any) -> None:
@@ -179,9 +172,6 @@ class StaleSync(EachGradient):
         clocks = Clocks(state.get("clocks", ()), state.get("slowest", 0))
         super().restore(state)
         self.clocks = clocks
-
-    def explain(self, result: sentences.Outcome) -> str:
-        return sentences.leash(result)
 
     def laws(self) -> dict[str, bool]:
         of, slowest = self.clocks.of, self.clocks.slowest

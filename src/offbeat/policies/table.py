@@ -9,18 +9,19 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from offbeat import plugins
 from offbeat import spec as grammar
 from offbeat.errors import RequestError
-from offbeat.policies.barrier import KBatchSync, KSync
+from offbeat.policies.barrier import DeadlineSync, GraceSync, KBatchSync, KSync
 from offbeat.policies.base import LearnerRule, Policy
 from offbeat.policies.local import OUTER, Downpour, LocalSGD
 from offbeat.policies.rates import CONSTANT, RATES, parse_rate_rule
+from offbeat.policies.sentences import Outcome
 from offbeat.policies.stale import AdaptiveK, KAsync, KBatchAsync, StaleDrop, StaleSync
-from offbeat.policies.timed import DeadlineSync, GraceSync
-from offbeat.spec import Param, choice, parse_count, parse_seconds
+from offbeat.policies.waiting import ComputeTimes
+from offbeat.spec import Param, choice, parse_count, parse_number, parse_seconds
 from offbeat.synonyms import unknown_strategy
 
 EXAMPLES_FOR = 4  # learners: every example line of a row can run with so many
@@ -53,13 +54,7 @@ def _whole(text: str) -> int:
 
 
 def _share(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1:
-        raise RequestError(f"expected a share from 0 to below 1; got '{text}'")
-    return value
+    return parse_number(text, lambda x: 0 <= x < 1, "expected a share from 0 to below 1")
 
 
 def _positive_seconds(text: str) -> float:
@@ -304,37 +299,6 @@ def add_row(row: PolicyRow) -> None:
         raise
 
 
-class _Nothing(NamedTuple):
-    """A result in which nothing has happened, to ask for a sentence."""
-
-    updates: int = 1
-    applied: int = 1
-    cancelled: int = 0
-    dropped: int = 0
-    failed: int = 0
-    waste_share: float = 0.0
-    send_share: float = 0.0
-    wait_share: float = 0.0
-    fetch_share: float = 0.0
-    staleness_mean: float = 0.0
-
-
-_NOTHING = _Nothing()
-
-
-class _Always(NamedTuple):
-    """A law of compute times, to ask for the theory."""
-
-    mean_s: float = 1.0
-    is_memoryless: bool = True
-
-    def kth_s(self, k: int, learners: int) -> float:
-        return self.mean_s
-
-
-_ALWAYS = _Always()
-
-
 def _ask_everything(line: str) -> None:
     for learners in _TRIED:
         try:
@@ -357,8 +321,8 @@ def _ask_everything(line: str) -> None:
         if not set(policy.kept_over_restart) <= set(policy.extra_state):
             raise RequestError(f"'{line}': what is in kept_over_restart must be in extra_state too")
         policy.waits_for_all(learners)
-        policy.expected_update(learners, _ALWAYS)
-        policy.explain(_NOTHING)
+        policy.expected_update(learners, ComputeTimes())
+        policy.explain(Outcome())
         simpler = policy.same_timing_as(learners)
         if simpler is not None:
             create(simpler, expect=learners)

@@ -12,18 +12,20 @@ Dutta, Joshi, Ghosh, Dube, Nagpurkar 2018, "Slow and stale gradients can win the
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import NamedTuple
 
 
-class ComputeTimes(Protocol):
-    """A law of compute times, as far as the theory asks."""
+@dataclass(frozen=True, kw_only=True)
+class ComputeTimes:
+    """A law of compute times, as far as the theory asks; by default all take the mean."""
 
-    @property
-    def mean_s(self) -> float: ...
-    @property
-    def is_memoryless(self) -> bool: ...
+    mean_s: float = 1.0
+    is_memoryless: bool = True
+
     def kth_s(self, k: int, learners: int) -> float:
         """E[X_(K:P)]."""
+        return self.mean_s
 
 
 class UpdateTime(NamedTuple):

@@ -48,20 +48,22 @@ _TRIED = -1  # the number of a gradient that is not a push
 
 
 class Arithmetic:
-    """See the module's text. `trainer` has the model and everything that a real learner does with it."""
+    """See the module's text. `trainer` has the model and everything that a real learner does with it.
 
-    def __init__(self, trainer: Trainer, *, alone: bool = False) -> None:
+    `gradients`: the type in which they travel, where it is not that of the parameters.
+    """
+
+    def __init__(self, trainer: Trainer, *, alone: bool = False, gradients: str | None = None) -> None:
         self.trainer = trainer
         config = trainer.config
         self.dataset: Any = trainer.task.train
         self.orders = SampleOrder(config.seed, trainer.samples)
-        served = family_of(config.sync) == SERVER
-        policy = create(config.sync, expect=trainer.learners) if served else None
-        self.rule = None if policy is None else policy.rule
-        self._needs_drift = policy is not None and policy.needs_drift
-        self._compensation = 0.0 if policy is None else policy.rate.compensation
+        self._served = family_of(config.sync) == SERVER
+        policy = create(config.sync, expect=trainer.learners) if self._served else Policy(expect=trainer.learners)
+        self.policy, self.rule = policy, policy.rule
+        self._step_alone = policy.rule.delta or policy.rule.fetch_every > 0  # learners do, between pushes
         outer = None
-        if policy is not None and policy.rule.delta:
+        if policy.rule.delta:
             corrects = config.staleness == CORRECT
             outer = optimizers.outer_of(policy.outer_optimizer, trainer.optimizer, corrects=corrects)
             told = optimizers.outer_note(policy.outer_optimizer, outer)
@@ -69,7 +71,11 @@ class Arithmetic:
         self._whole = config.train.optimizer in WHOLE  # no rule for pieces: torch's own optimizer steps
         no_rule = optimizers.outer_of(Policy.outer_optimizer, trainer.optimizer) if self._whole else None
         self.replica = InProcessServer(
-            trainer.model, trainer.optimizer, clip_norm=config.train.clip_norm, outer=outer or no_rule
+            trainer.model,
+            trainer.optimizer,
+            clip_norm=config.train.clip_norm,
+            gradients=gradients,
+            outer=outer or no_rule,
         )
         self._hypers = outer or ([] if self._whole else optimizers.describe(trainer.optimizer)[1])
         self._fixed = outer is not None
@@ -112,7 +118,7 @@ class Arithmetic:
         """Compute two minibatches in all three ways; why only the first will do, if so."""
         trainer, replica = self.trainer, self.replica
         size = min(trainer.config.train.batch_size * trainer.config.train.accumulate, trainer.samples // 2)
-        if size < 1 or (self.rule is not None and (self.rule.delta or self.rule.fetch_every)):
+        if size < 1 or self._step_alone:
             return "learners step by themselves" if size else "there are too few samples"
         if self.buffers is not None:
             return "minibatches change the model's buffers, which are each learner's own"
@@ -146,7 +152,7 @@ class Arithmetic:
     # --- gradients ----------------------------------------------------------------------------------------------------
 
     def compute(self, works: Sequence[Minibatch]) -> None:
-        if self.rule is not None and (self.rule.delta or self.rule.fetch_every):
+        if self._step_alone:
             for work in works:
                 self._step_by_itself(work)
             return
@@ -162,9 +168,8 @@ class Arithmetic:
 
     def _compute_alone(self, work: Minibatch) -> None:
         self._show(work.version)
-        self._with_buffers(work)
-        loss = self._backward(work.batch)
-        self._keep_buffers(work)
+        with self._buffers_of(work.learner):
+            loss = self._backward(work.batch)
         self.replica.take_gradient(work.number)
         self._note(work, float(loss), _is_finite(self.replica.slots[work.number]))
 
@@ -246,26 +251,22 @@ class Arithmetic:
             self.replica.write_model(self.replica.weights[version])
             self._shown = version
 
-    def _with_buffers(self, work: Minibatch) -> None:
+    @contextmanager
+    def _buffers_of(self, learner: int) -> Iterator[None]:
         """Statistics are each learner's own: those that the model has belong to whoever computed last."""
-        if self.buffers is not None:
-            learner = self._owner(work)
-            if learner not in self.buffers:
-                self.buffers[learner] = {name: one.clone() for name, one in self._first_buffers.items()}
-            mine = dict(self.trainer.model.named_buffers())
-            for name, one in self.buffers[learner].items():
-                mine[name].set_(one)  # type: ignore[call-overload] # torch's own; what is computed changes it in place
-
-    def _keep_buffers(self, work: Minibatch) -> None:
-        """What was computed may have put other tensors in their place."""
-        if self.buffers is not None:
-            kept = self.buffers[self._owner(work)]
-            for name, one in self.trainer.model.named_buffers():
-                if name in kept and one.data_ptr() != kept[name].data_ptr():
-                    kept[name] = one.detach()
-
-    def _owner(self, work: Minibatch) -> int:
-        return 0 if self._synchronised else work.learner
+        if self.buffers is None:
+            yield
+            return
+        owner = 0 if self._synchronised else learner
+        if owner not in self.buffers:
+            self.buffers[owner] = {name: one.clone() for name, one in self._first_buffers.items()}
+        kept, mine = self.buffers[owner], dict(self.trainer.model.named_buffers())
+        for name, one in kept.items():
+            mine[name].set_(one)  # type: ignore[call-overload] # torch's own; what is computed changes it in place
+        yield
+        for name, one in self.trainer.model.named_buffers():  # other tensors may be in their place now
+            if name in kept and one.data_ptr() != kept[name].data_ptr():
+                kept[name] = one.detach()
 
     def _note(self, work: Minibatch, loss: float, finite: bool) -> None:
         self._losses[work.number] = loss
@@ -277,7 +278,6 @@ class Arithmetic:
     def _step_by_itself(self, work: Minibatch) -> None:
         """Local SGD: by how much its steps moved the weights. Downpour: the sum of its gradients."""
         trainer, rule = self.trainer, self.rule
-        assert rule is not None
         if work.learner not in self._owns:
             self._owns[work.learner] = InProcessServer(trainer.model, trainer.optimizer), 0
         own, version = self._owns[work.learner]
@@ -290,9 +290,8 @@ class Arithmetic:
                 before = own.current.clone()
             own.write_model(own.current)
             self._shown = None
-            self._with_buffers(work)
-            loss = self._backward(step.batch)
-            self._keep_buffers(work)
+            with self._buffers_of(work.learner):
+                loss = self._backward(step.batch)
             own.take_gradient(_TRIED)
             if not rule.delta:
                 accrued = accrued + own.slots[_TRIED]
@@ -322,13 +321,13 @@ class Arithmetic:
         pairs = list(zip(update.works, update.scales, strict=True))
         if self._bad:
             lost = [work for work in update.works if work.number in self._bad]
-            if lost and self.rule is None:  # it is in everybody's sum
+            if lost and not self._served:  # it is in everybody's sum
                 lost = list(update.works)
             pairs = [pair for pair in pairs if pair[0] not in lost]
             self._bad.difference_update(work.number for work in lost)
             self.not_finite += sum(work.samples for work in lost)
             self.replica.drop([work.number for work in lost])
-        self._make([work.number for work, _ in pairs], [scale for _, scale in pairs], update, [w for w, _ in pairs])
+        self._make(pairs, update)
 
     def _apply_as_one(self, update: Update) -> bool:
         """The gradient of all samples of the update at once, in passes that fit into memory.
@@ -337,7 +336,6 @@ class Arithmetic:
         """
         works, number = update.works, update.works[0].number
         self._show(update.version - 1)
-        self._with_buffers(works[0])
         most = update.samples if self._synchronised else MOST_SAMPLES
         passes: list[list[Minibatch]] = [[]]
         for work in works:
@@ -349,8 +347,8 @@ class Arithmetic:
         absent = frozenset(range(len(self.replica.parts.trained)))
         weights = {work.number: scale / len(works) for work, scale in zip(works, update.scales, strict=True)}
         for some in passes:
-            losses = self._backward_as_one([work.batch for work in some], [weights[work.number] for work in some])
-            self._keep_buffers(works[0])
+            with self._buffers_of(works[0].learner):
+                losses = self._backward_as_one([work.batch for work in some], [weights[work.number] for work in some])
             loss_sum += sum(loss * work.samples for loss, work in zip(losses, some, strict=True))
             self.replica.take_gradient(number)
             absent &= self.replica.absent(number)
@@ -358,7 +356,7 @@ class Arithmetic:
             gradient = part if gradient is None else gradient.add_(part)
         assert gradient is not None
         finite = _is_finite(gradient)
-        if not finite and self.rule is not None:
+        if not finite and self._served:
             self.replica.drop([number])
             return False
         self.loss_sum += loss_sum
@@ -367,9 +365,7 @@ class Arithmetic:
         if not finite:
             self.not_finite += total
             self.replica.drop([number])
-            self._make([], [], update, [])
-            return True
-        self._make([number], [1.0], update, [works[0]])
+        self._make([(works[0], 1.0)] if finite else [], update)
         return True
 
     def _backward_as_one(self, batches: Sequence[Batch], weights: Sequence[float]) -> list[float]:
@@ -395,17 +391,18 @@ class Arithmetic:
         found: list[float] = losses.detach().tolist()
         return found
 
-    def _make(self, numbers: list[int], scales: list[float], update: Update, works: Sequence[Minibatch]) -> None:
-        if not numbers:
+    def _make(self, pairs: Sequence[tuple[Minibatch, float]], update: Update) -> None:
+        """The update of these gradients, each with its scale."""
+        numbers, scales = [work.number for work, _ in pairs], [scale for _, scale in pairs]
+        if not pairs:
             self.replica.skip()
-            return
-        if self._whole:
+        elif self._whole:
             self.trainer.set_rate(update.told)
             self._step_whole(numbers, scales)
-            return
-        hyper = self.hyper_at(update.told)
-        reads = [work.version for work in works] if self._compensation else ()
-        self.replica.apply(numbers, scales, hyper, damping=update.damping, compensation=self._compensation, reads=reads)
+        else:
+            hyper, compensation = update.hyper or self.hyper_at(update.told), self.policy.rate.compensation
+            reads = [work.version for work, _ in pairs] if compensation else ()
+            self.replica.apply(numbers, scales, hyper, damping=update.damping, compensation=compensation, reads=reads)
 
     def hyper_at(self, version: int) -> list[Hyper]:
         """The hyperparameters that a learner tells the servers with a push of that version."""
@@ -436,7 +433,7 @@ class Arithmetic:
     # --- what is asked ------------------------------------------------------------------------------------------------
 
     def answer(self, work: Minibatch) -> LossAndDrift:
-        drift = self.replica.drift(work.version) if self._needs_drift else None
+        drift = self.replica.drift(work.version) if self.policy.needs_drift else None
         return LossAndDrift(self._losses[work.number], drift if drift is None or drift >= 0 else math.inf)
 
     def keep(self, versions: Collection[int]) -> None:

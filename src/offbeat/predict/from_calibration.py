@@ -15,7 +15,6 @@ from offbeat.predict.machines import Clock
 from offbeat.predict.timelines import untrained
 from offbeat.predict.virtual import reached_by, timeline_of, train_virtually
 from offbeat.processes.slowness import parse as parse_slowness
-from offbeat.simulate.result import Result
 from offbeat.train.config import Config
 from offbeat.train.tasks import task_of
 
@@ -29,7 +28,6 @@ class Predicted:
     first: tuple[float, int, int]  # seconds, updates and samples applied, after the first epoch
     last: tuple[float, int, int]
     machine: Machine
-    result: Result
 
     @property
     def seconds(self) -> float:
@@ -64,13 +62,13 @@ def predict(calibration: Calibration, config: Config, samples: int) -> Predicted
         batch=config.train.batch_size * config.train.accumulate,
         seed=config.seed + OTHER,
     )
-    clock = Clock.calibrated(machine, config.sync, ends_of_epochs=True)
+    clock = Clock.calibrated(machine, ends_of_epochs=True)
     timeline = untrained(timeline_of(config, clock, samples))
     marks = [(0.0, 0, 0)]  # seconds, updates and samples, after each
     for update in timeline.stream():
         _, updates, applied = marks[-1]
         marks.append((update.at_s, updates + 1, applied + update.samples))
-    return Predicted(first=_first(marks, samples), last=marks[-1], machine=machine, result=timeline.result())
+    return Predicted(first=_first(marks, samples), last=marks[-1], machine=machine)
 
 
 def _first(marks: list[tuple[float, int, int]], samples: int) -> tuple[float, int, int]:
@@ -83,7 +81,7 @@ def foresee_accuracy(calibration: Calibration, config: Config, target: float) ->
     """Seconds until an epoch ends with the accuracy reached, in virtual time on the predicted machine; or None."""
     task = task_of(config)
     predicted = predict(calibration, config, len(task.train))  # type: ignore[arg-type] # a map-style set has a length
-    clock = Clock.calibrated(predicted.machine, config.sync, ends_of_epochs=True)
+    clock = Clock.calibrated(predicted.machine, ends_of_epochs=True)
     outcome = train_virtually(config, clock, task=task, every=1.0)
     point = reached_by(outcome.points[1:], target)
     return None if point is None else point.seconds

@@ -33,13 +33,11 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from offbeat.errors import RequestError
 from offbeat.policies import LearnerRule, Left, Pushed, Resume, Send, create
 from offbeat.policies.replay import Decision, read_decision
-from offbeat.runs.log import WHAT, RunLog, Span
-from offbeat.runs.pushed_spans import minibatches_by_span, pushed_spans
+from offbeat.runs.log import WHAT, RunLog, Span, minibatches_by_span, pushed_spans
 from offbeat.simulate.compute import Law
 from offbeat.simulate.engine import COMPUTE, MEASURED, Floats, Ints, uniforms
 from offbeat.simulate.recorded import Curve, product_limit
@@ -58,18 +56,6 @@ class Computed:
     cancelled: tuple[bool, ...]
     starts_s: Floats  # what followed each word to begin: more than minibatches, where a word came when samples were out
 
-    @property
-    def share_cancelled(self) -> float:
-        return sum(self.cancelled) / len(self.cancelled)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shares:
-    """Of the learners' time: waiting, and computing what was cancelled or dropped."""
-
-    wait: float
-    waste: float
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Recorded:
@@ -80,7 +66,8 @@ class Recorded:
     there_s: float  # 0 of an all-reduce: all of its way is a way back
     active_s: float  # in which gradients were computed, from the first minibatch of an epoch to its last gradient
     stretches: int  # of it, between rests
-    shares: Shares
+    wait_share: float  # of the learners' time: waiting
+    waste_share: float  # and computing what was cancelled or dropped
     reduces: bool  # by an all-reduce
 
     @property
@@ -132,6 +119,8 @@ def read_recorded(log: RunLog) -> Recorded:
     parts = {computed[place]: many for place, many in held.items()}
     dropped = [computed[pushed[ticket]] for ticket in said.dropped if ticket in pushed]
     active = _active(computed, counts, rests)
+    cancelled = [span for span in computed if span.cancelled]
+    wait_s, whole_s = _waited(spans, rests, reduces=reduces)
     return Recorded(
         learners=tuple(
             _computed(zip(own[learner], before[learner], strict=True), parts, starts.get(learner), typical_s)
@@ -141,7 +130,8 @@ def read_recorded(log: RunLog) -> Recorded:
         there_s=there_s,
         active_s=sum(end - start for start, end in active),
         stretches=len(active),
-        shares=_shares(spans, [*(span for span in computed if span.cancelled), *dropped], rests),
+        wait_share=wait_s / whole_s,
+        waste_share=sum(span.end_s - span.start_s for span in [*cancelled, *dropped]) / whole_s,
         reduces=reduces,
     )
 
@@ -272,14 +262,14 @@ def _before_reduced(own: Mapping[int, list[Span]], rests: Sequence[Stretch]) -> 
     for some in own.values():
         for span in some:
             last_s[span.version] = max(last_s.get(span.version, 0.0), span.end_s)
-    return {learner: [_after_last(span, last_s.get(span.version - 1), rests) for span in some]
-            for learner, some in own.items()}  # fmt: skip
 
+    def gap(span: Span) -> _Gap:
+        since_s = last_s.get(span.version - 1)
+        if since_s is None or _straddles(since_s, span.start_s, rests):
+            return _Gap(None)
+        return _Gap(max(0.0, span.start_s - since_s))
 
-def _after_last(span: Span, last_s: float | None, rests: Sequence[Stretch]) -> _Gap:
-    if last_s is None or _straddles(last_s, span.start_s, rests):
-        return _Gap(None)
-    return _Gap(max(0.0, span.start_s - last_s))
+    return {learner: [gap(span) for span in some] for learner, some in own.items()}
 
 
 def _straddles(start_s: float, end_s: float, rests: Sequence[Stretch]) -> bool:
@@ -311,15 +301,18 @@ def _active(computed: Sequence[Span], counts: Sequence[float], rests: Sequence[S
     return found
 
 
-def _shares(spans: Sequence[Span], lost: Sequence[Span], rests: Sequence[Stretch]) -> Shares:
-    """Who is done with an epoch and pauses waits for nobody, as in a simulation."""
+def _waited(spans: Sequence[Span], rests: Sequence[Stretch], *, reduces: bool) -> tuple[float, float]:
+    """Seconds of waiting, and of all. Who is done with an epoch and pauses waits for nobody, as in a simulation.
+
+    A server is waited for from the end of computing on: `send` and `apply` are waiting, and older logs call them so.
+    """
     edges = {at_s for rest in rests for at_s in rest}
     seconds = dict.fromkeys(WHAT, 0.0)
     for span in spans:
         if span.what != "wait" or (span.start_s not in edges and span.end_s not in edges):
             seconds[span.what] += span.end_s - span.start_s
-    whole = seconds["compute"] + seconds["wait"] + seconds["apply"] or 1.0
-    return Shares(wait=seconds["wait"] / whole, waste=sum(span.end_s - span.start_s for span in lost) / whole)
+    served = 0.0 if reduces else seconds["send"] + seconds["apply"]
+    return seconds["wait"] + served, sum(seconds[what] for what in ("compute", "send", "wait", "apply")) or 1.0
 
 
 # --- the law --------------------------------------------------------------------------------------------------------
@@ -361,11 +354,10 @@ def _in_order(rows: Sequence[Floats]) -> Law:
 
 def filled(learners: Sequence[Computed], *, seed: int) -> list[Floats]:
     """The seconds of each learner, with whole times for those that were cancelled."""
-    known = [_Known(one.seconds, np.array(one.cancelled)) for one in learners]
-    pooled = _curve(known)
+    pooled = _curve(learners)
     rows = []
-    for number, one in enumerate(known):
-        curve = pooled if one.cancelled.all() else _curve([one])
+    for number, one in enumerate(learners):
+        curve = pooled if all(one.cancelled) else _curve([one])
         row = one.seconds.copy()
         for place in np.flatnonzero(one.cancelled).tolist():
             chance = float(uniforms(seed, np.array([number]), np.array([place]), MEASURED)[0])
@@ -374,14 +366,10 @@ def filled(learners: Sequence[Computed], *, seed: int) -> list[Floats]:
     return rows
 
 
-class _Known(NamedTuple):
-    seconds: Floats
-    cancelled: npt.NDArray[np.bool_]
-
-
-def _curve(known: Sequence[_Known]) -> Curve:
+def _curve(learners: Sequence[Computed]) -> Curve:
     finished, cut = (
-        np.concatenate([one.seconds[one.cancelled == which] for one in known]).tolist() for which in (False, True)
+        np.concatenate([one.seconds[np.array(one.cancelled) == which] for one in learners]).tolist()
+        for which in (False, True)
     )
     return product_limit(finished, cut)
 

@@ -86,8 +86,8 @@ class FinishedRun(Evaluated):
             "accuracy": self.accuracy,
             "updates": self.updates,
             "staleness_mean": self.staleness,
-            "wait_share": recorded.shares.wait,
-            "waste_share": recorded.shares.waste,
+            "wait_share": recorded.wait_share,
+            "waste_share": recorded.waste_share,
             "minibatches": recorded.minibatches,
             "cancelled": recorded.cancelled,
             "there_s": recorded.there_s,
@@ -302,7 +302,7 @@ def notes_of(run: FinishedRun, learners: int = 0) -> list[str]:
             "drawn from its learner's longer ones (Kaplan-Meier), or what it had taken, where none was longer"
         )
         pairs = zip(recorded.numbers, recorded.learners, strict=True)
-        mostly = [number for number, one in pairs if one.share_cancelled > MOSTLY]
+        mostly = [number for number, one in pairs if sum(one.cancelled) > MOSTLY * len(one.cancelled)]
         if mostly:
             notes.append(
                 f"most minibatches of {format_learners(mostly)} were cancelled: what they would have taken is uncertain"

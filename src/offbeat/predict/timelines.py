@@ -18,11 +18,15 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
-from offbeat.errors import RequestError
-from offbeat.policies import Apply, Command, Drop, Left, Policy, Pushed
+from offbeat.errors import LogError, ReplayError, RequestError
+from offbeat.policies import Apply, Command, Drop, Left, Policy, Pushed, Stopped
+from offbeat.policies.events import as_text
+from offbeat.policies.replay import policy_of, replayed
+from offbeat.runs.log import RunLog
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.collective import Rounds
 from offbeat.simulate.engine import ASIDE, REJOIN
@@ -62,6 +66,9 @@ class Minibatch(NamedTuple):
         return max(self.version, *(step.fetched for step in self.steps))
 
 
+WriteDecision = Callable[[dict[str, Any], Minibatch | None], object]  # told every decision, and what a push came from
+
+
 class TimeSpent(NamedTuple):
     """Seconds of all learners together, up to now, of what they have finished doing."""
 
@@ -96,6 +103,7 @@ class Update(NamedTuple):
     dropped: Mapping[str, int] = {}  # samples by reason, up to now
     damping: float = 1.0  # of the step
     needed: frozenset[int] | None = None  # versions that works of later updates may be at; None: not looked at
+    hyper: list[dict[str, float]] | None = None  # what the optimizer was told for it, where a log says that
 
     @property
     def samples(self) -> int:
@@ -183,16 +191,16 @@ class ServedTimeline(Simulation):
         source: Epochs,
         *,
         keep_spans: int = 0,
-        write: Callable[[dict[str, Any], Minibatch | None], object] | None = None,
+        write: WriteDecision | None = None,
         corrects: bool = False,
         scaling: float = 1.0,
     ) -> None:
-        self._write = write
-        wanted = None if write is None else self._add_batch
+        wanted = None if write is None else partial(self._add_batch, write)
         super().__init__(strategy, cluster, 10**12, keep_spans, wanted, corrects=corrects, scaling=scaling)
         self.source = source
         self.lock_step = self.policy.needs_drift or self.policy.needs_loss
-        self.ask: Callable[[Minibatch], LossAndDrift] | None = None  # in lock step: about a gradient that has arrived
+        # About a gradient that has arrived, in lock step.
+        self.ask: Callable[[Minibatch], LossAndDrift] = lambda work: LossAndDrift(None, None)
         self._steps: list[list[Step]] = [[] for _ in range(cluster.learners)]  # of what is not pushed yet
         self._numbers = [0] * cluster.learners
         self._works: dict[int, Minibatch] = {}  # on their way, by the number under which they were sent
@@ -253,10 +261,7 @@ class ServedTimeline(Simulation):
 
     def _pushed(self, learner: int, number: int) -> Pushed:
         work = self._arrived[self.ticket] = self._works.pop(number)
-        answer = LossAndDrift(None, None)
-        if self.lock_step:
-            assert self.ask is not None
-            answer = self.ask(work)
+        answer = self.ask(work)
         return Pushed(learner, self.ticket, work.version, work.samples, answer.drift, answer.loss, self.now)
 
     def _obey(self, command: Command) -> None:
@@ -283,14 +288,14 @@ class ServedTimeline(Simulation):
             self._steps[learner] = []
         super()._close(learner, cancelled=cancelled)
 
-    def _fail(self, learner: int, number: int) -> int:
+    def _fail(self, learner: int, number: int) -> None:
         if number != self.life[learner]:
-            return 0  # it has stepped aside since
+            return  # it has stepped aside since
         lost = [sent for sent, gradient in self.flying.items() if gradient[0] == learner]
         for step in [*self._steps[learner], *(step for sent in lost for step in self._works.pop(sent).steps)]:
             self.source.put_back(step.batch)
         self._steps[learner] = []
-        return super()._fail(learner, number)
+        super()._fail(learner, number)
 
     # --- the end of an epoch ------------------------------------------------------------------------------------------
 
@@ -313,13 +318,13 @@ class ServedTimeline(Simulation):
             self._plan(self.now, ASIDE, learner, self.turn[learner])
         return arrived
 
-    def _aside(self, learner: int, number: int) -> int:
+    def _aside(self, learner: int, number: int) -> None:
         """A learner without samples leaves until there are some, so that nobody waits for it."""
         if number != self.turn[learner] or self.doing[learner] != "wait" or self.pushing[learner] in self.flying:
-            return 0
+            return
         if self.source.free:  # some have come back at this very moment
             self._begin(learner)
-            return 0
+            return
         self._close(learner)
         self.doing[learner] = "away"
         self.next_version[learner] = None
@@ -327,7 +332,6 @@ class ServedTimeline(Simulation):
         self.life[learner] += 1
         self._away.append(learner)
         self._tell(Left(learner, self.now))
-        return 0
 
     def _call_back(self) -> None:
         """Those who have stepped aside, as soon as there are samples."""
@@ -356,14 +360,13 @@ class ServedTimeline(Simulation):
             needed.update(self.version, self.oldest, (version for _, version, _, _ in self.flying.values()))
         return frozenset(needed)
 
-    def _add_batch(self, record: dict[str, Any]) -> None:
+    def _add_batch(self, write: WriteDecision, record: dict[str, Any]) -> None:
         """To what is logged of a push: its samples."""
-        assert self._write is not None
         self._decisions += 1
         work = self._arrived[self.ticket] if record["event"].startswith("pushed") else None
         if work is not None:
             record["batch"] = [list(stretch) for stretch in work.batch]
-        self._write(record, work)
+        write(record, work)
 
 
 def untrained(timeline: Timeline) -> Timeline:
@@ -400,6 +403,81 @@ class ReducedTimeline:
 
     def result(self) -> Result:
         return self.rounds.result()
+
+
+# --- a log ----------------------------------------------------------------------------------------------------------
+
+
+class LoggedTimeline:
+    """The timeline of a real run, from its log: the same updates from the same minibatches, in the same order.
+
+    The log of a run with a parameter server says of each push which samples it came from and at which version it was
+    computed, and what the policy answered. The policy is asked again: if it says anything else, the log is not whole.
+    `RequestError` where what happened between pushes is not in the log.
+    """
+
+    lock_step = False
+
+    def __init__(self, log: RunLog) -> None:
+        run = log.run
+        if not log.decisions:
+            raise LogError("the log is not that of a run with a parameter server: it has no decisions")
+        start_by_s = 0.0 if run.get("simulated") is False else None
+        self.policy = policy_of({**run, "start_by_s": start_by_s})
+        line = run["strategy"]
+        self.log, self.line, self.expect = log, line, run["expect"]
+        if self.policy.rule.delta or self.policy.rule.fetch_every:
+            raise RequestError(f"'{line}': what its learners did between pushes is not in the log")
+        self.now = 0.0
+        self._told: dict[int, Any] = {}  # what the optimizer was told with each gradient, by ticket
+        self._tally = Tally()
+
+    def stream(self) -> Iterator[Update]:
+        policy = self.policy
+        works: dict[int, Minibatch] = {}  # by ticket
+        said: dict[int, Any] = {}  # by learner, as it said last: the log has what has changed
+        for number, decision in enumerate(replayed(policy, self.log.decisions), start=1):
+            event = decision.event
+            self._tally.dropped += len(decision.drops)
+            self._tally.cancelled += isinstance(event, Stopped)
+            if isinstance(event, Pushed):
+                said[event.learner] = said.get(event.learner) if decision.hyper is None else decision.hyper
+            if isinstance(event, Pushed) and event.ticket not in decision.drops:  # of a late one they may be gone
+                self._told[event.ticket] = said[event.learner]
+                if not decision.batch:
+                    raise ReplayError(f"decision {number}, '{as_text(event)}': its samples are not in the log")
+                works[event.ticket] = Minibatch(
+                    event.ticket, event.learner, event.version, (Step(event.version, decision.batch),)
+                )
+            for command in decision.commands:
+                if isinstance(command, Apply):
+                    self.now = event.at_s
+                    yield self._update(command, works)
+
+    def _update(self, command: Apply, works: dict[int, Minibatch]) -> Update:
+        policy = self.policy
+        taken = tuple(works.pop(ticket) for ticket in command.tickets)
+        told = taken[-1].version
+        hyper = [self._told.pop(ticket) for ticket in command.tickets][-1]
+        taken, scales = in_order(policy, taken, command.scales)
+        tally, before = self._tally, policy.version - 1
+        tally.staleness.update([before - work.version for work in taken])
+        tally.applied += len(taken)
+        tally.samples += sum(work.samples for work in taken)
+        needed = frozenset(needed_by(policy)) if policy.version % KEEP_EVERY == 0 else None
+        spent, damping = spent_of(tally), command.damping
+        return Update(policy.version, self.now, taken, scales, told, spent, damping=damping, needed=needed, hyper=hyper)
+
+    def result(self) -> Result:
+        return Result.of(
+            strategy=self.line,
+            learners=self.expect,
+            updates=self.policy.version,
+            seconds=self.now,
+            events=len(self.log.decisions),
+            tally=self._tally,
+            spans=self.log.spans,
+        )
 
 
 # --- carrying it out ------------------------------------------------------------------------------------------------

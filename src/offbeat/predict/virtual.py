@@ -21,17 +21,27 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from offbeat import plugins, topology
-from offbeat.errors import OffbeatError, RequestError
+from offbeat.errors import OffbeatError, ReplayError, RequestError
 from offbeat.policies import create
+from offbeat.policies.sentences import mean_age
 from offbeat.predict.arithmetic import Arithmetic
 from offbeat.predict.calibration_match import check as check_calibration
-from offbeat.predict.logged_timeline import LoggedTimeline
 from offbeat.predict.machines import Clock, Machines
 from offbeat.predict.race import Contender, TrainingCurve
-from offbeat.predict.timelines import Minibatch, ReducedTimeline, ServedTimeline, Timeline, TimeSpent, Update, train
+from offbeat.predict.timelines import (
+    LoggedTimeline,
+    Minibatch,
+    ReducedTimeline,
+    ServedTimeline,
+    Timeline,
+    TimeSpent,
+    Update,
+    WriteDecision,
+    train,
+)
 from offbeat.runs.log import RunLog, read_log, write_chrome_trace, write_log
 from offbeat.runs.metrics import highest_reached, reached_at
 from offbeat.runs.run_folder import RunDir
@@ -56,7 +66,7 @@ from offbeat.train.trainer import Report, Trainer, evaluate
 WIDTH = 128  # minibatches that are computed at a time, at most
 MOST_BYTES = 1_000_000_000  # of gradients and weights that are computed at a time: the width is lowered to it
 ALL = 10**12  # spans of all versions
-Write = Callable[[dict[str, Any], Minibatch | None], object]
+OptimizerOf = Callable[[nn.Module], torch.optim.Optimizer]
 STREAM = "a stream"  # what the log says of epochs that have no ends
 EVALUATE_EVERY = 0.25  # epochs
 
@@ -88,16 +98,8 @@ class VirtualRun:
     how: str  # the gradients were computed
 
     @property
-    def gradients(self) -> int:
-        return sum(self.staleness.values())
-
-    @property
     def staleness_mean(self) -> float:
-        return sum(age * many for age, many in self.staleness.items()) / max(1, self.gradients)
-
-    def reached(self, target: float) -> Evaluation | None:
-        """The look at which the accuracy had reached the target (`metrics.reached_at`)."""
-        return reached_by(self.points, target)
+        return mean_age(self.staleness)
 
     @property
     def best(self) -> float | None:
@@ -106,7 +108,7 @@ class VirtualRun:
 
     def curve(self, target: float | None) -> TrainingCurve:
         """What a race is told of a run."""
-        reached = None if target is None else self.reached(target)
+        reached = None if target is None else reached_by(self.points, target)
         points = [(one.seconds, one.accuracy) for one in self.points if one.accuracy is not None]
         last = self.points[-1]
         return TrainingCurve(
@@ -129,6 +131,7 @@ class VirtualRun:
 
 
 def reached_by(points: Iterable[Evaluation], target: float) -> Evaluation | None:
+    """The evaluation at which the accuracy had reached the target (`metrics.reached_at`)."""
     known = [point for point in points if point.accuracy is not None]
     at = reached_at([point.accuracy for point in known if point.accuracy is not None], target)
     return None if at is None else known[at]
@@ -236,27 +239,43 @@ def train_virtually(
 
 
 def train_again(
-    run: Path, *, task: Task | None = None, hear: Report = lambda record: None, width: int = 1
+    run: Path,
+    *,
+    task: Task | None = None,
+    optimizer: OptimizerOf | None = None,
+    shuffled: bool = True,
+    hear: Report = lambda record: None,
+    width: int = 1,
 ) -> VirtualRun:
     """Train as a run with a parameter server did, by its log: with `width` 1, on such a machine, to the same bits.
 
-    `run` is its folder, in which nothing is changed; `task` is its task, where the config does not say it.
-    `RequestError` where the log does not tell all that was computed, or where there are several.
+    `run` is its folder, in which nothing is changed; `task` is its task, where the config does not say it. With
+    `optimizer`, which makes that of a model, `run` is the log of a script, whose task must be given; `shuffled` says
+    whether its loader shuffled. `RequestError` where the log does not tell all that was computed, or where there are
+    several; `ReplayError` where the policy does not say what the log has.
     """
     folder = RunDir(run)
-    config = read_config(folder)
-    if family_of(config.sync) != SERVER:
+    config = Config() if optimizer else read_config(folder)
+    if not optimizer and family_of(config.sync) != SERVER:
         raise RequestError(
             f"'{config.sync}' is an all-reduce: only runs with a parameter server are made again by logs"
         )
     if config.train.precision == "fp16":
         raise RequestError(f"{run} was computed in fp16: the scale of each learner's loss is not in the log")
-    if folder.next_segment() > 2:
+    if not optimizer and folder.next_segment() > 2:
         raise RequestError(f"{run} was resumed, and has a log for each part; only runs of one part are made again")
-    timeline = LoggedTimeline(read_log(folder.log(1)))
-    if config.learners != timeline.expect:
-        config = changed(config, {"learners": timeline.expect})
-    trainer = VirtualTrainer(config, task or task_of(config), timeline, run=None, report=hear, width=width)
+    log = read_log(run if optimizer else folder.log(1))
+    timeline = LoggedTimeline(log)
+    if optimizer:
+        if not any("hyper" in decision for decision in log.decisions):
+            raise ReplayError("what the optimizer was told is not in the log")
+        train = {"clip_norm": log.run.get("clip_norm", 0.0)}
+        config = changed(config, {"sync": timeline.line, "seed": log.run.get("seed", 0), "train": train})
+    config = changed(config, {"learners": timeline.expect})
+    trainer = VirtualTrainer(
+        config, task or task_of(config), timeline, run=None, report=hear, width=width, optimizer=optimizer
+    )
+    trainer.arithmetic.orders.shuffled = shuffled
     trainer.fit()
     return trainer.outcome()
 
@@ -271,7 +290,7 @@ def has_ends(config: Config, clock: Clock) -> bool:
     return clock.ends_of_epochs or (served and create(config.sync, expect=config.learners).rule.push_every > 1)
 
 
-def timeline_of(config: Config, clock: Clock, samples: int, *, write: Write | None = None) -> Timeline:
+def timeline_of(config: Config, clock: Clock, samples: int, *, write: WriteDecision | None = None) -> Timeline:
     """When a training happens. With `write` it is told every decision, and all spans are kept."""
     train, cluster, learners = config.train, clock.cluster, config.learners
     size = train.batch_size * train.accumulate
@@ -334,11 +353,15 @@ class VirtualTrainer(Trainer):
         report: Report,
         width: int = 0,
         every: float = EVALUATE_EVERY,
+        optimizer: OptimizerOf | None = None,
     ) -> None:
         if not 0 < every < math.inf:
             raise RequestError(f"epochs from look to look are above 0; got {every}")
         super().__init__(config, task, run or RunDir(Path()), number=0, learners=config.learners, report=report)
-        ends = has_ends(config, clock) if isinstance(clock, Clock) else clock.log.run.get("epochs") != STREAM
+        self._optimizer_of = optimizer or (lambda model: optimizer_of(model, config.train))
+        self.optimizer = self._optimizer_of(self.model)
+        log = clock.log if isinstance(clock, LoggedTimeline) else RunLog(run={})
+        ends = has_ends(config, clock) if isinstance(clock, Clock) else log.run.get("epochs") != STREAM
         self._streams = not ends
         if self._streams:
             self.pace = pace_of(
@@ -347,8 +370,9 @@ class VirtualTrainer(Trainer):
         self._law = clock.cluster.law.text if isinstance(clock, Clock) else ""
         self._writes = run is not None
         self._decisions: list[dict[str, Any]] = []
-        self.arithmetic = Arithmetic(self, alone=width == 1)
-        self._width = width or self._fitting_width()
+        self.arithmetic = Arithmetic(self, alone=width == 1, gradients=log.run.get("gradients"))
+        of_each = 4 * 6 * self.arithmetic.replica.table.items  # weights, gradients, and what lies between them
+        self._width = width or max(1, min(WIDTH, MOST_BYTES // of_each))
         if not self.arithmetic.together:  # nothing is gained ahead of time, and buffers would be ahead of the looks
             self._width = min(self._width, 1)
         self._every = max(1, round(every * self.samples))
@@ -369,10 +393,6 @@ class VirtualTrainer(Trainer):
         self._chance: float | None = None
         self._stops = False
         self._ended: dict[str, Any] = {}
-
-    def _fitting_width(self) -> int:
-        of_each = 4 * 6 * self.arithmetic.replica.table.items  # weights, gradients, and what lies between them
-        return max(1, min(WIDTH, MOST_BYTES // of_each))
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
@@ -421,25 +441,19 @@ class VirtualTrainer(Trainer):
         self._sent_bytes += sent
         self._received_bytes += received
 
-    def _evaluate_now(self) -> Evaluation:
+    def _evaluate_now(self) -> None:
         """Evaluate, and tell."""
         at, arithmetic = self.at, self.arithmetic
-        if self._twin is None:
-            self._twin = self._build().eval()
-        trained = model_tensors(self._twin, optimizer_of(self._twin, self.config.train))[0].trained
+        trained = model_tensors(self.twin, self._optimizer_of(self.twin))[0].trained
         arithmetic.replica.write_model(arithmetic.replica.current, trained)
-        load_buffers(self._twin, arithmetic.mean_buffers())
-        loss, accuracy, tests, self._chance = evaluate(self._twin, self.task, self.precision, self.moved)
+        load_buffers(self.twin, arithmetic.mean_buffers())
+        loss, accuracy, tests, self._chance = evaluate(self.twin, self.task, self.precision, self.moved)
         told = arithmetic.loss_sum / arithmetic.loss_of if arithmetic.loss_of else None
         arithmetic.loss_sum, arithmetic.loss_of = 0.0, 0
         point = Evaluation(at.seconds, at.update, at.applied, _finite(loss), accuracy, _finite(told), tests)
         self.points.append(point)
-        if at.update:
-            self._report_evaluation(point)
-        return point
-
-    def _report_evaluation(self, point: Evaluation) -> None:
-        at = self.at
+        if not at.update:
+            return
         self._write_last()
         self.last = {
             "kind": "evaluated",
@@ -483,7 +497,6 @@ class VirtualTrainer(Trainer):
         self._decisions.append(record)
 
     def _end_here(self) -> None:
-        assert self._twin is not None
         if not self._stops:
             self.at.epoch = self.config.train.epochs
         if "sign" not in self.last:
@@ -493,7 +506,7 @@ class VirtualTrainer(Trainer):
         self._ended["simulated"] = True
         if self._writes:
             self._write_log()
-            write_weights(self.run.weights, dict(self._twin.state_dict()))
+            write_weights(self.run.weights, dict(self.twin.state_dict()))
             self.run.summary.write_text(summary_of(self.config, self._ended, self.run.read_metrics()), encoding="utf-8")
         self.report(self._ended)
 
@@ -523,7 +536,6 @@ class VirtualTrainer(Trainer):
         write_chrome_trace(self.run.trace, spans, name=self.config.name)
 
     def outcome(self) -> VirtualRun:
-        assert self._twin is not None
         return VirtualRun(
             config=self.config,
             points=tuple(self.points),
@@ -531,7 +543,7 @@ class VirtualTrainer(Trainer):
             staleness=dict(sorted(self._staleness.items())),
             dropped=self._dropped(),
             end=self._ended,
-            weights={name: one.clone() for name, one in self._twin.state_dict().items()},
+            weights={name: one.clone() for name, one in self.twin.state_dict().items()},
             notes=tuple(self.begun_with),
             how=self._how(),
         )

@@ -17,7 +17,6 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 from offbeat.processes.child import ChildProcess, RestartLimit, describe_exit, fork, spawn
@@ -65,9 +64,7 @@ class Launcher:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *ended: object) -> None:
         self.close()
 
     def start(self) -> None:
@@ -217,8 +214,7 @@ class RankLauncher(Launcher):
     def finish(self) -> str | None:
         if not self._store.check([SUMMARY]):
             return None
-        summary: bytes = self._store.get(SUMMARY)
-        return summary.decode()
+        return bytes(self._store.get(SUMMARY)).decode()
 
     def close(self) -> None:
         super().close()

@@ -6,13 +6,14 @@ learner=2,factor=3       learner 2 is 3 times as slow: its computing and what is
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 
 from offbeat.errors import RequestError
 from offbeat.simulate.compute import Draws, Law, parse_law
-from offbeat.spec import parse_count
 
+_SLOWER = re.compile(r"learner=([0-9]{1,9}),factor=([0-9]+\.?[0-9]*(?:[eE][+-]?[0-9]+)?)")
 _GLANCE_S = 0.02  # between two looks at whether the rest is still wanted
 
 
@@ -52,16 +53,11 @@ def parse(rules: Sequence[str], learners: int) -> tuple[Law | None, dict[int, fl
                 raise RequestError(f"two laws of slowness, '{law.text}' and '{rule}'; give one")
             law = parse_law(rule)
             continue
-        try:
-            words = dict(word.split("=", 1) for word in rule.split(","))
-            learner = 0 if words["learner"] == "0" else parse_count(words["learner"])
-            factor = float(words["factor"])
-            sound = set(words) == {"learner", "factor"} and 1 <= factor < 1e6
-        except (KeyError, ValueError):
-            sound = False
-        if not sound:
+        match = _SLOWER.fullmatch(rule)
+        if match is None or not 1 <= float(match[2]) < 1e6:
             raise RequestError(f"expected a law like exp:0.05, or learner=2,factor=3 (1 or more); got '{rule}'")
+        learner = int(match[1])
         if learner >= learners:
             raise RequestError(f"'{rule}': there are {learners} learners, numbered from 0")
-        factors[learner] = factor
+        factors[learner] = float(match[2])
     return law, factors

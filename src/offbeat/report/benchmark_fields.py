@@ -2,7 +2,7 @@
 
     measure/        makes rows: mappings from keys to values, as they stand in the JSON file
     commands/bench  prints the fields that have a `title`
-    results.py      reads from a file what a field `accepts`
+    inputs.py       reads from a file what a field `accepts`
     benchmarks.py   shows the fields that have a `page`, and tables.py writes those as CSV
 
 What it must not know: how a value is measured.

@@ -23,8 +23,8 @@ from offbeat.report.benchmark_fields import (
     Field,
     Row,
 )
-from offbeat.report.inputs import Result
-from offbeat.report.page_model import Column, Item, Section, Table
+from offbeat.report.inputs import BenchmarkResult
+from offbeat.report.page_model import Column, Item, PageSection, Table
 from offbeat.runs.metrics import known_interval
 from offbeat.runs.untrusted import share, shorten
 from offbeat.spec import count_of
@@ -41,24 +41,24 @@ _CURVES = (
 )
 
 
-def _of(results: Sequence[Result], kind: str) -> Iterator[tuple[int, Result]]:
+def _of(results: Sequence[BenchmarkResult], kind: str) -> Iterator[tuple[int, BenchmarkResult]]:
     """Results of a kind, numbered over all of that kind."""
     yield from enumerate((one for one in results if one.kind == kind and one.rows), start=1)
 
 
-def _heading(result: Result, *more: str) -> str:
+def _heading(result: BenchmarkResult, *more: str) -> str:
     said = [result.said("recipe"), result.said("precision"), *more]
     return ", ".join([result.label, *filter(None, said)])
 
 
-def _notes(result: Result) -> str:
+def _notes(result: BenchmarkResult) -> str:
     facts = [f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
              for key, value in result.machine.items() if isinstance(value, str | int | float)]  # fmt: skip
     said = [*result.notes[:12], *([f"Machine: {', '.join(facts[:12])}"] if facts else [])]
     return " ".join(one if one.endswith((".", "!", "?")) else f"{one}." for one in said if one)
 
 
-def _drawn(result: Result) -> list[Row]:
+def _drawn(result: BenchmarkResult) -> list[Row]:
     return [row for row in result.rows if row.get("ranked") is not False]
 
 
@@ -86,7 +86,7 @@ def _table(key: str, title: str, fields: Sequence[Field], rows: Sequence[Row], n
 # --- scaling ------------------------------------------------------------------------------------------------------
 
 
-def scaling(results: Sequence[Result]) -> Section | None:
+def scaling(results: Sequence[BenchmarkResult]) -> PageSection:
     """Speed-up against learners, with the ideal line."""
     items: list[Item] = []
     rows: list[Row] = []
@@ -114,21 +114,17 @@ def scaling(results: Sequence[Result]) -> Section | None:
             why = "" if row["ranked"] is not False else row["why_not"] or "not ranked"
             rows.append({**row, "benchmark": result.label, "kind": kind, "why_not": why})
         notes.append(_notes(result))
-    if not rows:
-        return None
     table = _table("scaling", "Scaling", SCALING, rows, " ".join(filter(None, notes)))
     text = "How much faster several learners are than one. The dashed line is what n learners could be at best."
-    return Section(key="scaling", title="Scaling", items=(*items, table), paragraphs=(text,))
+    return PageSection(key="scaling", title="Scaling", items=(*items, table), about=text)
 
 
-def overheads(results: Sequence[Result]) -> list[Item]:
+def overheads(results: Sequence[BenchmarkResult]) -> list[Item]:
     """T(n) - T(1) of each strategy; the numbers are in the table of the scaling."""
     items: list[Item] = []
     for number, result in _of(results, "scaling"):
         rows = [row for row in _drawn(result) if row["overhead_s"] is not None and row["learners"] > 1]
         counts = sorted({row["learners"] for row in rows})
-        if not counts:
-            continue
         values = {(row["strategy"], row["learners"]): float(row["overhead_s"]) for row in rows}
         names = list(dict.fromkeys(row["strategy"] for row in rows))
         items.append(
@@ -152,7 +148,7 @@ def overheads(results: Sequence[Result]) -> list[Item]:
 # --- accuracy -----------------------------------------------------------------------------------------------------
 
 
-def races(results: Sequence[Result]) -> list[Item]:
+def races(results: Sequence[BenchmarkResult]) -> list[Item]:
     """Curves of each race to an accuracy, and who got there when."""
     items: list[Item] = []
     rows: list[Row] = []
@@ -175,34 +171,31 @@ def races(results: Sequence[Result]) -> list[Item]:
                 {**own, "seconds": seconds, "updates": updates, "accuracy": accuracy, "error": 1 - accuracy}
                 for seconds, updates, accuracy in curve.points
             ]
-        if series:
-            level = () if target is None else ((1 - target, f"target {percent(target)}"),)
-            items.append(
-                LineChart(
-                    key=f"race-{number}",
-                    title=f"Test error against time: {_heading(result)}",
-                    x_label="training time (s)",
-                    y_label="test error",
-                    series=tuple(series),
-                    x_form="seconds",
-                    y_form="percent",
-                    levels=level,
-                    note=_notes(result),
-                )
+        items.append(
+            LineChart(
+                key=f"race-{number}",
+                title=f"Test error against time: {_heading(result)}",
+                x_label="training time (s)",
+                y_label="test error",
+                series=tuple(series),
+                x_form="seconds",
+                y_form="percent",
+                levels=() if target is None else ((1 - target, f"target {percent(target)}"),),
+                note=_notes(result),
             )
+        )
         for row in result.rows:
             low, high = known_interval(row["accuracy_mean"], row["test_samples"])
             more = {"benchmark": result.label, "target": target, "accuracy_low": low, "accuracy_high": high}
             rows.append({**row, **more})
-    items += [_table("races", "Races to an accuracy", ACCURACY, rows)] if rows else []
-    items += [_table("race-curves", "Every evaluation of the races", _CURVES, points)] if points else []
-    return items
+    curves = _table("race-curves", "Every evaluation of the races", _CURVES, points)
+    return [*items, _table("races", "Races to an accuracy", ACCURACY, rows), curves]
 
 
 # --- machines and energy ------------------------------------------------------------------------------------------
 
 
-def machines(results: Sequence[Result]) -> tuple[list[Item], list[tuple[Cell, ...]]]:
+def machines(results: Sequence[BenchmarkResult]) -> tuple[list[Item], list[tuple[Cell, ...]]]:
     """Time against learners: charts, and the rows of their table."""
     items: list[Item] = []
     rows: list[tuple[Cell, ...]] = []
@@ -226,7 +219,7 @@ def machines(results: Sequence[Result]) -> tuple[list[Item], list[tuple[Cell, ..
     return items, rows
 
 
-def energies(results: Sequence[Result]) -> list[Item]:
+def energies(results: Sequence[BenchmarkResult]) -> Table:
     """Energy and cost in benchmarks, where they were measured."""
     keys = [field.key for field in ENERGY if field.form in ("joules", "money")]
     rows = [
@@ -236,7 +229,7 @@ def energies(results: Sequence[Result]) -> list[Item]:
         for row in result.rows
         if any(row.get(key) is not None for key in keys)
     ]
-    return [_table("energy-benchmarks", "Energy and cost in benchmarks", ENERGY, rows)] if rows else []
+    return _table("energy-benchmarks", "Energy and cost in benchmarks", ENERGY, rows)
 
 
 # --- predictions --------------------------------------------------------------------------------------------------
@@ -246,9 +239,9 @@ _MEASURED = {"scaling": ("seconds", "T(n)"), "accuracy": ("seconds_to_target", "
              "predictions": ("measured_s", "time per update")}  # fmt: skip
 
 
-def predictions(results: Sequence[Result]) -> Section | None:
+def predictions(results: Sequence[BenchmarkResult]) -> PageSection:
     """What the simulator said beside what was measured, the worst first."""
-    found: list[tuple[float, Row]] = []
+    rows: list[Row] = []
     points: dict[str, list[tuple[float, float]]] = {}
     for kind, (key, what) in _MEASURED.items():
         for _, result in _of(results, kind):
@@ -259,14 +252,10 @@ def predictions(results: Sequence[Result]) -> Section | None:
                 if error is None and measured:
                     error = predicted / measured - 1
                 own = {"benchmark": result.label, "slow": row.get("slow") or "", "what": what}
-                found.append(
-                    (-1.0 if error is None else abs(error), {**row, **own, "measured_s": measured, "error": error})
-                )
+                rows.append({**row, **own, "measured_s": measured, "error": error})
                 if measured:
                     points.setdefault(result.label, []).append((float(measured), float(predicted)))
-    if not found:
-        return None
-    rows = [row for _, row in sorted(found, key=lambda one: -one[0])]
+    rows.sort(key=lambda row: 1.0 if row["error"] is None else -abs(row["error"]))
     items: list[Item] = []
     ends = [x for line in points.values() for point in line for x in point]
     if ends:
@@ -287,8 +276,8 @@ def predictions(results: Sequence[Result]) -> Section | None:
             )
         )
     items.append(_table("predictions", "Predictions, the worst first", PREDICTIONS, rows))
-    known = [off for off, _ in found if off >= 0]
-    text = f"{count_of(len(found), 'prediction')} of the simulator beside what was measured."
+    known = [abs(row["error"]) for row in rows if row["error"] is not None]
+    text = f"{count_of(len(rows), 'prediction')} of the simulator beside what was measured."
     if known:
         text += f" They are off by {percent(sum(known) / len(known))} on average, {percent(max(known))} at worst."
-    return Section(key="predictions", title="Predicted beside measured", items=tuple(items), paragraphs=(text,))
+    return PageSection(key="predictions", title="Predicted beside measured", items=tuple(items), about=text)

@@ -14,15 +14,16 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from offbeat.charts import BarChart, Bars, LineChart, Series
+from offbeat.charts import BarChart, Bars, LineChart, Series, ShareChart
 from offbeat.number_format import Cell, percent
-from offbeat.report import benchmarks, facts, run_sections, summary
+from offbeat.report import benchmarks, run_sections, summary
 from offbeat.report.facts import Facts, facts_of
-from offbeat.report.inputs import Result
-from offbeat.report.page_model import Column, Item, Page, Section, Table
-from offbeat.report.summary import Group, groups_of
+from offbeat.report.inputs import BenchmarkResult
+from offbeat.report.page_model import Column, Item, Page, PageSection, Table, TimelineChart
+from offbeat.report.summary import RunGroup, groups_of
 from offbeat.runs.metrics import DEFINITIONS, format_traffic
 from offbeat.runs.run_folder import RENAMED
 from offbeat.runs.run_record import RunRecord
@@ -34,23 +35,20 @@ MOST_BARS = 400_000
 
 def build(
     runs: Sequence[RunRecord],
-    results: Sequence[Result] = (),
+    results: Sequence[BenchmarkResult] = (),
     *,
-    problems: Sequence[str] | None = None,
+    problems: Sequence[str] = (),
     target: float | None = None,
     price: float | None = None,
     limit: int = MOST_BARS,
     known: Sequence[Facts] | None = None,
 ) -> Page:
-    """`problems` are those of reading, as `read_inputs` has named them; without them they are taken from the records.
+    """`problems` are those of reading, as `read_inputs` has named them.
 
     `target` is an accuracy, `price` that of a device hour, `limit` how many bars all timelines have together. `known`
     are the facts of the runs, for who has them already.
     """
     known = [facts_of(run) for run in runs] if known is None else known
-    if problems is None:
-        problems = [f"{run.label}: {problem}" for run in runs for problem in run.problems]
-        problems += [problem for result in results for problem in result.problems]
     groups = groups_of(runs, known, target)
     targets = {at: group.target for group in groups for at in group.members}
     sections = (
@@ -77,74 +75,69 @@ def build(
         subtitle=" and ".join(told),
         summary=summary.summary(runs, known, results, groups, price),
         problems=(*problems, *(f"{one.label}: {problem}" for one in known for problem in one.problems)),
-        sections=tuple(section for section in sections if section is not None),
+        sections=_with_content(sections),
     )
+
+
+def _with_content(sections: Sequence[PageSection]) -> tuple[PageSection, ...]:
+    """Without the items that have nothing to show, and without the sections of which nothing is left."""
+    found = [replace(section, items=tuple(filter(_has_content, section.items))) for section in sections]
+    return tuple(section for section in found if section.items or section.paragraphs)
+
+
+def _has_content(item: Item) -> bool:
+    if isinstance(item, TimelineChart):
+        return bool(item.learners)
+    return bool(item.rows if isinstance(item, Table | ShareChart) else item.series)
 
 
 # --- communication, machines, energy ------------------------------------------------------------------------------
 
 
-def _communication(known: Sequence[Facts], results: Sequence[Result]) -> Section | None:
-    items: list[Item] = list(benchmarks.overheads(results))
-    rows: list[tuple[Cell, ...]] = []
-    parts = ("send_s", "wait_s", "apply_s")
-    for one in known:
-        whole = one.not_computing_share
-        if whole is not None:
-            rows.append((one.label, *(one.share_of(part) for part in parts), whole))
-    if rows:
-        values = [[row[1 + at] for row in rows] for at in range(len(parts))]
-        drawn = [(name, column) for name, column in zip(run_sections.SHARES[2:], values, strict=True) if any(
-            one is not None for one in column)]  # fmt: skip
-        items.append(
-            BarChart(
-                key="communication-runs",
-                title="Share of the learners' time",
-                x_label="run",
-                y_label="share of time",
-                categories=tuple(str(row[0]) for row in rows),
-                series=tuple(Bars(name=name, values=tuple(_as_float(one) for one in column)) for name, column in drawn),
-                y_form="percent",
-            )
-        )
-        items.append(
-            Table(
-                key="communication",
-                title="Not computing, in the runs",
-                columns=(
-                    Column("run"),
-                    Column("sending", "percent"),
-                    Column("waiting", "percent"),
-                    Column("updating", "percent"),
-                    Column("not computing", "percent", facts.DEFINITIONS["not computing"].formula),
-                ),
-                rows=tuple(rows),
-            )
-        )
-    traffic = tuple(sentence for one in known if (sentence := _traffic(one)))
-    if not items and not traffic:
-        return None
+def _communication(known: Sequence[Facts], results: Sequence[BenchmarkResult]) -> PageSection:
+    split = [one for one in known if one.not_computing_share is not None]
+    names = run_sections.SHARES[2:]
+    shares = [tuple(one.share_of(part) for part in ("send_s", "wait_s", "apply_s")) for one in split]
+    chart = BarChart(
+        key="communication-runs",
+        title="Share of the learners' time",
+        x_label="run",
+        y_label="share of time",
+        categories=tuple(one.label for one in split),
+        series=tuple(
+            Bars(name=name, values=column)
+            for name, column in zip(names, zip(*shares, strict=True), strict=False)
+            if any(value is not None for value in column)
+        ),
+        y_form="percent",
+    )
+    table = Table(
+        key="communication",
+        title="Not computing, in the runs",
+        columns=(
+            Column("run"),
+            *(Column(name, "percent") for name in names),
+            Column("not computing", "percent", DEFINITIONS["not computing"].formula),
+        ),
+        rows=tuple((one.label, *row, one.not_computing_share) for one, row in zip(split, shares, strict=True)),
+    )
+    traffic = tuple(
+        f"Learners of {one.label} {format_traffic(one.sent_bytes, one.received_bytes, one.wait_share)}."
+        for one in known
+        if one.sent_bytes is not None and one.received_bytes is not None
+    )
     text = "What it costs to keep time with others: what one learner alone would not need."
-    if rows:
+    if split:
         text += " Of runs: the time in which learners do not compute, waiting for slower ones included."
     if any(one.inside_waiting for one in known):
         text += f" {run_sections.INSIDE_WAITING}"
-    return Section(key="communication", title="Communication overhead", items=tuple(items), paragraphs=(text, *traffic))
-
-
-def _traffic(one: Facts) -> str:
-    if one.sent_bytes is None or one.received_bytes is None:
-        return ""
-    return f"Learners of {one.label} {format_traffic(one.sent_bytes, one.received_bytes, one.wait_share)}."
-
-
-def _as_float(value: Cell) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
+    items = (*benchmarks.overheads(results), chart, table)
+    return PageSection(key="communication", title="Communication overhead", items=items, about=text, paragraphs=traffic)
 
 
 def _machines(
-    runs: Sequence[RunRecord], known: Sequence[Facts], groups: Sequence[Group], results: Sequence[Result]
-) -> Section | None:
+    runs: Sequence[RunRecord], known: Sequence[Facts], groups: Sequence[RunGroup], results: Sequence[BenchmarkResult]
+) -> PageSection:
     """Finished runs that differ in nothing but learners, and what benchmarks say of the same."""
     items: list[Item] = []
     rows: list[tuple[Cell, ...]] = []
@@ -177,10 +170,6 @@ def _machines(
             )
         )
     more, further = benchmarks.machines(results)
-    items += more
-    rows += further
-    if not items:
-        return None
     columns = (
         Column("run or benchmark"),
         Column("strategy"),
@@ -188,9 +177,9 @@ def _machines(
         Column("what"),
         Column("time (s)", "seconds"),
     )
-    items.append(Table(key="machines", title="Time with so many learners", columns=columns, rows=tuple(rows)))
+    table = Table(key="machines", title="Time with so many learners", columns=columns, rows=(*rows, *further))
     text = "What more learners buy. Only runs of the same strategy that are alike in all else are joined."
-    return Section(key="machines", title="Time against machines", items=tuple(items), paragraphs=(text,))
+    return PageSection(key="machines", title="Time against machines", items=(*items, *more, table), about=text)
 
 
 def _all_but_learners(run: RunRecord) -> str:
@@ -200,20 +189,17 @@ def _all_but_learners(run: RunRecord) -> str:
 
 
 def _energy(
-    known: Sequence[Facts], targets: Mapping[int, float | None], price: float | None, results: Sequence[Result]
-) -> Section | None:
+    known: Sequence[Facts], targets: Mapping[int, float | None], price: float | None, results: Sequence[BenchmarkResult]
+) -> PageSection:
     items: list[Item] = []
-    measured = any(one.energy.joules is not None or one.energy.seconds is not None for one in known)
-    if known and (measured or price is not None):
+    if price is not None or any(one.energy.joules is not None or one.energy.seconds is not None for one in known):
         items += [*_energy_charts(known), _energy_table(known, targets, price)]
-    items += benchmarks.energies(results)
-    if not items:
-        return None
+    items.append(benchmarks.energies(results))
     text = (
         "Energy is what the machine's counters say, or not measured. Cost is devices x hours of training x the price "
         "given. Up to the target: the same part of both as of the training time."
     )
-    return Section(key="energy", title="Energy and cost", items=tuple(items), paragraphs=(text,))
+    return PageSection(key="energy", title="Energy and cost", items=tuple(items), about=text)
 
 
 def _energy_charts(known: Sequence[Facts]) -> list[Item]:
@@ -238,16 +224,15 @@ def _energy_charts(known: Sequence[Facts]) -> list[Item]:
 
 
 def _energy_table(known: Sequence[Facts], targets: Mapping[int, float | None], price: float | None) -> Table:
-    own = facts.DEFINITIONS
-    cost = f"{DEFINITIONS['cost'].formula}; {own['cost of a run'].formula}"
+    cost = f"{DEFINITIONS['cost'].formula}; {DEFINITIONS['cost of a run'].formula}"
     rows: list[tuple[Cell, ...]] = []
     for at, one in enumerate(known):
         energy = one.energy
         why = f"{'not measured' if energy.joules is None else 'in part, without'}: {energy.why_not}"
         rows.append(
             (one.label, energy.joules, ", ".join(energy.sources), why if energy.why_not else "", energy.seconds,
-             one.joules_per_sample, one.joules_to(targets[at]), one.learners, one.seconds, one.cost(price),
-             one.cost_to(targets[at], price))
+             one.joules_per_sample, one.joules_to(targets[at]), one.learners, one.seconds, one.cost(one.seconds, price),
+             one.cost(one.seconds_to(targets[at]), price))
         )  # fmt: skip
     columns = (
         Column("run"),
@@ -255,10 +240,10 @@ def _energy_table(known: Sequence[Facts], targets: Mapping[int, float | None], p
         Column("measured by", "text", "only energy of the same sources can be compared"),
         Column("not measured"),
         Column("energy measured over (s)", "seconds"),
-        Column("energy per sample (J)", "joules", own["energy per sample"].formula),
-        Column("energy to target (J)", "joules", own["energy to target"].formula),
-        Column("devices", "number", own["devices"].formula),
-        Column("training time (s)", "seconds", own["seconds"].formula),
+        Column("energy per sample (J)", "joules", DEFINITIONS["energy per sample"].formula),
+        Column("energy to target (J)", "joules", DEFINITIONS["energy to target"].formula),
+        Column("devices", "number", DEFINITIONS["devices"].formula),
+        Column("training time (s)", "seconds", DEFINITIONS["seconds"].formula),
         Column("cost", "money", cost),
         Column("cost to target", "money", cost),
     )
@@ -269,19 +254,15 @@ def _energy_table(known: Sequence[Facts], targets: Mapping[int, float | None], p
 # --- tables at the end --------------------------------------------------------------------------------------------
 
 
-def _comparison(known: Sequence[Facts], targets: Mapping[int, float | None], price: float | None) -> Section | None:
-    if not known:
-        return None
-    rows: list[tuple[Cell, ...]] = []
-    for at, one in enumerate(known):
-        rows.append(
+def _comparison(known: Sequence[Facts], targets: Mapping[int, float | None], price: float | None) -> PageSection:
+    rows = [
             (one.label, one.strategy, one.learners, one.servers, _kind(one),
              one.updates, one.seconds, one.seconds_per_update, one.samples, one.samples_dropped, one.throughput,
-             one.accuracy, one.best_accuracy, one.loss, one.seconds_to(targets[at]), one.staleness_mean,
+             one.last.accuracy, one.best_accuracy, one.last.loss, one.seconds_to(targets[at]), one.staleness_mean,
              one.applied, one.dropped, one.cancelled, one.unused, one.thrown_away_share, one.not_computing_share,
-             one.energy.joules, one.cost(price))
-        )  # fmt: skip
-    own = facts.DEFINITIONS
+             one.energy.joules, one.cost(one.seconds, price))
+        for at, one in enumerate(known)
+    ]  # fmt: skip
     columns = (
         Column("run"),
         Column("strategy"),
@@ -289,8 +270,8 @@ def _comparison(known: Sequence[Facts], targets: Mapping[int, float | None], pri
         Column("servers", "number"),
         Column("kind"),
         Column("updates", "number"),
-        Column("training time (s)", "seconds", own["seconds"].formula),
-        Column("time per update (s)", "seconds", own["seconds per update"].formula),
+        Column("training time (s)", "seconds", DEFINITIONS["seconds"].formula),
+        Column("time per update (s)", "seconds", DEFINITIONS["seconds per update"].formula),
         Column("samples applied", "number"),
         Column("samples never applied", "number"),
         Column("throughput (samples/s)", "number", DEFINITIONS["throughput"].formula),
@@ -303,13 +284,13 @@ def _comparison(known: Sequence[Facts], targets: Mapping[int, float | None], pri
         Column("gradients dropped", "number"),
         Column("minibatches cancelled", "number", "begun and given up"),
         Column("gradients left over", "number", "pushed, and neither applied nor dropped when the run ended"),
-        Column("thrown away", "percent", own["thrown away"].formula),
-        Column("not computing", "percent", own["not computing"].formula),
+        Column("thrown away", "percent", DEFINITIONS["thrown away"].formula),
+        Column("not computing", "percent", DEFINITIONS["not computing"].formula),
         Column("energy (J)", "joules", DEFINITIONS["energy"].formula),
-        Column("cost", "money", f"{DEFINITIONS['cost'].formula}; {own['cost of a run'].formula}"),
+        Column("cost", "money", f"{DEFINITIONS['cost'].formula}; {DEFINITIONS['cost of a run'].formula}"),
     )
     table = Table(key="runs", title="All runs", columns=columns, rows=tuple(rows))
-    return Section(key="runs", title="Comparison", items=(table,), paragraphs=("Each run in one row.",))
+    return PageSection(key="runs", title="Comparison", items=(table,), about="Each run in one row.")
 
 
 def _kind(one: Facts) -> str:
@@ -317,24 +298,23 @@ def _kind(one: Facts) -> str:
     return kind if one.finished else f"{kind}, {'unfinished' if one.ended == 'so far' else one.ended}"
 
 
-def _configuration(runs: Sequence[RunRecord]) -> Section | None:
+def _configuration(runs: Sequence[RunRecord]) -> PageSection:
     """Fields that differ first, then the rest."""
-    if not runs:
-        return None
     flat = [_flat({**run.config, **({"machine": run.machine} if run.machine else {})}) for run in runs]
-    fields = list(dict.fromkeys(field for one in flat for field in one))
-    rows: list[tuple[Cell, ...]] = [("run", "", *(run.name for run in runs))]
-    told = [(field, [one.get(field) for one in flat]) for field in fields]
+    told = [
+        (field, [one.get(field) for one in flat]) for field in dict.fromkeys(field for one in flat for field in one)
+    ]
     differ = [(field, values) for field, values in told if any(value != values[0] for value in values)]
-    rows += [(field, "yes", *values) for field, values in differ]
-    rows += [(field, "", *values) for field, values in told if all(value == values[0] for value in values)]
+    same = [one for one in told if one not in differ]
+    rows: list[tuple[Cell, ...]] = [("run", "", *(run.name for run in runs))] if runs else []
+    rows += [(field, mark, *values) for mark, some in (("yes", differ), ("", same)) for field, values in some]
     columns = (Column("field"), Column("differs"), *(Column(run.label) for run in runs))
     table = Table(key="configuration", title="All fields", columns=columns, rows=tuple(rows))
     if len(runs) == 1:
         text = "With these the run can be made again."
     else:
         text = f"{count_of(len(differ), 'field')} {'differs' if len(differ) == 1 else 'differ'} between the runs."
-    return Section(key="configuration", title="Configuration", items=(table,), paragraphs=(text,))
+    return PageSection(key="configuration", title="Configuration", items=(table,), about=text)
 
 
 def _flat(value: Mapping[str, Any], above: str = "") -> dict[str, Cell]:
@@ -353,12 +333,13 @@ def _flat(value: Mapping[str, Any], above: str = "") -> dict[str, Cell]:
     return found
 
 
-def _definitions(results: Sequence[Result]) -> Section:
-    rows: list[tuple[Cell, ...]] = [
-        (name, one.unit, one.formula) for name, one in sorted({**DEFINITIONS, **facts.DEFINITIONS}.items())
+def _definitions(results: Sequence[BenchmarkResult]) -> PageSection:
+    rows = [(name, one.unit, one.formula) for name, one in sorted(DEFINITIONS.items())]
+    rows += [
+        (shorten(f"{result.label}: {name}", 2 * LABEL), "", said)
+        for result in results
+        for name, said in result.definitions.items()
     ]
-    for result in results:
-        rows += [(shorten(f"{result.label}: {name}", 2 * LABEL), "", said) for name, said in result.definitions.items()]
     columns = (Column("name"), Column("unit"), Column("definition"))
     table = Table(key="definitions", title="Definitions", columns=columns, rows=tuple(rows))
-    return Section(key="definitions", title="Definitions", items=(table,), paragraphs=("What each number means.",))
+    return PageSection(key="definitions", title="Definitions", items=(table,), about="What each number means.")

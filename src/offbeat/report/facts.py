@@ -2,7 +2,7 @@
 
 Laws. Pure functions of a `RunRecord`. What cannot be known is None, never a guess. Updates, seconds and samples are of
 one source: the last evaluation, or, where there is none, the log. Shares are of what a learner's spans account for,
-evaluation left out. Where `runs.metrics` has a definition, its function is used; the others are in `DEFINITIONS`.
+evaluation left out. What each number means is in `metrics.DEFINITIONS`.
 
 What it must not know: files, pages and words.
 """
@@ -18,51 +18,13 @@ from statistics import median
 from typing import NamedTuple
 
 from offbeat.errors import RequestError
-from offbeat.policies.events import Pushed
+from offbeat.policies import Pushed, Staleness, create
+from offbeat.policies.staleness import FRESH
 from offbeat.report.learners import LearnerFacts, by_learner, minibatches_of
 from offbeat.runs import metrics, untrusted
-from offbeat.runs.log import Span
-from offbeat.runs.metrics import Definition
-from offbeat.runs.pushed_spans import pushed_spans
-from offbeat.runs.run_record import RunRecord, RunSegment
-from offbeat.runs.stragglers import SLOWER, Compared, is_straggler
+from offbeat.runs.log import Span, pushed_spans
+from offbeat.runs.run_record import EvaluationRecord, RunRecord, RunSegment
 from offbeat.strategy import ALL_REDUCE, SERVER, family_of
-
-DEFINITIONS: Mapping[str, Definition] = {
-    "seconds": Definition("s", "training seconds at the last evaluation, evaluation left out; without one, from the "
-                               "first to the last span of each stretch of the run, less the time of evaluations. After "
-                               "a resume, work that was lost between a checkpoint and a kill is not in it"),
-    "seconds per update": Definition("s", "seconds / updates, over the whole run"),
-    "error": Definition("", "1 - accuracy on the test set"),
-    "computing": Definition("s", "seconds of minibatches that were finished and not dropped"),
-    "thrown away": Definition("s", "seconds of minibatches that were cancelled, or whose gradient was dropped"),
-    "accounted time": Definition("s", "computing + thrown away + sending + waiting + updating; evaluation left out"),
-    "not computing": Definition("", "(sending + waiting + updating) / accounted time, of all learners together; "
-                                    "waiting for others, slow ones too, is in it"),
-    "minibatch": Definition("", "where a learner pushes after N minibatches and the log has one span for them, that "
-                                "span counts as N, each of an Nth of its time"),
-    "typical minibatch": Definition("s", "median seconds; a cancelled minibatch counts as one that would have taken "
-                                         "longer than it was let (Kaplan and Meier 1958)"),
-    "straggler": Definition("", f"a learner whose typical minibatch takes over {SLOWER} times the median of the "
-                                "others', in the whole run and in each quarter of it (two at least) that can be "
-                                "compared; where none of its minibatches was finished, the median time that they "
-                                "were let: at least"),
-    "energy per sample": Definition("J", "joules / samples applied"),
-    "energy to target": Definition("J", "joules * seconds to the target / seconds: power is taken as even"),
-    "cost of a run": Definition("", "cost of the training seconds, or of those to the target: what was lost between a "
-                                    "checkpoint and a kill is not in them"),
-    "devices": Definition("", "one for each learner"),
-}  # fmt: skip
-
-
-class Point(NamedTuple):
-    """An evaluation that can be drawn."""
-
-    seconds: float
-    update: int | None
-    accuracy: float | None
-    loss: float | None
-    test_samples: int | None = None  # that the accuracy is a share of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +54,7 @@ class Facts:
     seconds: float | None
     samples: int | None  # applied
     samples_dropped: int | None
-    curve: tuple[Point, ...]
+    curve: tuple[EvaluationRecord, ...]
     staleness: tuple[tuple[int, int], ...]  # age and how many gradients were applied at it
     applied: int
     dropped: int
@@ -108,21 +70,16 @@ class Facts:
     @property
     def throughput(self) -> float | None:
         """Samples applied a second."""
-        known = self.samples is not None and self.seconds is not None and self.seconds > 0
-        return metrics.throughput(self.samples or 0, self.seconds or 0.0) if known else None
+        return metrics.throughput(self.samples, self.seconds) if self.samples is not None and self.seconds else None
 
     @property
     def seconds_per_update(self) -> float | None:
         return self.seconds / self.updates if self.seconds is not None and self.updates else None
 
     @property
-    def accuracy(self) -> float | None:
-        """Of the last evaluation."""
-        return self.curve[-1].accuracy if self.curve else None
-
-    @property
-    def loss(self) -> float | None:
-        return self.curve[-1].loss if self.curve else None
+    def last(self) -> EvaluationRecord:
+        """The last evaluation; of a run without one nothing is known."""
+        return self.curve[-1] if self.curve else EvaluationRecord(0.0)
 
     @property
     def best_accuracy(self) -> float | None:
@@ -136,40 +93,26 @@ class Facts:
     @property
     def score(self) -> metrics.Score | None:
         """For a ranking by the accuracy at the end."""
-        samples = self.curve[-1].test_samples if self.curve else None
-        return None if self.accuracy is None else metrics.Score(self.accuracy, samples, self.seconds or 0.0)
+        accuracy, samples = self.last.accuracy, self.last.test_samples
+        return None if accuracy is None else metrics.Score(accuracy, samples, self.seconds or 0.0)
 
     @property
     def right(self) -> str | None:
         """The accuracy at the end, with its interval."""
         return None if self.score is None else metrics.format_accuracy(self.score.accuracy, self.score.samples)
 
-    @property
-    def interval(self) -> tuple[float | None, float | None]:
-        """Of the accuracy at the end, where the size of the test set is known."""
-        return metrics.known_interval(self.accuracy, self.curve[-1].test_samples if self.curve else None)
-
-    @property
-    def best_loss(self) -> float | None:
-        return min((point.loss for point in self.curve if point.loss is not None), default=None)
-
     def seconds_to(self, target: float | None) -> float | None:
         """Training seconds until the accuracy has reached the target."""
-        _, there = self._reached(target)
+        _, there = self.reached(target)
         return None if there is None else there.seconds
 
-    def interval_to(self, target: float) -> float | None:
-        """Seconds from the evaluation before the one that reached the target; from 0 where it was the first."""
-        before, there = self._reached(target)
-        return None if there is None else there.seconds - before.seconds
-
     def updates_to(self, target: float | None) -> int | None:
-        _, there = self._reached(target)
+        _, there = self.reached(target)
         return None if there is None else there.update
 
-    def _reached(self, target: float | None) -> tuple[Point, Point | None]:
-        """The evaluation that reached the target, after the one before it."""
-        known = [Point(0.0, 0, None, None), *(point for point in self.curve if point.accuracy is not None)]
+    def reached(self, target: float | None) -> tuple[EvaluationRecord, EvaluationRecord | None]:
+        """The evaluation that reached the target, after the one before it: 0 seconds where it was the first."""
+        known = [EvaluationRecord(0.0), *(point for point in self.curve if point.accuracy is not None)]
         at = None if target is None else metrics.reached_at(self._accuracies, target)
         return (known[0], None) if at is None else (known[at], known[at + 1])
 
@@ -179,16 +122,14 @@ class Facts:
 
     @property
     def staleness_mean(self) -> float | None:
-        many = sum(times for _, times in self.staleness)
-        return sum(age * times for age, times in self.staleness) / many if many else None
+        return sum(age * times for age, times in self.staleness) / self.applied if self.applied else None
 
     @property
     def staleness_std(self) -> float | None:
         mean = self.staleness_mean
         if mean is None:
             return None
-        many = sum(times for _, times in self.staleness)
-        return math.sqrt(sum(times * (age - mean) ** 2 for age, times in self.staleness) / many)
+        return math.sqrt(sum(times * (age - mean) ** 2 for age, times in self.staleness) / self.applied)
 
     def share_of(self, *names: str) -> float | None:
         """Of all learners' accounted time, the part of these of `LearnerFacts`, like wait_s; None: not in the log."""
@@ -221,14 +162,8 @@ class Facts:
         joules, reached = self.energy.joules, self.seconds_to(target)
         return joules * reached / self.seconds if joules is not None and reached is not None and self.seconds else None
 
-    def cost(self, price: float | None) -> float | None:
-        """Of all devices for the training seconds, at the price of a device hour."""
-        return self._cost(self.seconds, price)
-
-    def cost_to(self, target: float | None, price: float | None) -> float | None:
-        return self._cost(self.seconds_to(target), price)
-
-    def _cost(self, seconds: float | None, price: float | None) -> float | None:
+    def cost(self, seconds: float | None, price: float | None) -> float | None:
+        """Of all devices for so many training seconds, at the price of a device hour."""
         if price is None or self.learners is None or seconds is None:
             return None
         return metrics.cost(self.learners, seconds, price)
@@ -245,7 +180,7 @@ class Straggler(NamedTuple):
 
 
 def straggler(facts: Facts) -> Straggler | None:
-    """The slowest learner, if it is a straggler as `DEFINITIONS` has it."""
+    """The slowest learner, if it is a straggler as `metrics.DEFINITIONS` has it."""
     known = [one for one in facts.by_learner if one.typical_s is not None or one.at_least_s is not None]
     if not known:
         return None
@@ -253,14 +188,31 @@ def straggler(facts: Facts) -> Straggler | None:
     mine_s = slow.typical_s or slow.at_least_s or 0.0
     rest = [one for one in known if one is not slow and one.typical_s is not None]  # a bound is nothing to compare with
     others_s = median(one.typical_s or 0.0 for one in rest) if rest else 0.0
-    quarters = []
-    for quarter, mine in enumerate(slow.quarters):
-        theirs = [time for one in rest if (time := one.quarters[quarter]) is not None]
-        if mine is not None and theirs:
-            quarters.append(Compared(mine, median(theirs)))
-    if not is_straggler(Compared(mine_s, others_s), quarters):
+    theirs = [
+        [time for time in times if time is not None] for times in zip(*(one.quarters for one in rest), strict=True)
+    ]
+    quarters = [
+        (mine, median(some)) for mine, some in zip(slow.quarters, theirs, strict=False) if mine is not None and some
+    ]
+    if not metrics.is_straggler((mine_s, others_s), quarters):
         return None
     return Straggler(slow.learner, mine_s / others_s, mine_s, others_s, slow.typical_s is None)
+
+
+def staleness_theory(line: str, learners: int) -> Staleness | None:
+    """What the literature says of a strategy with so many learners, asked of the policy itself.
+
+    None where only an estimate is known, or the line is no strategy here.
+    """
+    try:
+        if learners < 1:
+            return None
+        if family_of(line) == ALL_REDUCE:
+            return FRESH
+        expected = create(line, expect=learners).expected_staleness(learners)
+    except RequestError:
+        return None
+    return expected if expected.exact else None
 
 
 # --- from a record ------------------------------------------------------------------------------------------------
@@ -275,7 +227,8 @@ def facts_of(run: RunRecord) -> Facts:
     problems = list(gradients.problems)
     whole = [updates_of(segment, gradients.applies[at]) for at, segment in enumerate(run.segments)]
     if last is not None:
-        updates, seconds, samples, dropped = last.update, last.seconds, last.samples, last.dropped
+        updates, samples, dropped = last.update, last.samples, last.dropped
+        seconds: float | None = last.seconds
     else:
         spent = [found for segment in run.segments if (found := span_seconds(segment.spans)) is not None]
         seconds = sum(spent) if spent else None
@@ -287,8 +240,10 @@ def facts_of(run: RunRecord) -> Facts:
         problems.append(last.warning)
     again = _made_again(run.segments, gradients.applies, last.update if last is not None else None)
     if again:
-        words = f"{again:,} update{' was' if again == 1 else 's were'} made again after a resume"
-        problems.append(f"{words}: gradients and learners' times are counted both times")
+        problems.append(
+            f"{again:,} update{' was' if again == 1 else 's were'} made again after a resume: gradients and learners' "
+            "times are counted both times"
+        )
     staleness, applied = gradients.staleness, gradients.applied
     if family == ALL_REDUCE and not gradients.applied:
         applied = sum(
@@ -303,7 +258,7 @@ def facts_of(run: RunRecord) -> Facts:
         label=run.label,
         strategy=strategy,
         family=family,
-        learners=_learners(run, learners),
+        learners=_said(run, "learners") or _said(run, "expect") or len(learners) or None,
         servers=_said(run, "servers") if family != ALL_REDUCE else None,
         simulated=run.simulated,
         finished=not ended,
@@ -312,9 +267,7 @@ def facts_of(run: RunRecord) -> Facts:
         seconds=seconds,
         samples=samples,
         samples_dropped=dropped,
-        curve=tuple(
-            Point(one.seconds or 0.0, one.update, one.accuracy, one.loss, one.test_samples) for one in run.metrics
-        ),
+        curve=run.metrics,
         staleness=tuple(sorted(staleness.items())),
         applied=applied,
         dropped=gradients.dropped,
@@ -370,10 +323,6 @@ def _said(run: RunRecord, key: str) -> int | None:
     return next((one for one in found if one), None)
 
 
-def _learners(run: RunRecord, by_learner: Sequence[LearnerFacts]) -> int | None:
-    return _said(run, "learners") or _said(run, "expect") or len(by_learner) or None
-
-
 def updates_of(segment: RunSegment, applies: int) -> int:
     """Of a server the updates it made in this stretch; of an all-reduce the version it has come to."""
     if segment.decisions:
@@ -400,10 +349,9 @@ def span_seconds(spans: Sequence[Span]) -> float | None:
     first, last = min(span.start_s for span in work), max(span.end_s for span in work)
     rested, at = 0.0, first
     for rest in sorted((span for span in spans if span.what == "evaluate"), key=lambda span: span.start_s):
-        start, end = max(rest.start_s, at), min(rest.end_s, last)
-        if start < end:
-            rested += end - start
-            at = end
+        end = min(rest.end_s, last)
+        rested += max(0.0, end - max(rest.start_s, at))
+        at = max(at, end)
     return last - first - rested
 
 
@@ -454,11 +402,10 @@ def _energy(run: RunRecord) -> EnergyFacts:
     if not run.energy:
         return EnergyFacts(why_not="the run has no energy.json")
     reasons = list(dict.fromkeys(reason for one in run.energy for reason in one.reasons))
-    missing = sum(one.joules is None for one in run.energy)
     stretches = max(len(run.segments), len(run.energy))
-    known = [one.seconds for one in run.energy]
-    seconds = sum(one for one in known if one is not None) if all(one is not None for one in known) else None
-    if missing:
+    timed = all(one.seconds is not None for one in run.energy)
+    seconds = sum(one.seconds or 0.0 for one in run.energy) if timed else None
+    if any(one.joules is None for one in run.energy):
         return EnergyFacts(seconds=seconds, why_not="; ".join(reasons) or "energy.json does not say why")
     if len(run.energy) < stretches:
         few = f"it was measured in {len(run.energy)} of the run's {stretches} stretches"

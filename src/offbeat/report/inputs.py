@@ -1,7 +1,7 @@
 """What a report is made of: folders of runs, and the JSON files that benchmarks write, read as far as they can be.
 
     read_inputs(paths)     -> Inputs          both, in the order given
-    read_result(path)      -> Result          the file of a benchmark:
+    read_result(path)      -> BenchmarkResult  the file of a benchmark:
 
     {"measured": "scaling" | "accuracy" | "predictions", "rows": [...], "notes": [...], "definitions": {...}, ...}
 
@@ -14,6 +14,7 @@ What it must not know: where the numbers are shown.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,13 +24,12 @@ from offbeat.errors import RequestError
 from offbeat.report.benchmark_fields import FIELDS, Accepts, Row
 from offbeat.runs import untrusted
 from offbeat.runs.run_record import RunRecord, read_run
-from offbeat.runs.untrusted import LABEL, UnusableFile, clean, shorten
 
 _MOST_ROWS = 10_000
 _MOST_CURVES, _MOST_POINTS = 500, 5_000
 
 _READERS: Mapping[Accepts, Callable[[Any], Any]] = {
-    "text": lambda value: clean(value) if isinstance(value, str) else None,
+    "text": lambda value: untrusted.clean(value) if isinstance(value, str) else None,
     "flag": lambda value: value if isinstance(value, bool) else None,
     "count": untrusted.count,
     "number": untrusted.number,
@@ -39,7 +39,7 @@ _READERS: Mapping[Accepts, Callable[[Any], Any]] = {
 }
 
 
-class Curve(NamedTuple):
+class RaceCurve(NamedTuple):
     """Of one training: seconds, updates and accuracy, in order of time."""
 
     strategy: str
@@ -49,7 +49,7 @@ class Curve(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class BenchmarkResult:
     """What a benchmark found. `rows` have exactly the fields of their kind."""
 
     name: str
@@ -58,7 +58,7 @@ class Result:
     about: Mapping[str, Any] = field(default_factory=dict)  # recipe, precision, base, target, ...: text and numbers
     machine: Mapping[str, Any] = field(default_factory=dict)
     rows: tuple[Row, ...] = ()
-    curves: tuple[Curve, ...] = ()
+    curves: tuple[RaceCurve, ...] = ()
     ranking: tuple[str, ...] = ()  # the benchmark's own verdict, a sentence each; nothing in old files
     notes: tuple[str, ...] = ()
     definitions: Mapping[str, str] = field(default_factory=dict)
@@ -69,26 +69,26 @@ class Result:
         return untrusted.text(self.about.get(key))
 
 
-def read_result(path: Path) -> Result:
+def read_result(path: Path) -> BenchmarkResult:
     """All of a file that can be used."""
-    name = clean(path.name)
-    label = shorten(clean(path.name.removesuffix(".json")), LABEL)
+    name = untrusted.clean(path.name)
+    label = untrusted.shorten(untrusted.clean(path.name.removesuffix(".json")), untrusted.LABEL)
     try:
         data = untrusted.read_json(path)
-    except UnusableFile as broken:
-        return Result(name=name, label=label, problems=(clean(str(broken)),))
+    except untrusted.UnusableFile as broken:
+        return BenchmarkResult(name=name, label=label, problems=(untrusted.clean(str(broken)),))
     kind = data.get("measured")
     if not isinstance(kind, str) or kind not in FIELDS:
-        is_one = f"'{shorten(kind)}'" if isinstance(kind, str) else "no benchmark"
-        words = f"{name}: holds {is_one}, and a report shows {', '.join(FIELDS)}"
-        return Result(name=name, label=label, problems=(clean(words),))
+        is_one = f"'{untrusted.shorten(kind)}'" if isinstance(kind, str) else "no benchmark"
+        problem = untrusted.clean(f"{name}: holds {is_one}, and a report shows {', '.join(FIELDS)}")
+        return BenchmarkResult(name=name, label=label, problems=(problem,))
     problems: list[str] = []
     about = {
         key: value
         for key, value in data.items()
         if isinstance(value, str | int | float) and not isinstance(value, bool)
     }
-    return Result(
+    return BenchmarkResult(
         name=name,
         label=label,
         kind=kind,
@@ -96,8 +96,8 @@ def read_result(path: Path) -> Result:
         machine=_object(data.get("machine")),
         rows=_rows(name, kind, data.get("rows"), problems),
         curves=_curves(name, data.get("curves"), problems),
-        ranking=tuple(one for one in _list(data.get("ranking")) if isinstance(one, str) and one.strip(". ")),
-        notes=tuple(one for one in _list(data.get("notes")) if isinstance(one, str)),
+        ranking=tuple(one for one in untrusted.items(data.get("ranking")) if isinstance(one, str) and one.strip(". ")),
+        notes=tuple(one for one in untrusted.items(data.get("notes")) if isinstance(one, str)),
         definitions={
             key: value for key, value in _object(data.get("definitions")).items() if isinstance(value, str)
         },
@@ -107,10 +107,6 @@ def read_result(path: Path) -> Result:
 
 def _object(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
 
 
 def _rows(name: str, kind: str, given: Any, problems: list[str]) -> tuple[Row, ...]:
@@ -123,8 +119,11 @@ def _rows(name: str, kind: str, given: Any, problems: list[str]) -> tuple[Row, .
         if not isinstance(row, dict):
             wrong.append(f"row {at} is no object")
             continue
-        known = (field for field in FIELDS[kind] if field.accepts != "computed")
-        read = {field.key: _READERS[field.accepts](row.get(field.key)) for field in known}
+        read = {
+            field.key: _READERS[field.accepts](row.get(field.key))
+            for field in FIELDS[kind]
+            if field.accepts != "computed"
+        }
         bad = [key for key in read if read[key] is None and row.get(key) is not None]
         wrong += [f"'{key}' of row {at}" for key in bad]
         if read["strategy"] and read["learners"]:
@@ -137,12 +136,12 @@ def _rows(name: str, kind: str, given: Any, problems: list[str]) -> tuple[Row, .
     return tuple(rows)
 
 
-def _curves(name: str, given: Any, problems: list[str]) -> tuple[Curve, ...]:
+def _curves(name: str, given: Any, problems: list[str]) -> tuple[RaceCurve, ...]:
     found = []
     bad = 0
-    for curve in _list(given)[:_MOST_CURVES]:
+    for curve in untrusted.items(given)[:_MOST_CURVES]:
         points: list[tuple[float, float, float]] = []
-        for point in _list(curve.get("points"))[:_MOST_POINTS] if isinstance(curve, dict) else []:
+        for point in untrusted.items(curve.get("points"))[:_MOST_POINTS] if isinstance(curve, dict) else []:
             numbers = [untrusted.from_zero(one) for one in point] if isinstance(point, list) and len(point) == 3 else []
             whole = [one for one in numbers if one is not None]
             if len(whole) == 3 and whole[2] <= 1 and (not points or whole[0] >= points[-1][0]):
@@ -151,7 +150,7 @@ def _curves(name: str, given: Any, problems: list[str]) -> tuple[Curve, ...]:
                 bad += 1
         if points:
             strategy = untrusted.text(curve.get("strategy")) or "?"
-            found.append(Curve(strategy, untrusted.count(curve.get("learners")), untrusted.count(curve.get("seed")),
+            found.append(RaceCurve(strategy, untrusted.count(curve.get("learners")), untrusted.count(curve.get("seed")),
                                tuple(points)))  # fmt: skip
         elif not isinstance(curve, dict):
             bad += 1
@@ -167,7 +166,7 @@ class Inputs(NamedTuple):
     """All that a report is made of."""
 
     runs: tuple[RunRecord, ...]
-    results: tuple[Result, ...]
+    results: tuple[BenchmarkResult, ...]
     problems: tuple[str, ...]  # with the name of what they are of
 
 
@@ -176,7 +175,7 @@ def read_inputs(paths: Sequence[Path]) -> Inputs:
     if not paths:
         raise RequestError("name the folder of a run, or the JSON file of a benchmark")
     runs: list[tuple[Path, RunRecord]] = []
-    results: list[Result] = []
+    results: list[BenchmarkResult] = []
     unusable: list[str] = []
     for path in paths:
         if path.is_dir():
@@ -205,19 +204,16 @@ def read_inputs(paths: Sequence[Path]) -> Inputs:
 
 def _told_apart(runs: Sequence[tuple[Path, RunRecord]]) -> tuple[RunRecord, ...]:
     """Runs of the same name get that of the folder above too, and where that is not enough a number."""
-    labels = [run.label for _, run in runs]
-    names = [run.name for _, run in runs]
-    for at, (path, run) in enumerate(runs):
-        if labels.count(run.label) > 1:
-            above = clean(path.resolve().parent.name)
-            names[at] = clean(f"{above}/{run.name}") if above else run.name
+    alike = Counter(run.label for _, run in runs)
     seen: set[str] = set()
     told = []
-    for (_, run), name in zip(runs, names, strict=True):
-        label, number = shorten(name, LABEL), 1
+    for path, run in runs:
+        above = untrusted.clean(path.resolve().parent.name) if alike[run.label] > 1 else ""
+        name = untrusted.clean(f"{above}/{run.name}") if above else run.name
+        label, number = untrusted.shorten(name, untrusted.LABEL), 1
         while label in seen:
             number += 1
-            label = f"{shorten(name, LABEL - 6)} #{number}"
+            label = f"{untrusted.shorten(name, untrusted.LABEL - 6)} #{number}"
         seen.add(label)
         told.append(replace(run, name=name if number == 1 else f"{name} #{number}", label=label))
     return tuple(told)

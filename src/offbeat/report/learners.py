@@ -1,7 +1,7 @@
 """Where each learner's time went, and how long its minibatches took: from the spans of a log.
 
 Laws. Pure functions of what was read. What cannot be known is None, never a guess. What is defined in words is in
-`facts.DEFINITIONS`.
+`metrics.DEFINITIONS`.
 
 What it must not know: files, pages, words, and what a policy decided.
 """
@@ -16,9 +16,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from offbeat.errors import RequestError
-from offbeat.policies import create
-from offbeat.policies.events import Pushed
-from offbeat.runs.pushed_spans import minibatches_by_span
+from offbeat.policies import Pushed, create
+from offbeat.runs.log import minibatches_by_span
 from offbeat.runs.run_record import RunSegment
 from offbeat.simulate.recorded import product_limit
 
@@ -131,7 +130,8 @@ def _learner_facts(
     parts: list[tuple[list[float], list[float]]] = [([], []) for _ in range(QUARTERS)]
     for kind, times in enumerate((finished, cancelled)):
         for one in times:
-            parts[_quarter(one.end_s, length)][kind].append(one.each_s)
+            quarter = min(QUARTERS - 1, int(QUARTERS * one.end_s / length)) if length > 0 else 0
+            parts[quarter][kind].append(one.each_s)
     none_finished = not took and bool(cut)
     return LearnerFacts(
         learner=learner,
@@ -145,10 +145,6 @@ def _learner_facts(
                        for whole, let in parts),
         **seconds,
     )  # fmt: skip
-
-
-def _quarter(end_s: float, length_s: float) -> int:
-    return min(QUARTERS - 1, int(QUARTERS * end_s / length_s)) if length_s > 0 else 0
 
 
 def _typical(finished: Sequence[float], cancelled: Sequence[float]) -> float | None:

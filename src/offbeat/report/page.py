@@ -26,16 +26,24 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from offbeat.charts.bar_chart import BarChart, bar_colours, bar_legend, draw_bar_chart
+from offbeat.charts.bar_chart import (
+    BarChart,
+    ShareChart,
+    bar_colours,
+    bar_legend,
+    draw_bar_chart,
+    draw_share_chart,
+    share_legend,
+    time_part,
+)
 from offbeat.charts.line_chart import LegendEntry, LineChart, draw_line_chart, line_legend
-from offbeat.charts.share_chart import ShareChart, draw_share_chart, share_legend, time_part
 from offbeat.number_format import Cell, Form, column_unit, format_value
-from offbeat.report.page_model import Column, Item, Page, Section, Table, Timeline
+from offbeat.report.page_model import Column, Item, Page, PageSection, Table, TimelineChart
 
 Data = dict[str, Any]  # what page.js reads; JSON has no better type
 
@@ -68,6 +76,7 @@ def render(page: Page) -> str:
     sections = [
         _section(section, anchor, names, charts) for section, anchor in zip(page.sections, anchors, strict=True)
     ]
+    data = json.dumps(charts, ensure_ascii=True, allow_nan=False, separators=(",", ":")).translate(_JSON_ESCAPES)
     policy = (
         f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)} {_hash(dark)}; img-src data:; "
         "base-uri 'none'; form-action 'none'"
@@ -96,7 +105,7 @@ def render(page: Page) -> str:
 {_contents(page, anchors)}<main>
 {_summary(page)}{_problems(page.problems)}{"".join(sections)}</main>
 </div>
-<script type="application/json" id="data">{_json(charts)}</script>
+<script type="application/json" id="data">{data}</script>
 <script>{script}</script>
 </body>
 </html>
@@ -134,9 +143,9 @@ def _openable(text: str) -> str:
     return shown if len(text) <= LETTERS else f'<details class="long"><summary>{shown}</summary></details>'
 
 
-def _title(text: str) -> str:
-    """An attribute that shows text at the pointer, cut; nothing for no text."""
-    return f' title="{_text(_cut(text))}"' if text else ""
+def _attribute(name: str, text: str) -> str:
+    """With text that is cut where it is long; nothing for no text."""
+    return f' {name}="{_text(_cut(text))}"' if text else ""
 
 
 def _cut(text: str) -> str:
@@ -184,12 +193,12 @@ def _problems(problems: Sequence[str]) -> str:
     )
 
 
-def _section(section: Section, anchor: str, names: _Names, charts: list[Data]) -> str:
+def _section(section: PageSection, anchor: str, names: _Names, charts: list[Data]) -> str:
     items = "".join(_item(item, names, charts) for item in section.items)
     return (
         f'<section id="{anchor}" aria-labelledby="{anchor}-title">\n'
         f'<h2 id="{anchor}-title">{_openable(section.title)}</h2>\n'
-        f"{''.join(map(_paragraph, section.paragraphs))}{items}</section>\n"
+        f"{''.join(map(_paragraph, (section.about, *section.paragraphs)))}{items}</section>\n"
     )
 
 
@@ -198,8 +207,8 @@ def _item(item: Item, names: _Names, charts: list[Data]) -> str:
         return _table(item, names)
     name, number = names.take("chart", item.key), len(charts)
     legend = plot = ""
-    if isinstance(item, Timeline):
-        kind, data = "timeline", _timeline(item)
+    if isinstance(item, TimelineChart):
+        kind, data = "timeline", _bars(item)
     else:
         kind, prepare, entries, draw, pack = _KINDS[type(item)]
         chart = prepare(item)
@@ -243,10 +252,11 @@ def _table(table: Table, names: _Names) -> str:
     whole = _grid(columns, written, range(len(columns)), table.title)
     tall = " tall" if len(rows) > TALL else ""
     wide = " wide" if len(blocks) > 1 else ""
+    name = _attribute("aria-label", table.title)
     paper = f'<div class="paper">\n{"".join(parts)}</div>\n' if wide else ""
     return (
         f'<div class="table" id="{names.take("table", table.key)}">\n'
-        f'<div class="scroll{tall}{wide}" tabindex="0" role="region"{_label(table.title)}>\n{whole}</div>\n'
+        f'<div class="scroll{tall}{wide}" tabindex="0" role="region"{name}>\n{whole}</div>\n'
         f"{paper}{_paragraph(table.note, 'note')}{_help(columns)}</div>\n"
     )
 
@@ -303,10 +313,6 @@ def _width(column: Column, cells: Sequence[str], most: int) -> float:
     return LETTER * letters + PADDING
 
 
-def _label(text: str) -> str:
-    return f' aria-label="{_text(_cut(text))}"' if text else ""
-
-
 def _class(column: Column, text: str, *, head: bool = False) -> str:
     """Numbers stand right. Words with one that no paper holds are broken anywhere; much text gets more room."""
     kinds = ["number"] if column.form != "text" and (head or len(text) <= NARROW) else []
@@ -318,7 +324,11 @@ def _class(column: Column, text: str, *, head: bool = False) -> str:
 
 def _head(column: Column) -> str:
     text = _openable(column.name)
-    inner = f"<abbr{_title(column.help)}>{text}</abbr>" if column.help and len(column.name) <= LETTERS else text
+    inner = (
+        f"<abbr{_attribute('title', column.help)}>{text}</abbr>"
+        if column.help and len(column.name) <= LETTERS
+        else text
+    )
     return f'<th scope="col"{_class(column, column.name, head=True)}>{inner}</th>'
 
 
@@ -379,10 +389,7 @@ def _line(chart: LineChart) -> Data:
 
 def _prepared_bar(chart: BarChart) -> BarChart:
     series = (
-        bars._replace(
-            group=bars.group or bars.name,
-            values=tuple(None if v is None or not math.isfinite(v) else _drawn(v) for v in bars.values),
-        )
+        bars._replace(values=tuple(None if v is None or not math.isfinite(v) else _drawn(v) for v in bars.values))
         for bars in chart.series
     )
     return replace(chart, y_label=_plain(chart.y_label, chart.y_form), series=tuple(series))
@@ -390,7 +397,7 @@ def _prepared_bar(chart: BarChart) -> BarChart:
 
 def _bar(chart: BarChart) -> Data:
     colours = bar_colours(chart)
-    series = [(bars.name, bars.group, colours[bars.group], bars.values) for bars in chart.series]
+    series = [(bars.name, colours[bars.name], bars.values) for bars in chart.series]
     return _bands(chart.x_label, chart.y_form, chart.categories, series)
 
 
@@ -401,20 +408,21 @@ def _prepared_share(chart: ShareChart) -> ShareChart:
 
 def _share(chart: ShareChart) -> Data:
     columns = zip(*chart.values, strict=True)
-    series = [(part, part, time_part(part), values) for part, values in zip(chart.parts, columns, strict=False)]
+    series = [(part, time_part(part), values) for part, values in zip(chart.parts, columns, strict=False)]
     return _bands("", "percent", chart.rows, series)
 
 
 def _bands(
-    label: str, form: Form, bands: Sequence[str], series: Iterable[tuple[str, str, str, Sequence[float | None]]]
+    label: str, form: Form, bands: Sequence[str], series: Iterable[tuple[str, str, Sequence[float | None]]]
 ) -> Data:
     """Values side by side or one after the other: page.js tells those of one band."""
-    names = ("name", "group", "colour", "values")
     return {
         "label": label,
         "form": form,
         "bands": list(bands),
-        "series": [dict(zip(names, one, strict=True)) for one in series],
+        "series": [
+            {"name": name, "group": name, "colour": colour, "values": values} for name, colour, values in series
+        ],
     }
 
 
@@ -422,11 +430,7 @@ def _drawn(value: float) -> float:
     return float(f"{min(max(float(value), -LARGE), LARGE):.{DIGITS}g}")
 
 
-def _timeline(chart: Timeline) -> Data:
-    return {"learners": list(chart.learners), "whats": list(chart.whats), **_bars(chart)}
-
-
-def _bars(chart: Timeline) -> Data:
+def _bars(chart: TimelineChart) -> Data:
     """The bars learner by learner, in whole ticks, so that neither sums nor differences lose anything:
 
     counts    how many bars each learner has
@@ -435,27 +439,25 @@ def _bars(chart: Timeline) -> Data:
     versions  minus the bar before's (or 0)
     marks     twice the index of what it is, plus one if cancelled
     """
-    learner = np.asarray(chart.learner, dtype=np.int64)
-    order = np.argsort(learner, kind="stable")
-    learner = learner[order]
-    start_s = np.clip(np.asarray(chart.start_s, dtype=np.float64)[order], -LARGE, LARGE)
-    end_s = np.clip(np.asarray(chart.end_s, dtype=np.float64)[order], -LARGE, LARGE)
-    last_s = max(np.abs(start_s).max(initial=0.0), np.abs(end_s).max(initial=0.0))
+    bars = np.array(chart.bars, dtype=np.float64).reshape(-1, 6)
+    learner, what, start_s, end_s, version, cancelled = bars[np.argsort(bars[:, 0], kind="stable")].T
+    start_s, end_s = np.clip((start_s, end_s), -LARGE, LARGE)
+    last_s = np.abs((start_s, end_s)).max(initial=0.0)
     tick_s = 1e-9 if last_s < 1 else 1e-6 if last_s < 1e9 else last_s / 1e15
     start, end = np.rint(start_s / tick_s), np.rint(end_s / tick_s)
-    version = np.asarray(chart.version, dtype=np.float64)[order]
-    marks = 2 * np.asarray(chart.what, dtype=np.int64)[order] + np.asarray(chart.cancelled, dtype=np.int64)[order]
     return {
+        "learners": list(chart.learners),
+        "whats": list(chart.whats),
         "tick": tick_s,
-        "counts": np.bincount(learner, minlength=len(chart.learners)).tolist(),
+        "counts": np.bincount(learner.astype(np.int64), minlength=len(chart.learners)).tolist(),
         "gaps": _packed(start - _before(end, learner)),
         "lengths": _packed(end - start),
         "versions": _packed(version - _before(version, learner)),
-        "marks": _packed(marks.astype(np.float64)),
+        "marks": _packed(2 * what + cancelled),
     }
 
 
-def _before(values: npt.NDArray[np.float64], learner: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+def _before(values: npt.NDArray[np.float64], learner: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """Of each bar the value of the one before it of the same learner, 0 for its first."""
     before = np.zeros_like(values)
     before[1:] = np.where(learner[1:] == learner[:-1], values[:-1], 0.0)
@@ -469,21 +471,13 @@ def _packed(values: npt.NDArray[np.float64]) -> Data:
     return {"type": kind, "bytes": base64.b64encode(values.astype(f"<{kind}").tobytes()).decode("ascii")}
 
 
-class _Kind(NamedTuple):
-    """How a kind of chart comes onto a page."""
-
-    name: str
-    prepare: Callable[[Any], Any]
-    legend: Callable[[Any], list[LegendEntry]]
-    draw: Callable[[Any, int, str], str]
-    pack: Callable[[Any], Data]
-
-
-_KINDS: dict[type[Any], _Kind] = {
-    LineChart: _Kind("line", _prepared_line, line_legend, draw_line_chart, _line),
-    BarChart: _Kind("bar", _prepared_bar, bar_legend, draw_bar_chart, _bar),
-    ShareChart: _Kind("share", _prepared_share, share_legend, draw_share_chart, _share),
-}
+# How a kind of chart comes onto a page: its name, and the functions that prepare it, make its legend, draw and pack it.
+_KINDS: dict[type[Any], tuple[str, Callable[..., Any], Callable[..., list[LegendEntry]], Callable[..., str],
+                              Callable[..., Data]]] = {
+    LineChart: ("line", _prepared_line, line_legend, draw_line_chart, _line),
+    BarChart: ("bar", _prepared_bar, bar_legend, draw_bar_chart, _bar),
+    ShareChart: ("share", _prepared_share, share_legend, draw_share_chart, _share),
+}  # fmt: skip
 
 
 # --- the file's own parts -----------------------------------------------------------------------------------------
@@ -495,8 +489,3 @@ def _own(name: str) -> str:
 
 def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode('ascii')}'"
-
-
-def _json(value: Iterable[Data]) -> str:
-    text = json.dumps(list(value), ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    return text.translate(_JSON_ESCAPES)

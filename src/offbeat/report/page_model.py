@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from offbeat.charts import BarChart, LineChart, ShareChart
+from offbeat.charts import BarChart, Figure, LineChart, ShareChart
 from offbeat.number_format import Cell, Form
 
 
@@ -27,48 +27,41 @@ class Column(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
+class Table(Figure):
     """`key` names its CSV file."""
 
-    key: str
-    title: str
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
-    note: str = ""
+
+
+# Who (an index into `learners`), what (one into `whats`), from, to, at which version, cancelled or not.
+Bar = tuple[int, int, float, float, int, bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timeline:
-    """The bars of each learner: who, what (an index into `whats`), from, to, at which version, cancelled or not.
+class TimelineChart(Figure):
+    """What each learner did, as bars. Those of one learner do not overlap, and come in order of their start.
 
-    Columns, since there are many: all have the same length. Bars of one learner do not overlap, and come in order of
-    their start. Zoomable; coloured by version.
+    Zoomable; coloured by version.
     """
 
-    key: str
-    title: str
     learners: tuple[str, ...]
     whats: tuple[str, ...]
-    learner: tuple[int, ...]
-    what: tuple[int, ...]
-    start_s: tuple[float, ...]
-    end_s: tuple[float, ...]
-    version: tuple[int, ...]
-    cancelled: tuple[bool, ...]
-    note: str = ""
+    bars: tuple[Bar, ...]
 
 
-Item = Table | LineChart | BarChart | ShareChart | Timeline
+Item = Table | LineChart | BarChart | ShareChart | TimelineChart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
-    """A part of a page: a heading, some paragraphs, then what is shown."""
+class PageSection:
+    """A part of a page: a heading, what it is about, some paragraphs, then what is shown."""
 
     key: str
     title: str
     items: tuple[Item, ...]
     paragraphs: tuple[str, ...] = ()
+    about: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,4 +72,4 @@ class Page:
     subtitle: str
     summary: tuple[str, ...]
     problems: tuple[str, ...]
-    sections: tuple[Section, ...]
+    sections: tuple[PageSection, ...]

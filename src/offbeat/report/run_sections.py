@@ -5,20 +5,19 @@ Laws are those of build.py, which puts the page together. What it must not know:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from offbeat.charts import BarChart, Bars, LineChart, Series, ShareChart
 from offbeat.number_format import Cell, percent
 from offbeat.policies import Staleness
-from offbeat.report import benchmarks, facts
-from offbeat.report.facts import Facts, straggler
-from offbeat.report.inputs import Result
-from offbeat.report.page_model import Column, Item, Section, Table, Timeline
-from offbeat.report.summary import Group
-from offbeat.report.theory import staleness_theory
+from offbeat.report import benchmarks
+from offbeat.report.facts import Facts, staleness_theory, straggler
+from offbeat.report.inputs import BenchmarkResult
+from offbeat.report.page_model import Bar, Column, Item, PageSection, Table, TimelineChart
+from offbeat.report.summary import RunGroup
 from offbeat.runs.log import WHAT, Span
-from offbeat.runs.metrics import DEFINITIONS
-from offbeat.runs.run_record import RunRecord
+from offbeat.runs.metrics import DEFINITIONS, known_interval
+from offbeat.runs.run_record import EvaluationRecord, RunRecord
 from offbeat.spec import count_of
 
 MOST_POINTS = 2_000  # of a curve
@@ -34,7 +33,7 @@ SHARES = ("computing", "thrown away", "sending", "waiting", "updating")
 # --- timeline -----------------------------------------------------------------------------------------------------
 
 
-def timelines(runs: Sequence[RunRecord], known: Sequence[Facts], limit: int) -> Section | None:
+def timelines(runs: Sequence[RunRecord], known: Sequence[Facts], limit: int) -> PageSection:
     all_spans = [one_clock(run) for run in runs]
     allowed = _allowed([len(spans) for spans in all_spans], limit)
     items = [
@@ -42,17 +41,11 @@ def timelines(runs: Sequence[RunRecord], known: Sequence[Facts], limit: int) -> 
         for at, (one, spans, most) in enumerate(zip(known, all_spans, allowed, strict=True), start=1)
         if spans
     ]
-    if not items:
-        return None
-    return Section(
-        key="timeline",
-        title="Timeline",
-        items=tuple(items),
-        paragraphs=(
-            "What each learner did, second by second. A bar of computing has the colour of the version of the "
-            "parameters it worked on; what was cancelled is marked.",
-        ),
+    text = (
+        "What each learner did, second by second. A bar of computing has the colour of the version of the parameters "
+        "it worked on; what was cancelled is marked."
     )
+    return PageSection(key="timeline", title="Timeline", items=tuple(items), about=text)
 
 
 def one_clock(run: RunRecord) -> list[Span]:
@@ -62,10 +55,7 @@ def one_clock(run: RunRecord) -> list[Span]:
     for segment in run.segments:
         if segment.spans:
             shift = before - min(span.start_s for span in segment.spans)
-            if shift:
-                moved = [Span(who, what, a + shift, b + shift, v, c) for who, what, a, b, v, c in segment.spans]
-            else:
-                moved = list(segment.spans)
+            moved = [Span(who, what, a + shift, b + shift, v, c) for who, what, a, b, v, c in segment.spans]
             found += sorted(moved, key=lambda span: span.start_s)
             before = max(span.end_s for span in moved)
     return found
@@ -79,7 +69,7 @@ def _allowed(wanted: Sequence[int], limit: int) -> list[int]:
     return allowed
 
 
-def _timeline(key: str, one: Facts, spans: Sequence[Span], most: int) -> Timeline:
+def _timeline(key: str, one: Facts, spans: Sequence[Span], most: int) -> TimelineChart:
     everybody = sorted({span.learner for span in spans})
     numbers, left_out = everybody[:MOST_LEARNERS], len(everybody[MOST_LEARNERS:])
     if left_out:
@@ -88,7 +78,7 @@ def _timeline(key: str, one: Facts, spans: Sequence[Span], most: int) -> Timelin
     place = {learner: at for at, learner in enumerate(numbers)}
     kinds = {what: at for at, what in enumerate(WHAT)}
     ends = [0.0] * len(numbers)
-    bars: list[tuple[int, int, float, float, int, bool]] = []
+    bars: list[Bar] = []
     hidden = 0
     for learner, what, start, end, version, cancelled in spans[:most]:
         row = place[learner]
@@ -106,18 +96,12 @@ def _timeline(key: str, one: Facts, spans: Sequence[Span], most: int) -> Timelin
         notes.append(f"Shown are the first {most:,} of {len(spans):,} bars.")
     if hidden:
         notes.append(f"Left out: {count_of(hidden, 'bar')} behind others of the same learner.")
-    columns = list(zip(*bars, strict=True)) if bars else [()] * 6
-    return Timeline(
+    return TimelineChart(
         key=key,
         title=_title(one),
         learners=tuple(f"learner {learner}" for learner in numbers),
         whats=WHAT,
-        learner=columns[0],
-        what=columns[1],
-        start_s=columns[2],
-        end_s=columns[3],
-        version=columns[4],
-        cancelled=columns[5],
+        bars=tuple(bars),
         note=" ".join(notes),
     )
 
@@ -133,10 +117,10 @@ def _title(one: Facts) -> str:
 
 def errors(
     known: Sequence[Facts],
-    groups: Sequence[Group],
+    groups: Sequence[RunGroup],
     targets: Mapping[int, float | None],
-    results: Sequence[Result],
-) -> Section | None:
+    results: Sequence[BenchmarkResult],
+) -> PageSection:
     items: list[Item] = []
     curves = [_thinned(one.curve) for one in known]
     right = any(point.accuracy is not None for curve in curves for point in curve)
@@ -144,16 +128,14 @@ def errors(
     drawn_levels = tuple((1 - level, f"target {percent(level)}") for level in levels) if right else ()
     y_label, y_form = ("test error", "percent") if right else ("test loss", "number")
     for key, x_label, x_form in (("seconds", "training time (s)", "seconds"), ("updates", "updates", "number")):
-        series = []
-        for one, curve in zip(known, curves, strict=True):
-            points: list[tuple[float, float]] = []
-            for point in curve:
-                x = point.seconds if key == "seconds" else point.update
-                y = (None if point.accuracy is None else 1 - point.accuracy) if right else point.loss
-                if x is not None and y is not None and (not points or x >= points[-1][0]):
-                    points.append((float(x), y))
-            if points:
-                series.append(Series(name=one.label, points=tuple(points)))
+        lines = [
+            _rising(
+                (point.seconds if key == "seconds" else point.update, _error(point) if right else point.loss)
+                for point in curve
+            )
+            for curve in curves
+        ]
+        series = [Series(name=one.label, points=line) for one, line in zip(known, lines, strict=True) if line]
         if series:
             items.append(
                 LineChart(
@@ -170,15 +152,26 @@ def errors(
     if items:
         items += [_accuracy_table(known, targets), _evaluations(known, curves)]
     items += benchmarks.races(results)
-    if not items:
-        return None
     text = "How fast the training got better: lower and further left is better."
     if drawn_levels:
         text += " The level is the target: the accuracy given, or the highest that all ranked runs reached."
-    return Section(key="error", title="Error against time", items=tuple(items), paragraphs=(text,))
+    return PageSection(key="error", title="Error against time", items=tuple(items), about=text)
 
 
-def _thinned(curve: Sequence[facts.Point]) -> tuple[facts.Point, ...]:
+def _rising(points: Iterable[tuple[float | None, float | None]]) -> tuple[tuple[float, float], ...]:
+    """Those of which both are known, and of which x does not fall."""
+    kept: list[tuple[float, float]] = []
+    for x, y in points:
+        if x is not None and y is not None and (not kept or x >= kept[-1][0]):
+            kept.append((float(x), y))
+    return tuple(kept)
+
+
+def _error(point: EvaluationRecord) -> float | None:
+    return None if point.accuracy is None else 1 - point.accuracy
+
+
+def _thinned(curve: Sequence[EvaluationRecord]) -> tuple[EvaluationRecord, ...]:
     if len(curve) <= MOST_POINTS:
         return tuple(curve)
     step = -(-len(curve) // MOST_POINTS)
@@ -190,11 +183,11 @@ def _accuracy_table(known: Sequence[Facts], targets: Mapping[int, float | None])
     rows: list[tuple[Cell, ...]] = [
         (
             one.label,
-            one.accuracy,
-            *one.interval,
+            one.last.accuracy,
+            *known_interval(one.last.accuracy, one.last.test_samples),
             one.best_accuracy,
-            one.loss,
-            one.best_loss,
+            one.last.loss,
+            min((point.loss for point in one.curve if point.loss is not None), default=None),
             targets[at],
             one.seconds_to(targets[at]),
             one.updates_to(targets[at]),
@@ -220,12 +213,12 @@ def _accuracy_table(known: Sequence[Facts], targets: Mapping[int, float | None])
     )
 
 
-def _evaluations(known: Sequence[Facts], curves: Sequence[Sequence[facts.Point]]) -> Table:
-    rows: list[tuple[Cell, ...]] = []
-    for one, curve in zip(known, curves, strict=True):
-        for point in curve:
-            error = None if point.accuracy is None else 1 - point.accuracy
-            rows.append((one.label, point.seconds, point.update, point.accuracy, error, point.loss))
+def _evaluations(known: Sequence[Facts], curves: Sequence[Sequence[EvaluationRecord]]) -> Table:
+    rows = [
+        (one.label, point.seconds, point.update, point.accuracy, _error(point), point.loss)
+        for one, curve in zip(known, curves, strict=True)
+        for point in curve
+    ]
     cut = [one.label for one, curve in zip(known, curves, strict=True) if len(curve) < len(one.curve)]
     return Table(
         key="evaluations",
@@ -235,7 +228,7 @@ def _evaluations(known: Sequence[Facts], curves: Sequence[Sequence[facts.Point]]
             Column("training time (s)", "seconds"),
             Column("updates", "number"),
             Column("accuracy", "percent"),
-            Column("test error", "percent", facts.DEFINITIONS["error"].formula),
+            Column("test error", "percent", DEFINITIONS["error"].formula),
             Column("test loss", "number"),
         ),
         rows=tuple(rows),
@@ -246,7 +239,7 @@ def _evaluations(known: Sequence[Facts], curves: Sequence[Sequence[facts.Point]]
 # --- staleness ----------------------------------------------------------------------------------------------------
 
 
-def staleness(known: Sequence[Facts]) -> Section | None:
+def staleness(known: Sequence[Facts]) -> PageSection:
     charts: list[Item] = []
     means: list[tuple[Cell, ...]] = []
     shares: list[tuple[Cell, ...]] = []
@@ -257,15 +250,11 @@ def staleness(known: Sequence[Facts]) -> Section | None:
         theory = staleness_theory(one.strategy, one.learners or 0)
         largest = one.staleness[-1][0]
         rows = _histogram(one.staleness, theory)
-        off = None if theory is None else mean - theory.mean
-        formula = "" if theory is None else theory.formula
-        means.append((one.label, one.applied, mean, one.staleness_std, largest,
-                      None if theory is None else theory.mean, off, formula))  # fmt: skip
+        beside = (None, None, "") if theory is None else (theory.mean, mean - theory.mean, theory.formula)
+        means.append((one.label, one.applied, mean, one.staleness_std, largest, *beside))
         shares += [(one.label, *row) for row in rows]
         if largest > 0:
             charts.append(_staleness_chart(f"staleness-{at}", one, rows, theory))
-    if not means:
-        return None
     said = "version before the update that applies a gradient, less the version that it was computed at"
     tables = (
         Table(
@@ -297,7 +286,7 @@ def staleness(known: Sequence[Facts]) -> Section | None:
         ),
     )
     text = f"Staleness is the {said}. All-reduce and synchronous policies have none."
-    return Section(key="staleness", title="Staleness", items=(*charts, *tables), paragraphs=(text,))
+    return PageSection(key="staleness", title="Staleness", items=(*charts, *tables), about=text)
 
 
 def _histogram(
@@ -312,10 +301,10 @@ def _histogram(
         rest_from = MOST_AGES - 1
         while rest_from > 1 and sum(many for age, many in staleness if age >= rest_from - 1) <= whole / 100:
             rest_from -= 1
-    rows: list[tuple[str, int, float, float | None]] = []
-    for age in range(rest_from):
-        many = times.get(age, 0)
-        rows.append((str(age), many, many / whole, None if theory is None else theory.share(age)))
+    rows = [
+        (str(age), times.get(age, 0), times.get(age, 0) / whole, None if theory is None else theory.share(age))
+        for age in range(rest_from)
+    ]
     if rest_from <= largest:
         many = sum(many for age, many in staleness if age >= rest_from)
         said = None if theory is None or theory.share_from is None else theory.share_from(rest_from)
@@ -350,11 +339,10 @@ def _staleness_chart(
 # --- where the time went ------------------------------------------------------------------------------------------
 
 
-def shares(known: Sequence[Facts]) -> Section | None:
+def shares(known: Sequence[Facts]) -> PageSection:
     items: list[Item] = []
     rows: list[tuple[Cell, ...]] = []
     said = []
-    inside: list[str] = []
     for at, one in enumerate(known, start=1):
         slow = straggler(one)
         if slow is not None:
@@ -363,8 +351,6 @@ def shares(known: Sequence[Facts]) -> Section | None:
         shares = [learner.shares() for learner in one.by_learner]
         drawn = [(f"learner {learner.learner}", share) for learner, share in zip(one.by_learner, shares, strict=True)
                  if share is not None]  # fmt: skip
-        if one.inside_waiting:
-            inside.append(one.label)
         if drawn:
             there = [part for part in range(len(SHARES)) if drawn[0][1][part] is not None]
             items.append(
@@ -383,28 +369,25 @@ def shares(known: Sequence[Facts]) -> Section | None:
                  learner.apply_s, learner.evaluate_s, *(share or (None,) * len(SHARES)), learner.minibatches,
                  learner.cancelled, learner.compute_mean_s, learner.compute_median_s, learner.typical_s, factor)
             )  # fmt: skip
-    if not rows:
-        return None
-    own = facts.DEFINITIONS
     columns = (
         Column("run"),
         Column("learner", "number"),
-        Column("computing (s)", "seconds", own["computing"].formula),
-        Column("thrown away (s)", "seconds", own["thrown away"].formula),
+        Column("computing (s)", "seconds", DEFINITIONS["computing"].formula),
+        Column("thrown away (s)", "seconds", DEFINITIONS["thrown away"].formula),
         Column("sending (s)", "seconds"),
         Column("waiting (s)", "seconds"),
         Column("updating (s)", "seconds"),
         Column("evaluating (s)", "seconds", "is no part of the shares"),
-        *(Column(f"{name}: share", "percent", own["accounted time"].formula) for name in SHARES),
-        Column("minibatches finished", "number", own["minibatch"].formula),
+        *(Column(f"{name}: share", "percent", DEFINITIONS["accounted time"].formula) for name in SHARES),
+        Column("minibatches finished", "number", DEFINITIONS["minibatch"].formula),
         Column("minibatches cancelled", "number"),
         Column("mean minibatch (s)", "seconds", "of those finished"),
         Column("median minibatch (s)", "seconds", "of those finished"),
-        Column("typical minibatch (s)", "seconds", own["typical minibatch"].formula),
-        Column("straggler", "times", own["straggler"].formula),
+        Column("typical minibatch (s)", "seconds", DEFINITIONS["typical minibatch"].formula),
+        Column("straggler", "times", DEFINITIONS["straggler"].formula),
     )
     items.append(Table(key="learners", title="Every learner", columns=columns, rows=tuple(rows)))
     text = "Parts of each learner's time, evaluation left out. Work that was cancelled or dropped is thrown away."
-    if inside:
+    if any(one.inside_waiting for one in known):
         text += f" {INSIDE_WAITING}"
-    return Section(key="time", title="Where the time went", items=tuple(items), paragraphs=(text, *said))
+    return PageSection(key="time", title="Where the time went", items=tuple(items), about=text, paragraphs=tuple(said))

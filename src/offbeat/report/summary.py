@@ -17,9 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from offbeat.number_format import format_seconds, percent, whole_percent
-from offbeat.report.facts import Facts, Straggler, straggler
-from offbeat.report.inputs import Result
-from offbeat.report.theory import staleness_theory
+from offbeat.report.facts import Facts, Straggler, staleness_theory, straggler
+from offbeat.report.inputs import BenchmarkResult
 from offbeat.runs.run_record import RunRecord
 from offbeat.runs.untrusted import clean
 from offbeat.spec import count_of
@@ -56,7 +55,7 @@ def names_of(facts: Sequence[Facts]) -> tuple[str, ...]:
 # --- who may be compared with whom --------------------------------------------------------------------------------
 
 
-class Group(NamedTuple):
+class RunGroup(NamedTuple):
     """Runs, by their place, that may be compared, the target that is used for them, and who is ranked by it."""
 
     members: tuple[int, ...]
@@ -73,7 +72,7 @@ def field_of(run: RunRecord, name: str) -> Any:
     return _DEFAULTS.get(name) if found is None and run.config else found
 
 
-def groups_of(runs: Sequence[RunRecord], facts: Sequence[Facts], target: float | None) -> tuple[Group, ...]:
+def groups_of(runs: Sequence[RunRecord], facts: Sequence[Facts], target: float | None) -> tuple[RunGroup, ...]:
     """The target is the one given, and ranked is who reached it; or the highest that all who are ranked have reached.
 
     Without one given, unfinished runs and those that ended worse are not ranked, and one alone has no target.
@@ -86,20 +85,20 @@ def groups_of(runs: Sequence[RunRecord], facts: Sequence[Facts], target: float |
     for members in found.values():
         if target is not None:
             ranked = [at for at in members if facts[at].seconds_to(target) is not None]
-            groups.append(Group(tuple(members), target, tuple(ranked), given=True))
+            groups.append(RunGroup(tuple(members), target, tuple(ranked), given=True))
             continue
         best = _best(members, facts)
         ranked = [at for at in members if facts[at].finished and facts[at].highest_reached is not None
                   and (best is None or _below(facts[at], facts[best]) <= 0)]  # fmt: skip
         reached = [one for at in ranked if (one := facts[at].highest_reached) is not None]
-        groups.append(Group(tuple(members), min(reached) if len(ranked) > 1 else None, tuple(ranked)))
+        groups.append(RunGroup(tuple(members), min(reached) if len(ranked) > 1 else None, tuple(ranked)))
     return tuple(groups)
 
 
 def _best(members: Sequence[int], facts: Sequence[Facts]) -> int | None:
     """Who of those that are finished ended with the highest accuracy."""
-    known = [at for at in members if facts[at].finished and facts[at].accuracy is not None]
-    return max(known, key=lambda at: facts[at].accuracy or 0.0, default=None)
+    known = [at for at in members if facts[at].finished and facts[at].last.accuracy is not None]
+    return max(known, key=lambda at: facts[at].last.accuracy or 0.0, default=None)
 
 
 def _below(one: Facts, best: Facts) -> float:
@@ -135,8 +134,8 @@ def _shown(value: Any) -> str:
 def summary(
     runs: Sequence[RunRecord],
     facts: Sequence[Facts],
-    results: Sequence[Result],
-    groups: Sequence[Group],
+    results: Sequence[BenchmarkResult],
+    groups: Sequence[RunGroup],
     price: float | None = None,
 ) -> tuple[str, ...]:
     """All sentences, the most important first."""
@@ -152,7 +151,7 @@ def summary(
 
 
 def _rankings(
-    runs: Sequence[RunRecord], facts: Sequence[Facts], names: Sequence[str], groups: Sequence[Group]
+    runs: Sequence[RunRecord], facts: Sequence[Facts], names: Sequence[str], groups: Sequence[RunGroup]
 ) -> Iterator[str]:
     once: list[str] = []
     for group in groups:
@@ -178,13 +177,14 @@ class _Timed(NamedTuple):
     interval_s: float  # from the evaluation before
 
 
-def _ranking(group: Group, facts: Sequence[Facts], names: Sequence[str]) -> Iterator[str]:
+def _ranking(group: RunGroup, facts: Sequence[Facts], names: Sequence[str]) -> Iterator[str]:
     assert group.target is not None
     said = percent(group.target)
     order = sorted(
-        _Timed(time, names[at], facts[at].interval_to(group.target) or 0.0)
+        _Timed(there.seconds, names[at], there.seconds - before.seconds)
         for at in group.ranked
-        if (time := facts[at].seconds_to(group.target)) is not None
+        for before, there in [facts[at].reached(group.target)]
+        if there is not None
     )
     if order:
         first, *rest = _alike(order)
@@ -220,7 +220,7 @@ def _times(some: Sequence[_Timed], more: str = "") -> str:
     return times if len(some) == 1 else f"{times}, within one evaluation of each other"
 
 
-def _chance(group: Group, facts: Sequence[Facts], names: Sequence[str]) -> list[str]:
+def _chance(group: RunGroup, facts: Sequence[Facts], names: Sequence[str]) -> list[str]:
     """What is to be kept in mind where runs that nobody repeated are ranked."""
     many = Counter((facts[at].strategy, facts[at].learners) for at in group.ranked)
     single = [names[at] for at in group.ranked if many[facts[at].strategy, facts[at].learners] == 1]
@@ -230,7 +230,7 @@ def _chance(group: Group, facts: Sequence[Facts], names: Sequence[str]) -> list[
     return [f"{whose}: a difference may be chance."]
 
 
-def _not_ranked(group: Group, facts: Sequence[Facts], names: Sequence[str]) -> Iterator[str]:
+def _not_ranked(group: RunGroup, facts: Sequence[Facts], names: Sequence[str]) -> Iterator[str]:
     """Who is left out and why; of who is ranked by a target that was given, who ended worse."""
     best = _best(group.members, facts)
     for at in group.members:
@@ -241,7 +241,7 @@ def _not_ranked(group: Group, facts: Sequence[Facts], names: Sequence[str]) -> I
                 why = "it is unfinished" if one.ended == "so far" else f"it was {one.ended}"
                 yield f"{name} is not ranked: {why}."
         elif one.highest_reached is None and group.target is not None and not group.given:
-            yield f"{name} is not ranked: it has {'no accuracy' if one.accuracy is None else 'one evaluation'}."
+            yield f"{name} is not ranked: it has {'no accuracy' if one.last.accuracy is None else 'one evaluation'}."
         elif less and best is not None and (not group.given or at in group.ranked):
             how = "is ranked by the target given, and" if group.given else "is not ranked:"
             points = f"{100 * less:.1f} points below that of {names[best]}"
@@ -249,31 +249,29 @@ def _not_ranked(group: Group, facts: Sequence[Facts], names: Sequence[str]) -> I
 
 
 def _of_run(one: Facts, name: str, price: float | None) -> Iterator[str]:
-    known = []
-    if one.updates is not None:
-        known.append(f"{one.updates:,} update{'' if one.updates == 1 else 's'}")
-    made = f" ({known[0]})" if known else ""
+    updates = "" if one.updates is None else f"{one.updates:,} update{'' if one.updates == 1 else 's'}"
+    made = f" ({updates})" if updates else ""
     so_far = "" if one.finished else f" {one.ended}" if one.ended == "so far" else f", {one.ended}"
     speed = "" if one.throughput is None else f", {one.throughput:,.0f} samples applied a second"
     if one.seconds is None:
-        if known:
-            yield f"{name} made {known[0]}{so_far}."
+        if updates:
+            yield f"{name} made {updates}{so_far}."
         return
     time = format_seconds(one.seconds)
     more = []
     if one.energy.joules is not None:
         least = f" at least (not measured: {one.energy.why_not})" if one.energy.why_not else ""
         more.append(f"it took {one.energy.joules:,.4g} J{least}")
-    cost = one.cost(price)
+    cost = one.cost(one.seconds, price)
     if cost is not None:
         more.append(f"it {'would cost' if one.simulated else 'cost'} {cost:.4g}")
-    if one.accuracy is not None:
+    if one.last.accuracy is not None:
         best = one.best_accuracy or 0.0
-        if percent(best) != percent(one.accuracy):
+        if percent(best) != percent(one.last.accuracy):
             more.insert(0, f"its best was {percent(best)}")
         did = f"ended at {one.right} after {time}"
-    elif one.loss is not None:
-        did = f"ended with a loss of {one.loss:.4g} after {time}"
+    elif one.last.loss is not None:
+        did = f"ended with a loss of {one.last.loss:.4g} after {time}"
     else:
         did = f"ran for {time}"
     yield "; ".join([f"{name} {did}{made}{so_far}{speed}", *more]) + "."
@@ -295,9 +293,9 @@ def _stragglers(facts: Sequence[Facts], names: Sequence[str]) -> Iterator[str]:
         if any(slow.at_least for slow, *_ in seen):
             slower = f"at least {slower}"
         slow, _, _, many = seen[0]
-        times = f" (typically {format_seconds(slow.typical_s)} against {format_seconds(slow.others_s)})"
-        if slow.at_least:
-            times = f" (none was finished in {format_seconds(slow.typical_s)}, against {format_seconds(slow.others_s)})"
+        mine, theirs = format_seconds(slow.typical_s), format_seconds(slow.others_s)
+        how = f"none was finished in {mine}," if slow.at_least else f"typically {mine}"
+        times = f" ({how} against {theirs})" if len(seen) == 1 else ""
         runs = f"all {len(seen)} runs" if len(seen) == len(facts) else f"{len(seen)} of {len(facts)} runs"
         where = f" in {runs}" if len(facts) > 1 else ""
         waits = sorted(seen, key=lambda one: -one[1])
@@ -308,7 +306,7 @@ def _stragglers(facts: Sequence[Facts], names: Sequence[str]) -> Iterator[str]:
         ]
         yield (
             f"Learner {learner} is a straggler{where}: its minibatches take {slower}x as long as the others'"
-            f"{times if len(seen) == 1 else ''}. The other{'' if many == 1 else 's'} waited {_listed(told)}."
+            f"{times}. The other{'' if many == 1 else 's'} waited {_listed(told)}."
         )
 
 
@@ -316,11 +314,9 @@ def _trouble(one: Facts, name: str) -> Iterator[str]:
     """Work for nothing, and staleness beside the theory."""
     wasted = one.thrown_away_share or 0.0
     if wasted >= WORTH:
-        parts = []
-        if one.cancelled:
-            parts.append(f"{one.cancelled:,} minibatch{' was' if one.cancelled == 1 else 'es were'} cancelled")
-        if one.dropped:
-            parts.append(f"{one.dropped:,} gradient{' was' if one.dropped == 1 else 's were'} dropped")
+        cancelled = f"{one.cancelled:,} minibatch{' was' if one.cancelled == 1 else 'es were'} cancelled"
+        dropped = f"{one.dropped:,} gradient{' was' if one.dropped == 1 else 's were'} dropped"
+        parts = [text for many, text in ((one.cancelled, cancelled), (one.dropped, dropped)) if many]
         yield f"{name} threw away {percent(wasted)} of the learners' time: {' and '.join(parts)}."
     slow = straggler(one)
     for learner in one.by_learner:
@@ -345,11 +341,11 @@ def _energies(facts: Sequence[Facts]) -> Iterator[str]:
         yield f"Energy is not compared: it was measured by different sources ({_listed(told)})."
 
 
-def _of_result(result: Result) -> Iterator[str]:
+def _of_result(result: BenchmarkResult) -> Iterator[str]:
     recipe = result.said("recipe")
     of = f" of {recipe}" if recipe else ""
+    what = f"{result.said('kind') or 'weak'} scaling" if result.kind == "scaling" else "race"
     if result.ranking:
-        what = f"{result.said('kind') or 'weak'} scaling" if result.kind == "scaling" else "race"
         told = [one.rstrip(". ") for one in result.ranking[:VERDICTS]]
         more = len(result.ranking) - len(told)
         yield "; ".join([f"In the {what}{of}: {told[0]}", *told[1:], *([f"{more} more"] if more else [])]) + "."
@@ -359,9 +355,8 @@ def _of_result(result: Result) -> Iterator[str]:
         best = max((row for row in known if row["learners"] == most), key=lambda row: row["speedup"], default=None)
         if best is not None and most > 1:
             share = "" if best["efficiency"] is None else f" (efficiency {percent(best['efficiency'])})"
-            kind = result.said("kind") or "weak"
             yield (
-                f"In the {kind} scaling{of} {best['strategy']} was the fastest with {count_of(most, 'learner')}: "
+                f"In the {what}{of} {best['strategy']} was the fastest with {count_of(most, 'learner')}: "
                 f"{best['speedup']:.2f}x one learner{share}."
             )
     elif result.kind == "accuracy":

@@ -12,12 +12,12 @@ from __future__ import annotations
 import csv
 import io
 import re
-from contextlib import suppress
 from pathlib import Path
 
 from offbeat.errors import RequestError
 from offbeat.number_format import Cell
 from offbeat.report.page_model import Page, Table
+from offbeat.runs.disk import replace_file
 
 _KEY = re.compile(r"[a-z0-9][a-z0-9-]{0,60}")
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")  # full-width ones are read as formulas too
@@ -42,14 +42,10 @@ def write_csv(page: Page, folder: Path) -> tuple[Path, ...]:
     for table in tables_of(page):
         assert _KEY.fullmatch(table.key), f"'{table.key}' is no key of ours"
         path = folder / f"{table.key}.csv"
-        beside = path.with_name(f"{path.name}.unfinished")
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            beside.write_text(as_csv(table), encoding="utf-8")
-            beside.replace(path)
+            replace_file(path, as_csv(table).encode())
         except OSError as error:
-            with suppress(OSError):
-                beside.unlink()
             raise RequestError(f"cannot write {path}: {error.strerror}") from None
         written.append(path)
     return tuple(written)

@@ -32,15 +32,23 @@ def write_file(path: Path, content: bytes) -> None:
         os.close(file)
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Whole, or not at all: who reads it meanwhile has the one before, and a failure leaves nothing behind."""
+def replace_file(path: Path, content: bytes, *, durable: bool = False) -> None:
+    """Whole, or not at all: who reads it meanwhile has the one before, and a failure leaves nothing behind.
+
+    `durable`: it is on disk when this returns, and was before it got its name.
+    """
     beside = path.with_name(f".{path.name}.unfinished")
     try:
-        beside.write_bytes(content)
+        if durable:
+            write_file(beside, content)
+        else:
+            beside.write_bytes(content)
         beside.replace(path)
     finally:
         with suppress(OSError):
             beside.unlink(missing_ok=True)
+    if durable:
+        sync_folder(path.parent)
 
 
 def sync_folder(path: Path) -> None:
@@ -68,21 +76,17 @@ def read_file(name: str, folder: int, most_bytes: int) -> bytes:
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         file = os.open(name, flags, dir_fd=folder)
+        try:
+            found = os.fstat(file)
+            if not stat.S_ISREG(found.st_mode):
+                raise OSError(errno.EINVAL, "it is not a plain file")
+            with os.fdopen(file, "rb", closefd=False) as stream:
+                return stream.read(min(found.st_size, most_bytes) + 1)
+        finally:
+            os.close(file)
     except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise OSError(errno.ELOOP, "it is a link, not a file", name) from None
-        raise
-    try:
-        found = os.fstat(file)
-        if not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.EINVAL, "it is not a plain file")
-        with os.fdopen(file, "rb", closefd=False) as stream:
-            return stream.read(min(found.st_size, most_bytes) + 1)
-    except OSError as error:
-        error.filename = name
-        raise
-    finally:
-        os.close(file)
+        why = "it is a link, not a file" if error.errno == errno.ELOOP else error.strerror
+        raise OSError(error.errno, why, name) from None
 
 
 def has_size(name: str, folder: int, size_bytes: int) -> bool:

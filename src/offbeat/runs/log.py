@@ -8,19 +8,25 @@ A log is JSON lines. The first line describes the run, each further line is a de
 
 Laws: what `write_log` wrote, `read_log` gives back, and the same log gives the same bytes. One reader: strict, it
 refuses the first line that is wrong and names it; lenient, it skips such lines and counts them. `chrome_trace` gives
-the trace-event form that Perfetto and chrome://tracing open.
+the trace-event form that Perfetto and chrome://tracing open, `text_rows` a
+drawing for a terminal. `pushed_spans` finds the span that made each push.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from offbeat.errors import LogError, RequestError, nearest
-from offbeat.policies.replay import LATEST_S
+from offbeat.policies.events import Pushed
+from offbeat.policies.replay import LATEST_S, Decision
 from offbeat.runs.untrusted import JsonLines, UnusableFile
 
 FORMAT = 1
@@ -129,31 +135,28 @@ def read_log(path: Path) -> RunLog:
     """Read a log strictly: a `LogError` names the line that is wrong."""
     lines = JsonLines(path, strict=True)
     try:
-        found = read_lines(lines, lambda record: record)
+        run, spans, decisions = read_lines(lines, lambda record: record)
     except UnusableFile as file:
         raise LogError(f"{path}: {file.why}") from None
     if not lines.number:
         raise LogError(f"{path} is empty: a log starts with a line of kind 'run'")
-    return RunLog(run=found.run, spans=tuple(found.spans), decisions=tuple(found.decisions))
+    return RunLog(run=run, spans=tuple(spans), decisions=tuple(decisions))
 
 
 D = TypeVar("D")
 
 
-class LogLines(NamedTuple, Generic[D]):
-    """What the lines of a log say, in their order. `run` is empty where the first line does not describe the run."""
-
-    run: Mapping[str, Any]
-    spans: list[Span]
-    decisions: list[D]
-
-
-def read_lines(lines: JsonLines, decision: Callable[[Mapping[str, Any]], D]) -> LogLines[D]:
-    """Read the lines of a log; `decision` makes what is kept of a decision's record, or raises `RequestError`.
+def read_lines(
+    lines: JsonLines, decision: Callable[[Mapping[str, Any]], D]
+) -> tuple[Mapping[str, Any], list[Span], list[D]]:
+    """What the lines of a log say, in their order: of the run (nothing where the first line does not describe it), its
+    spans and its decisions. `decision` makes what is kept of a decision's record, or raises `RequestError`.
 
     `UnusableFile` where it is a log of another format.
     """
-    found: LogLines[D] = LogLines({}, [], [])
+    run: Mapping[str, Any] = {}
+    spans: list[Span] = []
+    decisions: list[D] = []
     for record in lines:
         kind = record.pop("kind", None)
         try:
@@ -161,18 +164,21 @@ def read_lines(lines: JsonLines, decision: Callable[[Mapping[str, Any]], D]) -> 
                 written = record.pop("format", None)
                 if written != FORMAT or isinstance(written, bool):
                     raise UnusableFile(lines.path, f"format {written!r}; this version reads format {FORMAT}")
-                found = found._replace(run=record)
+                run = record
             elif lines.number == 1 and lines.strict:
                 raise RequestError("a log starts with a line of kind 'run'")
             elif kind == "span":
-                found.spans.append(read_span(record))
+                spans.append(read_span(record))
             elif kind == "decision":
-                found.decisions.append(decision(record))
+                decisions.append(decision(record))
             else:
                 raise RequestError(f"expected a line of kind 'span' or 'decision'; got {kind!r}")
         except RequestError as error:
             lines.skip(str(error))
-    return found
+    return run, spans, decisions
+
+
+# --- other forms of spans -------------------------------------------------------------------------------------------
 
 
 def chrome_trace(spans: Iterable[Span], *, name: str = "offbeat", process: int = 0) -> dict[str, Any]:
@@ -181,30 +187,29 @@ def chrome_trace(spans: Iterable[Span], *, name: str = "offbeat", process: int =
     The events of several runs can stand in one trace, if each has a `process` of its own.
     """
     events: list[dict[str, Any]] = [{"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}}]
-    bars: list[dict[str, Any]] = []
-    learners: set[int] = set()
-    for span in spans:
-        check_span(span)
-        learners.add(span.learner)
-        bars.append(
-            {
-                "ph": "X",
-                "pid": process,
-                "tid": span.learner,
-                "name": f"{span.what} v{span.version}" + (" (cancelled)" if span.cancelled else ""),
-                "cat": span.what,
-                "ts": span.start_s * 1e6,
-                "dur": (span.end_s - span.start_s) * 1e6,
-                "args": {"version": span.version, "cancelled": span.cancelled},
-            }
-        )
-    for learner in sorted(learners):
+    checked = [check_span(span) for span in spans]
+    events += [
+        {"ph": "M", "pid": process, "tid": learner, "name": key, "args": value}
+        for learner in sorted({span.learner for span in checked})
         for key, value in (
             ("thread_name", {"name": f"learner {learner}"}),
             ("thread_sort_index", {"sort_index": learner}),
-        ):
-            events.append({"ph": "M", "pid": process, "tid": learner, "name": key, "args": value})
-    return {"traceEvents": events + bars, "displayTimeUnit": "ms"}
+        )
+    ]
+    events += [
+        {
+            "ph": "X",
+            "pid": process,
+            "tid": span.learner,
+            "name": f"{span.what} v{span.version}" + (" (cancelled)" if span.cancelled else ""),
+            "cat": span.what,
+            "ts": span.start_s * 1e6,
+            "dur": (span.end_s - span.start_s) * 1e6,
+            "args": {"version": span.version, "cancelled": span.cancelled},
+        }
+        for span in checked
+    ]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def write_chrome_trace(path: Path, spans: Iterable[Span], *, name: str = "offbeat") -> None:
@@ -213,3 +218,81 @@ def write_chrome_trace(path: Path, spans: Iterable[Span], *, name: str = "offbea
 
 def _line(record: Mapping[str, Any]) -> str:
     return json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n"
+
+
+_FILL = {"compute": "█", "send": "─", "wait": "·", "apply": "▒", "evaluate": "▚"}
+_CANCELLED = "░"
+
+
+class Piece(NamedTuple):
+    """Some characters of a row; `version` is -1 where nothing was computed."""
+
+    text: str
+    version: int
+
+
+def text_rows(spans: Sequence[Span], *, width: int, end_s: float | None = None) -> dict[int, list[Piece]]:
+    """Spans as rows of text, one a learner, as textbooks draw them: `width` characters from 0 to `end_s` (default: the
+    last end).
+
+        learner 0 |0███████░░░1██████████2███|      0, 1, 2: version at which a minibatch was begun
+        learner 1 |0████████████·1███████2███|      ░ cancelled work, · waiting, ─ sending
+
+    A row is made of pieces, so that whoever prints it can colour each by its version.
+    """
+    end = max((span.end_s for span in spans), default=0.0) if end_s is None else end_s
+    per_s = width / end if end else 0.0
+    found: dict[int, list[Piece]] = {}
+    for learner in sorted({span.learner for span in spans}):
+        cells = [(" ", -1)] * width
+        for span in sorted((one for one in spans if one.learner == learner), key=lambda one: one.start_s):
+            first, last = round(span.start_s * per_s), round(span.end_s * per_s)
+            fill = _CANCELLED if span.cancelled else _FILL[span.what]
+            version = span.version if span.what == "compute" else -1
+            for at in range(max(0, first), min(width, last)):
+                label = span.what == "compute" and at == first
+                cells[at] = (str(span.version)[-1] if label else fill, version)
+        found[learner] = [
+            Piece("".join(text for text, _ in some), version) for version, some in groupby(cells, key=itemgetter(1))
+        ]
+    return found
+
+
+# --- which span made which push ---------------------------------------------------------------------------------------
+
+# A log has both, and does not say which belongs to which: a push is of the last minibatch that its learner had finished
+# when it arrived, and that no push before it was of.
+
+
+def pushed_spans(spans: Sequence[Span], pushes: Iterable[Pushed]) -> dict[int, int]:
+    """By ticket, the place of the span. A push of which no minibatch is in the log is left out."""
+    ends: defaultdict[int, list[tuple[float, int]]] = defaultdict(list)
+    for place, span in enumerate(spans):
+        if span.what == "compute" and not span.cancelled:
+            ends[span.learner].append((span.end_s, place))
+    for some in ends.values():
+        some.sort()
+    found: dict[int, int] = {}
+    taken = set()
+    for push in pushes:
+        at = bisect_right(ends[push.learner], (push.at_s, len(spans))) - 1
+        while at >= 0 and ends[push.learner][at][1] in taken:
+            at -= 1
+        if at >= 0:
+            found[push.ticket] = ends[push.learner][at][1]
+            taken.add(found[push.ticket])
+    return found
+
+
+def minibatches_by_span(spans: Sequence[Span], decisions: Iterable[Decision], push_every: int) -> Mapping[int, int]:
+    """By the place of a span that was pushed, how many minibatches it holds, where learners push after several.
+
+    It is as many as the push has stretches of samples: the last one of an epoch may hold fewer.
+    """
+    stretches = {one.event: len(one.batch) for one in decisions if isinstance(one.event, Pushed)}
+    places = pushed_spans(spans, stretches)
+    return {
+        places[push.ticket]: min(push_every, many) or push_every
+        for push, many in stretches.items()
+        if push.ticket in places
+    }

@@ -22,6 +22,8 @@ class Definition(NamedTuple):
     formula: str
 
 
+SLOWER = 1.3  # times the others' time for a minibatch, from which on a learner is slow
+
 DEFINITIONS: Mapping[str, Definition] = {
     "throughput": Definition("samples/s", "samples applied / seconds (cancelled and dropped ones do not count)"),
     "speedup": Definition("", "n * T(1) / T(n), T = seconds an iteration, same batch per learner"),
@@ -48,7 +50,31 @@ DEFINITIONS: Mapping[str, Definition] = {
     "energy": Definition("J", "joules as measured by GPU counters or RAPL, or 'not measured'"),
     "cost": Definition("", "devices * hours * price of a device hour, as given by the user"),
     "base": Definition("", "what n = 1 is: one device, or a node of several; runs with different bases are not ranked"),
-}
+    # of runs, in a report
+    "seconds": Definition("s", "training seconds at the last evaluation, evaluation left out; without one, from the "
+                               "first to the last span of each stretch of the run, less the time of evaluations. After "
+                               "a resume, work that was lost between a checkpoint and a kill is not in it"),
+    "seconds per update": Definition("s", "seconds / updates, over the whole run"),
+    "error": Definition("", "1 - accuracy on the test set"),
+    "computing": Definition("s", "seconds of minibatches that were finished and not dropped"),
+    "thrown away": Definition("s", "seconds of minibatches that were cancelled, or whose gradient was dropped"),
+    "accounted time": Definition("s", "computing + thrown away + sending + waiting + updating; evaluation left out"),
+    "not computing": Definition("", "(sending + waiting + updating) / accounted time, of all learners together; "
+                                    "waiting for others, slow ones too, is in it"),
+    "minibatch": Definition("", "where a learner pushes after N minibatches and the log has one span for them, that "
+                                "span counts as N, each of an Nth of its time"),
+    "typical minibatch": Definition("s", "median seconds; a cancelled minibatch counts as one that would have taken "
+                                         "longer than it was let (Kaplan and Meier 1958)"),
+    "straggler": Definition("", f"a learner whose typical minibatch takes over {SLOWER} times the median of the "
+                                "others', in the whole run and in each quarter of it (two at least) that can be "
+                                "compared; where none of its minibatches was finished, the median time that they "
+                                "were let: at least"),
+    "energy per sample": Definition("J", "joules / samples applied"),
+    "energy to target": Definition("J", "joules * seconds to the target / seconds: power is taken as even"),
+    "cost of a run": Definition("", "cost of the training seconds, or of those to the target: what was lost between a "
+                                    "checkpoint and a kill is not in them"),
+    "devices": Definition("", "one for each learner"),
+}  # fmt: skip
 
 
 def throughput(samples_applied: int, seconds: float) -> float:
@@ -207,6 +233,25 @@ def ranking(scores: Sequence[Score], *, within: float = 0.0) -> list[list[int]]:
         groups.append(sorted(tied, key=lambda at: scores[at].seconds))
         left = [at for at in left if at not in tied]
     return groups
+
+
+# --- stragglers -----------------------------------------------------------------------------------------------------
+
+FEWEST_PARTS = 2  # that can be compared
+
+
+def is_slow(own_s: float, others_s: float) -> bool:
+    """From the typical seconds of a learner's minibatch, and of the others'."""
+    return own_s > SLOWER * others_s > 0
+
+
+def is_straggler(whole: tuple[float, float], parts: Sequence[tuple[float, float]]) -> bool:
+    """From seconds as `is_slow` takes them, over the whole time and in each part of it in which both are known.
+
+    A straggler is slow all the time, not by chance. One definition, for runs that were measured and for clusters to
+    simulate.
+    """
+    return is_slow(*whole) and len(parts) >= FEWEST_PARTS and all(is_slow(*part) for part in parts)
 
 
 def cost(devices: int, seconds: float, price_per_device_hour: float) -> float:

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from offbeat.errors import OffbeatError, RequestError
-from offbeat.runs.disk import opened_folder, read_file, replace_file
-from offbeat.runs.untrusted import JsonLines, UnusableFile
+from offbeat.runs.disk import opened_folder, read_file, remove, replace_file
+from offbeat.runs.untrusted import JsonLines, UnusableFile, parse
 
 FOLDER = "runs"
 # Fields of the configurations that version 0.1 wrote. They are read; whoever writes one now is told the new name.
@@ -41,11 +41,15 @@ def new_run_dir(name: str, where: Path | None, stamp: str) -> Path:
     """A new folder: the one that is named, or one of the run's name and the time (`TIME_STAMP`)."""
     if where is not None:
         check_free(where)
-        return _made(where, new=False)
-    for attempt in range(1, 100):
-        path = Path(FOLDER) / (f"{name}-{stamp}" + (f"-{attempt}" if attempt > 1 else ""))
-        with suppress(FileExistsError):
-            return _made(path, new=True)
+    first = Path(FOLDER) / f"{name}-{stamp}"
+    for path in [first, *(Path(f"{first}-{attempt}") for attempt in range(2, 100))] if where is None else [where]:
+        try:
+            path.mkdir(parents=True, exist_ok=where is not None)
+            return path
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise RequestError(f"cannot make the run's folder {path}: {error.strerror}") from None
     raise OffbeatError(f"cannot find a free name for a run in {FOLDER}")
 
 
@@ -54,16 +58,6 @@ def check_free(where: Path, *, resumes: bool = True) -> None:
     if where.exists() and (not where.is_dir() or any(where.iterdir())):
         onward = f", or go on with --resume {where}" if resumes else ""
         raise RequestError(f"{where} is there already; name a new folder{onward}")
-
-
-def _made(path: Path, *, new: bool) -> Path:
-    try:
-        path.mkdir(parents=True, exist_ok=not new)
-    except FileExistsError:
-        raise
-    except OSError as error:
-        raise RequestError(f"cannot make the run's folder {path}: {error.strerror}") from None
-    return path
 
 
 ATTEMPTS, RETRY_S = 3, 0.02  # somebody who only asks whether a folder is locked has it for a moment
@@ -83,10 +77,8 @@ class FolderLock:
                     break
                 except BlockingIOError:
                     if not left:
-                        raise
+                        raise RequestError(f"{path} is in use: another run writes there") from None
                     sleep(RETRY_S)
-        except BlockingIOError:
-            raise RequestError(f"{path} is in use: another run writes there") from None
         except OSError as error:
             raise RequestError(f"cannot use the folder {path}: {error.strerror}") from None
 
@@ -102,18 +94,11 @@ class FolderLock:
 
 def is_locked(path: Path) -> bool:
     """Whether a run has this folder now. Who asks does not keep a run from taking it."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: of several who ask, none sees another
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
+    with suppress(OSError), opened_folder(path) as folder:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: of several who ask, none sees another
+        except BlockingIOError:
+            return True
     return False
 
 
@@ -260,11 +245,9 @@ class RunDir:
         try:
             with opened_folder(self.path) as folder:
                 content = read_file(self.live.name, folder, MOST_LIVE_BYTES)
-            if len(content) > MOST_LIVE_BYTES:
-                return None
-            found = json.loads(content.decode("utf-8"), parse_constant=lambda word: None)
-        except (OSError, ValueError, RecursionError):
+        except OSError:
             return None
+        found = parse(content) if len(content) <= MOST_LIVE_BYTES else None
         if not isinstance(found, dict):
             return None
         return {name: value for name, value in found.items() if name not in _LIVE or _is_a(_LIVE[name], value)}
@@ -321,7 +304,4 @@ class RunDir:
                 path.replace(path.with_suffix(""))
             else:
                 path.unlink()
-        if self._parts.is_dir():
-            for path in self._parts.iterdir():
-                path.unlink()
-            self._parts.rmdir()
+        remove(self._parts)

@@ -21,22 +21,21 @@ from offbeat.policies.replay import Decision, read_decision
 from offbeat.runs import untrusted
 from offbeat.runs.log import Span, read_lines
 from offbeat.runs.run_folder import LogFile, RunDir
-from offbeat.runs.untrusted import LABEL, JsonLines, UnusableFile, clean, shorten
 
 _ENERGY = re.compile(r"energy(?:\.([1-9][0-9]{0,3}))?\.json")
 
 
-class Evaluation(NamedTuple):
+class EvaluationRecord(NamedTuple):
     """A line of metrics.jsonl; None where it does not say. `dropped` are samples, up to then."""
 
-    update: int | None
-    seconds: float | None
-    accuracy: float | None
-    test_samples: int | None  # of which it is a share
-    loss: float | None
-    samples: int | None
-    dropped: int | None
-    epoch: float | None
+    seconds: float
+    update: int | None = None
+    accuracy: float | None = None
+    loss: float | None = None
+    test_samples: int | None = None  # of which the accuracy is a share
+    samples: int | None = None
+    dropped: int | None = None
+    epoch: float | None = None
     warning: str = ""  # that the training does not learn
     sent_bytes: int | None = None  # by all learners, up to then
     received_bytes: int | None = None
@@ -73,7 +72,7 @@ class RunRecord:
     name: str
     label: str
     config: Mapping[str, Any] = field(default_factory=dict)
-    metrics: tuple[Evaluation, ...] = ()
+    metrics: tuple[EvaluationRecord, ...] = ()
     segments: tuple[RunSegment, ...] = ()
     machine: Mapping[str, Any] = field(default_factory=dict)
     energy: tuple[SegmentEnergy, ...] = ()
@@ -104,22 +103,24 @@ class _Reader:
             self._say(f"the folder cannot be read: {error.strerror or type(error).__name__}")
 
     def _say(self, problem: str) -> None:
-        self._problems.append(clean(problem))
+        if problem:
+            self._problems.append(untrusted.clean(problem))
 
     def record(self) -> RunRecord:
         path = self._run.path
-        name = clean(path.name or path.resolve().name or "run")
+        name = untrusted.clean(path.name or path.resolve().name or "run")
         config = self._object(self._run.config, missing="is missing")
         metrics = self._metrics()
         segments = self._segments()
         machine = self._object(self._run.machine)
-        energy = tuple(one for number in self._numbers() if (one := self._energy(number)) is not None)
+        measured = sorted(int(match[1] or 1) for name in self._entries if (match := _ENERGY.fullmatch(name)))
+        energy = tuple(one for number in measured if (one := self._energy(number)) is not None)
         finished = not segments or segments[-1].finished  # an earlier segment that broke off was gone on with
         if not finished:
             self._say("the run is unfinished: it is still running, or was stopped from outside")
         return RunRecord(
             name=name,
-            label=shorten(name, LABEL),
+            label=untrusted.shorten(name, untrusted.LABEL),
             config=config,
             metrics=metrics,
             segments=segments,
@@ -141,27 +142,26 @@ class _Reader:
             return {}
         try:
             return untrusted.read_json(path)
-        except UnusableFile as file:
+        except untrusted.UnusableFile as file:
             self._say(str(file))
             return {}
 
-    def _metrics(self) -> tuple[Evaluation, ...]:
+    def _metrics(self) -> tuple[EvaluationRecord, ...]:
         """In order of time; a line that does not say when it was measured cannot be drawn, and is left out."""
         if not self._is_there(self._run.metrics, "is missing: there is no accuracy and no time to it"):
             return ()
-        found: list[Evaluation] = []
-        lines = JsonLines(self._run.metrics)
+        found: list[EvaluationRecord] = []
+        lines = untrusted.JsonLines(self._run.metrics)
         try:
             for record in lines:
-                read = _evaluation(record)
-                if read.seconds is None or (found and read.seconds < (found[-1].seconds or 0.0)):
+                seconds = untrusted.from_zero(record.get("seconds"))
+                if seconds is None or (found and seconds < found[-1].seconds):
                     lines.skip("it does not say when, or is out of order")
                 else:
-                    found.append(read)
-        except UnusableFile as file:
+                    found.append(_evaluation(seconds, record))
+        except untrusted.UnusableFile as file:
             self._say(str(file))
-        if lines.problem:
-            self._say(lines.problem)
+        self._say(lines.problem)
         return tuple(found)
 
     def _segments(self) -> tuple[RunSegment, ...]:
@@ -171,28 +171,23 @@ class _Reader:
         return tuple(one for log in logs if (one := self._segment(log)) is not None)
 
     def _segment(self, log: LogFile) -> RunSegment | None:
-        lines = JsonLines(log.path)
+        lines = untrusted.JsonLines(log.path)
         try:
-            found = read_lines(lines, read_decision)
-        except UnusableFile as file:
+            run, spans, decisions = read_lines(lines, read_decision)
+        except untrusted.UnusableFile as file:
             self._say(str(file))
             return None
         if not lines.number:
             self._say(f"{log.path.name}: is empty")
-        if lines.problem:
-            self._say(lines.problem)
+        self._say(lines.problem)
         return RunSegment(
             number=log.segment,
-            run=untrusted.plain(dict(found.run)),
-            spans=tuple(found.spans),
-            decisions=tuple(found.decisions),
+            run=untrusted.plain(run),
+            spans=tuple(spans),
+            decisions=tuple(decisions),
             finished=log.finished,
             unread=lines.skipped,
         )
-
-    def _numbers(self) -> list[int]:
-        """Of the segments whose energy was written."""
-        return sorted(int(match[1] or 1) for name in self._entries if (match := _ENERGY.fullmatch(name)))
 
     def _energy(self, segment: int) -> SegmentEnergy | None:
         path = self._run.energy(segment)
@@ -202,26 +197,24 @@ class _Reader:
         joules = untrusted.from_zero(data.get("joules"))
         if joules is None and data.get("joules") is not None:
             self._say(f"{path.name}: 'joules' is not a number of joules")
-        names = [untrusted.text(one.get("name")) for one in _list(data.get("sources")) if isinstance(one, dict)]
+        names = [
+            untrusted.text(one.get("name")) for one in untrusted.items(data.get("sources")) if isinstance(one, dict)
+        ]
         return SegmentEnergy(
             segment=segment,
             seconds=untrusted.from_zero(data.get("seconds")),
             joules=joules,
             sources=tuple(filter(None, names)),
-            reasons=tuple(one for one in _list(data.get("not_measured")) if isinstance(one, str)),
+            reasons=tuple(one for one in untrusted.items(data.get("not_measured")) if isinstance(one, str)),
         )
 
 
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _evaluation(record: Mapping[str, Any]) -> Evaluation:
+def _evaluation(seconds: float, record: Mapping[str, Any]) -> EvaluationRecord:
     dropped = record.get("dropped")
     many = [untrusted.count(one) for one in dropped.values()] if isinstance(dropped, dict) else None
-    return Evaluation(
+    return EvaluationRecord(
+        seconds=seconds,
         update=untrusted.count(record.get("update")),
-        seconds=untrusted.from_zero(record.get("seconds")),
         accuracy=untrusted.share(record.get("accuracy")),
         test_samples=untrusted.count(record.get("test_samples")),
         loss=untrusted.number(record.get("loss")),

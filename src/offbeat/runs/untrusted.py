@@ -78,24 +78,19 @@ class JsonLines:
 
 def _lines(file: BinaryIO) -> Iterator[bytes | None]:
     """The lines of a file, None for one that is too long."""
-    seen = 0
-    while seen < LARGEST_LOG:
-        try:
-            line = file.readline(LONGEST_LINE)
+    seen, too_long = 0, False
+    try:
+        while seen < LARGEST_LOG and (line := file.readline(LONGEST_LINE)):
             seen += len(line)
             if len(line) == LONGEST_LINE and not line.endswith(b"\n"):
-                while line and not line.endswith(b"\n") and seen < LARGEST_LOG:
-                    line = file.readline(LONGEST_LINE)
-                    seen += len(line)
-                yield None
-                continue
-        except OSError:  # the disk has failed in the middle: what was read counts
-            yield None
-            return
-        if not line:
-            return
-        yield line
-    yield None
+                too_long = True  # and goes on
+            else:
+                yield None if too_long else line
+                too_long = False
+    except OSError:  # the disk has failed in the middle: what was read counts
+        too_long = True
+    if too_long or seen >= LARGEST_LOG:
+        yield None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -112,8 +107,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise UnusableFile(path, "is not JSON, or was cut off")
     if not isinstance(value, dict):
         raise UnusableFile(path, f"expected a JSON object; got {_kind(value)}")
-    safe: dict[str, Any] = plain(value)
-    return safe
+    return dict(plain(value))
 
 
 def parse(data: bytes) -> Any:
@@ -185,16 +179,15 @@ def plain(value: Any, depth: int = _DEEPEST, *, letters: int = WHOLE, items: int
     return {clean(key, letters): plain(one, depth - 1, letters=letters, items=items) for key, one in pairs}
 
 
-def number(value: Any) -> float | None:
-    """A finite number of a size that arithmetic survives, or None."""
+def number(value: Any, least: float = -math.inf, most: float = math.inf) -> float | None:
+    """A finite number of a size that arithmetic survives, within these bounds; or None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return value if abs(value) < 1e30 and math.isfinite(value) else None  # an int stays one: it is written as one
+    return value if abs(value) < 1e30 and least <= value <= most else None  # an int stays one: it is written as one
 
 
 def from_zero(value: Any) -> float | None:
-    found = number(value)
-    return found if found is not None and found >= 0 else None
+    return number(value, 0)
 
 
 def count(value: Any) -> int | None:
@@ -203,8 +196,12 @@ def count(value: Any) -> int | None:
 
 
 def share(value: Any) -> float | None:
-    found = number(value)
-    return found if found is not None and 0 <= found <= 1 else None
+    return number(value, 0, 1)
+
+
+def items(value: Any) -> list[Any]:
+    """Those of a list; none for what is no list."""
+    return value if isinstance(value, list) else []
 
 
 def text(value: Any) -> str:

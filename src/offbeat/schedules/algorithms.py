@@ -24,6 +24,7 @@ from offbeat.schedules.phases import (
     Chunks,
     Phase,
     Ranks,
+    and_back,
     backwards,
     central_reduce,
     direct_all_gather,
@@ -33,6 +34,7 @@ from offbeat.schedules.phases import (
     halving_doubling,
     halving_reduce_scatter,
     in_order_tree,
+    mirrored,
     pieces_of,
     piped_tree,
     power_of_two_below,
@@ -51,30 +53,18 @@ Orders = tuple[tuple[int, ...], ...]
 # --- all-reduce -----------------------------------------------------------------------------------------------
 
 
-def central(ranks: Ranks, chunks: Chunks) -> Phase:
-    reduce = central_reduce(ranks, chunks)
-    return reduce + backwards(reduce)
-
-
-def direct(ranks: Ranks, chunks: Chunks) -> Phase:
-    pieces = pieces_of(chunks, len(ranks))
-    return direct_reduce_scatter(ranks, pieces) + direct_all_gather(ranks, pieces)
+def _on_pieces(phase: Callable[..., Phase]) -> Callable[[Ranks, Chunks], Phase]:
+    return lambda ranks, chunks: phase(ranks, pieces_of(chunks, len(ranks)))
 
 
 def ring(ranks: Ranks, chunks: Chunks, order: Orders | None = None) -> Phase:
-    at = np.asarray(ranks, np.int32)
-    orders = order or (tuple(range(len(at))),)
+    orders = order or (tuple(range(len(ranks))),)
     rings = []
     for share, visited in zip(pieces_of(chunks, len(orders)), orders, strict=True):
-        pieces = pieces_of(share, len(at))
-        along = at[list(visited)]
+        pieces = pieces_of(share, len(ranks))
+        along = ranks[list(visited)]
         rings.append(ring_reduce_scatter(along, pieces) + ring_all_gather(along, pieces))
     return together(rings)
-
-
-def tree(ranks: Ranks, chunks: Chunks) -> Phase:
-    reduce = tree_reduce(ranks, chunks)
-    return reduce + backwards(reduce)
 
 
 def double_tree(ranks: Ranks, chunks: Chunks, per_tree: int = 16) -> Phase:
@@ -82,22 +72,20 @@ def double_tree(ranks: Ranks, chunks: Chunks, per_tree: int = 16) -> Phase:
 
     `per_tree` is half of the chunks, and is known by them.
     """
-    at = np.asarray(ranks, np.int32)
     one, other = pieces_of(chunks, 2)
-    swapped = at[::-1] if len(at) % 2 == 0 else np.roll(at, 1)
-    parents = in_order_tree(len(at))
-    return together([piped_tree(at, one, parents), piped_tree(swapped, other, parents)])
+    swapped = ranks[::-1] if len(ranks) % 2 == 0 else np.roll(ranks, 1)
+    parents = in_order_tree(len(ranks))
+    return together([piped_tree(ranks, one, parents), piped_tree(swapped, other, parents)])
 
 
 def multiring(ranks: Ranks, chunks: Chunks, shape: Shape) -> Phase:
     """Reduce-scatter along the first side, all-reduce over the others, all-gather along the first."""
-    at = np.asarray(ranks, np.int32).reshape(-1, shape[0])  # a row: consecutive ranks
+    at = ranks.reshape(-1, shape[0])  # a row: consecutive ranks
     pieces = pieces_of(chunks, shape[0])
     rows = [ring_reduce_scatter(row, pieces) for row in at]
     back = [ring_all_gather(row, pieces) for row in at]
-    if len(shape) == 1:
-        return together(rows) + together(back)
-    columns = [multiring(column, piece, shape[1:]) for column, piece in zip(at.T, pieces, strict=True)]
+    across = zip(at.T, pieces, strict=True) if len(shape) > 1 else ()
+    columns = [multiring(column, piece, shape[1:]) for column, piece in across]
     return together(rows) + together(columns) + together(back)
 
 
@@ -109,7 +97,7 @@ def hierarchical(
     inner: str | None = None,
     outer: str | None = None,
 ) -> Phase:
-    nodes = np.asarray(ranks, np.int32).reshape(shape)
+    nodes = ranks.reshape(shape)
     across = _OUTER[outer or _OUTER_DEFAULT[form]].phase
     if form == "leader":
         reduce = together([_LEADER_INNER[inner or "tree"](node, chunks) for node in nodes])
@@ -146,12 +134,10 @@ def _as_many(ranks: int) -> int:
 def _ring_chunks(ranks: int, order: Orders | None) -> int:
     for visited in order or ():
         if sorted(visited) != list(range(ranks)):
-            raise RequestError(f"a ring's order visits each of the ranks 0..{ranks - 1} once; got {_join(visited)}")
+            raise RequestError(
+                f"a ring's order visits each of the ranks 0..{ranks - 1} once; got {format_orders((visited,))}"
+            )
     return ranks * len(order or ((),))
-
-
-def _double_tree_chunks(ranks: int, per_tree: int) -> int:
-    return 2 * per_tree
 
 
 def _shape_chunks(ranks: int, shape: Shape) -> int:
@@ -195,10 +181,6 @@ def _splits(number: int) -> list[Shape]:
     return [(first, number // first) for first in range(1, number + 1) if number % first == 0]
 
 
-def _join(order: Sequence[int]) -> str:
-    return "-".join(map(str, order))
-
-
 def parse_orders(text: str) -> Orders:
     """`0-3-2-1` is one ring; `0-1-2+2-1-0` are two, with half of the data each."""
     words = [part.split("-") for part in text.split("+")]
@@ -208,7 +190,7 @@ def parse_orders(text: str) -> Orders:
 
 
 def format_orders(orders: Orders) -> str:
-    return "+".join(_join(order) for order in orders)
+    return "+".join("-".join(map(str, order)) for order in orders)
 
 
 # --- the table ----------------------------------------------------------------------------------------------------
@@ -268,7 +250,7 @@ _PLAIN = (
         name="central",
         summary="one rank reduces and sends back; its port is shared by all others",
         chunks=_one,
-        phase=central,
+        phase=and_back(central_reduce),
         total_bytes=fewest_bytes,
         auto=6,
         examples=("central",),
@@ -277,7 +259,7 @@ _PLAIN = (
         name="direct",
         summary="everybody to everybody, one piece each: 2 steps, for fully connected ranks",
         chunks=_as_many,
-        phase=direct,
+        phase=and_back(_on_pieces(direct_reduce_scatter)),
         total_bytes=fewest_bytes,
         auto=1,
         examples=("direct",),
@@ -307,7 +289,7 @@ _PLAIN = (
         name="tree",
         summary="binomial tree up and down: few steps, the whole vector in each; for small sizes",
         chunks=_one,
-        phase=tree,
+        phase=and_back(tree_reduce),
         total_bytes=fewest_bytes,
         auto=4,
         examples=("tree",),
@@ -315,7 +297,7 @@ _PLAIN = (
     Algorithm(
         name="double-tree",
         summary="two binary trees with half of the data each, chunk after chunk in a pipeline",
-        chunks=_double_tree_chunks,
+        chunks=lambda ranks, per_tree: 2 * per_tree,
         phase=double_tree,
         consecutive_first=lambda ranks, shape: (),  # what it takes is no shape
         params=(
@@ -401,51 +383,46 @@ _SHAPED = (
 )
 
 
-def _on_pieces(phase: Callable[..., Phase]) -> Callable[[Ranks, Chunks], Phase]:
-    return lambda ranks, chunks: phase(ranks, pieces_of(chunks, len(ranks)))
-
-
-def _mirrored(phase: Callable[..., Phase]) -> Callable[[Ranks, Chunks], Phase]:
-    return lambda ranks, chunks: backwards(phase(ranks, chunks))
-
-
 def _exchanges(steps: Callable[[int], list[list[int]]]) -> Callable[[Ranks, Chunks], Phase]:
     return lambda ranks, chunks: [exchange(ranks, distances) for distances in steps(len(ranks)) if distances]
 
 
-def _others() -> Iterator[Algorithm]:
-    """The collectives that the runtime needs beside all-reduce."""
-    for collective, name, summary, phase in (
-        ("reduce-scatter", "ring", "P-1 steps around a ring", ring_reduce_scatter),
-        ("reduce-scatter", "halving", "floor(log2 P) steps (+2 past a power of two)", halving_reduce_scatter),
-        ("reduce-scatter", "direct", "1 step, everybody to everybody", direct_reduce_scatter),
-        ("all-gather", "ring", "P-1 steps around a ring", ring_all_gather),
-        ("all-gather", "doubling", "floor(log2 P) steps (+2 past a power of two)", doubling_all_gather),
-        ("all-gather", "direct", "1 step, everybody to everybody", direct_all_gather),
-    ):
-        yield Algorithm(name=name, summary=summary, collective=collective, chunks=_as_many, phase=_on_pieces(phase))
-    for collective, name, summary, whole in (
-        ("reduce", "tree", "binomial tree, ceil(log2 P) steps", tree_reduce),
-        ("reduce", "central", "1 step, everybody to the root", central_reduce),
-        ("broadcast", "tree", "binomial tree, ceil(log2 P) steps", _mirrored(tree_reduce)),
-        ("broadcast", "central", "1 step, the root to everybody", _mirrored(central_reduce)),
-    ):
-        yield Algorithm(name=name, summary=summary, collective=collective, chunks=_one, phase=whole)
-    for name, summary, steps in (
-        ("direct", "1 step, everybody to everybody", lambda n: [list(range(1, n))]),
-        ("pairwise", "P-1 steps, one partner in each", lambda n: [[d] for d in range(1, n)]),
-    ):
-        yield Algorithm(
-            name=name,
-            summary=summary,
-            collective="all-to-all",
-            chunks=lambda ranks: ranks * ranks,
-            phase=_exchanges(steps),
-        )
+# The collectives that the runtime needs beside all-reduce: collective, name, summary, chunks, phase.
+_OTHERS: tuple[tuple[str, str, str, Callable[[int], int], Callable[..., Phase]], ...] = (
+    ("reduce-scatter", "ring", "P-1 steps around a ring", _as_many, _on_pieces(ring_reduce_scatter)),
+    (
+        "reduce-scatter", "halving", "floor(log2 P) steps (+2 past a power of two)", _as_many,
+        _on_pieces(halving_reduce_scatter),
+    ),
+    ("reduce-scatter", "direct", "1 step, everybody to everybody", _as_many, _on_pieces(direct_reduce_scatter)),
+    ("all-gather", "ring", "P-1 steps around a ring", _as_many, _on_pieces(ring_all_gather)),
+    (
+        "all-gather", "doubling", "floor(log2 P) steps (+2 past a power of two)", _as_many,
+        _on_pieces(doubling_all_gather),
+    ),
+    ("all-gather", "direct", "1 step, everybody to everybody", _as_many, _on_pieces(direct_all_gather)),
+    ("reduce", "tree", "binomial tree, ceil(log2 P) steps", _one, tree_reduce),
+    ("reduce", "central", "1 step, everybody to the root", _one, central_reduce),
+    ("broadcast", "tree", "binomial tree, ceil(log2 P) steps", _one, mirrored(tree_reduce)),
+    ("broadcast", "central", "1 step, the root to everybody", _one, mirrored(central_reduce)),
+    (
+        "all-to-all", "direct", "1 step, everybody to everybody", lambda ranks: ranks * ranks,
+        _exchanges(lambda ranks: [list(range(1, ranks))]),
+    ),
+    (
+        "all-to-all", "pairwise", "P-1 steps, one partner in each", lambda ranks: ranks * ranks,
+        _exchanges(lambda ranks: [[distance] for distance in range(1, ranks)]),
+    ),
+)  # fmt: skip
 
 
 ALGORITHMS: dict[tuple[str, str], Algorithm] = {
-    (row.collective, row.name): row for row in (*_PLAIN, *_SHAPED, *_others())
+    (row.collective, row.name): row
+    for row in (
+        *_PLAIN,
+        *_SHAPED,
+        *(Algorithm(collective=of, name=n, summary=s, chunks=c, phase=p) for of, n, s, c, p in _OTHERS),
+    )
 }
 COLLECTIVES = tuple(dict.fromkeys(collective for collective, _ in ALGORITHMS))
 
@@ -520,8 +497,6 @@ def build(text: str, *, ranks: int, collective: str = "all-reduce", root: int = 
     row = find(spec.name, collective)
     if ranks < 1:
         raise RequestError(f"ranks must be 1 or more; got {ranks}")
-    if not 0 <= root < ranks:
-        raise RequestError(f"the root must be one of the ranks 0..{ranks - 1}; got {root}")
     if root and collective not in ("broadcast", "reduce"):
         raise RequestError(f"{collective} has no root; got root {root}")
     options: dict[str, Any] = grammar.bind(spec, row.params)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from offbeat.errors import RequestError
 from offbeat.number_format import format_rate, format_seconds, format_size
-from offbeat.schedules.ir import Schedule
+from offbeat.schedules.ir import Schedule, chunk_sizes
 from offbeat.spec import MOST
 from offbeat.topology import Link, Topology, edge_name
 
@@ -67,7 +67,7 @@ def price(schedule: Schedule, topology: Topology, size_bytes: int, item_bytes: i
         raise RequestError(f"a size is a multiple of its items' {item_bytes} bytes, 0 or more; got {size_bytes}")
     if size_bytes * schedule.ranks > MOST:
         raise RequestError(f"a size of {size_bytes} bytes on {schedule.ranks} ranks is too large to be counted exactly")
-    lengths = chunk_items(size_bytes // item_bytes, schedule.chunks) * item_bytes
+    lengths = np.array(chunk_sizes(size_bytes // item_bytes, schedule.chunks)) * item_bytes
     by_step = list(_pairs_by_step(schedule))
     pairs = np.unique(
         np.concatenate(
@@ -125,17 +125,11 @@ def _pairs_by_step(schedule: Schedule) -> Iterator[npt.NDArray[np.int64]]:
         yield before
 
 
-def chunk_items(items: int, chunks: int) -> npt.NDArray[np.int64]:
-    """How many items each chunk has: the law of `ir`, which differs by at most one between chunks."""
-    edges = np.array([chunk * items // chunks for chunk in range(chunks + 1)], np.int64)
-    return edges[1:] - edges[:-1]
-
-
 def lower_bound_s(topology: Topology, size_bytes: int) -> float:
     """No all-reduce is faster: 2M(P-1) bytes must be sent in all, by all ranks' links together."""
     if topology.ranks == 1:
         return 0.0
-    egress = topology.egress_bytes_per_s()
+    egress = sum(link.bytes_per_s for (source, _), link in topology.links.items() if isinstance(source, int))
     return 2 * size_bytes * (topology.ranks - 1) / egress if egress else math.inf
 
 

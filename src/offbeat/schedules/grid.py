@@ -17,7 +17,7 @@ from offbeat.schedules.ir import Schedule
 MARK = "✗"
 
 
-class Mark(NamedTuple):
+class Highlight(NamedTuple):
     """A place to point at; `step` may be the number of steps, which is the end. `note` replaces the cell."""
 
     step: int
@@ -25,7 +25,7 @@ class Mark(NamedTuple):
     note: str = ""
 
 
-def grid(schedule: Schedule, *, mark: Mark | None = None, max_ranks: int = 8, max_steps: int = 16) -> str:
+def grid(schedule: Schedule, *, mark: Highlight | None = None, max_ranks: int = 8, max_steps: int = 16) -> str:
     """The grid as lines of text, at most so many columns and rows of it."""
     total = len(schedule.steps) + (mark is not None and mark.step == len(schedule.steps))
     steps = _window(total, max_steps, mark.step if mark else 0)
@@ -54,8 +54,7 @@ def _window(total: int, most: int, around: int) -> range:
 
 
 def _cut(what: str, shown: range, total: int) -> list[str]:
-    hidden = total - len(shown)
-    if not hidden:
+    if len(shown) == total:
         return []
     shift = 1 if what == "step" else 0  # steps are counted from 1, ranks are names
     return [f"({what}s {shown.start + shift} to {shown.stop - 1 + shift} of {total})"]

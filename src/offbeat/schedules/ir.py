@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from operator import index
 from typing import NamedTuple, overload
 
@@ -29,6 +30,11 @@ Table = npt.NDArray[np.int32]  # one row a transfer: source, target, chunk, redu
 
 
 _MOST = 2**31 - 1
+
+
+def chunk_sizes(items: int, chunks: int) -> tuple[int, ...]:
+    """How many items each chunk of a vector has; they differ by one at most."""
+    return tuple((c + 1) * items // chunks - c * items // chunks for c in range(chunks))
 
 
 class Transfer(NamedTuple):
@@ -102,6 +108,7 @@ class Steps(Sequence[tuple[Transfer, ...]]):
         return hash((self.bounds.tobytes(), self.table.tobytes()))
 
 
+@dataclass(frozen=True, slots=True, init=False, repr=False)
 class Schedule:
     """A collective on `ranks` ranks over a vector cut into `chunks` chunks.
 
@@ -109,8 +116,6 @@ class Schedule:
     Ranks and chunks that do not exist are refused at birth; whether the schedule does what its
     collective promises is `verify`'s to say.
     """
-
-    __slots__ = ("chunks", "collective", "name", "ranks", "root", "steps")
 
     name: str
     collective: str
@@ -146,21 +151,6 @@ class Schedule:
         fields = {"name": name, "collective": collective, "ranks": ranks, "chunks": chunks, "steps": held, "root": root}
         for field, value in fields.items():
             object.__setattr__(self, field, value)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"a Schedule is a value; make another instead of setting '{name}'")
-
-    def __reduce__(self) -> tuple[type[Schedule], tuple[object, ...]]:  # for `copy`, which cannot set the fields
-        return Schedule, (self.name, self.collective, self.ranks, self.chunks, self.steps, self.root)
-
-    def _key(self) -> tuple[object, ...]:
-        return self.name, self.collective, self.ranks, self.chunks, self.root, self.steps
-
-    def __eq__(self, other: object) -> bool:
-        return self._key() == other._key() if isinstance(other, Schedule) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(self._key())
 
     def __repr__(self) -> str:
         return (

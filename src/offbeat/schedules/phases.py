@@ -1,4 +1,4 @@
-"""The building blocks of collectives, over explicit lists of ranks.
+"""The building blocks of collectives, over explicit arrays of ranks.
 
 A phase is a list of steps. One after the other is list addition; `together` runs phases side by side.
 `pieces` is a matrix whose row i holds the chunks that belong to position i of the rank list (-1 stands for
@@ -12,7 +12,7 @@ on in the same direction.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ import numpy.typing as npt
 from offbeat.schedules.ir import Table
 
 Phase = list[Table]
-Ranks = Sequence[int] | npt.NDArray[np.int32]
+Ranks = npt.NDArray[np.int32]
 Chunks = npt.NDArray[np.int32]  # one-dimensional
 Pieces = npt.NDArray[np.int32]  # positions x chunks each
 
@@ -29,8 +29,8 @@ def sends(sources: Ranks, targets: Ranks, chunks: Pieces, *, reduce: bool) -> Ta
     """One step in which sources[i] sends row i of `chunks` to targets[i]."""
     count = chunks.shape[1]
     table = np.empty((chunks.size, 4), np.int32)
-    table[:, 0] = np.repeat(np.asarray(sources, np.int32), count)
-    table[:, 1] = np.repeat(np.asarray(targets, np.int32), count)
+    table[:, 0] = np.repeat(sources, count)
+    table[:, 1] = np.repeat(targets, count)
     table[:, 2] = chunks.ravel()
     table[:, 3] = reduce
     return table[table[:, 2] >= 0] if chunks.size and chunks.min() < 0 else table
@@ -49,6 +49,21 @@ def backwards(phase: Phase) -> Phase:
     for step in mirrored:
         step[:, 3] = False
     return mirrored
+
+
+def mirrored(phase: Callable[..., Phase]) -> Callable[..., Phase]:
+    """The phase, backwards."""
+    return lambda *where: backwards(phase(*where))
+
+
+def and_back(phase: Callable[..., Phase]) -> Callable[..., Phase]:
+    """The phase, and then its mirror image: an all-reduce out of a reduction."""
+
+    def both(*where: npt.NDArray[np.int32]) -> Phase:
+        there = phase(*where)
+        return there + backwards(there)
+
+    return both
 
 
 def pieces_of(chunks: Chunks, positions: int) -> Pieces:
@@ -71,13 +86,10 @@ def ring_all_gather(ranks: Ranks, pieces: Pieces) -> Phase:
 
 def _around(ranks: Ranks, pieces: Pieces, *, first: int, reduce: bool) -> Phase:
     """In step s position i sends piece i + first - s to position i+1."""
-    source = np.asarray(ranks, np.int32)
-    target = np.roll(source, -1)
-    count = len(source)
+    target = np.roll(ranks, -1)
+    count = len(ranks)
     position = np.arange(count)
-    return [
-        sends(source, target, pieces[(position + first - step) % count], reduce=reduce) for step in range(count - 1)
-    ]
+    return [sends(ranks, target, pieces[(position + first - step) % count], reduce=reduce) for step in range(count - 1)]
 
 
 def direct_reduce_scatter(ranks: Ranks, pieces: Pieces) -> Phase:
@@ -88,13 +100,10 @@ def direct_reduce_scatter(ranks: Ranks, pieces: Pieces) -> Phase:
     source, target = (side.ravel() for side in np.meshgrid(np.arange(count), np.arange(count), indexing="ij"))
     away = source != target
     source, target = source[away], target[away]
-    at = np.asarray(ranks, np.int32)
-    return [sends(at[source], at[target], pieces[target], reduce=True)]
+    return [sends(ranks[source], ranks[target], pieces[target], reduce=True)]
 
 
-def direct_all_gather(ranks: Ranks, pieces: Pieces) -> Phase:
-    """1 step: everybody sends its piece to everybody else."""
-    return backwards(direct_reduce_scatter(ranks, pieces))
+direct_all_gather = mirrored(direct_reduce_scatter)  # 1 step: everybody sends its piece to everybody else
 
 
 def halving_reduce_scatter(ranks: Ranks, pieces: Pieces) -> Phase:
@@ -105,26 +114,23 @@ def halving_reduce_scatter(ranks: Ranks, pieces: Pieces) -> Phase:
     """
     count = len(ranks)
     core = power_of_two_below(count)
-    at = np.asarray(ranks, np.int32)
     extra = count - core
     if extra == 0:
-        return _halve(at, pieces)
+        return _halve(ranks, pieces)
     whole = np.broadcast_to(pieces.reshape(1, -1), (extra, pieces.size))
     carried = np.full_like(pieces[:core], -1)
     carried[:extra] = pieces[core:]
-    give = sends(at[core:], at[:extra], whole, reduce=True)
-    hand_back = sends(at[:extra], at[core:], pieces[core:], reduce=False)
-    return [give, *_halve(at[:core], np.concatenate([pieces[:core], carried], axis=1)), hand_back]
+    give = sends(ranks[core:], ranks[:extra], whole, reduce=True)
+    hand_back = sends(ranks[:extra], ranks[core:], pieces[core:], reduce=False)
+    return [give, *_halve(ranks[:core], np.concatenate([pieces[:core], carried], axis=1)), hand_back]
 
 
-def doubling_all_gather(ranks: Ranks, pieces: Pieces) -> Phase:
-    """Recursive doubling: the mirror of `halving_reduce_scatter`."""
-    return backwards(halving_reduce_scatter(ranks, pieces))
+doubling_all_gather = mirrored(halving_reduce_scatter)  # recursive doubling
 
 
-def _halve(at: npt.NDArray[np.int32], pieces: Pieces) -> Phase:
+def _halve(ranks: Ranks, pieces: Pieces) -> Phase:
     """Position i and its partner i ^ d keep the half of their block in which they are, d = n/2, ..., 1."""
-    count = len(at)
+    count = len(ranks)
     position = np.arange(count)
     steps: Phase = []
     distance = count // 2
@@ -132,7 +138,7 @@ def _halve(at: npt.NDArray[np.int32], pieces: Pieces) -> Phase:
         partner = position ^ distance
         first = partner & -distance  # of the partner's half block, `distance` pieces long
         half = pieces[first[:, None] + np.arange(distance)].reshape(count, -1)
-        steps.append(sends(at, at[partner], half, reduce=True))
+        steps.append(sends(ranks, ranks[partner], half, reduce=True))
         distance //= 2
     return steps
 
@@ -145,12 +151,11 @@ def halving_doubling(ranks: Ranks, chunks: Chunks) -> Phase:
     """
     count = len(ranks)
     core = power_of_two_below(count)
-    at = np.asarray(ranks, np.int32)
     extra = count - core
     # Extra ranks sit between the others (1, 3, 5, ...), so that a fold stays between neighbours.
-    out = at[1 : 2 * extra : 2]
-    partners = at[0 : 2 * extra : 2]
-    inside = np.concatenate([partners, at[2 * extra :]])
+    out = ranks[1 : 2 * extra : 2]
+    partners = ranks[0 : 2 * extra : 2]
+    inside = np.concatenate([partners, ranks[2 * extra :]])
     order = inside[bit_reversed(core)]  # position bits reversed: the far partner of `_halve` is the near rank
     pieces = pieces_of(chunks, core)
     whole = np.broadcast_to(chunks, (extra, len(chunks)))
@@ -177,24 +182,22 @@ def bit_reversed(count: int) -> npt.NDArray[np.int64]:
 
 def tree_reduce(ranks: Ranks, chunks: Chunks) -> Phase:
     """Binomial tree: ceil(log2 n) steps; in each, half of those left send all they have and are done."""
-    at = np.asarray(ranks, np.int32)
     steps: Phase = []
     stride = 1
-    while stride < len(at):
-        senders = np.arange(stride, len(at), 2 * stride)
+    while stride < len(ranks):
+        senders = np.arange(stride, len(ranks), 2 * stride)
         whole = np.broadcast_to(chunks, (len(senders), len(chunks)))
-        steps.append(sends(at[senders], at[senders - stride], whole, reduce=True))
+        steps.append(sends(ranks[senders], ranks[senders - stride], whole, reduce=True))
         stride *= 2
     return steps
 
 
 def central_reduce(ranks: Ranks, chunks: Chunks) -> Phase:
     """1 step: everybody sends all to the first."""
-    at = np.asarray(ranks, np.int32)
-    if len(at) == 1:
+    if len(ranks) == 1:
         return []
-    whole = np.broadcast_to(chunks, (len(at) - 1, len(chunks)))
-    return [sends(at[1:], np.repeat(at[:1], len(at) - 1), whole, reduce=True)]
+    whole = np.broadcast_to(chunks, (len(ranks) - 1, len(chunks)))
+    return [sends(ranks[1:], np.repeat(ranks[:1], len(ranks) - 1), whole, reduce=True)]
 
 
 def piped_tree(ranks: Ranks, chunks: Chunks, parents: Sequence[int]) -> Phase:
@@ -203,9 +206,8 @@ def piped_tree(ranks: Ranks, chunks: Chunks, parents: Sequence[int]) -> Phase:
     `parents[i]` is the position above position i, -1 for the root. A chunk climbs one level a step and
     the next one follows it a step later, so n chunks take 2 * height + n - 1 steps.
     """
-    at = np.asarray(ranks, np.int32)
     above = np.asarray(parents)
-    depth = np.zeros(len(at), np.int64)
+    depth = np.zeros(len(ranks), np.int64)
     climbing = above.copy()
     while (climbing >= 0).any():
         depth += climbing >= 0
@@ -218,8 +220,8 @@ def piped_tree(ranks: Ranks, chunks: Chunks, parents: Sequence[int]) -> Phase:
         below = np.flatnonzero(depth == level)
         for number, chunk in enumerate(chunks):
             one = np.full((len(below), 1), chunk, np.int32)
-            steps[height - level + number].append(sends(at[below], at[above[below]], one, reduce=True))
-            steps[height + level - 1 + number].append(sends(at[above[below]], at[below], one, reduce=False))
+            steps[height - level + number].append(sends(ranks[below], ranks[above[below]], one, reduce=True))
+            steps[height + level - 1 + number].append(sends(ranks[above[below]], ranks[below], one, reduce=False))
     return [np.concatenate(step) for step in steps]
 
 
@@ -250,7 +252,6 @@ def in_order_tree(count: int) -> list[int]:
 def exchange(ranks: Ranks, distances: Sequence[int]) -> Table:
     """One step: position i sends chunk i*n + t to position t = i + d, for every d."""
     count = len(ranks)
-    at = np.asarray(ranks, np.int32)
     source = np.repeat(np.arange(count, dtype=np.int32), len(distances))
     target = (source + np.tile(np.asarray(distances, np.int32), count)) % count
-    return sends(at[source], at[target], (source * count + target)[:, None], reduce=False)
+    return sends(ranks[source], ranks[target], (source * count + target)[:, None], reduce=False)

@@ -1,11 +1,11 @@
 """What one rank does of a schedule, when the target of a transfer reads the source's memory.
 
-    wait 2 3       until rank 2 has come to mark 3 of this run
-    add 2 c5       read chunk 5 of rank 2 and reduce it into my own
-    copy 2 c5      ... and overwrite my own with it
-    fetch 2 c5 s0  read it into scratch 0: somebody still reads my own in this step
-    put s0 c5 +    reduce scratch 0 into my chunk 5 (=: overwrite)
-    mark 3         I have come to mark 3
+    Wait(2, 3)             until rank 2 has come to mark 3 of this run
+    Read(2, 5, True)       read chunk 5 of rank 2 and reduce it into my own
+    Read(2, 5, False)      ... and overwrite my own with it
+    Read(2, 5, True, 0)    read it into scratch 0: somebody still reads my own in this step
+    Put(0, 5, True)        reduce scratch 0 into my chunk 5 (False: overwrite)
+    Mark(3)                I have come to mark 3
 
 A rank tells the others how far it is by one number that only grows. Mark 0 of a run: my chunks may be read. Mark
 2s+1: my reads of step s are done. Mark 2s+2: so are its writes. Nothing else is exchanged, so all that keeps
@@ -31,9 +31,6 @@ class Wait(NamedTuple):
     peer: int
     mark: int
 
-    def __str__(self) -> str:
-        return f"wait {self.peer} {self.mark}"
-
 
 class Read(NamedTuple):
     """Read the peer's chunk into my own, or into scratch, where `scratch` says which."""
@@ -43,26 +40,15 @@ class Read(NamedTuple):
     reduce: bool
     scratch: int | None = None
 
-    def __str__(self) -> str:
-        if self.scratch is not None:
-            return f"fetch {self.peer} c{self.chunk} s{self.scratch}"
-        return f"{'add' if self.reduce else 'copy'} {self.peer} c{self.chunk}"
-
 
 class Put(NamedTuple):
     scratch: int
     chunk: int
     reduce: bool
 
-    def __str__(self) -> str:
-        return f"put s{self.scratch} c{self.chunk} {'+' if self.reduce else '='}"
-
 
 class Mark(NamedTuple):
     mark: int
-
-    def __str__(self) -> str:
-        return f"mark {self.mark}"
 
 
 Instruction = Wait | Read | Put | Mark
@@ -81,9 +67,6 @@ class Program:
     exposed: tuple[int, ...]
     written: tuple[int, ...]
     marks: int
-
-    def text(self) -> str:
-        return "\n".join(map(str, self.instructions)) + "\n"
 
 
 def project(schedule: Schedule, rank: int) -> Program:

@@ -13,14 +13,14 @@ because something is wrong, are counted out rank by rank, in blocks, so that mem
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from offbeat.errors import RequestError, ScheduleError, unknown
-from offbeat.schedules.grid import Mark, grid
+from offbeat.schedules.grid import Highlight, grid
 from offbeat.schedules.ir import Schedule, Table, Transfer
 
 Counts = npt.NDArray[np.uint32]  # rank x chunk x contributor; no step has enough transfers to wrap around
@@ -30,31 +30,33 @@ _BLOCK_BYTES = 64 * 2**20
 Promise = tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]
 
 
-def _everybody(s: Schedule, c: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    return np.ones((len(c), s.ranks), bool)
+def _ranks(schedule: Schedule, chunks: npt.NDArray[np.int64], who: str) -> npt.NDArray[np.bool_]:
+    """Chunk x rank: all ranks, or the one that is meant of each chunk."""
+    if who == "all":
+        return np.ones((len(chunks), schedule.ranks), bool)
+    one: dict[str, npt.NDArray[np.int64]] = {
+        "owner": chunks * schedule.ranks // schedule.chunks,  # items are dealt in equal runs, as chunks are cut
+        "root": np.full(len(chunks), schedule.root),
+        "sender": chunks // schedule.ranks,
+        "receiver": chunks % schedule.ranks,
+    }
+    return np.equal(one[who][:, None], np.arange(schedule.ranks))
 
 
-def _only(s: Schedule, ranks: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    return np.equal(ranks[:, None], np.arange(s.ranks))
-
-
-def _owner(s: Schedule, c: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Items are dealt to ranks in equal runs, as chunks are cut from items."""
-    return c * s.ranks // s.chunks
-
-
-def _root(s: Schedule, c: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    return np.full(len(c), s.root)
-
-
-PROMISES: dict[str, Callable[[Schedule, npt.NDArray[np.int64]], Promise]] = {
-    "all-reduce": lambda s, c: (_everybody(s, c).T, _everybody(s, c)),
-    "reduce-scatter": lambda s, c: (_only(s, _owner(s, c)).T, _everybody(s, c)),
-    "all-gather": lambda s, c: (_everybody(s, c).T, _only(s, _owner(s, c))),
-    "broadcast": lambda s, c: (_everybody(s, c).T, _only(s, _root(s, c))),
-    "reduce": lambda s, c: (_only(s, _root(s, c)).T, _everybody(s, c)),
-    "all-to-all": lambda s, c: (_only(s, c % s.ranks).T, _only(s, c // s.ranks)),
+# Of each collective: who must hold a chunk at the end, and whose contributions.
+PROMISES = {
+    "all-reduce": ("all", "all"),
+    "reduce-scatter": ("owner", "all"),
+    "all-gather": ("all", "owner"),
+    "broadcast": ("all", "root"),
+    "reduce": ("root", "all"),
+    "all-to-all": ("receiver", "sender"),
 }
+
+
+def _promise(schedule: Schedule, chunks: npt.NDArray[np.int64]) -> Promise:
+    holders, contributors = PROMISES[schedule.collective]
+    return _ranks(schedule, chunks, holders).T, _ranks(schedule, chunks, contributors)
 
 
 def verify(schedule: Schedule) -> None:
@@ -80,7 +82,7 @@ def progress(schedule: Schedule) -> Iterator[tuple[npt.NDArray[np.int64], npt.ND
     First how many contributions, then what share of what the collective wants in that chunk; a place
     with anything in it that does not belong there has a share of 0.
     """
-    _, due = PROMISES[schedule.collective](schedule, np.arange(schedule.chunks))
+    _, due = _promise(schedule, np.arange(schedule.chunks))
     counts = _start(schedule, schedule.chunks)
     for step in range(-1, len(schedule.steps)):
         if step >= 0:
@@ -171,7 +173,7 @@ def _kept(schedule: Schedule, held: npt.NDArray[np.int32], leaves: npt.NDArray[n
     block = max(1, _BLOCK_BYTES // (16 * schedule.ranks))
     for first in range(0, schedule.chunks, block):
         chunks = np.arange(first, min(schedule.chunks, first + block))
-        holders, promised = PROMISES[schedule.collective](schedule, chunks)
+        holders, promised = _promise(schedule, chunks)
         due = promised.sum(axis=1)
         own = promised.argmax(axis=1) * schedule.chunks + chunks
         ends = held[:, chunks]
@@ -204,9 +206,9 @@ def _check_collisions(schedule: Schedule, chunks: npt.NDArray[np.int64]) -> None
     overwrites = table[order, 3] == 0
     collides = np.flatnonzero(same & (overwrites[1:] | overwrites[:-1]))
     if collides.size:
-        one, other = sorted(order[collides[0] : collides[0] + 2].tolist())
-        what = f"'{_transfer(table[one])}' and '{_transfer(table[other])}' write the same place in one step"
-        raise _wrong(schedule, int(step[one]), table[one], what)
+        first, *_ = pair = sorted(order[collides[0] : collides[0] + 2].tolist())
+        what = " and ".join(f"'{Transfer(*table[one].tolist())}'" for one in pair)
+        raise _wrong(schedule, int(step[first]), table[first], f"{what} write the same place in one step")
 
 
 def _start(schedule: Schedule, chunks: int) -> Counts:
@@ -245,11 +247,12 @@ def _apply(schedule: Schedule, step: int, rows: Table, at: npt.NDArray[np.int64]
     if held.max() > 1:
         row, contributor = np.argwhere(held > 1)[0]
         wrong = rows[adds][row]
-        raise _wrong(schedule, step, wrong, f"'{_transfer(wrong)}' counts rank {contributor}'s contribution twice")
+        what = f"'{Transfer(*wrong.tolist())}' counts rank {contributor}'s contribution twice"
+        raise _wrong(schedule, step, wrong, what)
 
 
 def _check_promise(schedule: Schedule, chunks: npt.NDArray[np.int64], counts: Counts) -> None:
-    holders, promised = PROMISES[schedule.collective](schedule, chunks)
+    holders, promised = _promise(schedule, chunks)
     wrong = (counts != promised[None]).any(axis=2) & holders
     if not wrong.any():
         return
@@ -263,7 +266,7 @@ def _check_promise(schedule: Schedule, chunks: npt.NDArray[np.int64], counts: Co
     chunk = int(chunks[at])
     raise _error(
         schedule,
-        Mark(len(schedule.steps), rank, f"c{chunk}: rank{_some(held)}"),
+        Highlight(len(schedule.steps), rank, f"c{chunk}: rank{_some(held)}"),
         f"rank {rank} ends with chunk {chunk} {' and '.join(parts)}",
     )
 
@@ -274,16 +277,11 @@ def _some(ranks: set[int]) -> str:
     return f"{'s' if len(ranks) > 1 else ''} {', '.join(map(str, shown))}{more}"
 
 
-def _transfer(row: Table) -> Transfer:
-    source, target, chunk, reduce = row.tolist()
-    return Transfer(source, target, chunk, bool(reduce))
-
-
 def _wrong(schedule: Schedule, step: int, row: Table, what: str) -> ScheduleError:
-    return _error(schedule, Mark(step, int(row[1])), f"step {step + 1}: {what}")
+    return _error(schedule, Highlight(step, int(row[1])), f"step {step + 1}: {what}")
 
 
-def _error(schedule: Schedule, mark: Mark, what: str) -> ScheduleError:
+def _error(schedule: Schedule, mark: Highlight, what: str) -> ScheduleError:
     return ScheduleError(
         f"schedule '{schedule.name}' is not a correct {schedule.collective}: {what}",
         step=mark.step,

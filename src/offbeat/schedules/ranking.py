@@ -134,25 +134,18 @@ def _baseline(ranking: Sequence[Ranked]) -> Ranked:
 def _lines(row: Algorithm, topology: Topology) -> tuple[int, dict[str, int]]:
     """How many shapes of a family are worth trying; those that are tried, and how many groups of ranks each fits."""
     lines = {line: _sides(line) for line in row.lines(topology.ranks)}
-    lines = {line: sides for line, sides in lines.items() if _worth_trying(row, sides)}
-    fits = {line: _fits(row.consecutive_first(topology.ranks, sides), topology) for line, sides in lines.items()}
+    # Not a shape that is a simpler family in other words: a side of 1, or too few sides.
+    lines = {line: sides for line, sides in lines.items() if 1 not in sides and len(sides) >= row.least_sides}
+    # A group of consecutive ranks fits where it is a side, or some sides together, that begins with the first.
+    together = {line: accumulate(row.consecutive_first(topology.ranks, sides), mul) for line, sides in lines.items()}
+    fits = {line: len(set(ranks) & set(topology.groups)) for line, ranks in together.items()}
     tried = sorted(lines, key=lambda line: (-fits[line], sum(lines[line]))) if row.most_shapes else list(lines)
     return len(lines), {line: fits[line] for line in tried[: row.most_shapes]}
-
-
-def _fits(sides: tuple[int, ...], topology: Topology) -> int:
-    """How many groups of consecutive ranks are a side, or some sides together, that begins with the first."""
-    return len(set(accumulate(sides, mul)) & set(topology.groups))
 
 
 def _ordered_rings(topology: Topology) -> tuple[int, dict[str, int]]:
     orders = find_rings(topology).orders if topology.is_mesh() else ()
     return (1, {f"{BASELINE}:order={format_orders(orders)}": 0}) if orders else (0, {})
-
-
-def _worth_trying(row: Algorithm, sides: tuple[int, ...]) -> bool:
-    """Not a shape that is a simpler family in other words: a side of 1, or too few sides."""
-    return 1 not in sides and len(sides) >= row.least_sides
 
 
 def _sides(line: str) -> tuple[int, ...]:

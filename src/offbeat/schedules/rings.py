@@ -135,13 +135,12 @@ def _smallest_cut(lanes: Lanes) -> tuple[int, Order]:
         parts = [tuple(rank for rank in ranks if number >> rank & 1) for number in range(1, (1 << len(ranks)) - 1)]
     else:  # single ranks only: still a bound, perhaps not the smallest
         parts = [(rank,) for rank in ranks]
-    crossing = {part: _leaving(lanes, set(part)) for part in parts}
+    crossing = {
+        part: sum(count for source in part for target, count in lanes[source].items() if target not in part)
+        for part in parts
+    }
     best = min(parts, key=lambda part: (crossing[part], len(part), part))
     return crossing[best], best
-
-
-def _leaving(lanes: Lanes, part: set[int]) -> int:
-    return sum(count for source in part for target, count in lanes[source].items() if target not in part)
 
 
 def _cycles(lanes: Lanes, tries: int) -> Iterator[Order | None]:
@@ -159,17 +158,13 @@ def _cycles(lanes: Lanes, tries: int) -> Iterator[Order | None]:
         if tries < 0:
             yield None
             return
-        if following in seen:
-            continue
-        order.append(following)
-        seen.add(following)
-        if len(order) == len(lanes):
-            if 0 in lanes[following]:
+        if following not in seen:
+            order.append(following)
+            seen.add(following)
+            ahead = {} if len(order) == len(lanes) else lanes[following]
+            if not ahead and 0 in lanes[following]:
                 yield tuple(order)
-            seen.discard(order.pop())
-            continue
-        ahead = lanes[following]
-        stack.append(iter(sorted(ahead, key=lambda rank: (-ahead[rank], rank))))
+            stack.append(iter(sorted(ahead, key=lambda rank: (-ahead[rank], rank))))
 
 
 def _choose(lanes: Lanes, cycles: list[Order], wanted: int) -> tuple[tuple[Order, ...] | None, bool]:

@@ -19,13 +19,12 @@ from offbeat.collectives import memory
 from offbeat.collectives.sync import Word
 from offbeat.errors import RequestError
 from offbeat.policies.memory import STATE_COPIES
-from offbeat.server.parameter_layout import DTYPES, ModelTensors, ParameterLayout, read_tensors, views, write_tensors
+from offbeat.server.parameter_layout import DTYPES, ModelTensors, ParameterLayout, read_tensors, write_tensors
 from offbeat.server.run_setting import RunSetting
-from offbeat.server.shard.updates import CHUNK, Updates
+from offbeat.server.shard.optimizers import CHUNK
 
 _PAGE = 4096
 _LEARNER_WORDS = 8  # a cache line each
-_CANCEL, _FENCE, _BEAT = 0, 1, 2
 
 
 class ArenaLayout:
@@ -69,37 +68,23 @@ class Arena:
         self.offsets = table.offsets()
         self.segment = segment
         self._weights_at = layout.weights[0], layout.slots[0]
-        self._learners = 1 + setting.shards
-        self._servers = self._learners + setting.learners
+        lines = iter(range(1 + 2 * setting.shards + setting.learners))
 
-    def _word(self, line: int, word: int) -> Word:
-        return Word(self.segment.words, line * _LEARNER_WORDS + word, self.segment.address)
+        def words(count: int) -> list[Word]:
+            """The first words of the next cache line: each is written by one process."""
+            at = next(lines) * _LEARNER_WORDS
+            return [Word(segment.words, at + word, segment.address) for word in range(count)]
 
-    # --- words -------------------------------------------------------------------------------------------------------
-
-    def committed(self, group: int) -> tuple[Word, Word]:
-        """Version and buffer of a commit group: for whoever looks from outside."""
-        return self._word(1 + group, 0), self._word(1 + group, 1)
-
-    def cancel_word(self, learner: int) -> Word:
-        """Minibatches up to this one (`stamp`) are cancelled."""
-        return self._word(self._learners + learner, _CANCEL)
-
-    def fence_word(self, learner: int) -> Word:
-        """Incarnations up to this one are given up."""
-        return self._word(self._learners + learner, _FENCE)
-
-    def beat_word(self, learner: int) -> Word:
-        """Changes as long as the learner lives."""
-        return self._word(self._learners + learner, _BEAT)
-
-    def shard_word(self, shard: int) -> Word:
-        """The last job that was finished, and the version that it made: one word, so that they change together."""
-        return self._word(self._servers + shard, 0)
-
-    def quiet_word(self) -> Word:
-        """1 when no learner is here and no update is under way: the weights are the last ones."""
-        return self._word(0, 0)
+        # 1 when no learner is here and no update is under way: the weights are the last ones.
+        (self.quiet_word,) = words(1)
+        # Version and buffer of each commit group: for whoever looks from outside.
+        self.committed = [words(2) for _ in range(setting.shards)][: setting.shards if setting.independent else 1]
+        # Of each learner: minibatches up to this one (`stamp`) are cancelled; incarnations up to this one are given up;
+        # and a word that changes as long as it lives.
+        self.learner_words = [words(3) for _ in range(setting.learners)]
+        # Of each shard, the last job that was finished and the version that it made: one word, so that they change
+        # together.
+        self.shard_words = [words(1)[0] for _ in range(setting.shards)]
 
     # --- the learner's side ------------------------------------------------------------------------------------------
 
@@ -147,8 +132,7 @@ class Arena:
 
     def current(self) -> dict[str, Tensor]:
         """Weights and optimizer state as they are now, copied. Only in a pause, when nobody changes them."""
-        groups = self.setting.shards if self.setting.independent else 1
-        words = [(buffer.get(), version.get()) for version, buffer in map(self.committed, range(groups))]
+        words = [(buffer.get(), version.get()) for version, buffer in self.committed]
         kept = {"weights": self.gather(words)}
         for name in self.table.states:
             kept[f"state.{name}"] = self._joined([self.states[version % 2][name] for _, version in words])
@@ -168,20 +152,12 @@ class Arena:
         first, last = self._weights_at
         memory.protect(self.segment.address + first, last - first)
 
-    def views(self, buffer: int, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The weights of a buffer, one tensor for each parameter."""
-        return views(self.weights[buffer], tensors)
-
     def fetch(self, parts: ModelTensors, pieces: Sequence[tuple[int, int]], *, extra: bool) -> None:
-        """The weights, into the model."""
+        """The weights, into the model; with `extra` what is not trained too."""
         same = len({buffer for buffer, _ in pieces}) == 1
         write_tensors(self.weights[pieces[0][0]] if same else self.gather(pieces), parts.trained)
         if extra:
-            self.fetch_extra(parts)
-
-    def fetch_extra(self, parts: ModelTensors) -> None:
-        """What is not trained, into the model."""
-        write_tensors(self.extra, parts.extra)
+            write_tensors(self.extra, parts.extra)
 
     def gather(self, pieces: Sequence[tuple[int, int]], out: Tensor | None = None) -> Tensor:
         """The weights as one vector, each shard's from its own buffer."""
@@ -208,24 +184,3 @@ def _square(vector: Tensor) -> float:
 def stamp(incarnation: int, seq: int) -> int:
     """A minibatch as one number: a later one of a learner is larger, whatever its incarnation."""
     return incarnation << 40 | seq
-
-
-class ShardMemory(Updates):
-    """One shard of an arena, as `shard.Shard` works on it."""
-
-    def __init__(self, arena: Arena, shard: int) -> None:
-        start, end = arena.table.shard(shard, arena.setting.shards)
-        super().__init__(arena.table, arena.weights, arena.slots, arena.states, arena.steps[shard], start, end)
-        self.shard = shard
-        self._word = arena.shard_word(shard)
-
-    @property
-    def finished(self) -> int:
-        return self._word.get() >> 32
-
-    @property
-    def version(self) -> int:
-        return self._word.get() & 0xFFFFFFFF
-
-    def finish(self, number: int, version: int) -> None:
-        self._word.set(number << 32 | version)

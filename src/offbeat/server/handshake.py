@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import time
+from collections.abc import Callable
 
 import msgspec
 
@@ -22,6 +24,7 @@ from offbeat.server.run_setting import RunSetting
 from offbeat.server.wire import MOST_BYTES, PROTOCOL
 
 GREETING_S = 5.0  # for an answer
+_PAUSE_S = 0.05  # between two attempts to connect
 HANDSHAKE_S = 0.5  # for whoever has connected to say who it is: the listener serves one at a time
 
 
@@ -117,15 +120,36 @@ def connect(name: str, own: Handshake, timeout_s: float) -> tuple[socket.socket,
         segment = memory.receive(descriptors.pop(), size_bytes, sealed=True)
         one.setblocking(True)
         return one, accept, Arena(segment, accept.table, accept.setting)
-    except ConnectionRefusedError:
+    except (OSError, msgspec.DecodeError, OffbeatError) as error:
         one.close()
-        raise RunGoneError("the run is gone") from None
-    except (OSError, msgspec.DecodeError) as error:
-        one.close()
-        raise PeerError(f"cannot reach the run: {error}") from None
-    except OffbeatError:
-        one.close()
-        raise
+        if isinstance(error, OffbeatError):
+            raise
+        gone = isinstance(error, ConnectionRefusedError)
+        raise (RunGoneError("the run is gone") if gone else PeerError(f"cannot reach the run: {error}")) from None
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def keep_connecting(
+    name: str,
+    own: Handshake,
+    *,
+    most_s: float,
+    gone_s: float,
+    answer_s: float = GREETING_S,
+    closed: Callable[[], bool] = lambda: False,
+) -> tuple[socket.socket, Accept, Arena]:
+    """As `connect`, until it succeeds: a coordinator may be killed while it lets somebody in, and another comes.
+
+    `PeerError` after `most_s`, or after `gone_s` where nobody listens, or at once when this side is `closed`.
+    """
+    start_s = time.monotonic()
+    while True:
+        try:
+            return connect(name, own, answer_s)
+        except PeerError as error:
+            limit_s = gone_s if isinstance(error, RunGoneError) else most_s
+            if closed() or time.monotonic() - start_s > limit_s:
+                raise
+            time.sleep(_PAUSE_S)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -103,35 +103,39 @@ def write_tensors(vector: Tensor, tensors: Sequence[Tensor]) -> None:
         tensor.copy_(part)
 
 
+def _refuse(*faults: tuple[object, str]) -> None:
+    """`RequestError` with the words of the first fault that there is."""
+    found = [words for there, words in faults if there]
+    if found:
+        raise RequestError(found[0])
+
+
 def model_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[ModelTensors, tuple[int, ...]]:
     """What is trained, group by group, and the group of each; then what is not."""
-    trained: list[nn.Parameter] = []
-    groups: list[int] = []
-    for number, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if parameter.requires_grad:
-                trained.append(parameter)
-                groups.append(number)
-    if not trained:
-        raise RequestError("the optimizer has no parameter that is trained")
-    mine = {id(parameter) for parameter in model.parameters()}
-    for parameter in trained:
-        if id(parameter) not in mine:
-            shape = "x".join(map(str, parameter.shape))
-            raise RequestError(f"the optimizer has a parameter ({shape}) that is not one of the model's")
-    seen = {id(parameter) for parameter in trained}
+    numbered: list[tuple[nn.Parameter, int]] = [
+        (parameter, number)
+        for number, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+        if parameter.requires_grad
+    ]
+    trained = tuple(parameter for parameter, _ in numbered)
+    mine, seen = {id(parameter) for parameter in model.parameters()}, {id(parameter) for parameter in trained}
+    foreign = ["x".join(map(str, parameter.shape)) for parameter in trained if id(parameter) not in mine]
     forgotten = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in seen]
-    if forgotten:
-        raise RequestError(
-            f"'{forgotten[0]}' is trained by no group of the optimizer: give it to one, or freeze it "
-            "(requires_grad_(False))"
-        )
-    extra: list[Tensor] = [p for p in model.parameters() if id(p) not in seen]
-    extra += list(model.buffers())
+    _refuse(
+        (not trained, "the optimizer has no parameter that is trained"),
+        (foreign, f"the optimizer has a parameter ({''.join(foreign[:1])}) that is not one of the model's"),
+        (
+            forgotten,
+            f"'{''.join(forgotten[:1])}' is trained by no group of the optimizer: give it to one, or freeze it "
+            "(requires_grad_(False))",
+        ),
+    )
+    rest = [*(p for p in model.parameters() if id(p) not in seen), *model.buffers()]
     wide = any(parameter.dtype == torch.float64 for parameter in trained)
     held = (torch.float32, torch.float16, torch.bfloat16, *((torch.float64,) if wide else ()))
-    extra = [tensor for tensor in extra if tensor.dtype in held]  # others would be rounded: each learner keeps its own
-    return ModelTensors(tuple(trained), tuple(extra)), tuple(groups)
+    extra = tuple(tensor for tensor in rest if tensor.dtype in held)  # others would be rounded: each keeps its own
+    return ModelTensors(trained, extra), tuple(number for _, number in numbered)
 
 
 def layout_of(
@@ -148,22 +152,28 @@ def layout_of(
     """The layout of a model; `gradients` is the type in which gradients travel (default: that of the weights)."""
     types = {parameter.dtype for parameter in parts.trained}
     odd = [str(one) for one in types if not one.is_floating_point]
-    if odd:
-        raise RequestError(f"parameters of type {', '.join(odd)} cannot be trained on a server")
-    if torch.float64 in types and len(types) > 1:
-        raise RequestError("the model mixes float64 with other types; a server keeps one: float32 or float64")
     dtype = "float64" if torch.float64 in types else "float32"
     travel = gradients or dtype
-    if travel not in DTYPES:
-        raise RequestError(f"gradients travel as {', '.join(DTYPES)}; got '{travel}'")
-    if len(parts.trained) > MOST_TENSORS or len(set(groups)) > MOST_GROUPS:
-        raise RequestError(
+    too_many = len(parts.trained) > MOST_TENSORS or len(set(groups)) > MOST_GROUPS
+    elsewhere = any(str(p.dtype) != f"torch.{dtype}" or p.device.type != "cpu" for p in parts.trained)
+    _refuse(
+        (odd, f"parameters of type {', '.join(odd)} cannot be trained on a server"),
+        (
+            torch.float64 in types and len(types) > 1,
+            "the model mixes float64 with other types; a server keeps one: float32 or float64",
+        ),
+        (travel not in DTYPES, f"gradients travel as {', '.join(DTYPES)}; got '{travel}'"),
+        (
+            too_many,
             f"a model has at most {MOST_TENSORS} parameters in {MOST_GROUPS} groups here; this one has "
-            f"{len(parts.trained)} in {len(set(groups))}"
-        )
+            f"{len(parts.trained)} in {len(set(groups))}",
+        ),
+        (
+            in_place and elsewhere,
+            f"in_place is for parameters of one type, {dtype}, in the processor's memory",
+        ),
+    )
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    if in_place and any(str(p.dtype) != f"torch.{dtype}" or p.device.type != "cpu" for p in parts.trained):
-        raise RequestError(f"in_place is for parameters of one type, {dtype}, in the processor's memory")
     text = [f"{rule} {states} {dtype} {travel} {clip_norm} {in_place}"]
     text += [
         f"{names[id(p)]} {tuple(p.shape)} {p.dtype} {group}" for p, group in zip(parts.trained, groups, strict=True)
@@ -181,3 +191,45 @@ def layout_of(
         in_place=in_place,
         digest=hashlib.sha256("\n".join(text).encode()).hexdigest()[:32],
     )
+
+
+# --- an optimizer's state, as torch keeps it for each parameter and as the servers do: vectors for all of them -------
+# Law: what `state_to_vectors` makes of a state, `state_from_vectors` makes into the same state again, bit for bit.
+
+
+@torch.no_grad()
+def state_to_vectors(
+    trained: Sequence[nn.Parameter],
+    state: Mapping[Tensor, Mapping[str, Any]],
+    names: Sequence[str],
+    dtype: torch.dtype,
+) -> dict[str, Tensor]:
+    """Weights and state, as `Arena.current` gives them; `names` are the vectors of the rule."""
+    items = sum(parameter.numel() for parameter in trained)
+    vectors = {key: torch.zeros(items, dtype=dtype) for key in ("weights", *(f"state.{name}" for name in names))}
+    read_tensors(vectors["weights"], trained)
+    parts = {name: views(vectors[f"state.{name}"], trained) for name in names}
+    steps = torch.zeros(len(trained), dtype=torch.int64)
+    for index, parameter in enumerate(trained):
+        mine = state.get(parameter, {})
+        for name in names:
+            if mine.get(name) is not None:
+                parts[name][index].copy_(mine[name])
+                steps[index] = 1  # SGD does not count; that its momentum has begun is all that matters
+        if "step" in mine:
+            steps[index] = int(mine["step"])
+    return {**vectors, "steps": steps}
+
+
+def state_from_vectors(
+    trained: Sequence[nn.Parameter], kept: Mapping[str, Tensor], *, counts: bool
+) -> dict[Tensor, dict[str, Tensor]]:
+    """The state of each parameter that has made a step; `counts`: whether the optimizer keeps their number."""
+    found: dict[Tensor, dict[str, Tensor]] = {}
+    parts = {name[6:]: views(vector, trained) for name, vector in kept.items() if name.startswith("state.")}
+    for index, (parameter, steps) in enumerate(zip(trained, kept["steps"].tolist(), strict=True)):
+        if steps:
+            found[parameter] = {"step": torch.tensor(float(steps))} if counts else {}
+            for name, pieces in parts.items():
+                found[parameter][name] = pieces[index].to(parameter.device, parameter.dtype, copy=True)
+    return found

@@ -14,7 +14,6 @@ can be reached, as one line of JSON, and ends when standard input is closed and 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import secrets
@@ -219,8 +218,7 @@ class Supervisor(Launcher):
     def _send(self, what: str, **fields: Any) -> None:
         """To the coordinator, if it is there."""
         if self.coordinator is not None:
-            with contextlib.suppress(OSError):
-                coordinator_process.say(self.coordinator, coordinator_process.ToSupervisor(what=what, **fields))
+            coordinator_process.say(self.coordinator, what, **fields)
 
     def is_quiet(self) -> bool:
         """Whether no learner is in the run."""

@@ -11,6 +11,8 @@ allocation beyond the message itself.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -21,7 +23,7 @@ PROTOCOL = 4
 MOST_BYTES = 128 * 1024
 MOST_DATA_BYTES = MOST_BYTES // 2  # of all learners together, in one group call
 
-Hyper = dict[str, float]
+Hyper = dict[str, float]  # of a parameter group: plain numbers, bools as 0.0 and 1.0
 Lease = tuple[int, int, int, int]  # number, epoch, start, count
 
 
@@ -315,7 +317,8 @@ class Done(Message, frozen=True):
     sums: tuple[float, ...] = ()
 
 
-FROM_LEARNER = (
+TO_LEARNER = Welcome | Refused | Fenced | Go | Weights | Granted | EnterPause | EndPause | GroupCallAnswer
+INPUT = (
     Hello
     | Seeded
     | Push
@@ -329,15 +332,18 @@ FROM_LEARNER = (
     | PauseRequest
     | GroupCall
     | Bye
+    | Gone
+    | Silent
+    | Tick
+    | WakeDue
+    | Finish
+    | Ready
+    | Done
 )
-TO_LEARNER = Welcome | Refused | Fenced | Go | Weights | Granted | EnterPause | EndPause | GroupCallAnswer
-INPUT = FROM_LEARNER | Gone | Silent | Tick | WakeDue | Finish | Ready | Done
 OUTPUT = TO_LEARNER | CancelWord | FenceWord | Committed | ShardJob
 
 T = TypeVar("T")
 _encoder = msgspec.msgpack.Encoder()
-_inputs: msgspec.msgpack.Decoder[INPUT] = msgspec.msgpack.Decoder(INPUT)
-_outputs: msgspec.msgpack.Decoder[OUTPUT] = msgspec.msgpack.Decoder(OUTPUT)
 
 
 class WireError(OffbeatError):
@@ -345,26 +351,22 @@ class WireError(OffbeatError):
 
 
 def encode(message: Message) -> bytes:
-    data = _encoder.encode(message)
+    return _checked(_encoder.encode(message))
+
+
+def _checked(data: bytes) -> bytes:
     if len(data) > MOST_BYTES:
         raise WireError(f"a message of {len(data)} bytes is longer than the {MOST_BYTES} that may travel")
     return data
 
 
-def decode_input(data: bytes) -> INPUT:
-    """What came to the coordinator."""
-    return _decode(_inputs, data)
-
-
-def decode_output(data: bytes) -> OUTPUT:
-    """What came from the coordinator."""
-    return _decode(_outputs, data)
-
-
 def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:
-    if len(data) > MOST_BYTES:
-        raise WireError(f"a message of {len(data)} bytes is longer than the {MOST_BYTES} that may travel")
     try:
-        return decoder.decode(data)
+        return decoder.decode(_checked(data))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise WireError(f"not a message of protocol {PROTOCOL}: {error}") from None
+
+
+# What came to the coordinator, and what came from it.
+decode_input: Callable[[bytes], INPUT] = partial(_decode, msgspec.msgpack.Decoder(INPUT))
+decode_output: Callable[[bytes], OUTPUT] = partial(_decode, msgspec.msgpack.Decoder(OUTPUT))

@@ -45,62 +45,49 @@ class Law:
     comes before both: the seconds of these learners' minibatches of these numbers; the two are broadcast together.
     """
 
-    text: str
     mean_s: float
     sample: Callable[[Chance], Floats]
+    text: str = ""  # which `parse_law` knows
     by_learner: Callable[[Ints, Chance], Floats] | None = None
     at: Callable[[Ints, Ints], Floats] | None = None
 
 
-def _law(
-    mean_s: float,
-    sample: Callable[[Chance], Floats],
-    by_learner: Callable[[Ints, Chance], Floats] | None = None,
-) -> Law:
-    """Without its text, which `parse_law` knows."""
-    return Law(text="", mean_s=mean_s, sample=sample, by_learner=by_learner)
-
-
 def _constant(value: float) -> Law:
-    return _law(value, lambda u: np.full_like(u(COMPUTE), value))
+    return Law(mean_s=value, sample=lambda u: np.full_like(u(COMPUTE), value))
 
 
 def _uniform(low: float, high: float) -> Law:
     if low > high:
         raise RequestError(f"LOW is {low}, above HIGH, {high}")
-    return _law((low + high) / 2, lambda u: low + (high - low) * u(COMPUTE))
-
-
-def _exponential(mean: float) -> Law:
-    return _law(mean, lambda u: -mean * np.log(u(COMPUTE)))
+    return Law(mean_s=(low + high) / 2, sample=lambda u: low + (high - low) * u(COMPUTE))
 
 
 def _shifted(shift: float, mean: float) -> Law:
-    return _law(shift + mean, lambda u: shift - mean * np.log(u(COMPUTE)))
+    return Law(mean_s=shift + mean, sample=lambda u: shift - mean * np.log(u(COMPUTE)))
 
 
 def _pareto(shape: float, scale: float) -> Law:
     mean = shape * scale / (shape - 1) if shape > 1 else math.inf
-    return _law(mean, lambda u: scale * u(COMPUTE) ** (-1 / shape))
+    return Law(mean_s=mean, sample=lambda u: scale * u(COMPUTE) ** (-1 / shape))
 
 
 def _lognormal(mean: float, cv: float) -> Law:
     sigma = math.sqrt(math.log1p(cv * cv))
     mu = math.log(mean) - sigma * sigma / 2
-    return _law(mean, lambda u: np.exp(mu + sigma * _normal(u, COMPUTE)))
+    return Law(mean_s=mean, sample=lambda u: np.exp(mu + sigma * _normal(u, COMPUTE)))
 
 
 def _weibull(shape: float, scale: float) -> Law:
-    return _law(scale * math.gamma(1 + 1 / shape), lambda u: scale * (-np.log(u(COMPUTE))) ** (1 / shape))
+    return Law(mean_s=scale * math.gamma(1 + 1 / shape), sample=lambda u: scale * (-np.log(u(COMPUTE))) ** (1 / shape))
 
 
-def _bimodal(fast: float, slow: float, share: float) -> Law:
-    return _law(fast + (slow - fast) * share, lambda u: np.where(u(COMPUTE) < share, slow, fast))
+def _bimodal(fast: float, slow: float, share_slow: float) -> Law:
+    return Law(mean_s=fast + (slow - fast) * share_slow, sample=lambda u: np.where(u(COMPUTE) < share_slow, slow, fast))
 
 
 def _gamma(mean: float, cv: float) -> Law:
     shape = 1 / (cv * cv)
-    return _law(mean, lambda u: mean / shape * _gamma_unit(shape, u))
+    return Law(mean_s=mean, sample=lambda u: mean / shape * _gamma_unit(shape, u))
 
 
 def _normal(u: Chance, purpose: int) -> Floats:
@@ -132,10 +119,10 @@ def _gamma_unit(shape: float, u: Chance) -> Floats:
 
 def _trace(run: str) -> Law:
     recording = read_recording(Path(run))
-    return _law(
-        recording.mean_s,
-        lambda u: recording.pooled.at(u(COMPUTE)),
-        lambda learners, u: recording.at(learners, u(COMPUTE)),
+    return Law(
+        mean_s=recording.mean_s,
+        sample=lambda u: recording.pooled.at(u(COMPUTE)),
+        by_learner=lambda learners, u: recording.at(learners, u(COMPUTE)),
     )
 
 
@@ -159,10 +146,6 @@ def _positive_time(text: str) -> float:
     return value
 
 
-def _probability(text: str) -> float:
-    return parse_number(text, lambda x: 0 <= x <= 1, "expected a share from 0 to 1")
-
-
 _CV = _number("cv", "standard deviation / mean", 1e-3, 10)
 _Build = Callable[..., Law]
 LAWS: dict[str, tuple[str, tuple[Param, ...], _Build]] = {
@@ -172,7 +155,7 @@ LAWS: dict[str, tuple[str, tuple[Param, ...], _Build]] = {
         (_time("low", "seconds"), _time("high", "seconds")),
         _uniform,
     ),
-    "exp": ("memoryless", (_time("mean", "seconds"),), _exponential),
+    "exp": ("memoryless", (_time("mean", "seconds"),), lambda mean: _shifted(0.0, mean)),
     "shifted-exp": (
         "a floor and a memoryless rest",
         (_time("shift", "seconds"), _time("mean", "of the rest")),
@@ -199,9 +182,9 @@ LAWS: dict[str, tuple[str, tuple[Param, ...], _Build]] = {
         (
             _time("fast", "seconds"),
             _time("slow", "seconds"),
-            Param(name="share-slow", read=_probability, positional=True, required=True, help="from 0 to 1"),
+            _number("share-slow", "from 0 to 1", 0, 1),
         ),
-        lambda fast, slow, share_slow: _bimodal(fast, slow, share_slow),
+        _bimodal,
     ),
     "trace": (
         "drawn from a run (its folder or log), each learner its own, or from a file with a number of seconds a line",
@@ -302,16 +285,15 @@ class Draws:
         if self.slow is not None:
             chances = chance(SLOW)
             for row, learner in enumerate(learners.tolist()):
-                seconds[row] *= self._slowness(learner, chances[row])
+                seconds[row] *= self._slowness(self.slow, learner, chances[row])
         return [array("d", row.tobytes()) for row in np.ascontiguousarray(seconds[:, ::-1])]
 
-    def _slowness(self, learner: int, chances: Floats) -> list[float]:
-        assert self.slow is not None
+    def _slowness(self, periods: SlowPeriods, learner: int, chances: Floats) -> list[float]:
         factors = []
         slow = self.is_slow[learner]
         for chance in chances.tolist():
-            slow = chance >= self.slow.leave if slow else chance < self.slow.enter
-            factors.append(self.slow.factor if slow else 1.0)
+            slow = chance >= periods.leave if slow else chance < periods.enter
+            factors.append(periods.factor if slow else 1.0)
         self.is_slow[learner] = slow
         return factors
 

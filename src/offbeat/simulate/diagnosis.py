@@ -23,7 +23,7 @@ from offbeat.errors import RequestError
 from offbeat.number_format import percent
 from offbeat.policies import create
 from offbeat.policies.memory import vectors_of
-from offbeat.runs.stragglers import SLOWER, Compared, is_straggler
+from offbeat.runs.metrics import SLOWER, is_straggler
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.compute import Law
 from offbeat.simulate.engine import Floats, Ints
@@ -88,8 +88,8 @@ def describe_machines(cluster: Cluster) -> MachineSummary:
     def is_slow(learner: int) -> bool:
         """Parts by medians, since a heavy tail moves a mean."""
         windows = (drawn[learner][first : first + part] for first in range(0, part * _WINDOWS, part))
-        parts = [Compared(statistics.median(some), middle) for some in windows]
-        return is_straggler(Compared(means[learner], typical), parts)
+        parts = [(statistics.median(some), middle) for some in windows]
+        return is_straggler((means[learner], typical), parts)
 
     slow = [learner for learner in range(cluster.learners) if is_slow(learner)]
     evened = [[time / mean for time in times] for times, mean in zip(drawn, means, strict=True)]

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import heapq
 import math
+from dataclasses import dataclass, field
 
 _ENDLESS = 1e30  # stands for an infinite rate, of which no difference can be taken
 
 
+@dataclass(slots=True)
 class _Class:
-    __slots__ = ("bytes_per_s", "cap", "clock", "waiting")
-
-    def __init__(self, cap: float) -> None:
-        self.cap = cap
-        self.clock = 0.0  # bytes that a transfer open since the beginning would have moved
-        self.bytes_per_s = 0.0
-        self.waiting: list[tuple[float, int, int]] = []  # clock at the end, order of start, who
+    cap: float
+    clock: float = 0.0  # bytes that a transfer open since the beginning would have moved
+    bytes_per_s: float = 0.0
+    waiting: list[tuple[float, int, int]] = field(default_factory=list)  # clock at the end, order of start, who
 
 
 class FairLink:

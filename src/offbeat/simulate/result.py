@@ -4,35 +4,31 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from offbeat.policies.sentences import Outcome
 from offbeat.runs.log import Span
 
 
+@dataclass(slots=True)
 class Tally:
     """Counts while a simulation runs; seconds are of all learners together."""
 
-    __slots__ = (
-        "applied", "cancelled", "dropped", "failed", "fetch_s", "full_s", "samples", "seconds", "staleness", "waste_s",
-    )  # fmt: skip
-
-    def __init__(self) -> None:
-        self.seconds = {"compute": 0.0, "send": 0.0, "wait": 0.0}  # by what was done
-        self.waste_s = 0.0  # of compute: cancelled, dropped or lost
-        self.fetch_s = 0.0  # of wait: the answer was on its way
-        self.full_s = 0.0  # the server's link was full, of the run's seconds
-        self.staleness: Counter[int] = Counter()
-        self.applied = 0  # minibatches
-        self.samples = 0  # of these
-        self.cancelled = 0
-        self.dropped = 0
-        self.failed = 0
+    seconds: dict[str, float] = field(default_factory=lambda: {"compute": 0.0, "send": 0.0, "wait": 0.0})
+    waste_s: float = 0.0  # of compute: cancelled, dropped or lost
+    fetch_s: float = 0.0  # of wait: the answer was on its way
+    full_s: float = 0.0  # the server's link was full, of the run's seconds
+    staleness: Counter[int] = field(default_factory=Counter)
+    applied: int = 0  # minibatches
+    samples: int = 0  # of these
+    cancelled: int = 0
+    dropped: int = 0
+    failed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class Result(Outcome):
     """Shares are of the learners' time: busy + waste + send + wait = 1.
 
     busy: computing what was or may still be applied. waste: computing what was cancelled, dropped or lost.
@@ -42,20 +38,10 @@ class Result:
 
     strategy: str
     learners: int
-    updates: int
     seconds: float
     events: int
-    applied: int  # minibatches
-    samples: int  # of these
-    cancelled: int
-    dropped: int
-    failed: int
-    staleness: Mapping[int, int]
+    samples: int  # of the minibatches applied
     busy_share: float
-    waste_share: float
-    send_share: float
-    wait_share: float
-    fetch_share: float  # part of wait_share
     full_share: float  # of the seconds: the server's link was full, in at least one direction
     spans: tuple[Span, ...]
 
@@ -108,11 +94,6 @@ class Result:
     def samples_per_s(self) -> float:
         """Applied ones; a minibatch has 1 unless the cluster says otherwise."""
         return self.samples / self.seconds if self.seconds else math.inf
-
-    @property
-    def staleness_mean(self) -> float:
-        count = sum(self.staleness.values())
-        return sum(age * many for age, many in self.staleness.items()) / count if count else 0.0
 
     @property
     def staleness_std(self) -> float:

@@ -35,9 +35,9 @@ from offbeat.policies import (
 )
 from offbeat.policies.failures import policy_failures
 from offbeat.runs.log import Span
-from offbeat.simulate.cluster import Cluster
+from offbeat.simulate.cluster import Cluster, Wires
 from offbeat.simulate.compute import failure_times
-from offbeat.simulate.cores import CoreScheduler, Job
+from offbeat.simulate.cores import Cores, CoreScheduler, Job
 from offbeat.simulate.engine import (
     ARRIVE,
     ASK,
@@ -144,17 +144,17 @@ class Simulation:
         self.pushing = [-1] * count  # the number of its gradient that is on its way
         self.queued = [-1] * count  # and that of the one that waits for it
         self.fetching = [False] * count
-        wires = cluster.wires
-        self.latency_s = 0.0 if wires is None else wires.latency_s
-        self.size_bytes = 0 if wires is None else wires.size_bytes
+        self.wires = cluster.wires or Wires(size_bytes=0)
+        self.latency_s, self.size_bytes = self.wires.latency_s, self.wires.size_bytes
         self.starts = cluster.begins()
         self.works = cluster.works()
-        self.cores = None if cluster.cores is None else CoreScheduler(cluster.cores.count)
+        self.cores = cluster.cores or Cores(count=1, law=cluster.law)
+        self.scheduler = CoreScheduler(self.cores.count)
         self.cores_turn = 0
         self.jobs = [-1] * count  # computing on shared cores
-        self.instant = not self.size_bytes and not self.latency_s and self.cores is None and self.starts is None
+        self.instant = not self.size_bytes and not self.latency_s and self.works is None and self.starts is None
         self.free = self.rule.fetch_every > 0  # learners push and fetch beside computing, and never wait
-        shared = math.inf if wires is None else wires.server_bytes_per_s * wires.shards
+        shared = self.wires.server_bytes_per_s * self.wires.shards
         self.links = (FairLink(shared), FairLink(shared))  # to the server, from the server
         self.link_turn = [0, 0]
         self.full_since: float | None = None  # one of them
@@ -163,7 +163,7 @@ class Simulation:
         self.events = 0
         # So many entries of the heap without an update mean that there will be none.
         self.patience = PATIENCE + 1_000 * count * self.rule.push_every + 20 * self.policy.max_held(count)
-        self.handlers: dict[int, Callable[[int, int], int]] = {
+        self.handlers: dict[int, Callable[[int, int], int | None]] = {
             FAIL: self._fail,
             STOPPED: self._stopped,
             ARRIVE: self._arrive,
@@ -208,25 +208,19 @@ class Simulation:
     def turns(self) -> Iterator[None]:
         """The event loop: one entry of the heap after the other."""
         with policy_failures(self.line, self.policy):
-            yield from self._turns()
+            self._all_join()
+            taken, version = 0, 0
+            while not self.is_over:
+                if not self.heap or taken > self.patience:
+                    raise self.stands_still()
+                self.now, kind, learner, number = heapq.heappop(self.heap)
+                self.events += self.handlers[kind](learner, number) or 0  # those that are not void, and count
+                yield
+                taken = 0 if self.policy.version > version else taken + 1
+                version = self.policy.version
 
-    def _turns(self) -> Iterator[None]:
-        self._all_join()
-        taken, version = 0, 0
-        while not self.is_over:
-            if not self.heap:
-                raise self.stands_still()
-            self.now, kind, learner, number = heapq.heappop(self.heap)
-            self.events += self.handlers[kind](learner, number)
-            yield
-            taken = 0 if self.policy.version > version else taken + 1
-            version = self.policy.version
-            if taken > self.patience:
-                raise self.stands_still()
-
-    def _end(self, learner: int, number: int) -> int:
+    def _end(self, learner: int, number: int) -> None:
         self.updates = self.policy.version
-        return 0
 
     def stands_still(self) -> StandsStillError:
         at = f"at update {self.policy.version}"
@@ -273,14 +267,12 @@ class Simulation:
         if self.instant:
             self._arrive(learner, number)
         elif self.size_bytes:
-            assert self.cluster.wires is not None
-            self.links[0].start(self.now, number, self.size_bytes, self.cluster.wires.cap(learner))
+            self.links[0].start(self.now, number, self.size_bytes, self.wires.cap(learner))
             self._watch(0)
-        elif self.cores is not None:
-            assert self.cluster.cores is not None
-            self._work(self.cluster.cores.push_s, Job(ARRIVE, learner, number, urgent=True))
-            if self.cluster.cores.behind_s:
-                self._work(self.cluster.cores.behind_s, Job(None, learner, 0, urgent=True))
+        elif self.works is not None:
+            self._work(self.cores.push_s, Job(ARRIVE, learner, number, urgent=True))
+            if self.cores.behind_s:
+                self._work(self.cores.behind_s, Job(None, learner, 0, urgent=True))
         else:
             self._plan(self.now + self.latency_s, ARRIVE, learner, number)
 
@@ -311,17 +303,16 @@ class Simulation:
         _, version, _, minibatches = self.gradients[self.ticket]
         return Pushed(learner, self.ticket, version, self.samples[learner] * minibatches, None, None, self.now)
 
-    def _link(self, which: int, number: int) -> int:
+    def _link(self, which: int, number: int) -> None:
         """Something on a link has ended: a gradient on the way to the server, weights on the way from it."""
         if number != self.link_turn[which]:
-            return 0  # something else began since, and moved the end
+            return  # something else began since, and moved the end
         for one in self.links[which].finish(self.now):
             if which == 0 and one in self.flying:
                 self._plan(self.now + self.latency_s, ARRIVE, self.flying[one][0], one)
             elif which == 1:
                 self._plan(self.now + self.latency_s, WEIGHTS, self.messages[one][0], one)
         self._watch(which)
-        return 0
 
     def _watch(self, which: int) -> None:
         """Something has begun or ended on a link: look when the next one ends, and count how long it is full."""
@@ -352,8 +343,8 @@ class Simulation:
                 self._send_message(CANCEL, command.learner, self.policy.version)
             case Apply():
                 self.count_update(sum([self.gradients[ticket][3] for ticket in command.tickets]))
-                if self.cluster.cores is not None and self.cluster.cores.update_s:
-                    self._work(self.cluster.cores.update_s, Job(None, 0, 0, urgent=True))
+                if self.cores.update_s:
+                    self._work(self.cores.update_s, Job(None, 0, 0, urgent=True))
                 for ticket in command.tickets:
                     del self.gradients[ticket]
             case Wake():
@@ -369,10 +360,9 @@ class Simulation:
     def no_command(self, said: object) -> PolicyError:
         return PolicyError(f"the policy '{self.line}' answers with {said!r}, which is no command")
 
-    def _wake(self, _: int, number: int) -> int:
+    def _wake(self, _: int, number: int) -> None:
         if number == self.wake:
             self._tell(Woke(self.now))
-        return 0
 
     def count_update(self, minibatches: int) -> None:
         taken = self.policy.last_update
@@ -383,25 +373,22 @@ class Simulation:
 
     def _send(self, learner: int) -> None:
         """Weights set out."""
-        if self.cores is not None and self.cluster.cores is not None and not self.size_bytes:
-            given_up = self.cores.give_up(self.now, self.weights_for[learner])  # newer ones replace those on their way
-            if given_up is not None:
-                del self.messages[given_up.number]
-            message = self._new_message(learner, self.policy.version)
-            self.weights_for[learner] = self._work(
-                self.cluster.cores.fetch_s, Job(WEIGHTS, learner, message, urgent=True)
-            )
-            return
-        if not self.size_bytes:
+        if self.works is None and not self.size_bytes:
             self._send_message(WEIGHTS, learner, self.policy.version)
             return
-        assert self.cluster.wires is not None
-        message = self._new_message(learner, self.policy.version)
-        if self.links[1].remove(self.now, self.weights_for[learner]):  # newer weights replace those on their way
-            del self.messages[self.weights_for[learner]]
-        self.weights_for[learner] = message
-        self.links[1].start(self.now, message, self.size_bytes, self.cluster.wires.cap(learner))
-        self._watch(1)
+        message, before = self._new_message(learner, self.policy.version), self.weights_for[learner]
+        # Newer weights replace those on their way.
+        if not self.size_bytes:
+            given_up = self.scheduler.give_up(self.now, before)
+            if given_up is not None:
+                del self.messages[given_up.number]
+            self.weights_for[learner] = self._work(self.cores.fetch_s, Job(WEIGHTS, learner, message, urgent=True))
+        else:
+            if self.links[1].remove(self.now, before):
+                del self.messages[before]
+            self.weights_for[learner] = message
+            self.links[1].start(self.now, message, self.size_bytes, self.wires.cap(learner))
+            self._watch(1)
 
     def _resumed(self, learner: int, message: int) -> int:
         version = self._receive(message)
@@ -411,10 +398,8 @@ class Simulation:
 
     def _weights_arrive(self, learner: int, message: int) -> int:
         version = self._receive(message)
-        if version is None:
-            return 0
-        if version < self.void_below[learner]:
-            return 0  # cancelled before it could begin
+        if version is None or version < self.void_below[learner]:
+            return 0  # it has failed, or was cancelled before it could begin
         self.next_version[learner] = version
         self.fetching[learner] = False
         if self.doing[learner] == "wait":
@@ -440,28 +425,29 @@ class Simulation:
     # --- shared cores ------------------------------------------------------------------------------------------------
 
     def _work(self, seconds: float, job: Job) -> int:
-        assert self.cores is not None
-        number = self.cores.start(self.now, seconds, job)
+        number = self.scheduler.start(self.now, seconds, job)
         self._watch_cores()
         return number
 
     def _give_up_work(self, learner: int) -> None:
-        if self.cores is not None and self.cores.give_up(self.now, self.jobs[learner]) is not None:
+        """What it computes, and what it has computed and not pushed, is lost."""
+        if self.works is not None and self.scheduler.give_up(self.now, self.jobs[learner]) is not None:
             self._watch_cores()
+        self._close(learner, cancelled=True)
+        self.tally.waste_s += self.unpushed_s[learner]
+        self.unpushed_s[learner] = 0.0
 
     def _watch_cores(self) -> None:
-        assert self.cores is not None
         self.cores_turn += 1
-        end = self.cores.next_end_s()
+        end = self.scheduler.next_end_s()
         if end < math.inf:
             self._plan(end, CORES, 0, self.cores_turn)
 
-    def _worked(self, _: int, number: int) -> int:
+    def _worked(self, _: int, number: int) -> None:
         """Some work is done: a minibatch, after which a slow learner sleeps, or a part of the way of a gradient."""
-        assert self.cores is not None
         if number != self.cores_turn:
-            return 0  # something else began since, and moved the end
-        for kind, learner, what, _urgent in self.cores.finish(self.now):
+            return  # something else began since, and moved the end
+        for kind, learner, what, _urgent in self.scheduler.finish(self.now):
             if kind is None:
                 continue
             wait_s = self.latency_s
@@ -470,26 +456,22 @@ class Simulation:
                 wait_s = self.cluster.rest_s(learner, computed_s) + self.draws.take(learner)
             self._plan(self.now + wait_s, kind, learner, what)
         self._watch_cores()
-        return 0
 
     # --- being cancelled ---------------------------------------------------------------------------------------------
 
-    def _cancel_arrives(self, learner: int, message: int) -> int:
+    def _cancel_arrives(self, learner: int, message: int) -> None:
         """All work at versions before the one in the message is void; a learner that does such work stops."""
         newer = self._receive(message)
         if newer is None:
-            return 0
+            return
         self.void_below[learner] = newer
         waiting = self.next_version[learner]
         if waiting is not None and waiting < newer:
             self.next_version[learner] = None
         version = self.version[learner]
         if self.doing[learner] != "compute" or version >= newer:
-            return 0  # it was faster, and its gradient will come late
+            return  # it was faster, and its gradient will come late
         self._give_up_work(learner)
-        self._close(learner, cancelled=True)
-        self.tally.waste_s += self.unpushed_s[learner]
-        self.unpushed_s[learner] = 0.0
         self.tally.cancelled += 1
         self.done[learner] = 0
         self.doing[learner] = "wait"
@@ -497,13 +479,11 @@ class Simulation:
         self._send_message(STOPPED, learner, version)
         if self.next_version[learner] is not None:
             self._begin(learner)
-        return 0
 
-    def _stopped(self, learner: int, message: int) -> int:
+    def _stopped(self, learner: int, message: int) -> None:
         version = self._receive(message)
         if version is not None:
             self._tell(Stopped(learner, version, self.now))
-        return 0
 
     def _asked(self, learner: int, message: int) -> int:
         if self._receive(message) is not None:
@@ -512,13 +492,10 @@ class Simulation:
 
     # --- failures --------------------------------------------------------------------------------------------------
 
-    def _fail(self, learner: int, number: int) -> int:
+    def _fail(self, learner: int, number: int) -> None:
         assert self.cluster.failures is not None
         _, down = failure_times(self.cluster.failures, self.cluster.seed, int(self.draws.ids[learner]), number)
         self._give_up_work(learner)
-        self._close(learner, cancelled=True)
-        self.tally.waste_s += self.unpushed_s[learner]
-        self.unpushed_s[learner] = 0.0
         for number_sent in [sent for sent, gradient in self.flying.items() if gradient[0] == learner]:
             self.tally.waste_s += self.flying.pop(number_sent)[2]  # lost on the way
             self.links[0].remove(self.now, number_sent)
@@ -535,9 +512,8 @@ class Simulation:
         self.life[learner] += 1
         self._tell(Left(learner, self.now))
         self._plan(self.now + down, REJOIN, learner, 0)
-        return 0
 
-    def _rejoin(self, learner: int, done: int) -> int:
+    def _rejoin(self, learner: int, done: int) -> None:
         self.since[learner] = self.now
         self.doing[learner] = "wait"
         self.done[learner] = done
@@ -546,7 +522,6 @@ class Simulation:
             up, _ = failure_times(self.cluster.failures, self.cluster.seed, int(self.draws.ids[learner]), life)
             self._plan(self.now + up, FAIL, learner, life)
         self._tell(Joined(learner, self.now))
-        return 0
 
     # --- messages -----------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@
 
     train               train, and return what came of it; `help(offbeat.train.train)` has the arguments
     Config              the whole configuration: name, sync, learners, servers, seed, device, model, data, train, save
-    TrainConfig, ...    its sections: TrainConfig (epochs, batch_size, rate, ...), ModelConfig, DataConfig, SaveConfig
+    TrainConfig, ...    its sections: TrainConfig (epochs, batch_size, lr, ...), ModelConfig, DataConfig, SaveConfig
     Task                data, model and loss that your program has made
     read_recipe         a built-in recipe ("digits-cnn"), a TOML file or a run's config.json, as a Config
     override            a Config with fields changed: override(config, {"train.epochs": "5"})

@@ -16,7 +16,6 @@ from offbeat.errors import RequestError
 from offbeat.runs.run_folder import RENAMED
 from offbeat.train.config import all_fields
 from offbeat.train.config_files import flag
-from offbeat.train.fields import Field
 
 SHORT = {
     "train.epochs": "--epochs",
@@ -29,12 +28,13 @@ SHORT = {
     "data.workers": "--workers",
 }
 _TITLES = {"": "the run", "model": "the model", "data": "the data", "train": "the training", "save": "what is saved"}
+SECTIONS = tuple(_TITLES)
 _METAVARS = {int: "N", float: "X", bool: "true|false", "sync": "STRATEGY", "slow": "HOW", "train.steps": "X,X"}
 _DEST = "config:"  # before the names in the namespace, so that a command's own never meet them
 
 
 def add_arguments(
-    parser: argparse.ArgumentParser, *, sections: Collection[str] = tuple(_TITLES), also: Collection[str] = ()
+    parser: argparse.ArgumentParser, *, sections: Collection[str] = SECTIONS, also: Collection[str] = ()
 ) -> None:
     """Add them all, or those of some sections, in groups; those that are not given leave no trace.
 
@@ -56,8 +56,8 @@ def add_arguments(
             dest=_DEST + field.key,
             action="append" if several else "store",
             default=argparse.SUPPRESS,
-            metavar=_metavar(field),
-            help=_help(field) + ("; may be given several times" if several else ""),
+            metavar="NAME" if field.choices else _METAVARS.get(field.key) or _METAVARS.get(field.kind, "TEXT"),
+            help=field.description.replace("%", "%%") + ("; may be given several times" if several else ""),
         )
     if "train" in groups:
         for old, new in {**{flag(old): flag(new) for old, new in RENAMED.items()}, "--rate": "--lr"}.items():
@@ -91,14 +91,3 @@ def given(namespace: argparse.Namespace) -> dict[str, str | list[str]]:
             raise RequestError(f"--set: expected KEY=VALUE, like model.options.hidden=128; got {word!r}")
         found[key.strip()] = value.strip()
     return found
-
-
-def _metavar(field: Field) -> str:
-    if field.choices:
-        return "NAME"
-    return _METAVARS.get(field.key) or _METAVARS.get(field.kind, "TEXT")
-
-
-def _help(field: Field) -> str:
-    choices = f" ({', '.join(field.choices)})" if field.choices else ""
-    return (field.help + choices).replace("%", "%%")

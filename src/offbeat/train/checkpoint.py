@@ -18,7 +18,6 @@ This file does not know what the state or the tensors mean.
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import json
 import os
@@ -36,7 +35,16 @@ import torch
 from torch import Tensor
 
 from offbeat.errors import OffbeatError, RequestError
-from offbeat.runs.disk import has_size, is_alive, opened_folder, read_file, remove, sync_folder, write_file
+from offbeat.runs.disk import (
+    has_size,
+    is_alive,
+    opened_folder,
+    read_file,
+    remove,
+    replace_file,
+    sync_folder,
+    write_file,
+)
 
 FORMAT = 1
 MOST_MANIFEST_BYTES = 16 * 2**20  # parsed, the worst JSON of this size takes some hundred MB
@@ -288,26 +296,21 @@ def _remove_older(folder: Path, update: int, keep: int) -> None:
 
 def load(path: Path) -> Checkpoint:
     """Read a checkpoint and check every byte of it; CheckpointError names the file that is not as it was written."""
+    files = {}
     try:
         with opened_folder(path) as folder:
-            return _load(path, folder)
+            manifest = _read_manifest(path, folder)
+            for name, entry in sorted(manifest.files.items()):
+                content = read_file(name, folder, entry.size_bytes)
+                if len(content) != entry.size_bytes:
+                    amount = "less" if len(content) < entry.size_bytes else "more"
+                    raise CheckpointError(f"{path / name} is broken: it has {amount} than its {entry.size_bytes} bytes")
+                if hashlib.sha256(content).hexdigest() != entry.sha256:
+                    raise CheckpointError(f"{path / name} is not what was written: its SHA-256 is another")
+                files[name.removesuffix(ENDING)] = _parse(content, f"{path / name} cannot be read")
     except OSError as error:
         where = _named(error, path)  # a file's name, or the folder itself
-        where = where if where == path else path / where
-        raise CheckpointError(f"{where} cannot be read: {_reason(error)}") from error
-
-
-def _load(path: Path, folder: int) -> Checkpoint:
-    manifest = _read_manifest(path, folder)
-    files = {}
-    for name, entry in sorted(manifest.files.items()):
-        content = read_file(name, folder, entry.size_bytes)
-        if len(content) != entry.size_bytes:
-            amount = "less" if len(content) < entry.size_bytes else "more"
-            raise CheckpointError(f"{path / name} is broken: it has {amount} than its {entry.size_bytes} bytes")
-        if hashlib.sha256(content).hexdigest() != entry.sha256:
-            raise CheckpointError(f"{path / name} is not what was written: its SHA-256 is another")
-        files[name.removesuffix(ENDING)] = _parse(content, f"{path / name} cannot be read")
+        raise CheckpointError(f"{where if where == path else path / where} cannot be read: {_reason(error)}") from error
     return Checkpoint(path=path, update=manifest.update, state=manifest.state, files=files)
 
 
@@ -400,15 +403,11 @@ class Saver:
     """Saves in the background, one checkpoint at a time.
 
     A save that fails (a full disk, no permission) does not end the training: `tell` gets one line, from the saving
-    thread, and the earlier checkpoints stay. `failed` is that line, until a later save is through.
+    thread, and the earlier checkpoints stay.
     """
 
     def __init__(self, folder: Path, *, keep: int, tell: Callable[[str], None]) -> None:
-        _check(0, keep)
-        self.failed: str | None = None
-        self._folder = folder
-        self._keep = keep
-        self._tell = tell
+        self._folder, self._keep, self._tell = folder, keep, tell
         self._thread: threading.Thread | None = None
 
     def save(self, update: int, state: Mapping[str, Any], files: Mapping[str, Mapping[str, Tensor] | bytes]) -> None:
@@ -430,10 +429,7 @@ class Saver:
         try:
             _write(self._folder, update, state, files, self._keep)
         except Exception as error:  # whatever it is, training goes on, and the user reads of it
-            self.failed = f"saving update {update} failed; training goes on, earlier checkpoints stay: {_line(error)}"
-            self._tell(self.failed)
-        else:
-            self.failed = None
+            self._tell(f"saving update {update} failed; training goes on, earlier checkpoints stay: {_line(error)}")
 
 
 # --- single files -------------------------------------------------------------------------------------------------
@@ -442,20 +438,8 @@ class Saver:
 def write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write one safetensors file, CheckpointError if that fails; the one before stays until the new one is whole."""
     content = _serialise(tensors)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
     try:
-        for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.unfinished"):
-            process = leftover.name.split(".")[-2]
-            if process.isdecimal() and not is_alive(int(process)):
-                leftover.unlink(missing_ok=True)
-        try:
-            write_file(unfinished, content)
-            unfinished.replace(path)
-        except BaseException:
-            with suppress(OSError):
-                unfinished.unlink(missing_ok=True)
-            raise
-        sync_folder(path.parent)
+        replace_file(path, content, durable=True)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written: {_reason(error)}") from error
 

@@ -245,12 +245,20 @@ def _check_strategy(config: Config) -> None:
                 "train.split", f"'{train.split}' is for {count_of(len(shares), 'learner')}; there are {have}"
             )
         return
-    if train.split != "equal":
-        why = f"is for all-reduce; with '{line}' whoever is fast takes more by itself: leave it 'equal'"
-        raise FieldError("train.split", f"'{train.split}' {why}")
-    if train.batch_norm == "synchronised":
-        why = f"is for all-reduce, and '{line}' runs on servers: take an all-reduce like ring, or 'per-learner'"
-        raise FieldError("train.batch_norm", f"'synchronised' {why}")
-    if train.optimizer in ("lars", "lamb"):
-        why = f"needs whole tensors, and servers ('{line}') hold pieces: take an all-reduce like ring, or sgd or adam"
-        raise FieldError("train.optimizer", f"'{train.optimizer}' {why}")
+    needs_all_reduce = {
+        "split": (
+            train.split != "equal",
+            f"is for all-reduce; with '{line}' whoever is fast takes more by itself: leave it 'equal'",
+        ),
+        "batch_norm": (
+            train.batch_norm == "synchronised",
+            f"is for all-reduce, and '{line}' runs on servers: take an all-reduce like ring, or 'per-learner'",
+        ),
+        "optimizer": (
+            train.optimizer in ("lars", "lamb"),
+            f"needs whole tensors, and servers ('{line}') hold pieces: take an all-reduce like ring, or sgd or adam",
+        ),
+    }
+    for name, (is_wanted, why) in needs_all_reduce.items():
+        if is_wanted:
+            raise FieldError(f"train.{name}", f"'{getattr(train, name)}' {why}")

@@ -19,34 +19,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Protocol, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 import msgspec
 
 from offbeat import plugins
-from offbeat.errors import RequestError, nearest
+from offbeat.errors import RequestError, nearest, unknown
 from offbeat.runs.run_folder import RENAMED, RunDir
 from offbeat.train.config import FOLDER_NAME, SECTIONS, Config, all_fields
 from offbeat.train.fields import Field, FieldError, fields_of, shown
+from offbeat.train.recipes import RECIPES
 
 _YES = {"true": True, "yes": True, "false": False, "no": False}
-
-
-class Recipe(Protocol):
-    """A built-in recipe."""
-
-    @property
-    def summary(self) -> str: ...
-
-    @property
-    def config(self) -> Config: ...
-
-
-def built_in() -> Mapping[str, Recipe]:
-    """The built-in recipes by name."""
-    from offbeat.train.recipes import RECIPES
-
-    return RECIPES
 
 
 # --- changes --------------------------------------------------------------------------------------------------------
@@ -133,17 +117,16 @@ def read_recipe(text_or_path: str) -> Config:
 
     A TOML file that gives no `name` is called after itself.
     """
-    recipes = built_in()
-    if text_or_path in recipes:
-        return recipes[text_or_path].config
+    if text_or_path in RECIPES:
+        return RECIPES[text_or_path].config
     path = Path(text_or_path)
-    known = f"; built-in recipes: {', '.join(recipes)}"
+    known = f"; built-in recipes: {', '.join(RECIPES)}"
     try:
         data = path.read_bytes()
     except IsADirectoryError:
         raise RequestError(f"{shown(text_or_path)} is a folder; expected a TOML file{known}") from None
     except (FileNotFoundError, NotADirectoryError, ValueError):
-        hint = nearest(path.stem if path.suffix == ".toml" else text_or_path, recipes) or known
+        hint = nearest(path.stem if path.suffix == ".toml" else text_or_path, RECIPES) or known
         raise RequestError(f"there is no recipe and no file {shown(text_or_path)}{hint}") from None
     except OSError as error:
         raise RequestError(f"cannot read {shown(text_or_path)}: {error.strerror}") from None
@@ -167,16 +150,15 @@ def _parse_toml(data: bytes) -> dict[str, Any]:
 
 
 def _from_toml(said: dict[str, Any], stem: str) -> Config:
-    base, recipes = said.pop("recipe", None), built_in()
+    base = said.pop("recipe", None)
     if base is None:
         config = Config()
     elif not isinstance(base, str):
         raise RequestError(f"recipe: expected the name of a built-in recipe; got {shown(base)}")
-    elif base not in recipes:
-        hint = nearest(base, recipes) or f"; known: {', '.join(recipes)}"
-        raise RequestError(f"recipe: unknown recipe {shown(base)}{hint}")
+    elif base not in RECIPES:
+        raise RequestError(f"recipe: {unknown('recipe', base, RECIPES)}")
     else:
-        config = recipes[base].config
+        config = RECIPES[base].config
     return changed(config, said if "name" in said or not FOLDER_NAME.fullmatch(stem) else said | {"name": stem})
 
 
@@ -193,8 +175,7 @@ def as_toml(config: Config) -> str:
             text = f"{{ {text} }}" if text else "{}"
         else:
             text = _toml_value(value)
-        choices = f" ({', '.join(field.choices)})" if field.choices else ""
-        lines.append(f"{f'{name} = {text}':<28}  # {field.help}{choices}")
+        lines.append(f"{f'{name} = {text}':<28}  # {field.description}")
     return "\n".join(lines) + "\n"
 
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
@@ -27,6 +28,13 @@ Scalar = bool | int | float | str
 Options = dict[str, Scalar]
 
 LARGEST = 2**63 - 1  # of whole numbers, since TOML promises no more
+# A bound of `Meta`, when a number is outside of it, and what is said then.
+_BOUNDS: tuple[tuple[str, Callable[[Any, Any], bool], str], ...] = (
+    ("ge", operator.lt, "{:g} or more"),
+    ("gt", operator.le, "a number above {:g}"),
+    ("lt", operator.ge, "a number below {:g}"),
+    ("le", operator.gt, "{} or less"),
+)
 _OPTION = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -66,6 +74,11 @@ class Field:
     def choices(self) -> tuple[str, ...]:
         return get_args(self.kind) if get_origin(self.kind) is Literal else ()
 
+    @property
+    def description(self) -> str:
+        """The line for people, with the choices."""
+        return f"{self.help} ({', '.join(self.choices)})" if self.choices else self.help
+
     def read(self, value: object) -> Any:
         """The value as this field holds it (1 as 1.0, a list as a tuple); FieldError if it is none."""
         if self.choices:
@@ -97,18 +110,10 @@ class Field:
         return str(value)
 
     def _in_bounds(self, number: Any) -> Any:
-        low, above, high, below = self.bounds.ge, self.bounds.gt, self.bounds.le, self.bounds.lt
-        wanted = None
-        if low is not None and number < low:
-            wanted = f"{low:g} or more"
-        elif above is not None and number <= above:
-            wanted = f"a number above {above:g}"
-        elif below is not None and number >= below:
-            wanted = f"a number below {below:g}"
-        elif high is not None and number > high:
-            wanted = f"{high} or less"
-        if wanted is not None:
-            raise FieldError(self.key, f"expected {wanted}; got {shown(number)}")
+        for name, is_outside, wanted in _BOUNDS:
+            bound = getattr(self.bounds, name)
+            if bound is not None and is_outside(number, bound):
+                raise FieldError(self.key, f"expected {wanted.format(bound)}; got {shown(number)}")
         return number
 
     def _options(self, value: object) -> Options:

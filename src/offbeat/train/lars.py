@@ -10,7 +10,7 @@ need whole tensors and so cannot run on servers, which hold pieces. This file kn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,7 +22,30 @@ from offbeat.errors import RequestError
 Closure = Callable[[], float]
 
 
-class LARS(Optimizer):
+class _LayerWise(Optimizer):
+    """Steps by what `change_of` gives, times the rate, in every parameter that has a gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Closure | None = None) -> float | None:  # type: ignore[override] # torch has two overloads
+        """One update of every parameter that has a gradient; gives what the closure gave."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                if parameter.grad.is_sparse:
+                    raise RequestError(f"{type(self).__name__} takes dense gradients and got a sparse one: use sgd")
+                parameter.add_(self.change_of(group, parameter, parameter.grad), alpha=-group["lr"])
+        return loss
+
+    def change_of(self, group: dict[str, Any], parameter: Tensor, gradient: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class LARS(_LayerWise):
     """Layer-wise adaptive rate scaling (You, Gitman, Ginsburg 2017).
 
     ratio = coefficient * |w| / (|g| + decay * |w|);  v = momentum * v + ratio * (g + decay * w);  w -= rate * v.
@@ -48,29 +71,24 @@ class LARS(Optimizer):
         numbers = {"momentum": momentum, "weight_decay": weight_decay, "coefficient": coefficient}
         super().__init__(params, {"lr": lr, **numbers, "nesterov": nesterov, "adapt": adapt})
 
-    @torch.no_grad()
-    def step(self, closure: Closure | None = None) -> float | None:  # type: ignore[override] # torch has two overloads
-        """One update of every parameter that has a gradient; gives what the closure gave."""
-        loss = _call(closure)
-        for group, parameter, gradient in _pairs(self):
-            decay, momentum = group["weight_decay"], group["momentum"]
-            change = gradient.add(parameter, alpha=decay) if decay else gradient.clone()
-            if group["adapt"]:
-                weights, slope = _norm(parameter), _norm(gradient)
-                ratio = group["coefficient"] * weights / (slope + decay * weights)
-                change.mul_(_where_both(weights, slope, ratio).to(change.dtype))
-            if momentum:
-                state = self.state[parameter]
-                if "momentum_buffer" in state:
-                    velocity = state["momentum_buffer"].mul_(momentum).add_(change)
-                else:
-                    velocity = state["momentum_buffer"] = change.clone()
-                change = change.add_(velocity, alpha=momentum) if group["nesterov"] else velocity
-            parameter.add_(change, alpha=-group["lr"])
-        return loss
+    def change_of(self, group: dict[str, Any], parameter: Tensor, gradient: Tensor) -> Tensor:
+        decay, momentum = group["weight_decay"], group["momentum"]
+        change = gradient.add(parameter, alpha=decay) if decay else gradient.clone()
+        if group["adapt"]:
+            weights, slope = _norm(parameter), _norm(gradient)
+            ratio = group["coefficient"] * weights / (slope + decay * weights)
+            change.mul_(_where_both(weights, slope, ratio).to(change.dtype))
+        if not momentum:
+            return change
+        state = self.state[parameter]
+        if "momentum_buffer" in state:
+            velocity: Tensor = state["momentum_buffer"].mul_(momentum).add_(change)
+        else:
+            velocity = state["momentum_buffer"] = change.clone()
+        return change.add_(velocity, alpha=momentum) if group["nesterov"] else velocity
 
 
-class LAMB(Optimizer):
+class LAMB(_LayerWise):
     """Layer-wise adaptive moments (You et al. 2020, "Large batch optimization for deep learning", algorithm 2).
 
     r = mean / (sqrt(square) + eps) + decay * w, of moments whose bias is corrected;  w -= rate * (|w| / |r|) * r.
@@ -91,47 +109,24 @@ class LAMB(Optimizer):
             _check_share("a beta", beta)
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adapt": adapt})
 
-    @torch.no_grad()
-    def step(self, closure: Closure | None = None) -> float | None:  # type: ignore[override] # torch has two overloads
-        """One update of every parameter that has a gradient; gives what the closure gave."""
-        loss = _call(closure)
-        for group, parameter, gradient in _pairs(self):
-            state = self.state[parameter]
-            if not state:
-                state["step"] = torch.tensor(0.0, dtype=torch.float32)  # on CPU, as torch's: reading it waits for none
-                state["exp_avg"] = torch.zeros_like(parameter)
-                state["exp_avg_sq"] = torch.zeros_like(parameter)
-            state["step"] += 1
-            step, (beta1, beta2) = state["step"].item(), group["betas"]
-            mean = state["exp_avg"].lerp_(gradient, 1 - beta1)
-            square = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-            divisor = (square / (1 - beta2**step)).sqrt_().add_(group["eps"])
-            change = (mean / (1 - beta1**step)).div_(divisor)
-            if group["weight_decay"]:
-                change.add_(parameter, alpha=group["weight_decay"])
-            if group["adapt"]:
-                weights, length = _norm(parameter), _norm(change)
-                change.mul_(_where_both(weights, length, weights / length).to(change.dtype))
-            parameter.add_(change, alpha=-group["lr"])
-        return loss
-
-
-def _call(closure: Closure | None) -> float | None:
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()
-
-
-def _pairs(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], Tensor, Tensor]]:
-    """Each parameter that has a gradient, with its group."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is None:
-                continue
-            if parameter.grad.is_sparse:
-                raise RequestError(f"{type(optimizer).__name__} takes dense gradients and got a sparse one: use sgd")
-            yield group, parameter, parameter.grad
+    def change_of(self, group: dict[str, Any], parameter: Tensor, gradient: Tensor) -> Tensor:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.tensor(0.0, dtype=torch.float32)  # on CPU, as torch's: reading it waits for none
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        state["step"] += 1
+        step, (beta1, beta2) = state["step"].item(), group["betas"]
+        mean = state["exp_avg"].lerp_(gradient, 1 - beta1)
+        square = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        divisor = (square / (1 - beta2**step)).sqrt_().add_(group["eps"])
+        change: Tensor = (mean / (1 - beta1**step)).div_(divisor)
+        if group["weight_decay"]:
+            change.add_(parameter, alpha=group["weight_decay"])
+        if group["adapt"]:
+            weights, length = _norm(parameter), _norm(change)
+            change.mul_(_where_both(weights, length, weights / length).to(change.dtype))
+        return change
 
 
 def _norm(tensor: Tensor) -> Tensor:

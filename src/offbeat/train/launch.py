@@ -19,7 +19,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ from offbeat.train.sample_plan import updates
 from offbeat.train.served_trainer import ServedTrainer, setting_of
 from offbeat.train.tasks import PROGRAM, Task, check_apart, task_of
 from offbeat.train.telemetry import Telemetry
-from offbeat.train.tensorboard import check_installed
+from offbeat.train.tensorboard import writer_class
 from offbeat.train.trainer import Report, device_of
 
 MARK = b"\x1e"  # before a record (RFC 7464)
@@ -149,47 +149,41 @@ def prepare(
         next(updates(samples, 1, 0, (1.0,) * config.learners, config.train.accumulate))  # refuses what is too few
     unused = check_apart(made, backward=own and family_of(config.sync) == ALL_REDUCE)
     if config.save.tensorboard:
-        check_installed()
-    if resume is None:
-        run = RunDir(new_run_dir(config.name, run_dir, time.strftime(TIME_STAMP)))
-        hold = FolderLock(run.path, time.sleep)
-        write_config(run, config)
-        return Start(config=config, task=made, run=run, unused=unused, hold=hold)
-    run = RunDir(resume)
+        writer_class()
+    run = RunDir(new_run_dir(config.name, run_dir, time.strftime(TIME_STAMP)) if resume is None else resume)
     hold = FolderLock(run.path, time.sleep)
-    run.tidy()
-    checkpoint = newest(run.checkpoints, tell)
-    if checkpoint is None and any(run.checkpoints.glob("update-*")):
-        raise RequestError(f"no checkpoint of {resume} is whole: train anew in another folder")
-    if checkpoint is None:
-        tell(f"{resume} has no checkpoint: it begins anew")
-    else:
-        _check_resume(config, checkpoint, samples, tell)
-    run.forget_metrics_after(-1 if checkpoint is None else checkpoint.update)
+    checkpoint = None
+    if resume is not None:
+        run.tidy()
+        checkpoint = newest(run.checkpoints, tell)
+        if checkpoint is not None:
+            _check_resume(config, checkpoint, samples, tell)
+        elif any(run.checkpoints.glob("update-*")):
+            raise RequestError(f"no checkpoint of {resume} is whole: train anew in another folder")
+        else:
+            tell(f"{resume} has no checkpoint: it begins anew")
+        run.forget_metrics_after(-1 if checkpoint is None else checkpoint.update)
+        run.live.unlink(missing_ok=True)  # what it says is of the stretch before
     write_config(run, config)
-    run.live.unlink(missing_ok=True)  # what it says is of the stretch before
     return Start(
         config=config, task=made, run=run, checkpoint=checkpoint, segment=run.next_segment(), unused=unused, hold=hold
     )
 
 
 def _check_resume(config: Config, checkpoint: Checkpoint, samples: int, tell: Callable[[str], None]) -> None:
-    before = checkpoint.state["sync"]
-    optimizer = checkpoint.state["optimizer"]
+    optimizer, reduces = checkpoint.state["optimizer"], family_of(config.sync) == ALL_REDUCE
     if optimizer != config.train.optimizer:
         raise RequestError(f"train.optimizer: the run was saved with {optimizer}; its state is of no use to another")
     left = samples - checkpoint.state["standing"]["offset"]
-    if family_of(config.sync) == ALL_REDUCE and left < config.learners * config.train.accumulate:
+    if reduces and left < config.learners * config.train.accumulate:
         raise RequestError(
             f"{count_of(left, 'sample')} of the epoch are left, too few for {config.learners} learners in "
             f"{config.train.accumulate} passes: go on with fewer"
         )
-    kind = "server" if "server" in checkpoint.files else "optimizer"
-    wanted = "optimizer" if family_of(config.sync) == ALL_REDUCE else "server"
-    if kind != wanted:
+    if ("server" in checkpoint.files) == reduces:
         raise RequestError(
-            f"{checkpoint.path.parent.parent} was saved under '{before}', and '{config.sync}' is of the other family: "
-            "all-reduce and parameter server keep the optimizer's state in different places"
+            f"{checkpoint.path.parent.parent} was saved under '{checkpoint.state['sync']}', and '{config.sync}' is of "
+            "the other family: all-reduce and parameter server keep the optimizer's state in different places"
         )
     if checkpoint.state["standing"]["epoch"] >= config.train.epochs:
         raise RequestError(
@@ -398,7 +392,7 @@ def _fit(start: Start, number: int, learners: int, report: Report) -> None:
     try:
         trainer.fit()
     finally:
-        trainer.finish_saving()
+        trainer.saver.wait()
 
 
 def _raise_failure(start: Start, exits: Mapping[int, int], failures: Mapping[int, str], result: Result) -> None:
@@ -504,12 +498,15 @@ def learn(
     config = changed(config, {"learners": learners})
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
-    def note(line: str) -> None:
-        report({"kind": "note", "text": line})
-
     if rank == 0:
         where = Path(through_store("run-dir", None)) if again else None
-        start = prepare(config, run_dir=run_dir, resume=resume or where, task=task, tell=note)
+        start = prepare(
+            config,
+            run_dir=run_dir,
+            resume=resume or where,
+            task=task,
+            tell=lambda line: report({"kind": "note", "text": line}),
+        )
         through_store("run-dir", str(start.run.path.absolute()))
         through_store(f"ready-{again}", json.dumps([start.segment, start.unused]))
         os.environ["OFFBEAT_LOG"] = str(start.run.log(start.segment).absolute())
@@ -526,8 +523,7 @@ def learn(
             unused=unused,
         )
     result = Result()
-    with ExitStack() as stack:
-        telemetry = stack.enter_context(Telemetry(config, start.run, start.segment, report)) if rank == 0 else None
+    with Telemetry(config, start.run, start.segment, report) if rank == 0 else nullcontext() as telemetry:
         if telemetry is not None:
             telemetry.begin()
 

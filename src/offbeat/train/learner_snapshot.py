@@ -1,4 +1,4 @@
-"""What each learner hands to the one who leads, in a rest: its own buffers, its clock, its scaler, its own optimizer.
+"""What each learner hands to the one who leads, in a pause: its own buffers, its clock, its scaler, its own optimizer.
 
 Law: decode(encode(part)) == part. It travels as a safetensors file, and is kept as such in a checkpoint.
 """
@@ -30,7 +30,7 @@ class LearnerSnapshot:
 
     compute_s: float = 0.0
     wait_s: float = 0.0
-    loss: float = 0.0  # mean over the samples since the last rest
+    loss: float = 0.0  # mean over the samples since the last pause
     samples: int = 0  # how many these are
     traffic: Traffic | None = None  # None: not counted
     scaler: dict[str, float] = field(default_factory=dict)

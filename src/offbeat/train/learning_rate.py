@@ -14,11 +14,12 @@ This file knows nothing of processes, messages or data.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from offbeat import policies
 from offbeat.errors import RequestError, unknown
@@ -61,14 +62,8 @@ def minibatches_per_version(line: str, learners: int) -> int:
     return policy.rule.push_every * policy.gradients_per_update(learners)
 
 
-class Correction(TypedDict):
+def correction_of(config: Config, learners: int) -> dict[str, Any]:
     """What is done about stale gradients, as `policies.create` takes it."""
-
-    corrects: bool
-    scaling: float
-
-
-def correction_of(config: Config, learners: int) -> Correction:
     return {
         "corrects": config.staleness == CORRECT,
         "scaling": factor_of(config.train, line=config.sync, learners=learners),
@@ -206,22 +201,17 @@ def groups_of(model: nn.Module, train: TrainConfig) -> list[dict[str, Any]]:
     ]
 
 
-def zero_last_norms(model: nn.Module) -> int:
-    """Sets the scale of the last norm of every residual block to zero, so that it begins as the identity; how many.
+def zero_last_norms(model: nn.Module) -> None:
+    """Sets the scale of the last norm of every residual block to zero, so that it begins as the identity.
 
     A block says which norm it is by its attribute `last_norm`; torchvision's blocks are known by name. A norm without a
     scale is left alone. For new models: it undoes what a trained one has learned.
     """
-    scales: dict[int, Tensor] = {}
     for module in model.modules():
         norm = getattr(module, "last_norm", None) or getattr(module, _LAST_NORMS.get(type(module).__name__, ""), None)
         scale = getattr(norm, "weight", None)
         if isinstance(norm, nn.Module) and isinstance(scale, nn.Parameter) and scale.ndim == 1:
-            scales[id(scale)] = scale
-    with torch.no_grad():
-        for scale in scales.values():
-            scale.zero_()
-    return len(scales)
+            nn.init.zeros_(scale)
 
 
 def optimizer_of(model: nn.Module, train: TrainConfig) -> torch.optim.Optimizer:
@@ -229,17 +219,17 @@ def optimizer_of(model: nn.Module, train: TrainConfig) -> torch.optim.Optimizer:
     groups = groups_of(model, train)
     if not groups:
         raise RequestError("the model has no parameter that requires a gradient: there is nothing to train")
-    rate, momentum, nesterov = train.lr, train.momentum, train.nesterov
-    match train.optimizer:
-        case "sgd":
-            return torch.optim.SGD(groups, lr=rate, momentum=momentum, nesterov=nesterov)
-        case "adagrad":
-            return torch.optim.Adagrad(groups, lr=rate)
-        case "adam":
-            return torch.optim.Adam(groups, lr=rate)
-        case "adamw":
-            return torch.optim.AdamW(groups, lr=rate)
-        case "lars":
-            return LARS(groups, rate, momentum=momentum, nesterov=nesterov)
-        case "lamb":
-            return LAMB(groups, rate)
+    kind, has_momentum = _OPTIMIZERS[train.optimizer]
+    more = {"momentum": train.momentum, "nesterov": train.nesterov} if has_momentum else {}
+    return kind(groups, lr=train.lr, **more)
+
+
+# The rules of an update, and whether each has a momentum.
+_OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], bool]] = {
+    "sgd": (torch.optim.SGD, True),
+    "adagrad": (torch.optim.Adagrad, False),
+    "adam": (torch.optim.Adam, False),
+    "adamw": (torch.optim.AdamW, False),
+    "lars": (LARS, True),
+    "lamb": (LAMB, False),
+}

@@ -2,7 +2,7 @@
 
 Laws: what a model is called and what it can be told is in `MODELS` alone. A wrong name, option or shape of sample is
 refused in one line before anything is built. Building takes torch's generator as it stands: who wants the same
-weights twice seeds it. The large ones are written after torchvision's, and have as many parameters.
+weights twice seeds it. The large ones are written after torchvision's, and have as many parameters, under other names.
 
 This file knows nothing of data, training or processes.
 """
@@ -10,26 +10,36 @@ This file knows nothing of data, training or processes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from offbeat.errors import RequestError, nearest, unknown
-from offbeat.train import resnet
+from offbeat.train.fields import Scalar
 
 Shape = tuple[int, ...]
-Scalar = bool | int | float | str  # what an option can be
 
 
-class Model(NamedTuple):
-    """A row of the table: `build(shape of a sample, classes, **options)`; `options` are all there are, as default."""
+class Builtin(NamedTuple):
+    """A row of a table, of models or data sets; `options` are all there are, with their defaults.
+
+    A model is built by `build(shape of a sample, classes, **options)`, a data set by `build(**options)`.
+    """
 
     summary: str
-    build: Callable[..., nn.Module]
+    build: Callable[..., Any]
     options: Mapping[str, Scalar]
+
+
+def builtin_of(kind: str, name: str, table: Mapping[str, Builtin]) -> Builtin:
+    """The row of that name."""
+    if name not in table:
+        raise unknown(kind, name, table)
+    return table[name]
 
 
 def settle(owner: str, given: Mapping[str, Scalar], defaults: Mapping[str, Scalar]) -> dict[str, Scalar]:
@@ -55,18 +65,12 @@ def settle(owner: str, given: Mapping[str, Scalar], defaults: Mapping[str, Scala
 
 def build_model(name: str, shape: Shape, classes: int, options: Mapping[str, Scalar] | None = None) -> nn.Module:
     """A built-in model, for samples of that shape; RequestError if its name, options or the shape are wrong."""
-    row = model_of(name)
+    row = builtin_of("model", name, MODELS)
     settled = settle(f"model {name}", options or {}, row.options)
     if classes < 1:
         raise RequestError(f"model {name} is to tell {classes} classes apart; there must be at least 1")
-    return row.build(shape, classes, **settled)
-
-
-def model_of(name: str) -> Model:
-    """The row of that name."""
-    if name not in MODELS:
-        raise unknown("model", name, MODELS)
-    return MODELS[name]
+    model: nn.Module = row.build(shape, classes, **settled)
+    return model
 
 
 def _begun(model: nn.Sequential, mode: Literal["fan_in", "fan_out"]) -> nn.Sequential:
@@ -106,15 +110,7 @@ def _mlp(shape: Shape, classes: int, *, hidden: int, layers: int) -> nn.Module:
     return nn.Sequential(*parts, nn.Linear(inputs, classes))
 
 
-def _cnn(shape: Shape, classes: int, *, width: int, hidden: int) -> nn.Module:
-    return _convolutions("cnn", shape, classes, width, hidden, norm=False)
-
-
-def _cnn_bn(shape: Shape, classes: int, *, width: int, hidden: int) -> nn.Module:
-    return _convolutions("cnn-bn", shape, classes, width, hidden, norm=True)
-
-
-def _convolutions(name: str, shape: Shape, classes: int, width: int, hidden: int, *, norm: bool) -> nn.Module:
+def _convolutions(name: str, shape: Shape, classes: int, *, width: int, hidden: int, norm: bool) -> nn.Module:
     """Two 3x3 convolutions, each followed by pooling that halves the sides, then one hidden layer (0: none)."""
     inputs = _channels(name, shape, 4)
     parts: list[nn.Module] = []
@@ -132,12 +128,84 @@ def _convolutions(name: str, shape: Shape, classes: int, width: int, hidden: int
 # --- those of the literature --------------------------------------------------------------------------------------
 
 
+def _conv(inputs: int, outputs: int, side: int, stride: int = 1) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, side, stride, padding=side // 2, bias=False)
+
+
+class _Block(nn.Module):
+    """A branch beside a shortcut; the shortcut is the input itself where the two have the same shape.
+
+    The norm that ends the branch is `last_norm`, so that a recipe can begin with blocks that change nothing (Goyal et
+    al. 2017, https://arxiv.org/abs/1706.02677, section 5.1).
+    """
+
+    def __init__(self, branch: nn.Sequential, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.branch = branch
+        self.last_norm = nn.BatchNorm2d(outputs)
+        same = stride == 1 and inputs == outputs
+        self.shortcut = (
+            nn.Identity() if same else nn.Sequential(_conv(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs))
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        return functional.relu(self.last_norm(self.branch(images)) + self.shortcut(images))
+
+
+def _plain(inputs: int, width: int, stride: int) -> _Block:
+    """The block of ResNet-18: two 3x3 convolutions."""
+    branch = nn.Sequential(
+        _conv(inputs, width, 3, stride), nn.BatchNorm2d(width), nn.ReLU(inplace=True), _conv(width, width, 3)
+    )
+    return _Block(branch, inputs, width, stride)
+
+
+def _bottleneck(inputs: int, width: int, stride: int) -> _Block:
+    """The block of ResNet-50: 1x1, 3x3 (which strides, as torchvision's does), and 1x1 to four times the width."""
+    branch = nn.Sequential(
+        _conv(inputs, width, 1), nn.BatchNorm2d(width), nn.ReLU(inplace=True),
+        _conv(width, width, 3, stride), nn.BatchNorm2d(width), nn.ReLU(inplace=True),
+        _conv(width, 4 * width, 1),
+    )  # fmt: skip
+    return _Block(branch, inputs, 4 * width, stride)
+
+
 def _resnet18(shape: Shape, classes: int, *, width: int) -> nn.Module:
-    return resnet.resnet18(_channels("resnet18", shape, 1), classes, width)
+    """The form for small images: a 3x3 stem that keeps their size, and no pooling before the blocks."""
+    channels = _channels("resnet18", shape, 1)
+    stem = nn.Sequential(_conv(channels, width, 3), nn.BatchNorm2d(width), nn.ReLU(inplace=True))
+    return _residual(stem, _plain, (2, 2, 2, 2), width, width, classes)
 
 
 def _resnet50(shape: Shape, classes: int) -> nn.Module:
-    return resnet.resnet50(_channels("resnet50", shape, 32), classes)
+    """The form for ImageNet: a 7x7 stem and pooling make 224 pixels 56, then 3, 4, 6 and 3 bottlenecks."""
+    channels = _channels("resnet50", shape, 32)
+    stem = nn.Sequential(
+        _conv(channels, 64, 7, 2), nn.BatchNorm2d(64), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, padding=1)
+    )
+    return _residual(stem, _bottleneck, (3, 4, 6, 3), 64, 256, classes)
+
+
+def _residual(
+    stem: nn.Module,
+    block: Callable[[int, int, int], _Block],
+    depths: Sequence[int],
+    width: int,
+    outputs: int,
+    classes: int,
+) -> nn.Module:
+    """Stages of as many blocks as `depths` says: each stage halves the sides and doubles `width` and `outputs`.
+
+    He, Zhang, Ren, Sun 2015, https://arxiv.org/abs/1512.03385.
+    """
+    stages: list[nn.Module] = []
+    inputs = width
+    for stage, depth in enumerate(depths):
+        for at in range(depth):
+            stages.append(block(inputs, width << stage, 2 if stage and not at else 1))
+            inputs = outputs << stage
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
+    return _begun(nn.Sequential(stem, nn.Sequential(*stages), head), mode="fan_out")
 
 
 def _alexnet(shape: Shape, classes: int) -> nn.Module:
@@ -275,16 +343,20 @@ def _transformer(
     )
 
 
-MODELS: dict[str, Model] = {
-    "softmax": Model("one linear layer: convex", _softmax, {}),
-    "mlp": Model("fully connected layers", _mlp, {"hidden": 64, "layers": 1}),
-    "cnn": Model("two convolutions, for small images", _cnn, {"width": 16, "hidden": 0}),
-    "cnn-bn": Model("the same with BatchNorm", _cnn_bn, {"width": 16, "hidden": 0}),
-    "resnet18": Model("ResNet-18 in its form for small images", _resnet18, {"width": 64}),
-    "resnet50": Model("ResNet-50", _resnet50, {}),
-    "alexnet": Model("AlexNet in one tower: few sums, many parameters", _alexnet, {}),
-    "vgg16": Model("VGG-16: the most parameters", _vgg16, {}),
-    "transformer": Model(
+MODELS: dict[str, Builtin] = {
+    "softmax": Builtin("one linear layer: convex", _softmax, {}),
+    "mlp": Builtin("fully connected layers", _mlp, {"hidden": 64, "layers": 1}),
+    "cnn": Builtin(
+        "two convolutions, for small images", partial(_convolutions, "cnn", norm=False), {"width": 16, "hidden": 0}
+    ),
+    "cnn-bn": Builtin(
+        "the same with BatchNorm", partial(_convolutions, "cnn-bn", norm=True), {"width": 16, "hidden": 0}
+    ),
+    "resnet18": Builtin("ResNet-18 in its form for small images", _resnet18, {"width": 64}),
+    "resnet50": Builtin("ResNet-50", _resnet50, {}),
+    "alexnet": Builtin("AlexNet in one tower: few sums, many parameters", _alexnet, {}),
+    "vgg16": Builtin("VGG-16: the most parameters", _vgg16, {}),
+    "transformer": Builtin(
         "decoder-only, for text by characters (context 0: as long as the data's windows; vocabulary 0: the data's)",
         _transformer,
         {"context": 0, "width": 64, "heads": 4, "layers": 2, "vocabulary": 0, "tied": False, "dropout": 0.0},

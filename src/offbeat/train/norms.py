@@ -30,52 +30,33 @@ _LAZY = (nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d)
 class SynchronisedBatchNorm(nn.modules.batchnorm._BatchNorm):
     """Batch norm of the union of all ranks' minibatches: (samples, channels, ...).
 
-    In eval mode, with one rank, or before a process group exists it is plain batch norm. `group` None is all ranks.
+    In eval mode, with one rank, or before a process group exists it is plain batch norm.
     A union of fewer than two values in a channel is refused on every rank, as torch refuses it.
     """
-
-    def __init__(
-        self,
-        num_features: int,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool = True,
-        track_running_stats: bool = True,
-        group: dist.ProcessGroup | None = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
-        self.group = group
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(f"batch norm takes (samples, channels, ...); got {input.dim()} dimensions")
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.training or not dist.is_initialized() or dist.get_world_size(self.group) == 1:
+        if not self.training or not dist.is_initialized() or dist.get_world_size() == 1:
             return super().forward(input)
         self._check_input_dim(input)
         if input.shape[1] != self.num_features:
             raise ValueError(f"expected {self.num_features} channels; got {input.shape[1]}")
-        outputs, mean, variance, count = _Synchronised.apply(input, self.weight, self.bias, self.eps, self.group)  # type: ignore[no-untyped-call] # torch's own
+        outputs, mean, variance, count = _Synchronised.apply(input, self.weight, self.bias, self.eps)  # type: ignore[no-untyped-call] # torch's own
         if self.running_mean is not None and self.running_var is not None:
-            self._track(mean, variance, count)
+            # As torch does: the unbiased variance, and a momentum of None is the mean over all minibatches.
+            share = 0.0 if self.momentum is None else self.momentum
+            if self.num_batches_tracked is not None:
+                self.num_batches_tracked.add_(1)
+                if self.momentum is None:
+                    share = 1.0 / float(self.num_batches_tracked)
+            unbiased = variance * (count / (count - 1))
+            self.running_mean.mul_(1 - share).add_(mean.to(self.running_mean.dtype), alpha=share)
+            self.running_var.mul_(1 - share).add_(unbiased.to(self.running_var.dtype), alpha=share)
         normalised: Tensor = outputs
         return normalised
-
-    @torch.no_grad()
-    def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
-        """As torch does: the unbiased variance, and a momentum of None is the mean over all minibatches."""
-        assert self.running_mean is not None and self.running_var is not None
-        share = 0.0 if self.momentum is None else self.momentum
-        if self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-            if self.momentum is None:
-                share = 1.0 / float(self.num_batches_tracked)
-        unbiased = variance * (count / (count - 1))
-        self.running_mean.mul_(1 - share).add_(mean.to(self.running_mean.dtype), alpha=share)
-        self.running_var.mul_(1 - share).add_(unbiased.to(self.running_var.dtype), alpha=share)
 
 
 class _Synchronised(torch.autograd.Function):
@@ -88,11 +69,10 @@ class _Synchronised(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         eps: float,
-        group: dist.ProcessGroup | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         channels, here = inputs.shape[1], inputs.numel() // inputs.shape[1]
         wide = inputs.to(torch.promote_types(inputs.dtype, torch.float32))
-        means, squares, counts = _gather(wide, channels, here, group)
+        means, squares, counts = _gather(wide, channels, here)
         count = counts.sum()
         # One with two values or more knows that there are enough; the others ask, and then all of them raise.
         if here < 2 and float(count) < 2:
@@ -107,13 +87,12 @@ class _Synchronised(torch.autograd.Function):
         if bias is not None:
             outputs = outputs + _across(bias, inputs)
         ctx.save_for_backward(inputs, weight, mean, inverse, count)
-        ctx.group = group
         ctx.mark_non_differentiable(mean, variance, count)
         return outputs.to(inputs.dtype), mean, variance, count
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, above: Tensor, *_: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, above: Tensor, *_: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         inputs, weight, mean, inverse, count = ctx.saved_tensors
         wide = above.to(mean.dtype)
         centred = (inputs.to(mean.dtype) - _across(mean, inputs)) * _across(inverse, inputs)
@@ -124,22 +103,22 @@ class _Synchronised(torch.autograd.Function):
         to_scale = sums[1].clone() if ctx.needs_input_grad[1] else None
         to_inputs = None
         if ctx.needs_input_grad[0]:
-            dist.all_reduce(sums, group=ctx.group)
+            dist.all_reduce(sums)
             sums /= count
             to_inputs = wide - _across(sums[0], inputs) - centred * _across(sums[1], inputs)
             factor = inverse if weight is None else inverse * weight
             to_inputs = (to_inputs * _across(factor, inputs)).to(inputs.dtype)
-        return to_inputs, to_scale, to_shift, None, None
+        return to_inputs, to_scale, to_shift, None
 
 
-def _gather(wide: Tensor, channels: int, here: int, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
+def _gather(wide: Tensor, channels: int, here: int) -> tuple[Tensor, Tensor, Tensor]:
     """Of every rank, in their order: the means (ranks, channels), the centred squares, and the count (ranks, 1)."""
     over = [axis for axis in range(wide.dim()) if axis != 1]
     mean = wide.sum(over) / max(here, 1)
     square = (wide - _across(mean, wide)).square().sum(over)
     mine = torch.cat((mean, square, mean.new_full((1,), here)))
-    table = mine.new_empty(dist.get_world_size(group), mine.numel())
-    dist.all_gather(list(table), mine, group=group)  # not into one tensor: torch gives that another name in 2.13
+    table = mine.new_empty(dist.get_world_size(), mine.numel())
+    dist.all_gather(list(table), mine)  # not into one tensor: torch gives that another name in 2.13
     return table[:, :channels], table[:, channels:-1], table[:, -1:]
 
 
@@ -148,7 +127,7 @@ def _across(vector: Tensor, like: Tensor) -> Tensor:
     return vector.view(1, -1, *(1 for _ in range(like.dim() - 2)))
 
 
-def synchronise(model: nn.Module, group: dist.ProcessGroup | None = None) -> tuple[nn.Module, int]:
+def synchronise(model: nn.Module) -> tuple[nn.Module, int]:
     """The model with every BatchNorm1d, 2d and 3d synchronised, and how many there were.
 
     Parameters and buffers are the same tensors, so an optimizer made before stays right. A norm that is reached under
@@ -162,7 +141,7 @@ def synchronise(model: nn.Module, group: dist.ProcessGroup | None = None) -> tup
         if not isinstance(module, _PLAIN):
             return module
         if id(module) not in made:
-            made[id(module)] = _twin(module, group)
+            made[id(module)] = _twin(module)
         return made[id(module)]
 
     for parent in list(model.modules()):
@@ -172,9 +151,9 @@ def synchronise(model: nn.Module, group: dist.ProcessGroup | None = None) -> tup
     return replaced(model), len(made)
 
 
-def _twin(norm: nn.modules.batchnorm._BatchNorm, group: dist.ProcessGroup | None) -> SynchronisedBatchNorm:
+def _twin(norm: nn.modules.batchnorm._BatchNorm) -> SynchronisedBatchNorm:
     made = SynchronisedBatchNorm(
-        norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats, group, torch.device("meta")
+        norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats, device=torch.device("meta")
     )
     made._parameters.update(norm._parameters)
     made._buffers.update(norm._buffers)

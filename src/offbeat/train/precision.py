@@ -93,10 +93,6 @@ class Scaler:
         self.scale = self.START
         self.good = 0  # updates in a row since the scale changed
 
-    def multiply(self, loss: Tensor) -> Tensor:
-        """The loss to call backward on."""
-        return loss * self.scale
-
     def unscale(self, gradients: Iterable[Tensor]) -> bool:
         """Divides in place; whether all of them are finite, at the cost of one wait for the device at most."""
         finite: Tensor | None = None

@@ -29,7 +29,8 @@ from offbeat.collectives.options import Options
 from offbeat.errors import OffbeatError, RequestError
 from offbeat.processes.slowness import Slowness
 from offbeat.runs.log import LogWriter, Span
-from offbeat.server.learner.leased_loader import seed_of
+from offbeat.server.learner.leased_loader import SampleOrder, seed_of
+from offbeat.server.learner.reduced_learner import gather_bytes
 from offbeat.strategy import NATIVE
 from offbeat.train.compute_ladder import EAGER, Rung, choose, rungs_of, told, try_rung
 from offbeat.train.config import shares_of
@@ -47,7 +48,6 @@ WORTH_TELLING = 0.1  # of a device's time: more waiting for samples than that is
 MOST_AHEAD = 4  # updates that the host may be ahead of the device
 FIRST_LOOK, LOOK_EVERY = 4, 20  # updates until speeds are measured, for --split auto
 WORTH = 0.03  # a share must change by that much of the whole for a new split
-_PRIME = 0x9E3779B97F4A7C15
 _KINDS = ("compute", "wait", "apply", "evaluate")
 
 
@@ -65,18 +65,19 @@ class ReducedTrainer(Trainer):
         if config.train.batch_norm == "synchronised" and self._together:
             self.model, _ = synchronise(self.model)
             self._norms = ()  # they know of the others' samples
-        self.wrapped: nn.Module = self.model
         self._steps_here = self._can_step_on_device()
-        if self._together and not self._steps_here:
-            self.wrapped = _in_ddp(self.model, unused=self.unused)
+        by_ddp = self._together and not self._steps_here
+        self.wrapped = _in_ddp(self.model, unused=self.unused) if by_ddp else self.model
         if self.checkpoint is not None:
             if self.learners > 2 and self.at.update and not self._steps_here:
                 self._arrange_buckets()
             self.load_own(self.checkpoint)  # again: DDP has made all buffers those of the first
             load_optimizer(self.optimizer, self.checkpoint.files["optimizer"])
-        found = config.train.split == "auto" and len(self.at.shares) == self.learners
-        self._shares = self.at.shares if found else self._first_shares()
-        self._order: tuple[int, Tensor] | None = None  # an epoch and its permutation
+        wanted = shares_of(config.train.split) or (1,) * self.learners
+        self._shares = tuple(share / sum(wanted) for share in wanted)
+        if config.train.split == "auto" and len(self.at.shares) == self.learners:
+            self._shares = self.at.shares  # found before the checkpoint
+        self._order = SampleOrder(config.seed, self.samples)
         self._grads = _LastGradient(self.model, self._be_slow)
         self._input = input_of(
             self.task.train, self.device, self.moved, place=config.data.place, workers=config.data.workers
@@ -89,10 +90,11 @@ class ReducedTrainer(Trainer):
         self._ended_s: float | None = None  # when the last one ended there, if the next follows it at once
         self._busy_s = self._idle_s = 0.0  # of the device, in this epoch
         self._update_s = self._began_s = 0.0  # when the update began, and the pass that is computed
+        self._since_s = 0.0  # the end of the last pause
         self._spans: list[tuple[float, float, float, float]] = []
         self._log: LogWriter | None = None
         self._start_s = self._common_start()
-        self._ledger = [0, 0]  # samples of this epoch, and a sum over which they were
+        self._ledger = (0, 0)  # samples of this epoch, and the sum of their numbers
         self._measured: list[tuple[float, int]] = []  # seconds and samples, since the last look at speeds
         self._looks = 0
 
@@ -103,13 +105,6 @@ class ReducedTrainer(Trainer):
             return None
         counted = stats()
         return Traffic(counted.sent_bytes, counted.received_bytes)
-
-    def _first_shares(self) -> tuple[float, ...]:
-        given = shares_of(self.config.train.split)
-        return tuple(share / sum(given) for share in given) if given else (1.0 / self.learners,) * self.learners
-
-    def _forward(self, inputs: Any) -> Any:
-        return self.wrapped(inputs)
 
     def _arrange_buckets(self) -> None:
         """Let DDP see a backward: it arranges gradients anew after its first, and in which order three or more of them
@@ -123,51 +118,51 @@ class ReducedTrainer(Trainer):
     # --- the loop ---------------------------------------------------------------------------------------------------
 
     def fit(self) -> None:
+        config = self.config
         try:
             if self.number == 0:
                 self.tell_beginning()
+                facts = {
+                    "strategy": config.sync,
+                    "expect": self.learners,
+                    "learners": self.learners,
+                    "simulated": False,
+                    "seed": config.seed,
+                    "name": config.name,
+                }
+                self._log = LogWriter(self.run.log(self.segment), facts)
             if self._steps_here:
                 self._choose_compute()
-            if self.number == 0:
-                self._log = LogWriter(self.run.log(self.segment), self._facts())
-            clock = _Clock(self.at.seconds)
-            while self.at.epoch < self.config.train.epochs:
-                if self._train_epoch(clock):
+            self._since_s = time.monotonic()
+            while self.at.epoch < config.train.epochs:
+                if self._train_epoch():
                     break
             if self._together:
                 dist.barrier()
         finally:
             if self._log is not None:
                 self._log.close()
-            self._grads.remove()
             if self._together and dist.is_initialized():
                 dist.destroy_process_group()
 
-    def _facts(self) -> dict[str, Any]:
-        config = self.config
-        return {"strategy": config.sync, "expect": self.learners, "learners": self.learners, "simulated": False} | {
-            "seed": config.seed,
-            "name": config.name,
-        }
-
-    def _train_epoch(self, clock: _Clock) -> bool:
+    def _train_epoch(self) -> bool:
         """One epoch, or what is left of it; whether the run is to end."""
         every = self.config.save.every_updates
         while self.at.offset < self.samples:
             for update, batches in self._stretch():
                 if self._is_to_stop():
-                    return self._pause(clock, epoch_end=False, halt=True)
+                    return self._pause(epoch_end=False, halt=True)
                 (self._update if self._step_on_device is None else self._update_on_device)(update, batches)
                 self.at.offset = update.end
                 self.at.update += 1
                 if every and self.at.update % every == 0 and self.at.offset < self.samples:
-                    self._pause(clock, epoch_end=False, halt=False)
+                    self._pause(epoch_end=False, halt=False)
                 if self._has_new_shares():
                     break
         self._check_ledger()
         self.at.epoch += 1
         self.at.offset = 0
-        return self._pause(clock, epoch_end=True, halt=False)
+        return self._pause(epoch_end=True, halt=False)
 
     def _is_to_stop(self) -> bool:
         """Whether all stop before this update. Nobody can be further: an update needs everybody."""
@@ -181,8 +176,7 @@ class ReducedTrainer(Trainer):
         train = self.config.train
         batch = train.batch_size * train.accumulate * self.learners
         plan = list(updates(self.samples, batch, self.number, self._shares, train.accumulate, begin=self.at.offset))
-        order = self._permutation(self.at.epoch)
-        wanted = [order[one.start : one.end] for update in plan for one in update.passes]
+        wanted = [torch.as_tensor(self._samples_of(one)) for update in plan for one in update.passes]
         chance = torch.Generator().manual_seed(seed_of(self.config.seed, self.at.epoch))
         batches = self._input.batches(wanted, chance)
         for update in plan:
@@ -192,12 +186,6 @@ class ReducedTrainer(Trainer):
                 self.set_chance(self.at.epoch, one.start)
                 passes.append((one, next(batches)))
             yield update, passes
-
-    def _permutation(self, epoch: int) -> Tensor:
-        if self._order is None or self._order[0] != epoch:
-            chance = torch.Generator(device="cpu").manual_seed(seed_of(self.config.seed, epoch))
-            self._order = epoch, torch.randperm(self.samples, generator=chance, device="cpu")
-        return self._order[1]
 
     def _update(self, update: Update, batches: list[tuple[Pass, Any]]) -> None:
         began_s = self._update_s  # reading the samples belongs to it
@@ -408,9 +396,8 @@ class ReducedTrainer(Trainer):
 
     def _has_new_shares(self) -> bool:
         """Measure all, now and then; whether the rest of the epoch is to be split anew."""
-        if self.config.train.split != "auto" or not self._together:
-            return False
-        if len(self._measured) < (LOOK_EVERY if self._looks else FIRST_LOOK):
+        is_soon = len(self._measured) < (LOOK_EVERY if self._looks else FIRST_LOOK)
+        if self.config.train.split != "auto" or not self._together or is_soon:
             return False
         recent = self._measured[1:]  # the first of a stretch warms up
         self._measured = []
@@ -429,59 +416,58 @@ class ReducedTrainer(Trainer):
 
     # --- the books --------------------------------------------------------------------------------------------------
 
+    def _samples_of(self, one: Pass) -> list[int]:
+        return self._order.indices([(self.at.epoch, one.start, one.end - one.start)])
+
     def _count_samples(self, one: Pass) -> None:
-        indices = self._permutation(self.at.epoch)[one.start : one.end]
-        self._ledger[0] += len(indices)
-        self._ledger[1] += int((indices * _signed(_PRIME)).sum())
+        computed = self._samples_of(one)
+        self._ledger = self._ledger[0] + len(computed), self._ledger[1] + sum(computed)
 
     def _check_ledger(self) -> None:
         """At an epoch's end: all learners together have computed every sample once."""
-        mine = torch.tensor([self._ledger[0], _signed(self._ledger[1])])
+        mine = torch.tensor(self._ledger)
         if self._together:
             dist.all_reduce(mine)
-        count, which = mine.tolist()
-        whole = int((torch.arange(self.samples) * _signed(_PRIME)).sum())
+        count, total = mine.tolist()
         before = {} if self.checkpoint is None else self.checkpoint.state["standing"]
         resumed_inside = before.get("epoch") == self.at.epoch and before.get("offset", 0) > 0
-        if not resumed_inside and (count != self.samples or _signed(which) != _signed(whole)):
+        if not resumed_inside and (count != self.samples or total != self.samples * (self.samples - 1) // 2):
             raise OffbeatError(
                 f"epoch {self.at.epoch}: {count} samples were computed, of {self.samples}, or not each of them once"
             )
-        self._ledger = [0, 0]
+        self._ledger = (0, 0)
 
     # --- pauses -----------------------------------------------------------------------------------------------------
 
-    def _pause(self, clock: _Clock, *, epoch_end: bool, halt: bool) -> bool:
+    def _pause(self, *, epoch_end: bool, halt: bool) -> bool:
         """All stand still; the first looks, saves and says whether the run ends."""
         self._finish_all()
         if epoch_end:
             self._tell_idle()
-        self.at.seconds = clock.pause()
-        self.at.epoch_end, self.at.halt, self.at.shares = epoch_end, halt, self._shares
         began_s = time.monotonic()
+        self.at.seconds += began_s - self._since_s  # of training: not of pauses
+        self.at.epoch_end, self.at.halt, self.at.shares = epoch_end, halt, self._shares
         part = self.own_part()
         part.spans = torch.tensor(self._spans, dtype=torch.float64).reshape(-1, 4)
         self._spans = []
-        parts = _gather(part.encode(), self.learners) if self._together else [part.encode()]
+        parts = gather_bytes(part.encode()) if self._together else [part.encode()]
         stop = torch.zeros(1, dtype=torch.int64)
-        if self.number == 0:
-            self._write_spans(parts)
+        if self._log is not None:  # this is the first learner
+            self._write_spans(self._log, parts)
             stop += self.evaluate_and_save(self.at, dict(enumerate(parts)))
             self._spans.append((3.0, began_s, time.monotonic(), float(self.at.update)))
         if self._together:
             dist.all_reduce(stop)
         if epoch_end:
             self.forget_losses()
-        clock.go_on()
+        self._since_s = time.monotonic()
         return bool(stop)
 
-    def _write_spans(self, parts: list[bytes]) -> None:
-        if self._log is None:
-            return
+    def _write_spans(self, log: LogWriter, parts: list[bytes]) -> None:
         for learner, data in enumerate(parts):
             for kind, start_s, end_s, version in decode(data).spans.tolist():
                 start, end = start_s - self._start_s, end_s - self._start_s
-                self._log.span(Span(learner, _KINDS[int(kind)], max(0.0, start), max(0.0, end), int(version)))
+                log.span(Span(learner, _KINDS[int(kind)], max(0.0, start), max(0.0, end), int(version)))
 
     def load_weights(self, twin: nn.Module) -> None:
         twin.load_state_dict(self.model.state_dict())
@@ -505,20 +491,6 @@ class _Marks(NamedTuple):
     marks: tuple[Mark, Mark, Mark, Mark]
 
 
-class _Clock:
-    """Seconds of training: it stands still in rests."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds, self._since_s = seconds, time.monotonic()
-
-    def pause(self) -> float:
-        self._seconds += time.monotonic() - self._since_s
-        return self._seconds
-
-    def go_on(self) -> None:
-        self._since_s = time.monotonic()
-
-
 class _LastGradient:
     """When the last gradient of a backward was there, before it is reduced; then `act` is called."""
 
@@ -527,10 +499,8 @@ class _LastGradient:
         self.last_s = 0.0
         self._all = self._left = len(trained)
         self._act = act
-        self._hooks = [
+        for parameter in trained:
             parameter.register_post_accumulate_grad_hook(self._hook)  # type: ignore[no-untyped-call] # torch's own
-            for parameter in trained
-        ]
 
     def begin(self) -> None:
         self._left = self._all
@@ -548,16 +518,6 @@ class _LastGradient:
         if self._left <= 0:
             self.last_s = time.monotonic()
 
-    def remove(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-
-def _signed(number: int) -> int:
-    """As a 64-bit number of two's complement, in which torch's sums wrap round."""
-    number &= (1 << 64) - 1
-    return number - (1 << 64) if number >> 63 else number
-
 
 def _join_group(line: str, rank: int, ranks: int, device: torch.device) -> None:
     register()  # for whoever has no entry points: a tree that is on the path and not installed
@@ -573,16 +533,3 @@ def _in_ddp(model: nn.Module, *, unused: bool) -> DistributedDataParallel:
     new = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters  # torch's word since 2.13
     options: dict[str, Any] = {"forward_sync_buffers" if new else "broadcast_buffers": False}
     return DistributedDataParallel(model, find_unused_parameters=unused, **options)
-
-
-def _gather(data: bytes, ranks: int) -> list[bytes]:
-    """Everybody's bytes, to all."""
-    size = torch.tensor([len(data)])
-    sizes = [torch.zeros_like(size) for _ in range(ranks)]
-    dist.all_gather(sizes, size)
-    most = max(int(one) for one in sizes)
-    mine = torch.zeros(most, dtype=torch.uint8)
-    mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    theirs = [torch.zeros_like(mine) for _ in range(ranks)]
-    dist.all_gather(theirs, mine)
-    return [bytes(one[: int(many)].numpy()) for one, many in zip(theirs, sizes, strict=True)]

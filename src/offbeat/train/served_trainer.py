@@ -50,14 +50,9 @@ class ServedTrainer(Trainer):
         self._rule = create(config.sync, expect=self.learners).rule
         self._own_steps = self._rule.delta or self._rule.fetch_every > 0
         self._base = self.at.update  # versions of the servers are counted from here
-        self._before = (
-            TrainingState() if self.checkpoint is None else TrainingState(**self.checkpoint.state["standing"])
-        )
-        self._before.drop_held("its update was not full when the run was saved")
-        if self.checkpoint is not None and self._own_steps:
-            part = self._own_part(self.checkpoint)
-            if part is not None and part.optimizer:
-                load_optimizer(self.optimizer, part.optimizer)
+        self.at.drop_held("its update was not full when the run was saved")
+        if self.part is not None and self._own_steps and self.part.optimizer:
+            load_optimizer(self.optimizer, self.part.optimizer)
         self._twins_optimizer: torch.optim.Optimizer | None = None
         self.learner: ServedLearner = join_run(
             config.sync,
@@ -140,15 +135,11 @@ class ServedTrainer(Trainer):
             if counted:
                 self.forget(many)
             return
-        self._count_time(began_s, learner.paused_s - paused_s)
-        self.tell_progress(update, total)
-
-    def _count_time(self, began_s: float, paused_s: float) -> None:
-        ended_s, pushed_s = time.monotonic(), self.learner.pushed_s
-        if pushed_s < began_s:  # a step of its own
-            pushed_s = ended_s
+        ended_s = time.monotonic()
+        pushed_s = learner.pushed_s if learner.pushed_s >= began_s else ended_s  # else it was a step of its own
         self.compute_s += pushed_s - began_s
-        self.wait_s += max(0.0, ended_s - pushed_s - paused_s)
+        self.wait_s += max(0.0, ended_s - pushed_s - (learner.paused_s - paused_s))
+        self.tell_progress(update, total)
 
     # --- pauses -----------------------------------------------------------------------------------------------------
 
@@ -171,7 +162,7 @@ class ServedTrainer(Trainer):
         return self.evaluate_and_save(self._standing(facts), self.run.handed_in(pause.number))
 
     def _standing(self, facts: dict[str, Any]) -> TrainingState:
-        before, samples = self._before, facts["samples"]
+        before, samples = self.at, facts["samples"]
         dropped = dict(before.dropped)
         for fate, many in samples.items():
             if fate != "applied" and not fate.startswith("computed again: "):

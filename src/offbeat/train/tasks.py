@@ -16,7 +16,8 @@ import importlib
 import os
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
@@ -31,10 +33,11 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_co
 from offbeat import datasets
 from offbeat.datasets.fashion import KINDS, fashion_mnist
 from offbeat.datasets.text import MOST_BYTES, VOCABULARY, text
-from offbeat.errors import RequestError, nearest, unknown
+from offbeat.errors import RequestError, nearest
 from offbeat.train.config import Config
+from offbeat.train.fields import Scalar
 from offbeat.train.image_input import with_image_input
-from offbeat.train.models import Scalar, Shape, build_model, model_of, settle
+from offbeat.train.models import MODELS, Builtin, Shape, build_model, builtin_of, settle
 
 MOST_READ = 20_000  # samples that are read to see how many classes there are
 LONGEST_CAUSE = 300  # characters of an error that is not ours
@@ -122,22 +125,9 @@ class Loaded(NamedTuple):
     augment: bool | None = None  # images are bytes, to be augmented on the device or not; None: they are no bytes
 
 
-class Data(NamedTuple):
-    """A row of the table; `options` are all there are, with their defaults."""
-
-    summary: str
-    load: Callable[..., Loaded]
-    options: Mapping[str, Scalar]
-
-
-def _digits() -> Loaded:
-    images, shown, test_images, test_shown = map(torch.from_numpy, datasets.digits())
-    return Loaded(Tensors(images, shown), Tensors(test_images, test_shown), tuple(images.shape[1:]), 10)
-
-
-def _fashion() -> Loaded:
-    images, labels, test_images, test_labels = map(torch.from_numpy, fashion_mnist())
-    return Loaded(Tensors(images, labels), Tensors(test_images, test_labels), tuple(images.shape[1:]), len(KINDS))
+def _images(load: Callable[[], Sequence[NDArray[Any]]], classes: int) -> Loaded:
+    images, labels, test_images, test_labels = map(torch.from_numpy, load())
+    return Loaded(Tensors(images, labels), Tensors(test_images, test_labels), tuple(images.shape[1:]), classes)
 
 
 def _text(*, folder: str, pattern: str, most_bytes: int, context: int) -> Loaded:
@@ -181,20 +171,26 @@ def _synthetic_images(*, samples: int, size: int, classes: int, seed: int, pixel
     return Loaded(Repeated(few, samples), Repeated(few, max(1, samples // 10)), (3, size, size), classes, kind)
 
 
-DATA: dict[str, Data] = {
-    "digits": Data("1,797 handwritten digits of 8x8 pixels; they come with offbeat", _digits, {}),
-    "fashion-mnist": Data("70,000 images of clothes, 28x28 pixels, where they are installed", _fashion, {}),
-    "text": Data(
+DATA: dict[str, Builtin] = {
+    "digits": Builtin(
+        "1,797 handwritten digits of 8x8 pixels; they come with offbeat", partial(_images, datasets.digits, 10), {}
+    ),
+    "fashion-mnist": Builtin(
+        "70,000 images of clothes, 28x28 pixels, where they are installed",
+        partial(_images, fashion_mnist, len(KINDS)),
+        {},
+    ),
+    "text": Builtin(
         "Python's own sources, or the files of a folder, as characters",
         _text,
         {"folder": "", "pattern": "*.py", "most_bytes": MOST_BYTES, "context": 64},
     ),
-    "synthetic": Data(
+    "synthetic": Builtin(
         "points of classes that straight lines part",
         _synthetic,
         {"samples": 1024, "features": 16, "classes": 4, "seed": 0},
     ),
-    "synthetic-images": Data(
+    "synthetic-images": Builtin(
         "noise in the form of ImageNet, for measuring speed",
         _synthetic_images,
         {"samples": 1024, "size": 224, "classes": 1000, "seed": 0, "pixels": "float", "augment": False},
@@ -229,7 +225,7 @@ def task_of(config: Config) -> Task:
         build = partial(_own_model, _function("model", model.name), model.name, dict(model.options))
         loaded = _load(data.name, data.options)
         return Task(train=loaded[0], test=loaded[1], build=build, loss=loss)
-    row = model_of(model.name)
+    row = builtin_of("model", model.name, MODELS)
     options = settle(f"model {model.name}", model.options, {**row.options, "classes": 0})
     classes = int(options.pop("classes"))
     loaded = _load(data.name, data.options)
@@ -259,15 +255,12 @@ def seed_all(seed: int) -> None:
 
 def _load(name: str, options: Mapping[str, Scalar]) -> Loaded | tuple[Dataset[Any], Dataset[Any]]:
     if ":" not in name:
-        if name not in DATA:
-            raise unknown("data", name, DATA)
-        row = DATA[name]
-        return row.load(**settle(f"data {name}", options, row.options))
+        row = builtin_of("data", name, DATA)
+        loaded: Loaded = row.build(**settle(f"data {name}", options, row.options))
+        return loaded
     function = _function("data", name)
-    try:
+    with _failing(f"data '{name}' failed when called with {_told(options)}"):
         pair = function(**options)
-    except (Exception, SystemExit) as error:
-        raise RequestError(f"data '{name}' failed when called with {_told(options)}: {_cause(error)}") from error
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise RequestError(f"data '{name}' gave {_kind(pair)}; it must give a pair of data sets, (train, test)")
     for which, dataset in zip(("train", "test"), pair, strict=True):
@@ -279,10 +272,8 @@ def _check_dataset(which: str, dataset: object) -> None:
     """A map-style data set has a length above 0 and gives the sample of a number."""
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         raise RequestError(f"{which} is {_kind(dataset)}, which gives no sample by its number; it must be map-style")
-    try:
+    with _failing(f"{which} cannot tell its length"):
         length = len(dataset) if isinstance(dataset, Sized) else None
-    except Exception as error:
-        raise RequestError(f"{which} cannot tell its length: {_cause(error)}") from error
     if length is None:
         raise RequestError(f"{which} is {_kind(dataset)}, which has no length; it must have __len__")
     if length < 1:
@@ -312,10 +303,8 @@ def _function(what: str, name: str) -> Callable[..., Any]:
 
 
 def _own_model(function: Callable[..., Any], name: str, options: dict[str, Scalar]) -> nn.Module:
-    try:
+    with _failing(f"model '{name}' failed when called with {_told(options)}"):
         model = function(**options)
-    except (Exception, SystemExit) as error:
-        raise RequestError(f"model '{name}' failed when called with {_told(options)}: {_cause(error)}") from error
     if not isinstance(model, nn.Module):
         raise RequestError(f"model '{name}' gave {_kind(model)}; it must give a torch.nn.Module")
     return model
@@ -323,30 +312,22 @@ def _own_model(function: Callable[..., Any], name: str, options: dict[str, Scala
 
 def _shape(name: str, dataset: Any) -> Shape:
     """Of a sample, for a built-in model."""
-    try:
+    needs = "a built-in model needs samples (input, target) with a tensor as input, and the first one is none"
+    with _failing(f"data '{name}': {needs}"):
         given, _ = dataset[0]
         return tuple(torch.as_tensor(given).shape)
-    except Exception as error:
-        raise RequestError(
-            f"data '{name}': a built-in model needs samples (input, target) with a tensor as input, and the first one "
-            f"is none: {_cause(error)}"
-        ) from error
 
 
 def _classes(name: str, dataset: Any) -> int:
     """One more than the largest target: of the `targets` that the data set has ready, or of all its samples."""
     tell = "; say how many outputs the model has: --model.options.classes"
-    if isinstance(dataset, TensorDataset):
-        targets: Any = dataset.tensors[-1]
-    else:
-        targets = getattr(dataset, "targets", None)
-    try:
+    targets: Any = dataset.tensors[-1] if isinstance(dataset, TensorDataset) else getattr(dataset, "targets", None)
+    with _failing(f"data '{name}': its targets cannot be counted", tell):
         if targets is None and len(dataset) <= MOST_READ:
             targets = [dataset[at][1] for at in range(len(dataset))]
-        counted = None if targets is None else default_collate(list(targets)) if _is_list(targets) else targets
-        counted = None if counted is None else torch.as_tensor(counted)
-    except Exception as error:
-        raise RequestError(f"data '{name}': its targets cannot be counted: {_cause(error)}{tell}") from error
+        if isinstance(targets, list | tuple):
+            targets = default_collate(list(targets))
+        counted = None if targets is None else torch.as_tensor(targets)
     if counted is None:
         raise RequestError(
             f"data '{name}' has more than {MOST_READ} samples and no `targets` to count classes in{tell}"
@@ -426,23 +407,12 @@ def _first_batch(dataset: Any) -> Any:
 
 
 def _check_pass(which: str, dataset: Any, model: nn.Module, loss: Loss) -> None:
-    try:
+    with _failing(f"the first samples of the {which} set make no minibatch (inputs, targets)"):
         inputs, targets = _first_batch(dataset)
-    except Exception as error:
-        raise RequestError(
-            f"the first samples of the {which} set make no minibatch (inputs, targets): {_cause(error)}"
-        ) from error
-    try:
+    with _failing(f"the model fails on {_form(inputs)} of the {which} set"):
         outputs = model(inputs)
-    except Exception as error:
-        raise RequestError(f"the model fails on {_form(inputs)} of the {which} set: {_cause(error)}") from error
-    try:
+    with _failing(f"the loss fails on outputs {_form(outputs)} and targets {_form(targets)} of the {which} set"):
         value = loss(outputs, targets)
-    except Exception as error:
-        raise RequestError(
-            f"the loss fails on outputs {_form(outputs)} and targets {_form(targets)} of the {which} set: "
-            f"{_cause(error)}"
-        ) from error
     if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
         raise RequestError(f"the loss gave {_form(value)}; it must give one number, the mean over the samples")
 
@@ -478,10 +448,6 @@ def count_right(outputs: Any, targets: Any) -> tuple[int, int] | None:
 # --- words --------------------------------------------------------------------------------------------------------
 
 
-def _is_list(value: object) -> bool:
-    return isinstance(value, list | tuple)
-
-
 def _whole(tensor: Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
@@ -501,6 +467,15 @@ def _form(value: object) -> str:
 
 def _told(options: Mapping[str, Scalar]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in options.items()) or "no options"
+
+
+@contextmanager
+def _failing(what: str, advice: str = "") -> Iterator[None]:
+    """Whatever other people's code raises inside is a `RequestError` of one line: what failed, why, and the advice."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        raise RequestError(f"{what}: {_cause(error)}{advice}") from error
 
 
 def _cause(error: BaseException) -> str:

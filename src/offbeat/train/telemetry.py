@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -32,91 +31,64 @@ from offbeat.train.config import Config
 from offbeat.train.trainer import Report, device_of
 
 EVERY_S = 0.5  # from one writing of live.json to the next, at the least
-MOST_SHARE = (
-    0.0005  # of a core, that writing it takes; half of what is promised: the first and the last are not put off
-)
+# Of a core, that writing it takes; half of what is promised: the first and the last are not put off.
+MOST_SHARE = 0.0005
 MOST_WAIT = 0.005  # of the time, that a slow disk is waited for
 NOTES = 20  # that are kept
 
 Record = Mapping[str, Any]
 
 
-def gpus_of(config: Config) -> list[int]:
-    """The GPUs that the learners have, as CUDA counts them."""
-    devices = [device_of(config.device, learner) for learner in range(config.learners)]
-    return sorted({device.index or 0 for device in devices if device.type == "cuda"})
-
-
 class Live:
-    """What a watcher needs to show what the run itself shows."""
+    """What a watcher needs to show what the run itself shows: the fields of live.json."""
 
     def __init__(self) -> None:
-        self._begin: Record | None = None
-        self._begun_s: float | None = None
-        self._latest: dict[int, Record] = {}  # by learner, each with when it was heard
-        self._first: dict[int, Record] = {}  # from which the pace is known
-        self._before: dict[int, Record] = {}  # when the epoch under way began: what is done of it is counted from here
+        self.told: dict[str, Any] = {
+            "begin": None,
+            "begun_s": None,
+            "progress": {},  # the latest, by learner, each with when it was heard
+            "first": {},  # from which the pace is known
+            "before": {},  # when the epoch under way began: what is done of it is counted from here
+            "update": None,  # at the latest evaluation
+            "notes": [],  # the last of them
+            "noted": 0,  # all of them
+            "died": {},
+            **dict.fromkeys(("saved", "energy", "end")),  # the latest record of its kind
+            "failed": None,
+            "over": False,
+            "pid": os.getpid(),
+        }
         self._epoch = 0
-        self._update: int | None = None  # at the latest evaluation
-        self._notes: deque[Record] = deque(maxlen=NOTES)
-        self._noted = 0  # all of them
-        self._one: dict[str, Record] = {}  # the latest of its kind: saved, end, energy
-        self._died: dict[int, Record] = {}
-        self.failed: str | None = None
-        self.over = False
 
     def hear(self, record: Record, now_s: float) -> None:
+        told = self.told
         match record["kind"]:
             case "begin":
-                self._begin, self._begun_s, self._epoch = record, now_s, record.get("epoch") or 0
+                self._epoch = record.get("epoch") or 0
+                told |= {"begin": record, "begun_s": now_s}
             case "progress":
-                learner = record["learner"]
                 self._reach(record.get("epoch") or 0)
-                self._latest[learner] = {**record, "heard_s": now_s}
-                self._first.setdefault(learner, self._latest[learner])
-                self._died.pop(learner, None)
+                heard = told["progress"][record["learner"]] = {**record, "heard_s": now_s}
+                told["first"].setdefault(record["learner"], heard)
+                told["died"].pop(record["learner"], None)
             case "evaluated":
                 self._reach(record.get("epoch") or 0)
-                self._update = record.get("update")
+                told["update"] = record.get("update")
             case "note":
-                self._notes.append(record)
-                self._noted += 1
+                told["notes"] = [*told["notes"], record][-NOTES:]
+                told["noted"] += 1
             case "died" if record.get("learner") is not None:
-                self._died[record["learner"]] = record
+                told["died"][record["learner"]] = record
             case "saved" | "end" | "energy" as kind:
-                self._one[kind] = record
+                told[kind] = record
 
     def _reach(self, epoch: int) -> None:
         if epoch > self._epoch:
-            self._epoch, self._before = epoch, dict(self._latest)
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the training came to its end, whatever is written of it."""
-        return "end" in self._one
+            self._epoch, self.told["before"] = epoch, dict(self.told["progress"])
 
     def as_json(self, now_s: float, next_s: float = EVERY_S) -> str:
         """`next_s`: after so many seconds there will be another."""
-        told = {
-            "begin": self._begin,
-            "begun_s": self._begun_s,
-            "progress": self._latest,
-            "first": self._first,
-            "before": self._before,
-            "update": self._update,
-            "notes": list(self._notes),
-            "noted": self._noted,
-            "died": self._died,
-            "saved": self._one.get("saved"),
-            "energy": self._one.get("energy"),
-            "end": self._one.get("end"),
-            "failed": self.failed,
-            "over": self.over,
-            "pid": os.getpid(),
-            "at_s": now_s,
-            "next_s": next_s,
-        }
-        return json.dumps(told, allow_nan=False)
+        return json.dumps({**self.told, "at_s": now_s, "next_s": next_s}, allow_nan=False)
 
 
 class Telemetry:
@@ -135,7 +107,9 @@ class Telemetry:
     ) -> None:
         self._config, self._run, self._segment, self._hear = config, run, segment, hear
         self._clock, self._worked = clock, worked
-        self._meter = Meter(gpus_of(config)) if meter is None else meter
+        devices = {device_of(config.device, learner) for learner in range(config.learners)}
+        gpus = sorted(device.index or 0 for device in devices if device.type == "cuda")  # as CUDA counts them
+        self._meter = Meter(gpus) if meter is None else meter
         self._live = Live()
         self._due_s, self._next_s = 0.0, EVERY_S
         self._complained: set[str] = set()
@@ -161,10 +135,10 @@ class Telemetry:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.measure()
-        self._live.over = True
+        self._live.told["over"] = True
         if error is not None:
-            self._live.failed = str(error) if isinstance(error, Exception) else "it was ended at once"
-        if not self._show() and self._live.has_ended:
+            self._live.told["failed"] = str(error) if isinstance(error, Exception) else "it was ended at once"
+        if not self._show() and self._live.told["end"] is not None:
             with suppress(OSError):
                 self._run.live.unlink(missing_ok=True)  # it says that the run goes on: who looks would think it killed
                 self._show()  # and now there may be room

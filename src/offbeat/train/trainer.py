@@ -1,13 +1,13 @@
 """What all strategies share in training: the model, one forward and backward, evaluation, records, checkpoints.
 
-    reduced.py   learners that keep step: DDP on an all-reduce, or one learner alone
-    served.py    learners of a parameter server
+    reduced_trainer.py   learners that keep step: DDP on an all-reduce, or one learner alone
+    served_trainer.py    learners of a parameter server
 
 Laws. What a minibatch draws at random (dropout) depends on the seed and on its place in the epoch, and on nothing else:
 so a run that goes on from a checkpoint draws the same, whoever computes it. Evaluation is on a second model, which
 nobody trains: looking changes nothing. Its time is no training time.
 
-In a rest all learners stand still and hand in their parts; the one who leads looks (`look`) and the others wait.
+In a pause all learners hand in their parts; the one who leads evaluates and saves, and the others wait.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +38,7 @@ from offbeat.train.learning_rate import optimizer_of, pace_of, staleness_note, z
 from offbeat.train.norms import average_buffers
 from offbeat.train.precision import Precision
 from offbeat.train.tasks import Task, count_right
-from offbeat.train.tensorboard import Board
+from offbeat.train.tensorboard import write_scalars, writer_class
 
 Report = Callable[[Mapping[str, Any]], None]
 PROGRESS_S = 0.25  # between two records of a learner's progress
@@ -47,7 +48,7 @@ _VERY_STALE = 30  # versions: with steps so short, a training that does not move
 
 @dataclass(slots=True, kw_only=True)
 class TrainingState:
-    """Where a run stands, in a rest."""
+    """Where a run stands, in a pause."""
 
     epoch: int = 0  # that runs, or comes next
     offset: int = 0  # samples of it that are done, where learners keep step
@@ -129,12 +130,14 @@ class Trainer:
         self.moved = mover(self.device)
         if self.device.type == "cuda":
             settle_cudnn(deterministic=config.deterministic)
-        self.model = self._build()
+        self.model = self.wrapped = self._build()
         self._norms = tuple(one for one in self.model.modules() if isinstance(one, nn.modules.batchnorm._BatchNorm))
         self.optimizer = optimizer_of(self.model, train)
         self.precision = Precision(train.precision, self.device)
         self.pace = pace_of(train, line=config.sync, learners=learners, samples=self.samples)
         self.checkpoint = checkpoint
+        own = None if checkpoint is None else checkpoint.files.get(f"learner-{number}")
+        self.part = None if own is None else snapshot_of(own)  # what this learner had for itself, if it was there
         self.at = TrainingState() if checkpoint is None else TrainingState(**checkpoint.state["standing"])
         self.at.epoch_end = self.at.halt = False
         self.shift = self._shift_of(checkpoint)
@@ -145,21 +148,30 @@ class Trainer:
         self.seen = 0  # samples that this learner has computed
         self._traffic_before = Traffic()  # of the parts of the run before this one
         self._first_loss: Tensor | float | None = None
-        self._losses: list[tuple[Tensor | float, int]] = []  # since the last rest, with their samples
+        self._losses: list[tuple[Tensor | float, int]] = []  # since the last pause, with their samples
         self._loss_sum, self._loss_of = 0.0, 0
         self._told_s = 0.0
-        self._twin: nn.Module | None = None  # that is evaluated
-        self._saver: Saver | None = None
-        self._board = Board(run.path / "tensorboard") if config.save.tensorboard and number == 0 else None
+        self.saver = Saver(run.checkpoints, keep=config.save.keep, tell=self.note)
+        has_board = config.save.tensorboard and number == 0
+        self._board = writer_class()(str(run.path / "tensorboard")) if has_board else None
         self.last: dict[str, Any] = {}  # the latest evaluation
         if checkpoint is not None:
-            self._load(checkpoint)
+            self.model.load_state_dict(checkpoint.files["weights"])
+            self.load_own(checkpoint)
+        if self.part is not None:
+            self.compute_s, self.wait_s = self.part.compute_s, self.part.wait_s
+            self._traffic_before = self.part.traffic or Traffic()
 
     # --- the model --------------------------------------------------------------------------------------------------
 
     def ask_to_stop(self) -> None:
         """Somebody has sent a signal: save and end at the next minibatch. Called from a signal handler."""
         self.stop_wanted = True
+
+    @cached_property
+    def twin(self) -> nn.Module:
+        """A second model, which nobody trains: it is evaluated."""
+        return self._build().eval()
 
     def _build(self) -> nn.Module:
         torch.manual_seed(self.config.seed)
@@ -172,18 +184,9 @@ class Trainer:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload] # torch's stubs lack it
         return model
 
-    def _load(self, checkpoint: Checkpoint) -> None:
-        """The weights, and what is this learner's own."""
-        self.model.load_state_dict(checkpoint.files["weights"])
-        self.load_own(checkpoint)
-        part = self._own_part(checkpoint)
-        if part is not None:
-            self.compute_s, self.wait_s = part.compute_s, part.wait_s
-            self._traffic_before = part.traffic or Traffic()
-
     def load_own(self, checkpoint: Checkpoint) -> None:
         """What each learner has for itself."""
-        part = self._own_part(checkpoint)
+        part = self.part
         if part is None:  # there were fewer: it has the mean of their buffers, and the scale of the first
             load_buffers(self.model, checkpoint.files["weights"])
             first = checkpoint.files.get("learner-0")
@@ -193,10 +196,6 @@ class Trainer:
         if self.precision.scaler is not None and part.scaler:
             self.precision.scaler.load(part.scaler)
 
-    def _own_part(self, checkpoint: Checkpoint) -> LearnerSnapshot | None:
-        tensors = checkpoint.files.get(f"learner-{self.number}")
-        return None if tensors is None else snapshot_of(tensors)
-
     def loss_of(self, inputs: Any, targets: Any) -> Tensor:
         """One forward: the mean loss of these samples."""
         alone = self._norms if size_of(targets) == 1 else ()
@@ -204,18 +203,15 @@ class Trainer:
             norm.eval()
         try:
             with self.precision.computing():
-                return self.task.loss(self._forward(inputs), targets)
+                return self.task.loss(self.wrapped(inputs), targets)
         finally:
             for norm in alone:
                 norm.train()
 
-    def _forward(self, inputs: Any) -> Any:
-        return self.model(inputs)
-
     def backward(self, loss: Tensor) -> None:
         scaler = self.precision.scaler
         with self.precision.differentiating():
-            (loss if scaler is None else scaler.multiply(loss)).backward()  # type: ignore[no-untyped-call] # torch's own
+            (loss if scaler is None else loss * scaler.scale).backward()  # type: ignore[no-untyped-call] # torch's own
 
     def _shift_of(self, checkpoint: Checkpoint | None) -> int:
         """From the updates that were made to those of the pace: it differs where an epoch had more or fewer before."""
@@ -226,11 +222,10 @@ class Trainer:
             return int(before["shift"])
         return round((self.at.epoch + self.at.offset / self.samples) * self.pace.per_epoch) - self.at.update
 
-    def set_rate(self, update: int) -> float:
+    def set_rate(self, update: int) -> None:
         rate = self.pace.rate(update + self.shift)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        return rate
 
     def set_chance(self, epoch: int, place: int) -> None:
         """What is drawn from now on is this minibatch's."""
@@ -253,7 +248,7 @@ class Trainer:
     def forget(self, samples: int) -> None:
         """The minibatch that was counted last was cancelled."""
         self.seen -= samples
-        if self._losses:  # else a rest was told of it meanwhile
+        if self._losses:  # else a pause was told of it meanwhile
             self._losses.pop()
 
     def forget_losses(self) -> None:
@@ -272,14 +267,13 @@ class Trainer:
         now = time.monotonic()
         if now - self._told_s >= PROGRESS_S:
             self._told_s = now
-            shown = float(loss)
             self.report(
                 {
                     "kind": "progress",
                     "learner": self.number,
                     "epoch": self.at.epoch,
                     "samples": self.seen,
-                    "loss": shown if math.isfinite(shown) else None,
+                    "loss": _finite(float(loss)),
                     "compute_s": self.compute_s,
                     "wait_s": self.wait_s,
                     "version": update,
@@ -332,7 +326,7 @@ class Trainer:
         """What this process has sent and received for the training; None: it cannot tell."""
         return None
 
-    # --- a rest, as the one who leads --------------------------------------------------------------------------------
+    # --- a pause, as the one who leads -------------------------------------------------------------------------------
 
     def load_weights(self, twin: nn.Module) -> None:
         """The trained weights of the run, as they are now, into another model."""
@@ -358,30 +352,35 @@ class Trainer:
         config = self.config
         is_last = at.epoch >= config.train.epochs
         mine = {learner: decode(data) for learner, data in sorted(parts.items())}
-        twin = self._evaluated_twin(mine)
+        self.load_weights(self.twin)
+        buffers = [part.buffers for part in mine.values() if part.buffers]
+        load_buffers(self.twin, average_buffers(buffers) if buffers else buffers_of(self.model))
         kept = self.optimizer_files()
         if not self.still_leads():
             return False
         stop = at.halt
         if at.epoch_end or is_last or at.halt:
-            self.last = self._evaluate(twin, at, mine)
-            stop = stop or (self._has_reached(config.train.stop_at) and not is_last)
+            before = self.run.read_metrics()  # also of learners that led before this one
+            self.last = self._evaluate(at, mine, before)
+            found = [one["accuracy"] for one in (*before, self.last) if one["accuracy"] is not None]
+            target = config.train.stop_at
+            stop = stop or (target > 0 and reached_at(found, target) is not None and not is_last)
             if is_last or stop:
                 at.drop_held("the run ended before its update was full")
             self.last |= {"dropped": at.dropped, "held": at.held}
-            self.look_for_trouble(self.run.read_metrics(), ended=is_last or stop)
+            self.look_for_trouble(before, ended=is_last or stop)
             if not self.still_leads():
                 return False
             self._add_metrics()
             if self._board is not None:
-                self._board.write(self.last)
+                write_scalars(self._board, self.last)
             self.report(self.last)
         every = config.save.every_epochs
         due = not at.epoch_end or is_last or stop or (every > 0 and at.epoch % every == 0)
         if due and self.still_leads():
-            self._save(twin, at, parts, kept)
+            self._save(at, parts, kept)
         if is_last or stop:
-            self._end(twin, at, "" if is_last else "asked to stop" if at.halt else "the accuracy is there")
+            self._end(at, "" if is_last else "asked to stop" if at.halt else "the accuracy is there")
         return stop or is_last
 
     def look_for_trouble(self, before: Sequence[Mapping[str, Any]], *, ended: bool) -> None:
@@ -407,35 +406,22 @@ class Trainer:
             lower += ", --train.precision bf16"
         return f"{lower}, and check that labels and inputs belong together"
 
-    def _has_reached(self, target: float) -> bool:
-        """Whether all evaluations, also of learners that led before this one, have reached an accuracy; 0: never."""
-        if not target:
-            return False
-        known = [*self.run.read_metrics(), self.last]
-        return reached_at([one["accuracy"] for one in known if one["accuracy"] is not None], target) is not None
-
-    def _evaluated_twin(self, parts: Mapping[int, LearnerSnapshot]) -> nn.Module:
-        if self._twin is None:
-            self._twin = self._build()
-            self._twin.eval()
-        self.load_weights(self._twin)
-        buffers = [part.buffers for part in parts.values() if part.buffers]
-        load_buffers(self._twin, average_buffers(buffers) if buffers else buffers_of(self.model))
-        return self._twin
-
     def _add_metrics(self) -> None:
         try:
             self.run.add_metrics(self.last)
         except OSError as error:  # training goes on
             self.note(f"cannot write {self.run.metrics}: {error.strerror}")
 
-    def _evaluate(self, twin: nn.Module, at: TrainingState, parts: Mapping[int, LearnerSnapshot]) -> dict[str, Any]:
-        loss, accuracy, tests, chance = evaluate(twin, self.task, self.precision, self.moved)
+    def _evaluate(
+        self, at: TrainingState, parts: Mapping[int, LearnerSnapshot], before: Sequence[Mapping[str, Any]]
+    ) -> dict[str, Any]:
+        loss, accuracy, tests, chance = evaluate(self.twin, self.task, self.precision, self.moved)
         busy = sum(part.compute_s for part in parts.values())
         waited = sum(part.wait_s for part in parts.values())
         counted = sum(part.samples for part in parts.values())
         losses = sum(part.loss * part.samples for part in parts.values())
         moved = [part.traffic for part in parts.values() if part.traffic is not None]
+        first_loss = None if self._first_loss is None else _finite(float(self._first_loss))
         return {
             "kind": "evaluated",
             "epoch": at.epoch,
@@ -445,7 +431,7 @@ class Trainer:
             "chance": chance,
             "loss": _finite(loss),
             "train_loss": _finite(losses / counted) if counted else None,
-            "start_loss": self._start_loss(),
+            "start_loss": before[0].get("start_loss") if before else first_loss,  # of the first minibatch
             "seconds": at.seconds,
             "samples": at.applied,
             "samples_per_s": at.applied / at.seconds if at.seconds else 0.0,
@@ -456,34 +442,23 @@ class Trainer:
             "rate": self.pace.rate(max(0, at.update - 1 + self.shift)),
         }
 
-    def _start_loss(self) -> float | None:
-        """Of the first minibatch of the run, as far as it is known."""
-        known = self.run.read_metrics()
-        if known:
-            return known[0].get("start_loss")
-        return None if self._first_loss is None else _finite(float(self._first_loss))
-
-    def _save(
-        self, twin: nn.Module, at: TrainingState, parts: Mapping[int, bytes], kept: Mapping[str, Mapping[str, Tensor]]
-    ) -> None:
-        if self._saver is None:
-            self._saver = Saver(self.run.checkpoints, keep=self.config.save.keep, tell=self.note)
-        files: dict[str, Mapping[str, Tensor] | bytes] = {"weights": dict(twin.state_dict()), **kept}
+    def _save(self, at: TrainingState, parts: Mapping[int, bytes], kept: Mapping[str, Mapping[str, Tensor]]) -> None:
+        files: dict[str, Mapping[str, Tensor] | bytes] = {"weights": dict(self.twin.state_dict()), **kept}
         files |= {f"learner-{learner}": data for learner, data in parts.items()}
-        state = {"standing": asdict(at), "learners": self.learners, "sync": self.config.sync, "last": self.last}
-        state["optimizer"] = self.config.train.optimizer
-        state["pace"] = {"per_epoch": self.pace.per_epoch, "shift": self.shift}
-        self._saver.save(at.update, state, files)
+        state = {
+            "standing": asdict(at),
+            "learners": self.learners,
+            "sync": self.config.sync,
+            "last": self.last,
+            "optimizer": self.config.train.optimizer,
+            "pace": {"per_epoch": self.pace.per_epoch, "shift": self.shift},
+        }
+        self.saver.save(at.update, state, files)
         self.report({"kind": "saved", "update": at.update, "path": str(self.run.checkpoints)})
 
-    def finish_saving(self) -> None:
-        """Until what is being saved is saved, however the training ends."""
-        if self._saver is not None:
-            self._saver.wait()
-
-    def _end(self, twin: nn.Module, at: TrainingState, why: str) -> None:
-        self.finish_saving()
-        write_weights(self.run.weights, dict(twin.state_dict()))
+    def _end(self, at: TrainingState, why: str) -> None:
+        self.saver.wait()
+        write_weights(self.run.weights, dict(self.twin.state_dict()))
         self.report(self._end_record(at, why))
 
     def _end_record(self, at: TrainingState, why: str) -> dict[str, Any]:
@@ -519,7 +494,7 @@ def _finite(number: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
-class Evaluation(NamedTuple):
+class ModelScore(NamedTuple):
     """What a model is worth on a test set."""
 
     loss: float  # the mean
@@ -528,7 +503,7 @@ class Evaluation(NamedTuple):
     chance: float | None  # the accuracy of always naming the most frequent target
 
 
-def evaluate(model: nn.Module, task: Task, precision: Precision, moved: Callable[[Any], Any]) -> Evaluation:
+def evaluate(model: nn.Module, task: Task, precision: Precision, moved: Callable[[Any], Any]) -> ModelScore:
     """On the whole test set."""
     device = next(model.parameters()).device
     wanted = torch.arange(len(task.test)).split(EVALUATED)  # type: ignore[arg-type,no-untyped-call] # map-style
@@ -551,8 +526,8 @@ def evaluate(model: nn.Module, task: Task, precision: Precision, moved: Callable
                 targeted.update(dict(zip(named.tolist(), times.tolist(), strict=True)))
     model.train(was_training)
     if not judged:
-        return Evaluation(total / max(seen, 1), None, None, None)
-    return Evaluation(total / seen, right / judged, judged, max(targeted.values()) / judged)
+        return ModelScore(total / max(seen, 1), None, None, None)
+    return ModelScore(total / seen, right / judged, judged, max(targeted.values()) / judged)
 
 
 def size_of(batch: Any) -> int:

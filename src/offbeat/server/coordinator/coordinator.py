@@ -23,7 +23,9 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from offbeat.errors import EventError, RequestError
+from msgspec import structs
+
+from offbeat.errors import EventError, PolicyError, RequestError, Terminated
 from offbeat.policies import (
     Apply,
     Asked,
@@ -33,21 +35,20 @@ from offbeat.policies import (
     Event,
     Joined,
     Left,
+    Policy,
     Pushed,
     Resume,
     Stopped,
     Wake,
     Woke,
 )
+from offbeat.policies.events import COMMANDS, as_text
 from offbeat.policies.replay import decision
-from offbeat.server.coordinator.grants import Grants
+from offbeat.server.coordinator.grants import ANY_JOB, Grants, PendingUpdate
 from offbeat.server.coordinator.group_calls import GroupCalls
-from offbeat.server.coordinator.guarded_policy import GuardedPolicy, PendingWake
-from offbeat.server.coordinator.invariants import check
-from offbeat.server.coordinator.pauses import Pauses
+from offbeat.server.coordinator.pauses import Pauses, PendingWake
 from offbeat.server.coordinator.sample_leases import SampleLeases
 from offbeat.server.coordinator.session import NONCES_KEPT, Gradient, LearnerSession, SessionName
-from offbeat.server.coordinator.update_queue import PendingUpdate
 from offbeat.server.run_setting import RunSetting
 from offbeat.server.wire import (
     INPUT,
@@ -83,6 +84,73 @@ from offbeat.server.wire import (
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 MOST_NON_FINITE = 20  # in a row, more than a loss scale may be halved; then a learner is sent away
+
+
+class GuardedPolicy:
+    """A policy as a run drives it: what it raises and what it holds is checked against what it says of itself.
+
+    A policy may come from outside this package. Whatever is wrong with it ends the run in one line (`PolicyError`):
+    starting the coordinator again would lead to the same place. `slots`: places for gradients, of learners that
+    compute and of those that wait.
+    """
+
+    def __init__(self, setting: RunSetting, slots: int) -> None:
+        self.line, self.learners = setting.line, setting.learners
+        self.policy: Policy = setting.policy()
+        self.max_held = self.policy.max_held(setting.learners)
+        if slots < setting.learners + self.max_held - 1:
+            raise RequestError(
+                f"'{self.line}' holds up to {self.max_held} gradients; with {self.learners} learners that needs "
+                f"{self.learners + self.max_held - 1} slots, and there are {slots}"
+            )
+
+    def handle(self, event: Event) -> tuple[Command, ...]:
+        """What the policy says, if it can be carried out."""
+        tickets = {*self.policy.held, *([event.ticket] if isinstance(event, Pushed) else [])}
+        try:
+            commands = tuple(self.policy.handle(event))
+        except (EventError, Terminated):
+            raise
+        except (Exception, SystemExit) as error:  # in the policy's own code
+            said = " ".join(str(error).split())
+            raise PolicyError(f"the policy '{self.line}' failed: {type(error).__name__}: {said}") from error
+        held = len(tickets - {command.ticket for command in commands if isinstance(command, Drop)})
+        if held > self.max_held:
+            raise PolicyError(
+                f"the policy '{self.line}' holds {held} gradients, and says that with {self.learners} learners "
+                f"it holds {self.max_held} at most (max_held)"
+            )
+        if self.policy.unsent:
+            who = min(self.policy.unsent)
+            raise PolicyError(f"the policy '{self.line}' cancels learner {who} and sends it no weights")
+        for command in commands:
+            wrong = self._wrong(command, tickets)
+            if wrong:
+                raise PolicyError(f"the policy '{self.line}' answers '{as_text(event)}' with {wrong}")
+        return commands
+
+    def _wrong(self, command: object, tickets: set[int]) -> str:
+        """What is wrong with a command, in words; `tickets` are those that nothing was said of yet."""
+        if not isinstance(command, COMMANDS):
+            return f"{command!r}, which is no command"
+        if isinstance(command, Apply | Drop):
+            named = command.tickets if isinstance(command, Apply) else (command.ticket,)
+            if not named or len(set(named)) < len(named) or not tickets.issuperset(named):
+                return f"'{as_text(command)}', but it holds {sorted(tickets)}"
+            if isinstance(command, Apply) and not 0 < command.damping <= 1:
+                return f"'{as_text(command)}', but a damping is above 0 and at most 1"
+            tickets.difference_update(named)
+        elif not isinstance(command, Wake) and command.learner not in self.policy.learners:
+            return f"'{as_text(command)}', but that learner is not here"
+        return ""
+
+    def kept(self) -> dict[str, Any]:
+        """What the policy keeps over a restart, as it will come back."""
+        try:
+            kept: dict[str, Any] = json.loads(json.dumps(self.policy.kept(), allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise PolicyError(f"the policy '{self.line}' keeps what is no plain data: {error}") from None
+        return kept
 
 
 class Coordinator:
@@ -436,13 +504,16 @@ class Coordinator:
         self.grants.add(
             PendingUpdate(
                 tickets=command.tickets,
-                slots=tuple(gradient.slot for gradient in gradients),
-                scales=scales,
+                job=structs.replace(
+                    ANY_JOB,
+                    slots=tuple(gradient.slot for gradient in gradients),
+                    scales=scales,
+                    compensation=self.policy.rate.compensation,
+                    damping=command.damping,
+                    hyper=hyper,
+                    skip=tuple(sorted(absent)),
+                ),
                 reads=tuple(tuple(b for b, _ in g.pieces) for g in gradients) if self.grants.keeps_reads else (),
-                compensation=self.policy.rate.compensation,
-                damping=command.damping,
-                hyper=hyper,
-                skip=tuple(sorted(absent)),
             )
         )
 
@@ -655,7 +726,3 @@ class Coordinator:
     def in_updates(self) -> set[int]:
         """Tickets that are on their way through the shards."""
         return {ticket for group in self.grants.commit_groups for update in group.queue for ticket in update.tickets}
-
-    def check(self) -> None:
-        """AssertionError, naming the law, where an invariant is broken. For tests, and at the end of a run."""
-        check(self)

@@ -14,7 +14,7 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,13 @@ from offbeat.collectives import memory
 from offbeat.collectives.rendezvous import credentials
 from offbeat.errors import OffbeatError, PolicyError
 from offbeat.policies.damping import CORRECT, KEEP
-from offbeat.processes.child import state_of
+from offbeat.processes.child import Stopwatch, state_of
 from offbeat.server import handshake
 from offbeat.server.arena import Arena, ArenaLayout, stamp
 from offbeat.server.coordinator.coordinator import Coordinator
-from offbeat.server.coordinator.ledger import Ledger
-from offbeat.server.coordinator.session import LearnerSession, SessionName
-from offbeat.server.coordinator.stalls import stall_of
+from offbeat.server.coordinator.invariants import stall_of
+from offbeat.server.coordinator.run_recorder import RunRecorder
+from offbeat.server.coordinator.session import SessionName
 from offbeat.server.parameter_layout import ParameterLayout
 from offbeat.server.run_setting import RunSetting
 from offbeat.server.wire import (
@@ -106,10 +106,10 @@ _encode = msgspec.json.Encoder().encode
 decode_supervisor_message = msgspec.json.Decoder(ToSupervisor).decode
 
 
-def say(connection: socket.socket, message: ToSupervisor, descriptors: list[int] | None = None) -> None:
-    """To the other of supervisor and coordinator."""
-    data = _encode(message)
-    socket.send_fds(connection, [data], descriptors or [])
+def say(connection: socket.socket, what: str, descriptors: Sequence[int] = (), **fields: Any) -> None:
+    """To the other of supervisor and coordinator; where that is gone, this one is soon."""
+    with contextlib.suppress(OSError):
+        socket.send_fds(connection, [_encode(ToSupervisor(what=what, **fields))], descriptors)
 
 
 class Journal:
@@ -179,10 +179,10 @@ class CoordinatorProcess:
         self.arena: Arena | None = None
         self.descriptor = -1
         self.machine: Coordinator | None = None
-        self.ledger = Ledger(options.setting.learners)
+        self.recorder = RunRecorder(options.setting.learners)
         self.finishing_by_s: float | None = None
         self.ticked_s = 0.0
-        self.stalled_since_s: float | None = None
+        self.stalled = Stopwatch()
         self.failed = False
         self.left: set[int] = set()  # learners that have said goodbye
         self.ended: set[int] = set()  # and those that will not be started again
@@ -190,56 +190,56 @@ class CoordinatorProcess:
         self.pids = dict(pids)
         self.pids_by_session: dict[SessionName, int] = {}
         if held is not None:
-            self._open_arena(*held)
-            self._recover()
+            self._recover(self._open_arena(*held))
 
     # --- the machine and its memory ---------------------------------------------------------------------------------
 
-    def _open_arena(self, table: ParameterLayout, held: int | None = None) -> None:
+    def _open_arena(self, table: ParameterLayout, held: int | None = None) -> Coordinator:
         """There is a model: now there is memory for it, made here if nobody holds it yet, and a machine."""
         table.check()
         setting = replace(self.setting, clip_norm=table.clip_norm, in_place=table.in_place)
         size_bytes = ArenaLayout(table, setting).size_bytes
         self.descriptor = memory.create(size_bytes, "the parameter server")[1] if held is None else held
-        self.arena = Arena(memory.Segment(self.descriptor, size_bytes), table, setting)
+        arena = Arena(memory.Segment(self.descriptor, size_bytes), table, setting)
         facts = {"strategy": setting.line, "expect": setting.learners, "start_by_s": 0.0, "seed": self.options.seed}
         facts |= {"simulated": False, "rule": table.rule, "clip_norm": table.clip_norm, "gradients": table.gradients}
         facts |= {"staleness": CORRECT if setting.corrects else KEEP, "scaling": setting.scaling}
-        self.ledger.push_bytes = self.arena.slots[0].nbytes
-        self.ledger.fetch_bytes = 0 if table.in_place else self.arena.weights[0].nbytes
-        self.ledger.open(self.options.log, facts | plugins.facts() | (self.options.facts or {}))
-        self.machine = Coordinator(setting, self.ledger.decision)
+        self.recorder.push_bytes = arena.slots[0].nbytes
+        self.recorder.fetch_bytes = 0 if table.in_place else arena.weights[0].nbytes
+        self.recorder.open(self.options.log, facts | plugins.facts() | (self.options.facts or {}))
+        self.machine = Coordinator(setting, self.recorder.decision)
+        self.arena = arena  # not before there is a machine: who comes after one that was refused here is refused too
         if held is None:
-            say(self.supervisor, ToSupervisor(what="arena", table=table), [self.descriptor])
+            say(self.supervisor, "arena", [self.descriptor], table=table)
+        return self.machine
 
-    def _recover(self) -> None:
-        assert self.machine is not None
+    def _recover(self, machine: Coordinator) -> None:
         for message, at_s in self.journal.read():
-            self.ledger.hear(message)
-            for answer in self.machine.handle(message, at_s):
+            self.recorder.hear(message, at_s)
+            answers = machine.handle(message, at_s)
+            for answer in answers:
                 if isinstance(answer, Welcome) and self.pids.get(answer.nonce):
                     self.pids_by_session[answer.learner, answer.incarnation] = self.pids[answer.nonce]
-            self._log_pause(message)
-        for word in self.machine.shared_words():
+            self._record(machine, message, answers, at_s)
+        for word in machine.shared_words():
             self._deliver(word)
-        self._publish_quiet()
+        self._publish_quiet(machine)
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 
     def serve(self) -> None:
         """Until the supervisor says that the run is over, or is gone."""
         self.listener.setblocking(False)
-        self._watch(self.listener, self._accept)
-        self._watch(self.supervisor, self._hear_supervisor)
-        self._say("ready", text="coordinator")
-        while self.finishing_by_s is None or not self._is_drained():
+        self.selector.register(self.listener, selectors.EVENT_READ, self._accept)
+        self.selector.register(self.supervisor, selectors.EVENT_READ, self._hear_supervisor)
+        say(self.supervisor, "ready", text="coordinator")
+        while not self._is_over():
             for key, _ in self.selector.select(min(LIVENESS_S, max(0.0, self._wake_in_s()))):
                 key.data()
             if self._wake_in_s() <= 0:
                 self._handle(WakeDue())
             self._check_liveness()
-        summary = self.ledger.close(self.machine)
-        self._say("summary", text=summary)
+        say(self.supervisor, "summary", text=self.recorder.close(self.machine))
 
     def _wake_in_s(self) -> float:
         """How long until the policy is to be woken."""
@@ -250,17 +250,11 @@ class CoordinatorProcess:
         """The run cannot go on, and starting again would not help: the supervisor ends it."""
         if not self.failed:
             self.failed = True
-            self._say("failed", text=why)
+            say(self.supervisor, "failed", text=why)
 
-    def _say(self, what: str, **more: Any) -> None:
-        with contextlib.suppress(OSError):  # the supervisor is gone: so are we, soon
-            say(self.supervisor, ToSupervisor(what=what, **more))
-
-    def _watch(self, one: Any, call: Callable[[], None]) -> None:
-        self.selector.register(one, selectors.EVENT_READ, call)
-
-    def _is_drained(self) -> bool:
-        assert self.finishing_by_s is not None
+    def _is_over(self) -> bool:
+        if self.finishing_by_s is None:
+            return False
         return self.machine is None or self.machine.grants.idle or time.monotonic() > self.finishing_by_s
 
     def _hear_supervisor(self) -> None:
@@ -279,55 +273,53 @@ class CoordinatorProcess:
         elif message.what == "ended":
             self.ended.add(message.number)
             if self.machine is not None:
-                self._publish_quiet()
+                self._publish_quiet(self.machine)
 
     # --- who still lives --------------------------------------------------------------------------------------------
 
     def _check_liveness(self) -> None:
         now = time.monotonic()
-        if self.arena is not None:
+        if self.arena is not None and self.machine is not None:
             for one in [one for one in self.connections if one.role == "learner" and one.incarnation]:
-                beat = self.arena.beat_word(one.number).get()
+                beat = self.arena.learner_words[one.number][2].get()
                 if beat != one.beat:
                     one.beat, one.heard_s, one.silent = beat, now, False
                 elif now - one.heard_s > one.patience_s and not one.silent:
                     one.silent = True
-                    silent_s = now - one.heard_s
-                    self._say("say", text=f"learner {one.number} is silent for {silent_s:.0f} s: given up")
+                    say(
+                        self.supervisor,
+                        "say",
+                        text=f"learner {one.number} is silent for {now - one.heard_s:.0f} s: given up",
+                    )
                     self._handle(Silent(*one.session))
-            self._check_missing(now)
+            self._check_missing(self.machine, now)
         if now - self.ticked_s > TICK_S:
             self.ticked_s = now
             self._handle(Tick())
-        self._check_stall(now)
+        self._check_stall()
 
-    def _check_missing(self, now: float) -> None:
+    def _check_missing(self, machine: Coordinator, now: float) -> None:
         """Learners that were here when this coordinator came back, and have not come back themselves."""
-        assert self.machine is not None
         connected = {one.session for one in self.connections if one.role == "learner"}
         for name, pid in list(self.pids_by_session.items()):
             if name not in connected and state_of(pid) in ("", "Z", "X"):  # it writes to no memory any more
                 del self.pids_by_session[name]
                 self._handle(Gone(*name))
-        here = {session.name for session in self.machine.sessions.values() if session.here}
+        here = {session.name for session in machine.sessions.values() if session.here}
         self.missing_since_s = {name: self.missing_since_s.get(name, now) for name in here - connected}
         for name, since in list(self.missing_since_s.items()):
             if now - since > SILENCE_S:
                 self._handle(Silent(*name))
 
-    def _check_stall(self, now: float) -> None:
+    def _check_stall(self) -> None:
+        """End a run in which nothing can happen any more: no learner may come, or come again after it was silent."""
         machine = self.machine
         why = None if machine is None or self.finishing_by_s is not None else stall_of(machine)
-        if machine is None or why is None or any(self._may_come(session) for session in machine.sessions.values()):
-            self.stalled_since_s = None
-            return
-        self.stalled_since_s = now if self.stalled_since_s is None else self.stalled_since_s
-        if now - self.stalled_since_s > STALL_S:
+        if machine is not None and why is not None:
+            away = {session.learner for session in machine.sessions.values() if not session.here}
+            why = None if away - self.left - self.ended else why
+        if self.stalled.seconds(why is not None) > STALL_S and why is not None:
             self._fail(why)
-
-    def _may_come(self, session: LearnerSession) -> bool:
-        """Whether a learner that is not here may come, or come again: it is started again, or was only silent."""
-        return not session.here and session.learner not in self.left and session.learner not in self.ended
 
     # --- connections ------------------------------------------------------------------------------------------------
 
@@ -339,11 +331,10 @@ class CoordinatorProcess:
         try:
             one.settimeout(handshake.HANDSHAKE_S)
             self._admit(one, handshake.read_handshake(one, self.options.token))
-        except OffbeatError as error:
-            with contextlib.suppress(OSError):
-                handshake.accept_peer(one, handshake.Accept(refused=str(error)), None)
-            one.close()
-        except OSError:
+        except (OffbeatError, OSError) as error:
+            if isinstance(error, OffbeatError):
+                with contextlib.suppress(OSError):
+                    handshake.accept_peer(one, handshake.Accept(refused=str(error)), None)
             one.close()
 
     def _admit(self, one: socket.socket, said: handshake.Handshake) -> None:
@@ -368,7 +359,7 @@ class CoordinatorProcess:
         one.setblocking(False)
         connection = PeerConnection(one, said.role, said.number)
         self.connections.append(connection)
-        self._watch(one, lambda: self._receive(connection))
+        self.selector.register(one, selectors.EVENT_READ, lambda: self._receive(connection))
 
     def _receive(self, connection: PeerConnection) -> None:
         """All that it has said."""
@@ -386,9 +377,9 @@ class CoordinatorProcess:
             if isinstance(message, Hello):
                 connection.nonce = message.nonce
                 self.pids[connection.nonce] = connection.pid
-                self._say("learner", nonce=connection.nonce, pid=connection.pid)
+                say(self.supervisor, "learner", nonce=connection.nonce, pid=connection.pid)
             elif isinstance(message, Ready):
-                self._say("ready", text=f"server {message.shard}")
+                say(self.supervisor, "ready", text=f"server {message.shard}")
             self._handle(message, data)
 
     def _may_say(self, connection: PeerConnection, message: INPUT) -> bool:
@@ -414,20 +405,20 @@ class CoordinatorProcess:
             return
         at_s = time.monotonic() - self.options.start_s
         self.journal.add(encode(message) if data is None else data, at_s)
-        self._note(message)
+        self._note(message, at_s)
         try:
             answers = machine.handle(message, at_s)
         except PolicyError as error:
             self._fail(str(error))
             return
-        self._log_pause(message)
+        self._record(machine, message, answers, at_s)
         for answer in answers:
             self._deliver(answer)
-        self._publish_quiet()
+        self._publish_quiet(machine)
 
-    def _note(self, message: INPUT) -> None:
+    def _note(self, message: INPUT, at_s: float) -> None:
         """For the log, and who has said goodbye."""
-        self.ledger.hear(message)
+        self.recorder.hear(message, at_s)
         if isinstance(message, Bye):
             self.left.add(message.learner)
         elif isinstance(message, Hello):
@@ -435,35 +426,31 @@ class CoordinatorProcess:
         elif isinstance(message, Done) and self.finishing_by_s is not None:
             self.finishing_by_s = time.monotonic() + DRAIN_S  # it goes on
 
-    def _log_pause(self, message: INPUT) -> None:
-        assert self.machine is not None
-        if isinstance(message, Paused) and message.led and self.machine.pauses.times:
-            self.ledger.pause(message.learner, *self.machine.pauses.times[-1], self.machine.policy.version)
+    def _record(self, machine: Coordinator, message: INPUT, answers: list[OUTPUT], at_s: float) -> None:
+        if isinstance(message, Paused) and message.led and machine.pauses.times:
+            self.recorder.pause(message.learner, *machine.pauses.times[-1], machine.policy.version)
+        self.recorder.answered(answers, at_s)
 
-    def _publish_quiet(self) -> None:
+    def _publish_quiet(self, machine: Coordinator) -> None:
         """In shared memory, whether all learners have left for good and the weights are the last ones."""
-        assert self.arena is not None and self.machine is not None
-        machine = self.machine
-        gone = all(not one.here and self._has_ended(one.learner) for one in machine.sessions.values())
-        quiet = machine.seeded and machine.grants.idle and gone
-        word = self.arena.quiet_word()
-        if word.get() != quiet:
-            word.set(int(quiet))
-
-    def _has_ended(self, learner: int) -> bool:
-        """Whether it will not come again: it said goodbye, or whoever starts learners says so."""
-        return not self.options.launched or learner in self.left or learner in self.ended
+        assert self.arena is not None
+        here = any(one.here for one in machine.sessions.values())
+        # Whether they will not come again: they said goodbye, or whoever starts learners says so.
+        ended = not self.options.launched or machine.sessions.keys() <= self.left | self.ended
+        quiet = machine.seeded and machine.grants.idle and not here and ended
+        if self.arena.quiet_word.get() != quiet:
+            self.arena.quiet_word.set(int(quiet))
 
     def _deliver(self, message: OUTPUT) -> None:
         """To whom it is for. What cannot be sent now is lost, and asked for again."""
         arena = self.arena
         assert arena is not None
         if isinstance(message, CancelWord):
-            arena.cancel_word(message.learner).set(stamp(message.incarnation, message.seq))
+            arena.learner_words[message.learner][0].set(stamp(message.incarnation, message.seq))
         elif isinstance(message, FenceWord):
-            arena.fence_word(message.learner).set(message.incarnation)
+            arena.learner_words[message.learner][1].set(message.incarnation)
         elif isinstance(message, Committed):
-            version, buffer = arena.committed(message.commit_group)
+            version, buffer = arena.committed[message.commit_group]
             buffer.set(message.buffer)
             version.set(message.version)
         else:

@@ -52,13 +52,20 @@ class GroupCalls:
         """A learner waits no longer for this call. Who is told at once: all others who have made it."""
         if number <= self.last:
             return []
-        self._answer(number, (), f"learner {learner} {GAVE_UP} in call {number}, so that nobody has an answer to it")
-        return _served(here, number)
+        error = f"learner {learner} {GAVE_UP} in call {number}, so that nobody has an answer to it"
+        return self._answer(here, number, (), error)
 
-    def _answer(self, number: int, data: tuple[tuple[int, bytes], ...], error: str) -> None:
+    def _answer(
+        self, here: Sequence[LearnerSession], number: int, data: tuple[tuple[int, bytes], ...], error: str
+    ) -> list[LearnerSession]:
+        """The call is over. Those who wait for it, or for one before: they wait no longer."""
         self.last = number
         self._kept[number] = data, error
         self._kept.pop(number - KEPT_CALLS, None)
+        served = [session for session in here if session.call is not None and session.call.number <= number]
+        for session in served:
+            session.call = None
+        return served
 
     def next(self, here: Sequence[LearnerSession]) -> list[LearnerSession]:
         """Who is answered now: all who have made the call that is due, if everybody who is here has made one."""
@@ -78,13 +85,4 @@ class GroupCalls:
             )
         elif sum(len(one) for _, one in data) > MOST_DATA_BYTES:
             error = f"call {due} carries more than the {MOST_DATA_BYTES} bytes that may travel"
-        self._answer(due, () if error else data, error)
-        return _served(here, due)
-
-
-def _served(here: Sequence[LearnerSession], number: int) -> list[LearnerSession]:
-    """Those who wait for this call, or one before. They wait no longer."""
-    served = [session for session in here if session.call is not None and session.call.number <= number]
-    for session in served:
-        session.call = None
-    return served
+        return self._answer(here, due, () if error else data, error)

@@ -18,6 +18,7 @@ told when the run is gone for good.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
 import select
@@ -72,10 +73,11 @@ RETRY_S = 2.0  # an answer that takes longer may have been lost
 _RECONNECT_S = 600.0  # for a coordinator that goes through its journal
 _GONE_S = 1.0  # for a listener that is not there any more
 _FIRST_S = 60.0  # to find the run at all
-_PAUSE_S = 0.05  # between two attempts to connect
 P = ParamSpec("P")
 T = TypeVar("T")
 Again = Literal["again"]  # the learner was given up meanwhile: what it asked for must be asked again
+ANSWER = Granted | GroupCallAnswer | Weights
+A = TypeVar("A", Granted, GroupCallAnswer, Weights)
 
 
 class RunOverError(OffbeatError):
@@ -109,16 +111,12 @@ class ConnectionState:
         self.void: int = 0  # minibatches up to this one are not wanted
         self.working: bool = False
         self.fenced: bool = False  # it was given up while it worked, or wrote the initial weights
-        self.granted: Granted | None = None
-        self.weights: Weights | None = None
-        self.called: GroupCallAnswer | None = None
+        self.answers: dict[type[ANSWER], ANSWER] = {}  # to what it has asked last
         self.pause: EnterPause | None = None  # that it was called to, and has not entered yet
         self._entered = (0, False)  # the last pause that it has entered, and whether it led it
         self._paused: Paused | None = None  # said until the pause ends
         self._answer: Push | Stop | Seeded | None = None
-        self._want: Want | None = None
-        self._ask: Ask | None = None
-        self._call: GroupCall | None = None
+        self._asked: dict[type[ANSWER], Want | Ask | GroupCall] = {}  # and is not answered yet, by what answers it
         self._fetched: tuple[Fetched, ...] = ()  # the last ones
         self._seeds: bool = True  # it may still be asked for the initial weights
 
@@ -147,14 +145,12 @@ class ConnectionState:
                 self._cancel(message.seq - 1)
         elif isinstance(message, CancelWord):
             self._cancel(message.seq)
-        elif isinstance(message, Granted):
-            if self._want is not None and message.number == self._want.number:
-                self._want, self.granted = None, message
-                self._cancel(message.void)
-        elif isinstance(message, GroupCallAnswer):
-            if self._call is not None and message.number == self._call.number:
-                self._call, self.called = None, message
-                self._cancel(message.void)
+        elif isinstance(message, ANSWER):
+            asked = self._asked.get(type(message))
+            if asked is not None and message.number == asked.number:
+                del self._asked[type(message)]
+                self.answers[type(message)] = message
+                self._cancel(0 if isinstance(message, Weights) else message.void)
         elif isinstance(message, EnterPause):
             if (message.number, message.lead) > self._entered:
                 self.pause = message
@@ -164,8 +160,6 @@ class ConnectionState:
                 self._paused = None
             if self.pause is not None and message.number >= self.pause.number:
                 self.pause = None
-        elif isinstance(message, Weights) and self._ask is not None and message.number == self._ask.number:
-            self._ask, self.weights = None, message
         return []
 
     def _welcome(self, message: Welcome) -> None:
@@ -192,19 +186,12 @@ class ConnectionState:
             return "seed"
         return self.begin() if self.go is not None and not self.working else None
 
-    def granted_or_again(self) -> Granted | Again | None:
-        """The answer to `request_samples`."""
-        lost = self.fenced or (self._want is None and self.granted is None)
-        return "again" if lost else self.granted
-
-    def called_or_again(self) -> GroupCallAnswer | Again | None:
-        """The answer to `call`."""
-        lost = self.fenced or (self._call is None and self.called is None)
-        return "again" if lost else self.called
-
-    def weights_or_again(self) -> Weights | Again | None:
-        """The answer to `request_weights`."""
-        return "again" if self._ask is None and self.weights is None else self.weights
+    def answer_or_again(self, kind: type[A]) -> A | Again | None:
+        """The answer to `request_samples` (Granted), `call` (GroupCallAnswer) or `request_weights` (Weights)."""
+        answer = self.answers.get(kind)
+        if (self.fenced and kind is not Weights) or (answer is None and kind not in self._asked):
+            return "again"
+        return answer  # type: ignore[return-value]  # it is kept by its type
 
     def led_or_fenced(self) -> bool | None:
         """Whether the pause that it asked for was led; False if the learner was given up."""
@@ -216,14 +203,9 @@ class ConnectionState:
         return self.working and self.seq <= self.void
 
     @property
-    def is_paused(self) -> bool:
-        """Whether it stands still until the pause ends."""
-        return self._paused is not None
-
-    @property
     def must_wait(self) -> bool:
         """Whether it stands still in a pause, and nothing else has come that it has to act on."""
-        return self.is_paused and self.pause is None and not (self.over or self.fenced or self.refused)
+        return self._paused is not None and self.pause is None and not (self.over or self.fenced or self.refused)
 
     # --- what it says -----------------------------------------------------------------------------------------------
 
@@ -305,26 +287,27 @@ class ConnectionState:
         return [answer]
 
     def request_weights(self) -> list[Message]:
-        if not self.incarnation:
-            return []
-        self._requests += 1
-        self._ask, self.weights = Ask(self.learner, self.incarnation, self._requests), None
-        return [self._ask]
+        return self._ask(Weights, Ask(self.learner, self.incarnation, self._requests + 1))
 
     def request_samples(self, *, epoch: int, count: int, of: int, wait: bool) -> list[Message]:
-        if not self.incarnation:
-            return []
-        self._requests += 1
-        answered = 0 if self.working else self.seq
-        self._want = Want(self.learner, self.incarnation, self._requests, epoch, count, of, wait, answered)
-        self.granted = None
-        return [self._want]
+        number, answered = self._requests + 1, 0 if self.working else self.seq
+        return self._ask(Granted, Want(self.learner, self.incarnation, number, epoch, count, of, wait, answered))
 
     def call(self, number: int, what: str, data: bytes) -> list[Message]:
         """To the other learners; without `what` its answer is not waited for any more."""
-        call = GroupCall(self.learner, self.incarnation, number, what, data, 0 if self.working else self.seq)
-        self._call, self.called = call if what else None, None
-        return [call] if self.incarnation else []
+        answered = 0 if self.working else self.seq
+        said = self._ask(GroupCallAnswer, GroupCall(self.learner, self.incarnation, number, what, data, answered))
+        if not what:
+            self._asked.pop(GroupCallAnswer, None)
+        return said
+
+    def _ask(self, kind: type[ANSWER], asked: Want | Ask | GroupCall) -> list[Message]:
+        if not self.incarnation:
+            return []
+        self._requests += 1
+        self._asked[kind] = asked
+        self.answers.pop(kind, None)
+        return [asked]
 
     def give_back(self, leases: tuple[int, ...], *, unused: bool = False) -> list[Message]:
         here = self.incarnation and not self.left
@@ -339,7 +322,7 @@ class ConnectionState:
         return pause
 
     def paused(self, pause: EnterPause, *, stop: bool = False) -> list[Message]:
-        """It stands still, or has done what there was to do; until the pause ends, `is_paused` holds."""
+        """It stands still, or has done what there was to do; until the pause ends, it is said again."""
         if pause.incarnation != self.incarnation:
             return []
         self._paused = Paused(self.learner, self.incarnation, pause.number, pause.lead, stop)
@@ -368,7 +351,7 @@ class ConnectionState:
             return []
         said = [] if self.working or self.go is not None else self.hello()
         if self.incarnation:
-            asked = (*self._fetched, self._answer, self._want, self._ask, self._call, self._paused)
+            asked = (*self._fetched, self._answer, *self._asked.values(), self._paused)
             said += [one for one in asked if one is not None]
             said += self.request_end() if self.wants_end else []
             said += self.request_pause() if self.wants_pause else []
@@ -392,16 +375,14 @@ class Connection:
         self.listener = listener
         self.handshake = handshake.Handshake(PROTOCOL, token, "learner", learner, handshake.versions(), layout)
         self.closed = False
-        self.state = ConnectionState(learner, layout.digest, _nonces())
+        self.state = ConnectionState(learner, layout.digest, iter(lambda: secrets.randbits(62) + 1, 0))
         self.socket, self.accepted, self.arena = self._connect(_FIRST_S)
         self.changed = threading.Condition()
         self.failed: OffbeatError | None = None
         self.paused_s = 0.0
         self.end_wanted = False  # whoever waits says so; may be set by a signal handler
         self.on_pause = on_pause
-        self._cancel = self.arena.cancel_word(learner)
-        self._fence = self.arena.fence_word(learner)
-        self._beat = self.arena.beat_word(learner)
+        self._cancel, self._fence, self._beat = self.arena.learner_words[learner]
         self._heard_s = time.monotonic()
         self._stamp = 0  # of the minibatch that is open
         self._thread = threading.Thread(target=self._listen, name="offbeat", daemon=True)
@@ -412,16 +393,14 @@ class Connection:
     def _connect(
         self, most_s: float, gone_s: float = _FIRST_S, answer_s: float = _FIRST_S
     ) -> tuple[socket.socket, handshake.Accept, Arena]:
-        """Try until it succeeds: a coordinator may be killed while it lets a learner in."""
-        start_s = time.monotonic()
-        while True:
-            try:
-                return handshake.connect(self.listener, self.handshake, answer_s)
-            except PeerError as error:
-                limit_s = gone_s if isinstance(error, handshake.RunGoneError) else most_s
-                if self.closed or self.state.left or time.monotonic() - start_s > limit_s:
-                    raise
-                time.sleep(_PAUSE_S)
+        return handshake.keep_connecting(
+            self.listener,
+            self.handshake,
+            most_s=most_s,
+            gone_s=gone_s,
+            answer_s=answer_s,
+            closed=lambda: self.closed or self.state.left,
+        )
 
     # --- speaking ---------------------------------------------------------------------------------------------------
 
@@ -436,7 +415,7 @@ class Connection:
         self,
         ready: Callable[[ConnectionState], T | None],
         what: str,
-        timeout_s: float | None = None,
+        timeout_s: float = math.inf,
         *,
         pauses: bool = False,
     ) -> T:
@@ -444,7 +423,7 @@ class Connection:
 
         With `pauses` the learner may enter a pause here: it writes nothing, and does not mind that it takes long.
         """
-        end = None if timeout_s is None else time.monotonic() + timeout_s
+        end = time.monotonic() + timeout_s
         state = self.state
         with self.changed:
             while True:
@@ -462,7 +441,7 @@ class Connection:
                     return found
                 if self.failed is not None:
                     raise self.failed
-                if end is not None and time.monotonic() > end:
+                if time.monotonic() > end:
                     raise PeerError(f"waited {timeout_s:g} s for {what}")
                 self.changed.wait(1.0)
 
@@ -516,16 +495,12 @@ class Connection:
                 elif time.monotonic() - self._heard_s > RETRY_S:
                     self._heard_s = time.monotonic()
                     self.say(ConnectionState.retry)
-        except OffbeatError as error:
-            self._fail(error)
-        except (OSError, ValueError) as error:
-            if not self.closed:
-                self._fail(PeerError(f"the connection to the run broke: {error}"))
-
-    def _fail(self, error: OffbeatError) -> None:
-        with self.changed:
-            self.failed = error
-            self.changed.notify_all()
+        except (OffbeatError, OSError, ValueError) as error:
+            known = error if isinstance(error, OffbeatError) else None
+            with self.changed:
+                if known is not None or not self.closed:
+                    self.failed = known or PeerError(f"the connection to the run broke: {error}")
+                self.changed.notify_all()
 
     def _read(self) -> None:
         try:
@@ -565,11 +540,6 @@ class Connection:
             self.socket.shutdown(socket.SHUT_RDWR)
         self._thread.join(2.0)
         self.socket.close()
-
-
-def _nonces() -> Iterator[int]:
-    while True:
-        yield secrets.randbits(62) + 1
 
 
 def _close_in_children(connection: Connection) -> None:

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import RequestError
 
@@ -53,6 +52,7 @@ class GradientSink(Protocol):
 
     def is_unchanged(self, index: int, gradient: Tensor) -> bool:
         """Whether a gradient that seems to be as it was filled is so."""
+        return True
 
     def is_cancelled(self) -> bool:
         """Whether the minibatch is cancelled: asked before each forward and at each gradient, it must be cheap."""
@@ -70,11 +70,27 @@ class FilledGradient(NamedTuple):
         return gradient is self.gradient and gradient._version == self.version and gradient.data_ptr() == self.address
 
 
-class BufferSnapshot(NamedTuple):
-    """Buffers as they were at `begin`: which ones each module had, and what was in them."""
+class BufferSnapshot:
+    """Buffers of a model as they are now: which ones each module has, and what is in them.
 
-    tables: tuple[tuple[dict[str, Tensor | None], dict[str, Tensor | None]], ...]  # a module's own one, and a copy
-    contents: tuple[tuple[Tensor, Tensor], ...]
+    Contents are copied whether torch counted a change or not: batch norm changes its statistics uncounted.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._tables = [  # a module's own one, and a copy
+            (module._buffers, dict(module._buffers))
+            for module in model.modules()
+            if not isinstance(module, torch.jit.ScriptModule)  # its tables are C++'s
+        ]
+        self._contents = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if _is_writable(buffer)]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for table, before in self._tables:
+            table.clear()
+            table.update(before)
+        for buffer, content in self._contents:
+            buffer.copy_(content)
 
 
 class Hook:
@@ -130,21 +146,18 @@ class Hooks:
         self._filled: dict[int, FilledGradient] = {}
         self._buffers: BufferSnapshot | None = None
         self._places: dict[tuple[int, torch.device], Tensor] = {}
-        self._handles: list[RemovableHandle] = []
-        self._wrapped: list[tuple[nn.Module, Callable[..., Any], Callable[..., Any]]] = []
         for _, module, kind in modules:
             self._hook(module, kind)
         for index, parameter in enumerate(self._parameters):
-            hook = Hook(partial(self._accumulated, index))
-            register: Callable[[Hook], RemovableHandle] = parameter.register_post_accumulate_grad_hook
-            self._handles.append(register(hook))
+            register: Callable[[Hook], object] = parameter.register_post_accumulate_grad_hook
+            register(Hook(partial(self._accumulated, index)))
 
     def begin(self) -> None:
         """A minibatch begins. Once more before its end, it goes on: what was filled and saved stays."""
         self.interrupts = True
         if self._armed:
             return
-        self._buffers = _save_buffers(self._model) if self._keeps_buffers else None
+        self._buffers = BufferSnapshot(self._model) if self._keeps_buffers else None
         self._armed = True
 
     def finish(self) -> tuple[int, ...]:
@@ -176,7 +189,7 @@ class Hooks:
         for parameter in (*self._parameters, *self._model.parameters()):
             parameter.grad = None
         if self._buffers is not None:
-            _restore_buffers(self._buffers)
+            self._buffers.restore()
         self.end()
 
     def end(self) -> None:
@@ -185,35 +198,22 @@ class Hooks:
         self._buffers = None
         self._filled.clear()
 
-    def remove(self) -> None:
-        """Takes all hooks away; the model does not know of this object any more."""
-        self.end()
-        for handle in self._handles:
-            handle.remove()
-        for module, wrapper, inner in self._wrapped:
-            if module._compiled_call_impl is wrapper:  # not compiled anew since
-                module._compiled_call_impl = inner
-        self._handles.clear()
-        self._wrapped.clear()
-
     # --- what the hooks do ----------------------------------------------------------------------------------------
 
     def _hook(self, module: nn.Module, kind: str | None) -> None:
         if kind == SCRIPTED:
             return
-        inner = module._compiled_call_impl
+        inner, check = module._compiled_call_impl, Hook(self._check_cancelled)
         if inner is None:
-            self._handles.append(module.register_forward_pre_hook(Hook(self._check_cancelled)))
+            module.register_forward_pre_hook(check)
             return
         # `module.compile()` compiles the calling of hooks too, so that one which acts must stand outside of that.
-        check = Hook(self._check_cancelled)
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             check()
             return inner(*args, **kwargs)
 
         module._compiled_call_impl = wrapper
-        self._wrapped.append((module, wrapper, inner))
 
     def _check_cancelled(self, *_: object) -> None:
         if self._armed and self.interrupts and self._sink.is_cancelled():
@@ -322,31 +322,33 @@ def _check(model: nn.Module, modules: Sequence[VisibleModule], parameters: Seque
 
 
 def _notes(modules: Sequence[VisibleModule], parameters: Sequence[nn.Parameter]) -> tuple[str, ...]:
-    notes = []
     compiled = [_called(name) for name, _, kind in modules if kind == COMPILED]
     scripted = [_called(name) for name, _, kind in modules if kind == SCRIPTED]
-    if compiled:
-        notes.append(
-            f"compiled: {_listed(compiled)}; a cancel acts before its forward, not inside, and in backward, which is "
-            "one piece too, when that hands out its gradients"
-        )
-    if scripted:
-        notes.append(
-            f"a ScriptModule: {_listed(scripted)}; torch lets nothing look into its forward, so that a cancel acts in "
-            "the modules around it and, in backward, at each parameter"
-        )
-    if all(isinstance(module, HOLDERS) for name, module, _ in modules if name) and not (compiled or scripted):
-        notes.append(
-            "the model has no submodules that are called; a cancel acts at the start of its forward and, in backward, "
-            "at each parameter"
-        )
+    is_one = all(isinstance(module, HOLDERS) for name, module, _ in modules if name) and not (compiled or scripted)
     devices = sorted({parameter.device.type for parameter in parameters} - {"cpu"})
-    if devices:
-        notes.append(
+    notes = (
+        (
+            compiled,
+            f"compiled: {_listed(compiled)}; a cancel acts before its forward, not inside, and in backward, which is "
+            "one piece too, when that hands out its gradients",
+        ),
+        (
+            scripted,
+            f"a ScriptModule: {_listed(scripted)}; torch lets nothing look into its forward, so that a cancel acts in "
+            "the modules around it and, in backward, at each parameter",
+        ),
+        (
+            is_one,
+            "the model has no submodules that are called; a cancel acts at the start of its forward and, in backward, "
+            "at each parameter",
+        ),
+        (
+            devices,
             f"parameters on {' and '.join(devices)}: the host runs ahead of the device, which still does what was "
-            "queued before a cancel"
-        )
-    return tuple(notes)
+            "queued before a cancel",
+        ),
+    )
+    return tuple(note for holds, note in notes if holds)
 
 
 def _called(name: str) -> str:
@@ -356,29 +358,6 @@ def _called(name: str) -> str:
 def _listed(names: Sequence[str]) -> str:
     more = len(names) - NAMED
     return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")
-
-
-# --- buffers ----------------------------------------------------------------------------------------------------------
-
-
-def _save_buffers(model: nn.Module) -> BufferSnapshot:
-    """Contents are copied whether torch counted a change or not: batch norm changes its statistics uncounted."""
-    tables = tuple(
-        (module._buffers, dict(module._buffers))
-        for module in model.modules()
-        if not isinstance(module, torch.jit.ScriptModule)  # its tables are C++'s
-    )
-    contents = tuple((buffer, buffer.detach().clone()) for buffer in model.buffers() if _is_writable(buffer))
-    return BufferSnapshot(tables, contents)
-
-
-def _restore_buffers(saved: BufferSnapshot) -> None:
-    for table, before in saved.tables:
-        table.clear()
-        table.update(before)
-    with torch.no_grad():
-        for buffer, content in saved.contents:
-            buffer.copy_(content)
 
 
 def _is_writable(buffer: Tensor) -> bool:

@@ -1,28 +1,45 @@
-"""The learner's interface: what `offbeat.join` returns, whatever the strategy.
+"""The learner's interface, and what learners of every strategy share: `prepare`, state, notes, calls of all learners.
 
-`ServedLearner` (parameter server) and `ReducedLearner` (all-reduce in DDP) have all of it; a type checker compares them
-with it where `join` returns them. The types of `prepare` are written here only.
+`offbeat.join` returns a `Learner`: a `ServedLearner` (parameter server) or a `ReducedLearner` (all-reduce in DDP). Each
+says how it attaches a model, shares a loader, what its state is, and how values get from all learners to all
+(`_exchange`). The types of `prepare` are written here only. Values that learners exchange are plain (numbers, strings,
+bytes, lists, dictionaries) or tensors, and small.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import atexit
+import math
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar, overload
+from dataclasses import dataclass
+from functools import reduce
+from numbers import Integral, Real
+from typing import Any, TypeVar, overload
 
+import msgspec
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from offbeat.server.learner.learner_collectives import TIMEOUT_S, Number
+from offbeat.errors import RequestError, unknown
+from offbeat.processes.slowness import Slowness
+from offbeat.server.learner.leased_loader import LoaderWrapper
 
+TIMEOUT_S = 300.0
+_TENSOR = 1  # the extension of msgpack that a tensor travels as
+Number = TypeVar("Number", float, Tensor)
 M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741 - beside M, L and S
 L = TypeVar("L", bound=Iterable[Any])
 S = TypeVar("S", bound=LRScheduler)
 
 
-class OpenMinibatch(Protocol):
+@dataclass(slots=True)
+class OpenMinibatch:
     """One minibatch, as `with learner.minibatch() as minibatch` gives it.
 
         with learner.minibatch() as minibatch:
@@ -41,23 +58,21 @@ class OpenMinibatch(Protocol):
                the end of a run that has not learned. None: unknown.
     samples    How many samples the gradient is of. A shared loader knows it; set it where data comes from elsewhere.
                None: as many as the loader handed out, or 1.
-    cancelled  After the block: True if the strategy interrupted it. Under an all-reduce it is always False.
+    cancelled  After the block: True if the strategy interrupted it: the model is then as it was before the block. Under
+               an all-reduce it is always False.
+
+    False in `cancelled` does not say that its gradient was applied. A push that comes too late, after the update that
+    it was computed for, is dropped on the servers without `cancelled` being set; a shared loader hands its samples out
+    again.
     """
 
-    loss: float | torch.Tensor | None
-    samples: int | None
-
-    @property
-    def cancelled(self) -> bool:
-        """After the block: whether it was interrupted. The model is then as it was before the block.
-
-        False does not say that its gradient was applied. A push that comes too late, after the update that it was
-        computed for, is dropped on the servers without `cancelled` being set; a shared loader hands its samples out
-        again.
-        """
+    began_s: float
+    loss: float | Tensor | None = None
+    samples: int | None = None
+    cancelled: bool = False
 
 
-class Learner(Protocol):
+class Learner(ABC):
     """A learner of a run, as `offbeat.join()` returns it. The calls are the same for every strategy.
 
         learner = offbeat.join()
@@ -72,26 +87,42 @@ class Learner(Protocol):
     `prepare` is called once, before the loop. `help(offbeat)` has a complete program.
     """
 
+    def __init__(self, strategy: str, number: int, learners: int, *, slow: Sequence[str], seed: int) -> None:
+        self._strategy, self._number, self._learners = strategy, number, learners
+        self._notes: tuple[str, ...] = ()
+        self.says_notes = False  # when it is prepared
+        self._unsaid: tuple[str, ...] = ()  # notes that are kept, and not said
+        self._slowness = Slowness(slow, learner=number, learners=learners, seed=seed) if slow else None
+        self._loaded: Mapping[str, Any] | None = None  # by `load_state_dict`, until `prepare`
+        self._trains: tuple[nn.Module, torch.optim.Optimizer] | None = None
+        self._loader: LoaderWrapper | None = None
+        self._open: OpenMinibatch | None = None
+        atexit.register(self.close)
+
     @property
     def strategy(self) -> str:
         """The strategy of the run, as one line: "k-sync:3"."""
+        return self._strategy
 
     @property
     def number(self) -> int:
         """This learner's number, from 0. Print, evaluate and save where it is 0."""
+        return self._number
 
     @property
     def learners(self) -> int:
         """How many learners the run has."""
+        return self._learners
 
     @property
+    @abstractmethod
     def version(self) -> int:
         """The version of the weights that the model has now: the number of updates that this run has made so far."""
-        ...
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What `prepare` had to do differently from what you may expect, one sentence each."""
+        return self._notes
 
     @overload
     def prepare(
@@ -189,7 +220,30 @@ class Learner(Protocol):
 
         Type checkers see the types that were given. A `RequestError` says what cannot be trained, and why.
         """
+        if self._trains is not None:
+            raise RequestError("this learner was prepared before: a run has one model")
+        if clip_norm is not None and not 0 < clip_norm < float("inf"):
+            raise RequestError(f"clip_norm must be above 0; got {clip_norm}")
+        if self._loaded is not None:
+            model.load_state_dict(self._loaded["model"])
+            optimizer.load_state_dict(self._loaded["optimizer"])
+        returned: list[Any] = [self._attach(model, optimizer, clip_norm, gradients, in_place=in_place), optimizer]
+        if loader is not None:
+            shared = self._share(loader)
+            if isinstance(shared, LoaderWrapper):
+                self._loader = shared
+                self._notes += shared.notes
+                shared.epoch = shared.epoch if self._loaded is None else self._loaded["epoch"]
+            returned.append(shared)
+        if scheduler is not None:
+            returned.append(self._follow_version(scheduler))
+        self._loaded = None
+        for note in self.notes if self.says_notes else ():
+            if note not in self._unsaid:
+                print(f"offbeat: note: {note}", file=sys.stderr)
+        return tuple(returned)
 
+    @abstractmethod
     def minibatch(self) -> AbstractContextManager[OpenMinibatch]:
         """One minibatch, as a block: forward, backward, `optimizer.step()`.
 
@@ -214,6 +268,7 @@ class Learner(Protocol):
         interrupted; what it pushes too late is dropped.
         """
 
+    @abstractmethod
     def finish(self) -> None:
         """Wait until all learners are done, and load the final weights. Call it once, after the last epoch."""
 
@@ -225,15 +280,31 @@ class Learner(Protocol):
         left is not waited for. `PeerError` after `timeout_s` seconds, on all. Values are small: kilobytes, not weights.
         (Under an all-reduce the process group's own time limit counts instead.)
         """
+        if op not in _REDUCTIONS:
+            raise unknown("reduction", op, _REDUCTIONS)
+        if not isinstance(value, (Real, Tensor)):
+            raise RequestError(f"all_reduce takes a number or a tensor; got {type(value).__name__}")
+        of = f" of {value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+        plain = value if isinstance(value, Tensor) else int(value) if isinstance(value, Integral) else float(value)
+        found = self._all(f"all_reduce {op}{of}", plain, timeout_s)
+        reduced: Number = _REDUCTIONS[op]([found[learner] for learner in sorted(found)])
+        return reduced.to(value.device) if isinstance(reduced, Tensor) and isinstance(value, Tensor) else reduced
 
     def gather(self, value: Any, *, timeout_s: float = TIMEOUT_S) -> list[Any]:
         """What each learner gives, in the order of their numbers, on all: numbers, strings, lists, dicts, tensors."""
+        found = self._all("gather", value, timeout_s)
+        return [found[learner] for learner in sorted(found)]
 
     def broadcast(self, value: Any = None, source: int = 0, *, timeout_s: float = TIMEOUT_S) -> Any:
         """What learner `source` gives, on all."""
+        found = self._all(f"broadcast from {source}", value if self.number == source else None, timeout_s)
+        if source not in found:
+            raise RequestError(f"broadcast: learner {source} is not in the run; it has {sorted(found)}")
+        return found[source]
 
     def barrier(self, *, timeout_s: float = TIMEOUT_S) -> None:
         """Wait until all learners are here."""
+        self._all("barrier", None, timeout_s)
 
     def state_dict(self) -> dict[str, Any]:
         """Weights, optimizer state, version and epoch, as the servers have them now: for `torch.save`.
@@ -241,9 +312,123 @@ class Learner(Protocol):
         One learner asks, between minibatches; the others stand still for a moment. (`optimizer.state_dict()` gives the
         servers' state too.) Any strategy can go on from it.
         """
+        version, weights, optimizer_state = self._current_state()
+        return {
+            "strategy": self.strategy,
+            "version": version,
+            "epoch": 0 if self._loader is None else self._loader.epoch,
+            "model": {
+                name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in weights.items()
+            },
+            **optimizer_state,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave. Before `prepare`, on all learners."""
+        if self._trains is not None:
+            raise RequestError("the learner is prepared: load what was saved before learner.prepare")
+        missing = {"model", "optimizer", "version", "epoch"} - state.keys()
+        if missing:
+            raise RequestError(f"this is not what learner.state_dict() gave: {', '.join(sorted(missing))} is missing")
+        self._loaded = state
 
     def close(self) -> None:
         """Leave the run without waiting for the others. It is called by itself at the end of the program."""
+        atexit.unregister(self.close)
+
+    def _trained(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        if self._trains is None:
+            raise RequestError("call learner.prepare(model, optimizer, loader) first")
+        return self._trains
+
+    def _be_slow(
+        self, began_s: float, is_cancelled: Callable[[], bool], sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        """Slowness on purpose, for a minibatch that was computed since `began_s`."""
+        if self._slowness is not None:
+            self._slowness.act(time.monotonic() - began_s, is_cancelled, sleep)
+
+    def _all(self, what: str, value: Any, timeout_s: float) -> dict[int, Any]:
+        found = self._exchange(what, encode(value), timeout_s)
+        return {learner: decode(data) for learner, data in found.items()}
+
+    # --- what differs -------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _attach(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        clip_norm: float | None,
+        gradients: str | None,
+        *,
+        in_place: bool,
+    ) -> nn.Module:
+        """Join with the model, replace `optimizer.step`, and set `_trains`; the model to be used."""
+
+    @abstractmethod
+    def _share(self, loader: Any) -> Any:
+        """The loader with this learner's share of each epoch; as it is where that cannot be."""
+
+    def _follow_version(self, scheduler: Any) -> Any:
+        """The scheduler; it counts versions, where its own steps do not."""
+        return scheduler
+
+    @abstractmethod
+    def _current_state(self) -> tuple[int, Mapping[str, Any], dict[str, Any]]:
+        """The version, the model's state, and what is kept of the optimizer, by the names in `state_dict`."""
+
+    @abstractmethod
+    def _exchange(self, what: str, data: bytes, timeout_s: float) -> dict[int, bytes]:
+        """What every member of a call of all learners has given, by learner."""
+
+
+def replace_step(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> None:
+    """`optimizer.step` is this from now on; a scheduler, made before or after, finds what it looks for."""
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # as torch marks the steps it has wrapped
+    optimizer.step = step  # type: ignore[method-assign]  # the point of it
+
+
+# --- what learners exchange ------------------------------------------------------------------------------------------
+
+
+def _extreme(values: Sequence[Any], of_numbers: Callable[..., Any], of_tensors: Callable[..., Any]) -> Any:
+    """The smallest or largest. `min` and `max` keep a NaN that comes first, as torch does wherever it comes."""
+    if isinstance(values[0], Tensor):
+        return reduce(of_tensors, values)
+    return of_numbers(sorted(values, key=math.isnan, reverse=True))
+
+
+_REDUCTIONS: dict[str, Callable[[Sequence[Any]], Any]] = {
+    "mean": lambda values: sum(values[1:], start=values[0]) / len(values),
+    "sum": lambda values: sum(values[1:], start=values[0]),
+    "min": lambda values: _extreme(values, min, torch.minimum),
+    "max": lambda values: _extreme(values, max, torch.maximum),
+}
+
+
+def encode(value: Any) -> bytes:
+    """RequestError where it is neither plain nor a tensor."""
+    try:
+        return msgspec.msgpack.encode(value, enc_hook=_packed)
+    except (TypeError, OverflowError) as error:
+        raise RequestError(f"learners exchange plain values and tensors: {error}") from None
+
+
+def decode(data: bytes) -> Any:
+    return msgspec.msgpack.decode(data, ext_hook=_unpacked)
+
+
+def _packed(value: Any) -> msgspec.msgpack.Ext:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"got a {type(value).__name__}")
+    flat = value.detach().cpu().contiguous()
+    raw = flat.reshape(-1).view(torch.uint8).numpy().tobytes()
+    return msgspec.msgpack.Ext(_TENSOR, msgspec.msgpack.encode((str(flat.dtype)[6:], tuple(flat.shape), raw)))
+
+
+def _unpacked(code: int, data: memoryview) -> Any:
+    kind, shape, raw = msgspec.msgpack.decode(data)
+    dtype = getattr(torch, kind)
+    flat = torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+    return flat.reshape(shape)

@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -72,13 +72,12 @@ def join(sync: str | None = None, *, servers: int = 1, threads: int | None = 1, 
         torch.set_num_threads(threads)
     told = os.environ
     line = told.get("OFFBEAT_SYNC") or sync or DEFAULT
-    reduces = family_of(line) == ALL_REDUCE
     if staleness not in (CORRECT, KEEP):
         raise unknown("staleness", staleness, (CORRECT, KEEP))
     slow = tuple(told.get("OFFBEAT_SLOW", "").split())
     seed = int(told.get("OFFBEAT_SEED", "0"))
-    learner: ServedLearner | ReducedLearner
-    if reduces:
+    learner: Learner
+    if family_of(line) == ALL_REDUCE:
         learner = ReducedLearner(line, slow=slow, seed=seed)
         _end_requests_in_one_line()  # making a process group has replaced it
     else:
@@ -111,34 +110,29 @@ def _end_requests_in_one_line() -> None:
 def join_run(line: str, *, servers: int, slow: Sequence[str], seed: int, setting: Mapping[str, Any]) -> ServedLearner:
     """Become a learner of a parameter server. `setting` is for the services, where this call starts them."""
     told = os.environ
+    at_end: Callable[[], object] | None = None
     if "OFFBEAT_DOOR" in told:
-        return ServedLearner(
-            line=line,
-            number=int(told["OFFBEAT_LEARNER"]),
-            learners=int(told["OFFBEAT_LEARNERS"]),
-            listener=told["OFFBEAT_DOOR"],
-            token=told["OFFBEAT_TOKEN"],
-            slow=slow,
-            seed=seed,
-        )
-    rank, learners = int(told.get("RANK", "0")), int(told.get("WORLD_SIZE", "1"))
-    create(line, expect=learners)  # before anything is started
-    plan = {**setting, "line": line, "learners": learners, "shards": servers}
-    services = _Services(plan, seed) if rank == 0 else None
-    found = services.address if services is not None else None
-    if learners > 1:
-        key = f"{_KEY}/{told.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        found = json.loads(through_store(key, None if found is None else json.dumps(found)))
-    assert found is not None
+        number, learners = int(told["OFFBEAT_LEARNER"]), int(told["OFFBEAT_LEARNERS"])
+        found = {"door": told["OFFBEAT_DOOR"], "token": told["OFFBEAT_TOKEN"]}
+    else:
+        number, learners = int(told.get("RANK", "0")), int(told.get("WORLD_SIZE", "1"))
+        create(line, expect=learners)  # before anything is started
+        said: str | None = None
+        if number == 0:
+            said, at_end = _start_services({**setting, "line": line, "learners": learners, "shards": servers}, seed)
+        if learners > 1:
+            said = through_store(f"{_KEY}/{told.get('TORCHELASTIC_RESTART_COUNT', '0')}", said)
+        assert said is not None
+        found = json.loads(said)
     return ServedLearner(
         line=line,
-        number=rank,
+        number=number,
         learners=learners,
         listener=found["door"],
         token=found["token"],
         slow=slow,
         seed=seed,
-        at_end=None if services is None else services.close,
+        at_end=at_end,
     )
 
 
@@ -162,26 +156,20 @@ def _store(host: str, port: int, learners: int, owns: bool) -> Any:
     return TCPStore(host, port, learners, is_master=owns, timeout=timedelta(seconds=60), wait_for_workers=False)
 
 
-class _Services:
-    """Coordinator and servers of a run whose learners start by themselves, as a process beside this one."""
+def _start_services(setting: Mapping[str, Any], seed: int) -> tuple[str, Callable[[], object]]:
+    """Start coordinator and servers of a run whose learners start by themselves, as a process beside this one.
 
-    def __init__(self, setting: Mapping[str, Any], seed: int) -> None:
-        plan = {"setting": setting, "seed": seed, "log": os.environ.get("OFFBEAT_LOG")}
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "offbeat.server.supervisor", json.dumps(plan)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        )
-        assert self.process.stdout is not None
-        said = self.process.stdout.readline()
-        if not said:
-            raise OffbeatError(f"the services of the run did not start (exit code {self.process.wait()})")
-        self.address: dict[str, str] = json.loads(said)
-
-    def close(self) -> None:
-        """They end when all learners have left; this process is the one that they live beside."""
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.close()
-        self.process.wait()
-        self.process.stdout.close()
+    Where they are found, as JSON, and what waits for their end: they end when all learners have left.
+    """
+    plan = {"setting": setting, "seed": seed, "log": os.environ.get("OFFBEAT_LOG")}
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "offbeat.server.supervisor", json.dumps(plan)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    said = process.stdout.readline()
+    if not said:
+        raise OffbeatError(f"the services of the run did not start (exit code {process.wait()})")
+    return said.decode(), process.communicate

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, Protocol
 
@@ -59,26 +60,20 @@ class SampleOrder:
 
     def __init__(self, seed: int, samples: int, *, shuffled: bool = True) -> None:
         self.seed, self.samples, self.shuffled = seed, samples, shuffled
-        self._permutations: dict[int, torch.Tensor] = {}  # by epoch
+        self._permutation = lru_cache(self.KEPT)(self._shuffle)  # by epoch
 
     def indices(self, batch: Iterable[tuple[int, int, int]]) -> list[int]:
         """Of stretches (epoch, start, count)."""
         found: list[int] = []
         for epoch, start, count in batch:
-            if self.shuffled:
-                found += self._permutation(epoch)[start : start + count].tolist()
-            else:
-                found += range(start, start + count)
+            stretch = slice(start, start + count)
+            found += self._permutation(epoch)[stretch].tolist() if self.shuffled else range(self.samples)[stretch]
         return found
 
-    def _permutation(self, epoch: int) -> torch.Tensor:
-        if epoch not in self._permutations:
-            # On the CPU, whatever the default device: there the numbers are the same on every machine.
-            chance = torch.Generator(device="cpu").manual_seed(seed_of(self.seed, epoch))
-            while len(self._permutations) >= self.KEPT:
-                del self._permutations[next(iter(self._permutations))]
-            self._permutations[epoch] = torch.randperm(self.samples, generator=chance, device="cpu")
-        return self._permutations[epoch]
+    def _shuffle(self, epoch: int) -> torch.Tensor:
+        # On the CPU, whatever the default device: there the numbers are the same on every machine.
+        chance = torch.Generator(device="cpu").manual_seed(seed_of(self.seed, epoch))
+        return torch.randperm(self.samples, generator=chance, device="cpu")
 
 
 class LoaderWrapper:

@@ -24,7 +24,8 @@ from offbeat.errors import OffbeatError
 from offbeat.leases import Lease
 from offbeat.policies import LearnerRule
 from offbeat.server.learner.connection import Connection, ConnectionState
-from offbeat.server.parameter_layout import DTYPES, ModelTensors, write_tensors
+from offbeat.server.learner.gradient_hooks import GradientSink
+from offbeat.server.parameter_layout import DTYPES, ModelTensors, views, write_tensors
 from offbeat.server.wire import Go, Hyper, Weights
 
 Pieces = tuple[tuple[int, int], ...]  # where weights are: buffer and version of each shard that has its own
@@ -47,7 +48,7 @@ class PushReport(NamedTuple):
         return self._replace(samples=samples, leases=leases, began_s=earlier.began_s)
 
 
-class PushMode:
+class PushMode(GradientSink):
     """What all have in common: the connection, the model, the batch at hand, and taking what a Go says."""
 
     def __init__(
@@ -63,10 +64,6 @@ class PushMode:
         self.leased_to = 0  # the incarnation that they belong to; 0: no leases
         self._start_s = connection.accepted.start_s
 
-    @property
-    def incarnation(self) -> int:
-        return self.state.incarnation
-
     def take_leases(self) -> tuple[int, ...]:
         """The numbers of the leases at hand, which are answered for now."""
         numbers = tuple(lease.number for lease in self.leases)
@@ -78,16 +75,12 @@ class PushMode:
     def fill(self, index: int, gradient: Tensor) -> None:
         """A gradient is there."""
 
-    def is_unchanged(self, index: int, gradient: Tensor) -> bool:
-        """Whether a gradient is what was filled."""
-        return True
-
     def is_cancelled(self) -> bool:
         """Whether the minibatch is not wanted any more, or its samples are those of another."""
         return self.connection.is_cancelled() or self._has_lost_leases()
 
     def _has_lost_leases(self) -> bool:
-        return self.leased_to not in (0, self.incarnation)
+        return self.leased_to not in (0, self.state.incarnation)
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
@@ -110,7 +103,7 @@ class PushMode:
         """
         while True:
             go = self.wait_for_go()
-            incarnation = self.incarnation
+            incarnation = self.state.incarnation
             if go.pieces:
                 self.load(go.pieces, extra=extra)
                 self.loaded = (incarnation, go.pin)
@@ -137,8 +130,7 @@ class PushMode:
 
     def load_last(self) -> None:
         """The weights at the end of the run, when nobody changes them any more."""
-        shards = self.arena.setting.shards if self.arena.setting.independent else 1
-        words = [self.arena.committed(shard) for shard in range(shards)]
+        words = self.arena.committed
         self.load(tuple((buffer.get(), version.get()) for version, buffer in words), extra=False)
         self.version = min(version.get() for version, _ in words)
         self.detach()
@@ -236,11 +228,11 @@ class PushGradientInPlace(PushGradient):
     def load(self, pieces: Pieces, *, extra: bool) -> None:
         trained, buffer = self.tensors.trained, pieces[0][0]
         if buffer not in self._views:
-            self._views[buffer] = self.arena.views(buffer, trained)
+            self._views[buffer] = views(self.arena.weights[buffer], trained)
         for parameter, view in zip(trained, self._views[buffer], strict=True):
             parameter.data = view
         if extra:
-            self.arena.fetch_extra(self.tensors)
+            write_tensors(self.arena.extra, self.tensors.extra)
 
     def epoch_ended(self) -> None:
         self.begin()
@@ -325,7 +317,7 @@ class AsyncPushFetch(PushMode):
         self._first_version = 0
         self._minibatches = 0
         self._computes_as = 0  # the incarnation in which the minibatch began
-        self._changed = threading.Condition()  # of the next three, and of `_spare`
+        self._changed = threading.Condition()  # of all below, and of `_spare`
         self._outgoing: _GradientSum | None = None
         self._under_way = 0  # sums that are handed over, and not answered yet
         self._error: OffbeatError | None = None
@@ -333,16 +325,15 @@ class AsyncPushFetch(PushMode):
         self._staged: _StagedWeights | None = None
         self._reading: Tensor | None = None  # what is being copied into the model
         self._staging = [torch.empty_like(self.arena.weights[0]) for _ in range(3)]
-        self._lock = threading.Lock()  # of the three above
         self._stages = threading.Lock()  # one thread at a time
 
     def is_cancelled(self) -> bool:
         """Only with its incarnation: what that computed is computed again, by others."""
-        return self._computes_as != self.incarnation or self._has_lost_leases()
+        return self._computes_as != self.state.incarnation or self._has_lost_leases()
 
     def start(self) -> None:
         super().start()
-        self._computes_as = self.incarnation
+        self._computes_as = self.state.incarnation
         for body in (self._push_all, self._fetch_all):
             threading.Thread(target=self._guarded, args=(body,), name=f"offbeat {body.__name__}", daemon=True).start()
 
@@ -352,10 +343,10 @@ class AsyncPushFetch(PushMode):
             raise self._error
         if not self._under_way:  # else it goes on by itself; but not where it waited for the end of an epoch
             super().begin()
-        if self._computes_as != self.incarnation:
+        if self._computes_as != self.state.incarnation:
             self._start_sum()
-            self._computes_as = self.incarnation
-        with self._lock:
+            self._computes_as = self.state.incarnation
+        with self._changed:
             staged, self._staged = self._staged, None
             self._reading = None if staged is None else staged.vector
         if staged is not None and staged.loaded > self.loaded:
@@ -429,7 +420,7 @@ class AsyncPushFetch(PushMode):
                 if outgoing is None:
                     self._changed.wait(0.5)
                     continue
-            wanted = outgoing.incarnation == self.incarnation
+            wanted = outgoing.incarnation == self.state.incarnation
             if wanted:
                 self.arena.slots[self.state.slot].copy_(outgoing.vector)
             with self._changed:
@@ -451,7 +442,7 @@ class AsyncPushFetch(PushMode):
             self._wanted.clear()
             self.connection.wait(ConnectionState.joined, "joining again")
             self.connection.say(ConnectionState.request_weights)
-            found = self.connection.wait(ConnectionState.weights_or_again, "weights")
+            found = self.connection.wait(lambda state: state.answer_or_again(Weights), "weights")
             if isinstance(found, Weights):
                 self._stage(found.pieces, found.version, found.pin)
             else:  # it was given up meanwhile
@@ -459,15 +450,15 @@ class AsyncPushFetch(PushMode):
 
     def _stage(self, pieces: Pieces, version: int, pin: int) -> None:
         """Copy the weights beside, for the next minibatch to begin with."""
-        incarnation = self.incarnation
+        incarnation = self.state.incarnation
         with self._stages:
-            with self._lock:
+            with self._changed:
                 taken = (self._reading, None if self._staged is None else self._staged.vector)
                 vector = next(one for one in self._staging if all(one is not other for other in taken))
             self.arena.gather(pieces, out=vector)
             self.received_bytes += vector.nbytes
             self.connection.say(ConnectionState.fetched, pin)
-            with self._lock:
+            with self._changed:
                 newer = self._staged is None or (incarnation, pin) > self._staged.loaded
                 if newer and not self.connection.is_fenced(incarnation):
                     self._staged = _StagedWeights(vector, version, (incarnation, pin))

@@ -22,13 +22,12 @@ from offbeat.collectives.backend import stats
 from offbeat.collectives.options import Options
 from offbeat.errors import RequestError
 from offbeat.runs.learning import sign_of_losses, warning_of_losses
-from offbeat.server.learner.base_learner import BaseLearner, MinibatchBlock, replace_step
-from offbeat.server.learner.learner_collectives import decode, encode
+from offbeat.server.learner.interface import Learner, OpenMinibatch, decode, encode, replace_step
 from offbeat.server.learner.leased_loader import LoaderWrapper, rebuilt, why_local
 from offbeat.strategy import NATIVE
 
 
-class ReducedLearner(BaseLearner):
+class ReducedLearner(Learner):
     """A rank of a process group in DDP, as `offbeat.join()` returns it for an all-reduce such as "ring".
 
     `help(offbeat.Learner)` describes the calls that every strategy has. Attributes: `strategy` (the line), `number` (of
@@ -38,7 +37,7 @@ class ReducedLearner(BaseLearner):
     def __init__(self, line: str, *, slow: Sequence[str] = (), seed: int = 0) -> None:
         rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         super().__init__(line, rank, ranks, slow=slow, seed=seed)
-        self.version = 0
+        self._version = 0
         self._seed = seed
         self._losses: list[float | torch.Tensor] = []
         self._busy_s = 0.0  # in minibatches, with what they wait for
@@ -48,6 +47,11 @@ class ReducedLearner(BaseLearner):
             store = None if "MASTER_ADDR" in os.environ else HashStore()  # alone
             options = replace(Options.of_environment(), strategy=line)
             dist.init_process_group("offbeat", rank=rank, world_size=ranks, store=store, pg_options=options)
+
+    @property
+    def version(self) -> int:
+        """How many updates this run has made so far."""
+        return self._version
 
     def _attach(
         self,
@@ -60,7 +64,7 @@ class ReducedLearner(BaseLearner):
     ) -> nn.Module:
         """The model in DDP, and the optimizer as it is."""
         if gradients is not None or in_place:
-            self.notes += ("gradients= and in_place= are for a parameter server: DDP has its own communication hooks",)
+            self._notes += ("gradients= and in_place= are for a parameter server: DDP has its own communication hooks",)
         self._trains = model, optimizer
         wrapped = nn.parallel.DistributedDataParallel(model)
         wrapped.register_forward_pre_hook(self._count_forward)
@@ -86,7 +90,7 @@ class ReducedLearner(BaseLearner):
 
             if closure is None:
                 check_and_clip()
-            self.version += 1
+            self._version += 1
             return own_step(computed) if closure is not None else own_step()
 
         replace_step(optimizer, step)
@@ -100,13 +104,13 @@ class ReducedLearner(BaseLearner):
         own = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
         why = why_local(loader)
         if own and isinstance(loader.sampler, DistributedSampler):
-            self.notes += ("the loader has a DistributedSampler already: it is left as it is",)
+            self._notes += ("the loader has a DistributedSampler already: it is left as it is",)
             return loader
         if not own or "iterates in its own way" in why:
-            self.notes += (f"every learner goes through its own data, since {why}",)
+            self._notes += (f"every learner goes through its own data, since {why}",)
             return loader
         if why:
-            self.notes += (
+            self._notes += (
                 f"the loader keeps its order, since {why}: of what that gives, each learner takes its share",
             )
         return RankLoader(loader, self._seed, plain=not why)
@@ -119,21 +123,21 @@ class ReducedLearner(BaseLearner):
 
     def _exchange(self, what: str, data: bytes, timeout_s: float) -> dict[int, bytes]:
         """By the process group; it has a time limit of its own."""
-        kinds = [one.decode() for one in _gather_bytes(what.encode())]
+        kinds = [one.decode() for one in gather_bytes(what.encode())]
         for learner, theirs in enumerate(kinds):
             if theirs != kinds[0]:
                 raise RequestError(
                     f"a call is {kinds[0]} on learner 0 and {theirs} on learner {learner}: all learners make the same "
                     "calls in the same order"
                 )
-        return dict(enumerate(_gather_bytes(data)))
+        return dict(enumerate(gather_bytes(data)))
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def minibatch(self) -> Iterator[MinibatchBlock]:
+    def minibatch(self) -> Iterator[OpenMinibatch]:
         """One minibatch, as a `with` block: forward, backward, `optimizer.step()`. It is never cancelled."""
-        self._open = minibatch = MinibatchBlock(time.monotonic())
+        self._open = minibatch = OpenMinibatch(time.monotonic())
         try:
             yield minibatch
         finally:
@@ -180,7 +184,7 @@ class ReducedLearner(BaseLearner):
             dist.destroy_process_group()
 
 
-def _gather_bytes(data: bytes) -> list[bytes]:
+def gather_bytes(data: bytes) -> list[bytes]:
     """What each rank of the process group gives, on all."""
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, torch.tensor([len(data)]))
@@ -196,20 +200,18 @@ class RankLoader(LoaderWrapper):
     """A loader with this rank's share, another order each epoch if the user's shuffles."""
 
     def __init__(self, loader: DataLoader[Any], seed: int, *, plain: bool) -> None:
-        self._sampler: DistributedSampler[Any] | _EveryNthSampler
         batches: Any = loader.batch_sampler
-        order: dict[str, Any]
-        if batches is not None and type(batches) is not BatchSampler:
-            self._sampler = _EveryNthSampler(batches, drop_last=False)
-            order = {"batch_sampler": self._sampler}
+        own = batches is not None and type(batches) is not BatchSampler
+        given = batches if own else loader.sampler if batches is None else batches.sampler
+        drop_last = batches is not None and not own and batches.drop_last
+        self._sampler: DistributedSampler[Any] | _EveryNthSampler
+        if plain:
+            shuffles = isinstance(given, RandomSampler)
+            self._sampler = DistributedSampler(loader.dataset, shuffle=shuffles, seed=seed, drop_last=drop_last)
         else:
-            sampler = loader.sampler if batches is None else batches.sampler
-            drop_last = batches is not None and batches.drop_last
-            if plain:
-                shuffles = isinstance(sampler, RandomSampler)
-                self._sampler = DistributedSampler(loader.dataset, shuffle=shuffles, seed=seed, drop_last=drop_last)
-            else:
-                self._sampler = _EveryNthSampler(sampler, drop_last=drop_last)
+            self._sampler = _EveryNthSampler(given, drop_last=drop_last)
+        order: dict[str, Any] = {"batch_sampler": self._sampler}
+        if not own:
             size = None if batches is None else batches.batch_size
             order = {"sampler": self._sampler, "batch_size": size, "drop_last": drop_last}
         super().__init__(rebuilt(loader, persistent_workers=loader.persistent_workers, **order))
@@ -239,7 +241,7 @@ class _EveryNthSampler:
     def __iter__(self) -> Iterator[Any]:
         if not hasattr(self._given, "__len__"):
             return islice(iter(self._given), self._rank, None, self._ranks)
-        order = decode(_gather_bytes(encode(list(self._given)) if self._rank == 0 else b"")[0])
+        order = decode(gather_bytes(encode(list(self._given)) if self._rank == 0 else b"")[0])
         share = self._share_of(len(order))
         return islice(cycle(order), self._rank, share * self._ranks, self._ranks)
 

@@ -17,6 +17,7 @@ the `PushMode` pushes it over the `Connection`, waits, and loads the weights tha
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,10 +31,10 @@ from offbeat.errors import OffbeatError, PeerError, RequestError
 from offbeat.leases import Answer, Lease
 from offbeat.policies import create
 from offbeat.server.coordinator.group_calls import GAVE_UP
-from offbeat.server.learner import leased_loader, optimizer_state
-from offbeat.server.learner.base_learner import BaseLearner, MinibatchBlock, replace_step
-from offbeat.server.learner.connection import Connection, ConnectionState
+from offbeat.server.learner import leased_loader
+from offbeat.server.learner.connection import A, Again, Connection, ConnectionState
 from offbeat.server.learner.gradient_hooks import Cancelled, Hooks
+from offbeat.server.learner.interface import Learner, OpenMinibatch, replace_step
 from offbeat.server.learner.push_modes import (
     AsyncPushFetch,
     PushDelta,
@@ -42,12 +43,19 @@ from offbeat.server.learner.push_modes import (
     PushMode,
     PushReport,
 )
-from offbeat.server.parameter_layout import DTYPES, layout_of, model_tensors, write_tensors
+from offbeat.server.parameter_layout import (
+    DTYPES,
+    layout_of,
+    model_tensors,
+    state_from_vectors,
+    state_to_vectors,
+    write_tensors,
+)
 from offbeat.server.shard import optimizers
-from offbeat.server.wire import MOST_DATA_BYTES, EnterPause, Granted, GroupCallAnswer
+from offbeat.server.wire import MOST_DATA_BYTES, EnterPause, Granted, GroupCallAnswer, Hyper, Message
 
 
-class ServedLearner(BaseLearner):
+class ServedLearner(Learner):
     """A learner of a parameter server, as `offbeat.join()` returns it for a policy such as "k-sync:3".
 
         model, optimizer, loader = learner.prepare(model, optimizer, loader)
@@ -72,7 +80,7 @@ class ServedLearner(BaseLearner):
         token: str,
         slow: Sequence[str] = (),
         seed: int = 0,
-        at_end: Callable[[], None] | None = None,
+        at_end: Callable[[], object] | None = None,
     ) -> None:
         super().__init__(line, number, learners, slow=slow, seed=seed)
         self._listener, self._token = listener, token
@@ -83,7 +91,7 @@ class ServedLearner(BaseLearner):
         self._connection: Connection | None = None
         self._mode: PushMode | None = None
         self._hooks: Hooks | None = None
-        self._outer_hyper: tuple[optimizers.Hyper, ...] | None = None  # of the servers' own optimizer, if it is another
+        self._outer_hyper: tuple[Hyper, ...] | None = None  # of the servers' own optimizer, if it is another
         self._end_wanted = self._has_begun = False
         self._wants_state = False  # in the pause that it leads
         self._state: tuple[dict[str, Tensor], int] | None = None  # of the servers, and its version
@@ -137,10 +145,11 @@ class ServedLearner(BaseLearner):
         if delta and corrects:
             hypers = optimizers.outer_of(self._policy.outer_optimizer, optimizer, corrects=True)
             note = optimizers.outer_note(self._policy.outer_optimizer, hypers)
-            self.notes += (note,) if note else ()
+            self._notes += (note,) if note else ()
         self._outer_hyper = tuple(hypers) if delta else None
         self._hooks = Hooks(model, tensors.trained, mode, keeps_buffers=self._policy.cancels)
-        self.notes += (*self._hooks.notes, *optimizers.notes_of(optimizer))
+        self._notes += (*self._hooks.notes, *optimizers.notes_of(optimizer))
+        self._unsaid = () if self._policy.cancels else self._hooks.notes  # those are about cancelling
         mode.start()
         self._has_begun = True
         connection.end_wanted = self._end_wanted
@@ -157,10 +166,10 @@ class ServedLearner(BaseLearner):
             outer = (self._loaded or {}).get("outer")
             if outer is None:
                 return None
-            return {**optimizer_state.to_vectors(trained, {}, (), DTYPES[table.dtype]), **outer}
+            return {**state_to_vectors(trained, {}, (), DTYPES[table.dtype]), **outer}
         if not any(optimizer.state.values()):
             return None
-        found = optimizer_state.to_vectors(trained, optimizer.state, table.states, DTYPES[table.dtype])
+        found = state_to_vectors(trained, optimizer.state, table.states, DTYPES[table.dtype])
         if not self._policy.rule.fetch_every:
             optimizer.state.clear()  # from now on it is the servers'
         return found
@@ -186,7 +195,10 @@ class ServedLearner(BaseLearner):
 
         replace_step(optimizer, step)
         if not self._policy.rule.delta:  # there the learner's own optimizer is the one that counts
-            optimizer.state_dict = self._optimizer_state  # type: ignore[method-assign]  # the servers have the state
+            # The servers have the state.
+            optimizer.state_dict = lambda: self._as_optimizer_state(  # type: ignore[method-assign]
+                self._state_of_servers()[0]
+            )
         optimizer.load_state_dict = _refuse_to_load  # type: ignore[method-assign, assignment]  # likewise
 
     def _share(self, loader: Any) -> leased_loader.LoaderWrapper:
@@ -196,14 +208,10 @@ class ServedLearner(BaseLearner):
         source.epoch_samples = wrapped.samples if isinstance(wrapped, leased_loader.LeasedLoader) else 0
         return wrapped
 
-    def _follow_version(self, scheduler: Any) -> None:
+    def _follow_version(self, scheduler: Any) -> Any:
         if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             raise RequestError("ReduceLROnPlateau counts what you measure, not versions: keep it out of prepare")
-        follow(scheduler, lambda: self.version)
-
-    def _notes_to_say(self) -> Sequence[str]:
-        unsaid = () if self._policy.cancels or self._hooks is None else self._hooks.notes  # those are about cancelling
-        return [note for note in self.notes if note not in unsaid]
+        return follow(scheduler, lambda: self.version)
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 
@@ -213,7 +221,7 @@ class ServedLearner(BaseLearner):
         return 0 if self._mode is None else self._mode.version
 
     @contextmanager
-    def minibatch(self) -> Iterator[MinibatchBlock]:
+    def minibatch(self) -> Iterator[OpenMinibatch]:
         """One minibatch, as a `with` block: forward, backward, `optimizer.step()`.
 
         A cancelled one ends where it is, without an error; `minibatch.cancelled` is then True.
@@ -222,7 +230,7 @@ class ServedLearner(BaseLearner):
         if self._open is None:
             mode.begin()
             self._last_cancelled = False
-        minibatch = MinibatchBlock(time.monotonic() if self._open is None else self._open.began_s)
+        minibatch = OpenMinibatch(time.monotonic() if self._open is None else self._open.began_s)
         self._open = minibatch
         self._has_entered = True
         hooks.begin()
@@ -255,7 +263,7 @@ class ServedLearner(BaseLearner):
             raise RequestError("this learner has finished, and left the run")
         return self._connection, self._mode, self._hooks
 
-    def _give_up(self, minibatch: MinibatchBlock) -> None:
+    def _give_up(self, minibatch: OpenMinibatch) -> None:
         """The open minibatch is not wanted: the model is as it was before it, and its samples go back."""
         _, mode, hooks = self._ready()
         self._last_cancelled = True
@@ -274,7 +282,7 @@ class ServedLearner(BaseLearner):
         """What `optimizer.step()` does now."""
         _, mode, hooks = self._ready()
         if self._open is None:  # a loop without `with learner.minibatch()`: it is never interrupted
-            self._open = MinibatchBlock(self._since_s)
+            self._open = OpenMinibatch(self._since_s)
         minibatch = self._open
         try:
             self._push(minibatch)
@@ -287,7 +295,7 @@ class ServedLearner(BaseLearner):
             mode.begin()
         self._since_s = time.monotonic()
 
-    def _push(self, minibatch: MinibatchBlock) -> None:
+    def _push(self, minibatch: OpenMinibatch) -> None:
         connection, mode, hooks = self._ready()
         self._be_slow(minibatch.began_s, mode.is_cancelled, connection.sleep)
         if mode.is_cancelled():
@@ -318,10 +326,6 @@ class ServedLearner(BaseLearner):
         outer = {name: vector for name, vector in kept.items() if name != "weights"}
         return version, found, {"optimizer": optimizer.state_dict(), "outer": outer}
 
-    def _optimizer_state(self) -> dict[str, Any]:
-        """What `optimizer.state_dict()` gives now."""
-        return self._as_optimizer_state(self._state_of_servers()[0])
-
     def _as_optimizer_state(self, kept: Mapping[str, Tensor]) -> dict[str, Any]:
         """The servers' state as torch's own optimizer would give it."""
         _, optimizer = self._trained()
@@ -330,7 +334,7 @@ class ServedLearner(BaseLearner):
         counts = not isinstance(optimizer, torch.optim.SGD)
         try:
             optimizer.state.clear()
-            optimizer.state.update(optimizer_state.from_vectors(self._mode.tensors.trained, kept, counts=counts))
+            optimizer.state.update(state_from_vectors(self._mode.tensors.trained, kept, counts=counts))
             return type(optimizer).state_dict(optimizer)
         finally:
             optimizer.state.clear()
@@ -367,18 +371,10 @@ class ServedLearner(BaseLearner):
             raise RequestError(f"{what}: {len(data)} bytes; each of {self.learners} learners may give {most}")
         mode.flush()
         self._calls += 1
-        number, end_s = self._calls, time.monotonic() + timeout_s
+        number = self._calls
         waits_for = f"the other learners at call {number} ({what})"
         try:
-            while True:
-                connection.wait(ConnectionState.joined, "joining again")
-                connection.say(ConnectionState.call, number, what, data)
-                left_s = max(0.0, end_s - time.monotonic())
-                answer = connection.wait(ConnectionState.called_or_again, waits_for, left_s, pauses=True)
-                if isinstance(answer, GroupCallAnswer):
-                    break
-                if connection.state.fenced:
-                    mode.step_aside()
+            answer = self._ask(GroupCallAnswer, waits_for, lambda state: state.call(number, what, data), timeout_s)
         except PeerError:
             connection.say(ConnectionState.call, number, "", b"")
             raise
@@ -388,11 +384,35 @@ class ServedLearner(BaseLearner):
             raise (PeerError if GAVE_UP in answer.error else RequestError)(answer.error)
         return dict(answer.data)
 
+    def _ask(
+        self,
+        kind: type[A],
+        what: str,
+        request: Callable[[ConnectionState], list[Message]],
+        timeout_s: float = math.inf,
+        *,
+        pauses: bool = True,
+    ) -> A:
+        """Ask until it is answered: a learner that was given up meanwhile joins again, and asks again."""
+        connection, mode, _ = self._ready()
+        end_s = time.monotonic() + timeout_s
+        while True:
+            connection.wait(ConnectionState.joined, "joining again")
+            connection.say(request)
+            left_s = max(0.0, end_s - time.monotonic())
+            answer: A | Again = connection.wait(lambda state: state.answer_or_again(kind), what, left_s, pauses=pauses)
+            if not isinstance(answer, str):
+                return answer
+            if connection.state.fenced and self._open is not None:
+                self._give_up(self._open)
+            elif connection.state.fenced:
+                mode.step_aside()
+
     # --- pauses -------------------------------------------------------------------------------------------------------
 
     def _in_pause(self, pause: EnterPause) -> bool:
         if pause.lead and self._wants_state:
-            self._state = self.snapshot(), self._ready()[0].arena.committed(0)[0].get()
+            self._state = self.snapshot(), self._ready()[0].arena.committed[0][0].get()
         return self.on_pause is not None and self.on_pause(pause)
 
     @property
@@ -452,8 +472,7 @@ class ServedLearner(BaseLearner):
         self._discard_batch()
         mode.flush()
         connection.say(ConnectionState.bye)
-        word = connection.arena.quiet_word()
-        while not word.get():
+        while not connection.arena.quiet_word.get():
             if connection.failed is not None:
                 raise connection.failed
             time.sleep(0.01)
@@ -476,8 +495,8 @@ class ServedLearner(BaseLearner):
             self._at_end = None
 
 
-def follow(scheduler: Any, progress: Callable[[], int]) -> None:
-    """From now on the scheduler stands where `progress` is, however often its `step` is called.
+def follow(scheduler: Any, progress: Callable[[], int]) -> Any:
+    """The scheduler: from now on it stands where `progress` is, however often its `step` is called.
 
     It becomes one of a class of its own: an attribute would be a part of what its `state_dict` gives. Its steps are
     counted here, since not all schedulers count theirs (ChainedScheduler).
@@ -491,6 +510,7 @@ def follow(scheduler: Any, progress: Callable[[], int]) -> None:
             kind.step(self, *given)
 
     scheduler.__class__ = type(kind.__name__, (kind,), {"step": step})
+    return scheduler
 
 
 def _refuse_to_load(*_: Any) -> None:
@@ -506,25 +526,21 @@ class _CoordinatorLeases:
 
     def take(self, epoch: int, count: int, *, wait: bool) -> Lease | Answer:
         learner = self.learner
-        connection, mode, _ = learner._ready()
+        _, mode, _ = learner._ready()
         if wait:
             if learner._step_with_accumulated is not None and mode.leases:
                 learner._step_with_accumulated()
             learner._discard_batch()
             mode.flush()  # what was computed and not pushed would be waited for
-        while True:
-            connection.wait(ConnectionState.joined, "joining again")
-            connection.say(ConnectionState.request_samples, epoch=epoch, count=count, of=self.epoch_samples, wait=wait)
-            answer = connection.wait(ConnectionState.granted_or_again, "samples", pauses=wait)
-            if isinstance(answer, Granted):
-                if answer.answer == Answer.ENDED.value:
-                    mode.epoch_ended()
-                return Lease(*answer.lease) if answer.lease is not None else Answer(answer.answer)
-            if connection.state.fenced:
-                if learner._open is not None:
-                    learner._give_up(learner._open)
-                else:
-                    mode.step_aside()
+        answer = learner._ask(
+            Granted,
+            "samples",
+            lambda state: state.request_samples(epoch=epoch, count=count, of=self.epoch_samples, wait=wait),
+            pauses=wait,
+        )
+        if answer.answer == Answer.ENDED.value:
+            mode.epoch_ended()
+        return Lease(*answer.lease) if answer.lease is not None else Answer(answer.answer)
 
     def begin(self, leases: Sequence[Lease]) -> None:
         learner = self.learner
@@ -532,7 +548,7 @@ class _CoordinatorLeases:
         if learner._open is None and learner._step_with_accumulated is None:
             learner._discard_batch()
         mode.leases += tuple(leases)
-        mode.leased_to = mode.incarnation if leases else 0
+        mode.leased_to = mode.state.incarnation if leases else 0
 
     def give_back(self, leases: Sequence[Lease]) -> None:
         connection = self.learner._connection

@@ -1,7 +1,7 @@
 """A run's arithmetic in one process: versions of the weights, gradients, and updates made by the servers' own code.
 
 For whoever makes a run again (`replay`) or trains in virtual time. Law: the same gradients, in the same order, with the
-same hyperparameters give the same weights as on the servers, bit for bit: it is the same code (`updates`).
+same hyperparameters give the same weights as on the servers, bit for bit: it is the same code (`optimizers`).
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ import torch
 from msgspec import structs
 from torch import Tensor, nn
 
-from offbeat.server.coordinator.update_queue import clip_of
+from offbeat.server.coordinator.grants import clip_of
 from offbeat.server.parameter_layout import DTYPES, layout_of, model_tensors, read_tensors, views, write_tensors
 from offbeat.server.shard import optimizers
-from offbeat.server.shard.updates import Updates
 from offbeat.server.wire import Hyper, ShardJob
 
 
@@ -46,7 +45,9 @@ class InProcessServer:
         self.offsets = self.table.offsets()
         self._absent: dict[int, frozenset[int]] = {}  # parameters without a gradient
         steps = [torch.zeros(len(self.table.sizes), dtype=torch.int64) for _ in range(2)]
-        self._updates = Updates(self.table, self.weights, self.slots, self.states, steps, 0, items, self.device)
+        self._updates = optimizers.Updates(
+            self.table, self.weights, self.slots, self.states, steps, 0, items, self.device
+        )
         self._travels = DTYPES[self.table.gradients]
         self.read_model(0)
 
