@@ -65,7 +65,9 @@ def main() -> None:
     if inputs.dim() == 4 and device.type == "cuda":
         model, inputs = model.to(memory_format=torch.channels_last), inputs.to(memory_format=torch.channels_last)
     if given.model == "gpt2-small":
-        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+            model.parameters(), lr=3e-4, fused=True, capturable=given.graph
+        )
     else:
         lr = torch.tensor(0.01, device=device) if given.graph else 0.01
         optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=1e-4, fused=True)

@@ -157,12 +157,13 @@ def prove(step: DeviceStep, eager: DeviceStep, batches: Sequence[Batch]) -> list
     wide = _Wide(eager)
     first, second = batches[:2]
     found = []
+    scale = float(eager.scale)  # in half precision small gradients are right only if the loss is scaled
     cases = [
-        ("gradient", first, 1, 1.0, 1.0),
-        ("gradient of another minibatch", second, 1, 1.0, 1.0),
-        ("gradient with other random numbers", first, 2, 1.0, 1.0),
-        ("gradient with another loss scale", second, 1, 64.0, 1.0),
-        ("gradient with another weight", first, 1, 1.0, 0.25),
+        ("gradient", first, 1, scale, 1.0),
+        ("gradient of another minibatch", second, 1, scale, 1.0),
+        ("gradient with other random numbers", first, 2, scale, 1.0),
+        ("gradient with another loss scale", second, 1, scale / 2 if scale > 1 else 64.0, 1.0),
+        ("gradient with another weight", first, 1, scale, 0.5),
     ]
     for what, batch, seed, scale, weight in cases:
         mine, plain = (_gradient(one, batch, seed, scale, weight) for one in (step, eager))
@@ -172,7 +173,7 @@ def prove(step: DeviceStep, eager: DeviceStep, batches: Sequence[Batch]) -> list
             found.append(Finding(what, _apart(mine, plain), 1e-3 if eager.precision.name == "fp32" else 0.1))
         else:
             found.append(Finding(what, _apart(mine, right), LONGER * yardstick + ROUNDING))
-    gradient = _gradient(eager, first, 1, 1.0, 1.0)
+    gradient = _gradient(eager, first, 1, scale, 1.0)
     for what, lr, decay in (("update", 0.01, 0.0), ("learning rate", 0.05, 0.0), ("weight decay", 0.05, 0.1)):
         mine, plain = (_change(one, gradient, lr, decay) for one in (step, eager))
         found.append(Finding(what, _apart(mine, plain), ROUNDING))

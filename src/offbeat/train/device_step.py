@@ -103,6 +103,8 @@ class DeviceStep:
             parameter.grad = view
         for group in self.optimizer.param_groups:
             group["lr"], group["fused"], group["foreach"] = self.lr, True, False
+            if "capturable" in group:
+                group["capturable"] = self.captured
         self.optimizer.grad_scale = self.scale  # type: ignore[attr-defined] # as torch's own scaler hands them over
 
     @property
