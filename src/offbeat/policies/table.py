@@ -53,7 +53,7 @@ def _whole(text: str) -> int:
         raise RequestError(f"expected a whole number, 0 or more; got '{text}'") from None
 
 
-def _share(text: str) -> float:
+def parse_share(text: str) -> float:
     return parse_number(text, lambda x: 0 <= x < 1, "expected a share from 0 to below 1")
 
 
@@ -212,7 +212,7 @@ _ROWS = (
             Param(name="window", read=parse_count, default=20, help="updates that are compared (default 20)"),
             Param(
                 name="improvement",
-                read=_share,
+                read=parse_share,
                 default=0.01,
                 help="share by which the loss must fall from window to window (default 0.01)",
             ),
