@@ -157,7 +157,7 @@ def _with_defaults(given: argparse.Namespace) -> argparse.Namespace:
     wrong = [f"--{name.replace('_', '-')}" for name in others - {"lines"} if getattr(given, name) is not None]
     if "lines" in others and given.lines:
         wrong.append(f"'{given.lines[0]}'")
-    if "sync" in others:  # fields of a recipe say nothing where none is trained
+    if _TRAININGS.keys() & others:  # fields of a recipe say nothing where none is trained
         wrong += [flag(key) for key in changes_of(given)]
     if wrong:
         raise RequestError(f"bench: {wrong[0]} is not an option of bench {given.what}")
