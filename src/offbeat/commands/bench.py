@@ -98,6 +98,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--slow",
         nargs="+",
+        action="extend",
         metavar="LAW",
         help="policies: slowness (default exp:0.1 shifted-exp:0.05,0.05); of trainings: also learner=1,factor=3",
     )
