@@ -24,7 +24,12 @@ def main() -> None:
 
     # Each minibatch sleeps for 50 ms, as a larger model would compute; the last learner takes `factor` times as long.
     slow = ["constant:0.05", f"learner={LEARNERS - 1},factor={given.factor:g}"]
-    fields = {"learners": str(LEARNERS), "slow": slow, "train.epochs": str(given.epochs), "save.every_epochs": "0"}
+    fields: dict[str, str | list[str]] = {
+        "learners": str(LEARNERS),
+        "slow": slow,
+        "train.epochs": str(given.epochs),
+        "save.every_epochs": "0",
+    }
     print(
         f"{LEARNERS} learners, learner {LEARNERS - 1} is {given.factor:g}x slower; {given.epochs} epochs of the digits"
     )

@@ -65,7 +65,7 @@ def test_the_commands_of_the_tutorial_run_in_order_as_written(tmp_path: Path) ->
 
 
 def test_the_demo_names_the_strategy_that_is_faster_and_the_page(tmp_path: Path) -> None:
-    words = [sys.executable, HERE / "examples" / "slow_learner.py", "--epochs", "2"]
+    words = [sys.executable, str(HERE / "examples" / "slow_learner.py"), "--epochs", "2"]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True)
     title, *rows, ratio, page = done.stdout.splitlines()
     assert title.startswith("4 learners, learner 3 is 3x slower")
