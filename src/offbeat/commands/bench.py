@@ -416,7 +416,7 @@ _OPTIONS = (
     ),
     option("--servers", read=parse_count, metavar="S", help="shards (default 1, of server 2)"),
     option(
-        "--slow", nargs="+", metavar="LAW",
+        "--slow", nargs="+", action="extend", metavar="LAW",
         help="policies: slowness (default exp:0.1 shifted-exp:0.05,0.05); of trainings: also learner=1,factor=3",
     ),
     option("--updates", read=parse_count, metavar="N", help="policies: of each run (default: about 10 s of them)"),
