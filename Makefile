@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 # Tests run on two cores, file by file: most of a test's time is one process. More workers make timings unsteady.
 WORKERS ?= 2
 
-.PHONY: setup demo test test-torch test-ecosystem test-faults test-world test-matrix bench clean
+.PHONY: setup demo docs test test-torch test-ecosystem test-faults test-world test-matrix bench clean
 
 setup: $(INSTALLED)
 
@@ -18,8 +18,17 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[dev]'
 	@touch $@
 
+# Train the digits, then the same training with one slow learner under two strategies, side by side.
 demo: setup
 	@$(BIN)/offbeat train
+	@echo
+	@$(BIN)/python examples/slow_learner.py
+
+# The documentation as a site in build/docs; a broken link is an error.
+docs: setup
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[docs]'
+	@$(BIN)/mkdocs build --strict --quiet
+	@echo "open build/docs/index.html"
 
 test: setup
 	@$(BIN)/ruff check --no-cache .

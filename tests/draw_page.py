@@ -1,6 +1,7 @@
 """The page of the docs, from real runs: four strategies on the digits, with one learner that is three times as slow.
 
-python tests/draw_page.py FOLDER        the runs, report.html, and pictures of it (needs playwright and chromium)
+python tests/draw_page.py FOLDER            the runs, report.html, and pictures of it (needs playwright and chromium)
+python tests/draw_page.py PAGE.html FILE    the first two timelines of a page, as in docs/slow-learner.png
 """
 
 from __future__ import annotations
@@ -8,7 +9,13 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, FloatRect
 
 LINES = ("ring", "k-sync:3", "k-batch-async:2", "downpour")
 SLOW = ("--slow", "gamma:0.012,0.25", "--slow", "learner=3,factor=3")
@@ -24,15 +31,34 @@ def offbeat(*words: str) -> None:
     subprocess.run([sys.executable, "-m", "offbeat", *words], check=True, stdout=subprocess.DEVNULL)
 
 
-def draw(page: Path, folder: Path) -> None:
+@contextmanager
+def browser() -> Iterator[Browser]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
+        started = playwright.chromium.launch(
             executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-background-networking"]
         )
+        yield started
+        started.close()
+
+
+def draw_timelines(page: Path, picture: Path) -> None:
+    with browser() as started:
+        tab = started.new_context(viewport={"width": 1000, "height": 900}, device_scale_factor=1.5).new_page()
+        tab.goto(page.absolute().as_uri())
+        tab.wait_for_selector("html[data-drawn]")
+        boxes = [tab.locator("figure.chart").nth(at).bounding_box() for at in range(2)]
+        first, last = (box for box in boxes if box is not None)
+        height = last["y"] + last["height"] - first["y"]
+        clip: FloatRect = {"x": first["x"], "y": first["y"], "width": first["width"], "height": height}
+        tab.screenshot(path=picture, full_page=True, clip=clip)
+
+
+def draw(page: Path, folder: Path) -> None:
+    with browser() as started:
         for name, (width, height, theme) in PICTURES.items():
-            context = browser.new_context(
+            context = started.new_context(
                 viewport={"width": width, "height": height},
                 color_scheme="dark" if theme == "dark" else "light",
             )
@@ -43,7 +69,6 @@ def draw(page: Path, folder: Path) -> None:
                 tab.locator("figure.chart").first.evaluate("figure => figure.scrollIntoView()")
             tab.screenshot(path=folder / name)
             context.close()
-        browser.close()
 
 
 def main(folder: Path) -> None:
@@ -57,4 +82,7 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    if len(sys.argv) == 3:
+        draw_timelines(Path(sys.argv[1]), Path(sys.argv[2]))
+    else:
+        main(Path(sys.argv[1]))

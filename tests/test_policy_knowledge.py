@@ -180,7 +180,7 @@ def test_nobody_asks_which_policy_or_schedule_it_is() -> None:
 
 KNEW = (  # where such knowledge stood before
     "server/coordinator/session.py", "server/coordinator/coordinator.py", "server/learner/served_learner.py",
-    "train/learning_rate.py", "report/theory.py",
+    "train/learning_rate.py", "report/facts.py",
     "predict/calibration.py", "simulate/server.py", "simulate/diagnosis.py", "predict/race.py",
     "measure/calibration_bench.py", "schedules/ranking.py", "predict/replay.py", "commands/compare.py",
     "commands/replay.py",

@@ -157,6 +157,11 @@ def _bare(text: str) -> str:
 # --- sentences and terminals --------------------------------------------------------------------------------------
 
 
+def finite_or_none(number: float | None) -> float | None:
+    """For JSON, which has neither infinities nor NaN."""
+    return number if number is not None and math.isfinite(number) else None
+
+
 def format_seconds(seconds: float) -> str:
     return "0 s" if seconds == 0 else _scaled(seconds, [(1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")])
 

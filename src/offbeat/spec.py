@@ -238,6 +238,13 @@ def parse_count(text: str) -> int:
     return int(text)
 
 
+def parse_whole(text: str) -> int:
+    """A whole number, 0 or more."""
+    if not re.fullmatch(r"[0-9]{1,9}", text.strip()):
+        raise RequestError(f"expected a whole number, 0 or more; got '{_cut(text)}'")
+    return int(text)
+
+
 def parse_number(text: str, fits: Callable[[float], bool], expected: str) -> float:
     """A number that fits; `expected` says in words what does."""
     try:

@@ -12,26 +12,14 @@ from pathlib import Path
 import pytest
 
 from offbeat.cli import main
+from pages import DOCS, HERE, README, shown
 
-HERE = Path(__file__).parents[2]
-PAGES = [HERE / "README.md", *sorted(path for path in (HERE / "docs").glob("*.md") if path.name != "log.md")]
-
-
-def shown(page: Path) -> list[tuple[str, list[str]]]:
-    """Commands after `$ `, and the lines printed below each; `...` stands for lines left out."""
-    found: list[tuple[str, list[str]]] = []
-    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
-    for line in text.splitlines():
-        if line.startswith("    $ "):
-            found.append((line.removeprefix("    $ "), []))
-        elif line.startswith("    ") and found:
-            found[-1][1].append(line.strip())
-        elif line.strip():
-            found.append(("", []))  # text ends what a command printed
-    return [(command, lines) for command, lines in found if command]
+# The log is history; the commands of the README and the tutorial run in order, in tests/test_readme.py.
+IN_ORDER = ("README.md", "tutorial.md")
+PAGES = [README, *(page for page in DOCS if page.name != "log.md")]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in IN_ORDER], ids=lambda path: path.name)
 def test_commands_in_the_docs_print_what_is_shown(
     page: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -157,7 +157,7 @@ def _with_defaults(given: argparse.Namespace) -> argparse.Namespace:
     wrong = [f"--{name.replace('_', '-')}" for name in others - {"lines"} if getattr(given, name) is not None]
     if "lines" in others and given.lines:
         wrong.append(f"'{given.lines[0]}'")
-    if "sync" in others:  # fields of a recipe say nothing where none is trained
+    if _TRAININGS.keys() & others:  # fields of a recipe say nothing where none is trained
         wrong += [flag(key) for key in changes_of(given)]
     if wrong:
         raise RequestError(f"bench: {wrong[0]} is not an option of bench {given.what}")
@@ -416,7 +416,7 @@ _OPTIONS = (
     ),
     option("--servers", read=parse_count, metavar="S", help="shards (default 1, of server 2)"),
     option(
-        "--slow", nargs="+", metavar="LAW",
+        "--slow", nargs="+", action="extend", metavar="LAW",
         help="policies: slowness (default exp:0.1 shifted-exp:0.05,0.05); of trainings: also learner=1,factor=3",
     ),
     option("--updates", read=parse_count, metavar="N", help="policies: of each run (default: about 10 s of them)"),

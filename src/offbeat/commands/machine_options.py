@@ -12,12 +12,13 @@ from typing import NamedTuple
 from offbeat.commands.base import option
 from offbeat.errors import RequestError
 from offbeat.machine import available_bytes
+from offbeat.policies.table import parse_share
 from offbeat.predict.calibration import Delays, machine_of, read_calibration
 from offbeat.predict.machines import Machines
 from offbeat.simulate.cluster import Cluster, check_memory
 from offbeat.simulate.compute import LAWS, Failures, SlowPeriods, parse_law
 from offbeat.simulate.setup import Network
-from offbeat.spec import parse_count, parse_number, parse_rate, parse_seconds, parse_size
+from offbeat.spec import parse_count, parse_rate, parse_seconds, parse_size
 
 
 class Learners(NamedTuple):
@@ -120,10 +121,6 @@ def _numbers(text: str) -> tuple[float, ...]:
         raise RequestError(f"expected numbers joined by commas, like 1,1,0.5; got '{text}'") from None
 
 
-def _share(text: str) -> float:
-    return parse_number(text, lambda x: 0 <= x < 1, "expected a share from 0 to below 1")
-
-
 def _slow(text: str) -> SlowPeriods:
     values = _numbers(text)
     if len(values) != 3 or not (0 < values[0] < math.inf and all(0 <= chance <= 1 for chance in values[1:])):
@@ -169,7 +166,7 @@ MACHINE_OPTIONS = (
     ),
     option("--topology", default="uniform", help="of an all-reduce (default uniform)"),
     option("--layers", read=_layers, default=50, metavar="N", help="of the model, for overlap (default 50)"),
-    option("--forward-share", read=_share, default=1 / 3, metavar="X", help="forward's part of compute (1/3)"),
+    option("--forward-share", read=parse_share, default=1 / 3, metavar="X", help="forward's part of compute (1/3)"),
     option("--bucket", read=parse_size, default=25_000_000, help="of an overlapped all-reduce (default 25MB)"),
     option("--no-overlap", action="store_true", default=False, help="reduce only when backward is done"),
 )  # fmt: skip

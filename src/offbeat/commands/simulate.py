@@ -21,13 +21,9 @@ from offbeat.simulate.diagnosis import why
 from offbeat.simulate.result import Result
 from offbeat.simulate.setup import Network, Setup
 from offbeat.simulate.sweep import SweepPoint, alone_s, point_of
-from offbeat.spec import count_of, expand, parse_count
+from offbeat.spec import count_of, expand, parse_count, parse_whole
 
 _VERSION_STYLES = ("blue", "green", "magenta", "cyan", "yellow", "red")
-
-
-def _whole(text: str) -> int:
-    return 0 if text == "0" else parse_count(text)
 
 
 def _run(given: argparse.Namespace) -> None:
@@ -209,7 +205,7 @@ target. Its folder has what a real run's has.""",
             help="(default: those of 500 minibatches of each learner, within bounds; a recipe has epochs)",
         ),
         *MACHINE_OPTIONS,
-        option("--show", read=_whole, metavar="N", help="updates in the timeline (default 3)"),
+        option("--show", read=parse_whole, metavar="N", help="updates in the timeline (default 3)"),
         option("--trace", read=Path, metavar="FILE", help="all spans, for Perfetto or chrome://tracing"),
         option("--log", read=Path, metavar="FILE", help="the run log: every decision of the policy, and all spans"),
         option("--curve", action="store_true", help="of an all-reduce: the time as buckets get smaller"),

@@ -208,14 +208,13 @@ def _served(spans: Sequence[Span], update_s: float) -> tuple[float, float]:
     the spans or an evaluation in it, is another thing."""
     waits: list[float] = []
     since_s: float | None = None  # the end of the last minibatch, if no pause came after it
-    before: Span | None = None
-    for span in sorted(spans, key=lambda span: span.learner):  # one learner's after the other's
+    own = sorted(spans, key=lambda span: span.learner)  # one learner's after the other's
+    for before, span in zip((None, *own), own, strict=False):
         follows = before is not None and (before.learner, before.end_s) == (span.learner, span.start_s)
         since_s = since_s if follows and span.what != "evaluate" else None
         if span.what == "compute":
             waits += [] if since_s is None else [span.start_s - since_s]
             since_s = span.end_s
-        before = span
     if not waits:
         raise OffbeatError("bench: a probe with a server has waited for nothing")
     whole = _mean(waits)

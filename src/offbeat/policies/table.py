@@ -21,7 +21,7 @@ from offbeat.policies.rates import CONSTANT, RATES, parse_rate_rule
 from offbeat.policies.sentences import Outcome
 from offbeat.policies.stale import AdaptiveK, KAsync, KBatchAsync, StaleDrop, StaleSync
 from offbeat.policies.waiting import ComputeTimes
-from offbeat.spec import Param, choice, parse_count, parse_number, parse_seconds
+from offbeat.spec import Param, choice, parse_count, parse_number, parse_seconds, parse_whole
 from offbeat.synonyms import unknown_strategy
 
 EXAMPLES_FOR = 4  # learners: every example line of a row can run with so many
@@ -44,16 +44,7 @@ class PolicyRow:
     lineups: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
-def _whole(text: str) -> int:
-    if text == "0":
-        return 0
-    try:
-        return parse_count(text)
-    except RequestError:
-        raise RequestError(f"expected a whole number, 0 or more; got '{text}'") from None
-
-
-def _share(text: str) -> float:
+def parse_share(text: str) -> float:
     return parse_number(text, lambda x: 0 <= x < 1, "expected a share from 0 to below 1")
 
 
@@ -116,7 +107,9 @@ _ROWS = (
         name="backup",
         summary="full-sync that does not wait for the last B learners: k-sync with K = P - B",
         create=_backup,
-        params=(Param(name="b", read=_whole, positional=True, required=True, help="backup learners, fewer than all"),),
+        params=(
+            Param(name="b", read=parse_whole, positional=True, required=True, help="backup learners, fewer than all"),
+        ),
         examples=("backup:1", "backup:2"),
     ),
     PolicyRow(
@@ -192,7 +185,7 @@ _ROWS = (
         name="ssp",
         summary="async, but nobody runs more than S pushes ahead of the slowest",
         create=StaleSync,
-        params=(Param(name="slack", read=_whole, positional=True, required=True, help="S, 0 or more"),),
+        params=(Param(name="slack", read=parse_whole, positional=True, required=True, help="S, 0 or more"),),
         examples=("ssp:1", "ssp:0", "ssp:2"),
         lineups={"compare": ("ssp:3",), "check": ("ssp:1",)},
     ),
@@ -200,7 +193,7 @@ _ROWS = (
         name="stale-drop",
         summary="async, but gradients more than R versions old are dropped",
         create=StaleDrop,
-        params=(Param(name="limit", read=_whole, positional=True, required=True, help="R, 0 or more"),),
+        params=(Param(name="limit", read=parse_whole, positional=True, required=True, help="R, 0 or more"),),
         examples=("stale-drop:2", "stale-drop:0"),
     ),
     PolicyRow(
@@ -212,7 +205,7 @@ _ROWS = (
             Param(name="window", read=parse_count, default=20, help="updates that are compared (default 20)"),
             Param(
                 name="improvement",
-                read=_share,
+                read=parse_share,
                 default=0.01,
                 help="share by which the loss must fall from window to window (default 0.01)",
             ),

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from offbeat.errors import RequestError
+from offbeat.number_format import finite_or_none
 from offbeat.policies import create, simplest
 from offbeat.schedules import build, price
 from offbeat.simulate.cluster import Cluster, Wires
@@ -309,8 +310,8 @@ def as_json(calibration: Calibration) -> dict[str, Any]:
         "machine": dict(one.machine),
         "settings": dict(one.settings or {}),
         "copy": {
-            "alone_bytes_per_s": _finite(one.copy_alone_bytes_per_s),
-            "together_bytes_per_s": _finite(one.copy_together_bytes_per_s),
+            "alone_bytes_per_s": finite_or_none(one.copy_alone_bytes_per_s),
+            "together_bytes_per_s": finite_or_none(one.copy_together_bytes_per_s),
         },
         "overlap_slowdown": one.overlap_slowdown,
         "server_work": one.server_work,
@@ -322,10 +323,6 @@ def as_json(calibration: Calibration) -> dict[str, Any]:
         "probes": [probe._asdict() | {"compute_s": list(probe.compute_s)} for probe in one.probes],
         "self_check": [dict(row) for row in one.self_check],
     }
-
-
-def _finite(number: float) -> float | None:
-    return number if math.isfinite(number) else None
 
 
 def read_calibration(path: Path) -> Calibration:

@@ -62,7 +62,7 @@ def predict(calibration: Calibration, config: Config, samples: int) -> Predicted
         batch=config.train.batch_size * config.train.accumulate,
         seed=config.seed + OTHER,
     )
-    clock = Clock.calibrated(machine, ends_of_epochs=True)
+    clock = Clock.calibrated(machine, config.sync, ends_of_epochs=True)
     timeline = untrained(timeline_of(config, clock, samples))
     marks = [(0.0, 0, 0)]  # seconds, updates and samples, after each
     for update in timeline.stream():
@@ -81,7 +81,7 @@ def foresee_accuracy(calibration: Calibration, config: Config, target: float) ->
     """Seconds until an epoch ends with the accuracy reached, in virtual time on the predicted machine; or None."""
     task = task_of(config)
     predicted = predict(calibration, config, len(task.train))  # type: ignore[arg-type] # a map-style set has a length
-    clock = Clock.calibrated(predicted.machine, ends_of_epochs=True)
+    clock = Clock.calibrated(predicted.machine, config.sync, ends_of_epochs=True)
     outcome = train_virtually(config, clock, task=task, every=1.0)
     point = reached_by(outcome.points[1:], target)
     return None if point is None else point.seconds

@@ -18,6 +18,7 @@ from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.collective import Model
 from offbeat.simulate.setup import Network, Setup
 from offbeat.spec import count_of
+from offbeat.strategy import ALL_REDUCE, simulated_family_of
 from offbeat.topology import Topology, build
 
 NOTHING_TO_SEND = Model.even(layers=1, size_bytes=0, forward_share=1 / 3)
@@ -36,11 +37,12 @@ class Clock:
     ends_of_epochs: bool = False  # learners wait for each other there, as in a real run; see `has_ends`
 
     @classmethod
-    def calibrated(cls, machine: Machine, *, ends_of_epochs: bool) -> Clock:
+    def calibrated(cls, machine: Machine, strategy: str, *, ends_of_epochs: bool) -> Clock:
+        reduces = simulated_family_of(strategy) == ALL_REDUCE
         return cls(
             cluster=machine.cluster,
             bucket_bytes=None,
-            reduce_s=lambda size: machine.reduce_s,
+            reduce_s=(lambda size: machine.reduce_s) if reduces else None,
             ends_of_epochs=ends_of_epochs,
         )
 
@@ -81,7 +83,7 @@ class Machines:
         if self.calibration is not None:
             own = machine_of(self.calibration, strategy, cluster.learners, batch=batch)
             delayed = replace(own.cluster, seed=cluster.seed, speeds=cluster.speeds, law=cluster.law, ids=cluster.ids)
-            return Clock.calibrated(replace(own, cluster=delayed), ends_of_epochs=ends_of_epochs)
+            return Clock.calibrated(replace(own, cluster=delayed), strategy, ends_of_epochs=ends_of_epochs)
         if not self.communicates:
             return Clock(cluster=replace(cluster, wires=None), ends_of_epochs=ends_of_epochs)
         network, line = self.network, self.network.topology

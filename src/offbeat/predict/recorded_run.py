@@ -117,9 +117,9 @@ def read_recorded(log: RunLog) -> Recorded:
     every = _rule(log).push_every if said.pushes else 1
     held = {} if every == 1 else minibatches_by_span(computed, said.decisions, every)
     parts = {computed[place]: many for place, many in held.items()}
-    dropped = [computed[pushed[ticket]] for ticket in said.dropped if ticket in pushed]
+    lost = [span for span in computed if span.cancelled]
+    lost += [computed[pushed[ticket]] for ticket in said.dropped if ticket in pushed]
     active = _active(computed, counts, rests)
-    cancelled = [span for span in computed if span.cancelled]
     wait_s, whole_s = _waited(spans, rests, reduces=reduces)
     return Recorded(
         learners=tuple(
@@ -131,7 +131,7 @@ def read_recorded(log: RunLog) -> Recorded:
         active_s=sum(end - start for start, end in active),
         stretches=len(active),
         wait_share=wait_s / whole_s,
-        waste_share=sum(span.end_s - span.start_s for span in [*cancelled, *dropped]) / whole_s,
+        waste_share=sum(span.end_s - span.start_s for span in lost) / whole_s,
         reduces=reduces,
     )
 

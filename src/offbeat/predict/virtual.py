@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from offbeat import plugins, topology
 from offbeat.errors import OffbeatError, ReplayError, RequestError
+from offbeat.number_format import finite_or_none
 from offbeat.policies import create
 from offbeat.policies.sentences import mean_age
 from offbeat.predict.arithmetic import Arithmetic
@@ -450,7 +451,9 @@ class VirtualTrainer(Trainer):
         loss, accuracy, tests, self._chance = evaluate(self.twin, self.task, self.precision, self.moved)
         told = arithmetic.loss_sum / arithmetic.loss_of if arithmetic.loss_of else None
         arithmetic.loss_sum, arithmetic.loss_of = 0.0, 0
-        point = Evaluation(at.seconds, at.update, at.applied, _finite(loss), accuracy, _finite(told), tests)
+        point = Evaluation(
+            at.seconds, at.update, at.applied, finite_or_none(loss), accuracy, finite_or_none(told), tests
+        )
         self.points.append(point)
         if not at.update:
             return
@@ -554,7 +557,3 @@ class VirtualTrainer(Trainer):
             return f"{many:,} minibatches, up to {self._width} at a time"
         why = f" ({arithmetic.why_alone})" if arithmetic.why_alone else ""
         return f"{many:,} minibatches, one by one{why}"
-
-
-def _finite(number: float | None) -> float | None:
-    return number if number is not None and math.isfinite(number) else None

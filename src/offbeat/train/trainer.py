@@ -12,7 +12,6 @@ In a pause all learners hand in their parts; the one who leads evaluates and sav
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections import Counter
@@ -24,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from offbeat.number_format import finite_or_none
 from offbeat.policies.damping import CORRECT
 from offbeat.runs.learning import Sign, sign_of, warning_of
 from offbeat.runs.metrics import reached_at
@@ -273,7 +273,7 @@ class Trainer:
                     "learner": self.number,
                     "epoch": self.at.epoch,
                     "samples": self.seen,
-                    "loss": _finite(float(loss)),
+                    "loss": finite_or_none(float(loss)),
                     "compute_s": self.compute_s,
                     "wait_s": self.wait_s,
                     "version": update,
@@ -421,7 +421,7 @@ class Trainer:
         counted = sum(part.samples for part in parts.values())
         losses = sum(part.loss * part.samples for part in parts.values())
         moved = [part.traffic for part in parts.values() if part.traffic is not None]
-        first_loss = None if self._first_loss is None else _finite(float(self._first_loss))
+        first_loss = None if self._first_loss is None else finite_or_none(float(self._first_loss))
         return {
             "kind": "evaluated",
             "epoch": at.epoch,
@@ -429,8 +429,8 @@ class Trainer:
             "accuracy": accuracy,
             "test_samples": tests,
             "chance": chance,
-            "loss": _finite(loss),
-            "train_loss": _finite(losses / counted) if counted else None,
+            "loss": finite_or_none(loss),
+            "train_loss": finite_or_none(losses / counted) if counted else None,
             "start_loss": before[0].get("start_loss") if before else first_loss,  # of the first minibatch
             "seconds": at.seconds,
             "samples": at.applied,
@@ -488,10 +488,6 @@ class Trainer:
     def fit(self) -> None:
         """Train, from where the checkpoint stands to the end."""
         raise NotImplementedError
-
-
-def _finite(number: float) -> float | None:
-    return number if math.isfinite(number) else None
 
 
 class ModelScore(NamedTuple):
