@@ -261,7 +261,7 @@ def _forget_pushes() -> None:
 
 def _outlive_the_supervisor() -> None:
     child.die_with_parent = lambda parent=None: None
-    connection._GONE_S = server_process._NOBODY_S = 60.0  # nor do they end by themselves, when the door is gone
+    connection._GONE_S = server_process._NOBODY_S = 60.0  # nor do they end by themselves, when the listener is gone
 
 
 PLANTED = {

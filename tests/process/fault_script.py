@@ -78,7 +78,7 @@ def main(order_path: Path) -> None:
     order: dict[str, Any] = json.loads(order_path.read_text(encoding="utf-8"))
     faulthandler.dump_traceback_later(order["limit_s"] * 0.9)  # whoever still waits then says for what
     folder, number = order_path.parent, int(os.environ["OFFBEAT_LEARNER"])
-    (folder / "door").write_text(os.environ["OFFBEAT_DOOR"], encoding="utf-8")
+    (folder / "address").write_text(os.environ["OFFBEAT_ADDRESS"], encoding="utf-8")
     life = len(list(folder.glob(f"life-{number}-*")))
     (folder / f"life-{number}-{life}").touch()
     points = fault_points.learner(order, folder, number)

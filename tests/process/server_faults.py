@@ -185,7 +185,7 @@ def check_nothing_left(ended: Ended, within_s: float = 2.0) -> None:
     # Python makes a pymp-* folder in each process that loads data, and leaves it behind when that is killed.
     left = [path.name for path in (ended.folder / "tmp").iterdir() if not path.name.startswith("pymp-")]
     assert left == [], f"{left}: {ended}"
-    name = ended.text("door")
+    name = ended.text("address")
     assert name.startswith("offbeat-") and name not in Path("/proc/net/unix").read_text(encoding="utf-8"), str(ended)
 
 

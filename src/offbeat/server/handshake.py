@@ -32,7 +32,7 @@ class RunGoneError(PeerError):
     """Nobody listens: the run is over."""
 
 
-class Handshake(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="introduction"):
+class Handshake(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="handshake"):
     """The first packet: who I am. A learner brings the table of its model."""
 
     protocol: int
@@ -43,7 +43,7 @@ class Handshake(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="in
     table: ParameterLayout | None = None
 
 
-class Accept(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="admission"):
+class Accept(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="accept"):
     """The answer, with the arena's descriptor beside it; or why not."""
 
     refused: str = ""

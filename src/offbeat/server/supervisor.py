@@ -135,7 +135,7 @@ class Supervisor(Launcher):
 
     def environment_of(self, learner: int) -> dict[str, str]:
         return {
-            "OFFBEAT_DOOR": self.address,
+            "OFFBEAT_ADDRESS": self.address,
             "OFFBEAT_TOKEN": self.token,
             "OFFBEAT_SYNC": self.plan.setting.line,
             "OFFBEAT_LEARNER": str(learner),
@@ -256,7 +256,7 @@ def main(words: list[str]) -> int:
     try:
         with Supervisor(plan, lambda name, line: print(f"{name}: {line}", file=sys.stderr)) as supervisor:
             supervisor.start()
-            print(json.dumps({"door": supervisor.address, "token": supervisor.token}), flush=True)
+            print(json.dumps({"address": supervisor.address, "token": supervisor.token}), flush=True)
             _serve(supervisor)
             supervisor.finish()
     except OffbeatError as error:

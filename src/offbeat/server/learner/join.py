@@ -111,9 +111,9 @@ def join_run(line: str, *, servers: int, slow: Sequence[str], seed: int, setting
     """Become a learner of a parameter server. `setting` is for the services, where this call starts them."""
     told = os.environ
     at_end: Callable[[], object] | None = None
-    if "OFFBEAT_DOOR" in told:
+    if "OFFBEAT_ADDRESS" in told:
         number, learners = int(told["OFFBEAT_LEARNER"]), int(told["OFFBEAT_LEARNERS"])
-        found = {"door": told["OFFBEAT_DOOR"], "token": told["OFFBEAT_TOKEN"]}
+        found = {"address": told["OFFBEAT_ADDRESS"], "token": told["OFFBEAT_TOKEN"]}
     else:
         number, learners = int(told.get("RANK", "0")), int(told.get("WORLD_SIZE", "1"))
         create(line, expect=learners)  # before anything is started
@@ -128,7 +128,7 @@ def join_run(line: str, *, servers: int, slow: Sequence[str], seed: int, setting
         line=line,
         number=number,
         learners=learners,
-        listener=found["door"],
+        listener=found["address"],
         token=found["token"],
         slow=slow,
         seed=seed,
