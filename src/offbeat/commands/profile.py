@@ -163,7 +163,7 @@ are modelled then, from the device's data sheet, and the model's error on the de
 one of them. FLOPs are those of torch's own counter.""",
     examples=(
         "profile digits-cnn --seconds 100ms",
-        "profile synthetic-resnet50 --precision bf16 --batch-size 256 --device a100 --learners 8 64",
+        "profile synthetic-alexnet --precision bf16 --batch-size 256 --device a100 --learners 8 64",
     ),
     usage="%(prog)s [RECIPE] [--device NAME] [--learners P ...] [--link RATE] [options]",
     options=(

@@ -53,7 +53,8 @@ def add_arguments(
         if section not in groups and field.key not in also:
             continue
         group = groups.get(section, next(reversed(groups.values())))
-        names = [SHORT[field.key]] if field.key in SHORT else []
+        short = SHORT.get(field.key)
+        names = [short] if short and short not in parser._option_string_actions else []  # a command's own is its own
         repeated = field.key == "slow"
         more: dict[str, Any] = {"nargs": "+"} if field.key in several else {}
         group.add_argument(
