@@ -7,12 +7,18 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+import torch
 
 from offbeat.cli import main
+from offbeat.errors import RequestError
+from offbeat.measure import layer_profile
 from offbeat.measure.compute_learner import ComputeLearner, layers_of
-from offbeat.measure.layer_profile import MeasuredStep, ModelledStep, Profile
+from offbeat.measure.device_learner import DeviceLearner
+from offbeat.measure.layer_profile import MeasuredStep, ModelledStep, Profile, ProfileRequest
 from offbeat.measure.operation_counts import LayerCounts, StepCounts
 from offbeat.predict.roofline import GPUS, LayerTime
+from offbeat.train.compute_ladder import LADDER
+from offbeat.train.config import Config
 from offbeat.train.config_files import changed
 from offbeat.train.recipes import RECIPES
 
@@ -74,6 +80,36 @@ def test_what_cannot_be_answered_is_refused_in_one_line(
     assert main(["profile", *words.split()]) == 2
     error = capsys.readouterr().err
     assert why in error and error.count("\n") == 1
+
+
+def test_a_step_that_cannot_be_captured_is_measured_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    class Learner(DeviceLearner):
+        def __init__(self, config: Config) -> None:
+            super().__init__(config)
+            if config.train.compute == "auto":
+                self.rung = next(rung for rung in LADDER if rung.name == "graph")
+
+        def measure(self, batch: int, seconds: float) -> dict[str, Any]:
+            asked.append(self.rung.name)
+            if self.rung.captured:
+                raise RuntimeError("operation not permitted when stream is capturing")
+            return {"times_s": [2.0]}
+
+    monkeypatch.setattr(layer_profile, "DeviceLearner", Learner)
+    found = layer_profile.profile(ProfileRequest(config=CNN, seconds=0.01)).measured
+    assert asked == ["graph", "eager"]
+    assert found is not None and (found.compute, found.step_s) == ("eager", 2.0)
+
+
+def test_out_of_memory_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(layer_profile, "ComputeLearner", fails)
+    with pytest.raises(RequestError, match="out of memory on cpu with minibatches of 32; --batch-size N"):
+        layer_profile.profile(ProfileRequest(config=CNN))
 
 
 # --- what follows from times -----------------------------------------------------------------------------------------

@@ -17,9 +17,11 @@ from typing import Any
 
 import torch
 
+from offbeat.errors import RequestError
 from offbeat.measure.benchmark import Progress, relative_error
+from offbeat.measure.child_requests import error_text
 from offbeat.measure.compute_learner import ComputeLearner, layers_of
-from offbeat.measure.device_learner import DeviceLearner
+from offbeat.measure.device_learner import DeviceLearner, is_out_of_memory
 from offbeat.measure.operation_counts import StepCounts, counted
 from offbeat.predict.roofline import (
     GRADIENT_BYTES,
@@ -32,7 +34,9 @@ from offbeat.predict.roofline import (
     reduced_bytes,
     update_s,
 )
+from offbeat.train.compute_ladder import EAGER, recover
 from offbeat.train.config import Config
+from offbeat.train.config_files import changed
 from offbeat.train.launch import check_device
 from offbeat.train.tasks import task_of
 
@@ -150,7 +154,11 @@ def profile(request: ProfileRequest, progress: Progress = lambda text: None) -> 
     if gpu is not None:
         gpu.peak(train.precision)  # refuses what it cannot compute
     progress("counting")
-    counts = counted(task_of(config), batch, _DTYPES.get(train.precision, torch.float32))
+    task = task_of(config)
+    try:
+        counts = counted(task, batch, _DTYPES.get(train.precision, torch.float32))
+    except Exception as error:  # a model that looks at values: there are none
+        raise RequestError(f"profile: the model cannot be counted without computing it: {error_text(error)}") from error
     measured = None
     if request.gpu is None or here is not None:
         progress(f"measuring on {name}")
@@ -161,21 +169,32 @@ def profile(request: ProfileRequest, progress: Progress = lambda text: None) -> 
         layers = modelled(counts.operations, one, train.precision)
         return ModelledStep(gpu=one, layers=layers, update_s=update_s(counts.parameters, state, one))
 
-    error = None
+    off = None
     if here is not None and measured is not None:
-        error = relative_error(model_of(here).step_s, measured.step_s)
+        off = relative_error(model_of(here).step_s, measured.step_s)
     return Profile(
         config=config,
         counts=counts,
         measured=measured,
         model=None if gpu is None else model_of(gpu),
-        error=error,
+        error=off,
         error_on="" if here is None else here.name,
         asked=request.gpu is not None,
     )
 
 
 def _measured(config: Config, name: str, seconds: float) -> MeasuredStep:
+    """RequestError where it runs out of memory."""
+    try:
+        return _timed(config, name, seconds)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        batch = config.train.batch_size
+        raise RequestError(f"profile: out of memory on {name} with minibatches of {batch}; --batch-size N") from None
+
+
+def _timed(config: Config, name: str, seconds: float) -> MeasuredStep:
     batch = config.train.batch_size
     eager = ComputeLearner(config)
     layers = {
@@ -183,7 +202,14 @@ def _measured(config: Config, name: str, seconds: float) -> MeasuredStep:
     }
     del eager
     learner = DeviceLearner(config)
-    times_s = learner.measure(batch, seconds)["times_s"]
+    try:
+        times_s = learner.measure(batch, seconds)["times_s"]
+    except Exception as error:
+        if is_out_of_memory(error) or config.train.compute != "auto" or learner.rung is EAGER:
+            raise
+        recover(error)  # it cannot be captured: then training computes eagerly too
+        learner = DeviceLearner(changed(config, {"train": {"compute": EAGER.name}}))
+        times_s = learner.measure(batch, seconds)["times_s"]
     return MeasuredStep(device=name, compute=learner.rung.name, layers=layers, step_s=statistics.median(times_s))
 
 
