@@ -200,7 +200,8 @@ def test_an_interruption_keeps_the_points_that_were_measured() -> None:
     assert [len(one.rows) for one in kept] == [1, 2]
     assert [len(one.json["rows"]) for one in kept] == [1, 2]
     assert result.json["interrupted"] and len(result.rows) == 2
-    assert result.json["notes"] == ["interrupted: 2 points were measured"]
+    assert result.json["notes"] == ["interrupted after 2 points"]
+    assert isinstance(result.ended_by, KeyboardInterrupt)
 
 
 def test_an_interruption_before_the_first_point_is_raised() -> None:

@@ -162,8 +162,8 @@ def _run(given: argparse.Namespace) -> None:
     whole = json.dumps(result.json, indent=1, allow_nan=False) + "\n"
     _write(options, options.out, whole, f"written to {options.out}; offbeat report shows it")
     _write(options, options.svg, result.chart, f"drawn: {options.svg}")
-    if result.json.get("interrupted"):
-        raise KeyboardInterrupt
+    if result.ended_by is not None:
+        raise result.ended_by
 
 
 def _with_defaults(given: argparse.Namespace) -> argparse.Namespace:

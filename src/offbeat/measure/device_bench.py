@@ -273,7 +273,7 @@ def device_result(
     notes: Sequence[str],
     compute: str,
     *,
-    is_interrupted: bool = False,
+    ended_by: BaseException | None = None,
 ) -> BenchResult:
     device = machine.get("gpu") or f"{machine['device']}, {count_of(machine['threads'], 'thread')}"
     known = [row for row in rows if row["throughput"] is not None]
@@ -289,7 +289,7 @@ def device_result(
             "ranking": ranked,
             "notes": list(notes),
             "definitions": DEFINITIONS,
-            "interrupted": is_interrupted,
+            "interrupted": ended_by is not None,
         },
         heading=f"one device, {device}: steps computed by {compute}",
         tables=((DEVICE, rows),),
@@ -301,6 +301,7 @@ def device_result(
         ],
         spread=max((spread((row["seconds_low"], row["seconds_high"])) for row in known), default=1.0),
         chart=drawn(rows, device),
+        ended_by=ended_by,
     )
 
 
@@ -338,7 +339,7 @@ def measure(
     rows: list[Row] = []
     notes: list[str] = []
     compute = request.configs[0].train.compute
-    is_interrupted = False
+    ended_by = None
     try:
         for number, config in enumerate(plans, start=1):
             at = f"{number} of {len(plans)}: "
@@ -349,11 +350,11 @@ def measure(
                     if (note := f"energy: not measured: {reason}") not in notes:
                         notes.append(note)
                 keep(device_result(request, facts, list(rows), notes, compute))
-    except (KeyboardInterrupt, Terminated):
+    except (KeyboardInterrupt, Terminated) as signal:
         if not rows:
             raise
-        is_interrupted = True
-        notes.append(f"interrupted: {count_of(len(rows), 'point')} were measured")
+        ended_by = signal
+        notes.append(f"interrupted after {count_of(len(rows), 'point')}")
     if facts["device"] == "cuda" and gpu is None:
         notes.append(f"the share of peak is not known: {facts['gpu']} is not among the devices of offbeat profile")
-    return device_result(request, facts, rows, notes, compute, is_interrupted=is_interrupted)
+    return device_result(request, facts, rows, notes, compute, ended_by=ended_by)
