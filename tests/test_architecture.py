@@ -21,7 +21,7 @@ PACKAGE = HERE / "src" / "offbeat"
 TORCH_FREE = (
     "errors", "spec", "synonyms", "plugins", "topology", "schedules", "policies", "strategy", "runs", "leases", "chart",
     "simulate", "datasets", "report", "predict/calibration", "predict/timelines",
-    "predict/recorded_run", "predict/machines", "predict/race", "predict/replay_advice",
+    "predict/recorded_run", "predict/machines", "predict/race", "predict/replay_advice", "predict/roofline",
 )  # fmt: skip
 ROOMS = (
     "errors", "number_format", "spec", "synonyms", "plugins", "topology", "schedules", "policies", "strategy", "runs",

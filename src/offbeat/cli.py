@@ -23,7 +23,7 @@ from offbeat.processes.signals import terminable
 
 COMMANDS = (
     "train", "watch", "evaluate", "recipes", "strategies", "examples", "run", "schedule",
-    "topology", "simulate", "compare", "replay", "bench", "calibrate", "report",
+    "topology", "simulate", "compare", "replay", "bench", "calibrate", "profile", "report",
 )  # fmt: skip
 
 
@@ -100,7 +100,7 @@ def _parse(name: str, command: Command, words: list[str]) -> argparse.Namespace:
     if command.sections:
         from offbeat.train.arguments import add_arguments
 
-        add_arguments(parser, sections=command.sections, also=command.fields)
+        add_arguments(parser, sections=command.sections, also=command.fields, several=command.several)
     given, left_over = parser.parse_known_args(_join_negative(words))
     if left_over:
         word = left_over[0].partition("=")[0]

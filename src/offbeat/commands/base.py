@@ -48,6 +48,7 @@ class Command:
     options: Sequence[Option] = ()
     sections: Collection[str] = ()  # of a recipe, whose fields are options too
     fields: Collection[str] = ()  # and single fields of it
+    several: Collection[str] = ()  # of these fields, those that may be given several values
     usage: str | None = None
     run: Callable[[argparse.Namespace], None]
 

@@ -106,6 +106,16 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "slow": ("none", "exp:0.02", "learner=0,factor=2"),
         "rounds": 3,
     },
+    "device": {
+        "lines": (),
+        "batch_sizes": None,  # None: as the device allows
+        "seconds": 1.0,
+        "device": None,
+        "seed": None,
+        "timeout": 600.0,
+        "out": None,
+        "svg": None,
+    },
 }
 
 Measurement = Callable[[Callable[[str], None]], "BenchResult"]
@@ -131,6 +141,10 @@ def _number(text: str) -> int:
         raise RequestError(f"expected a number like 25.6M, 100k or 5000; got '{text}'") from None
 
 
+def _batch_size(text: str) -> int | str:
+    return text if text == "max" else parse_count(text)
+
+
 def _share(text: str) -> float:
     return parse_number(text, lambda x: 0 <= x <= 1, "expected a share from 0 to 1, like 0.01")
 
@@ -147,7 +161,9 @@ def _run(given: argparse.Namespace) -> None:
     answer(given, result.json, lambda out: print_result(out, result))
     whole = json.dumps(result.json, indent=1, allow_nan=False) + "\n"
     _write(options, options.out, whole, f"written to {options.out}; offbeat report shows it")
-    _write(options, options.svg, result.chart, f"error against time: {options.svg}")
+    _write(options, options.svg, result.chart, f"drawn: {options.svg}")
+    if result.ended_by is not None:
+        raise result.ended_by
 
 
 def _with_defaults(given: argparse.Namespace) -> argparse.Namespace:
@@ -157,7 +173,7 @@ def _with_defaults(given: argparse.Namespace) -> argparse.Namespace:
     wrong = [f"--{name.replace('_', '-')}" for name in others - {"lines"} if getattr(given, name) is not None]
     if "lines" in others and given.lines:
         wrong.append(f"'{given.lines[0]}'")
-    if _TRAININGS.keys() & others:  # fields of a recipe say nothing where none is trained
+    if "device" in others:  # fields of a recipe say nothing where none is trained
         wrong += [flag(key) for key in changes_of(given)]
     if wrong:
         raise RequestError(f"bench: {wrong[0]} is not an option of bench {given.what}")
@@ -311,24 +327,61 @@ def _measure_predictions(options: argparse.Namespace) -> Measurement:
     return lambda progress: predictions_bench.measure(request, progress)
 
 
-def _config(options: argparse.Namespace) -> Config:
+def _measure_device(options: argparse.Namespace) -> Measurement:
+    from offbeat.measure import device_bench
+    from offbeat.train.launch import check_device
+
+    precisions = changes_of(options).get("train.precision", [])
+    configs = tuple(_config(options, recipe) for recipe in options.lines or (DEFAULT,))
+    has_gpu = check_device(configs[0].device).type == "cuda"
+    request = device_bench.DeviceRequest(
+        configs=configs,
+        precisions=tuple(precisions) if isinstance(precisions, list) else (precisions,),
+        sizes=tuple(options.batch_sizes or ((32, 128, 512, device_bench.MAX) if has_gpu else (32, 128))),
+        seconds=options.seconds,
+        timeout_s=options.timeout,
+    )
+
+    def keep(result: BenchResult) -> None:
+        """Whatever comes after a point, it is in the file."""
+        if options.out is not None:
+            replace_file(options.out, (json.dumps(result.json, indent=1, allow_nan=False) + "\n").encode())
+
+    return lambda progress: device_bench.measure(request, progress, keep=keep)
+
+
+def _changes(options: argparse.Namespace) -> dict[str, str | list[str]]:
+    """What was changed of a recipe. A precision is one, but where several are compared."""
+    changes = changes_of(options)
+    precisions = changes.get("train.precision")
+    if isinstance(precisions, list):
+        if options.what == "device":
+            del changes["train.precision"]
+        elif len(precisions) > 1:
+            raise RequestError(f"bench: --precision is one for bench {options.what}; got {' '.join(precisions)}")
+        else:
+            changes["train.precision"] = precisions[0]
+    return changes
+
+
+def _config(options: argparse.Namespace, recipe: str = "") -> Config:
     """The recipe with all that was changed, but for strategy and learners."""
     for path in (options.out, options.svg):
         if path is not None and not path.absolute().parent.is_dir():
             raise RequestError(f"bench: cannot write {path}: there is no folder {path.absolute().parent}")
         if path is not None and path.is_dir():
             raise RequestError(f"bench: cannot write {path}: it is a folder")
-    if len(options.lines) > 1:
+    if len(options.lines) > 1 and not recipe:
         raise RequestError(
             f"bench: one recipe is measured, and '{options.lines[1]}' is a second; strategies are named by --sync"
         )
-    changes = changes_of(options)
+    changes = _changes(options)
     for key in changes:
         if key.partition(".")[0] not in _SECTIONS:
             raise RequestError(f"bench: --set {key}: here only fields of {', '.join(_SECTIONS)} are set so")
         if key.replace("-", "_") == "train.stop_at":
             raise RequestError(f"bench: {flag(key)} is not for a benchmark: all go through all epochs")
-    config = override(read_recipe(options.lines[0] if options.lines else DEFAULT), changes)
+    config = override(read_recipe(recipe or (options.lines[0] if options.lines else DEFAULT)), changes)
     try:
         return changed(
             config,
@@ -337,7 +390,7 @@ def _config(options: argparse.Namespace) -> Config:
                 "learners": 0,
                 "servers": options.servers or config.servers,
                 "seed": config.seed if options.seed is None else options.seed,
-                "slow": config.slow if options.what == "predictions" else tuple(options.slow) or config.slow,
+                "slow": config.slow if options.what == "predictions" else tuple(options.slow or ()) or config.slow,
                 "device": options.device or config.device,
             },
         )
@@ -401,13 +454,14 @@ _MEASURE: dict[str, Callable[[argparse.Namespace], Measurement]] = {
     "scaling": _measure_scaling,
     "accuracy": _measure_accuracy,
     "predictions": _measure_predictions,
+    "device": _measure_device,
 }
-_GROUP = "trainings: scaling, accuracy, predictions"
+_GROUP = "trainings: scaling, accuracy, predictions, device"
 _OPTIONS = (
     option("what", read=choice(*_DEFAULTS), metavar="|".join(_DEFAULTS), help="what is measured; see above"),
     option(
         "lines", nargs="*", default=(), metavar="LINES",
-        help="policies: strategies (default: six of them); of trainings: a recipe (default digits-cnn)",
+        help="policies: strategies (default: six of them); device: recipes; trainings: a recipe (default digits-cnn)",
     ),
     option("--ranks", read=parse_count, metavar="P", help="processes (default 4, of ddp 2)"),
     option(
@@ -423,7 +477,14 @@ _OPTIONS = (
     option("--seed", type=int, metavar="N", help="policies: of --slow; scaling, accuracy: the first (default 0)"),
     option("--parameters", read=_number, metavar="N", help="server: of the model (default 25.6M)"),
     option("--tensors", read=parse_count, metavar="N", help="server: 161 as ResNet-50's (default), or 1"),
-    option("--seconds", read=parse_seconds, metavar="TIME", help="server: of a round of one system (default 3s)"),
+    option(
+        "--seconds", read=parse_seconds, metavar="TIME",
+        help="server: of a round of one system (default 3s); device: of a point (default 1s)",
+    ),
+    option(
+        "--batch-sizes", read=_batch_size, nargs="+", metavar="N|max",
+        help="device: samples of a minibatch; max: as many as fit (default 32 128 512 max, on a CPU 32 128)",
+    ),
     option(
         "--against", read=_words, metavar="NAMES",
         help="gloo,mpi (ddp: gloo); server: rpc,rpc-tuned,ray,ray-tuned (default: all that are installed)",
@@ -436,7 +497,7 @@ _OPTIONS = (
     ),
     option("--threads", read=parse_count, metavar="N", help="torch's, of a rank (default 1)"),
     option("--strategy", metavar="LINE", help="how offbeat reduces: ring, ... (default: its own choice)"),
-    option("--timeout", read=parse_seconds, metavar="TIME", help="for an answer (default 120s)"),
+    option("--timeout", read=parse_seconds, metavar="TIME", help="for an answer (default 120s; device: 600s)"),
     option(
         "--sync", group=_GROUP, nargs="+", metavar="STRATEGY",
         help="that are compared (scaling: ring k-async:2; accuracy: ring async)",
@@ -460,17 +521,19 @@ _OPTIONS = (
     ),
     option("--price", group=_GROUP, read=_price, metavar="X", help="of a device hour, for the cost"),
     option("--out", group=_GROUP, read=Path, metavar="FILE", help="write the result as JSON, for offbeat report"),
-    option("--svg", group=_GROUP, read=Path, metavar="FILE", help="accuracy: draw error against time"),
+    option("--svg", group=_GROUP, read=Path, metavar="FILE", help="accuracy, device: draw it"),
 )  # fmt: skip
 COMMAND = Command(
-    summary="measure what really runs here: collectives, DDP, the parameter server, scaling and time to accuracy",
+    summary="measure what really runs here: one device, collectives, DDP, the parameter server, scaling, accuracy",
     about="""Measure on this machine. allreduce, ddp: all-reduces and training iterations, beside Gloo's and Open MPI's.
 server: pushes and fetches a second of the parameter server, beside torch's rpc and Ray. In these all systems take turns
 in one run. policies: learners that are slow on purpose, beside what the simulator predicts for the same slowness.
 scaling: a recipe with several numbers of learners and strategies, beside one learner alone: speed-up, efficiency,
 overhead, and whether they learn as well. accuracy: strategies trained for real until all epochs are through: seconds
 and updates to an accuracy, with several seeds. predictions: strategies, numbers of learners and delays, each predicted
-from a calibration (offbeat calibrate) and then run. These take turns too, and have every option of a recipe.""",
+from a calibration (offbeat calibrate) and then run. These take turns too, and have every option of a recipe. device:
+recipes on one device, by precision (--precision fp32 bf16) and minibatch: samples/s, memory, energy and the share of
+the device's peak.""",
     examples=(
         "bench allreduce --ranks 4 --sizes 64KiB,4MiB --against gloo",
         "bench ddp --ranks 2 --against gloo --rounds 2",
@@ -478,9 +541,11 @@ from a calibration (offbeat calibrate) and then run. These take turns too, and h
         "bench server --learners 1 --parameters 100k --seconds 100ms --rounds 1 --against rpc",
         "bench scaling digits-cnn --learners 1 2 --sync ring k-async:2 --epochs 3 --rounds 1",
         "bench accuracy digits-mlp --target 0.8 --learners 2 --sync ring async --seeds 1 --epochs 4",
+        "bench device digits-mlp --precision fp32 bf16 --batch-sizes 32 128 --seconds 100ms",
     ),
     usage=f"%(prog)s {'|'.join(_DEFAULTS)} [LINES ...] [options]",
     options=_OPTIONS,
     sections=_SECTIONS,
+    several=("train.precision",),
     run=_run,
 )

@@ -145,6 +145,7 @@ class BenchResult:
     terms: Sequence[tuple[str, str]] = ()  # words of the tables, and what they mean
     spread: float = 1.0  # the largest of one system's rounds
     chart: str = ""  # an SVG, where the benchmark draws one
+    ended_by: BaseException | None = None  # an interruption after which what there was is kept: to be raised again
 
     @property
     def rows(self) -> Sequence[Row]:

@@ -5,10 +5,10 @@ It computes as a learner alone does, on the recipe's own data and device, and se
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -17,12 +17,16 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from offbeat.measure.child_requests import Answer, Handlers, Request, serve
+from offbeat.measure.layer_hooks import layer_hooks, layers_in
 from offbeat.measure.torch_rank import mean_s
+from offbeat.train.config import Config
 from offbeat.train.config_files import from_json
+from offbeat.train.device_clock import DeviceClock, Mark
 from offbeat.train.precision import Precision
 from offbeat.train.tasks import Task, collate_of, task_of
-from offbeat.train.trainer import device_of, mover
+from offbeat.train.trainer import built_on, device_of, mover
 
+WARM_UP = 2  # passes of which no time is kept
 _COPY_BYTES = 64 * 2**20
 _COPIES = 4
 
@@ -30,13 +34,11 @@ _COPIES = 4
 class ComputeLearner:
     """A model with its data, ready to compute."""
 
-    def __init__(self, request: Request) -> None:
-        config = from_json(request["config"], "calibrate")
+    def __init__(self, config: Config, learner: int = 0) -> None:
         torch.set_num_threads(config.train.threads)
-        torch.manual_seed(config.seed)
-        self.device = device_of(config.device, request["learner"])
+        self.device = device_of(config.device, learner)
         self.task: Task = task_of(config)
-        self.model = self.task.build().to(self.device)
+        self.model = built_on(self.device, self.task, config)
         self.precision = Precision(config.train.precision, self.device)
         self._collate = collate_of(self.task.train)
         self._moved = mover(self.device)
@@ -97,64 +99,56 @@ class ComputeLearner:
         return mean_s(_COPIES, copy)
 
 
-def layers_of(learner: ComputeLearner, size: int, repeats: int = 12) -> list[dict[str, Any]]:
-    """Seconds forward and backward of each module with parameters of its own, medians, in the order of forward.
+def layers_of(learner: ComputeLearner, size: int, repeats: int = 12, most_s: float = math.inf) -> list[dict[str, Any]]:
+    """Seconds forward and backward of each layer (`layer_hooks`), medians, in the order of forward.
 
-    Backward is seen from the last to the first: a layer takes from the moment at which the gradients of the one behind
-    it are there to the one at which its own are. What has no parameters (an activation) counts to the layer before it.
+    `most_s`: no more repeats after so long, but one.
     """
     model = learner.model
-    owners = {
-        name: own
-        for name, module in model.named_modules()
-        if (own := [one for one in module.parameters(recurse=False) if one.requires_grad])
-    }
-    begun: dict[str, float] = {}  # in the order of forward
-    ready: dict[str, float] = {}  # the last gradient of each
+    layers = layers_in(model)
+    clock = DeviceClock(learner.device)
+    begun: dict[str, Mark] = {}  # in the order of forward
+    ready: dict[str, Mark] = {}  # the last gradient of each, in their order
 
-    def note(name: str, times: dict[str, float], keep_first: bool) -> Callable[..., None]:
-        def hook(*_: object) -> None:
-            learner.wait()
-            if not (keep_first and name in times):
-                times[name] = time.perf_counter()
+    def begin(name: str) -> None:
+        if name not in begun:
+            begun[name] = clock.mark()
 
-        return hook
+    def end(name: str) -> None:
+        ready.pop(name, None)
+        ready[name] = clock.mark()
 
-    hooks: list[Any] = []
-    for name, own in owners.items():
-        hooks.append(model.get_submodule(name).register_forward_pre_hook(note(name, begun, keep_first=True)))
-        hooks += [one.register_post_accumulate_grad_hook(note(name, ready, keep_first=False)) for one in own]
-    forward: dict[str, list[float]] = {name: [] for name in owners}
-    backward: dict[str, list[float]] = {name: [] for name in owners}
-    try:
-        for _ in range(repeats + 2):
+    forward: dict[str, list[float]] = {name: [] for name in layers}
+    backward: dict[str, list[float]] = {name: [] for name in layers}
+    until_s = time.monotonic() + most_s
+    with layer_hooks(model, layers, begin, end):
+        for number in range(repeats + WARM_UP):
+            if number > WARM_UP and time.monotonic() > until_s:
+                break
             begun.clear()
             ready.clear()
             loss = learner.forward(size)
-            learner.wait()
-            turned = time.perf_counter()
+            turned = clock.mark()
             learner.backward(loss)
-            for name, (start, end) in zip(begun, pairwise([*begun.values(), turned]), strict=True):
-                forward[name].append(end - start)
-            for (_, before), (name, end) in pairwise([("", turned), *sorted(ready.items(), key=lambda one: one[1])]):
-                backward[name].append(end - before)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    order = [*begun, *(name for name in owners if name not in begun)]
+            times_s = clock.seconds([*begun.values(), turned, *ready.values()])
+            for name, (start_s, end_s) in zip(begun, pairwise(times_s), strict=False):
+                forward[name].append(end_s - start_s)
+            for name, (start_s, end_s) in zip(ready, pairwise(times_s[len(begun) :]), strict=True):
+                backward[name].append(end_s - start_s)
+    order = [*begun, *(name for name in layers if name not in begun)]
     return [
         {
-            "name": name or type(model).__name__,
-            "forward_s": statistics.median_high(forward[name][2:] or [0.0]),
-            "backward_s": statistics.median_high(backward[name][2:] or [0.0]),
-            "size_bytes": sum(one.numel() * one.element_size() for one in owners[name]),
+            "name": name,
+            "forward_s": statistics.median_high(forward[name][WARM_UP:] or [0.0]),
+            "backward_s": statistics.median_high(backward[name][WARM_UP:] or [0.0]),
+            "size_bytes": sum(one.numel() * one.element_size() for one in layers[name]),
         }
         for name in order
     ]
 
 
 def begin(request: Request) -> tuple[Answer, Handlers]:
-    learner = ComputeLearner(request)
+    learner = ComputeLearner(from_json(request["config"], "calibrate"), request["learner"])
     answer = {
         "size_bytes": learner.size_bytes,
         "samples": learner.samples,

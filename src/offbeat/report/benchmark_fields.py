@@ -224,9 +224,60 @@ PREDICTIONS = (
     Field("probe", "computed"),
 )  # fmt: skip
 
+DEVICE = (
+    BENCHMARK,
+    Field("recipe", page="recipe", title="recipe", once=True),
+    Field("precision", page="precision", title="precision"),
+    Field(
+        "batch", "count", "number", "batch",
+        title="batch", text=lambda row: f"{row['batch']}{' (max)' if row['largest'] else ''}",
+    ),
+    Field("largest", "flag"),
+    Field(
+        "throughput", "above zero", "number", "throughput (samples/s)", DEFINITIONS["throughput"].formula,
+        title="samples/s", text=lambda row: format_samples_per_s(row["throughput"]),
+    ),
+    Field(
+        "seconds", "above zero", "seconds", "step (s)", "forward, backward, clip and optimizer of a minibatch; median",
+        title="step ms", text=_ms("seconds"),
+    ),
+    Field(
+        "seconds_low", "above zero", "seconds", "step low (s)", title="of rounds", wide=True,
+        text=lambda row: f"{_ms('seconds_low')(row)}-{_ms('seconds_high')(row)}",
+    ),
+    Field("seconds_high", "above zero", "seconds", "step high (s)"),
+    Field(
+        "memory_gb", "from zero", "number", "peak memory (GB)",
+        "the most that tensors took at once: weights, gradients, optimizer state, activations",
+        title="memory GB", text=lambda row: f"{row['memory_gb']:.3g}", optional=True,
+    ),
+    Field(
+        "joules_per_sample", "from zero", "joules", "energy per sample (J)", DEFINITIONS["energy per sample"].formula,
+        title="J/sample", text=lambda row: f"{row['joules_per_sample']:.3g}", optional=True,
+    ),
+    Field(
+        "peak_share", "from zero", "percent", "share of peak",
+        "FLOPs of forward and backward a second / the device's peak in this precision, by its data sheet",
+        title="of peak", text=lambda row: percent(row["peak_share"]), optional=True,
+    ),
+    Field(
+        "epoch_s", "above zero", "seconds", "epoch (s)", "samples of the recipe / throughput; evaluation left out",
+        title="epoch", text=_seconds("epoch_s"),
+    ),
+    Field("why_not", page="not measured because", title="not measured because", optional=True),
+)  # fmt: skip
+
 # By what a file says that it has measured.
 FIELDS: Mapping[str, Sequence[Field]] = {
     "scaling": (*SCALING, *SCALING_MORE),
     "accuracy": (*ACCURACY, *ACCURACY_MORE),
     "predictions": PREDICTIONS,
+    "device": DEVICE,
+}
+# What a row must say to be one.
+NAMED_BY: Mapping[str, Sequence[str]] = {
+    "scaling": ("strategy", "learners"),
+    "accuracy": ("strategy", "learners"),
+    "predictions": ("strategy", "learners"),
+    "device": ("recipe", "precision"),
 }

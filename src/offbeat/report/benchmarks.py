@@ -15,6 +15,7 @@ from offbeat.number_format import Cell, percent
 from offbeat.report.benchmark_fields import (
     ACCURACY,
     BENCHMARK,
+    DEVICE,
     ENERGY,
     LEARNERS,
     PREDICTIONS,
@@ -190,6 +191,39 @@ def races(results: Sequence[BenchmarkResult]) -> list[Item]:
             rows.append({**row, **more})
     curves = _table("race-curves", "Every evaluation of the races", _CURVES, points)
     return [*items, _table("races", "Races to an accuracy", ACCURACY, rows), curves]
+
+
+# --- one device ----------------------------------------------------------------------------------------------------
+
+
+def device(results: Sequence[BenchmarkResult]) -> PageSection:
+    """Samples a second against the minibatch, a chart for each recipe and a line for each precision."""
+    items: list[Item] = []
+    rows: list[Row] = []
+    notes = []
+    for number, result in _of(results, "device"):
+        for at, recipe in enumerate(dict.fromkeys(row["recipe"] for row in result.rows), start=1):
+            points: dict[str, dict[float, float]] = {}
+            for row in result.rows:
+                if row["recipe"] == recipe and row["throughput"] is not None and row["batch"]:
+                    points.setdefault(row["precision"], {})[float(row["batch"])] = float(row["throughput"])
+            items.append(
+                LineChart(
+                    key=f"device-{number}-{at}",
+                    title=f"Throughput: {', '.join(filter(None, [shorten(recipe), result.said('device')]))}",
+                    x_label="samples in a minibatch",
+                    y_label="samples/s",
+                    series=tuple(
+                        Series(name=shorten(name), points=tuple(sorted(line.items()))) for name, line in points.items()
+                    ),
+                )
+            )
+        rows += [{**row, "benchmark": result.label} for row in result.rows]
+        notes.append(_notes(result))
+    table = _table("device", "One device", DEVICE, rows, " ".join(filter(None, notes)))
+    text = "What one device does alone, by model, minibatch and precision: everything distributed multiplies it."
+    title = "Throughput by model, batch and precision"
+    return PageSection(key="device", title=title, items=(*items, table), about=text)
 
 
 # --- machines and energy ------------------------------------------------------------------------------------------

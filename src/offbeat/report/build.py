@@ -56,6 +56,7 @@ def build(
         run_sections.errors(known, groups, targets, results),
         run_sections.staleness(known),
         run_sections.shares(known),
+        benchmarks.device(results),
         benchmarks.scaling(results),
         _communication(known, results),
         _machines(runs, known, groups, results),

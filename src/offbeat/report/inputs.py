@@ -3,7 +3,7 @@
     read_inputs(paths)     -> Inputs          both, in the order given
     read_result(path)      -> BenchmarkResult  the file of a benchmark:
 
-    {"measured": "scaling" | "accuracy" | "predictions", "rows": [...], "notes": [...], "definitions": {...}, ...}
+    {"measured": "scaling" | ... (`FIELDS`), "rows": [...], "notes": [...], "definitions": {...}, ...}
 
 Laws. Only a path that is not there, or a request of which nothing at all can be read, is refused. A file of another
 kind has the kind "" and one sentence in `problems`. A field of a row that is missing or wrong is None; wrong ones are
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from offbeat.errors import RequestError
-from offbeat.report.benchmark_fields import FIELDS, Accepts, Row
+from offbeat.report.benchmark_fields import FIELDS, NAMED_BY, Accepts, Row
 from offbeat.runs import untrusted
 from offbeat.runs.run_record import RunRecord, read_run
 
@@ -126,10 +126,10 @@ def _rows(name: str, kind: str, given: Any, problems: list[str]) -> tuple[Row, .
         }
         bad = [key for key in read if read[key] is None and row.get(key) is not None]
         wrong += [f"'{key}' of row {at}" for key in bad]
-        if read["strategy"] and read["learners"]:
+        if all(read[key] for key in NAMED_BY[kind]):
             rows.append(read)
         elif not bad:
-            wrong.append(f"row {at} does not say strategy and learners")
+            wrong.append(f"row {at} does not say {' and '.join(NAMED_BY[kind])}")
     if wrong:
         problems.append(f"{name}: {len(wrong):,} value{'' if len(wrong) == 1 else 's'} could not be read: {wrong[0]}"
                         + (", ..." if len(wrong) > 1 else ""))  # fmt: skip

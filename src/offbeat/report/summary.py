@@ -344,7 +344,8 @@ def _energies(facts: Sequence[Facts]) -> Iterator[str]:
 def _of_result(result: BenchmarkResult) -> Iterator[str]:
     recipe = result.said("recipe")
     of = f" of {recipe}" if recipe else ""
-    what = f"{result.said('kind') or 'weak'} scaling" if result.kind == "scaling" else "race"
+    names = {"scaling": f"{result.said('kind') or 'weak'} scaling", "device": "benchmark of one device"}
+    what = names.get(result.kind, "race")
     if result.ranking:
         told = [one.rstrip(". ") for one in result.ranking[:VERDICTS]]
         more = len(result.ranking) - len(told)
@@ -368,7 +369,7 @@ def _of_result(result: BenchmarkResult) -> Iterator[str]:
             who = f"{first['strategy']} with {count_of(first['learners'], 'learner')}"
             when = format_seconds(first["seconds_to_target"])
             yield f"In the race{of} to {percent(target)} {who} was first, after {when}."
-    else:
+    elif result.kind == "predictions":
         errors = [abs(row["error"]) for row in result.rows if row["error"] is not None]
         if errors:
             many = f"{len(errors)} prediction{' was' if len(errors) == 1 else 's were'}"

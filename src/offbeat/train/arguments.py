@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Collection
-from typing import get_origin
+from typing import Any, get_origin
 
 from offbeat.errors import RequestError
 from offbeat.runs.run_folder import RENAMED
@@ -34,11 +34,16 @@ _DEST = "config:"  # before the names in the namespace, so that a command's own 
 
 
 def add_arguments(
-    parser: argparse.ArgumentParser, *, sections: Collection[str] = SECTIONS, also: Collection[str] = ()
+    parser: argparse.ArgumentParser,
+    *,
+    sections: Collection[str] = SECTIONS,
+    also: Collection[str] = (),
+    several: Collection[str] = (),
 ) -> None:
     """Add them all, or those of some sections, in groups; those that are not given leave no trace.
 
-    `also`: fields of the run itself, where the section of the run is left out.
+    `also`: fields of the run itself, where the section of the run is left out. `several`: fields that take several
+    values, each of which is tried; then what was given is a list.
     """
     groups = {section: parser.add_argument_group(_TITLES[section]) for section in sections}
     for field in all_fields():
@@ -48,16 +53,19 @@ def add_arguments(
         if section not in groups and field.key not in also:
             continue
         group = groups.get(section, next(reversed(groups.values())))
-        names = [SHORT[field.key]] if field.key in SHORT else []
-        several = field.key == "slow"
+        short = SHORT.get(field.key)
+        names = [short] if short and short not in parser._option_string_actions else []  # a command's own is its own
+        repeated = field.key == "slow"
+        more: dict[str, Any] = {"nargs": "+"} if field.key in several else {}
         group.add_argument(
             *names,
             flag(field.key),
             dest=_DEST + field.key,
-            action="append" if several else "store",
+            action="append" if repeated else "store",
             default=argparse.SUPPRESS,
             metavar="NAME" if field.choices else _METAVARS.get(field.key) or _METAVARS.get(field.kind, "TEXT"),
-            help=field.description.replace("%", "%%") + ("; may be given several times" if several else ""),
+            help=field.description.replace("%", "%%") + ("; may be given several times" if repeated else ""),
+            **more,
         )
     if "train" in groups:
         for old, new in {**{flag(old): flag(new) for old, new in RENAMED.items()}, "--rate": "--lr"}.items():

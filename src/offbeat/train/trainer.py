@@ -104,6 +104,19 @@ def mover(device: torch.device) -> Callable[[Any], Any]:
     return moved
 
 
+def built_on(device: torch.device, task: Task, config: Config) -> nn.Module:
+    """The model with its first weights, laid out as the device convolves fastest."""
+    torch.manual_seed(config.seed)
+    model = task.build()
+    if config.train.zero_last_norm:
+        zero_last_norms(model)
+    convolves = any(isinstance(one, nn.Conv2d) for one in model.modules())
+    model = model.to(device)
+    if convolves and device.type == "cuda":
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload] # torch's stubs lack it
+    return model
+
+
 class Trainer:
     """One learner of a training; see the module's text."""
 
@@ -174,15 +187,7 @@ class Trainer:
         return self._build().eval()
 
     def _build(self) -> nn.Module:
-        torch.manual_seed(self.config.seed)
-        model = self.task.build()
-        if self.config.train.zero_last_norm:
-            zero_last_norms(model)
-        convolves = any(isinstance(one, nn.Conv2d) for one in model.modules())
-        model = model.to(self.device)
-        if convolves and self.device.type == "cuda":
-            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload] # torch's stubs lack it
-        return model
+        return built_on(self.device, self.task, self.config)
 
     def load_own(self, checkpoint: Checkpoint) -> None:
         """What each learner has for itself."""
