@@ -78,7 +78,7 @@ def main() -> None:
         optimizer.zero_grad(set_to_none=True)
         with torch.autocast(device.type, dtype=HALVES.get(given.precision), enabled=given.precision in HALVES):
             loss = loss_of(compiled(inputs), targets)
-        scaler.scale(loss).backward()
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call] # torch's own
         scaler.step(optimizer)
         scaler.update()
 
@@ -97,7 +97,7 @@ def main() -> None:
 
 def captured(step: Callable[[], None]) -> Callable[[], None]:
     """The step as one CUDA graph; it runs a few times before, so that everything has its memory."""
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call] # torch's own
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(5):
