@@ -7,6 +7,7 @@ import multiprocessing
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +16,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from offbeat.errors import RequestError
+from offbeat.train import served_trainer
 from offbeat.train.config import Config, DataConfig, ModelConfig
 from offbeat.train.device_input import AHEAD, READER, Gathered, LoaderInput, ResidentInput, input_of, tensors_of
 from offbeat.train.image_input import MEAN, ImageInput
 from offbeat.train.tasks import Repeated, Tensors, collate_of, cross_entropy, task_of
+from train.runs import trained
 
 CPU = torch.device("cpu")
 
@@ -215,6 +218,26 @@ def test_samples_are_the_same_wherever_the_data_lies(here: FakeStream, monkeypat
             assert inputs.is_contiguous(memory_format=torch.channels_last)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 10, 1 << 20))
     assert isinstance(input_of(data, cuda, lambda batch: batch), LoaderInput), "it does not fit"
+
+
+def test_a_served_learner_computes_the_same_where_its_data_lies_on_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = trained(tmp_path, sync="async", learners=1)
+    asked = tmp_path / "asked"
+
+    def resident(data: Dataset[Any], device: torch.device, *, place: str) -> ResidentInput:
+        asked.write_text(place)  # by the learner, which is another process
+        held = tensors_of(data)
+        assert held is not None
+        return ResidentInput(held, device)
+
+    monkeypatch.setattr(served_trainer, "resident_of", resident)
+    there = trained(tmp_path, sync="async", learners=1, data={"place": "device"})
+    assert asked.read_text() == "device"
+    assert plain.weights.keys() == there.weights.keys()
+    for name, weight in plain.weights.items():
+        assert torch.equal(weight, there.weights[name])
 
 
 # --- images -------------------------------------------------------------------------------------------------------
