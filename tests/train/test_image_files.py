@@ -18,8 +18,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from offbeat.datasets.image_folder import LabelledFiles, PathList
 from offbeat.errors import OffbeatError, RequestError
-from offbeat.train import device_input
+from offbeat.train import device_input, launch
 from offbeat.train.config import Config, DataConfig, ModelConfig
+from offbeat.train.config_files import changed
 from offbeat.train.device_input import LoaderInput, readers_of
 from offbeat.train.image_files import BrokenImageError, ImageFiles, decode
 from offbeat.train.image_input import ImageInput
@@ -310,6 +311,20 @@ def test_a_training_learns_from_a_folder_with_a_reader_process(line: str, tmp_pa
     outcome = train_on(folder_of(tmp_path / "images", many=20), line, 3)
     assert outcome.end["accuracy"] == 1.0
     assert outcome.end["epochs"] == 3
+
+
+def test_an_epoch_is_not_lost_with_a_broken_image_of_the_test_set(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "images", many=40)  # of each class 4 are tested; the first two were looked at before
+    bad = folder / "light" / "039.jpg"
+    bad.write_bytes(b"")
+    with pytest.raises(OffbeatError, match=r"039\.jpg: it is no JPEG.*; go on from .*--resume"):
+        train_on(folder, "ring", 2)
+    Image.new("RGB", (9, 9)).save(bad)
+    config = config_of(folder)
+    run = next(path for path in tmp_path.iterdir() if path != folder)
+    how = changed(config, {"device": "cpu", "learners": 1, "train": {"epochs": 2, "batch_size": 6}})
+    start = launch.prepare(how, resume=run, task=task_of(config))
+    assert launch.launch(start, lambda record: None, lambda who, line: None).end["epochs"] == 2
 
 
 def test_a_broken_image_in_the_middle_ends_a_training_with_one_line(tmp_path: Path) -> None:

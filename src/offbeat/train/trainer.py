@@ -361,7 +361,12 @@ class Trainer:
         stop = at.halt
         if at.epoch_end or is_last or at.halt:
             before = self.run.read_metrics()  # also of learners that led before this one
-            self.last = self._evaluate(at, mine, before)
+            try:
+                self.last = self._evaluate(at, mine, before)
+            except Exception:
+                if self.still_leads():
+                    self._save(at, parts, kept)  # the epoch is not lost with a test sample that cannot be read
+                raise
             found = [one["accuracy"] for one in (*before, self.last) if one["accuracy"] is not None]
             target = config.train.stop_at
             stop = stop or (target > 0 and reached_at(found, target) is not None and not is_last)
