@@ -135,6 +135,13 @@ def test_a_large_jpeg_decoded_in_small_is_the_same_image(tmp_path: Path) -> None
     assert np.abs(pixels[:, :, 0] - np.linspace(4, 251, 32)).max() < 4
 
 
+def test_a_jpeg_is_never_decoded_smaller_than_it_is_wanted(tmp_path: Path) -> None:
+    image_of((0, 0, 0), WHITE, height=70, width=35).save(tmp_path / "edge.jpg", quality=95)
+    pixels = decode(str(tmp_path / "edge.jpg"), 32).astype(int)
+    assert pixels[:, :14].max() < 20, "the edge in the middle is sharp"
+    assert pixels[:, 18:].min() > 235
+
+
 def broken(place: Path) -> dict[str, Path]:
     good = place / "good.jpg"
     Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)).save(good)
