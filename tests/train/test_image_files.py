@@ -211,6 +211,7 @@ def test_reader_processes_give_the_same_samples_in_the_same_order(tmp_path: Path
         assert torch.equal(inputs, same)
         assert torch.equal(targets, those)
         assert torch.equal(targets, indices)
+        assert same.is_contiguous(memory_format=torch.channels_last)
 
 
 class Readers(Dataset[Any]):
