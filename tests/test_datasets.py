@@ -10,6 +10,7 @@ import pytest
 
 from offbeat.datasets import fashion
 from offbeat.datasets.fashion import Fashion, fashion_mnist
+from offbeat.datasets.image_folder import LabelledFiles, PathList, image_folder
 from offbeat.datasets.text import VOCABULARY, decode, encode, text
 from offbeat.errors import RequestError
 
@@ -185,3 +186,91 @@ def test_text_that_is_not_there_is_refused(
     with pytest.raises(RequestError, match=why) as caught:
         text(folder, pattern, most_bytes)
     assert "\n" not in str(caught.value)
+
+
+# --- a folder of images -------------------------------------------------------------------------------------------
+
+
+def fill(place: Path, *names: str) -> Path:
+    for name in names:
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        (place / name).write_bytes(b"")  # no file is opened
+    return place
+
+
+def named(files: LabelledFiles, place: Path) -> list[tuple[str, int]]:
+    return [(path.removeprefix(f"{place}/"), int(at)) for path, at in zip(files.paths, files.labels, strict=True)]
+
+
+@pytest.mark.parametrize("tested", ["val", "test"])
+def test_images_have_the_class_of_their_folder_by_its_place_among_the_sorted_names(tmp_path: Path, tested: str) -> None:
+    fill(tmp_path, "train/b/2.JPEG", "train/b/1.png", "train/B/1.jpg", "train/a/deep/er/1.jpeg", f"{tested}/b/3.png")
+    found = image_folder(str(tmp_path))
+    assert found.classes == ("B", "a", "b")
+    wanted = [("train/B/1.jpg", 0), ("train/a/deep/er/1.jpeg", 1), ("train/b/1.png", 2), ("train/b/2.JPEG", 2)]
+    assert named(found.train, tmp_path) == wanted
+    assert named(found.test, tmp_path) == [(f"{tested}/b/3.png", 2)]
+
+
+def test_what_is_hidden_or_no_image_is_left_out(tmp_path: Path) -> None:
+    fill(tmp_path, "a/1.png", "a/2.png", "a/.hidden.png", "a/.cache/3.png", "a/note.txt", ".git/x.png", "list.csv")
+    found = image_folder(str(tmp_path))
+    assert found.classes == ("a",)
+    assert named(found.train, tmp_path) == [("a/1.png", 0)]
+    assert named(found.test, tmp_path) == [("a/2.png", 0)]
+
+
+def test_without_train_every_tenth_image_of_a_class_is_for_testing_and_of_few_the_last(tmp_path: Path) -> None:
+    many = [f"many/{at:02}.png" for at in range(21)]
+    fill(tmp_path, *many, "few/1.png", "few/2.png", "few/3.png", "one/1.png")
+    found = image_folder(str(tmp_path))
+    assert [path for path, _ in named(found.test, tmp_path)] == ["few/3.png", "many/09.png", "many/19.png"]
+    assert len(found.train.paths) == 19 + 2 + 1
+    assert set(found.train.paths).isdisjoint(found.test.paths)
+    assert list(image_folder(str(tmp_path)).test.paths) == list(found.test.paths)
+
+
+def test_val_is_tested_with_where_there_is_a_test_folder_too(tmp_path: Path) -> None:
+    fill(tmp_path, "train/a/1.png", "val/a/2.png", "test/unlabelled.png")
+    assert named(image_folder(str(tmp_path)).test, tmp_path) == [("val/a/2.png", 0)]
+
+
+@pytest.mark.parametrize(
+    ("names", "why"),
+    [
+        ((), "has no folders; each class needs one"),
+        (("1.png",), "has no folders; each class needs one"),
+        (("a/1.png", "b/1.gif", "c/x.txt"), "/b has no files that end in .jpg, .jpeg or .png, and 1 more have none"),
+        (("a/1.png", "b/1.png"), "has no images to test with"),
+        (("train/a/1.png",), "has train/, but neither val/ nor test/"),
+        (("train/a/1.png", "val/b/1.png"), "/val has a class 'b' that"),
+        (("train/a/1.png", "val/1.png"), "/val has no folders"),
+        (("train/1.png", "val/a/1.png"), "/train has no folders"),
+    ],
+)
+def test_a_folder_without_classes_or_images_is_refused_in_one_line(
+    tmp_path: Path, names: tuple[str, ...], why: str
+) -> None:
+    fill(tmp_path, *names)
+    with pytest.raises(RequestError) as caught:
+        image_folder(str(tmp_path))
+    assert why in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_of_images_must_be_named_and_be_there(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"--set data\.options\.folder=FOLDER"):
+        image_folder("")
+    with pytest.raises(RequestError, match=r"no such folder: .*/none"):
+        image_folder(str(tmp_path / "none"))
+
+
+def test_paths_in_one_piece_are_those_that_were_given() -> None:
+    paths = ["a/1.png", "", "ü/ß.png", "b\udcff.png"]
+    kept = PathList(paths)
+    assert list(kept) == paths
+    assert (kept[-1], kept[1:3]) == (paths[-1], paths[1:3])
+    with pytest.raises(IndexError):
+        kept[4]
+    assert list(PathList([])) == []

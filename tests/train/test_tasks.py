@@ -194,6 +194,8 @@ def test_every_recipe_names_what_there_is(name: str, monkeypatch: pytest.MonkeyP
     assert "\n" not in recipe.summary
     few = tasks.Loaded(*(Tensors(torch.rand(2, 1, 28, 28), torch.arange(2)),) * 2, (1, 28, 28), 10)
     monkeypatch.setitem(tasks.DATA, "fashion-mnist", tasks.DATA["fashion-mnist"]._replace(build=lambda: few))
+    photos = tasks.Loaded(*(Tensors(torch.zeros(2, 3, 64, 64).byte(), torch.arange(2)),) * 2, (3, 64, 64), 10, True)
+    monkeypatch.setitem(tasks.DATA, "images", tasks.DATA["images"]._replace(build=lambda **options: photos))
     task = task_of(recipe.config)
     if not name.startswith("synthetic"):
         check(task)

@@ -46,9 +46,8 @@ def _run(given: argparse.Namespace) -> None:
     except RuntimeError as error:
         raise RequestError(f"the weights do not fit the model of {run.path}: {str(error).splitlines()[0]}") from None
     torch.set_num_threads(config.train.threads)  # as the run had: other sums have other last bits
-    loss, accuracy, tests, _ = evaluate(
-        model.to(device), task, Precision(config.train.precision, device), mover(device)
-    )
+    precision = Precision(config.train.precision, device)
+    loss, accuracy, tests, _ = evaluate(model.to(device), task, precision, mover(device), workers=config.data.workers)
     samples = len(task.test)  # type: ignore[arg-type]  # a map-style set has a length: the task was checked
     known_loss = loss if math.isfinite(loss) else None
     told = {"run_dir": str(run.path), "samples": samples, "loss": known_loss, "accuracy": accuracy}

@@ -69,7 +69,8 @@ def _config(words: argparse.Namespace) -> Config:
     if words.run_dir is not None:
         raise RequestError("--resume goes on in the folder of the run: leave --run-dir out")
     changes = given(words)
-    fixed = [key for key in changes if key.partition(".")[0] in ("model", "data") and key != "data.workers"]
+    how_read = ("data.workers", "data.place")
+    fixed = [key for key in changes if key.partition(".")[0] in ("model", "data") and key not in how_read]
     if fixed:
         raise RequestError(f"a run that goes on keeps its model and data: leave --{fixed[0]} out")
     return override(read_config(RunDir(words.resume)), changes)

@@ -69,7 +69,9 @@ class DataConfig(Section, frozen=True, kw_only=True):
 
     name: Annotated[str, "a built-in data set, or module:function, which gives (train, test)"] = "digits"
     options: Annotated[Options, "what the data set is called with"] = msgspec.field(default_factory=dict)
-    workers: Annotated[Whole, "processes of each learner that read data ahead"] = 0
+    workers: Annotated[
+        Whole, "processes of each learner that read data ahead; 0: as many as make sense, none but for image files"
+    ] = 0
     place: Annotated[
         Literal["auto", "device", "host"], "where a data set in memory stays while a GPU trains; auto: there if it fits"
     ] = "auto"

@@ -122,6 +122,21 @@ _ALL = (
         ),
     ),
     _recipe(
+        "images-resnet50",
+        "JPEG and PNG files, ResNet-50: for a GPU; --set data.options.folder=FOLDER, with a folder for each class",
+        ModelConfig(name="resnet50"),
+        DataConfig(name="images", options={"folder": "", "size": 224, "augment": True}),
+        TrainConfig(
+            epochs=90,
+            batch_size=256,
+            lr_batch=256,
+            lr=0.1,
+            weight_decay=1e-4,
+            precision="bf16",
+            schedule="cosine",
+        ),
+    ),
+    _recipe(
         "synthetic-resnet50",
         "noise in the form of ImageNet, ResNet-50: for measuring speed",
         ModelConfig(name="resnet50"),

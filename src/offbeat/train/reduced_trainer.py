@@ -80,7 +80,12 @@ class ReducedTrainer(Trainer):
         self._order = SampleOrder(config.seed, self.samples)
         self._grads = _LastGradient(self.model, self._be_slow)
         self._input = input_of(
-            self.task.train, self.device, self.moved, place=config.data.place, workers=config.data.workers
+            self.task.train,
+            self.device,
+            self.moved,
+            place=config.data.place,
+            workers=config.data.workers,
+            learners=self.learners,
         )
         self._step_on_device: DeviceStep | None = None
         self._compiled: Loss | None = None

@@ -22,6 +22,7 @@ from offbeat.server.learner.served_learner import ServedLearner
 from offbeat.server.wire import EnterPause
 from offbeat.train.checkpoint import Checkpoint
 from offbeat.train.config import Config
+from offbeat.train.device_input import Gathered, channels_last, readers_of, resident_of
 from offbeat.train.learner_snapshot import LearnerSnapshot, Traffic, load_optimizer, optimizer_tensors
 from offbeat.train.learning_rate import correction_of, optimizer_of
 from offbeat.train.tasks import collate_of
@@ -73,15 +74,7 @@ class ServedTrainer(Trainer):
         config, learner = self.config, self.learner
         train = config.train
         learner.on_pause = self._on_pause
-        loader: Any = DataLoader(
-            self.task.train,
-            batch_size=train.batch_size * train.accumulate,
-            shuffle=True,
-            num_workers=config.data.workers,
-            collate_fn=collate_of(self.task.train),
-            pin_memory=self.device.type == "cuda",
-            generator=torch.Generator().manual_seed(config.seed),
-        )
+        loader: Any = self._loader()
         learner.server_state = None if self.checkpoint is None else self.checkpoint.files["server"]
         self.set_rate(self._base)
         try:
@@ -104,6 +97,23 @@ class ServedTrainer(Trainer):
         finally:
             learner.close()
 
+    def _loader(self) -> DataLoader[Any]:
+        """Of samples that lie on the device, where they fit; else of readers, which read ahead of the leases."""
+        config = self.config
+        many = config.train.batch_size * config.train.accumulate
+        resident = resident_of(self.task.train, self.device, place=config.data.place)
+        samples = self.task.train if resident is None else Gathered(resident, self.samples)
+        readers = readers_of(samples, config.data.workers, batch_size=many, learners=self.learners)
+        return DataLoader(
+            samples,
+            batch_size=many,
+            shuffle=True,
+            num_workers=readers if resident is None else 0,
+            collate_fn=collate_of(samples),
+            pin_memory=self.device.type == "cuda" and resident is None,
+            generator=torch.Generator().manual_seed(config.seed),
+        )
+
     def _minibatch(self, batch: Any) -> None:
         learner, scaler = self.learner, self.precision.scaler
         paused_s, began_s = learner.paused_s, time.monotonic()
@@ -117,6 +127,8 @@ class ServedTrainer(Trainer):
             for at in range(passes):
                 start, end = many * at // passes, many * (at + 1) // passes
                 inputs, targets = self.moved(piece_of(batch, start, end) if passes > 1 else batch)
+                if self.device.type == "cuda":
+                    inputs, targets = channels_last((inputs, targets))
                 loss = self.loss_of(inputs, targets)
                 self.backward(loss * ((end - start) / many) if passes > 1 else loss)
                 total += loss.detach() * ((end - start) / many)

@@ -32,10 +32,12 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_co
 
 from offbeat import datasets
 from offbeat.datasets.fashion import KINDS, fashion_mnist
+from offbeat.datasets.image_folder import image_folder
 from offbeat.datasets.text import MOST_BYTES, VOCABULARY, text
 from offbeat.errors import RequestError, nearest
 from offbeat.train.config import Config
 from offbeat.train.fields import Scalar
+from offbeat.train.image_files import BrokenImageError, ImageFiles
 from offbeat.train.image_input import with_image_input
 from offbeat.train.models import MODELS, Builtin, Shape, build_model, builtin_of, settle
 
@@ -146,6 +148,12 @@ def _text(*, folder: str, pattern: str, most_bytes: int, context: int) -> Loaded
     return Loaded(train, test, (context,), len(VOCABULARY))
 
 
+def _image_folder(*, folder: str, size: int, augment: bool) -> Loaded:
+    found = image_folder(folder)
+    train, test = (ImageFiles(files, size) for files in (found.train, found.test))
+    return Loaded(train, test, (3, size, size), len(found.classes), augment)
+
+
 def _synthetic(*, samples: int, features: int, classes: int, seed: int) -> Loaded:
     """Points around the origin; the class is the direction, of as many random ones, that a point goes along most."""
     generator = torch.Generator().manual_seed(seed)
@@ -184,6 +192,11 @@ DATA: dict[str, Builtin] = {
         "Python's own sources, or the files of a folder, as characters",
         _text,
         {"folder": "", "pattern": "*.py", "most_bytes": MOST_BYTES, "context": 64},
+    ),
+    "images": Builtin(
+        "JPEG and PNG files of a folder, in which each class has a folder",
+        _image_folder,
+        {"folder": "", "size": 224, "augment": True},
     ),
     "synthetic": Builtin(
         "points of classes that straight lines part",
@@ -474,6 +487,8 @@ def _failing(what: str, advice: str = "") -> Iterator[None]:
     """Whatever other people's code raises inside is a `RequestError` of one line: what failed, why, and the advice."""
     try:
         yield
+    except BrokenImageError:  # which says all of it
+        raise
     except (Exception, SystemExit) as error:
         raise RequestError(f"{what}: {_cause(error)}{advice}") from error
 

@@ -32,7 +32,7 @@ from offbeat.server.learner.leased_loader import seed_of
 from offbeat.strategy import SERVER, family_of
 from offbeat.train.checkpoint import Checkpoint, Saver, write_weights
 from offbeat.train.config import Config
-from offbeat.train.device_input import input_of
+from offbeat.train.device_input import input_of, tensors_of
 from offbeat.train.learner_snapshot import LearnerSnapshot, Traffic, buffers_of, decode, load_buffers, snapshot_of
 from offbeat.train.learning_rate import optimizer_of, pace_of, staleness_note, zero_last_norms
 from offbeat.train.norms import average_buffers
@@ -366,7 +366,12 @@ class Trainer:
         stop = at.halt
         if at.epoch_end or is_last or at.halt:
             before = self.run.read_metrics()  # also of learners that led before this one
-            self.last = self._evaluate(at, mine, before)
+            try:
+                self.last = self._evaluate(at, mine, before)
+            except Exception:
+                if self.still_leads():
+                    self._save(at, parts, kept)  # the epoch is not lost with a test sample that cannot be read
+                raise
             found = [one["accuracy"] for one in (*before, self.last) if one["accuracy"] is not None]
             target = config.train.stop_at
             stop = stop or (target > 0 and reached_at(found, target) is not None and not is_last)
@@ -420,7 +425,9 @@ class Trainer:
     def _evaluate(
         self, at: TrainingState, parts: Mapping[int, LearnerSnapshot], before: Sequence[Mapping[str, Any]]
     ) -> dict[str, Any]:
-        loss, accuracy, tests, chance = evaluate(self.twin, self.task, self.precision, self.moved)
+        loss, accuracy, tests, chance = evaluate(
+            self.twin, self.task, self.precision, self.moved, workers=self.config.data.workers
+        )
         busy = sum(part.compute_s for part in parts.values())
         waited = sum(part.wait_s for part in parts.values())
         counted = sum(part.samples for part in parts.values())
@@ -504,16 +511,19 @@ class ModelScore(NamedTuple):
     chance: float | None  # the accuracy of always naming the most frequent target
 
 
-def evaluate(model: nn.Module, task: Task, precision: Precision, moved: Callable[[Any], Any]) -> ModelScore:
-    """On the whole test set."""
+def evaluate(
+    model: nn.Module, task: Task, precision: Precision, moved: Callable[[Any], Any], *, workers: int = 0
+) -> ModelScore:
+    """On the whole test set; `workers` read it, unless it is in memory."""
     device = next(model.parameters()).device
     wanted = torch.arange(len(task.test)).split(EVALUATED)  # type: ignore[arg-type,no-untyped-call] # map-style
+    samples = input_of(task.test, device, moved, workers=workers if tensors_of(task.test) is None else 0)
     total, right, judged, seen = 0.0, 0, 0, 0
     targeted: Counter[int] = Counter()
     was_training = model.training
     model.eval()
     with torch.no_grad():
-        for inputs, targets in input_of(task.test, device, moved).batches(wanted):
+        for inputs, targets in samples.batches(wanted):
             with precision.computing():
                 outputs = model(inputs)
                 loss = task.loss(outputs, targets)
