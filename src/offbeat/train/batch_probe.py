@@ -10,6 +10,7 @@ process can still fork learners.
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
@@ -74,6 +75,7 @@ def settle_batch(config: Config, task: Task, tell: Tell) -> Config:
 
 def _search(config: Config, task: Task, allowed: Sequence[int], tell: Tell) -> int:
     whys: dict[int, str] = {}
+    importlib.import_module("torch._dynamo")  # once, and not in each fork: an optimizer's first step loads it
     with tempfile.TemporaryDirectory(prefix="offbeat-batch-") as folder:
 
         def fits(batch: int) -> float | None:

@@ -117,6 +117,7 @@ def _proved(
     fewer samples, and then there is no step for all of them yet."""
     samples = whole = size_of(batches[0][1])
     while True:
+        step = None
         try:
             step = make(rung)
             with step.kept():
@@ -126,7 +127,7 @@ def _proved(
             if samples < 2 or not is_out_of_memory(error):
                 raise
             recover(error)
-        del step
+        step = None
         samples //= 4 if samples >= 8 else 2
         batches = [(piece_of(inputs, 0, samples), piece_of(targets, 0, samples)) for inputs, targets in batches]
         release()

@@ -16,9 +16,14 @@ from offbeat.errors import RequestError
 _MARKS = ("out of memory", "ALLOC_FAILED", "can't allocate memory", "not enough memory")
 
 
-def is_out_of_memory(error: BaseException | str) -> bool:
+def is_out_of_memory(error: BaseException | str | None) -> bool:
+    """Also where that led to another error: a capture that runs out of memory ends as one that was invalidated."""
+    if error is None:
+        return False
     kinds = (torch.OutOfMemoryError, MemoryError)
-    return isinstance(error, kinds) or any(mark in str(error) for mark in _MARKS)
+    if isinstance(error, kinds) or any(mark in str(error) for mark in _MARKS):
+        return True
+    return isinstance(error, BaseException) and is_out_of_memory(error.__context__)
 
 
 @contextmanager
