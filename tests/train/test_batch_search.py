@@ -16,12 +16,17 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from offbeat.errors import RequestError
+from offbeat.runs.run_folder import RunDir
 from offbeat.train import batch_probe, launch
 from offbeat.train.batch_probe import pass_sizes, settle_batch
 from offbeat.train.batch_search import FINE, Found, fastest, find_batch, sizes_for, sizes_of_global
+from offbeat.train.compute_ladder import EAGER
 from offbeat.train.config import Config, TrainConfig, check_batch_given
 from offbeat.train.config_files import as_toml, override, read_config
 from offbeat.train.out_of_memory import is_out_of_memory, naming_memory, told_of_batch
+from offbeat.train.precision import Precision
+from offbeat.train.reduced_trainer import ReducedTrainer
+from offbeat.train.trainer import evaluate
 from train.runs import FEATURES, config_of, small_task, trained
 
 
@@ -213,6 +218,25 @@ def test_a_step_on_a_cpu_may_take_a_second(monkeypatch: pytest.MonkeyPatch) -> N
         settled(train={"batch_size": "auto"})
 
 
+@pytest.mark.parametrize("compute", ["eager", "compile"])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_an_update_that_is_timed_has_passes_of_all_sizes(tmp_path: Path, compute: str, accumulate: int) -> None:
+    """`compile`: by a step that is decided on the device, as on a GPU; here it computes eagerly."""
+    seen: list[int] = []
+
+    class Counted(nn.Linear):
+        def forward(self, inputs: Tensor) -> Tensor:
+            seen.append(len(inputs))
+            return super().forward(inputs)
+
+    config = config_of(learners=1, train={"compute": compute, "accumulate": accumulate})
+    task = small_task(build=lambda: Counted(FEATURES, 4))
+    trainer = ReducedTrainer(config, task, RunDir(tmp_path), number=0, learners=1, report=lambda record: None)
+    assert 0 < trainer.time_update([80, 24], EAGER) < 60
+    assert seen[: 2 * min(2, accumulate)] == [80] * min(2, accumulate) + [24] * min(2, accumulate)
+    assert set(seen) == {80, 24}
+
+
 # --- out of memory in a training --------------------------------------------------------------------------------------
 
 
@@ -236,6 +260,15 @@ def test_a_model_too_large_to_begin_with_is_named_as_such(tmp_path: Path) -> Non
     assert str(error.value) == (
         "learner 0: the model is too large for this machine: out of memory before the first minibatch"
     )
+
+
+def test_an_evaluation_takes_fewer_samples_at_a_time_where_memory_is_short() -> None:
+    model, task, here = large_for(5)(), small_task(), torch.device("cpu")
+    few = evaluate(model, task, Precision("fp32", here), lambda batch: batch)
+    many = evaluate(nn.Linear(FEATURES, 4), task, Precision("fp32", here), lambda batch: batch)
+    assert few.samples == many.samples == 16
+    with pytest.raises(torch.OutOfMemoryError):
+        evaluate(large_for(0)(), task, Precision("fp32", here), lambda batch: batch)
 
 
 def test_what_is_out_of_memory() -> None:

@@ -17,7 +17,6 @@ rate, decay, loss scale, minibatch, random numbers) is changed between two steps
 from __future__ import annotations
 
 import copy
-import gc
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor
 
 from offbeat.train.device_step import DeviceStep
-from offbeat.train.out_of_memory import is_out_of_memory
+from offbeat.train.out_of_memory import is_out_of_memory, release
 from offbeat.train.precision import Precision
 from offbeat.train.trainer import piece_of, size_of
 
@@ -131,13 +130,6 @@ def _proved(
         samples //= 4 if samples >= 8 else 2
         batches = [(piece_of(inputs, 0, samples), piece_of(targets, 0, samples)) for inputs, targets in batches]
         release()
-
-
-def release() -> None:
-    """What a step has held, its graphs included, can be used by the next."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def recover(error: Exception) -> None:

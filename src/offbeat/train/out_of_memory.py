@@ -5,6 +5,7 @@ This file knows nothing of trainers or processes.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -24,6 +25,13 @@ def is_out_of_memory(error: BaseException | str | None) -> bool:
     if isinstance(error, kinds) or any(mark in str(error) for mark in _MARKS):
         return True
     return isinstance(error, BaseException) and is_out_of_memory(error.__context__)
+
+
+def release() -> None:
+    """What is held by nobody any more, graphs included, can be used for something else."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 @contextmanager

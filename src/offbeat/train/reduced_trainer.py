@@ -8,6 +8,7 @@ other.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import time
@@ -32,17 +33,17 @@ from offbeat.runs.log import LogWriter, Span
 from offbeat.server.learner.leased_loader import SampleOrder, seed_of
 from offbeat.server.learner.reduced_learner import gather_bytes
 from offbeat.strategy import NATIVE
-from offbeat.train.compute_ladder import EAGER, MEASURED, Rung, choose, price_of, release, rungs_of, told, try_rung
+from offbeat.train.compute_ladder import EAGER, MEASURED, Rung, choose, price_of, rungs_of, told, try_rung
 from offbeat.train.config import shares_of
 from offbeat.train.device_clock import DeviceClock, Mark
 from offbeat.train.device_input import AHEAD, input_of
 from offbeat.train.device_step import DeviceStep, Loss, clone_of, compiled_loss, leaves_of, repeated
 from offbeat.train.learner_snapshot import Traffic, decode, load_optimizer, optimizer_tensors
 from offbeat.train.norms import synchronise
-from offbeat.train.out_of_memory import is_out_of_memory
+from offbeat.train.out_of_memory import is_out_of_memory, release
 from offbeat.train.sample_plan import Pass, Update, speeds_to_shares, updates
 from offbeat.train.tasks import collate_of
-from offbeat.train.trainer import EVALUATED, Trainer, settle_cudnn
+from offbeat.train.trainer import Trainer, settle_cudnn
 from offbeat_autoload import register
 
 WORTH_TELLING = 0.1  # of a device's time: more waiting for samples than that is told
@@ -345,9 +346,10 @@ class ReducedTrainer(Trainer):
         for size in sizes[1:]:
             update(size)
         if self.device.type == "cuda":
-            inputs, _ = repeated(first, EVALUATED)
+            twin = copy.deepcopy(self.model).eval()
+            inputs, targets = repeated(first, min(sizes[0], TRIED))
             with torch.no_grad(), self.precision.computing():
-                self.twin(inputs)
+                self.task.loss(twin(inputs), targets)
         retries = _allocator_retries(self.device)
         once_s = update(sizes[0])
         if once_s > most_s:

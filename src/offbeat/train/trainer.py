@@ -36,6 +36,7 @@ from offbeat.train.device_input import input_of
 from offbeat.train.learner_snapshot import LearnerSnapshot, Traffic, buffers_of, decode, load_buffers, snapshot_of
 from offbeat.train.learning_rate import optimizer_of, pace_of, staleness_note, zero_last_norms
 from offbeat.train.norms import average_buffers
+from offbeat.train.out_of_memory import is_out_of_memory, release
 from offbeat.train.precision import Precision
 from offbeat.train.tasks import Task, count_right
 from offbeat.train.tensorboard import write_scalars, writer_class
@@ -504,9 +505,24 @@ class ModelScore(NamedTuple):
 
 
 def evaluate(model: nn.Module, task: Task, precision: Precision, moved: Callable[[Any], Any]) -> ModelScore:
-    """On the whole test set."""
+    """On the whole test set; fewer samples at a time where there is too little memory beside a training's."""
+    samples = EVALUATED
+    while True:
+        try:
+            return _evaluate_by(samples, model, task, precision, moved)
+        except Exception as error:
+            if samples == 1 or not is_out_of_memory(error):
+                raise
+        samples //= 4
+        release()
+
+
+def _evaluate_by(
+    samples: int, model: nn.Module, task: Task, precision: Precision, moved: Callable[[Any], Any]
+) -> ModelScore:
+    """`samples` at a time."""
     device = next(model.parameters()).device
-    wanted = torch.arange(len(task.test)).split(EVALUATED)  # type: ignore[arg-type,no-untyped-call] # map-style
+    wanted = torch.arange(len(task.test)).split(samples)  # type: ignore[arg-type,no-untyped-call] # map-style
     total, right, judged, seen = 0.0, 0, 0, 0
     targeted: Counter[int] = Counter()
     was_training = model.training
