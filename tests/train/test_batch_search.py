@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from offbeat.errors import RequestError
 from offbeat.runs.run_folder import RunDir
-from offbeat.train import batch_probe, launch
+from offbeat.train import batch_probe, launch, reduced_trainer
 from offbeat.train.batch_probe import pass_sizes, settle_batch
 from offbeat.train.batch_search import FINE, Found, fastest, find_batch, sizes_for, sizes_of_global
 from offbeat.train.compute_ladder import EAGER
 from offbeat.train.config import Config, TrainConfig, check_batch_given
-from offbeat.train.config_files import as_toml, override, read_config
+from offbeat.train.config_files import as_json, as_toml, from_json, override, read_config, read_recipe
 from offbeat.train.out_of_memory import is_out_of_memory, naming_memory, told_of_batch
 from offbeat.train.precision import Precision
 from offbeat.train.reduced_trainer import ReducedTrainer
@@ -212,6 +212,29 @@ def test_a_try_that_is_killed_does_not_fit_and_one_that_fails_says_why(monkeypat
         settle_batch(config, small_task(), lambda line: None)
 
 
+def test_a_batch_fits_if_it_fits_on_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    small, large = FakeDevice(40), FakeDevice(1000, fixed_s=1.0)
+
+    def answers(batch: int) -> list[batch_probe._Answer]:
+        return [batch_probe._Answer(device.fits(batch), "cuda:1: out of memory") for device in (large, small)]
+
+    monkeypatch.setattr(batch_probe, "_start_all", lambda config, task, batch, folder: batch)
+    monkeypatch.setattr(batch_probe, "_answers", answers)
+    told: list[str] = []
+    assert 32 <= settled(told.append, train={"batch_size": "auto"}).batch_size <= 40
+    assert "32: 32 samples/s" in told[-1] or "(32: 32" in told[-1], "the slowest device decides how long a step takes"
+
+
+def test_a_retry_of_the_allocator_counts_as_not_fitting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    retries = iter(range(10))
+    monkeypatch.setattr(reduced_trainer, "_allocator_retries", lambda device: next(retries))
+    trainer = ReducedTrainer(
+        config_of(learners=1), small_task(), RunDir(tmp_path), number=0, learners=1, report=lambda record: None
+    )
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.time_update([8], EAGER)
+
+
 def test_a_step_on_a_cpu_may_take_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_probe, "STEP_S", 0.0)
     with pytest.raises(RequestError, match="a step takes more than 0 s"):
@@ -255,11 +278,11 @@ def test_a_model_too_large_to_begin_with_is_named_as_such(tmp_path: Path) -> Non
         def to(self, *given: Any, **named: Any) -> Any:
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    with pytest.raises(RequestError) as error:
-        trained(tmp_path, small_task(build=lambda: Huge(FEATURES, 4)), learners=1)
-    assert str(error.value) == (
-        "learner 0: the model is too large for this machine: out of memory before the first minibatch"
-    )
+    told = "the model is too large for this machine: out of memory before the first minibatch"
+    for batch, expected in ((4, f"learner 0: {told}"), ("auto", told)):
+        with pytest.raises(RequestError) as error:
+            trained(tmp_path, small_task(build=lambda: Huge(FEATURES, 4)), learners=1, train={"batch_size": batch})
+        assert str(error.value) == expected
 
 
 def test_an_evaluation_takes_fewer_samples_at_a_time_where_memory_is_short() -> None:
@@ -290,6 +313,8 @@ def test_auto_can_be_said_wherever_a_config_is(tmp_path: Path) -> None:
     config = override(Config(), {"train.batch_size": "auto"})
     assert config.train.batch_size == 0
     assert 'batch_size = "auto"' in as_toml(config)
+    (tmp_path / "whole.toml").write_text(as_toml(config), encoding="utf-8")
+    assert read_recipe(str(tmp_path / "whole.toml")) == config == from_json(as_json(config), "here")
     with pytest.raises(RequestError, match="expected a whole number; got 'car'"):
         override(Config(), {"train.batch_size": "car"})
     with pytest.raises(RequestError, match=r"train\.batch_size: auto is for `offbeat train`"):

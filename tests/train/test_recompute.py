@@ -15,8 +15,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
 from offbeat.errors import RequestError
+from offbeat.train.compute_ladder import prove
 from offbeat.train.config import TrainConfig
+from offbeat.train.device_step import DeviceStep
 from offbeat.train.models import build_model
+from offbeat.train.precision import Precision
 from offbeat.train.recompute import recompute_blocks
 from train.runs import FEATURES, small_task, trained
 
@@ -135,6 +138,19 @@ def test_a_training_that_recomputes_gives_the_same_weights(tmp_path: Path, sync:
     plain = trained(tmp_path, **changes, train={"epochs": 1})
     again = trained(tmp_path, **changes, train={"epochs": 1, "recompute": True})
     assert all(torch.equal(plain.weights[name], again.weights[name]) for name in plain.weights)
+
+
+def test_a_step_that_recomputes_is_proved_right_norms_and_dropout_included() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 16), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.Linear(16, 4))
+    recompute_blocks(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step, eager = (
+        DeviceStep(model, optimizer, functional.cross_entropy, Precision("fp32", torch.device("cpu"))) for _ in range(2)
+    )
+    batches = [(torch.randn(16, 8), torch.randint(4, (16,))) for _ in range(2)]
+    assert [str(one) for one in prove(step, eager, batches) if not one.holds] == []
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a compiler")

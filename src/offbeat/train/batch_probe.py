@@ -35,7 +35,7 @@ from offbeat.train.batch_search import find_batch, sizes_for, sizes_of_global
 from offbeat.train.compute_ladder import EAGER, LADDER, recover
 from offbeat.train.config import Config, shares_of
 from offbeat.train.config_files import changed
-from offbeat.train.out_of_memory import is_out_of_memory
+from offbeat.train.out_of_memory import is_out_of_memory, told_of_model
 from offbeat.train.reduced_trainer import ReducedTrainer
 from offbeat.train.sample_plan import updates
 from offbeat.train.tasks import Task
@@ -81,6 +81,8 @@ def _search(config: Config, task: Task, allowed: Sequence[int], tell: Tell) -> i
         def fits(batch: int) -> float | None:
             found = _answers(_start_all(config, task, batch, Path(folder)))
             bad = next((one for one in found if one.seconds is None), None)
+            if bad is not None and bad.is_final:
+                raise RequestError(bad.why)
             if bad is not None:
                 whys[batch] = bad.why
                 return None
@@ -106,6 +108,11 @@ class _Answer(NamedTuple):
 
     seconds: float | None
     why: str = ""
+    is_final: bool = False  # no other size can fit
+
+
+class _ModelTooLargeError(RequestError):
+    """It does not fit, whatever the minibatch."""
 
 
 class _Child(NamedTuple):
@@ -143,6 +150,7 @@ def _start(config: Config, task: Task, batch: int, device: torch.device, sharing
         line = next((line for line in str(error).splitlines() if line.strip()), "")
         what = "out of memory" if is_out_of_memory(error) else f"{type(error).__name__}: {line}"
         told = {"why": str(error) if isinstance(error, OffbeatError) else what}
+        told["final"] = isinstance(error, _ModelTooLargeError)
     finally:
         os.write(writer, json.dumps(told).encode()[:60_000])
         os._exit(0)
@@ -167,6 +175,8 @@ def _answer(child: _Child) -> _Answer:
     if not said:
         return _Answer(None, f"{name}: out of memory (the process that tried it was killed)")
     told = json.loads(said)
+    if told.get("final"):
+        return _Answer(None, told["why"], is_final=True)
     return _Answer(told.get("seconds"), f"{name}: {told.get('why', '')}")
 
 
@@ -185,7 +195,12 @@ def _try(config: Config, task: Task, batch: int, device: torch.device, sharing: 
     alone = changed(config, {**own, "train": train, "save": {"tensorboard": False}})
 
     def trainer() -> ReducedTrainer:
-        return ReducedTrainer(alone, task, RunDir(folder), number=0, learners=1, report=lambda record: None)
+        try:
+            return ReducedTrainer(alone, task, RunDir(folder), number=0, learners=1, report=lambda record: None)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise _ModelTooLargeError(told_of_model(device)) from None
 
     # What several learners hold of the gradient beside it: buckets, or what is sent.
     whole = sum(one.numel() for one in task.build().parameters()) if config.learners > 1 else 0
