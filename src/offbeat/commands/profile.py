@@ -14,6 +14,7 @@ from offbeat.predict.roofline import GPUS
 from offbeat.report.benchmark_fields import format_ms
 from offbeat.spec import count_of, parse_count, parse_rate, parse_seconds
 from offbeat.train.arguments import given as changes_of
+from offbeat.train.config import check_batch_given
 from offbeat.train.config_files import changed, override, read_recipe
 from offbeat.train.recipes import DEFAULT
 
@@ -25,6 +26,7 @@ _MODEL = "modelled, not measured"
 
 def _run(given: argparse.Namespace) -> None:
     config = override(read_recipe(given.recipe or DEFAULT), changes_of(given))
+    check_batch_given(config.train)
     gpu = GPUS.get(given.device or "")
     device = config.device if gpu is not None or not given.device else given.device
     config = changed(config, {"sync": "ring", "learners": 1, "slow": (), "device": device})

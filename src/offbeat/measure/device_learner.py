@@ -23,6 +23,7 @@ from offbeat.train.config_files import from_json
 from offbeat.train.device_input import input_of
 from offbeat.train.device_step import DeviceStep, Loss, compiled_loss
 from offbeat.train.learning_rate import optimizer_of
+from offbeat.train.out_of_memory import is_out_of_memory
 from offbeat.train.precision import Precision
 from offbeat.train.tasks import task_of
 from offbeat.train.trainer import built_on, device_of, mover, settle_cudnn
@@ -137,13 +138,6 @@ def rung_here(asked: str, device: torch.device) -> str:
     if asked != "auto":
         return asked
     return "graph" if device.type == "cuda" else "eager"
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    text = str(error).lower()
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(
-        word in text for word in ("out of memory", "alloc_failed", "can't allocate memory")
-    )
 
 
 def begin(request: Request) -> tuple[Answer, Handlers]:

@@ -26,7 +26,9 @@ import torch
 from torch import Tensor
 
 from offbeat.train.device_step import DeviceStep
+from offbeat.train.out_of_memory import is_out_of_memory, release
 from offbeat.train.precision import Precision
+from offbeat.train.trainer import piece_of, size_of
 
 WITHIN = 0.03  # of the fastest: then the first in order
 LONGER = 2.0  # how much further from the wider precision than eager code
@@ -76,6 +78,13 @@ def told(chosen: str, seconds: Mapping[str, float], failed: Mapping[str, str]) -
     return "; ".join([text, *(f"{name} was left out: {why}" for name, why in failed.items())])
 
 
+def price_of(deterministic_s: float, free_s: float) -> str:
+    """What the same bits in every run cost, in one line."""
+    more = deterministic_s / free_s - 1
+    price = f"{100 * more:.0f} % more" if more >= 0.005 else "no more"
+    return f"--deterministic: {1e3 * deterministic_s:.3g} ms a step, {1e3 * free_s:.3g} without it: {price}"
+
+
 class Trial(NamedTuple):
     """A rung that was tried: seconds of a step, or why it cannot be used."""
 
@@ -85,17 +94,42 @@ class Trial(NamedTuple):
 
 def try_rung(make: Callable[[Rung], DeviceStep], rung: Rung, batches: Sequence[Batch], *, proved: bool) -> Trial:
     """Prove it and time it; whatever goes wrong is a reason, and no error."""
+    release()
     try:
-        step = make(rung)
+        step = None
+        if proved and rung is not EAGER:
+            step, wrong = _proved(make, rung, batches)
+            if wrong:
+                return Trial(math.inf, "; ".join(map(str, wrong[:2])))
+        step = step or make(rung)
         with step.kept():
-            if proved and rung is not EAGER:
-                wrong = [one for one in prove(step, make(EAGER), batches) if not one.holds]
-                if wrong:
-                    return Trial(math.inf, "; ".join(map(str, wrong[:2])))
             return Trial(_time(step, batches))
     except Exception as error:  # of the compiler, of a capture, of a model that reads its tensors on the host
         recover(error)
         return Trial(math.inf, _first_line(error))
+
+
+def _proved(
+    make: Callable[[Rung], DeviceStep], rung: Rung, batches: Sequence[Batch]
+) -> tuple[DeviceStep | None, list[Finding]]:
+    """The step and what of it is wrong. A proof needs the memory of several steps: where that is not there, it is of
+    fewer samples, and then there is no step for all of them yet."""
+    samples = whole = size_of(batches[0][1])
+    while True:
+        step = None
+        try:
+            step = make(rung)
+            with step.kept():
+                wrong = [one for one in prove(step, make(EAGER), batches) if not one.holds]
+            return (step if samples == whole else None), wrong
+        except Exception as error:
+            if samples < 2 or not is_out_of_memory(error):
+                raise
+            recover(error)
+        step = None
+        samples //= 4 if samples >= 8 else 2
+        batches = [(piece_of(inputs, 0, samples), piece_of(targets, 0, samples)) for inputs, targets in batches]
+        release()
 
 
 def recover(error: Exception) -> None:

@@ -31,6 +31,7 @@ from offbeat.train.fields import LARGEST, Field, FieldError, Options, Section, f
 
 MANY = 999_999_999
 Count = Annotated[int, Meta(ge=1, le=MANY)]
+AutoCount = Annotated[int, Meta(ge=1, le=MANY, extra={"auto": True})]
 Whole = Annotated[int, Meta(ge=0, le=MANY)]
 Above0 = Annotated[float, Meta(gt=0)]
 From0 = Annotated[float, Meta(ge=0)]
@@ -87,8 +88,12 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     at: ClassVar[str] = "train."
 
     epochs: Annotated[Count, "passes over the data"] = 12
-    batch_size: Annotated[Count, "samples in a minibatch of one learner"] = 32
+    batch_size: Annotated[AutoCount, "samples in a minibatch of one learner; auto: the fastest that fits"] = 32
     accumulate: Annotated[Count, "passes, of batch_size samples each, in which a minibatch is computed"] = 1
+    global_batch: Annotated[
+        Whole, "samples of all learners' minibatches together, kept by setting accumulate; 0: as accumulate says"
+    ] = 0
+    recompute: Annotated[bool, "compute activations of blocks again in backward instead of keeping them"] = False
     optimizer: Annotated[
         Literal["sgd", "adagrad", "adam", "adamw", "lars", "lamb"], "the rule of an update; lars, lamb: all-reduce only"
     ] = "sgd"
@@ -129,6 +134,8 @@ class TrainConfig(Section, frozen=True, kw_only=True):
             raise FieldError("train.steps", "the schedule 'steps' needs the epochs, like [30, 60]; got none")
         if self.nesterov and not self.momentum:
             raise FieldError("train.nesterov", "looks ahead by the momentum, which is 0; raise it, or leave this false")
+        if self.recompute and self.batch_norm == "synchronised":
+            raise FieldError("train.recompute", "synchronised batch norm would talk to the other learners twice a pass")
         if self.split not in ("equal", "auto") and not _SHARES.fullmatch(self.split):
             hint = nearest(self.split, ("equal", "auto"))
             raise FieldError("train.split", f"expected equal, auto, or shares like 3:1; got {shown(self.split)}{hint}")
@@ -201,6 +208,13 @@ def all_fields() -> Iterator[Field]:
     yield from (field for field in fields_of(Config) if field.name not in SECTIONS)
     for section in SECTIONS.values():
         yield from fields_of(section)
+
+
+def check_batch_given(train: TrainConfig) -> None:
+    """RequestError where the minibatch is still to be found, which only a training on real devices does."""
+    if not train.batch_size or train.global_batch:
+        what = "train.global_batch" if train.batch_size else "train.batch_size: auto"
+        raise RequestError(f"{what} is for `offbeat train`; here give train.batch_size and train.accumulate as numbers")
 
 
 def shares_of(split: str) -> tuple[int, ...]:

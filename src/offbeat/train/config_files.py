@@ -174,7 +174,7 @@ def as_toml(config: Config) -> str:
             text = ", ".join(f"{key} = {_toml_value(one)}" for key, one in value.items())
             text = f"{{ {text} }}" if text else "{}"
         else:
-            text = _toml_value(value)
+            text = _toml_value("auto" if field.has_auto and not value else value)
         lines.append(f"{f'{name} = {text}':<28}  # {field.description}")
     return "\n".join(lines) + "\n"
 

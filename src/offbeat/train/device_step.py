@@ -331,6 +331,20 @@ def clone_of(batch: Any) -> Any:
     return batch
 
 
+def repeated(batch: Any, samples: int) -> Any:
+    """A batch of as many samples, made of those of this one; laid out as this one is."""
+    if isinstance(batch, Tensor):
+        chosen = batch[torch.arange(samples, device=batch.device) % len(batch)]
+        last = batch.dim() == 4 and batch.is_contiguous(memory_format=torch.channels_last)
+        return chosen.contiguous(memory_format=torch.channels_last) if last else chosen
+    if isinstance(batch, Mapping):
+        return {name: repeated(one, samples) for name, one in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        items = [repeated(one, samples) for one in batch]
+        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
+    return batch
+
+
 def copy_into(batch: Any, source: Any) -> None:
     for one, new in zip(leaves_of(batch), leaves_of(source), strict=True):
         one.copy_(new, non_blocking=True)

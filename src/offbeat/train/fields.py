@@ -75,6 +75,11 @@ class Field:
         return get_args(self.kind) if get_origin(self.kind) is Literal else ()
 
     @property
+    def has_auto(self) -> bool:
+        """Whether it can be said as `auto`, which is kept as 0: found when a training begins."""
+        return bool((self.bounds.extra or {}).get("auto"))
+
+    @property
     def description(self) -> str:
         """The line for people, with the choices."""
         return f"{self.help} ({', '.join(self.choices)})" if self.choices else self.help
@@ -95,6 +100,8 @@ class Field:
             raise FieldError(self.key, f"expected {wanted}; got {shown(value)}")
         if get_origin(self.kind) is dict:
             return self._options(value)
+        if self.has_auto and value in ("auto", 0) and value is not False:
+            return 0
         if not _is(self.kind, value):
             raise FieldError(
                 self.key, f"expected {_KIND_NAMES.get(self.kind, f'a table [{self.name}]')}; got {shown(value)}"

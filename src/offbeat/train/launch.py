@@ -37,9 +37,12 @@ from offbeat.server.run_setting import RunSetting
 from offbeat.server.supervisor import ServerPlan, Supervisor
 from offbeat.spec import count_of
 from offbeat.strategy import ALL_REDUCE, family_of
+from offbeat.train.batch_probe import settle_batch
 from offbeat.train.checkpoint import Checkpoint, newest
 from offbeat.train.config import Config
-from offbeat.train.config_files import changed, write_config
+from offbeat.train.config_files import changed, read_config, write_config
+from offbeat.train.out_of_memory import naming_memory, told_of_batch, told_of_model
+from offbeat.train.recompute import recomputing
 from offbeat.train.reduced_trainer import ReducedTrainer
 from offbeat.train.sample_plan import updates
 from offbeat.train.served_trainer import ServedTrainer, setting_of
@@ -142,12 +145,15 @@ def prepare(
     if config.train.precision == "tf32" and device.type != "cuda":
         raise RequestError("train.precision: tf32 is a format of GPUs, and there is none here: use fp32 or bf16")
     torch.set_num_threads(1)  # before anything is computed: threads do not survive a fork, and learners set their own
-    made = task_of(config) if task is None else task
+    made = _task(config, task)
     own = task is not None or ":" in config.model.name
     samples = len(made.train)  # type: ignore[arg-type] # a map-style set has a length
-    if family_of(config.sync) == ALL_REDUCE:
-        next(updates(samples, 1, 0, (1.0,) * config.learners, config.train.accumulate))  # refuses what is too few
+    _check_enough(config, samples)
     unused = check_apart(made, backward=own and family_of(config.sync) == ALL_REDUCE)
+    if resume is not None and not config.train.batch_size:
+        config = _with_batch_of(config, RunDir(resume))
+    config = settle_batch(config, made, tell)
+    _check_enough(config, samples)  # again: accumulate may be another now
     if config.save.tensorboard:
         writer_class()
     run = RunDir(new_run_dir(config.name, run_dir, time.strftime(TIME_STAMP)) if resume is None else resume)
@@ -168,6 +174,25 @@ def prepare(
     return Start(
         config=config, task=made, run=run, checkpoint=checkpoint, segment=run.next_segment(), unused=unused, hold=hold
     )
+
+
+def _check_enough(config: Config, samples: int) -> None:
+    """An epoch has a sample for every pass of an update."""
+    if family_of(config.sync) == ALL_REDUCE:
+        next(updates(samples, 1, 0, (1.0,) * config.learners, config.train.accumulate))
+
+
+def _task(config: Config, task: Task | None) -> Task:
+    """What is trained: as the program has made it, or as the config names it."""
+    made = task_of(config) if task is None else task
+    return recomputing(made) if config.train.recompute else made
+
+
+def _with_batch_of(config: Config, run: RunDir) -> Config:
+    """The config with the minibatch that was found when the run began."""
+    found = read_config(run).train
+    batch = {"batch_size": found.batch_size, "accumulate": found.accumulate, "global_batch": 0}
+    return changed(config, {"train": batch})
 
 
 def _check_resume(config: Config, checkpoint: Checkpoint, samples: int, tell: Callable[[str], None]) -> None:
@@ -375,22 +400,25 @@ def _fit(start: Start, number: int, learners: int, report: Report) -> None:
     if not under_torchrun():
         report({"kind": "heeding", "learner": number})
     kind = ReducedTrainer if start.reduces else ServedTrainer
-    trainer = kind(
-        start.config,
-        start.task,
-        start.run,
-        number=number,
-        learners=learners,
-        report=report,
-        checkpoint=start.checkpoint,
-        segment=start.segment,
-        unused=start.unused,
-    )
+    device, train = device_of(start.config.device, number), start.config.train
+    with naming_memory(lambda: told_of_model(device)):
+        trainer = kind(
+            start.config,
+            start.task,
+            start.run,
+            number=number,
+            learners=learners,
+            report=report,
+            checkpoint=start.checkpoint,
+            segment=start.segment,
+            unused=start.unused,
+        )
     signals.on_noted = trainer.ask_to_stop
     if signals.received:  # one that came before there was a trainer
         trainer.ask_to_stop()
     try:
-        trainer.fit()
+        with naming_memory(lambda: told_of_batch(device, train.batch_size, recompute=train.recompute)):
+            trainer.fit()
     finally:
         trainer.saver.wait()
 
@@ -408,7 +436,8 @@ def _raise_failure(start: Start, exits: Mapping[int, int], failures: Mapping[int
         raise OffbeatError(f"{names}{onward}")
     if failed:
         learner, text = next(iter(failed.items()))
-        raise OffbeatError(f"learner {learner}: {text}{onward}")
+        kind = RequestError if exits.get(learner) == RequestError.exit_code else OffbeatError
+        raise kind(f"learner {learner}: {text}{onward}")
     broken = [learner for learner, code in sorted(exits.items()) if code]
     if broken or not result.end:
         who = f"learner {broken[0]} failed" if broken else "the run ended without a result"
@@ -509,14 +538,16 @@ def learn(
         )
         through_store("run-dir", str(start.run.path.absolute()))
         through_store(f"ready-{again}", json.dumps([start.segment, start.unused]))
+        config = start.config
         os.environ["OFFBEAT_LOG"] = str(start.run.log(start.segment).absolute())
     else:
         segment, unused = json.loads(through_store(f"ready-{again}", None))
         run = RunDir(Path(through_store("run-dir", None)))
+        config = _with_batch_of(config, run)
         resumes = bool(again) or resume is not None
         start = Start(
             config=config,
-            task=task_of(config) if task is None else task,
+            task=_task(config, task),
             run=run,
             checkpoint=newest(run.checkpoints, lambda line: None) if resumes else None,
             segment=segment,

@@ -8,11 +8,12 @@ other.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -32,22 +33,26 @@ from offbeat.runs.log import LogWriter, Span
 from offbeat.server.learner.leased_loader import SampleOrder, seed_of
 from offbeat.server.learner.reduced_learner import gather_bytes
 from offbeat.strategy import NATIVE
-from offbeat.train.compute_ladder import EAGER, Rung, choose, rungs_of, told, try_rung
+from offbeat.train.compute_ladder import EAGER, MEASURED, Rung, choose, price_of, rungs_of, told, try_rung
 from offbeat.train.config import shares_of
 from offbeat.train.device_clock import DeviceClock, Mark
-from offbeat.train.device_input import input_of
-from offbeat.train.device_step import DeviceStep, Loss, compiled_loss
+from offbeat.train.device_input import AHEAD, input_of
+from offbeat.train.device_step import DeviceStep, Loss, clone_of, compiled_loss, leaves_of, repeated
 from offbeat.train.learner_snapshot import Traffic, decode, load_optimizer, optimizer_tensors
 from offbeat.train.norms import synchronise
+from offbeat.train.out_of_memory import is_out_of_memory, release
 from offbeat.train.sample_plan import Pass, Update, speeds_to_shares, updates
 from offbeat.train.tasks import collate_of
-from offbeat.train.trainer import Trainer
+from offbeat.train.trainer import Trainer, settle_cudnn
 from offbeat_autoload import register
 
 WORTH_TELLING = 0.1  # of a device's time: more waiting for samples than that is told
 MOST_AHEAD = 4  # updates that the host may be ahead of the device
 FIRST_LOOK, LOOK_EVERY = 4, 20  # updates until speeds are measured, for --split auto
 WORTH = 0.03  # a share must change by that much of the whole for a new split
+TRIED = 64  # samples that are read to try larger minibatches, which repeat them
+FIRST_S = 10.0  # that a first update may take, in which libraries choose their algorithms
+MEASURED_S = 1.0  # for which updates are measured, if that many are slow
 _KINDS = ("compute", "wait", "apply", "evaluate")
 
 
@@ -261,7 +266,8 @@ class ReducedTrainer(Trainer):
         rungs = rungs_of(train.compute, device=self.device.type, updates=per_run)
         if self.config.deterministic and train.compute == "auto" and self.device.type == "cuda":
             rungs = rungs_of("graph", device=self.device.type, updates=per_run)
-        if len(rungs) == 1:
+        priced = self.config.deterministic and self.device.type == "cuda"
+        if len(rungs) == 1 and not priced:
             self._step_on_device = self._make_step(rungs[0])
             return
         if any(rung.compiled for rung in rungs):
@@ -283,15 +289,83 @@ class ReducedTrainer(Trainer):
             seconds[rung.name] = float(took)
             if float(took) == math.inf:
                 failed[rung.name] = tried.why or "another learner cannot"
-        if seconds[EAGER.name] == math.inf:
+        if seconds[EAGER.name] == math.inf and not is_out_of_memory(failed[EAGER.name]):
             raise OffbeatError(f"no step can be computed: {failed[EAGER.name]}")
+        if min(seconds.values()) == math.inf:  # trying keeps copies: a step by itself may still fit
+            release()
+            self._step_on_device = self._make_step(EAGER)
+            self.note("computes by eager: there is too little memory to try other ways")
+            return
         chosen = choose(seconds) if train.compute == "auto" and not self.config.deterministic else rungs[0].name
         chosen = EAGER.name if seconds[chosen] == math.inf else chosen
-        self._step_on_device = self._make_step(next(rung for rung in rungs if rung.name == chosen))
+        rung = next(rung for rung in rungs if rung.name == chosen)
+        if priced:
+            self._tell_price(rung, seconds[chosen], batches)
+        release()
+        self._step_on_device = self._make_step(rung)
         if self.number == 0:
             self.note(told(chosen, seconds, failed))
 
-    def _make_step(self, rung: Rung) -> DeviceStep:
+    def _tell_price(self, rung: Rung, seconds: float, batches: list[Any]) -> None:
+        """What the same bits cost: the same step is timed without this promise, on a copy."""
+
+        def free(rung: Rung) -> DeviceStep:
+            return self._make_step(rung, benchmark=True)
+
+        settle_cudnn(deterministic=False)
+        torch.use_deterministic_algorithms(False)
+        try:
+            tried = try_rung(free, rung, batches, proved=False)
+        finally:
+            settle_cudnn(deterministic=True)
+        if self.number == 0 and tried.seconds < math.inf:
+            self.note(price_of(seconds, tried.seconds))
+
+    def time_update(self, sizes: Sequence[int], rung: Rung, *, most_s: float = math.inf) -> float:
+        """Seconds of an update with passes of the first size, as `rung` computes them; infinite if above `most_s`.
+
+        What a run needs beside it is there too: passes of all sizes, minibatches read ahead, a second pass where
+        gradients are accumulated, an evaluation.
+        """
+        self._step_on_device = self._make_step(rung) if self._steps_here else None
+        passes = min(self.config.train.accumulate, 2)
+        few = min(TRIED, self.samples)
+        first = next(iter(self._input.batches([torch.arange(few)])))
+        if any(len(one) != few for one in leaves_of(first)):  # of a form of its own: read as many as are asked for
+            first = next(iter(self._input.batches([torch.arange(sizes[0]) % self.samples])))
+            sizes = sizes[:1]
+        ahead = [clone_of(repeated(first, sizes[0])) for _ in range(AHEAD)] if self.device.type == "cuda" else []
+
+        def update(size: int, times: int = 1) -> float:
+            one = Pass(0, size)
+            batches = [(one, repeated(first, size))] * passes
+            began_s = time.monotonic()
+            for _ in range(times):
+                step = self._update if self._step_on_device is None else self._update_on_device
+                step(Update(size * passes, size, (one,) * passes), batches)
+            self._finish_all()
+            return (time.monotonic() - began_s) / times
+
+        if update(sizes[0]) > max(most_s, FIRST_S):
+            return math.inf
+        for size in sizes[1:]:
+            update(size)
+        if self.device.type == "cuda":
+            twin = copy.deepcopy(self.model).eval()
+            inputs, targets = repeated(first, min(sizes[0], TRIED))
+            with torch.no_grad(), self.precision.computing():
+                self.task.loss(twin(inputs), targets)
+        retries = _allocator_retries(self.device)
+        once_s = update(sizes[0])
+        if once_s > most_s:
+            return math.inf
+        took_s = update(sizes[0], max(2, min(MEASURED, int(MEASURED_S / max(once_s, 1e-9)))))
+        del ahead
+        if _allocator_retries(self.device) > retries:
+            raise torch.OutOfMemoryError("out of memory: the allocator had to give memory back to go on")
+        return took_s
+
+    def _make_step(self, rung: Rung, *, benchmark: bool | None = None) -> DeviceStep:
         return DeviceStep(
             self.model,
             self.optimizer,
@@ -301,7 +375,7 @@ class ReducedTrainer(Trainer):
             forward=self._compiled if rung.compiled else None,
             captured=rung.captured,
             other=self.loss_of,
-            benchmark=not self.config.deterministic,
+            benchmark=not self.config.deterministic if benchmark is None else benchmark,
         )
 
     def _first_batches(self) -> list[Any]:
@@ -486,6 +560,11 @@ class ReducedTrainer(Trainer):
         if self._together:
             dist.all_reduce(start, op=dist.ReduceOp.MIN)
         return float(start)
+
+
+def _allocator_retries(device: torch.device) -> int:
+    """How often memory was found only after what was cached had been given back: then nearly all is taken."""
+    return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0)) if device.type == "cuda" else 0
 
 
 class _Marks(NamedTuple):

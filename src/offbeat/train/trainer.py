@@ -36,6 +36,7 @@ from offbeat.train.device_input import input_of, tensors_of
 from offbeat.train.learner_snapshot import LearnerSnapshot, Traffic, buffers_of, decode, load_buffers, snapshot_of
 from offbeat.train.learning_rate import optimizer_of, pace_of, staleness_note, zero_last_norms
 from offbeat.train.norms import average_buffers
+from offbeat.train.out_of_memory import is_out_of_memory, release
 from offbeat.train.precision import Precision
 from offbeat.train.tasks import Task, count_right
 from offbeat.train.tensorboard import write_scalars, writer_class
@@ -514,9 +515,25 @@ class ModelScore(NamedTuple):
 def evaluate(
     model: nn.Module, task: Task, precision: Precision, moved: Callable[[Any], Any], *, workers: int = 0
 ) -> ModelScore:
-    """On the whole test set; `workers` read it, unless it is in memory."""
+    """On the whole test set; `workers` read it, unless it is in memory. Fewer samples at a time where there is too little
+    memory beside a training's."""
+    at_once = EVALUATED
+    while True:
+        try:
+            return _evaluate_by(at_once, model, task, precision, moved, workers)
+        except Exception as error:
+            if at_once == 1 or not is_out_of_memory(error):
+                raise
+        at_once //= 4
+        release()
+
+
+def _evaluate_by(
+    at_once: int, model: nn.Module, task: Task, precision: Precision, moved: Callable[[Any], Any], workers: int
+) -> ModelScore:
+    """So many samples at a time."""
     device = next(model.parameters()).device
-    wanted = torch.arange(len(task.test)).split(EVALUATED)  # type: ignore[arg-type,no-untyped-call] # map-style
+    wanted = torch.arange(len(task.test)).split(at_once)  # type: ignore[arg-type,no-untyped-call] # map-style
     samples = input_of(task.test, device, moved, workers=workers if tensors_of(task.test) is None else 0)
     total, right, judged, seen = 0.0, 0, 0, 0
     targeted: Counter[int] = Counter()
