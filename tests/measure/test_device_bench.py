@@ -14,11 +14,12 @@ from offbeat.cli import main
 from offbeat.errors import OffbeatError, RequestError
 from offbeat.measure.benchmark import BenchResult
 from offbeat.measure.device_bench import FILLED, DeviceRequest, largest_batch, measure
-from offbeat.measure.device_learner import DeviceLearner, is_out_of_memory, rung_here
+from offbeat.measure.device_learner import DeviceLearner, rung_here
 from offbeat.report.build import build
 from offbeat.report.inputs import read_result
 from offbeat.train.config import Config
 from offbeat.train.config_files import changed
+from offbeat.train.out_of_memory import is_out_of_memory
 from offbeat.train.recipes import RECIPES
 
 MACHINE = {"cores": 4, "load": 0.1, "processor": "AMD", "torch": "2.13", "device": "cuda", "threads": 1}

@@ -21,7 +21,7 @@ from offbeat.errors import RequestError
 from offbeat.measure.benchmark import Progress, relative_error
 from offbeat.measure.child_requests import error_text
 from offbeat.measure.compute_learner import ComputeLearner, layers_of
-from offbeat.measure.device_learner import DeviceLearner, is_out_of_memory
+from offbeat.measure.device_learner import DeviceLearner
 from offbeat.measure.operation_counts import StepCounts, counted
 from offbeat.predict.roofline import (
     GRADIENT_BYTES,
@@ -38,6 +38,7 @@ from offbeat.train.compute_ladder import EAGER, recover
 from offbeat.train.config import Config
 from offbeat.train.config_files import changed
 from offbeat.train.launch import check_device
+from offbeat.train.out_of_memory import is_out_of_memory
 from offbeat.train.tasks import task_of
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -515,8 +515,8 @@ class ModelScore(NamedTuple):
 def evaluate(
     model: nn.Module, task: Task, precision: Precision, moved: Callable[[Any], Any], *, workers: int = 0
 ) -> ModelScore:
-    """On the whole test set; `workers` read it, unless it is in memory. Fewer samples at a time where there is too little
-    memory beside a training's."""
+    """On the whole test set; `workers` read it, unless it is in memory. Where memory is too small beside a training's,
+    fewer samples are taken at a time."""
     at_once = EVALUATED
     while True:
         try:
