@@ -100,7 +100,7 @@ def test_a_forked_child_does_not_pass_for_its_parent(nursery: Nursery) -> None:
         ("types", "all_reduce(sum) of 4 float64"),
         ("kinds", "broadcast of 4 float32"),
         ("roots", "with another root"),
-        ("schedules", "with another schedule"),
+        ("schedules", "with a different schedule"),
     ],
 )
 def test_ranks_that_call_different_things_are_told_on_all_ranks(nursery: Nursery, case: str, words: str) -> None:
@@ -115,7 +115,7 @@ def test_ranks_that_call_different_things_are_told_on_all_ranks(nursery: Nursery
     [
         ("rign", "unknown strategy 'rign'; did you mean 'ring'?"),
         ("torus:3x5", "a shape of 3x5 has 15 ranks, not 2"),
-        ("k-async:4", "'k-async:4' is a strategy of the parameter server"),
+        ("k-async:4", "'k-async:4' is a parameter server strategy"),
     ],
 )
 def test_a_wrong_strategy_fails_on_all_ranks_with_one_line(nursery: Nursery, strategy: str, words: str) -> None:
