@@ -144,7 +144,7 @@ def test_a_result_is_summed_up_in_one_sentence_a_size_and_fits_80_columns(
     assert "4 MiB: offbeat 0.11 ms, 31x gloo, 4.6x mpi" in lines
     assert "copy     20 GB/s by 4 ranks together, 10 GB/s by one alone" in lines
     assert "x: not measured: no x" in lines
-    lines.remove("rounds of one system differ by up to 11.7x: the machine was busy; measure again when it is not")
+    lines.remove("rounds of one system differ by up to 11.7x: the machine was busy; measure again on an idle machine")
     row = next(line for line in lines if " gloo " in line)
     assert row.split() == ["gloo", "3.41", "0.3-3.5", "1.845", "GB/s", "31x", "37", "%"]
     assert max(len(line) for line in lines) <= 80

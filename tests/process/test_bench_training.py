@@ -159,8 +159,8 @@ def test_a_benchmark_that_is_ended_leaves_nothing_behind(tmp_path: Path) -> None
 # --- what is refused ----------------------------------------------------------------------------------------------
 
 WRONG = {
-    "bench scaling nope": "there is no recipe and no file 'nope'",
-    "bench scaling digits-mlp ring": "'ring' is a second; strategies are named by --sync",
+    "bench scaling nope": "no such recipe or file: 'nope'",
+    "bench scaling digits-mlp ring": "got 'ring' as well; name strategies with --sync",
     "bench scaling --sync rign": "unknown strategy 'rign'; did you mean 'ring'?",
     "bench scaling --sync digits-mlp": "'digits-mlp' is a recipe: write it before the options",
     "bench scaling --learners 2 --sync k-async:3": "'k-async:3': K=3 exceeds the 2 learners",
@@ -175,7 +175,7 @@ WRONG = {
     "bench scaling --out .": "cannot write .: it is a folder",
     "bench scaling --slow foo": "--slow: unknown law 'foo'",
     "bench scaling --slow learner=4,factor=2": "there are 4 learners, numbered from 0",
-    "bench scaling --set sync=ring": "--set sync: here only fields of model, data, train are set so",
+    "bench scaling --set sync=ring": "--set sync: only fields of model, data, train can be set here",
     "bench scaling --train.stop-at 0.9": "all go through all epochs",
     "bench scaling --train.epochs 0": "--train.epochs: expected 1 or more; got 0",
     "bench scaling --device tpu": "--device: expected auto, cpu, cuda or cuda:1; got 'tpu'",
@@ -185,8 +185,8 @@ WRONG = {
     "bench scaling --ranks 2": "--ranks is not an option of bench scaling",
     "bench scaling --timeout 3": "--timeout is not an option of bench scaling",
     "bench accuracy": "say the accuracy to reach, like --target 0.97",
-    "bench accuracy --target 1.5": "--target: an accuracy is above 0 and at most 1, like 0.95; got '1.5'",
-    "bench accuracy --target x": "--target: an accuracy is above 0 and at most 1, like 0.95; got 'x'",
+    "bench accuracy --target 1.5": "--target: expected an accuracy above 0 and at most 1, like 0.95; got '1.5'",
+    "bench accuracy --target x": "--target: expected an accuracy above 0 and at most 1, like 0.95; got 'x'",
     "bench accuracy --target 0.9 --sync k-sync:3": "'k-sync:3': K=3 exceeds the 2 learners",
     "bench accuracy --target 0.9 --learners 2 3": "--learners is one number for bench accuracy",
     "bench accuracy --target 0.9 --kind weak": "--kind is not an option of bench accuracy",

@@ -100,7 +100,7 @@ def test_a_policy_that_never_makes_an_update_is_not_simulated_for_ever(
 def test_more_gradients_than_there_is_room_for_are_refused_at_once(tmp_path: Path) -> None:
     ended = offbeat(tmp_path, *train_words("k-batch-async:900000000", 2))
     assert (ended.code, ended.left) == (2, [])
-    says = "'k-batch-async:900000000' holds up to 900,000,000 gradients; there is room for 1,000,000"
+    says = "'k-batch-async:900000000' holds up to 900,000,000 gradients; the limit is 1,000,000"
     assert last_line(ended).endswith(says)
 
 

@@ -78,7 +78,7 @@ def test_models_may_be_on_a_gpu(line: str) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["nowhere.py"], "there is no script nowhere.py"),
+        (["nowhere.py"], "no such script: nowhere.py"),
         (["--sync", "k-sync:3", str(SCRIPT)], "K=3 exceeds the 2 learners"),
         (["--sync", "k-snyc:3", str(SCRIPT)], "did you mean 'k-sync'?"),
         (["--slow", "expo:1", str(SCRIPT)], "did you mean 'exp'?"),

@@ -567,6 +567,6 @@ def test_the_summary_says_who_was_first_who_is_slow_and_what_was_lost(page: Page
         "2 predictions were off by 37.5 % on average, 50.0 % at worst.",
     )
     assert page.problems == (
-        "stale: metrics.jsonl: is missing: there is no accuracy and no time to it",
-        "four: log.jsonl: is missing: there is no timeline",
+        "stale: metrics.jsonl: is missing, so accuracy and time to target are unknown",
+        "four: log.jsonl: is missing, so there is no timeline",
     )

@@ -101,9 +101,9 @@ def test_a_wrong_request_is_one_line_and_exit_code_2(
 @pytest.mark.parametrize(
     ("place", "says"),
     [
-        ("pipe", "it is not a plain file"),
-        ("link-to-pipe", "it is not a plain file"),
-        ("stdout", "it is not a plain file"),
+        ("pipe", "it is not a regular file"),
+        ("link-to-pipe", "it is not a regular file"),
+        ("stdout", "it is not a regular file"),
         ("a/config.json", "it is in the folder of a run"),
         ("a/log.2.jsonl", "it is in the folder of a run"),
         ("link-to-metrics", "it is in the folder of a run"),

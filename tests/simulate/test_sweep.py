@@ -151,12 +151,12 @@ def test_the_picture_has_a_curve_for_each_and_the_theory(tmp_path: Path, line: s
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("simulate async --svg x.svg", "--svg draws a sweep: give several --learners, or a range like k-sync:1..8"),
-        ("simulate k-sync:8..1", "'k-sync:8..1': a range goes up, like 1..8; got '8..1'"),
+        ("simulate async --svg x.svg", "--svg needs a sweep: give several --learners, or a range like k-sync:1..8"),
+        ("simulate k-sync:8..1", "'k-sync:8..1': expected an increasing range, like 1..8; got '8..1'"),
         ("simulate k-sync:1..999999", "stands for more than 1000 lines"),
         ("simulate k-sync:1..9 --learners 8", "'k-sync:9': K=9 exceeds the 8 learners"),
         ("simulate async --learners 2 4 --trace t.json", "--trace does not go with a sweep"),
-        ("simulate async ring", "simulate: unknown argument 'ring'; it takes one strategy, and compare takes several"),
+        ("simulate async ring", "simulate: got a second strategy, 'ring'; use compare for several"),
         ("simulate async --learners x", "--learners: expected a whole number from 1 to 999999999; got 'x'"),
         ("simulate async --learners 2 4x", "--learners: expected a whole number from 1 to 999999999; got '4x'"),
         ("compare async --learners 2 4 --compute pareto:1,1", "that of 'pareto:1,1' is infinite"),

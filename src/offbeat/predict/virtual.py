@@ -502,7 +502,7 @@ class VirtualTrainer(Trainer):
         if "sign" not in self.last:
             self.look_for_trouble(self._evaluations[:-1], ended=True)
         self._write_last()
-        self._ended = self._end_record(self.at, "the accuracy is there" if self._stops else "")
+        self._ended = self._end_record(self.at, "target accuracy reached" if self._stops else "")
         self._ended["simulated"] = True
         if self._writes:
             self._write_log()
