@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from offbeat.report.page_model import Page
     from offbeat.runs.run_record import RunRecord
 
-SENTENCES = 6  # of the summary that are printed
+SENTENCES = 5  # of the summary that are printed
 PROBLEMS = 10
 CURVE = ("seconds", "update", "accuracy", "loss", "test_samples")  # of an evaluation, in JSON
 
@@ -55,7 +55,7 @@ def _run(given: argparse.Namespace) -> None:
     place = _place(given.output, given.runs)  # what cannot be written is found before the long work
     trace = None if given.perfetto is None else _place(given.perfetto, given.runs)
     if trace == place:
-        raise RequestError(f"--output and --trace name the same file, {given.output}; choose two files")
+        raise RequestError(f"--output and --perfetto name the same file, {given.output}; choose two files")
     with busy("reading the runs"):
         inputs = read_inputs(given.runs)
         known = [facts_of(run) for run in inputs.runs]
@@ -76,6 +76,7 @@ def _run(given: argparse.Namespace) -> None:
         ("page", f"{given.output} ({format_size(size)})"),
         *([("tables", f"{given.csv} ({count_of(len(tables), 'CSV file')})")] if given.csv is not None else []),
         *([("trace", f"{given.perfetto}")] if given.perfetto is not None else []),
+        *(("note", note) for note in page.notes[:PROBLEMS]),
         *(("problem", problem) for problem in page.problems[:PROBLEMS]),
         *([("problem", f"{more} more on the page")] if more > 0 else []),
     ]
@@ -197,6 +198,7 @@ def _as_json(
         "page": str(given.output),
         "size_bytes": size,
         "summary": list(page.summary),
+        "notes": list(page.notes),
         "problems": list(page.problems),
         "runs": runs,
         "results": [
