@@ -54,7 +54,7 @@ def test_a_rank_stopped_in_a_collective_is_named_at_the_timeout(nursery: Nursery
     for outcome in (outcomes[0], outcomes[2]):
         assert outcome.value is not None, outcome.trace
         assert outcome.value["ranks"] == [1], outcome.value
-        assert "rank 1 did not go on" in outcome.value["said"]
+        assert "rank 1 made no progress" in outcome.value["said"]
         assert "is stopped" in outcome.value["said"]
         assert TIMEOUT_S - 0.3 <= outcome.value["after_s"] < TIMEOUT_S + 1
 

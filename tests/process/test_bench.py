@@ -178,7 +178,7 @@ WRONG = {
     "bench allreduce --rounds 0": "--rounds: expected a whole number from 1",
     "bench allreduce --timeout 0": "--timeout: expected more than 0",
     "bench allreduce --strategy rign": "unknown strategy 'rign'; did you mean 'ring'?",
-    "bench allreduce --strategy k-sync:2": "'k-sync:2' is a server policy",
+    "bench allreduce --strategy k-sync:2": "'k-sync:2' is a parameter-server strategy",
     "bench allreduce --strategy torus:3x3": "3x3 has 9 ranks, not 4",
     "bench allreduce --batch 2": "--batch is not an option of bench allreduce",
     "bench ddp --sizes 4KiB": "--sizes is not an option of bench ddp",
@@ -281,7 +281,7 @@ def test_a_child_that_does_not_answer_is_named_and_killed(monkeypatch: pytest.Mo
     monkeypatch.setattr("offbeat.measure.harness._GRACE_S", 0.2)
     with pytest.raises(OffbeatError) as caught, harness_of(ECHO, HANGS, timeout_s=1.0) as harness:
         harness.ask({"do": "it"}, "testing")
-    assert str(caught.value) == "bench: no answer of rank 1 within 1 s (--timeout), testing"
+    assert str(caught.value) == "bench: no answer from rank 1 within 1 s (--timeout), testing"
     assert harness.children[1].process.returncode == -signal.SIGKILL
 
 

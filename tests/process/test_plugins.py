@@ -102,7 +102,7 @@ def test_a_policy_is_simulated_by_every_loop_and_explained_truly(line: str) -> N
     assert logs[0] == logs[1] and len(logs[0]) >= 100
     result = plain.result()
     said = why(result)
-    assert f"gradients {result.staleness_mean:.2f} versions old on average" in said
+    assert f"gradients are {result.staleness_mean:.2f} versions old on average" in said
     if line.startswith("pool"):
         assert "nobody waits" in said and result.wait_share == 0
     else:
@@ -250,7 +250,7 @@ def pool_row(**changes: Any) -> PolicyRow:
         ({"name": "auto", "examples": ("auto",)}, "the strategy 'auto' already exists"),
         ({"name": "Pool"}, "small letters"),
         ({"examples": ()}, "has no examples"),
-        ({"examples": ("async",)}, "is a line of another name"),
+        ({"examples": ("async",)}, "names another strategy"),
         ({"examples": ("pool:0",)}, "size: expected a whole number from 1"),
         ({"create": lambda **options: object()}, "which is no offbeat.policies.Policy"),
     ],

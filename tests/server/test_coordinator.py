@@ -331,5 +331,5 @@ def test_messages_are_read_as_they_were_written_and_others_are_refused() -> None
         assert decode_output(encode(outward)) == outward
     with pytest.raises(WireError, match="not a message of protocol"):
         decode_input(encode(FenceWord(1, 1)))
-    with pytest.raises(WireError, match="longer than"):
+    with pytest.raises(WireError, match="exceeds the limit"):
         encode(Refused(0, 10, "x" * MOST_BYTES))

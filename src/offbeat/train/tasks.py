@@ -407,7 +407,7 @@ def _check_pass(which: str, dataset: Any, model: nn.Module, loss: Loss) -> None:
 def _pair(what: str, value: Any) -> tuple[Any, Any]:
     """Input and target of a sample or a minibatch; a dict has two keys at best."""
     try:
-        first, second = () if isinstance(value, Mapping | str) else value
+        first, second = iter(()) if isinstance(value, Mapping | str) else value
     except (TypeError, ValueError):
         form = _kind(value)
         if isinstance(value, Mapping):

@@ -2,7 +2,7 @@
 
 `wrap` chooses. A torch `DataLoader` over a map-style data set in plain or shuffled order becomes a `LeasedLoader`: all
 learners together go through each epoch once, whoever is slow, cancelled or gone. Anything else that can be iterated
-becomes a `LocalLoader`: each learner goes through its own data, and only a cancelled batch is handed out again.
+becomes a `LocalLoader`: each learner reads its own data, and only a cancelled batch is handed out again.
 
 Law: a lease that was taken is either begun, just before its batch is handed to the user, or given back.
 
@@ -250,7 +250,7 @@ class _LeaseSampler:
 
 
 class LocalLoader(LoaderWrapper):
-    """Any iterable: each learner goes through its own data, and a batch that was cancelled is handed out again.
+    """Any iterable: each learner reads its own data, and a batch that was cancelled is handed out again.
 
     It is the same object that is handed out again: who changes batches in place finds them changed. `epoch` counts
     the iterations that came to their end.
@@ -261,8 +261,8 @@ class LocalLoader(LoaderWrapper):
         self._source = source
         reason = f", since {why}" if why else ""
         self.notes = (
-            f"every learner goes through its own data{reason}: what a learner that is lost had left is not seen, "
-            "and learners given the same data all go through all of it",
+            f"every learner reads its own data{reason}; samples left over by a lost learner are not "
+            "computed, and learners with the same data all compute all of it",
         )
 
     def __iter__(self) -> Iterator[Any]:
