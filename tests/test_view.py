@@ -184,6 +184,7 @@ def test_why_a_run_was_stopped_comes_first() -> None:
     told.hear(BEGIN, {**END, "stopped": True, "why": "Ctrl-C"})
     told.view.close()
     assert told.lines()[2] == "stopped    Ctrl-C"
+    assert told.lines()[-1] == "resume     offbeat train --resume runs/digits"
 
 
 def test_what_cannot_be_encoded_is_escaped() -> None:

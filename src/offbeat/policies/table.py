@@ -190,7 +190,7 @@ _ROWS = (
     ),
     PolicyRow(
         name="ssp",
-        summary="async, but no learner runs more than S pushes ahead of the slowest",
+        summary="async, but no learner runs more than SLACK pushes ahead of the slowest",
         create=StaleSync,
         params=(Param(name="slack", read=_whole, positional=True, required=True, help="largest lead in pushes"),),
         examples=("ssp:1", "ssp:0", "ssp:2"),
@@ -198,7 +198,7 @@ _ROWS = (
     ),
     PolicyRow(
         name="stale-drop",
-        summary="async, but gradients more than R versions old are dropped",
+        summary="async, but gradients more than LIMIT versions old are dropped",
         create=StaleDrop,
         params=(
             Param(name="limit", read=_whole, positional=True, required=True, help="largest staleness, in versions"),
