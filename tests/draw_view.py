@@ -48,7 +48,7 @@ def story(epochs: float = 7.62) -> Iterator[Told]:
             "device": "cpu",
             "precision": "fp32",
             "run_dir": "runs/example-cnn",
-            "notes": ["rate 0.05 x 2 = 0.1"],
+            "notes": ["learning rate 0.05 x 2 = 0.1"],
             "resumed": None,
         },
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from offbeat import __version__
-from offbeat.cli import COMMANDS, load, main
+from offbeat.cli import COMMANDS, START, load, main
 from offbeat.commands import base
 from offbeat.policies import replay
 from offbeat.runs.log import read_log
@@ -40,6 +40,7 @@ def test_help_names_every_command_and_version_is_printed(offbeat: Offbeat) -> No
     code, out, _ = offbeat("--help")
     assert code == 0 and all(f"\n  {name}" in out for name in COMMANDS)
     assert offbeat("")[1] == out
+    assert all(line in load(line.split()[0]).examples for line, _ in START)  # which are tried below
     assert offbeat("--version") == (0, f"offbeat {__version__}\n", "")
 
 
@@ -74,7 +75,7 @@ def test_schedule_prints_grid_steps_bytes_time_and_bottleneck(offbeat: Offbeat) 
     assert code == 0
     assert "+c6 <7" in out
     assert "steps       14\n" in out
-    assert "175 MB by the busiest rank, 1.4 GB in all; lower bound 2M(P-1)/P = 175 MB a rank: 1.00x" in out
+    assert "175 MB by the busiest rank, 1.4 GB in total; lower bound 2M(P-1)/P = 175 MB per rank: 1.00x" in out
     assert "175.1 ms, 140 us of it latency; lower bound 175 ms" in out
     assert "rank 0 > switch carries 175 MB at 1 GB/s (as do 15 others)" in out
 
@@ -137,7 +138,7 @@ def test_an_example_never_overwrites_a_file(offbeat: Offbeat, tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     (tmp_path / "digits.py").write_text("mine")
     assert offbeat("examples digits") == (
-        2, "", "offbeat: digits.py exists here: rename or remove it, or work in another folder\n"
+        2, "", "offbeat: digits.py already exists in this folder; rename or remove it, or change to another folder\n"
     )  # fmt: skip
     assert (tmp_path / "digits.py").read_text() == "mine"
 
@@ -226,7 +227,7 @@ WRONG = {
     "schedule ring --size 3XB": "unknown unit 'XB'",
     "schedule ring --size -3MB": "0 or more; got '-3MB'",
     "schedule ring --size 100gb": "did you mean 'GB'?",
-    "schedule ring --size 25.6M": "'25.6M' may be bytes or parameters: write 25.6MB, or 25.6Mparams (4 bytes each)",
+    "schedule ring --size 25.6M": "'25.6M' is ambiguous, bytes or parameters: write 25.6MB, or 25.6Mparams",
     "schedule ring --size 3Xparams": "unknown unit 'Xparams'",
     "schedule DDP": "like 'ddp'; got 'DDP'",
     "simulate Parameter_Server": "like 'parameter-server'; got",
@@ -282,10 +283,10 @@ WRONG = {
     "simulate async --seed x": "--seed: a seed is a whole number; got 'x'",
     "simulate async:rate=drift:1": "needs weights, and a simulation has none",
     "simulate ring --compute pareto:1,1 --curve": "is infinite",
-    "simulate ring --layers 999999999": "at most 100000 layers",
+    "simulate ring --layers 999999999": "--layers is at most 100000",
     "simulate async --show -3": "--show: expected a whole number",
     "simulate async --log /": "cannot write /: it is a folder",
-    "simulate async --curve": "--curve is for an all-reduce like ring",
+    "simulate async --curve": "--curve needs an all-reduce like ring",
     "simulate ring --failures 5,5": "it cannot go on when a learner fails",
     "simulate torus:3x3 --learners 8": "3x3 has 9 ranks, not 8",
     "simulate async --trace /proc/none/t.json": "cannot write /proc/none/t.json",

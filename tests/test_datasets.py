@@ -170,10 +170,10 @@ def test_reading_ends_where_there_are_enough_bytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("folder", "pattern", "most_bytes", "why"),
     [
-        ("gone", "*.txt", 100, "is no folder"),
-        (".", "*.none", 100, r"no file in '\.' is like \*\.none"),
-        (".", "", 100, "is no pattern"),
-        (".", "/a*", 100, "is no pattern"),
+        ("gone", "*.txt", 100, "is not a folder"),
+        (".", "*.none", 100, r"no file in '\.' matches \*\.none"),
+        (".", "", 100, "is not a file pattern"),
+        (".", "/a*", 100, "is not a file pattern"),
         (".", "*.txt", 0, "most_bytes is 0"),
         (".", "*.txt", 9, "too little text"),
     ],

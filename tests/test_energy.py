@@ -162,7 +162,7 @@ def test_a_counter_that_is_set_back_has_not_gone_round(before: int, after: int, 
     clock.now += 5
     found = meter.stop()
     assert found.sources == (Source("package-1", "rapl", 2.0),)
-    assert found.not_measured == ("package-0: its counter was set back",)
+    assert found.not_measured == ("package-0: its counter was reset",)
 
 
 @pytest.mark.parametrize(("watts", "believed"), [(9_000, True), (11_000, False)])
@@ -211,7 +211,7 @@ def test_a_counter_that_fails_on_the_way_is_taken_out_and_named(tmp_path: Path) 
     zones[2].set(3 * JOULE)
     found = meter.stop()
     assert found.sources == (Source("package-2", "rapl", 2.0),)
-    assert found.not_measured[0] == "package-0: its counter was set back"
+    assert found.not_measured[0] == "package-0: its counter was reset"
     assert found.not_measured[1].startswith("package-1: invalid literal")
 
 

@@ -14,7 +14,7 @@ from offbeat.runs.run_folder import FolderLock, RunDir, new_run_dir
 
 def test_a_folder_is_one_runs_at_a_time(tmp_path: Path) -> None:
     hold = FolderLock(tmp_path, time.sleep)
-    with pytest.raises(RequestError, match="is in use: another run writes there"):
+    with pytest.raises(RequestError, match="is in use by another run"):
         FolderLock(tmp_path, time.sleep)
     hold.release()
     FolderLock(tmp_path, time.sleep).release()

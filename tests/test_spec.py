@@ -65,7 +65,7 @@ def test_bind_reads_arguments_and_options_by_their_python_names() -> None:
     ("text", "says"),
     [
         ("x", "SHAPE is missing"),
-        ("x:4x2,7", "one too many"),
+        ("x:4x2,7", "got '7' as well"),
         ("x:4x2,per-tre=3", "did you mean 'per-tree'"),
         ("x:4x2,per-tree=0", "per-tree: expected a whole number"),
         ("x:4y2", "shape: a shape is"),
@@ -150,7 +150,7 @@ def test_a_range_stands_for_a_line_of_each() -> None:
         "downpour:push=1,fetch=3", "downpour:push=1,fetch=4", "downpour:push=2,fetch=3", "downpour:push=2,fetch=4",
     ]  # fmt: skip
     assert expand("grace-sync:1..2,grace=0.5s") == ["grace-sync:1,grace=0.5s", "grace-sync:2,grace=0.5s"]
-    with pytest.raises(RequestError, match=r"a range goes up, like 1\.\.3; got '3\.\.1'"):
+    with pytest.raises(RequestError, match=r"expected an increasing range, like 1\.\.3; got '3\.\.1'"):
         expand("k-sync:3..1")
     with pytest.raises(RequestError, match="more than 1000 lines"):
         expand("downpour:push=1..40,fetch=1..40")

@@ -47,7 +47,7 @@ def test_where_only_one_kind_is_read_only_lines_of_that_kind_are_suggested() -> 
         schedules.build("sync", ranks=4)
     with pytest.raises(RequestError, match=r"\); write full-sync$"):
         policies.create("sync", expect=4)
-    with pytest.raises(RequestError, match="local-sgd:8 is of another kind; known here: central, direct, ring"):
+    with pytest.raises(RequestError, match="local-sgd:8 is of another kind; known: central, direct, ring"):
         schedules.build("fedavg", ranks=4)
 
 

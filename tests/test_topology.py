@@ -159,11 +159,11 @@ def test_torus_neighbours_are_one_hop_apart() -> None:
         ("cluster", 4, "SHAPE is missing"),
         ("dgx1", 9, "8 GPUs"),
         ("dgx1:a100", 8, "unknown choice"),
-        ("uniform", 0, "from 1 to 1,000,000 ranks can be built; got 0"),
+        ("uniform", 0, "expected 1 to 1,000,000 ranks; got 0"),
         ("cluster:999999999xdgx1", 7999999992, "got 7,999,999,992"),
         ("cluster:2xdgx2", 16, "did you mean 'dgx1'"),
-        ("cluster:2xdgx1", 15, "15 ranks are not as many on each of 2 nodes"),
-        ("cluster:2xdgx1", 18, "dgx1 has 8 GPUs; 9 ranks"),
+        ("cluster:2xdgx1", 15, "15 ranks cannot be divided evenly among 2 nodes"),
+        ("cluster:2xdgx1", 18, "dgx1 has 8 GPUs, too few for 9 ranks"),
         ("cluster:2xdgx1,inside=1GB/s", 16, "'dgx1:inside=1GB/s': unknown option 'inside'"),
         ("cluster:2xdgx1,across=1gb/s", 16, "did you mean 'GB/s' or 'Gb/s'"),
         ("cluster:2xtorus:2x2", 16, "4 ranks, not 8"),
@@ -179,7 +179,7 @@ def test_a_wrong_topology_is_named(text: str, ranks: int, says: str) -> None:
 def test_a_topology_written_by_hand_is_checked() -> None:
     with pytest.raises(RequestError, match="no rank 7"):
         Topology(name="mine", ranks=2, links={(0, 7): Link(0, 1)})
-    with pytest.raises(RequestError, match="no way from rank 1 to rank 0"):
+    with pytest.raises(RequestError, match="no route from rank 1 to rank 0"):
         Topology(name="mine", ranks=2, links={(0, 1): Link(0, 1)}).route(1, 0)
     with pytest.raises(RequestError, match="1 or more"):
         Topology(name="mine", ranks=0, links={})

@@ -27,7 +27,7 @@ BEGIN: dict[str, Any] = {
     "device": "cpu",
     "precision": "fp32",
     "run_dir": "runs/digits",
-    "notes": ["rate 0.05 x 2 = 0.1"],
+    "notes": ["learning rate 0.05 x 2 = 0.1"],
     "resumed": None,
 }
 EVALUATED: dict[str, Any] = {
@@ -108,7 +108,7 @@ def test_a_run_in_plain_lines() -> None:
     assert told.lines() == [
         "digits-cnn  k-async:2  4 learners  1 server  cpu fp32  12,345 parameters  12 epochs of 1,000 samples  "
         "runs/digits",
-        "note: rate 0.05 x 2 = 0.1",
+        "note: learning rate 0.05 x 2 = 0.1",
         EVALUATION_LINE,
         "note: slow disk",
         "learner 1 died: killed",
@@ -184,6 +184,7 @@ def test_why_a_run_was_stopped_comes_first() -> None:
     told.hear(BEGIN, {**END, "stopped": True, "why": "Ctrl-C"})
     told.view.close()
     assert told.lines()[2] == "stopped    Ctrl-C"
+    assert told.lines()[-1] == "resume     offbeat train --resume runs/digits"
 
 
 def test_what_cannot_be_encoded_is_escaped() -> None:

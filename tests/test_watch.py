@@ -36,7 +36,7 @@ BEGIN: dict[str, Any] = {
     "device": "cpu",
     "precision": "fp32",
     "run_dir": "runs/digits",
-    "notes": ["rate 0.05 x 2 = 0.1"],
+    "notes": ["learning rate 0.05 x 2 = 0.1"],
     "resumed": None,
 }
 END: dict[str, Any] = {"kind": "end", "accuracy": 0.951, "loss": 0.07, "seconds": 9.8, "updates": 40, "stopped": False}
@@ -292,7 +292,7 @@ def test_to_ask_does_not_keep_a_run_from_its_folder(tmp_path: Path) -> None:
 
 
 def test_of_a_folder_with_runs_the_newest_that_runs_is_taken_or_else_the_newest(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="nor has one in it"):
+    with pytest.raises(RequestError, match="and contains none"):
         find_run(tmp_path)
     runs = {name: Run(tmp_path / name).go_on(1.0) for name in "abcd"}
     for age, name in enumerate("bcad"):
@@ -313,14 +313,14 @@ def test_of_a_folder_with_runs_the_newest_that_runs_is_taken_or_else_the_newest(
 
 def test_once_is_a_still_picture(offbeat: Offbeat, tmp_path: Path) -> None:
     run = Run(tmp_path / "run", began_s=time.time() - 7).go_on(7.0)
-    run.hear({"kind": "note", "text": "learner 1 died (SIGKILL) and is started again"}, 7.0)
+    run.hear({"kind": "note", "text": "learner 1 died (SIGKILL) and is restarted"}, 7.0)
     run.write()
     code, out, err = offbeat(run.dir.path, "--once")
     assert (code, err) == (0, "") and "\x1b" not in out
     assert out.startswith("digits-cnn  k-async:2  2 learners  1 server  cpu fp32")
     assert re.search(r"35 %  epoch 2/4  elapsed 0:07  left 0:1[23]", out), out
     assert re.search(r"^ +1 +10 +1\.0000 +91\.0 %", out, re.MULTILINE), out
-    assert "note: learner 1 died (SIGKILL) and is started again" in out
+    assert "note: learner 1 died (SIGKILL) and is restarted" in out
 
 
 def test_json_is_one_object(offbeat: Offbeat, tmp_path: Path) -> None:
@@ -372,7 +372,7 @@ def test_a_run_is_followed_to_its_end(offbeat: Offbeat, tmp_path: Path, monkeypa
     code, out, err = offbeat(tmp_path)
     assert (code, err) == (0, "")
     assert [line[:9] for line in out.splitlines()] == [
-        *("digits-cn", "note: rat", "epoch 1/4", "epoch 2/4", "epoch 3/4", "epoch 4/4"),
+        *("digits-cn", "note: lea", "epoch 1/4", "epoch 2/4", "epoch 3/4", "epoch 4/4"),
         *("accuracy ", "loss     ", "time     ", "saved    ", "run      "),
     ]
 
@@ -408,7 +408,7 @@ def test_of_a_run_that_could_not_say_that_it_ended_the_last_evaluation_is_shown(
     for words in ((), ("--once",)):
         code, out, err = offbeat(run.dir.path, *words)
         assert (code, err) == (0, "")
-        assert re.fullmatch(r"epoch 4/4  update 40  loss 0.2500 .*\nit has ended, .* see .*summary.txt\n", out), out
+        assert re.fullmatch(r"epoch 4/4  update 40  loss 0.2500 .*\nthe run has ended .* see .*summary.txt\n", out), out
     found = json.loads(offbeat(run.dir.path, "--json")[1])
     assert found["state"] == "ended" and [one["epoch"] for one in found["evaluations"]] == [1, 2, 3, 4]
     run = Run(tmp_path / "other").go_on(3.0)
@@ -424,7 +424,7 @@ def test_a_run_that_ends_before_it_began_is_no_riddle(
     run = Run(tmp_path / "run")
     assert offbeat(run.dir.path, "--once")[1].startswith("starting")
     on_sleep(monkeypatch, run.let_go)
-    assert offbeat(run.dir.path)[::2] == (1, f"offbeat: {run.dir.path} ended before it began\n")
+    assert offbeat(run.dir.path)[::2] == (1, f"offbeat: {run.dir.path} ended before training started\n")
 
 
 class Terminal(io.StringIO):
@@ -482,10 +482,10 @@ def test_what_is_no_run_is_refused_in_one_line(offbeat: Offbeat, tmp_path: Path)
     virtual.dir.log(1).write_text('{"simulated": true}\n', encoding="utf-8")
     (tmp_path / "empty").mkdir()
     said = {
-        "nowhere": "nowhere is not there: name the folder of a run",
-        "empty": "empty is neither the folder of a run nor has one in it",
-        "old": "old has no live.json: it has not begun, or an older offbeat has trained it",
-        "virtual": "virtual was trained in virtual time, which cannot be watched",
+        "nowhere": "nowhere does not exist; expected the folder of a run",
+        "empty": "empty is not the folder of a run and contains none",
+        "old": "old has no live.json: the run has not started, or an older version of offbeat trained it",
+        "virtual": "virtual was trained in virtual time and cannot be watched",
     }
     for name, text in said.items():
         code, out, err = offbeat(tmp_path / name)
@@ -500,7 +500,7 @@ def test_a_snapshot_that_no_run_writes_is_an_error_in_one_line(
     run = Run(tmp_path / "run").go_on(3.0)
     run.write(**change)
     code, _, err = offbeat(run.dir.path, "--once")
-    assert code == 1 and "live.json is not as a run writes it" in err and err.count("\n") == 1
+    assert code == 1 and "live.json is malformed" in err and err.count("\n") == 1
 
 
 # --- what anybody may have written --------------------------------------------------------------------------------

@@ -21,10 +21,23 @@ from offbeat.commands.base import Command, option
 from offbeat.errors import OffbeatError, RequestError, nearest, unknown
 from offbeat.processes.signals import terminable
 
-COMMANDS = (
-    "train", "watch", "evaluate", "recipes", "strategies", "examples", "run", "schedule",
-    "topology", "simulate", "compare", "replay", "bench", "calibrate", "profile", "report",
-)  # fmt: skip
+GROUPS = {
+    "train": ("train", "run"),
+    "look at runs": ("watch", "report", "evaluate"),
+    "predict": ("replay", "compare", "simulate"),
+    "measure": ("bench", "profile", "calibrate"),
+    "reference": ("recipes", "strategies", "examples", "schedule", "topology"),
+}
+COMMANDS = tuple(name for names in GROUPS.values() for name in names)
+# What to type first, in this order, in an empty folder; each is an example of its command, and tested as such.
+START = (
+    ("train --run-dir runs/digits", "train a small network on digits, with several learners"),
+    ("report runs/digits", "write report.html: what each learner did, and when"),
+    ("replay runs/digits --no-accuracy", "estimate the same run under other strategies"),
+    ("compare --learners 8 --compute pareto:2,1", "simulate a cluster with stragglers"),
+    ("examples digits", "copy an example script of your own loop"),
+    ("run --learners 2 --sync k-async:2 digits.py", "run it with a parameter server"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader (`| head`) has gone; Python must not complain of it at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except MemoryError:
-        return _fail("out of memory: ask for fewer ranks or learners", 1)
+        return _fail("out of memory; try fewer ranks or learners", 1)
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in its buffer cannot be written
         return _fail(f"cannot write the output: {error.strerror}", 1)
@@ -106,6 +119,8 @@ def _parse(name: str, command: Command, words: list[str]) -> argparse.Namespace:
         word = left_over[0].partition("=")[0]
         kind = "option" if word.startswith("-") else "argument"
         hint = nearest(word, parser._option_string_actions) if kind == "option" else ""
+        if kind == "argument" and "--slow" in words:
+            hint = "; repeat the option for several delays: --slow A --slow B"
         if ".options." in word:  # of a model or a data set: their names are not known here
             hint = f"; write --set {word.removeprefix('--')}=VALUE"
         raise RequestError(f"{name}: unknown {kind} '{word}'{hint or f'; see offbeat {name} --help'}")
@@ -134,7 +149,7 @@ _COMMON = (
     option("--json", action="store_true", help="print one JSON object"),
     option(
         "--plugin", action=_Plugin, metavar="FILE_OR_MODULE",
-        help="load strategies of your own; may be given several times (docs/extending.md)",
+        help="load your own strategies from a file or module; repeatable",
     ),
 )  # fmt: skip
 
@@ -145,17 +160,14 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _overview() -> str:
-    commands = {name: load(name) for name in COMMANDS}
     width = max(len(name) for name in COMMANDS) + 2
-    lines = [
-        "offbeat: distributed training for PyTorch in which how learners keep time with each other is one line.",
+    lines = ["offbeat: distributed training for PyTorch; choose the synchronisation strategy with one flag, --sync."]
+    for title, names in GROUPS.items():
+        lines += ["", f"{title}:", *(f"  {name.ljust(width)}{load(name).summary}" for name in names)]
+    width = max(len(line) for line, _ in START) + 2
+    lines += ["", "start here:", *(f"  offbeat {line.ljust(width)}{why}" for line, why in START)]
+    lines += [
         "",
-        "commands:",
-        *(f"  {name.ljust(width)}{command.summary}" for name, command in commands.items()),
-        "",
-        "start here:",
-        *(f"  offbeat {command.examples[0]}" for command in commands.values()),
-        "",
-        "offbeat COMMAND --help explains one. All take --json. offbeat --version prints the version.",
+        "offbeat COMMAND --help explains a command. Every command takes --json.",
     ]
     return "\n".join(lines)

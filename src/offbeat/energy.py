@@ -31,8 +31,8 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 EXTRA = "pip install 'offbeat[gpu]'"
 
 ROOT_ONLY = "RAPL counters can be read by root only"
-NO_RAPL = "no RAPL counters here: containers and virtual machines hide them, and some processors have none"
-SET_BACK = "its counter was set back"
+NO_RAPL = "no RAPL counters: containers and virtual machines hide them, and some processors have none"
+SET_BACK = "its counter was reset"
 NO_PACKAGE = f"GPUs: the package nvidia-ml-py is missing: {EXTRA}"
 
 
@@ -206,7 +206,7 @@ class Meter:
             nvml.nvmlInit()
         except Exception as error:  # the driver's library is not there, or is another version's
             self._not_measured.append(
-                f"GPUs: NVML does not work: {_told(error)}; it comes with the driver, its package by {EXTRA}"
+                f"GPUs: NVML does not work: {_told(error)}; it needs the NVIDIA driver and {EXTRA}"
             )
             return
         self._opened = nvml
@@ -235,7 +235,7 @@ class Meter:
             try:
                 self._opened.nvmlShutdown()
             except Exception as error:  # as above: it is told, and nothing is stopped
-                self._not_measured.append(f"NVML does not end: {_told(error)}")
+                self._not_measured.append(f"NVML cannot be shut down: {_told(error)}")
             self._opened = None
 
 

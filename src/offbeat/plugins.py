@@ -89,12 +89,12 @@ def check_new(name: str, known: Container[str], examples: Iterable[str]) -> None
     if grammar.parse(name) != grammar.Spec(name=name):
         raise RequestError(f"a strategy's name has no ':'; got '{name}'")
     if name in known:
-        raise RequestError(f"there is a strategy '{name}' already: choose another name")
+        raise RequestError(f"the strategy '{name}' already exists; choose another name")
     if not lines:
         raise RequestError(f"the row of '{name}' has no examples: give lines that can run with 4 learners")
     for line in lines:
         if grammar.parse(line).name != name:
-            raise RequestError(f"the row of '{name}' has the example '{line}', which is a line of another name")
+            raise RequestError(f"the row of '{name}' has the example '{line}', which names another strategy")
 
 
 def _is_file(name: str) -> bool:

@@ -41,7 +41,7 @@ class Spec:
             raise RequestError(f"a name is small letters, digits and '-', like '{small}'; got '{self.name}'")
         for word in [*self.args, *(part for option in self.options for part in option)]:
             if not _WORD.fullmatch(word):
-                raise RequestError(f"'{self.name}': an empty or broken word {word!r}; write NAME:ARG,KEY=VALUE")
+                raise RequestError(f"'{self.name}': an empty or malformed word {word!r}; write NAME:ARG,KEY=VALUE")
         keys = [key for key, _ in self.options]
         for key in keys:
             if keys.count(key) > 1:
@@ -64,7 +64,7 @@ def parse(text: str) -> Spec:
         if equals:
             options.append((key, value))
         elif options:
-            raise RequestError(f"'{text}': '{word}' comes after KEY=VALUE; arguments come first")
+            raise RequestError(f"'{text}': '{word}' must come before the KEY=VALUE options")
         else:
             args.append(word.strip())
     return Spec(name=name, args=tuple(args), options=tuple(options))
@@ -107,7 +107,7 @@ def _numbers_of(word: str, text: str) -> range | None:
         return None
     first, last = (int(number) for number in match.groups())
     if first > last:
-        raise RequestError(f"'{text}': a range goes up, like {last}..{first}; got '{word}'")
+        raise RequestError(f"'{text}': expected an increasing range, like {last}..{first}; got '{word}'")
     return range(first, last + 1)
 
 
@@ -130,13 +130,13 @@ def bind(spec: Spec, params: Sequence[Param]) -> dict[str, Any]:
     if len(spec.args) > len(positional):
         extra = spec.args[len(positional)]
         takes = f"{len(positional)} argument(s)" if positional else "no arguments"
-        raise RequestError(f"'{spec}': {spec.name} takes {takes}; '{extra}' is one too many{nearest(extra, keyed)}")
+        raise RequestError(f"'{spec}': {spec.name} takes {takes}; got '{extra}' as well{nearest(extra, keyed)}")
     values = {param.name: param.default for param in params}
     given = list(zip(positional, spec.args, strict=False))
     for key, value in spec.options:
         if key not in keyed:
             if not keyed:
-                raise RequestError(f"'{spec}': {spec.name} has no options; '{key}={value}' is one too many")
+                raise RequestError(f"'{spec}': {spec.name} has no options; got '{key}={value}'")
             raise RequestError(f"'{spec}': {unknown('option', key, keyed)}")
         given.append((keyed[key], value))
     for param, text in given:
@@ -205,9 +205,13 @@ def parse_size(text: str) -> int:
     """Bytes: `100MB`, `64MiB`, `4096`; or parameters of 4 bytes: `25.6Mparams`, `7B parameters`."""
     written = text.replace(" ", "")
     if written.endswith(tuple(filter(None, _PREFIXES))):
-        raise RequestError(f"'{text}' may be bytes or parameters: write {written}B, or {written}params (4 bytes each)")
+        raise RequestError(
+            f"'{text}' is ambiguous, bytes or parameters: write {written}B, or {written}params (4 bytes each)"
+        )
     if re.fullmatch(r"[0-9.]{1,3}B", text):
-        raise RequestError(f"'{text}' may be bytes or billions of parameters: write {written[:-1]}, or {written}params")
+        raise RequestError(
+            f"'{text}' is ambiguous, bytes or billions of parameters: write {written[:-1]}, or {written}params"
+        )
     counts = written.endswith(("params", "parameters"))
     value = _quantity(written, _PARAMETERS if counts else SIZES, "a size", "100MB, 64MiB or 25.6Mparams")
     if value < 0 or abs(value - round(value)) > 1e-15 * value:  # 258.9GB is not exact in binary, and is meant to be

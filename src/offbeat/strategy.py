@@ -50,7 +50,7 @@ def strategies() -> dict[str, Strategy]:
         for row in algorithms(ALL_REDUCE).values()
     ]
     reduces += [
-        Strategy(name=AUTO, family=ALL_REDUCE, summary="the cheapest of these by size, as measured here", params=()),
+        Strategy(name=AUTO, family=ALL_REDUCE, summary="the fastest of these by size, as measured here", params=()),
         Strategy(name=NATIVE, family=ALL_REDUCE, summary="torch's own backend: Gloo, NCCL on GPUs", params=()),
     ]
     policies = [
@@ -75,7 +75,9 @@ def simulated_family_of(line: str) -> str:
     """As `family_of`, for a simulation: what is decided on a running group cannot be simulated."""
     family = family_of(line)
     if grammar.parse(line).name in (AUTO, NATIVE):
-        raise RequestError(f"'{line}' is decided by a running process group; name the schedule to simulate, like ring")
+        raise RequestError(
+            f"'{line}' is resolved only in a running process group; name an algorithm to simulate, like ring"
+        )
     return family
 
 

@@ -37,9 +37,9 @@ _ELASTIC = Synonym("learners pulled towards a centre by an elastic force", ("loc
 _GOSSIP = Synonym("learners average with neighbours, without a server", ("local-sgd:8", "ring"), exact=False)
 _GOSSIP_ASYNC = Synonym("asynchronous averaging with neighbours, without a server", ("async",), exact=False)
 _SHARDED = Synonym(
-    "parameters and optimizer cut over the ranks; every learner here holds the whole model", ("ring",), exact=False
+    "parameters and optimizer sharded over the ranks; here every learner holds the whole model", ("ring",), exact=False
 )
-_STAGES = Synonym("the model cut over the ranks; every learner here holds the whole model", ("ring",), exact=False)
+_STAGES = Synonym("the model sharded over the ranks; here every learner holds the whole model", ("ring",), exact=False)
 
 SYNONYMS: dict[str, Synonym] = {
     "allreduce": _ALL_REDUCE,
@@ -59,7 +59,7 @@ SYNONYMS: dict[str, Synonym] = {
     "asgd": _ASYNC,
     "asynchronous": _ASYNC,
     "async-sgd": _ASYNC,
-    "hogwild": Synonym("updates without locks; here a server applies one at a time", ("async",), exact=False),
+    "hogwild": Synonym("lock-free updates; in offbeat a server applies one at a time", ("async",), exact=False),
     "dc-asgd": _COMPENSATED,
     "delay-compensated": _COMPENSATED,
     "backup-workers": _BACKUP,
@@ -100,7 +100,7 @@ def unknown_strategy(kind: str, name: str, known: Iterable[str]) -> RequestError
         return unknown(kind, name, names)
     here = [line for line in synonym.lines if line.partition(":")[0] in names]
     if not here:
-        other = f"{' or '.join(synonym.lines)} is of another kind; known here: {', '.join(names)}"
+        other = f"{' or '.join(synonym.lines)} is of another kind; known: {', '.join(names)}"
         return RequestError(f"unknown {kind} '{name}' ({synonym.meaning}); {other}")
     write = "write" if synonym.exact else "not implemented; the nearest is"
     return RequestError(f"unknown {kind} '{name}' ({synonym.meaning}); {write} {' or '.join(here)}")

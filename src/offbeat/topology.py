@@ -112,7 +112,7 @@ class Topology:
                         came_from[there] = here
                         queue.append(there)
             queue.popleft()
-        raise RequestError(f"topology '{self.name}': no way from rank {source} to rank {target}")
+        raise RequestError(f"topology '{self.name}': no route from rank {source} to rank {target}")
 
 
 def edge_name(edge: Edge) -> str:
@@ -211,7 +211,7 @@ def _dgx1(
 ) -> Cables:
     """Pairs without NVLink go over PCIe: two GPUs a switch, two switches a socket."""
     if ranks > 8:
-        raise RequestError(f"dgx1 has 8 GPUs; {ranks} ranks do not fit (fewer take GPUs 0..n-1)")
+        raise RequestError(f"dgx1 has 8 GPUs, too few for {ranks} ranks (fewer ranks use GPUs 0..n-1)")
     lane = _NVLINK[gpu] if nvlink is None else nvlink
     for (one, other), count in CUBE_MESH.items():
         lanes = count if gpu == "v100" else 1
@@ -227,8 +227,8 @@ def _dgx1(
 def _fit(name: str, shape: Sequence[int], ranks: int) -> None:
     count = prod(shape)
     if count != ranks:
-        wrong = f"topology {name}:{format_shape(shape)} is {count} ranks, not {ranks}"
-        raise RequestError(f"{wrong}: say --ranks {count}, or another shape")
+        wrong = f"topology {name}:{format_shape(shape)} has {count} ranks, not {ranks}"
+        raise RequestError(f"{wrong}; use --ranks {count}, or another shape")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,7 +248,7 @@ class Builder:
     sides: Callable[[tuple[int, ...]], tuple[int, ...]] = tuple
 
 
-def _bandwidth(default: str, name: str = "bandwidth", help: str = "of a link, each way") -> Param:
+def _bandwidth(default: str, name: str = "bandwidth", help: str = "bandwidth of a link, each way") -> Param:
     return Param(name=name, read=parse_rate, default=parse_rate(default), help=f"{help} (default {default})")
 
 
@@ -260,33 +260,36 @@ def _shape(help: str) -> Param:
     return Param(name="shape", read=parse_shape, positional=True, required=True, help=help)
 
 
-_PORTS = (_bandwidth("10Gbit/s", help="of a rank's port, each way"), _latency("4us", help="of a route"))
+_PORTS = (
+    _bandwidth("10Gbit/s", help="bandwidth of a rank's port, each way"),
+    _latency("4us", help="latency of a route"),
+)
 _NETWORK = (
-    _bandwidth("10Gbit/s", "across", "of a node's port"),
-    _latency("4us", "across-latency", "of a trip over the core, added"),
+    _bandwidth("10Gbit/s", "across", "bandwidth of a node's port"),
+    _latency("4us", "across-latency", "additional latency over the core"),
 )
 _CABLES = (_bandwidth("10Gbit/s"), _latency("4us"))
-_PCIE = _bandwidth("12GB/s", "pcie", "of a PCIe 3 x16 link")
-_QPI = _bandwidth("19.2GB/s", "qpi", "between the sockets")
+_PCIE = _bandwidth("12GB/s", "pcie", "bandwidth of a PCIe 3 x16 link")
+_QPI = _bandwidth("19.2GB/s", "qpi", "bandwidth between the sockets")
 
 TOPOLOGIES: dict[str, Builder] = {
     builder.name: builder
     for builder in (
         Builder(
             name="uniform",
-            summary="every rank on one port of a switch that never blocks",
+            summary="every rank on one port of a non-blocking switch",
             build=_star,
             params=_PORTS,
             port="switch",
         ),
         Builder(
             name="cluster",
-            summary="two levels: ranks in nodes, one port of each node to a core; nodes may be other topologies",
+            summary="two levels: ranks in nodes, and one port from each node to a core; a node may be another topology",
             build=_cluster,
             params=(
                 _shape("NODESxPER_NODE, like 4x8; or NODESxTOPOLOGY, like 2xdgx1, with the options of both"),
-                _bandwidth("50GB/s", "inside", "of a rank's port inside its node"),
-                _latency("1us", "inside-latency", "of a route inside"),
+                _bandwidth("50GB/s", "inside", "bandwidth of a rank's port inside its node"),
+                _latency("1us", "inside-latency", "latency of a route inside a node"),
                 *_NETWORK,
             ),
             port="core",
@@ -294,7 +297,7 @@ TOPOLOGIES: dict[str, Builder] = {
         ),
         Builder(
             name="box",
-            summary="one machine: two sockets joined by QPI, half of the ranks behind a PCIe switch each",
+            summary="one machine: two sockets joined by QPI, half of the ranks behind the PCIe switch of each",
             build=_box,
             params=(_PCIE, _QPI, _latency("1us", help="of a hop")),
             port="socket 0",
@@ -314,25 +317,28 @@ TOPOLOGIES: dict[str, Builder] = {
                 Param(
                     name="nvlink",
                     read=parse_rate,
-                    help="of one NVLink (default as measured: v100 23.95GB/s, p100 18.25GB/s)",
+                    help="bandwidth of one NVLink (default, as measured: v100 23.95GB/s, p100 18.25GB/s)",
                 ),
-                _latency("1us", "nvlink-latency", "of an NVLink"),
+                _latency("1us", "nvlink-latency", "latency of an NVLink"),
                 _PCIE,
                 _QPI,
-                _latency("1us", "pcie-latency", "of a hop over PCIe"),
+                _latency("1us", "pcie-latency", "latency of a hop over PCIe"),
             ),
             port="socket 0",
         ),
         Builder(
             name="nvswitch",
-            summary="every GPU on one switch with all of its NVLinks",
+            summary="every GPU on one switch with all its NVLinks",
             build=_star,
-            params=(_bandwidth("143.7GB/s", help="of a GPU, each way"), _latency("1us", help="of a route")),
+            params=(
+                _bandwidth("143.7GB/s", help="bandwidth of a GPU, each way"),
+                _latency("1us", help="latency of a route"),
+            ),
             port="switch",
         ),
         Builder(
             name="hub-spoke",
-            summary="rank 0 is the hub: one cable from it to every other rank, and it forwards",
+            summary="rank 0 is the hub: a cable to every other rank, and it forwards",
             build=_hub_spoke,
             params=_CABLES,
             forwards=True,
@@ -340,7 +346,7 @@ TOPOLOGIES: dict[str, Builder] = {
         ),
         Builder(
             name="fully-connected",
-            summary="a cable of its own between every two ranks",
+            summary="a cable between every two ranks",
             build=_fully_connected,
             params=_CABLES,
         ),
@@ -392,7 +398,7 @@ def build(text: str, *, ranks: int) -> Topology:
     if spec.name not in TOPOLOGIES:
         raise unknown("topology", spec.name, TOPOLOGIES)
     if not 1 <= ranks <= MOST_RANKS:
-        raise RequestError(f"topology {spec}: from 1 to {MOST_RANKS:,} ranks can be built; got {ranks:,}")
+        raise RequestError(f"topology {spec}: expected 1 to {MOST_RANKS:,} ranks; got {ranks:,}")
     nested = _nested(spec)
     if nested is not None:
         return _join(str(spec), ranks, *nested)
@@ -411,7 +417,7 @@ def _join(name: str, ranks: int, nodes: int, node_line: Spec, network_line: Spec
     """Copies of one topology, each with one port to a core."""
     each, left = divmod(ranks, nodes)
     if left or not each:
-        raise RequestError(f"topology {name}: {ranks} ranks are not as many on each of {nodes} nodes")
+        raise RequestError(f"topology {name}: {ranks} ranks cannot be divided evenly among {nodes} nodes")
     node = build(str(node_line), ranks=each)
     network = grammar.bind(network_line, _NETWORK)
     bandwidth, latency = network["across"], network["across_latency"]

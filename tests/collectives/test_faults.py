@@ -54,7 +54,7 @@ def test_a_rank_stopped_in_a_collective_is_named_at_the_timeout(nursery: Nursery
     for outcome in (outcomes[0], outcomes[2]):
         assert outcome.value is not None, outcome.trace
         assert outcome.value["ranks"] == [1], outcome.value
-        assert "rank 1 did not go on" in outcome.value["said"]
+        assert "rank 1 made no progress" in outcome.value["said"]
         assert "is stopped" in outcome.value["said"]
         assert TIMEOUT_S - 0.3 <= outcome.value["after_s"] < TIMEOUT_S + 1
 
@@ -100,7 +100,7 @@ def test_a_forked_child_does_not_pass_for_its_parent(nursery: Nursery) -> None:
         ("types", "all_reduce(sum) of 4 float64"),
         ("kinds", "broadcast of 4 float32"),
         ("roots", "with another root"),
-        ("schedules", "with another schedule"),
+        ("schedules", "with a different schedule"),
     ],
 )
 def test_ranks_that_call_different_things_are_told_on_all_ranks(nursery: Nursery, case: str, words: str) -> None:
@@ -115,7 +115,7 @@ def test_ranks_that_call_different_things_are_told_on_all_ranks(nursery: Nursery
     [
         ("rign", "unknown strategy 'rign'; did you mean 'ring'?"),
         ("torus:3x5", "a shape of 3x5 has 15 ranks, not 2"),
-        ("k-async:4", "'k-async:4' is a strategy of the parameter server"),
+        ("k-async:4", "'k-async:4' is a parameter server strategy"),
     ],
 )
 def test_a_wrong_strategy_fails_on_all_ranks_with_one_line(nursery: Nursery, strategy: str, words: str) -> None:

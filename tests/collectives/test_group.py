@@ -73,6 +73,6 @@ def test_buffers_that_are_gone_are_let_go_of(nursery: Nursery) -> None:
 
 def test_the_strategy_can_be_changed_in_code_and_says_why(nursery: Nursery) -> None:
     for said in nursery.values("changes_strategy", ranks=4, strategies=["ring", "torus:2x2", "auto"]):
-        assert said[0] == "ring: named by the user"
-        assert said[1] == "torus:2x2: named by the user"
+        assert said[0] == "ring: chosen by the user"
+        assert said[1] == "torus:2x2: chosen by the user"
         assert " for 4.004 kB: " in said[2] and "measured" in said[2]

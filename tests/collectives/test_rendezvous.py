@@ -112,7 +112,7 @@ def test_another_user_is_not_let_in() -> None:
 
 def test_memory_must_be_as_large_as_said_and_sealed() -> None:
     small = os.memfd_create("small", os.MFD_ALLOW_SEALING)
-    with pytest.raises(OffbeatError, match="less memory than it said"):
+    with pytest.raises(OffbeatError, match="less memory than it announced"):
         memory.receive(small, 4096, sealed=True)
     loose = os.memfd_create("loose", os.MFD_ALLOW_SEALING)
     os.ftruncate(loose, 4096)

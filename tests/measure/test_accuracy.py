@@ -114,12 +114,12 @@ def test_who_is_within_the_spread_is_called_alike_and_who_is_not_comes_after() -
     runs = MIXED | {("async", seed): Trained(accuracies=EARLY, slow=1.4) for seed in range(3)}
     lines = ranking(found(runs).rows, 0.9)
     assert lines == [
-        "first at 90.0 %: ring (2.5 s, 2 s to 3 s) and async (2.8 s, 2.8 s to 2.8 s): alike within the spread"
+        "first at 90.0 %: ring (2.5 s, 2 s to 3 s) and async (2.8 s, 2.8 s to 2.8 s): the same within the spread"
     ]
     apart = MIXED | {("async", seed): Trained(accuracies=EARLY, slow=1.6) for seed in range(3)}
     assert ranking(found(apart).rows, 0.9)[1] == "then async (3.2 s, 3.2 s to 3.2 s)"
     one = ranking(found(apart, replace(REQUEST, seeds=1)).rows, 0.9)
-    assert len(one) == 1 and one[0].endswith("one seed cannot tell them apart (--seeds 3)")
+    assert len(one) == 1 and one[0].endswith("one seed is not enough to rank them (--seeds 3)")
 
 
 def test_nobody_at_the_target_is_said_with_what_to_do() -> None:
@@ -128,9 +128,9 @@ def test_nobody_at_the_target_is_said_with_what_to_do() -> None:
     assert (row["reached"], row["error"], row["updates_to_target"]) == (0, None, None)
     assert to_target(row) == (None, None, None)
     lines = ranking(result.rows, 0.99)
-    assert lines[0] == "nobody reached 99.0 %: more --epochs, another --lr or a lower --target may tell"
+    assert lines[0] == "no strategy reached 99.0 %; try more --epochs, another --lr or a lower --target"
     some = {key: Trained(accuracies=NEVER if key[1] else EARLY) for key in MIXED}
-    assert ranking(found(some).rows, 0.9)[0] == "nobody reached 90.0 % with every seed: none is ranked"
+    assert ranking(found(some).rows, 0.9)[0] == "no strategy reached 90.0 % with every seed, so none is ranked"
 
 
 def test_energy_and_cost_are_of_the_run_and_of_its_part_until_the_target() -> None:
@@ -148,13 +148,13 @@ def test_the_prediction_stands_beside_it_as_the_median_over_the_seeds() -> None:
     ring, asynchronous = result.rows
     assert ring["predicted_s"] == 3.0 and ring["error"] == pytest.approx(0.2)
     assert asynchronous["predicted_s"] is None and asynchronous["error"] is None
-    assert "async: by the prediction 3 of 3 seeds do not reach the target" in result.json["notes"]
+    assert "async: according to the prediction, 3 of 3 seeds do not reach the target" in result.json["notes"]
 
     def refuses(config: Config) -> float | None:
         raise RequestError("no probe")
 
     assert "ring with 2 learners: not predicted: no probe" in found(MIXED, predictor=refuses).json["notes"]
-    assert "not predicted: no --calibration (offbeat calibrate makes one)" in found(MIXED).json["notes"]
+    assert "not predicted: give --calibration (offbeat calibrate writes one)" in found(MIXED).json["notes"]
 
 
 def test_the_object_is_the_contracts() -> None:
@@ -169,7 +169,7 @@ def test_the_object_is_the_contracts() -> None:
         "strategy": "async", "learners": 2, "seed": 2,
         "points": [[0.5, 10, 0.5], [1.0, 20, 0.8], [1.5, 30, 0.9], [2.0, 40, 0.9]],
     }  # fmt: skip
-    assert "power is taken as even" in told["definitions"]["joules_to_target"]
+    assert "assuming constant power" in told["definitions"]["joules_to_target"]
 
 
 def test_the_chart_has_a_line_for_each_strategy_and_the_target() -> None:
@@ -185,13 +185,13 @@ def test_a_recipe_without_an_accuracy_has_none_to_reach() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"target": 0.0}, "--target is an accuracy above 0 and up to 1"),
-        ({"target": 1.01}, "--target is an accuracy above 0 and up to 1"),
+        ({"target": 0.0}, "--target: expected an accuracy above 0 and at most 1"),
+        ({"target": 1.01}, "--target: expected an accuracy above 0 and at most 1"),
         ({"lines": ("ring", "ring")}, "--sync names a strategy twice"),
         ({"lines": ("k-sync:3",)}, "'k-sync:3': K=3 exceeds the 2 learners"),
         ({"learners": 65}, "from 1 to 64; got 65"),
-        ({"seeds": 0}, "--seeds is 1 or more"),
-        ({"price": -0.1}, "--price is of a device hour"),
+        ({"seeds": 0}, "--seeds: expected 1 or more"),
+        ({"price": -0.1}, "--price: expected a price per device hour"),
         ({"config": changed(CONFIG, {"slow": ("learner=2,factor=2",)})}, "there are 2 learners, numbered from 0"),
     ],
 )

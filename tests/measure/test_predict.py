@@ -186,7 +186,7 @@ def test_many_times_are_thinned_to_the_same_law() -> None:
 
 
 def test_a_probe_that_computed_nothing_says_so() -> None:
-    with pytest.raises(OffbeatError, match="computed nothing"):
+    with pytest.raises(OffbeatError, match="finished no minibatch"):
         probe_of(trained([Span(0, "wait", 0.0, 1.0, 0)]), "async", 1)
 
 

@@ -127,7 +127,7 @@ def test_the_object_is_the_contracts() -> None:
 def test_without_a_calibration_nothing_is_predicted_and_it_is_said() -> None:
     result = found(REQUEST, RATES)
     assert all(row["predicted_s"] is None and row["error"] is None for row in result.rows)
-    assert "not predicted: no --calibration (offbeat calibrate makes one)" in result.json["notes"]
+    assert "not predicted: give --calibration (offbeat calibrate writes one)" in result.json["notes"]
 
 
 def test_what_cannot_be_predicted_is_named_and_the_others_are() -> None:
@@ -168,7 +168,7 @@ def test_who_learns_worse_is_not_ranked_however_fast() -> None:
     assert rows[2]["why_not"] == "its accuracy 91.0 % (87.6-93.5) is 6 points below the 97.0 % of one learner alone"
     assert rows[2]["ranked"] is False
     assert ranking(rows) == [
-        "fastest of those that learn as well: ring with 2 learners (1,800 samples/s, 1.80x)",
+        "fastest with comparable accuracy: ring with 2 learners (1,800 samples/s, 1.80x)",
         "then one learner alone (1,000 samples/s)",
         f"async with 2 learners: not ranked: {rows[2]['why_not']}",
     ]
@@ -196,7 +196,7 @@ def test_another_precision_or_device_than_the_bases_is_not_ranked_and_sets_no_ma
 
 def test_without_an_accuracy_nothing_is_ranked() -> None:
     rows = judged([row("ring", 1, (9,), None)], 0.01)
-    assert ranking(rows) == ["nothing can be ranked", "one learner alone: not ranked: its accuracy is not known"]
+    assert ranking(rows) == ["nothing can be ranked", "one learner alone: not ranked: its accuracy is unknown"]
 
 
 def test_who_is_faster_in_some_rounds_only_is_alike() -> None:
@@ -208,12 +208,12 @@ def test_who_is_faster_in_some_rounds_only_is_alike() -> None:
     assert not are_alike(*five)
     assert are_alike(ring, row("async", 2, (1010, 1020, 1030)))  # always, and by next to nothing
     assert "async with 2 learners (1,500 samples/s, 1.50x) and ring with 2 learners" in ranking([ring, mixed])[0]
-    assert ranking([ring, mixed])[0].endswith(": alike in these rounds")
+    assert ranking([ring, mixed])[0].endswith(": the same within these rounds")
 
 
 def test_one_round_tells_nobody_apart() -> None:
     lines = ranking([row("ring", 2, (1000,)), row("async", 2, (3000,))])
-    assert len(lines) == 1 and lines[0].endswith("one round cannot tell them apart (--rounds 5)")
+    assert len(lines) == 1 and lines[0].endswith("one round is not enough to rank them (--rounds 5)")
 
 
 def test_a_ranking_has_a_sentence_for_each_group() -> None:
@@ -237,12 +237,12 @@ def notes_of(request: ScalingRequest, machine: Mapping[str, Any], **trained: Any
 def test_more_learners_than_cores_are_said_plainly() -> None:
     request = ScalingRequest(config=CONFIG, lines=("ring", "k-async:2"), learners=(1, 2, 4, 8))
     notes = notes_of(request, {**MACHINE, "cores": 2})
-    assert "4 and 8 learners on 2 cores: efficiency there measures the sharing of cores" in notes
+    assert "4 and 8 learners on 2 cores: efficiency measures the sharing of cores" in notes
     assert "k-async:2 with 2 learners: with its 1 server 3 processes share 2 cores" in notes
     assert sum("processes share" in note for note in notes) == 1  # 4 and 8 have been told of
     assert not any("share" in note or "sharing" in note for note in notes_of(request, {**MACHINE, "cores": 9}))
     gpus = {**MACHINE, "cores": 64, "device": "cuda", "gpus": 4}
-    assert "8 learners on 4 GPUs: efficiency there measures the sharing of GPUs" in notes_of(request, gpus)
+    assert "8 learners on 4 GPUs: efficiency measures the sharing of GPUs" in notes_of(request, gpus)
 
 
 def test_a_load_above_half_the_cores_is_noted() -> None:
@@ -257,7 +257,7 @@ def test_energy_that_is_not_measured_says_why() -> None:
     assert "energy: not measured: no RAPL counters here" in notes_of(REQUEST, MACHINE, energy=reasons)
     assert "energy: not measured: the run left no energy.json" in notes_of(REQUEST, MACHINE, energy=None)
     part = {"joules": 3.0, "not_measured": ["no GPU counters"]}
-    assert "energy: without a part that is not measured: no GPU counters" in notes_of(REQUEST, MACHINE, energy=part)
+    assert "energy is incomplete, not measured: no GPU counters" in notes_of(REQUEST, MACHINE, energy=part)
     assert not any("energy" in note for note in notes_of(REQUEST, MACHINE))
 
 
@@ -266,13 +266,13 @@ def test_slowness_of_a_learner_that_is_not_there_is_left_out_and_said() -> None:
     request = replace(REQUEST, config=slow)
     base, two, _ = request.configs(0)
     assert base.slow == ("exp:0.01",) and two.slow == slow.slow
-    assert "slowness on purpose: exp:0.01, learner=1,factor=3; exp:0.01 is in T(1) too" in notes_of(request, MACHINE)
+    assert "artificial delays: exp:0.01, learner=1,factor=3; exp:0.01 is in T(1) too" in notes_of(request, MACHINE)
 
 
 def test_one_epoch_has_the_start_in_it_and_that_is_said() -> None:
     one = replace(REQUEST, config=changed(CONFIG, {"train": {"epochs": 1}}))
-    assert any(note.startswith("one epoch: ") for note in notes_of(one, MACHINE))
-    assert not any(note.startswith("one epoch: ") for note in notes_of(REQUEST, MACHINE))
+    assert any(note.startswith("with one epoch, ") for note in notes_of(one, MACHINE))
+    assert not any(note.startswith("with one epoch, ") for note in notes_of(REQUEST, MACHINE))
 
 
 # --- intervals ----------------------------------------------------------------------------------------------------
@@ -311,19 +311,19 @@ def test_a_kept_training_has_its_evaluations_and_no_log() -> None:
     ("change", "message"),
     [
         ({"lines": ("rign",)}, "unknown strategy 'rign'; did you mean 'ring'?"),
-        ({"lines": ()}, "--sync names no strategy"),
+        ({"lines": ()}, "--sync needs at least one strategy"),
         ({"lines": ("k-async:2", "k-async: 2")}, "--sync names a strategy twice"),
-        ({"lines": ("digits-mlp",)}, "'digits-mlp' is a recipe: write it before the options"),
+        ({"lines": ("digits-mlp",)}, "'digits-mlp' is a recipe; put it before the options"),
         ({"lines": ("k-async:3",)}, "'k-async:3': K=3 exceeds the 2 learners"),
         ({"lines": ("torus:2x2",)}, "'torus:2x2': a shape of 2x2 has 4 ranks, not 2"),
-        ({"learners": (1,)}, "1 is the base; name a larger number too"),
+        ({"learners": (1,)}, "expected 1, the baseline, and a larger number"),
         ({"learners": (2, 65)}, "from 1 to 64; got 65"),
         ({"learners": (2, 2)}, "--learners names a number twice"),
         ({"kind": "storng"}, "--kind is weak or strong"),
-        ({"rounds": 0}, "--rounds is 1 or more"),
-        ({"price": -1.0}, "--price is of a device hour, 0 or more"),
-        ({"price": math.nan}, "--price is of a device hour, 0 or more"),
-        ({"accuracy_within": 1.1}, "--accuracy-within is a share"),
+        ({"rounds": 0}, "--rounds: expected 1 or more"),
+        ({"price": -1.0}, "--price: expected a price per device hour of 0 or more"),
+        ({"price": math.nan}, "--price: expected a price per device hour of 0 or more"),
+        ({"accuracy_within": 1.1}, "--accuracy-within: expected a number"),
         ({"config": changed(CONFIG, {"slow": ("learner=2,factor=2",)})}, "there are 2 learners, numbered from 0"),
     ],
 )

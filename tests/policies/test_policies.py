@@ -402,7 +402,7 @@ def test_a_record_that_is_no_decision_does_not_replay(record: dict[str, object])
         ("k-async:2,rate=drift:-1", 8, "above 0"),
         ("ssp:-1", 8, "whole number"),
         ("local-sgd:4,outer=adam", 8, "unknown choice 'adam'"),
-        ("adaptive-k:2,improvement=2", 8, "share from 0 to below 1"),
+        ("adaptive-k:2,improvement=2", 8, "number from 0 to below 1"),
         ("async", 0, "1 learner or more"),
     ],
 )

@@ -193,9 +193,9 @@ def test_nobody_is_advised_if_nobody_got_there() -> None:
     racers.append(racer("k-async:2", None, accuracy=0.68))
     assert advised(racers) is None
     assert advice(racers, 0.93, MACHINES) == [
-        "nobody reached 93.0 %; the best end was 70.0 % (65.1-74.5), with async",
-        "not told apart from it on 359 test samples: k-async:2",
-        "more epochs (--epochs), another learning rate (--lr) or a lower --target would tell them apart",
+        "no strategy reached 93.0 %; the best final accuracy is 70.0 % (65.1-74.5), with async",
+        "the same within chance on 359 test samples: k-async:2",
+        "try more epochs (--epochs), another learning rate (--lr) or a lower --target",
     ]
 
 
@@ -212,10 +212,10 @@ def test_the_advice_says_what_to_use_how_sure_that_is_and_why() -> None:
     assert advice(racers, 0.93, MACHINES) == [
         "use k-sync:6: 93.0 % after 2.2 s, seeds from 2 s to 2.4 s (500 samples/s, 1,100 samples to the target, "
         "25 % thrown away)",
-        "1.10x as fast as k-sync:4 (2.42 s): 1.11x the samples a second, 1.01x the samples to get there; "
+        "1.10x as fast as k-sync:4 (2.42 s): 1.11x the samples per second, 1.01x the samples to reach the target; "
         "within the spread of the seeds",
-        "2.00x as fast as async (4.4 s): 0.50x the samples a second, 0.25x the samples to get there",
-        "3.64x as fast as ring (8 s): 2.50x the samples a second, 0.69x the samples to get there",
+        "2.00x as fast as async (4.4 s): 0.50x the samples per second, 0.25x the samples to reach the target",
+        "3.64x as fast as ring (8 s): 2.50x the samples per second, 0.69x the samples to reach the target",
         "the machines: equal learners",
     ]
 
@@ -224,7 +224,7 @@ def test_a_plain_all_reduce_is_called_plain_and_who_was_a_little_faster_is_told(
     racers = [racer("ring", 2.0, 2.2, 2.4), racer("k-async:2", 1.9, 2.0, 2.5, staleness=1.0)]
     assert advice(racers, 0.93, MACHINES) == [
         "use plain ring: 93.0 % after 2.2 s, seeds from 2 s to 2.4 s (454.5 samples/s, 1,000 samples to the target)",
-        "k-async:2 was 1.10x as fast (2 s), within the spread of the seeds: the simpler one is advised",
+        "k-async:2 was 1.10x as fast (2 s), within the spread of the seeds, so use the simpler one",
         "the machines: equal learners",
     ]
 
@@ -233,7 +233,7 @@ def test_a_close_race_with_one_seed_has_no_spread_to_tell_of() -> None:
     racers = [racer("ring", 2.04), racer("async", 2.0, staleness=3.0), racer("k-sync:2", None, accuracy=0.8)]
     assert advice(racers, 0.93, MACHINES)[:2] == [
         "use plain ring: 93.0 % after 2.04 s (490.2 samples/s, 1,000 samples to the target)",
-        "async was 1.02x as fast (2 s), which one seed cannot tell (--seeds 3): the simpler one is advised",
+        "async was 1.02x as fast (2 s), but one seed is not enough to decide (--seeds 3), so use the simpler one",
     ]
 
 
@@ -242,26 +242,27 @@ def test_a_variant_comes_with_what_to_write_and_with_the_plain_one_beside_it() -
         racer("ring", 8.0),
         racer("async", None, accuracy=0.85, staleness=7.0),
         racer("ring", 2.0, variant="split by speed", option="--train.split auto"),
-        racer("ring", 3.0, variant="without learner 3", option="leave it out: --learners 7"),
+        racer("ring", 3.0, variant="without learner 3", option="remove it: --learners 7"),
     ]
     assert advice(racers, 0.93, MACHINES) == [
         "use ring, split by speed: 93.0 % after 2 s (500 samples/s, 1,000 samples to the target)",
-        "write --train.split auto",
-        "1.50x as fast as ring, without learner 3 (3 s): 1.50x the samples a second, 1.00x the samples to get there",
-        "async did not get there: it ended at 85.0 % (80.9-88.3)",
-        "4.00x as fast as ring (8 s): 4.00x the samples a second, 1.00x the samples to get there",
+        "use --train.split auto",
+        "1.50x as fast as ring, without learner 3 (3 s): 1.50x the samples per second, "
+        "1.00x the samples to reach the target",
+        "async did not reach the target: it ended at 85.0 % (80.9-88.3)",
+        "4.00x as fast as ring (8 s): 4.00x the samples per second, 1.00x the samples to reach the target",
         "the machines: equal learners",
     ]
 
 
 def test_leaving_one_out_is_told_in_words() -> None:
-    racers = [racer("ring", 3.0, variant="without learner 3", option="leave it out: --learners 7")]
-    assert advice(racers, 0.93, MACHINES)[1:] == ["leave it out: --learners 7", "the machines: equal learners"]
+    racers = [racer("ring", 3.0, variant="without learner 3", option="remove it: --learners 7")]
+    assert advice(racers, 0.93, MACHINES)[1:] == ["remove it: --learners 7", "the machines: equal learners"]
 
 
 def test_seeds_that_did_not_get_there_are_counted() -> None:
     line = advice([racer("async", 2.0, 2.0, None)], 0.93, MACHINES)[0]
-    assert line.startswith("use async: 93.0 % after 2 s, 1 of 3 seeds not at all (")
+    assert line.startswith("use async: 93.0 % after 2 s, 1 of 3 seeds did not reach it (")
 
 
 def test_the_same_time_is_called_as_fast() -> None:
@@ -333,5 +334,5 @@ def test_slow_learners_bring_a_split_by_speed_and_everybody_without_them() -> No
         "async, without learners 2, 5",
     ]
     assert [one.cluster.learners for one in found] == [8, 6, 6] and found[1].cluster.ids == (0, 1, 3, 4, 6, 7)
-    assert [one.split for one in found] == ["auto", "", ""] and found[1].option == "leave it out: --learners 6"
+    assert [one.split for one in found] == ["auto", "", ""] and found[1].option == "remove it: --learners 6"
     assert variants([Contender("async", CLUSTER)], slow=()) == []

@@ -390,5 +390,5 @@ def test_a_run_that_stands_still_says_so() -> None:
     cluster = Cluster(learners=2, law=parse_law("constant:1"), failures=Failures(mean_up_s=0.01, mean_down_s=0.01))
     timeline = ServedTimeline("async", cluster, stream_for(cluster, minibatches=9))
     timeline.patience = 1000
-    with pytest.raises(RequestError, match="the run stands still at update 0"):
+    with pytest.raises(RequestError, match="the simulation makes no progress at update 0"):
         list(timeline.stream())

@@ -342,7 +342,7 @@ def test_a_run_that_is_good_enough_ends_and_so_do_its_logs_at_any_width(line: st
     logs = []
     for run, outcome in found:
         end_s = outcome.points[-1].seconds
-        assert outcome.end["stopped"] and outcome.end["why"] == "the accuracy is there"
+        assert outcome.end["stopped"] and outcome.end["why"] == "target accuracy reached"
         there = [(point.accuracy or 0.0) >= 0.6 for point in outcome.points]
         assert there[-1] and True in there[-3:-1], "two of three: it ends as soon as that is decided"
         assert not any(one and True in there[at + 1 : at + 3] for at, one in enumerate(there[:-3]))

@@ -144,7 +144,7 @@ def test_a_result_is_summed_up_in_one_sentence_a_size_and_fits_80_columns(
     assert "4 MiB: offbeat 0.11 ms, 31x gloo, 4.6x mpi" in lines
     assert "copy     20 GB/s by 4 ranks together, 10 GB/s by one alone" in lines
     assert "x: not measured: no x" in lines
-    lines.remove("rounds of one system differ by up to 11.7x: the machine was busy; measure again when it is not")
+    lines.remove("rounds of one system differ by up to 11.7x: the machine was busy; measure again on an idle machine")
     row = next(line for line in lines if " gloo " in line)
     assert row.split() == ["gloo", "3.41", "0.3-3.5", "1.845", "GB/s", "31x", "37", "%"]
     assert max(len(line) for line in lines) <= 80
@@ -178,7 +178,7 @@ WRONG = {
     "bench allreduce --rounds 0": "--rounds: expected a whole number from 1",
     "bench allreduce --timeout 0": "--timeout: expected more than 0",
     "bench allreduce --strategy rign": "unknown strategy 'rign'; did you mean 'ring'?",
-    "bench allreduce --strategy k-sync:2": "'k-sync:2' is a server policy",
+    "bench allreduce --strategy k-sync:2": "'k-sync:2' is a parameter-server strategy",
     "bench allreduce --strategy torus:3x3": "3x3 has 9 ranks, not 4",
     "bench allreduce --batch 2": "--batch is not an option of bench allreduce",
     "bench ddp --sizes 4KiB": "--sizes is not an option of bench ddp",
@@ -281,7 +281,7 @@ def test_a_child_that_does_not_answer_is_named_and_killed(monkeypatch: pytest.Mo
     monkeypatch.setattr("offbeat.measure.harness._GRACE_S", 0.2)
     with pytest.raises(OffbeatError) as caught, harness_of(ECHO, HANGS, timeout_s=1.0) as harness:
         harness.ask({"do": "it"}, "testing")
-    assert str(caught.value) == "bench: no answer of rank 1 within 1 s (--timeout), testing"
+    assert str(caught.value) == "bench: no answer from rank 1 within 1 s (--timeout), testing"
     assert harness.children[1].process.returncode == -signal.SIGKILL
 
 

@@ -215,7 +215,7 @@ def test_without_the_repository_there_is_nothing_to_measure_against(monkeypatch:
     with pytest.raises(RequestError, match="programs are in the repository, not installed"):
         server_bench.ServerRequest(against=("rpc",))
     assert server_bench.ServerRequest().against is None
-    assert server_bench.missing(["rpc"]) == {"rpc": "its program is in the repository, which is not here"}
+    assert server_bench.missing(["rpc"]) == {"rpc": "its program is in the source repository, which is not installed"}
 
 
 def test_a_learner_that_fails_is_named_and_nothing_is_left() -> None:
@@ -231,6 +231,6 @@ def test_a_run_that_takes_too_long_is_ended() -> None:
     before = children()
     sleeps = [sys.executable, "-c", "import time; time.sleep(600)"]
     late = ServerPlan(setting=RunSetting(line="async", learners=1), command=sleeps, restarts=0)
-    with pytest.raises(OffbeatError, match=r"bench: not done within 500 ms \(testing\)"):
+    with pytest.raises(OffbeatError, match=r"bench: not finished within 500 ms \(testing\)"):
         supervise(late, "testing", 0.5)
     assert children() == before

@@ -94,13 +94,13 @@ def test_a_policy_that_never_makes_an_update_is_not_simulated_for_ever(
 ) -> None:
     with untouched():
         assert cli.main(["simulate", "wasteful", "--learners", "2", "--updates", "20", *more, *PLUGIN]) == 2
-    assert "the run stands still at update 0" in capsys.readouterr().err
+    assert "the simulation makes no progress at update 0" in capsys.readouterr().err
 
 
 def test_more_gradients_than_there_is_room_for_are_refused_at_once(tmp_path: Path) -> None:
     ended = offbeat(tmp_path, *train_words("k-batch-async:900000000", 2))
     assert (ended.code, ended.left) == (2, [])
-    says = "'k-batch-async:900000000' holds up to 900,000,000 gradients; there is room for 1,000,000"
+    says = "'k-batch-async:900000000' holds up to 900,000,000 gradients; the limit is 1,000,000"
     assert last_line(ended).endswith(says)
 
 
@@ -304,7 +304,7 @@ def test_a_signal_ends_a_training_whose_minibatches_take_too_long(tmp_path: Path
     before = marked(ServedTrainer, "_minibatch", then_s=60.0)
     ended, took_s = end_by(tmp_path, train_words("async", 2), before, signal.SIGTERM)
     assert (ended.code, ended.left) == (143, []) and took_s < SOON_S
-    assert "ended without saving; --resume goes on from the last checkpoint" in ended.err + ended.out
+    assert "ended without saving; --resume continues from the last checkpoint" in ended.err + ended.out
 
 
 def test_a_signal_ends_a_run_whose_learners_all_wait(tmp_path: Path) -> None:

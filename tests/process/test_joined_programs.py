@@ -50,7 +50,7 @@ def test_a_weighted_sampler_is_kept(run: Run, line: str) -> None:
 def test_a_batch_sampler_of_ones_own_is_shared_out_however_learners_are_seeded(run: Run) -> None:
     code, out, _, _ = run("ring", "batches", learners=3)
     assert code == 0 and "batches: 96 seen, 96 different" in out
-    assert "note: the loader keeps its order, since it has a batch sampler of its own (Batches)" in out
+    assert "note: the order of the loader is kept, since it has a custom batch sampler (Batches)" in out
 
 
 def test_a_program_that_makes_its_own_gloo_group_has_the_strategy_of_the_run(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_a_script_that_never_joins_is_told(run: Run, line: str, tmp_path: Path) 
     script.write_text("print('hello')\n", encoding="utf-8")
     code, out, err, _ = run(line, script=script)
     assert code == 2 and out.count("hello") == 2
-    assert err.endswith("offbeat: run: alone.py never called offbeat.join(): 2 copies of it ran, each by itself\n")
+    assert err.endswith("offbeat: run: alone.py never called offbeat.join(), so its 2 copies trained independently\n")
 
 
 def test_a_fused_optimizer_runs_by_the_plain_rule_with_a_note(run: Run) -> None:
@@ -84,9 +84,9 @@ def test_a_fused_optimizer_runs_by_the_plain_rule_with_a_note(run: Run) -> None:
 
 def test_state_that_is_loaded_too_late_and_calls_inside_a_minibatch_are_told(run: Run) -> None:
     code, out, _, _ = run("full-sync", "late")
-    assert code == 2 and "the servers have their state since learner.prepare: load what was saved before it" in out
+    assert code == 2 and "the servers got their state in learner.prepare; call load_state_dict before it" in out
     code, out, _, _ = run("full-sync", "inside")
-    assert code == 2 and "barrier is called between minibatches, not inside one" in out
+    assert code == 2 and "barrier must be called between minibatches, not inside one" in out
 
 
 @pytest.mark.parametrize("line", ["full-sync", "ring"])

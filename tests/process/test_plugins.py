@@ -102,7 +102,7 @@ def test_a_policy_is_simulated_by_every_loop_and_explained_truly(line: str) -> N
     assert logs[0] == logs[1] and len(logs[0]) >= 100
     result = plain.result()
     said = why(result)
-    assert f"gradients {result.staleness_mean:.2f} versions old on average" in said
+    assert f"gradients are {result.staleness_mean:.2f} versions old on average" in said
     if line.startswith("pool"):
         assert "nobody waits" in said and result.wait_share == 0
     else:
@@ -167,7 +167,7 @@ def test_it_is_trained_killed_resumed_and_made_again_from_its_log_to_the_same_bi
 def test_a_learner_of_it_that_dies_comes_back(line: str, tmp_path: Path) -> None:
     ended = offbeat(tmp_path, *words_of(line, "--json"), blow=Blow(point="served", count=3, learner=1, whom="self"))
     assert (ended.code, ended.left) == (0, []), ended.err
-    assert "learner 1 died (SIGKILL) and is started again" in ended.err
+    assert "learner 1 died (SIGKILL) and is restarted" in ended.err
 
 
 @pytest.mark.parametrize("line", POLICY_LINES)
@@ -246,11 +246,11 @@ def pool_row(**changes: Any) -> PolicyRow:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"name": "ring", "examples": ("ring",)}, "there is a strategy 'ring' already"),
-        ({"name": "auto", "examples": ("auto",)}, "there is a strategy 'auto' already"),
+        ({"name": "ring", "examples": ("ring",)}, "the strategy 'ring' already exists"),
+        ({"name": "auto", "examples": ("auto",)}, "the strategy 'auto' already exists"),
         ({"name": "Pool"}, "small letters"),
         ({"examples": ()}, "has no examples"),
-        ({"examples": ("async",)}, "is a line of another name"),
+        ({"examples": ("async",)}, "names another strategy"),
         ({"examples": ("pool:0",)}, "size: expected a whole number from 1"),
         ({"create": lambda **options: object()}, "which is no offbeat.policies.Policy"),
     ],

@@ -45,6 +45,7 @@ def test_only_the_line_changes_for_an_all_reduce() -> None:
     assert code == 0
     said = json.loads(out)
     assert said.pop("sent_bytes") == said.pop("received_bytes") > 0 and 0 <= said.pop("wait_share") <= 1
+    assert said.pop("seconds") == pytest.approx(23 * said.pop("seconds_per_update"))
     assert said == {
         "strategy": "ring", "learners": 2, "updates": 23, "warning": None, "exits": {"0": 0, "1": 0}, "restarts": [],
     }  # fmt: skip
@@ -78,7 +79,7 @@ def test_models_may_be_on_a_gpu(line: str) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["nowhere.py"], "there is no script nowhere.py"),
+        (["nowhere.py"], "no such script: nowhere.py"),
         (["--sync", "k-sync:3", str(SCRIPT)], "K=3 exceeds the 2 learners"),
         (["--sync", "k-snyc:3", str(SCRIPT)], "did you mean 'k-sync'?"),
         (["--slow", "expo:1", str(SCRIPT)], "did you mean 'exp'?"),

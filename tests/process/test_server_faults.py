@@ -97,7 +97,7 @@ def test_a_learner_that_is_killed_comes_back_and_no_push_is_lost_or_doubled(
     for ended in runs.run(tmp_path, *orders("learner", at)):
         check(ended)
         blow = ended.order.blows[0]
-        assert f"learner {blow.number} died (SIGKILL) and is started again" in ended.text("err")
+        assert f"learner {blow.number} died (SIGKILL) and is restarted" in ended.text("err")
         assert max(lives(ended, blow.number), default=0) > 1 or at in ("seed", "bye"), f"it did nothing more: {ended}"
 
 
@@ -112,7 +112,7 @@ def test_a_learner_that_is_killed_after_its_update_and_before_the_reply_is_count
 def test_when_all_learners_are_killed_at_once_all_come_back(runs: Nursery, tmp_path: Path) -> None:
     for ended in runs.run(tmp_path, *orders("coordinator", "before-reply", all=True)):
         check(ended)
-        assert ended.text("err").count("(SIGKILL) and is started again") == ended.order.learners
+        assert ended.text("err").count("(SIGKILL) and is restarted") == ended.order.learners
 
 
 SERVER_POINTS = ("idle", "mid-apply", "applied", "finished", "replied")
@@ -240,7 +240,7 @@ def test_a_learner_that_dies_again_and_again_stays_away_and_the_others_go_on(run
     blows = tuple(Blow("learner", "fill", 2, number=1, name=f"{life}") for life in range(1 + MOST_RESTARTS))
     ended = runs.run(tmp_path, Order(learners=3, blows=blows, absent=(1,)))[0]
     check(ended, code=1)
-    assert ended.text("err").count("learner 1 died (SIGKILL) and is started again") == MOST_RESTARTS
+    assert ended.text("err").count("learner 1 died (SIGKILL) and is restarted") == MOST_RESTARTS
     assert ended.summary["exits"] == {"0": 0, "1": -9, "2": 0}
 
 

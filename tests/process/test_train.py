@@ -52,7 +52,7 @@ def test_a_dead_learner_of_k_async_leaves_its_samples_to_the_others(deaths: int,
     blow = Blow(point="served", count=5, learner=1, whom="self", times=deaths)
     ended = offbeat(tmp_path, *words, "--json", blow=blow)
     assert (ended.code, ended.left) == (0, [])
-    assert ended.err.count("learner 1 died (SIGKILL) and is started again") == min(deaths, 3)
+    assert ended.err.count("learner 1 died (SIGKILL) and is restarted") == min(deaths, 3)
     assert ended.err.count("learner 1 ended: SIGKILL") == max(0, deaths - 3)  # it is started again three times
     assert "Traceback" not in ended.err
     assert ended.result["accuracy"] > 0.9
@@ -68,7 +68,8 @@ def test_a_dead_learner_of_ring_ends_the_run_with_one_line(learner: int, tmp_pat
     ended = offbeat(tmp_path, *train_words("ring", 3, save__every_updates=2), blow=blow)
     assert (ended.code, ended.left) == (1, [])
     said = (
-        f"offbeat: learner {learner} died (SIGKILL); go on from the last checkpoint with: offbeat train --resume run\n"
+        f"offbeat: learner {learner} died (SIGKILL); "
+        "continue from the last checkpoint with: offbeat train --resume run\n"
     )
     assert ended.err == said
     assert "Traceback" not in ended.out

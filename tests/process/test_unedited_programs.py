@@ -95,7 +95,7 @@ def test_a_program_that_was_not_edited_trains_on_offbeat_what_it_trains_on_gloo(
 
 
 def test_rank_0_says_once_that_the_backend_was_replaced(folder: Path) -> None:
-    line = "offbeat: OFFBEAT_REPLACE=gloo: process groups of 'gloo' are offbeat's (auto)\n"
+    line = "offbeat: OFFBEAT_REPLACE=gloo: offbeat replaces process groups of 'gloo' (auto)\n"
     logs = [(folder / OFFBEAT / "checked_name" / f"rank-{rank}.log").read_text(encoding="utf-8") for rank in range(2)]
     assert [log.count(line) for log in logs] == [1, 0]
     assert "offbeat" not in (folder / REFERENCE / "checked_name" / "rank-0.log").read_text(encoding="utf-8")
@@ -109,7 +109,7 @@ def test_an_unknown_name_is_said_when_a_group_is_made_and_not_before() -> None:
     done = bounded([sys.executable, "-c", code], LIMIT_S, OFFBEAT_REPLACE="gloo,mpi")
     assert done.code == 1
     assert "alive" in done.text
-    assert "OFFBEAT_REPLACE names 'mpi'; it can name gloo, nccl, or both as gloo,nccl" in done.text
+    assert "OFFBEAT_REPLACE: expected gloo, nccl or gloo,nccl; got 'mpi'" in done.text
 
 
 def test_offbeat_itself_gets_the_gloo_that_it_asks_for() -> None:

@@ -76,7 +76,7 @@ def test_a_training_is_watched_to_its_end_and_does_not_notice(tmp_path: Path) ->
     assert (seen.code, seen.err, seen.left) == (0, "", [])
     tail = ended.out[ended.out.rindex("stopped ") :]
     assert seen.out.endswith(tail) and "asked to stop" in tail
-    assert "note: asked to stop: saving" in seen.out
+    assert "note: asked to stop: writing a checkpoint" in seen.out
     evaluations = [line for line in ended.out.splitlines() if re.match(r"epoch +\d+/100000  update", line)]
     shown = [line for line in seen.out.splitlines() if re.match(r"epoch +\d+/100000  update", line)]
     assert shown == evaluations  # each once, and in their order

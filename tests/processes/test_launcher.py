@@ -78,7 +78,7 @@ def test_a_learner_that_is_killed_is_started_again_as_often_as_the_plan_says() -
         return 0
 
     ended, lines = run(LaunchPlan(body=body, restarts=2))
-    again = "learner 0 died (SIGKILL) and is started again"
+    again = "learner 0 died (SIGKILL) and is restarted"
     assert lines.of("offbeat") == [again, again, "learner 0 ended: SIGKILL"]
     assert ended.exits == {0: -signal.SIGKILL}
 

@@ -11,6 +11,7 @@ from offbeat.charts import BarChart, LineChart, ShareChart
 from offbeat.report import run_sections
 from offbeat.report.build import build
 from offbeat.report.inputs import read_inputs
+from offbeat.report.page import render
 from offbeat.report.page_model import Item, Page, Table, TimelineChart
 from offbeat.runs.run_record import read_run
 from report.handmade import any_run, config, decision, evaluation, span, write_result, write_run
@@ -66,7 +67,7 @@ def test_of_too_many_bars_the_earliest_are_shown_and_the_note_says_so(tmp_path: 
     first, second = (item for item in items_of(page).values() if isinstance(item, TimelineChart))
     assert len(second.bars) == 5 and "Shown" not in second.note  # what the small one leaves is for the large one
     assert len(first.bars) == 20 and max(bar[2] for bar in first.bars) == 9.0
-    assert "Shown are the first 20 of 100 bars." in first.note
+    assert "Only the first 20 of 100 bars are shown." in first.note
 
 
 def test_bars_of_a_learner_never_overlap_and_come_in_order(tmp_path: Path) -> None:
@@ -78,7 +79,7 @@ def test_bars_of_a_learner_never_overlap_and_come_in_order(tmp_path: Path) -> No
                 if isinstance(item, TimelineChart))  # fmt: skip
     mine = [(start, end) for who, _, start, end, *_ in line.bars if who == 0]
     assert mine == [(0.0, 3.5), (3.5, 6.0), (6.0, 7.0)]
-    assert "Left out: 2 bars" in line.note and min(bar[2] for bar in line.bars) == 0.0
+    assert "2 bars hidden" in line.note and min(bar[2] for bar in line.bars) == 0.0
 
 
 def test_the_legs_of_a_run_stand_one_after_the_other(tmp_path: Path) -> None:
@@ -128,7 +129,7 @@ def test_a_timeline_has_a_bounded_number_of_rows_and_says_who_is_left_out(
     page = page_of(any_run(tmp_path / "a", log=log), any_run(tmp_path / "b", log=log[:3]))
     first, second = (item for item in items_of(page).values() if isinstance(item, TimelineChart))
     assert first.learners == ("learner 2", "learner 4", "learner 5") and len(first.bars) == 3
-    assert "Shown are the first 3 of 5 learners; 2 are left out." in first.note and "bars" not in first.note
+    assert "Only the first 3 of 5 learners are shown." in first.note and "bars" not in first.note
     assert len(second.learners) == 3 and "left out" not in second.note
 
 
@@ -146,21 +147,21 @@ def test_energy_of_different_sources_is_compared_neither_in_words_nor_in_a_chart
     page = page_of(one, other)
     charts = [item for key, item in items_of(page).items() if key.startswith("energy-runs")]
     assert [item.categories for item in charts if isinstance(item, BarChart)] == [("a",), ("b",)]
-    said = "Energy is not compared: it was measured by different sources (package-0 and GPU 0 + package-0)."
+    said = "Energy cannot be compared: it was measured by different sources (package-0 and GPU 0 + package-0)."
     assert said in page.summary
     assert [row[2] for row in table(page, "energy").rows] == ["package-0", "GPU 0, package-0"]
     alike = page_of(one, any_run(tmp_path / "c", strategy="ring", energy=measured(9.0, "package-0")))
     (chart,) = (item for item in items_of(alike).values() if item.key.startswith("energy-runs"))
     assert isinstance(chart, BarChart) and chart.categories == ("a", "c")
-    assert not any("not compared" in sentence for sentence in alike.summary)
+    assert not any("cannot be compared" in sentence for sentence in alike.summary)
 
 
 def test_what_was_not_measured_is_always_said(tmp_path: Path) -> None:
     page = page_of(any_run(tmp_path / "a", energy=measured(8.0, "package-0", missing=("GPUs: no package",))))
     assert table(page, "energy").rows[0][1:4] == (8.0, "package-0", "in part, without: GPUs: no package")
-    assert any("it took 8 J at least (not measured: GPUs: no package)" in sentence for sentence in page.summary)
+    assert any("it used 8 J or more (not measured: GPUs: no package)" in sentence for sentence in page.summary)
     whole = page_of(any_run(tmp_path / "b", energy=measured(8.0, "package-0")))
-    assert table(whole, "energy").rows[0][3] == "" and any("it took 8 J." in one for one in whole.summary)
+    assert table(whole, "energy").rows[0][3] == "" and any("it used 8 J." in one for one in whole.summary)
 
 
 def test_what_a_log_never_has_is_a_dash_and_in_no_chart(tmp_path: Path) -> None:
@@ -203,7 +204,7 @@ def test_only_runs_that_differ_in_nothing_but_learners_are_joined(tmp_path: Path
 
 
 def ranking(page: Page) -> list[str]:
-    return [sentence for sentence in page.summary if "first at" in sentence or "Not ranked" in sentence]
+    return [sentence for sentence in page.summary if "first to reach" in sentence or "Not ranked" in sentence]
 
 
 @pytest.mark.parametrize(
@@ -229,13 +230,13 @@ def test_other_learners_and_machines_are_named_and_do_not_hinder_a_ranking(tmp_p
         any_run(tmp_path / "a", machine={"processor": "x"}),
         any_run(tmp_path / "b", strategy="ring", learners=4, machine={"processor": "y"}),
     )
-    said = "They differ in learners (2, 4), machine.processor (x, y): this is part of the difference."
+    said = "They also differ in learners (2, 4), machine.processor (x, y), which explains part of the difference."
     assert len(ranking(page)) == 1 and said in page.summary
 
 
 def test_runs_of_the_same_strategy_are_called_by_their_folders(tmp_path: Path) -> None:
     page = page_of(any_run(tmp_path / "a"), any_run(tmp_path / "b"))
-    assert ranking(page)[0].startswith("async (a) and async (b) were first at 50.0 %, after 3 s and 3 s")
+    assert ranking(page)[0].startswith("async (a) and async (b) were first to reach 50.0 %, after 3 s and 3 s")
 
 
 def test_hostile_text_is_text_in_every_place_of_a_page(tmp_path: Path) -> None:
@@ -281,3 +282,22 @@ def test_predictions_come_worst_first_and_an_error_that_is_missing_is_computed(t
     ]
     page = page_of(write_result(tmp_path / "p.json", "predictions", rows))
     assert [row[-1] for row in table(page, "predictions").rows] == [-0.75, 0.5, None]
+
+
+def test_the_page_starts_with_a_table_and_five_sentences_at_most(tmp_path: Path) -> None:
+    page = page_of(any_run(tmp_path / "a"), any_run(tmp_path / "b", strategy="ring", learners=4), price=2.0)
+    assert page.overview is not None
+    names = [column.name for column in page.overview.columns]
+    assert names == [
+        "strategy", "time to 50.0 % (s)", "accuracy", "samples/s", "waiting", "thrown away", "staleness",
+        "sent and received", "cost (at 2 per device hour)",
+    ]  # fmt: skip
+    assert [row[0] for row in page.overview.rows] == ["async with 2 learners", "ring with 4 learners"]
+    text = render(page)
+    start, end = text.index('id="summary"'), text.index("</section>")
+    assert text.index("<table>") < text.index("<p><bdi>") and start < text.index("<table>") < end
+    before_fold = text[start:end].partition("more findings")[0]
+    assert len(page.summary) > 5 and before_fold.count("<p><bdi>") == 5
+    alone = page_of(any_run(tmp_path / "c"))
+    assert alone.overview is not None and alone.overview.columns[1].name == "training time (s)"
+    assert alone.overview.columns[-1].name == "cost (device hours)"

@@ -33,7 +33,7 @@ def test_a_missing_decision_makes_the_numbers_inexact_and_that_is_said(tmp_path:
     lines = (folder / "log.jsonl").read_text().splitlines(keepends=True)
     (folder / "log.jsonl").write_text("".join([*lines[:2], "{\n", *lines[3:]]))
     found = facts_of(read_run(folder))
-    assert found.problems == ("decisions are missing from the log: staleness and counts of gradients are not exact",)
+    assert found.problems == ("decisions are missing from the log, so staleness and gradient counts are not exact",)
     assert found.applied == 3 and all(age >= 0 for age, _ in found.staleness)
 
 
@@ -59,12 +59,12 @@ def test_updates_that_a_resume_made_again_are_told(tmp_path: Path) -> None:
     """A server has made 4 updates in each segment and stands at 7; an all-reduce computes version 1 in both."""
     folder = any_run(tmp_path / "a", metrics=[evaluation(7, 6.0, 0.5, samples=56)])
     (folder / "log.2.jsonl").write_bytes((folder / "log.jsonl").read_bytes())
-    said = "was made again after a resume: gradients and learners' times are counted both times"
-    assert facts_of(read_run(folder)).problems == (f"1 update {said}",)
+    said = "the run was resumed and repeated 1 update; gradients and times of learners count both times"
+    assert (facts_of(read_run(folder)).notes, facts_of(read_run(folder)).problems) == ((said,), ())
     spans = [span(0, "compute", 0.0, 1.0, 0), span(0, "compute", 1.0, 2.0, 1)]
     folder = write_run(tmp_path / "b", config=config("ring", 1), log=spans)
     write_run(folder, log=spans[1:], segment=".2")
-    assert facts_of(read_run(folder)).problems == (f"1 update {said}",)
+    assert (facts_of(read_run(folder)).notes, facts_of(read_run(folder)).problems) == ((said,), ())
 
 
 def test_versions_of_an_all_reduce_go_on_after_a_resume(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_energy_counts_only_if_it_was_measured_all_the_time(tmp_path: Path) -> N
     assert facts_of(read_run(folder)).energy.joules == 5.0
     write_run(folder, log=[span(0, "compute", 0.0, 1.0)], segment=".2")
     found = facts_of(read_run(folder)).energy
-    assert found.joules is None and found.why_not == "it was measured in 1 of the run's 2 stretches"
+    assert found.joules is None and found.why_not == "it was measured in 1 of the 2 parts of the run"
     write_run(folder, energy={"seconds": 1.0, "joules": 7.0}, segment=".2")
     assert facts_of(read_run(folder)).energy.joules == 12.0
 
@@ -198,7 +198,7 @@ def test_energy_of_stretches_with_different_sources_is_measured_in_part(tmp_path
     folder = any_run(tmp_path / "a", energy={"seconds": 1.0, "joules": 5.0, "sources": [{"name": "x"}]})
     write_run(folder, log=[], energy={"seconds": 1.0, "joules": 7.0, "sources": [{"name": "y"}, 3, {}]}, segment=".2")
     found = facts_of(read_run(folder)).energy
-    assert (found.joules, found.sources) == (12.0, ("x", "y")) and "some stretches" in found.why_not
+    assert (found.joules, found.sources) == (12.0, ("x", "y")) and "some parts" in found.why_not
 
 
 # --- minibatches --------------------------------------------------------------------------------------------------
@@ -243,14 +243,14 @@ def test_a_learner_that_never_finished_is_a_straggler_by_what_it_was_let(tmp_pat
     assert straggler(found) == (2, 12.0, 12.0, 1.0, True)
     assert found.by_learner[2].typical_s is None and found.by_learner[0].at_least_s is None
     said = summary([read_run(tmp_path / "a")], [found], (), ())
-    assert any("its minibatches take at least 12.0x as long as the others' (none was finished in 12 s" in one
+    assert any("its minibatches take at least 12.0x as long as the others' (none was finished within 12 s" in one
                for one in said)  # fmt: skip
     short = [span(0, "compute", float(at), at + 1.0, at) for at in range(4)]
     short += [span(1, "compute", float(at), at + 1.0, at, cancelled=True) for at in range(4)]
     alike = facts(tmp_path / "b", log=short)
     assert straggler(alike) is None  # it was let no longer than the other takes: how slow it is cannot be known
     said = summary([read_run(tmp_path / "b")], [alike], (), ())
-    assert "Learner 1 of async with 2 learners finished nothing: all 4 minibatches were cancelled." in said
+    assert "Learner 1 of async with 2 learners finished no minibatch: all 4 minibatches were cancelled." in said
 
 
 # --- theory -------------------------------------------------------------------------------------------------------

@@ -155,7 +155,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
             ],
             kind="weak", recipe="tiny", base="one core", precision="fp32", notes=["All in one run."],
             machine={"cores": 2}, definitions={"T": "seconds"},
-            ranking=["fastest of those that learn as well: ring x 2 (13 samples/s, 1.60x)", "async x 2: not ranked: x"],
+            ranking=["fastest with comparable accuracy: ring x 2 (13 samples/s, 1.60x)", "async x 2: not ranked: x"],
         ),
         write_result(
             folder / "race.json",
@@ -330,8 +330,8 @@ ROWS: dict[str, tuple[tuple[str, ...], list[tuple[Any, ...]]]] = {
         ("run", "gradients applied", "mean (versions)", "standard deviation (versions)", "largest (versions)",
          "theory: mean (versions)", "mean less theory (versions)", "formula"),
         [
-            ("late", 6, 0.0, 0.0, 0, 0.0, 0.0, "0: every gradient is of the current version"),
-            ("even", 8, 0.0, 0.0, 0, 0.0, 0.0, "0: every gradient is of the current version"),
+            ("late", 6, 0.0, 0.0, 0, 0.0, 0.0, "0, since every gradient is of the current version"),
+            ("even", 8, 0.0, 0.0, 0, 0.0, 0.0, "0, since every gradient is of the current version"),
             # mean 3/4; deviations -3/4, -3/4, 5/4, 1/4: their squares are 44/16, a fourth of that is 11/16
             ("stale", 4, 0.75, math.sqrt(0.6875), 2, 1.0, -0.25, "P - 1"),
         ],
@@ -542,31 +542,31 @@ def test_charts_hold_the_numbers_on_paper(page: Page) -> None:
 
 def test_the_summary_says_who_was_first_who_is_slow_and_what_was_lost(page: Page) -> None:
     assert page.summary == (
-        "ring with 4 learners and k-sync:2 with 3 learners were first at 75.0 %, after 5 s and 6 s, within one "
+        "ring with 4 learners and k-sync:2 with 3 learners were first to reach 75.0 %, after 5 s and 6 s, within one "
         "evaluation of each other; ring with 2 learners took 10 s, 2.00x as long.",
-        "They differ in learners (3, 2, 4), machine.cores (unknown, 2): this is part of the difference.",
-        "One run each: a difference may be chance.",
+        "They also differ in learners (3, 2, 4), machine.cores (unknown, 2), which explains part of the difference.",
+        "There is one run of each, so a difference may be chance.",
         "Not ranked against each other: k-sync:2 with 3 learners and async with 2 simulated learners differ in "
         "simulated (no, yes).",
-        "k-sync:2 with 3 learners ended at 75.0 % after 6 s (3 updates), 8 samples applied a second; it took 96 J "
-        "at least (not measured: no counter of the GPU); it cost 18.",
-        "ring with 2 learners ended at 75.8 % after 10 s (4 updates), 6 samples applied a second; it cost 20.",
-        "async with 2 simulated learners ran for 3 s (4 updates), 11 samples applied a second; it would cost 6.",
-        "ring with 4 learners ended at 75.0 % (63.2-84.0) after 7.5 s (3 updates), 13 samples applied a second; it "
-        "cost 30.",
         "Learner 1 is a straggler in 1 of 4 runs: its minibatches take 2.0x as long as the others' (typically 2 s "
         "against 1 s). The other waited 40 % of its time under ring with 2 learners.",
         "k-sync:2 with 3 learners threw away 30.3 % of the learners' time: 2 minibatches were cancelled and "
         "1 gradient was dropped.",
-        "Under k-sync:2 with 3 learners 12 samples were computed and never applied.",
+        "Under k-sync:2 with 3 learners, 12 samples were computed but never applied.",
         "Gradients of async with 2 simulated learners were 0.75 versions old on average when they were applied; "
         "theory says 1 = P - 1.",
-        "In the weak scaling of tiny: fastest of those that learn as well: ring x 2 (13 samples/s, 1.60x); "
+        "In the weak scaling of tiny: fastest with comparable accuracy: ring x 2 (13 samples/s, 1.60x); "
         "async x 2: not ranked: x.",
         "In the race of tiny to 75.0 % ring with 2 learners was first, after 4 s.",
         "2 predictions were off by 37.5 % on average, 50.0 % at worst.",
+        "k-sync:2 with 3 learners ended at 75.0 % after 6 s (3 updates), 8 samples applied per second; it used 96 J "
+        "or more (not measured: no counter of the GPU); it cost 18.",
+        "ring with 2 learners ended at 75.8 % after 10 s (4 updates), 6 samples applied per second; it cost 20.",
+        "async with 2 simulated learners ran for 3 s (4 updates), 11 samples applied per second; it would cost 6.",
+        "ring with 4 learners ended at 75.0 % (63.2-84.0) after 7.5 s (3 updates), 13 samples applied per second; it "
+        "cost 30.",
     )
     assert page.problems == (
-        "stale: metrics.jsonl: is missing: there is no accuracy and no time to it",
-        "four: log.jsonl: is missing: there is no timeline",
+        "stale: metrics.jsonl: is missing, so accuracy and time to target are unknown",
+        "four: log.jsonl: is missing, so there is no timeline",
     )

@@ -12,7 +12,7 @@ from offbeat.report.inputs import read_inputs
 from offbeat.report.page_model import Page, Table
 from report.handmade import any_run, config, evaluation, write_result
 
-CHANCE = "One run each: a difference may be chance."
+CHANCE = "There is one run of each, so a difference may be chance."
 
 
 def page_of(*paths: Path, **more: Any) -> Page:
@@ -22,8 +22,8 @@ def page_of(*paths: Path, **more: Any) -> Page:
 
 def ranking(page: Page) -> list[str]:
     """What comes before the sentences of single runs, and what is said of the ranking."""
-    words = (" first at ", "ranked", "reached 80", "One run", "reach ", "No run")
-    return [one for one in page.summary if any(word in one for word in words) and "applied a second" not in one]
+    words = (" first to reach ", "ranked", "reached 80", "one run of", "reach ", "No run")
+    return [one for one in page.summary if any(word in one for word in words) and "applied per second" not in one]
 
 
 def targets(page: Page) -> list[Any]:
@@ -42,7 +42,7 @@ def test_the_target_is_the_highest_accuracy_that_all_who_are_ranked_have_reached
     fast = run(tmp_path / "a", (1.0, 0.6), (2.0, 0.905))
     slow = run(tmp_path / "b", (4.0, 0.5), (8.0, 0.9), line="ring")
     page = page_of(fast, slow)
-    assert ranking(page) == ["async was first at 90.0 %, after 2 s; ring took 8 s, 4.00x as long.", CHANCE]
+    assert ranking(page) == ["async was first to reach 90.0 %, after 2 s; ring took 8 s, 4.00x as long.", CHANCE]
     assert targets(page) == [0.9, 0.9]
 
 
@@ -52,7 +52,7 @@ def test_a_run_that_failed_neither_sets_the_target_nor_wins(tmp_path: Path) -> N
     also = run(tmp_path / "c", (1.0, 0.6), (2.0, 0.935))
     page = page_of(failed, good, also)
     assert ranking(page) == [
-        "async was first at 93.5 %, after 2 s; ring took 8 s, 4.00x as long.",
+        "async was first to reach 93.5 %, after 2 s; ring took 8 s, 4.00x as long.",
         "downpour is not ranked: its accuracy 52.9 % is 41.3 points below that of ring.",
         CHANCE,
     ]
@@ -73,7 +73,7 @@ def test_what_counts_is_the_accuracy_at_the_end_and_not_the_best(tmp_path: Path)
     page = page_of(broken, run(tmp_path / "b", (3.0, 0.94)), run(tmp_path / "c", (9.0, 0.94), line="ring"))
     said = "downpour is not ranked: its accuracy 20.0 % is 74.0 points below that of async."
     assert said in page.summary and targets(page) == [0.94] * 3
-    assert ranking(page)[0].startswith("async and ring were first at 94.0 %, after 3 s and 9 s")
+    assert ranking(page)[0].startswith("async and ring were first to reach 94.0 %, after 3 s and 9 s")
 
 
 def test_by_a_target_that_is_given_all_who_reached_it_are_ranked_and_who_ended_worse_is_named(tmp_path: Path) -> None:
@@ -82,26 +82,26 @@ def test_by_a_target_that_is_given_all_who_reached_it_are_ranked_and_who_ended_w
     never = run(tmp_path / "c", (4.0, 0.5), (8.0, 0.6), line="downpour")
     page = page_of(worse, best, never, target=0.8)
     assert ranking(page) == [
-        "async was first at 80.0 %, after 2 s; ring took 8 s, 4.00x as long.",
+        "async was first to reach 80.0 %, after 2 s; ring took 8 s, 4.00x as long.",
         "downpour did not reach 80.0 %.",
-        "async is ranked by the target given, and its accuracy 85.0 % is 5.0 points below that of ring.",
+        "async is ranked by the given target, but its accuracy 85.0 % is 5.0 points below that of ring.",
         CHANCE,
     ]
     assert ranking(page_of(worse, best, target=0.99)) == ["No run reached 99.0 %."]
     one = page_of(worse, never, target=0.8)
-    assert ranking(one)[:2] == ["async was first at 80.0 %, after 2 s.", "downpour did not reach 80.0 %."]
+    assert ranking(one)[:2] == ["async was first to reach 80.0 %, after 2 s.", "downpour did not reach 80.0 %."]
     assert CHANCE not in one.summary
 
 
 @pytest.mark.parametrize(
     ("slow", "says"),
     [
-        ([(4.0, 0.5), (5.0, 0.9)], "async and ring were first at 90.0 %, after 3.5 s and 5 s, within one evaluation "
-                                   "of each other."),
-        ([(4.0, 0.5), (5.5, 0.9)], "async was first at 90.0 %, after 3.5 s; ring took 5.5 s, 1.57x as long."),
-        ([(3.0, 0.5), (5.5, 0.9)], "async and ring were first at 90.0 %, after 3.5 s and 5.5 s, within one evaluation "
-                                   "of each other."),
-        ([(5.25, 0.9)], "async and ring were first at 90.0 %, after 3.5 s and 5.25 s, within one evaluation "
+        ([(4.0, 0.5), (5.0, 0.9)], "async and ring were first to reach 90.0 %, after 3.5 s and 5 s, within one "
+                                   "evaluation of each other."),
+        ([(4.0, 0.5), (5.5, 0.9)], "async was first to reach 90.0 %, after 3.5 s; ring took 5.5 s, 1.57x as long."),
+        ([(3.0, 0.5), (5.5, 0.9)], "async and ring were first to reach 90.0 %, after 3.5 s and 5.5 s, within one "
+                                   "evaluation of each other."),
+        ([(5.25, 0.9)], "async and ring were first to reach 90.0 %, after 3.5 s and 5.25 s, within one evaluation "
                         "of each other."),
     ],
 )  # fmt: skip
@@ -118,8 +118,8 @@ def test_who_come_later_may_be_alike_too(tmp_path: Path) -> None:
         run(tmp_path / "c", (7.5, 0.5), (8.5, 0.9), line="native"),
     )
     assert ranking(page)[0] == (
-        "async was first at 90.0 %, after 2 s; ring and native took 8 s and 8.5 s, 4.00x and 4.25x as long, within one "
-        "evaluation of each other."
+        "async was first to reach 90.0 %, after 2 s; ring and native took 8 s and 8.5 s, 4.00x and 4.25x as long, "
+        "within one evaluation of each other."
     )
 
 
@@ -127,7 +127,7 @@ def test_runs_that_were_repeated_are_not_called_one_run_each(tmp_path: Path) -> 
     runs = [run(tmp_path / name, (1.0, 0.9)) for name in ("a", "b")]
     assert not any("chance" in one for one in page_of(*runs).summary)
     mixed = page_of(*runs, run(tmp_path / "c", (9.0, 0.9), line="ring"))
-    assert "One run only of ring: a difference may be chance." in mixed.summary
+    assert "There is only one run of ring, so a difference may be chance." in mixed.summary
 
 
 def test_a_run_that_is_not_finished_neither_sets_the_target_nor_is_ranked(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def test_a_page_is_written_and_what_matters_is_printed(offbeat: Offbeat, tmp_pat
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert (code, err) == (0, "") and page.lstrip().lower().startswith("<!doctype html")
     assert "offbeat report: 2 runs with 2 learners each\n" in out
-    assert "were first at 50.0 %" in out and "page  report.html (" in out
+    assert "were first to reach 50.0 %" in out and "page  report.html (" in out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "report.html"]
 
 
@@ -76,12 +76,12 @@ def test_json_is_one_object_with_the_facts_of_all_runs(offbeat: Offbeat, tmp_pat
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["nowhere"], "nowhere is not there"),
+        (["nowhere"], "no such file or directory: nowhere"),
         ([], "required"),
-        (["a", "--target", "95"], "an accuracy is above 0 and at most 1"),
-        (["a", "--target", "nan"], "an accuracy is above 0 and at most 1"),
-        (["a", "--price", "-1"], "a price is a number, 0 or more"),
-        (["a", "--price", "inf"], "a price is a number, 0 or more"),
+        (["a", "--target", "95"], "expected an accuracy above 0 and at most 1"),
+        (["a", "--target", "nan"], "expected an accuracy above 0 and at most 1"),
+        (["a", "--price", "-1"], "a price is a number of 0 or more"),
+        (["a", "--price", "inf"], "a price is a number of 0 or more"),
         (["a", "-o", "."], "it is a folder"),
         (["a", "-o", "a/config.json/x.html"], "cannot write"),
         (["a", "--csv", "a/config.json"], "cannot write"),
@@ -101,16 +101,16 @@ def test_a_wrong_request_is_one_line_and_exit_code_2(
 @pytest.mark.parametrize(
     ("place", "says"),
     [
-        ("pipe", "it is not a plain file"),
-        ("link-to-pipe", "it is not a plain file"),
-        ("stdout", "it is not a plain file"),
+        ("pipe", "it is not a regular file"),
+        ("link-to-pipe", "it is not a regular file"),
+        ("stdout", "it is not a regular file"),
         ("a/config.json", "it is in the folder of a run"),
         ("a/log.2.jsonl", "it is in the folder of a run"),
         ("link-to-metrics", "it is in the folder of a run"),
         ("link-to-run/metrics.jsonl", "it is in the folder of a run"),
-        ("s.json", "it is one of the files that are read"),
-        ("hard.json", "it is one of the files that are read"),
-        ("loop", "it is a link that leads nowhere"),
+        ("s.json", "it is one of the input files"),
+        ("hard.json", "it is one of the input files"),
+        ("loop", "it is a broken symbolic link"),
     ],
 )
 def test_what_is_not_ours_to_replace_is_refused_in_one_line(
@@ -145,7 +145,7 @@ def test_the_page_of_a_run_may_lie_in_its_folder_and_a_link_is_followed(offbeat:
     assert (tmp_path / "pages" / "new.html").read_text() == (tmp_path / "a" / "report.html").read_text()
     assert [path.name for path in (tmp_path / "pages").iterdir()] == ["new.html"]
     code, _, err = offbeat("a", "-o", "x", "--perfetto", "x")
-    assert code == 2 and "name two files" in err
+    assert code == 2 and "choose two files" in err
 
 
 def test_the_facts_of_a_run_are_computed_once(

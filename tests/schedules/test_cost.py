@@ -123,8 +123,8 @@ def test_on_equal_machines_with_a_large_size_the_answer_is_ring() -> None:
     machine = topology("uniform", ranks=16)
     ranking = rank(machine, 10**10)
     assert recommended(ranking).line == "ring"
-    assert advice(ranking, machine) == ["ring is within 0.0 % of direct, the fastest: use it"]
-    assert advice([recommended(ranking)], machine) == ["ring is the fastest: use it"]
+    assert advice(ranking, machine) == ["use ring, within 0.0 % of direct, the fastest"]
+    assert advice([recommended(ranking)], machine) == ["use ring, the fastest"]
 
 
 def ranked(line: str, seconds: float, fits: int = 0) -> Ranked:

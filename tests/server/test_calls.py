@@ -49,7 +49,7 @@ def test_one_that_begins_anew_is_told_what_was_answered() -> None:
     answer = calls.answer(again, 7)
     assert answer.data == ((0, b"7"),)
     forgotten = calls.answer(again, 2)
-    assert "only the last 256 are kept" in forgotten.error
+    assert "only the last 256 of 258 are kept" in forgotten.error
 
 
 def test_different_calls_are_an_error_on_all() -> None:
@@ -115,7 +115,7 @@ def test_who_gives_up_waiting_is_told_to_compute() -> None:
     assert [one.learner for one in said if isinstance(one, Go)] == [0]
     told = run.say(GroupCall(1, 1, 1, "gather"))
     assert [one.error for one in told if isinstance(one, GroupCallAnswer)] == [
-        "learner 0 gave up waiting in call 1, so that nobody has an answer to it"
+        "learner 0 gave up waiting in call 1, so no learner gets its result"
     ]
     assert run.say(GroupCall(0, 1, 2, "gather", b"a")) == []
     said = run.say(GroupCall(1, 1, 2, "gather", b"b"))
@@ -191,5 +191,5 @@ def test_tensors_travel_as_they_are(dtype: torch.dtype, shape: tuple[int, ...]) 
 
 
 def test_what_is_neither_plain_nor_a_tensor_is_refused() -> None:
-    with pytest.raises(RequestError, match="learners exchange plain values and tensors"):
+    with pytest.raises(RequestError, match="learners can exchange only plain values and tensors"):
         encode(object())

@@ -261,15 +261,15 @@ def test_a_push_that_is_not_finite_is_dropped_and_its_learner_goes_on_until_ther
 
 def test_another_model_other_data_and_a_number_too_high_are_sent_away() -> None:
     talk = started("async")
-    why = "its model is not the same: parameters of other names, shapes or order, or another optimizer"
+    why = "its model or optimizer differs from that of the other learners"
     assert talk.say(Hello(1, 20, "u")) == [Refused(1, 20, why)]
-    why = "there are 2 learners, numbered from 0; 2 is none of them"
+    why = "the run has 2 learners, numbered from 0; got learner 2"
     assert talk.say(Hello(2, 20, "t")) == [Refused(2, 20, why)]
     talk.say(Want(0, 1, 1, 0, 1, 5, True))
-    why = "its data has 6 samples, that of others 5"
+    why = "its data set has 6 samples, but that of other learners has 5"
     assert talk.say(Want(1, 1, 1, 0, 1, 6, True)) == [Refused(1, 11, why), FenceWord(1, 1)]
     talk.say(Finish())
-    assert talk.say(Hello(1, 21, "t")) == [Refused(1, 21, "the run is over")]
+    assert talk.say(Hello(1, 21, "t")) == [Refused(1, 21, "the run has ended")]
 
 
 def test_drift_is_measured_before_the_policy_hears_of_a_push() -> None:
@@ -331,5 +331,5 @@ def test_messages_are_read_as_they_were_written_and_others_are_refused() -> None
         assert decode_output(encode(outward)) == outward
     with pytest.raises(WireError, match="not a message of protocol"):
         decode_input(encode(FenceWord(1, 1)))
-    with pytest.raises(WireError, match="longer than"):
+    with pytest.raises(WireError, match="exceeds the limit"):
         encode(Refused(0, 10, "x" * MOST_BYTES))

@@ -436,14 +436,14 @@ class OwnLoader(DataLoader[Any]):
 NUMBERS = Numbers(6)
 LOCAL: list[tuple[Any, str]] = [
     (DataLoader(Stream()), "a stream"),
-    (DataLoader(NUMBERS, batch_sampler=[[0, 1], [2]]), r"batch sampler of its own \(list\)"),
+    (DataLoader(NUMBERS, batch_sampler=[[0, 1], [2]]), r"custom batch sampler \(list\)"),
     (DataLoader(NUMBERS, batch_sampler=OwnBatches(SequentialSampler(NUMBERS), 2, False)), "OwnBatches"),
     (DataLoader(NUMBERS, sampler=SubsetRandomSampler([0, 1])), "SubsetRandomSampler"),
     (DataLoader(NUMBERS, sampler=WeightedRandomSampler([1.0] * 6, 6)), "WeightedRandomSampler"),
     (DataLoader(NUMBERS, sampler=RandomSampler(NUMBERS, replacement=True)), "with replacement"),
     (DataLoader(NUMBERS, sampler=RandomSampler(NUMBERS, num_samples=4)), "4 samples of 6"),
     (DataLoader(NUMBERS, sampler=SequentialSampler(range(3))), "3 samples of 3, and its data set has 6"),
-    (OwnLoader(NUMBERS), "OwnLoader iterates in its own way"),
+    (OwnLoader(NUMBERS), "OwnLoader overrides iteration"),
     ([1, 2, 3], "no DataLoader but a list"),
 ]
 
@@ -454,7 +454,7 @@ def test_what_cannot_be_leased_is_local_and_says_why(loader: Any, why: str) -> N
     wrapped = wrap(loader, source, seed=0)
     assert isinstance(wrapped, LocalLoader)
     (note,) = wrapped.notes
-    assert re.search(f"goes through its own data, since .*{why}", note)
+    assert re.search(f"reads its own data, since .*{why}", note)
     assert len(list(wrapped)) == len(list(loader))
     assert wrap(wrapped, source, seed=0) is wrapped
     if isinstance(loader, DataLoader):
@@ -484,12 +484,12 @@ def test_what_can_be_leased_is(loader: DataLoader[Any]) -> None:
 
 def test_batches_out_of_order_are_not_kept_and_a_note_says_so() -> None:
     leased, source = alone(DataLoader(NUMBERS, batch_size=2, num_workers=2, in_order=False))
-    assert "in_order=False is not kept" in leased.notes[0]
+    assert "in_order=False is ignored" in leased.notes[0]
     assert an_epoch(leased, source) == [[0, 1], [2, 3], [4, 5]]
 
 
 def test_what_cannot_be_iterated_is_refused() -> None:
-    with pytest.raises(RequestError, match="this is 5"):
+    with pytest.raises(RequestError, match="got 5"):
         wrap(5, Fake(LeaseBook(samples=1)), seed=0)
 
 

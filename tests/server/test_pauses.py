@@ -300,7 +300,7 @@ def test_a_halt_when_everybody_is_gone_ends_the_run() -> None:
     story.say(EndRequest(0, 1))
     story.say(Gone(0, 1))
     story.say(Gone(1, 1))
-    assert story.say(Hello(1, 20, "t")) == [Refused(1, 20, "the run is over")]
+    assert story.say(Hello(1, 20, "t")) == [Refused(1, 20, "the run has ended")]
 
 
 # --- what is lost, or said twice --------------------------------------------------------------------------------------
@@ -356,7 +356,7 @@ def test_after_the_end_nobody_comes_and_those_who_leave_make_no_update() -> None
     story.say(Paused(1, 1, 1))
     story.say(Paused(0, 1, 1, led=True))
     assert story.say(Bye(1, 1)) == [FenceWord(1, 1)], "the gradient that was held is not applied"
-    assert story.say(Hello(1, 20, "t")) == [Refused(1, 20, "the run is over")]
+    assert story.say(Hello(1, 20, "t")) == [Refused(1, 20, "the run has ended")]
     assert story.coordinator.counts["dropped: the run ended before its update was full"] == 1
 
 

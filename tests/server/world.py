@@ -400,7 +400,7 @@ class World:
             self.after(self.rng.uniform(0.1, 5), lambda: self._gone(process))
             if process.client.refused is not None:
                 bad = "not finite" in process.client.refused and self.non_finite[process.learner] > 0
-                if not bad and not (self.coordinator.pauses.over and process.client.refused == "the run is over"):
+                if not bad and not (self.coordinator.pauses.over and process.client.refused == "the run has ended"):
                     raise EventError(f"nobody is sent away here: {process.client.refused}") from None
                 self.places[process.learner].done = True
             return

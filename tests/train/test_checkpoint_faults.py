@@ -161,7 +161,7 @@ def test_a_forged_manifest_is_refused(tmp_path: Path, change: Mapping[str, Any])
 def test_odd_json_is_refused(tmp_path: Path, text: str) -> None:
     path = put(tmp_path, 1)
     forge_text(path, text)
-    with pytest.raises(CheckpointError, match=r"manifest\.json is broken"):
+    with pytest.raises(CheckpointError, match=r"manifest\.json is corrupt"):
         load(path)
 
 
@@ -192,7 +192,7 @@ def test_another_format_ends_the_search_and_both_versions_are_named(tmp_path: Pa
 def test_a_copy_may_have_any_name_but_not_that_of_another_update(tmp_path: Path) -> None:
     path = put(tmp_path, 1)
     assert load(path.rename(tmp_path / "best")).update == 1
-    with pytest.raises(CheckpointError, match="of update 1, unlike its folder's name"):
+    with pytest.raises(CheckpointError, match="of update 1, which does not match the name of its folder"):
         load((tmp_path / "best").rename(tmp_path / "update-00000002"))
 
 

@@ -183,7 +183,7 @@ def test_a_split_that_changes_in_the_middle_of_an_epoch_gives_the_mean_over_the_
     task = small_task(samples=90)
     changes = {**PLAIN, "epochs": 3, "split": "auto"}
     outcome = trained(tmp_path, task, slow=("learner=1,factor=9",), train=changes)
-    assert any(note.startswith("learners get ") for note in outcome.notes)
+    assert any(note.startswith("samples of an update are now split ") for note in outcome.notes)
     assert_equal(outcome, task, plain(8, epochs=3, least=2))
 
 

@@ -193,5 +193,5 @@ def test_numbers_that_cannot_be_are_refused() -> None:
         with pytest.raises(RequestError, match=words):
             make()
     weights[0].grad = torch.ones(2).to_sparse()
-    with pytest.raises(RequestError, match="LARS takes dense gradients"):
+    with pytest.raises(RequestError, match="LARS needs dense gradients"):
         LARS(weights, 1.0).step()

@@ -142,17 +142,17 @@ def test_the_transformer_sees_no_character_before_its_time() -> None:
         ("cnm", (1, 8, 8), {}, "unknown model 'cnm'; did you mean 'cnn'"),
         ("cnn", (1, 8, 8), {"widht": 8}, "no option 'widht'; did you mean 'width'"),
         ("cnn", (1, 8, 8), {"x": 8}, "known: width, hidden"),
-        ("softmax", (1, 8, 8), {"width": 8}, "it has none"),
+        ("softmax", (1, 8, 8), {"width": 8}, "it has no options"),
         ("cnn", (1, 8, 8), {"width": 0}, "must be at least 1"),
         ("cnn", (1, 8, 8), {"width": "8"}, "is '8'; it must be of type int, like 16"),
         ("cnn", (1, 8, 8), {"width": True}, "is True; it must be of type int"),
-        ("cnn", (64,), {}, r"wants images.*\(64,\)"),
-        ("cnn", (1, 3, 8), {}, "at least 4x4 pixels; these have 3x8"),
+        ("cnn", (64,), {}, r"needs images.*\(64,\)"),
+        ("cnn", (1, 3, 8), {}, "at least 4x4 pixels; got 3x8"),
         ("alexnet", (3, 62, 62), {}, "at least 63x63"),
         ("vgg16", (3, 31, 31), {}, "at least 32x32"),
-        ("transformer", (1, 8, 8), {}, "wants sequences"),
+        ("transformer", (1, 8, 8), {}, "needs sequences"),
         ("transformer", (8,), {"context": 4}, "context of model transformer is 4, but a sample has 8"),
-        ("transformer", (8,), {"width": 10, "heads": 4}, "cannot share a width of 10 among 4 heads"),
+        ("transformer", (8,), {"width": 10, "heads": 4}, "cannot split a width of 10 into 4 heads"),
         ("transformer", (8,), {"context": -1}, "must be at least 0"),
     ],
 )
@@ -165,7 +165,7 @@ def test_what_cannot_be_built_is_refused_in_one_line(
 
 
 def test_a_model_for_no_classes_is_refused() -> None:
-    with pytest.raises(RequestError, match="0 classes"):
+    with pytest.raises(RequestError, match="at least 1 class; got 0"):
         build_model("softmax", (4,), 0)
 
 

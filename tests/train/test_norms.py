@@ -107,7 +107,7 @@ def test_half_precision_is_normalised_in_single_precision(outcomes: dict[str, li
 
 def test_too_few_values_in_all_are_refused_on_every_rank(outcomes: dict[str, list[Any]]) -> None:
     for words, count in ((outcomes["one in all"], 1), (outcomes["none in all"], 0)):
-        assert all(f"all ranks have {count}" in one for one in words), words
+        assert all(f"all ranks together have {count}" in one for one in words), words
 
 
 def test_in_eval_mode_no_rank_waits_for_another(outcomes: dict[str, list[Any]]) -> None:

@@ -54,7 +54,7 @@ def test_half_precisions_and_a_cpu_leave_the_flags_alone() -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(RequestError, match="the device is cpu: use fp32 or bf16"):
+    with pytest.raises(RequestError, match="the device is cpu; use fp32 or bf16"):
         Precision("tf32", CPU)
     with pytest.raises(RequestError, match="did you mean 'fp16'"):
         Precision("float16", CPU)

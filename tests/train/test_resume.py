@@ -137,7 +137,7 @@ def check_stopped(ended: Ended, folder: Path, what: int) -> None:
     assert "note: asked to stop" in ended.err and "Traceback" not in ended.err
     saved = f"update-{ended.result['updates']:08d}"
     assert saved in [path.name for path in (folder / "run" / "checkpoints").iterdir()]
-    assert "Go on with: offbeat train --resume" in (folder / "run" / "summary.txt").read_text()
+    assert "Continue with: offbeat train --resume" in (folder / "run" / "summary.txt").read_text()
     assert left_files(folder) == []
 
 
@@ -195,8 +195,8 @@ def test_where_all_checkpoints_are_broken_each_is_named_and_nothing_is_overwritt
     ended = offbeat(tmp_path, *resume_words())
     assert ended.code == 2
     *broken, last = ended.err.splitlines()
-    assert len(broken) == 2 and all("is passed over" in line for line in broken)
-    assert "no checkpoint of run is whole" in last
+    assert len(broken) == 2 and all("skipped a corrupt checkpoint" in line for line in broken)
+    assert "all checkpoints of run are corrupt" in last
     assert weights(tmp_path) == before
 
 
@@ -214,10 +214,10 @@ def test_a_run_ends_once_and_more_epochs_have_to_be_asked_for(sync: str, other: 
     before = weights(tmp_path)
     ended = offbeat(tmp_path, *resume_words())
     assert (ended.code, ended.out) == (2, "")
-    assert ended.err == "offbeat: run has gone through its 2 epochs: ask for more with --train.epochs\n"
+    assert ended.err == "offbeat: run has completed its 2 epochs; ask for more with --train.epochs\n"
     ended = offbeat(tmp_path, *resume_words("run", "--train.epochs", "3", "--sync", other))
     assert ended.code == 2 and ended.err.count("\n") == 1
-    assert f"'{other}' is of the other family" in ended.err
+    assert f"cannot be resumed under '{other}'" in ended.err
     assert weights(tmp_path) == before
     ended = offbeat(tmp_path, *resume_words("run", "--train.epochs", "3", "--json"))
     assert ended.code == 0
@@ -231,7 +231,7 @@ def test_more_learners_go_on_with_the_mean_of_the_buffers_and_it_is_told(tmp_pat
         tmp_path, *resume_words("run", "--train.epochs", "4", "--learners", "3", "--json"), before=tell_buffers
     )
     assert ended.code == 0
-    assert "goes on with 3 learners instead of 2: not to the same bits" in ended.err
+    assert "continues with 3 learners instead of 2, so the result is not bit-identical" in ended.err
     kept = safetensors.torch.load_file(tmp_path / "run" / "checkpoints" / "update-00000024" / "weights.safetensors")
     began = {at: safetensors.torch.load_file(tmp_path / f"began-{at}") for at in range(3)}
     assert torch.equal(began[2]["2.running_mean"], kept["2.running_mean"])

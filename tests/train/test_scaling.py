@@ -162,7 +162,7 @@ def test_the_line_that_is_told() -> None:
         (
             "ring",
             4,
-            "rate 0.05 x 4 = 0.2 for updates of 4 x 32 samples, warm-up over 5 epochs "
+            "learning rate 0.05 x 4 = 0.2 for updates of 4 x 32 samples, warm-up over 5 epochs "
             "(linear scaling; --train.scaling none turns it off)",
         ),
         ("async", 4, ""),
@@ -171,7 +171,8 @@ def test_the_line_that_is_told() -> None:
         assert pace.words(train, line=line, learners=learners) == words
     low = TrainConfig(batch_size=4, accumulate=2, scaling="sqrt")
     assert pace_of(low, line="async", learners=4, samples=100).words(low, line="async", learners=4) == (
-        "rate 0.05 x 0.5 = 0.025 for updates of 1 x 8 samples (square-root scaling; --train.scaling none turns it off)"
+        "learning rate 0.05 x 0.5 = 0.025 for updates of 1 x 8 samples "
+        "(square-root scaling; --train.scaling none turns it off)"
     )
 
 
@@ -328,15 +329,15 @@ def test_the_last_norm_of_every_residual_block_starts_at_zero_and_no_other() -> 
         ("full-sync", ""),
         ("k-sync:2", ""),
         ("local-sgd:4", ""),
-        ("k-async:2", "staleness 1 (P/K - 1): steps are shortened to 0.333 of their length, momentum 0.9 -> 0.7 "),
-        ("async", "staleness 3 (P - 1): steps are shortened to 0.25 of their length, momentum 0.9 -> 0.6 "),
+        ("k-async:2", "staleness 1 (P/K - 1): steps are multiplied by 0.333, momentum 0.9 -> 0.7 "),
+        ("async", "staleness 3 (P - 1): steps are multiplied by 0.25, momentum 0.9 -> 0.6 "),
         (
             "k-batch-async:4",
-            "staleness 0.75 ((P-1)/K): steps are shortened to 0.25 of their length, momentum 0.9 -> 0.6 ",
+            "staleness 0.75 ((P-1)/K): steps are multiplied by 0.25, momentum 0.9 -> 0.6 ",
         ),
         (
             "downpour:push=2,fetch=2",
-            "PUSH): steps are shortened to 0.087 of their length, lr 0.1 -> 0.087, momentum 0.9 -> 0 ",
+            "PUSH): steps are multiplied by 0.087, lr 0.1 -> 0.087, momentum 0.9 -> 0 ",
         ),
     ],
 )

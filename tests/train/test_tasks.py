@@ -38,6 +38,8 @@ def tensors(): return (TensorDataset(torch.rand(6, 4), torch.arange(6)),) * 2
 def tensor_targets(): return ([(torch.rand(4), torch.tensor(1))] * 2,) * 2
 def images(): return (samples(6, 7, (3, 8, 8)),) * 2
 def floats(): return ([(torch.rand(4), 0.5)] * 2,) * 2
+def dicts(): return ([{"input_ids": torch.rand(4), "labels": 1}] * 2,) * 2
+def triples(): return ([(torch.rand(4), 1, 0.5)] * 2,) * 2
 def words(): return ([("a", 1)] * 2,) * 2
 def alone(): return samples(3)
 def nothing(): return samples(3), []
@@ -237,7 +239,7 @@ def test_a_built_in_model_takes_shape_and_classes_from_own_data() -> None:
 
 def test_data_too_large_to_be_read_through_asks_for_the_number_of_classes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tasks, "MOST_READ", 5)
-    with pytest.raises(RequestError, match=r"more than 5 samples.*--model\.options\.classes"):
+    with pytest.raises(RequestError, match=r"more than 5 samples.*--set model\.options\.classes"):
         task_of(config())
     assert outputs_of(task_of(config("own_code:tensors"))) == 6, "its targets lie ready"
     assert outputs_of(task_of(config(model_options={"classes": 4}))) == 4
@@ -246,31 +248,32 @@ def test_data_too_large_to_be_read_through_asks_for_the_number_of_classes(monkey
 REFUSED = [
     (config("digit"), "unknown data 'digit'; did you mean 'digits'"),
     (config("digits", "mpl"), "unknown model 'mpl'; did you mean 'mlp'"),
-    (config("digits", "mlp", data_options={"x": 1}), "data digits has no option 'x'; it has none"),
+    (config("digits", "mlp", data_options={"x": 1}), "data digits has no option 'x'; it has no options"),
     (config("synthetic", data_options={"sample": 1}), "data synthetic has no option 'sample'; did you mean 'samples'"),
     (config("synthetic", data_options={"samples": 0}), "must be at least 1"),
     (config("digits", model_options={"hiden": 1}), "did you mean 'hidden'"),
     (config("digits", model_options={"classes": 9}), "classes=9, but data digits has 10"),
-    (config("synthetic", "cnn"), r"cnn wants images.*\(16,\)"),
+    (config("synthetic", "cnn"), r"cnn needs images.*\(16,\)"),
     (config("text", "transformer", data_options={"most_bytes": 500, "context": 64}), "too few for a window"),
-    (config("text", "transformer", data_options={"folder": "gone"}), "'gone' is no folder"),
+    (config("text", "transformer", data_options={"folder": "gone"}), "'gone' is not a folder"),
     (config("not_there_at_all:f"), "data 'not_there_at_all:f' cannot be imported: ModuleNotFoundError.*looked in"),
     (config("needs_more:f"), "cannot be imported: ModuleNotFoundError: No module named 'not_there_at_all'"),
     (config("half_written:f"), "cannot be imported: SyntaxError"),
     (config(".own_code:pair"), "cannot be imported: TypeError"),
     (config("own_code:pairs"), "module own_code has no 'pairs'; did you mean 'pair'"),
-    (config("own_code:NUMBER"), "data 'own_code:NUMBER' is an int, which cannot be called"),
+    (config("own_code:NUMBER"), "data 'own_code:NUMBER' is an int, which is not callable"),
     (config("own_code:broken"), "failed when called with no options: KeyError: 'first.*second'"),
     (config("own_code:leaves"), "failed when called with no options: SystemExit: 3"),
     (config("own_code:pair", data_options={"cuont": 3}), "called with cuont=3: TypeError.*unexpected keyword"),
-    (config("own_code:alone"), "gave a list; it must give a pair of data sets"),
+    (config("own_code:alone"), "returned a list; expected a pair of data sets"),
     (config("own_code:nothing"), "the test set of data 'own_code:nothing' is empty"),
-    (config("own_code:endless"), "the test set .* is a generator.*must be map-style"),
-    (config("own_code:stream"), "the train set .* is a Stream.*must be map-style"),
+    (config("own_code:endless"), "the test set .* is a generator.*expected a map-style"),
+    (config("own_code:stream"), "the train set .* is a Stream.*expected a map-style"),
     (config("own_code:no_length"), "is a NoLength, which has no length"),
-    (config("own_code:bad_length"), "cannot tell its length: OSError: the disk is gone"),
-    (config("own_code:floats"), r"targets of torch.float64, which are no classes.*--model\.options\.classes"),
-    (config("own_code:words"), "first one is none: TypeError"),
+    (config("own_code:bad_length"), "cannot be read: OSError: the disk is gone"),
+    (config("own_code:floats"), r"torch.float64, which are not class numbers.*--set model\.options\.classes"),
+    (config("own_code:dicts"), "a sample of .* is a dict with the keys input_ids, labels; expected a pair"),
+    (config("own_code:words"), "which a built-in model needs: TypeError"),
     (config(model="own_code:nets"), "module own_code has no 'nets'; did you mean 'net'"),
     (config(loss="own_code:men_loss"), "loss 'own_code:men_loss'.*did you mean 'mean_loss'"),
 ]
@@ -284,14 +287,19 @@ def test_what_is_wrong_is_refused_in_one_line(asked: Config, why: str) -> None:
 
 
 UNFIT = [
-    (config(model="own_code:no_net"), "model 'own_code:no_net' gave a str; it must give a torch.nn.Module"),
+    (config(model="own_code:no_net"), "model 'own_code:no_net' returned a str; expected a torch.nn.Module"),
     (config(model="own_code:net", model_options={"width": 3}), "failed when called with width=3: TypeError"),
     (config(model="own_code:bare"), "the model, a Flatten, has no parameters to train"),
     (config("own_code:images", "own_code:net"), r"the model fails on \[2, 3, 8, 8\] float32 of the train set: Runtime"),
     (config("own_code:words", "own_code:net"), "the model fails on a tuple of the train set: TypeError"),
+    (
+        config("own_code:dicts", "own_code:net"),
+        r"a minibatch of the train set is a dict with the keys input_ids, labels; expected a pair \(input, target\)",
+    ),
+    (config("own_code:triples", "own_code:net"), "a minibatch of the train set is a list of 3; expected a pair"),
     (config("own_code:pair", "own_code:net", model_options={"outputs": 1}), r"the loss fails on outputs \[2, 1\]"),
-    (config(loss="own_code:vector_loss"), r"the loss gave \[2\] float32; it must give one number"),
-    (config(loss="own_code:number_loss"), "the loss gave a float; it must give one number"),
+    (config(loss="own_code:vector_loss"), r"the loss returned \[2\] float32; expected one number"),
+    (config(loss="own_code:number_loss"), "the loss returned a float; expected one number"),
     (config("text", "softmax", data_options={"most_bytes": 20_000}), "the model fails on .* int64 of the train set"),
 ]
 
@@ -308,7 +316,7 @@ def test_samples_that_make_no_minibatch_are_refused() -> None:
     good: Any = [(torch.rand(4), 0)] * 2
     odd: Any = [(torch.rand(4), 0), (torch.rand(5), 0)]
     task = Task(train=good, test=odd, build=lambda: nn.Linear(4, 2), loss=functional.cross_entropy)
-    with pytest.raises(RequestError, match="samples of the test set make no minibatch"):
+    with pytest.raises(RequestError, match="samples of the test set cannot be collated into a minibatch"):
         check(task)
 
 

@@ -285,7 +285,7 @@ def test_how_a_run_failed_is_kept(tmp_path: Path) -> None:
     kept = Kept(tmp_path)
     with pytest.raises(KeyboardInterrupt), kept.writer:
         raise KeyboardInterrupt
-    assert kept.live()["failed"] == "it was ended at once"
+    assert kept.live()["failed"] == "ended immediately"
 
 
 def test_energy_is_measured_once_and_each_stretch_has_its_own_file(tmp_path: Path) -> None:
@@ -311,7 +311,7 @@ def test_a_run_and_its_resume_leave_their_telemetry(tmp_path: Path) -> None:
     energy = json.loads(run.energy(1).read_text(encoding="utf-8"))
     assert energy["joules"] == first.end["joules"] and energy["seconds"] > 0
     config = changed(read_config(run), {"train": {"epochs": 2}})
-    with pytest.raises(OffbeatError, match="gone through its 1 epochs"):
+    with pytest.raises(OffbeatError, match="completed its 1 epochs"):
         launch.prepare(read_config(run), resume=run.path, task=small_task())
     assert run.live.exists()  # nothing was begun
     start = launch.prepare(config, resume=run.path, task=small_task())

@@ -48,7 +48,7 @@ def create(given: Any, options: Any) -> dist.ProcessGroup:
         rendezvous.say_why_not(given.store, rank, str(error).splitlines()[0])
         raise
     if chosen.strategy == NATIVE:
-        rendezvous.say_why_not(given.store, rank, f"it uses the strategy '{NATIVE}', and so must all")
+        rendezvous.say_why_not(given.store, rank, f"uses the strategy '{NATIVE}', which all ranks must then use")
         return _native(given)
     transport, chooser = _join(given.store, rank, names, given.timeout.total_seconds(), chosen)
     return OffbeatGroup(given.store, transport, chooser, chosen)
@@ -124,8 +124,8 @@ def group_of(group: dist.ProcessGroup | None) -> OffbeatGroup:
     """The group, or the default one; `RequestError` where it is not of this backend."""
     found = group if group is not None else dist.group.WORLD
     if not isinstance(found, OffbeatGroup):
-        what = "there is none" if found is None else f"this one is {dist.get_backend(found)}'s, or '{NATIVE}'"
-        raise RequestError(f"only a group of the backend 'offbeat' through shared memory can tell; {what}")
+        what = "there is no process group" if found is None else f"this group uses {dist.get_backend(found)}"
+        raise RequestError(f"statistics need a process group of the backend 'offbeat' with shared memory; {what}")
     return found
 
 
@@ -147,7 +147,7 @@ def replaced(line: str) -> tuple[str, ...]:
     for name in names:
         if name not in REPLACEABLE:
             hint = nearest(name, REPLACEABLE)
-            raise RequestError(f"{REPLACE} names '{name}'; it can name gloo, nccl, or both as gloo,nccl{hint}")
+            raise RequestError(f"{REPLACE}: expected gloo, nccl or gloo,nccl; got '{name}'{hint}")
     return names
 
 
@@ -163,7 +163,9 @@ def made(asked: Mapping[str, str]) -> dict[str, str]:
     foreign = sorted(set(asked.values()) - {*REPLACEABLE, "offbeat"})
     if foreign:
         whole = ",".join(f"{device}:{backend}" for device, backend in asked.items())
-        raise RequestError(f"{REPLACE}={','.join(names)}: '{whole}' also names '{foreign[0]}', which offbeat cannot be")
+        raise RequestError(
+            f"{REPLACE}={','.join(names)}: '{whole}' also names '{foreign[0]}', which offbeat cannot replace"
+        )
     return dict.fromkeys(asked, REPLACING)
 
 
@@ -178,7 +180,7 @@ def create_replacing(given: Any, options: Any) -> dist.ProcessGroup:
         if not isinstance(dist.group.WORLD, OffbeatGroup) or dist.get_backend() == "offbeat":  # it is the first
             strategy = group.options.strategy if isinstance(group, OffbeatGroup) else NATIVE
             quoted = " and ".join(f"'{name}'" for name in names)
-            _say(f"{start} process groups of {quoted} are offbeat's ({strategy})")
+            _say(f"{start} offbeat replaces process groups of {quoted} ({strategy})")
         if foreign:
             _say(f"{start} pg_options of type {type(options).__qualname__} are ignored")
     return group

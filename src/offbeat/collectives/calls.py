@@ -58,14 +58,14 @@ _REDUCTION_NUMBER = {name: number for number, name in enumerate(("", *REDUCTIONS
 def check_reduction(name: str, dtype: torch.dtype) -> Into:
     """The operation, shown to work on items of this type before anybody is kept waiting for it."""
     if dtype not in _DTYPE_NUMBER:
-        raise RequestError(f"tensors of {dtype} cannot be reduced here")
+        raise RequestError(f"tensors of {dtype} cannot be reduced")
     try:
         one = torch.ones(1, dtype=dtype)
         REDUCTIONS[name](one, torch.ones(1, dtype=dtype))
         if name == "mean":
             mean_of(one, 1)
     except (RuntimeError, NotImplementedError) as error:
-        raise RequestError(f"{name} is not there for {dtype}: {str(error).splitlines()[0]}") from None
+        raise RequestError(f"{name} is not supported for {dtype}: {str(error).splitlines()[0]}") from None
     return REDUCTIONS[name]
 
 
@@ -107,7 +107,7 @@ class Call:
 def number_of(kind: str, reduction: str, dtype: torch.dtype) -> int:
     """Kind, reduction and type in one number, for notes."""
     if dtype not in _DTYPE_NUMBER:
-        raise RequestError(f"tensors of {dtype} cannot be sent here")
+        raise RequestError(f"tensors of {dtype} cannot be sent")
     return KINDS.index(kind) << 16 | _REDUCTION_NUMBER[reduction] << 8 | _DTYPE_NUMBER[dtype]
 
 
@@ -116,7 +116,7 @@ def describe(what: int, items: int) -> str:
     try:
         kind, reduction, dtype = KINDS[what >> 16], ("", *REDUCTIONS)[what >> 8 & 255], DTYPES[what & 255]
     except IndexError:
-        return "something unknown"
+        return "an unknown call"
     if kind == "barrier":
         return "barrier"
     return f"{kind}{f'({reduction})' if reduction else ''} of {items} {str(dtype).removeprefix('torch.')}"
@@ -198,7 +198,7 @@ def flat_of(tensor: Tensor, *, on_cpu: bool = False, apart: bool = False, writte
     """
     tensor = _plain(tensor)
     if written and any(step == 0 and side > 1 for step, side in zip(tensor.stride(), tensor.shape, strict=True)):
-        raise RequestError("a tensor whose items share their memory (an expanded one) cannot be written to")
+        raise RequestError("cannot write to an expanded tensor, whose items share memory; use .contiguous()")
     here = not apart and (not on_cpu or tensor.device.type == "cpu")
     if here and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         # An alias past autograd: the caller may reduce a leaf, or an inference tensor, in place.

@@ -28,14 +28,14 @@ class Figures:
     bytes_per_s: float
 
     def __str__(self) -> str:
-        return f"{format_seconds(self.latency_s)} a step, {format_rate(self.bytes_per_s)} a rank while all read"
+        return f"{format_seconds(self.latency_s)} per step, {format_rate(self.bytes_per_s)} per rank while all read"
 
 
 def check(line: str, ranks: int) -> str:
     """A strategy that a process group can run, as it is written; `RequestError` otherwise, in one line."""
     family = family_of(line)
     if family != ALL_REDUCE and line not in (AUTO, NATIVE):
-        raise RequestError(f"'{line}' is a strategy of the {family}; a process group takes all-reduce strategies")
+        raise RequestError(f"'{line}' is a {family} strategy; a process group needs an all-reduce strategy like ring")
     if line not in (AUTO, NATIVE):
         plan(line, "all-reduce", ranks)
     return str(grammar.parse(line))
@@ -63,10 +63,10 @@ class Choice:
     def why(self, size_bytes: int) -> str:
         """In words: what was chosen for this size, and what the others would have cost."""
         if self.line != AUTO:
-            return f"{self.line}: named by the user"
+            return f"{self.line}: chosen by the user"
         ranked = self._ranked(size_bytes)
         if not ranked or self.figures is None:
-            return "direct: nothing was measured"
+            return "direct: the default without measurements"
         costs = ", ".join(f"{line} {format_seconds(seconds)}" for seconds, line in ranked[:4])
         return f"{ranked[0][1]} for {format_size(size_bytes)}: {costs}; measured {self.figures}"
 

@@ -65,7 +65,7 @@ class Gpus:
         try:
             self._store.wait(keys, timedelta(seconds=transport.timeout_s))
         except RuntimeError:
-            raise OffbeatError("not all ranks of the group have come with a tensor on a GPU") from None
+            raise OffbeatError("not all ranks of the group passed a tensor on a GPU") from None
         gpus = [bytes(self._store.get(key)) for key in keys]
         if len(set(gpus)) == len(gpus) and dist.is_nccl_available():
             timeout = timedelta(seconds=transport.timeout_s)

@@ -137,7 +137,7 @@ class Binder:
     def _chunk(self, rank: int, chunk: int, items: int | None = None) -> Tensor:
         """A rank's chunk, or so many items from its start."""
         at = self._at(rank, chunk)
-        assert at is not None, "a schedule that reads what is not exposed"
+        assert at is not None, "the schedule reads a chunk that its owner does not expose"
         return self._tensor(rank, at, self._items(chunk) if items is None else items)
 
     # --- what is done with them ----------------------------------------------------------------------------------
@@ -303,7 +303,7 @@ class Executor:
         t = self.transport
         said = [describe(theirs.what, theirs.items), describe(mine.what, mine.items)]
         if said[0] == said[1]:
-            why = "with another root or other sizes" if theirs.detail != mine.detail else "with another schedule"
+            why = "with another root or other sizes" if theirs.detail != mine.detail else "with a different schedule"
             said[0] += f" {why}"
         here = f"{t.name(t.rank)} {said[1]} (call {mine.call} of the group)"
         t.fail(f"{t.name(peer)} called {said[0]}, but {here}", ranks=())

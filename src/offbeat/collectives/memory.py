@@ -79,7 +79,9 @@ def create(size_bytes: int, what: str) -> tuple[Segment, int]:
     """A new segment and its descriptor, which the caller closes. `OffbeatError` where the memory is not to be had."""
     free = free_bytes()
     if free is not None and free < size_bytes:
-        raise OffbeatError(f"{what} needs {format_size(size_bytes)} of shared memory, but {format_size(free)} are free")
+        raise OffbeatError(
+            f"{what} needs {format_size(size_bytes)} of shared memory, but only {format_size(free)} is free"
+        )
     descriptor = os.memfd_create("offbeat", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, size_bytes)
@@ -95,7 +97,7 @@ def receive(descriptor: int, size_bytes: int, *, sealed: bool) -> Segment:
     """Map what a peer sent, and close its descriptor. Refused unless it really is so large and stays so."""
     try:
         if os.fstat(descriptor).st_size < size_bytes:
-            raise OffbeatError("a peer sent less memory than it said")
+            raise OffbeatError("a peer sent less memory than it announced")
         if sealed and fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
             raise OffbeatError("a peer sent memory that is not sealed")
         return Segment(descriptor, size_bytes)

@@ -323,24 +323,24 @@ class Messages:
             ):
                 del self._coming[source]
                 coming.posted.work.finish(self._error(source, source in gone))
-                transport.give_up(f"a message from {transport.name(source)} came only in part")
+                transport.give_up(f"a message from {transport.name(source)} arrived incomplete")
         for to, queue in self._sending.items():
             waited_for = any(_is_late(one.work, transport.timeout_s) for one in queue)
             if queue and (to in gone or (self._since[to] < late and waited_for)):
                 if queue[0].done >= 0:
-                    transport.give_up(f"a message to {transport.name(to)} was sent only in part")
+                    transport.give_up(f"a message to {transport.name(to)} was sent incomplete")
                 while queue:
                     queue.popleft().work.finish(self._error(to, to in gone))
 
     def _error(self, peer: int | None, lost: bool) -> PeerError:
         transport = self._transport
         if peer is None:
-            return PeerError("no message came: the other ranks are gone" if lost else "no message came in time")
+            return PeerError("no message arrived: the other ranks are gone" if lost else "no message arrived in time")
         if not transport.own.words[BLAME]:
             transport.own.words[BLAME] = peer + 1  # whoever misses this rank later knows why
         what = "is gone" if lost else f"did nothing within the group's {transport.timeout_s:g} s"
         me = transport.name(transport.rank)
-        return PeerError(f"{transport.name(peer)} {what}, while {me} had a message for it or from it",
+        return PeerError(f"{transport.name(peer)} {what} while {me} was exchanging a message with it",
                          ranks=(transport.names[peer],))  # fmt: skip
 
     def _fail_all(self, error: Exception) -> None:

@@ -42,7 +42,9 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.arena_bytes < _SMALLEST_ARENA or self.arena_bytes % 64:
-            raise RequestError(f"an arena has at least {_SMALLEST_ARENA} bytes, in whole 64s; got {self.arena_bytes}")
+            raise RequestError(
+                f"arena_bytes must be a multiple of 64 and at least {_SMALLEST_ARENA}; got {self.arena_bytes}"
+            )
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str] | None = None) -> Options:
@@ -50,7 +52,7 @@ class Options:
         given = os.environ if environment is None else environment
         move = given.get(MOVE) or "1"
         if move not in ("0", "1"):
-            raise RequestError(f"{MOVE} is 0 or 1; got '{move}'")
+            raise RequestError(f"{MOVE}: expected 0 or 1; got '{move}'")
         return cls(
             strategy=given.get(STRATEGY) or "auto",
             move=move == "1",

@@ -66,7 +66,7 @@ class PendingCall(dist.Work):
             self.waited_since = self.waited_since or time.monotonic()
             seconds = timeout.total_seconds() if timeout else 0.0
             if not self._gate.acquire(timeout=seconds if seconds > 0 else -1):
-                raise PeerError(f"a call was not done within {seconds:g} s")
+                raise PeerError(f"a call did not complete within {seconds:g} s")
             self._gate.release()
         if self._error is not None:
             raise self._error
@@ -106,7 +106,7 @@ class PendingCall(dist.Work):
 
     def source_rank(self) -> int:
         if self.source is None:
-            raise RuntimeError("only a message from any source has a source to ask for")
+            raise RuntimeError("the source is only known for a message received from any source")
         return self.source
 
     _source_rank = source_rank
@@ -362,7 +362,7 @@ def _stop_all() -> None:
         progress.stop(_CALLBACKS_S)
     if not _callbacks.stop(max(_INTERRUPTED_S, end - time.monotonic())):
         limit = f"within {_CALLBACKS_S:g} s of the end of the program"
-        print(f"offbeat: a callback of a future did not end {limit}: it is broken off", file=sys.stderr, flush=True)
+        print(f"offbeat: a callback of a future did not return {limit} and was abandoned", file=sys.stderr, flush=True)
 
 
 def _wait_until_idle(end: float) -> None:

@@ -141,7 +141,7 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
         if self._placements.refused_bytes:
             free = format_size(memory.free_in_dev_shm())
             wanted = format_size(self._placements.refused_bytes)
-            why = "half of the files a process may open are open" if memory.descriptors_are_scarce() else ""
+            why = "the process has used half of its file descriptors" if memory.descriptors_are_scarce() else ""
             notes.append(f"tensors of {wanted} are staged: {why or f'/dev/shm has only {free} free'}")
         received, sent = self._transport.counted()
         return Stats(
@@ -161,7 +161,7 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
     def use(self, strategy: str) -> None:
         """From the next all-reduce on, on all ranks alike."""
         if strategy == NATIVE:
-            raise RequestError(f"'{NATIVE}' is another kind of group: choose it when the group is made")
+            raise RequestError(f"'{NATIVE}' cannot be chosen later: pass it when the group is created")
         self._choice = Choice(strategy, self._ranks, self._choice.figures)
 
     def why(self, size_bytes: int) -> str:
@@ -488,7 +488,7 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
         if len(outputs) != self._ranks or len(inputs) != self._ranks:
             raise RequestError(f"all_to_all needs {self._ranks} outputs and inputs")
         if outputs[self._rank].numel() != inputs[self._rank].numel():
-            raise RequestError("all_to_all: what a rank sends to itself is not what it expects from itself")
+            raise RequestError("all_to_all: the rank sends itself a different size than it expects")
         ranks = self._ranks
         sent = torch.tensor([one.numel() for one in inputs])
 
@@ -614,7 +614,7 @@ def _reduction(opts: Any) -> tuple[str, float | None]:
     kind = opts.reduceOp.op
     name = _NAMES.get(kind)
     if name is None:
-        raise RequestError(f"the reduction {kind} is not there")
+        raise RequestError(f"the reduction {kind} is not supported")
     return name, float(opts.reduceOp.__getstate__()[1]) if kind == _RED.PREMUL_SUM else None
 
 

@@ -78,7 +78,7 @@ def hand_out_card(
             store.wait([theirs], timedelta(seconds=max(0.001, end - time.monotonic())))
             cards.append(json.loads(store.get(theirs)))
         except (RuntimeError, ValueError):
-            raise PeerError(f"rank {name} did not come to the group within {timeout_s:g} s", ranks=(name,)) from None
+            raise PeerError(f"rank {name} did not join the group within {timeout_s:g} s", ranks=(name,)) from None
     return cards
 
 
@@ -159,7 +159,7 @@ def _connect(one: socket.socket, listener: str, end: float) -> None:
             return
         except BlockingIOError:  # there is a queue at the listener
             if time.monotonic() > end:
-                raise TimeoutError("its listener is crowded") from None
+                raise TimeoutError("refuses connections: its queue is full") from None
             time.sleep(0.01)
 
 
@@ -167,7 +167,7 @@ def _lost(peer: int, names: Sequence[int], cards: list[dict[str, Any]], why: str
     """The error for a rank that cannot be met. One whose process has ended is to blame: others may have left for it."""
     peer = next((rank for rank, card in enumerate(cards) if _is_dead(card)), peer)
     how = "died" if _is_dead(cards[peer]) else f"cannot be reached: {why}"
-    return PeerError(f"rank {names[peer]} {how}, while the group was being made", ranks=(names[peer],))
+    return PeerError(f"rank {names[peer]} {how} while the group was being created", ranks=(names[peer],))
 
 
 def _is_dead(card: Mapping[str, Any]) -> bool:
@@ -211,7 +211,8 @@ def check_cards(cards: list[dict[str, Any]], rank: int, names: Sequence[int]) ->
     for peer, card in enumerate(cards):
         if card["protocol"] != PROTOCOL:
             raise PeerError(
-                f"rank {names[peer]} speaks version {card['protocol']} of the protocol, this rank version {PROTOCOL}",
+                f"rank {names[peer]} uses protocol version {card['protocol']}, but this rank uses version "
+                f"{PROTOCOL}; install the same offbeat everywhere",
                 ranks=(names[peer],),
             )
         if "error" in card and peer != rank:

@@ -145,7 +145,7 @@ class SharedMemory:
             late = self._late(self._awaited)
             state = _state_of(self._pids.get(late))
             self.fail(
-                f"{self.name(late)} did not go on within the group's timeout of {self.timeout_s:g} s{state}",
+                f"{self.name(late)} made no progress within the group's timeout of {self.timeout_s:g} s{state}",
                 ranks=(late,),
             )
 
@@ -175,7 +175,7 @@ class SharedMemory:
         if number not in side.buffers:
             self.hear(rank)
             if number not in side.buffers:
-                self.fail(f"{self.name(rank)} speaks of memory that it did not announce", ranks=(rank,))
+                self.fail(f"{self.name(rank)} refers to memory that it did not announce", ranks=(rank,))
         return side.buffers[number]
 
     def announce(self, what: int, number: int, size_bytes: int, descriptor: int | None, to: Sequence[int]) -> None:
@@ -186,12 +186,12 @@ class SharedMemory:
             try:
                 room.register(self.sockets[peer], select.POLLOUT)
                 if not room.poll(1000 * self.timeout_s):  # it has not heard of the last hundreds yet
-                    self.fail(f"{self.name(peer)} does not take the memory it is sent", ranks=(peer,))
+                    self.fail(f"{self.name(peer)} does not accept shared memory", ranks=(peer,))
                 socket.send_fds(self.sockets[peer], [message], [] if descriptor is None else [descriptor])
             except ConnectionError:  # it has died; whoever waits for it will say so
                 continue
             except (OSError, ValueError) as error:
-                self.fail(f"{self.name(peer)} cannot be sent memory: {error}", ranks=(peer,))
+                self.fail(f"{self.name(peer)} cannot receive shared memory: {error}", ranks=(peer,))
         sync.fence()
         with self._hearing:  # calls and messages may announce at the same time
             self.own.words[ANNOUNCED] += 1
@@ -225,7 +225,7 @@ class SharedMemory:
             side.buffers.pop(number, None)
             self.forgot = True
         elif not descriptors:
-            raise OffbeatError(f"the memory of {self.name(rank)} did not come: too many open files here?")
+            raise OffbeatError(f"the shared memory of {self.name(rank)} did not arrive; are too many files open?")
         elif what == BUFFER:
             side.buffers[number] = memory.receive(descriptors[0], size_bytes, sealed=False)
         else:
@@ -276,14 +276,15 @@ class SharedMemory:
         names = " and ".join(self.name(peer) for peer in guilty)
         if not set(guilty) & set(self.gone()):
             how = (
-                f"did not go on, and {self.name(gone[0])} gave up waiting for it{_state_of(self._pids.get(guilty[0]))}"
+                f"made no progress, and {self.name(gone[0])} gave up waiting for "
+                f"it{_state_of(self._pids.get(guilty[0]))}"
             )
         elif any(self.sides[peer].words[LEFT] == GAVE_UP for peer in guilty):
-            how = f"gave up in the middle of a call, for which {self.name(self.rank)} waited"
+            how = f"gave up in the middle of a call while {self.name(self.rank)} was waiting"
         elif all(self.sides[peer].words[LEFT] for peer in guilty):
-            how = f"left the group, while {self.name(self.rank)} waited for it"
+            how = f"left the group while {self.name(self.rank)} was waiting for it"
         else:
-            how = f"died (its process has ended), while {self.name(self.rank)} waited for it"
+            how = f"died (its process has ended) while {self.name(self.rank)} was waiting for it"
         self.fail(f"{names} {how}", ranks=guilty)
 
     def fail(self, message: str, *, ranks: tuple[int, ...]) -> NoReturn:
@@ -297,7 +298,7 @@ class SharedMemory:
         """A call was broken off: what this rank published of it is not to be trusted. The others are told."""
         if self.broken is None:
             self.own.words[LEFT] = GAVE_UP
-            self.broken = PeerError(f"a call was broken off ({why})")
+            self.broken = PeerError(f"a call was aborted ({why})")
             self.drop()
 
     def check(self) -> None:

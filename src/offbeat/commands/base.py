@@ -73,7 +73,7 @@ def refuse(given: argparse.Namespace, names: Collection[str], why: str) -> None:
 
 
 def read_accuracy(text: str) -> float:
-    return grammar.parse_number(text, lambda x: 0 < x <= 1, "an accuracy is above 0 and at most 1, like 0.95")
+    return grammar.parse_number(text, lambda x: 0 < x <= 1, "expected an accuracy above 0 and at most 1, like 0.95")
 
 
 def print_json(value: Any) -> None:

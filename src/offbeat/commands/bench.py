@@ -160,8 +160,8 @@ def _run(given: argparse.Namespace) -> None:
         result = measure(progress)
     answer(given, result.json, lambda out: print_result(out, result))
     whole = json.dumps(result.json, indent=1, allow_nan=False) + "\n"
-    _write(options, options.out, whole, f"written to {options.out}; offbeat report shows it")
-    _write(options, options.svg, result.chart, f"drawn: {options.svg}")
+    _write(options, options.out, whole, f"wrote {options.out}; show it with: offbeat report {options.out}")
+    _write(options, options.svg, result.chart, f"chart: {options.svg}")
     if result.ended_by is not None:
         raise result.ended_by
 
@@ -288,7 +288,7 @@ def _measure_accuracy(options: argparse.Namespace) -> Measurement:
 
     config, learners = _config(options), _one_number_of_learners(options)
     if options.target is None:
-        raise RequestError("bench: accuracy needs an end: say the accuracy to reach, like --target 0.97")
+        raise RequestError("bench: --target is required with bench accuracy, like --target 0.97")
     request = accuracy_bench.AccuracyRequest(
         config=config,
         target=options.target,
@@ -315,7 +315,7 @@ def _measure_predictions(options: argparse.Namespace) -> Measurement:
     config = _config(options)
     calibration = _calibration(options, config)
     if calibration is None:
-        raise RequestError("bench: predictions are made from a calibration: --calibration FILE (offbeat calibrate)")
+        raise RequestError("bench: predictions needs --calibration FILE; offbeat calibrate writes one")
     request = predictions_bench.PredictionsRequest(
         config=config,
         calibration=calibration,
@@ -372,15 +372,13 @@ def _config(options: argparse.Namespace, recipe: str = "") -> Config:
         if path is not None and path.is_dir():
             raise RequestError(f"bench: cannot write {path}: it is a folder")
     if len(options.lines) > 1 and not recipe:
-        raise RequestError(
-            f"bench: one recipe is measured, and '{options.lines[1]}' is a second; strategies are named by --sync"
-        )
+        raise RequestError(f"bench: expected one recipe, got '{options.lines[1]}' as well; name strategies with --sync")
     changes = _changes(options)
     for key in changes:
         if key.partition(".")[0] not in _SECTIONS:
-            raise RequestError(f"bench: --set {key}: here only fields of {', '.join(_SECTIONS)} are set so")
+            raise RequestError(f"bench: --set {key}: only fields of {', '.join(_SECTIONS)} can be set here")
         if key.replace("-", "_") == "train.stop_at":
-            raise RequestError(f"bench: {flag(key)} is not for a benchmark: all go through all epochs")
+            raise RequestError(f"bench: {flag(key)} does not apply: a benchmark always runs all epochs")
     config = override(read_recipe(recipe or (options.lines[0] if options.lines else DEFAULT)), changes)
     check_batch_given(config.train)
     try:
@@ -425,12 +423,12 @@ def print_result(out: Terminal, result: BenchResult) -> None:
     notes = [f"note: {note}" for note in result.json.get("notes", ())]
     say(out, *result.details, "", *notes, *([""] if notes else []))
     machine = result.json["machine"]
-    load = "load not known" if machine["load"] is None else f"load {machine['load']:.2f} before"
+    load = "load unknown" if machine["load"] is None else f"load {machine['load']:.2f} before"
     cores = f"{count_of(machine['cores'], 'core')} ({machine['processor']}), {load}"
     facts(out, [*result.terms, ("machine", cores)])
     if result.spread > _BUSY:
         times = f"{result.spread:.1f}x"
-        text = f"rounds of one system differ by up to {times}: the machine was busy; measure again when it is not"
+        text = f"rounds of one system differ by up to {times}: the machine was busy; measure again on an idle machine"
         say(out, text, style="yellow")
 
 
@@ -459,82 +457,98 @@ _MEASURE: dict[str, Callable[[argparse.Namespace], Measurement]] = {
 }
 _GROUP = "trainings: scaling, accuracy, predictions, device"
 _OPTIONS = (
-    option("what", read=choice(*_DEFAULTS), metavar="|".join(_DEFAULTS), help="what is measured; see above"),
+    option("what", read=choice(*_DEFAULTS), metavar="|".join(_DEFAULTS), help="what to measure; see above"),
     option(
         "lines", nargs="*", default=(), metavar="LINES",
-        help="policies: strategies (default: six of them); device: recipes; trainings: a recipe (default digits-cnn)",
+        help="policies: strategies (default: six); device: recipes; trainings: one recipe (default digits-cnn)",
     ),
-    option("--ranks", read=parse_count, metavar="P", help="processes (default 4, of ddp 2)"),
+    option("--ranks", read=parse_count, metavar="P", help="number of processes (default 4; ddp: 2)"),
     option(
         "--learners", read=parse_count, nargs="+", metavar="P",
-        help="policies, accuracy: how many (default 4, 2); server, scaling: with how many, in turn (1 2; 1 2 4)",
+        help="number of learners (default: policies 4, accuracy 2); server, scaling, predictions: several numbers",
     ),
-    option("--servers", read=parse_count, metavar="S", help="shards (default 1, of server 2)"),
+    option("--servers", read=parse_count, metavar="S", help="number of parameter-server shards (default 1; server: 2)"),
     option(
         "--slow", nargs="+", action="extend", metavar="LAW",
-        help="policies: slowness (default exp:0.1 shifted-exp:0.05,0.05); of trainings: also learner=1,factor=3",
+        help="policies: delay laws (default exp:0.1 shifted-exp:0.05,0.05); trainings: also learner=1,factor=3; "
+        "repeatable",
     ),
-    option("--updates", read=parse_count, metavar="N", help="policies: of each run (default: about 10 s of them)"),
-    option("--seed", type=int, metavar="N", help="policies: of --slow; scaling, accuracy: the first (default 0)"),
-    option("--parameters", read=_number, metavar="N", help="server: of the model (default 25.6M)"),
-    option("--tensors", read=parse_count, metavar="N", help="server: 161 as ResNet-50's (default), or 1"),
+    option(
+        "--updates", read=parse_count, metavar="N",
+        help="policies: updates per run (default: about 10 s of updates)",
+    ),
+    option("--seed", type=int, metavar="N", help="seed; with several trainings, the first one (default 0)"),
+    option("--parameters", read=_number, metavar="N", help="server: parameters of the model (default 25.6M)"),
+    option(
+        "--tensors", read=parse_count, metavar="N",
+        help="server: tensors of the model, 161 as in ResNet-50 (default) or 1",
+    ),
     option(
         "--seconds", read=parse_seconds, metavar="TIME",
-        help="server: of a round of one system (default 3s); device: of a point (default 1s)",
+        help="duration of one round of one system (server, default 3s) or of one point (device, default 1s)",
     ),
     option(
         "--batch-sizes", read=_batch_size, nargs="+", metavar="N|max",
-        help="device: samples of a minibatch; max: as many as fit (default 32 128 512 max, on a CPU 32 128)",
+        help="device: samples per minibatch; max: as many as fit (default 32 128 512 max, on a CPU 32 128)",
     ),
     option(
         "--against", read=_words, metavar="NAMES",
-        help="gloo,mpi (ddp: gloo); server: rpc,rpc-tuned,ray,ray-tuned (default: all that are installed)",
+        help="systems to compare with: gloo,mpi (ddp: gloo); server: rpc,rpc-tuned,ray,ray-tuned (default: all "
+        "installed)",
     ),
-    option("--sizes", read=_sizes, metavar="SIZES", help="of the tensor (default 64KiB,4MiB,100MB)"),
-    option("--batch", read=parse_count, metavar="N", help="ddp: samples of a minibatch (default 64)"),
+    option("--sizes", read=_sizes, metavar="SIZES", help="allreduce: tensor sizes (default 64KiB,4MiB,100MB)"),
+    option("--batch", read=parse_count, metavar="N", help="ddp: samples per minibatch (default 64)"),
     option(
         "--rounds", read=parse_count, metavar="N",
-        help="all take turns in each (default 5, ddp 10, server and predictions 3)",
+        help="rounds; all systems take turns in each (default 5; ddp: 10; server, predictions: 3)",
     ),
-    option("--threads", read=parse_count, metavar="N", help="torch's, of a rank (default 1)"),
-    option("--strategy", metavar="LINE", help="how offbeat reduces: ring, ... (default: its own choice)"),
-    option("--timeout", read=parse_seconds, metavar="TIME", help="for an answer (default 120s; device: 600s)"),
+    option("--threads", read=parse_count, metavar="N", help="torch threads per rank (default 1)"),
+    option("--strategy", metavar="LINE", help="all-reduce algorithm that offbeat uses, like ring (default: auto)"),
+    option(
+        "--timeout", read=parse_seconds, metavar="TIME",
+        help="longest wait for an answer of a process (default 120s)",
+    ),
     option(
         "--sync", group=_GROUP, nargs="+", metavar="STRATEGY",
-        help="that are compared (scaling: ring k-async:2; accuracy: ring async)",
+        help="strategies to compare (default: scaling ring k-async:2; accuracy ring async)",
     ),
     option(
         "--kind", group=_GROUP, read=choice("weak", "strong"), metavar="weak|strong",
-        help="scaling: what stays the same, the minibatch of a learner (default) or that of all together",
+        help="scaling: weak keeps the minibatch per learner constant (default), strong the total minibatch",
     ),
     option(
         "--accuracy-within", group=_GROUP, read=_share, metavar="X",
-        help="scaling: of the best, to be ranked (default 0.01)",
+        help="scaling: rank only results whose accuracy is within X of the best (default 0.01)",
     ),
-    option("--target", group=_GROUP, read=read_accuracy, metavar="X", help="accuracy: to reach, like 0.97"),
+    option("--target", group=_GROUP, read=read_accuracy, metavar="X", help="accuracy: target accuracy, like 0.97"),
     option(
-        "--seeds", group=_GROUP, read=parse_count, metavar="N", help="accuracy: trainings of each strategy (default 3)"
+        "--seeds", group=_GROUP, read=parse_count, metavar="N", help="accuracy: trainings per strategy (default 3)"
     ),
-    option("--device", group=_GROUP, metavar="NAME", help="auto (a GPU if there is one), cpu or cuda"),
+    option("--device", group=_GROUP, metavar="NAME", help="device: auto (a GPU if available), cpu or cuda"),
     option(
         "--calibration", group=_GROUP, read=Path, metavar="FILE",
-        help="predict as well, with what offbeat calibrate has measured",
+        help="also predict the results, from this file of offbeat calibrate",
     ),
-    option("--price", group=_GROUP, read=_price, metavar="X", help="of a device hour, for the cost"),
-    option("--out", group=_GROUP, read=Path, metavar="FILE", help="write the result as JSON, for offbeat report"),
-    option("--svg", group=_GROUP, read=Path, metavar="FILE", help="accuracy, device: draw it"),
+    option("--price", group=_GROUP, read=_price, metavar="X", help="price of one device hour; adds the cost"),
+    option(
+        "--out", group=_GROUP, read=Path, metavar="FILE",
+        help="write the result to this JSON file, for offbeat report",
+    ),
+    option("--svg", group=_GROUP, read=Path, metavar="FILE", help="accuracy, device: write the chart to this file"),
 )  # fmt: skip
 COMMAND = Command(
-    summary="measure what really runs here: one device, collectives, DDP, the parameter server, scaling, accuracy",
-    about="""Measure on this machine. allreduce, ddp: all-reduces and training iterations, beside Gloo's and Open MPI's.
-server: pushes and fetches a second of the parameter server, beside torch's rpc and Ray. In these all systems take turns
-in one run. policies: learners that are slow on purpose, beside what the simulator predicts for the same slowness.
-scaling: a recipe with several numbers of learners and strategies, beside one learner alone: speed-up, efficiency,
-overhead, and whether they learn as well. accuracy: strategies trained for real until all epochs are through: seconds
-and updates to an accuracy, with several seeds. predictions: strategies, numbers of learners and delays, each predicted
-from a calibration (offbeat calibrate) and then run. These take turns too, and have every option of a recipe. device:
-recipes on one device, by precision (--precision fp32 bf16) and minibatch: samples/s, memory, energy and the share of
-the device's peak.""",
+    summary="measure one device, collectives, DDP, the parameter server, scaling and time to accuracy on this machine",
+    about="""Run one benchmark on this machine. Use an idle machine: other load changes the results.
+allreduce    all-reduce of tensors, compared with Gloo and Open MPI
+ddp          training iterations of DistributedDataParallel, compared with Gloo
+server       pushes and fetches per second of the parameter server, compared with torch's rpc and Ray
+policies     real runs with artificial delays, compared with the simulator's prediction
+scaling      a recipe with several numbers of learners: speed-up, efficiency, overhead and accuracy
+accuracy     time and updates to a target accuracy, for several strategies and seeds
+predictions  trainings predicted from a calibration (offbeat calibrate), then measured
+device       recipes on one device, by precision and minibatch: samples/s, memory, energy, share of the peak
+The systems or strategies that are compared take turns within one run. scaling, accuracy, predictions and device also
+take every option of a recipe.""",
     examples=(
         "bench allreduce --ranks 4 --sizes 64KiB,4MiB --against gloo",
         "bench ddp --ranks 2 --against gloo --rounds 2",

@@ -39,9 +39,7 @@ _BUSY = 0.5  # load of each core, above which the machine was not quiet
 def _run(given: argparse.Namespace) -> None:
     config = _config(given)
     if given.out.is_dir() or not given.out.absolute().parent.is_dir():
-        raise RequestError(
-            f"calibrate: cannot write {given.out}: expected the name of a file, in a folder that is there"
-        )
+        raise RequestError(f"calibrate: cannot write {given.out}: expected the name of a file in an existing folder")
     _try_to_write(given.out)
     from offbeat.measure.calibration_bench import CalibrationRequest, measure
     from offbeat.predict.calibration import as_json
@@ -91,7 +89,7 @@ def _show(out: Terminal, found: Calibration, path: Path) -> None:
         )
         for probe in found.probes
     ]
-    columns = ("probes", "learners", "computing", "deviation/mean", "communication", "an update")
+    columns = ("probes", "learners", "computing", "deviation/mean", "communication", "per update")
     table(out, columns, rows)
     layers = [
         (layer.name, format_seconds(layer.forward_s), format_seconds(layer.backward_s), format_size(layer.size_bytes))
@@ -100,25 +98,25 @@ def _show(out: Terminal, found: Calibration, path: Path) -> None:
     table(out, ("layer", "forward", "backward", "size"), layers)
     sizes = _over_sizes("all-reduce", found.reductions) + _over_sizes("push and fetch", found.pushes)
     if sizes:
-        table(out, ("over sizes", "learners", "size", "time"), sizes)
+        table(out, ("operation", "learners", "size", "time"), sizes)
     batches = ", ".join(f"{batch}: {format_seconds(seconds)}" for batch, seconds in found.batches)
     alone, together = (format_rate(rate) for rate in (found.copy_alone_bytes_per_s, found.copy_together_bytes_per_s))
     told = [
         ("batches", f"{batches} (one learner alone, forward and backward)"),
         ("copies", f"{alone} alone, {together} all at once"),
-        ("overlap", f"computing is {found.overlap_slowdown:.2f}x as long while gradients are reduced beside it"),
+        ("overlap", f"computing takes {found.overlap_slowdown:.2f}x as long while gradients are being reduced"),
         (
             "server",
-            f"work that shares the cores, as a part of the way to the server and back: {found.server_work:.1f} for a "
-            f"gradient, {found.update_work:.2g} for an update",
+            f"share of the round trip to the server that is work on the learners' cores: {found.server_work:.1f} per "
+            f"gradient, {found.update_work:.2g} per update",
         ),
         ("machine", f"{machine['cores']} cores, load {load:.1f} before; {machine['processor']}"),
     ]
     facts(out, told)
     if load > _BUSY * machine["cores"]:
-        say(out, "The machine was busy before this began: what ran beside it is part of these numbers.")
+        say(out, "The machine was busy before the measurement: other programs affect these numbers.")
     _print_check(out, found)
-    say(out, f"\nwritten to {path}: simulate, compare, schedule and bench take it with --calibration")
+    say(out, f"\nwrote {path}; use it with --calibration {path} in simulate, compare, schedule, replay and bench")
 
 
 def _over_sizes(what: str, timed: tuple[Timed, ...]) -> list[tuple[str, ...]]:
@@ -127,7 +125,7 @@ def _over_sizes(what: str, timed: tuple[Timed, ...]) -> list[tuple[str, ...]]:
 
 def _print_check(out: Terminal, found: Calibration) -> None:
     if not found.self_check:
-        say(out, "Not checked: that takes trainings with two learners or more, and no --quick.")
+        say(out, "No self-check: it needs 2 or more learners, and --quick leaves it out.")
         return
     from offbeat.measure.calibration_bench import mean_error
 
@@ -145,30 +143,45 @@ def _print_check(out: Terminal, found: Calibration) -> None:
     table(out, ("self-check", "learners", "measured", "predicted", "error"), rows)
     error = f"{100 * mean_error(found.self_check):.1f} %"
     many = count_of(len(rows), "training")
-    say(out, f"self-check: seconds an update of {many} that were not probes are {error} off on average")
+    say(out, f"self-check: predicted seconds per update of {many} that were not probes, {error} off on average")
 
 
 COMMAND = Command(
-    summary="measure this machine for a recipe, so that trainings can be predicted",
-    about="""Measure this machine for a recipe: computing, by layer and by size of the minibatch; copying; all-reduces,
-pushes and fetches over sizes; and short real trainings (probes) with several numbers of learners, by an all-reduce and
-with a server. The JSON file that it writes is what simulate, compare, schedule and bench take with --calibration. At
-the end some trainings that were not probes are predicted and measured: the self-check. It takes a minute or two, on a
-machine that should be quiet.""",
+    summary="measure this machine for a recipe, for predictions with --calibration",
+    about="""Measure this machine for a recipe: compute time by layer and by minibatch size; memory copies; all-reduces,
+pushes and fetches of several sizes; and short real trainings (probes) with several numbers of learners, with an
+all-reduce and with a parameter server. It writes a JSON file, which simulate, compare, schedule, replay and bench read
+with --calibration. A self-check at the end predicts and measures some trainings that were not probes. It takes one or
+two minutes. Run it on an idle machine; the results do not transfer to another load.""",
     examples=("calibrate digits-mlp --learners 1 2 --rounds 1 --quick -o calibration.json",),
     usage="%(prog)s [RECIPE] [--learners 1 2 4] [-o FILE] [options]",
     options=(
+        option("recipe", nargs="?", metavar="RECIPE", help="built-in recipe or TOML file (default digits-cnn)"),
         option(
-            "recipe", nargs="?", metavar="RECIPE", help="a built-in one (offbeat recipes) or a TOML file; digits-cnn"
+            "--learners",
+            read=parse_count,
+            nargs="+",
+            default=[1, 2],
+            metavar="P",
+            help="learners of the probes (default 1 2)",
         ),
-        option("--learners", read=parse_count, nargs="+", default=[1, 2], metavar="P", help="of probes (default 1 2)"),
         option(
-            "-o", "--out", read=Path, default=Path("calibration.json"), metavar="FILE", help="default calibration.json"
+            "-o",
+            "--out",
+            read=Path,
+            default=Path("calibration.json"),
+            metavar="FILE",
+            help="output file (default calibration.json)",
         ),
-        option("--rounds", read=parse_count, default=3, metavar="N", help="of probes, in turn (default 3)"),
-        option("--servers", read=parse_count, metavar="S", help="shards (default: as the recipe says)"),
-        option("--device", metavar="NAME", help="auto (a GPU if there is one), cpu or cuda"),
-        option("--quick", action="store_true", help="leave out reductions and pushes over sizes, and the self-check"),
+        option("--rounds", read=parse_count, default=3, metavar="N", help="rounds of probes (default 3)"),
+        option(
+            "--servers",
+            read=parse_count,
+            metavar="S",
+            help="number of parameter-server shards (default: from the recipe)",
+        ),
+        option("--device", metavar="NAME", help="device: auto (a GPU if available), cpu or cuda"),
+        option("--quick", action="store_true", help="skip the self-check and the measurements by size"),
     ),
     sections=("model", "data", "train"),
     run=_run,

@@ -22,7 +22,7 @@ _WIDE = 140
 def _run(given: argparse.Namespace) -> None:
     lines = [*given.strategies, *given.learners.late_words]
     if given.updates is not None and given.minibatches is not None:
-        raise RequestError("compare: --minibatches: not allowed with argument --updates")
+        raise RequestError("compare: --minibatches and --updates exclude each other")
     if given.recipe is not None:
         check_recipe_options(given)
         race_recipe(given, lines_of(lines))
@@ -40,7 +40,7 @@ def _run(given: argparse.Namespace) -> None:
         found = [diagnose(one, learners, given.updates or one.updates_for(given.minibatches)) for one in setups]
         helps = what_helps(found, learners, given.minibatches)
     subject = typical_of(found)
-    nothing = "no strategy makes an update on this cluster"
+    nothing = "no strategy completes an update on this cluster"
     headline = nothing if subject is None else f"{subject.strategy}: {subject.limited}"
 
     def show(out: Terminal) -> None:
@@ -58,7 +58,7 @@ def _run(given: argparse.Namespace) -> None:
             say(out, _memory_words(machines.network), style="dim")
             if given.network is None and len({one.setup.reduces for one in found}) > 1:
                 say(out, _network_words(machines.network), style="dim")
-        best = "Which is best needs accuracy: more gradients a second may be worth less each (--recipe)."
+        best = "Throughput alone does not decide. Add --recipe and --target to compare the time to an accuracy."
         say(out, best, style="dim")
 
     told = {
@@ -72,7 +72,7 @@ def _run(given: argparse.Namespace) -> None:
 
 def _network_words(network: Network) -> str:
     free = network.port_bytes_per_s == math.inf
-    links = "links that take no time" if free else "the links of --learner-, --server-bandwidth"
+    links = "free communication" if free else "the links of --learner-, --server-bandwidth"
     return (
         f"networks differ: servers have {links}, all-reduces the topology {network.topology}; "
         "--network RATE,LATENCY gives all the same"
@@ -114,12 +114,12 @@ def _cells(one: Diagnosis, size_bytes: int, epoch: float | None) -> list[str]:
 
 
 COMMAND = Command(
-    summary="put strategies side by side on one simulated cluster, and say why they differ",
-    about="""Put strategies side by side on the same simulated cluster with the same draws, and say what limits each:
-what gains most throughput if it is taken away. With several --learners, or a range like k-sync:1..8, it is a sweep: a
-table beside the theory, and a picture (--svg). With --recipe and --target they are really trained on that clock: which
-is first at the accuracy, how sure that is, why, and what to use. The picture of error against time is in the folder
-that it names.""",
+    summary="compare strategies on one simulated cluster, and explain what limits each",
+    about="""Compare strategies on the same simulated cluster, with the same random numbers, and show what limits each:
+the cause whose removal would gain the most throughput. Several --learners, or a range like k-sync:1..8, make a sweep: a
+table with the theoretical values, and a chart (--svg). With --recipe and --target, each strategy trains the model in
+virtual time; the result says which one reaches the target first, how certain that is, why, and what to use. A chart of
+error against time is written to the output folder.""",
     examples=(
         "compare --learners 8 --compute pareto:2,1",
         "compare --learners 8 --compute gamma:1,0.1 --speeds 1,1,1,0.3333",
@@ -133,19 +133,24 @@ that it names.""",
             "strategies",
             nargs="*",
             metavar="STRATEGY",
-            help="left out: some of each kind; k-sync:1..8 is eight of them",
+            help="strategies (default: some of each kind); k-sync:1..8 stands for eight",
         ),
-        option("--updates", read=parse_count, metavar="N", help="of each strategy, as in simulate"),
+        option("--updates", read=parse_count, metavar="N", help="updates per strategy, as in simulate"),
         option(
             "--minibatches",
             read=parse_count,
             metavar="N",
-            help="of each learner (default 500, within bounds that keep a simulation short)",
+            help="minibatches per learner (default 500, less for large simulations)",
         ),
         *MACHINE_OPTIONS,
         *SWEEP_OPTIONS,
         *RECIPE_OPTIONS,
-        option("--seeds", read=parse_count, metavar="N", help="runs of each (default 1)"),
+        option(
+            "--seeds",
+            read=parse_count,
+            metavar="N",
+            help="trainings per strategy, each with another seed (default 1)",
+        ),
     ),
     sections=SECTIONS,
     fields=FIELDS,

@@ -39,7 +39,9 @@ def _run(given: argparse.Namespace) -> None:
     elif run.weights.exists():
         weights = read_weights(run.weights)
     else:
-        raise RequestError(f"{run.path} has no weights.safetensors: the run has not ended; name a --checkpoint")
+        raise RequestError(
+            f"{run.path} has no weights.safetensors: the run has not ended; choose a checkpoint with --checkpoint"
+        )
     model = task.build()
     try:
         model.load_state_dict(dict(weights))
@@ -56,17 +58,17 @@ def _run(given: argparse.Namespace) -> None:
 
 
 COMMAND = Command(
-    summary="evaluate the weights of a run on its test set",
-    about="""Load the weights that a run has left, or one of its checkpoints, and evaluate them on its test set.""",
+    summary="evaluate the weights of a finished run on its test set",
+    about="""Load the final weights of a run, or one of its checkpoints, and evaluate them on the test set.""",
     examples=("evaluate runs/digits",),
     options=(
-        option("run", read=Path, metavar="RUN", help="the folder of a run"),
+        option("run", read=Path, metavar="RUN", help="folder of the run"),
         option(
             "--checkpoint",
             metavar="NAME",
-            help="one of its checkpoints, like update-00000120 (default: the last weights)",
+            help="checkpoint to evaluate, like update-00000120 (default: the final weights)",
         ),
-        option("--device", default="", metavar="DEVICE", help="cpu or cuda (default: the run's)"),
+        option("--device", default="", metavar="DEVICE", help="device: cpu or cuda (default: as in the run)"),
     ),
     run=_run,
 )

@@ -56,7 +56,9 @@ def _copy(source: Path, target: Path) -> None:
         with target.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise RequestError(f"{target} exists here: rename or remove it, or work in another folder") from None
+        raise RequestError(
+            f"{target} already exists in this folder; rename or remove it, or change to another folder"
+        ) from None
     except OSError as error:
         raise RequestError(f"cannot write {target}: {error.strerror}") from None
 
@@ -65,6 +67,6 @@ COMMAND = Command(
     summary="list the example programs, or copy one into the current folder",
     about="List the example programs that come with offbeat, or copy one into the current folder to start from.",
     examples=("examples digits", "examples"),
-    options=(option("name", nargs="?", help="one of them, copied into the current folder; left out: list all"),),
+    options=(option("name", nargs="?", help="example to copy into the current folder (default: list all)"),),
     run=_run,
 )

@@ -86,10 +86,13 @@ def _calibrated(given: argparse.Namespace, learners: int) -> Machines:
     for (name,), keywords, _ in MACHINE_OPTIONS:
         value = getattr(given, name.removeprefix("--").replace("-", "_"))
         if name not in _BESIDE_CALIBRATION and value != keywords.get("default"):
-            raise RequestError(f"{name} does not go with --calibration: leave one of them out")
+            raise RequestError(f"{name} and --calibration exclude each other")
     speeds = [*given.speeds, *[1.0] * (learners - len(given.speeds))]
     if len(speeds) > learners or any(not 0 < speed <= 1 for speed in speeds):
-        raise RequestError("--speeds: with a calibration, up to 1 each and for at most all learners: 0.5 is half")
+        raise RequestError(
+            "--speeds: with --calibration, give at most one speed per learner, each above 0 and at most 1 "
+            "(0.5: half as fast)"
+        )
     delays = Delays(given.compute, tuple(1 / speed for speed in speeds))
     cluster = machine_of(given.calibration, "async", learners, delays=delays, seed=given.seed).cluster
     return Machines(cluster=cluster, network=Network(), calibration=given.calibration, delays=delays)
@@ -103,7 +106,7 @@ def _network(text: str) -> tuple[float, float]:
 def _layers(text: str) -> int:
     layers = parse_count(text)
     if layers > 100_000:
-        raise RequestError(f"a model has at most 100000 layers here; got {layers}")
+        raise RequestError(f"--layers is at most 100000; got {layers}")
     return layers
 
 
@@ -124,7 +127,9 @@ def _numbers(text: str) -> tuple[float, ...]:
 def _slow(text: str) -> SlowPeriods:
     values = _numbers(text)
     if len(values) != 3 or not (0 < values[0] < math.inf and all(0 <= chance <= 1 for chance in values[1:])):
-        raise RequestError(f"expected FACTOR,ENTER,LEAVE, like 5,0.01,0.1 (two chances from 0 to 1); got '{text}'")
+        raise RequestError(
+            f"expected FACTOR,ENTER,LEAVE, like 5,0.01,0.1 (two probabilities from 0 to 1); got '{text}'"
+        )
     return SlowPeriods(factor=values[0], enter=values[1], leave=values[2])
 
 
@@ -134,40 +139,70 @@ def _failures(text: str) -> Failures:
         raise RequestError(f"expected UP,DOWN, like 1h,5min; got '{text}'")
     up, down = (parse_seconds(word) for word in words)
     if not up or not down:
-        raise RequestError(f"both times are more than 0; got '{text}'")
+        raise RequestError(f"both times must be above 0; got '{text}'")
     return Failures(mean_up_s=up, mean_down_s=down)
 
 
 MACHINE_OPTIONS = (
     option(
         "--learners", action=_LearnersAction, nargs="+", default=Learners((8,)), metavar="P",
-        help="how many (default 8); several, like 2 4 8 16, make a sweep",
+        help="number of learners (default 8); several, like 2 4 8 16, make a sweep",
     ),
-    option("--compute", read=parse_law, metavar="LAW", help=f"{', '.join(LAWS)} (default exp:1)"),
+    option(
+        "--compute", read=parse_law, metavar="LAW",
+        help=f"compute time of a minibatch: {', '.join(LAWS)} (default exp:1)",
+    ),
     option(
         "--calibration", read=lambda text: read_calibration(Path(text)), metavar="FILE",
-        help="this machine, as offbeat calibrate has measured it; --compute and --speeds are then delays beside it",
+        help="use a machine measured by offbeat calibrate; --compute and --speeds then add delays to it",
     ),
-    option("--seed", read=_seed, default=0, metavar="S", help="same seed, same run (default 0)"),
-    option("--speeds", read=_numbers, default=(), metavar="1,0.5,...", help="of the first learners (rest: 1)"),
-    option("--slow", read=_slow, metavar="F,ENTER,LEAVE", help="periods F times slower; chances a minibatch"),
-    option("--failures", read=_failures, metavar="UP,DOWN", help="mean seconds until a failure, and until back"),
+    option("--seed", read=_seed, default=0, metavar="S", help="random seed (default 0)"),
+    option(
+        "--speeds", read=_numbers, default=(), metavar="1,0.5,...",
+        help="relative speeds of the first learners (others: 1)",
+    ),
+    option(
+        "--slow", read=_slow, metavar="F,ENTER,LEAVE",
+        help="slow periods: factor, and the probabilities per minibatch to enter and to leave one",
+    ),
+    option(
+        "--failures", read=_failures, metavar="UP,DOWN",
+        help="mean time to failure and mean time to recovery of a learner",
+    ),
     option(
         "--size", read=parse_size, default=0,
-        help="of gradient and weights, like 100MB or 25.6Mparams (default 0: free communication)",
+        help="size of the model, like 100MB or 25.6Mparams (default 0: communication is free)",
     ),
-    option("--latency", read=parse_seconds, default=0.0, help="of a message to or from a server (default 0)"),
-    option("--learner-bandwidth", read=parse_rate, default=math.inf, metavar="RATE", help="of a learner's link"),
-    option("--server-bandwidth", read=parse_rate, default=math.inf, metavar="RATE", help="of a server's link"),
-    option("--shards", read=parse_count, default=1, metavar="S", help="servers, a part of the weights each"),
+    option("--latency", read=parse_seconds, default=0.0, help="latency of a message to or from a server (default 0)"),
+    option(
+        "--learner-bandwidth", read=parse_rate, default=math.inf, metavar="RATE",
+        help="bandwidth of a learner's link",
+    ),
+    option(
+        "--server-bandwidth", read=parse_rate, default=math.inf, metavar="RATE",
+        help="bandwidth of a server's link",
+    ),
+    option(
+        "--shards", read=parse_count, default=1, metavar="S",
+        help="number of servers; each holds a part of the weights",
+    ),
     option(
         "--network", read=_network, metavar="RATE[,LATENCY]",
-        help="one port for every machine, like 10Gbit/s,4us: bandwidths, latency and topology at once",
+        help="one port per machine, like 10Gbit/s,4us; sets bandwidths, latency and topology at once",
     ),
-    option("--topology", default="uniform", help="of an all-reduce (default uniform)"),
-    option("--layers", read=_layers, default=50, metavar="N", help="of the model, for overlap (default 50)"),
-    option("--forward-share", read=parse_share, default=1 / 3, metavar="X", help="forward's part of compute (1/3)"),
-    option("--bucket", read=parse_size, default=25_000_000, help="of an overlapped all-reduce (default 25MB)"),
-    option("--no-overlap", action="store_true", default=False, help="reduce only when backward is done"),
+    option("--topology", default="uniform", help="topology for an all-reduce (default uniform)"),
+    option("--layers", read=_layers, default=50, metavar="N", help="layers of the model, for overlap (default 50)"),
+    option(
+        "--forward-share", read=parse_share, default=1 / 3, metavar="X",
+        help="forward pass's share of the compute time (default 1/3)",
+    ),
+    option(
+        "--bucket", read=parse_size, default=25_000_000,
+        help="bucket size of an overlapped all-reduce (default 25MB)",
+    ),
+    option(
+        "--no-overlap", action="store_true", default=False,
+        help="start the all-reduce only after the backward pass",
+    ),
 )  # fmt: skip
 _BESIDE_CALIBRATION = ("--learners", "--compute", "--calibration", "--seed", "--speeds")  # the rest it has measured

@@ -26,7 +26,7 @@ def _run(given: argparse.Namespace) -> None:
     if given.seed < 0:
         raise RequestError(f"--seed is 0 or more; got {given.seed}")
     if given.no_accuracy and given.target is not None:
-        raise RequestError("--target is an accuracy, and --no-accuracy asks for none: leave one of them out")
+        raise RequestError("--target and --no-accuracy exclude each other")
     check_memory(given.learners or 0, available_bytes())
     calibration = None if given.calibration is None else read_calibration(given.calibration)
     run = read_run(given.run)
@@ -50,11 +50,11 @@ def _show(out: Terminal, folder: Path, report: ReplayReport) -> None:
     heading(out, f"{folder}: {run.config.name}, {run.config.sync}, {count_of(run.config.learners, 'learner')}, "
                  f"{run.samples:,} samples applied"
                  + ("" if report.measured else f"; replayed with {count_of(report.learners, 'learner')}"))  # fmt: skip
-    columns = ["strategy", f"{run.samples:,} samples", "against the run"]
+    columns = ["strategy", f"{run.samples:,} samples", "change"]
     columns += [] if target is None else [f"to {percent(target)}"]
     reached = [] if target is None else [_seconds(run.reached_s(target))]
     common = _common_cells(run.updates, run.staleness, run.recorded.wait_share, run.recorded.waste_share)
-    rows = [[f"{run.config.sync}, as it was", format_seconds(run.seconds), "measured", *reached, *common]]
+    rows = [[f"{run.config.sync}, the run", format_seconds(run.seconds), "measured", *reached, *common]]
     for one in report.replayed:
         name = f"{one.strategy}, replayed" if one is report.own else one.strategy
         against = format_difference(one.seconds / run.seconds - 1)
@@ -73,48 +73,48 @@ def _common_cells(updates: int, staleness: float, wait: float, waste: float) -> 
 def _seconds(value: float | None, best: float | None = None) -> str:
     if value is not None:
         return format_seconds(value)
-    return "not reached" if best is None else f"not (best {percent(best)})"
+    return "not reached" if best is None else f"not reached (best {percent(best)})"
 
 
 COMMAND = Command(
-    summary="what other strategies would have given, by a run's own times",
-    about="""Take the compute times of a real run, in the order in which they were, and what lay between minibatches,
-and replay it in virtual time: under its own strategy, which says how far the replay is off, and under others. Told are
-the times for as many applied samples and, trained in virtual time, to the same accuracy, without evaluations.""",
+    summary="estimate how other strategies would have performed, from the compute times of a run",
+    about="""Replay a finished run in virtual time, with its recorded compute times: under its own strategy, which shows
+the error of the replay, and under others. The table gives the time for the same number of samples and, unless
+--no-accuracy is given, trains in virtual time and gives the time to the same accuracy. Evaluation is left out.""",
     examples=(
         "replay runs/digits --no-accuracy",
         "replay runs/digits --sync async full-sync",
     ),
     options=(
-        option("run", read=Path, metavar="RUN", help="the folder of a real run that has ended"),
+        option("run", read=Path, metavar="RUN", help="directory of a finished run"),
         option(
             "--sync",
             nargs="+",
             action="extend",
             default=[],
             metavar="LINE",
-            help="strategies to replay it under, like k-sync:3 (default: some of each kind)",
+            help="strategies to replay, like k-sync:3 (default: some of each kind)",
         ),
-        option("--learners", read=parse_count, metavar="P", help="as if there had been so many (default: the run's)"),
+        option("--learners", read=parse_count, metavar="P", help="number of learners (default: as in the run)"),
         option(
             "--target",
             read=read_accuracy,
             metavar="X",
-            help="the accuracy to reach (default: the highest that the run reached and held)",
+            help="target accuracy (default: the highest that the run reached and held)",
         ),
-        option("--no-accuracy", action="store_true", help="only the times: nothing is trained"),
+        option("--no-accuracy", action="store_true", help="estimate times only; train nothing"),
         option(
             "--calibration",
             read=Path,
             metavar="FILE",
-            help="of offbeat calibrate: what communication takes under the family that the run was not of",
+            help="file of offbeat calibrate, for communication costs that the run did not measure",
         ),
         option(
             "--seed",
             type=int,
             default=0,
             metavar="N",
-            help="of the times of minibatches that were cancelled (default 0)",
+            help="seed for the times of cancelled minibatches (default 0)",
         ),
     ),
     run=_run,

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from offbeat.report.page_model import Page
     from offbeat.runs.run_record import RunRecord
 
-SENTENCES = 6  # of the summary that are printed
+SENTENCES = 5  # of the summary that are printed
 PROBLEMS = 10
 CURVE = ("seconds", "update", "accuracy", "loss", "test_samples")  # of an evaluation, in JSON
 
 
 def _price(text: str) -> float:
-    return parse_number(text, lambda x: 0 <= x < 1e9, "a price is a number, 0 or more, like 2.5")
+    return parse_number(text, lambda x: 0 <= x < 1e9, "a price is a number of 0 or more, like 2.5")
 
 
 def write_report(run: Path) -> Path:
@@ -55,7 +55,7 @@ def _run(given: argparse.Namespace) -> None:
     place = _place(given.output, given.runs)  # what cannot be written is found before the long work
     trace = None if given.perfetto is None else _place(given.perfetto, given.runs)
     if trace == place:
-        raise RequestError(f"the page and the trace are both to be written to {given.output}; name two files")
+        raise RequestError(f"--output and --perfetto name the same file, {given.output}; choose two files")
     with busy("reading the runs"):
         inputs = read_inputs(given.runs)
         known = [facts_of(run) for run in inputs.runs]
@@ -76,8 +76,9 @@ def _run(given: argparse.Namespace) -> None:
         ("page", f"{given.output} ({format_size(size)})"),
         *([("tables", f"{given.csv} ({count_of(len(tables), 'CSV file')})")] if given.csv is not None else []),
         *([("trace", f"{given.perfetto}")] if given.perfetto is not None else []),
+        *(("note", note) for note in page.notes[:PROBLEMS]),
         *(("problem", problem) for problem in page.problems[:PROBLEMS]),
-        *([("problem", f"{more} more are on the page")] if more > 0 else []),
+        *([("problem", f"{more} more on the page")] if more > 0 else []),
     ]
     told = _as_json(given, inputs, known, page, size) if given.json else {}
     answer(given, told, lambda out: _show(out, page, rows))
@@ -101,12 +102,12 @@ def _place(path: Path, inputs: Sequence[Path]) -> Path:
     except OSError:  # not there yet, or not to be reached: writing will tell
         found = None
     if place.is_symlink():
-        raise RequestError(f"cannot write {path}: it is a link that leads nowhere; name a file")
+        raise RequestError(f"cannot write {path}: it is a broken symbolic link; choose another file")
     if found is not None:
         if stat.S_ISDIR(found.st_mode):
-            raise RequestError(f"cannot write {path}: it is a folder; name a file")
+            raise RequestError(f"cannot write {path}: it is a folder; expected a file")
         if not stat.S_ISREG(found.st_mode) or _is_own_output(found):
-            raise RequestError(f"cannot write {path}: it is not a plain file, and would be replaced; name a file")
+            raise RequestError(f"cannot write {path}: it is not a regular file; choose another file")
     for one in inputs:
         real = Path(os.path.realpath(one))
         if one.is_dir() and place.is_relative_to(real) and place != real / "report.html":
@@ -114,7 +115,7 @@ def _place(path: Path, inputs: Sequence[Path]) -> Path:
                 f"cannot write {path}: it is in the folder of a run; of that only {one / 'report.html'} may be replaced"
             )
         if place == real or (found is not None and one.is_file() and os.path.samestat(found, one.stat())):
-            raise RequestError(f"cannot write {path}: it is one of the files that are read; name another")
+            raise RequestError(f"cannot write {path}: it is one of the input files; choose another file")
     return place
 
 
@@ -197,6 +198,7 @@ def _as_json(
         "page": str(given.output),
         "size_bytes": size,
         "summary": list(page.summary),
+        "notes": list(page.notes),
         "problems": list(page.problems),
         "runs": runs,
         "results": [
@@ -212,36 +214,34 @@ def _as_json(
 
 
 COMMAND = Command(
-    summary="one HTML page from runs and benchmarks: timeline, error, staleness, scaling, energy",
-    about="""Read the folders of runs, real or simulated, and the JSON files of benchmarks, and write one page that
-needs nothing else: timelines, error against time, staleness beside theory, where the time went, scaling, communication,
-energy and cost, predictions beside what was measured. Files that are missing or broken are named on the page.""",
+    summary="write one HTML page about runs and benchmarks: timeline, accuracy, staleness, scaling, energy",
+    about="""Read the folders of runs (real or simulated) and the JSON files of benchmarks, and write one self-contained
+HTML page: a summary table, timelines, error against time, staleness compared with theory, where the time went, scaling,
+communication, energy and cost, predictions compared with measurements. The page lists missing and broken files.""",
     examples=("report runs/digits",),
     options=(
-        option(
-            "runs", nargs="+", read=Path, metavar="RUN", help="the folder of a run, or the .json file of a benchmark"
-        ),
+        option("runs", nargs="+", read=Path, metavar="RUN", help="folder of a run, or .json file of a benchmark"),
         option(
             "-o",
             "--output",
             read=Path,
             default=Path("report.html"),
             metavar="FILE",
-            help="where the page is written (default report.html)",
+            help="output file (default report.html)",
         ),
         option(
             "--target",
             read=read_accuracy,
             metavar="ACCURACY",
-            help="time to this accuracy, like 0.95 (default: the highest all ranked reached)",
+            help="target accuracy, like 0.95 (default: the highest that all ranked runs reached)",
         ),
-        option("--price", read=_price, metavar="PRICE", help="of a device hour: adds what runs cost"),
-        option("--csv", read=Path, metavar="FOLDER", help="write every table there as a CSV file"),
+        option("--price", read=_price, metavar="PRICE", help="price of one device hour; adds the cost of the runs"),
+        option("--csv", read=Path, metavar="FOLDER", help="write every table to this folder as a CSV file"),
         option(
             "--perfetto",
             read=Path,
             metavar="FILE",
-            help="write all timelines as one trace for Perfetto or chrome://tracing",
+            help="write all timelines to one trace file for Perfetto or chrome://tracing",
         ),
     ),
     run=_run,

@@ -22,7 +22,7 @@ from offbeat.strategy import ALL_REDUCE, NATIVE, family_of
 
 def _run(given: argparse.Namespace) -> None:
     if not Path(given.script).is_file():
-        raise RequestError(f"there is no script {given.script}")
+        raise RequestError(f"no such script: {given.script}")
     from offbeat.processes.slowness import parse
 
     parse(given.slow, given.learners)
@@ -48,11 +48,11 @@ def _run(given: argparse.Namespace) -> None:
     failed = {learner: code for learner, code in launcher.exits.items() if code}
     if not failed and not has_joined:
         raise RequestError(
-            f"run: {Path(given.script).name} never called offbeat.join(): {given.learners} copies of it ran, each by "
-            "itself"
+            f"run: {Path(given.script).name} never called offbeat.join(), so its {given.learners} copies trained "
+            "independently"
         )
     if not reduces and (said is None or summary.get("unfinished")):
-        raise OffbeatError("run: the last updates were not made: the servers did not answer")
+        raise OffbeatError("run: the last updates were not applied because the servers did not answer")
     if failed:
         names = ", ".join(map(str, sorted(failed)))
         kind = RequestError if set(failed.values()) == {RequestError.exit_code} else OffbeatError
@@ -72,7 +72,7 @@ def _supervisor(given: argparse.Namespace, environment: Mapping[str, str]) -> La
     )
     log = None if given.log is None else given.log.absolute()
     if log is not None and (log.is_dir() or not log.parent.is_dir()):
-        raise RequestError(f"cannot write {given.log}: it is a folder, or is in none")
+        raise RequestError(f"cannot write {given.log}: it is a folder, or its folder does not exist")
     corrected = setting.policy().staleness_note()
     if corrected:
         print(f"offbeat: {corrected}", file=sys.stderr)
@@ -89,7 +89,9 @@ def _supervisor(given: argparse.Namespace, environment: Mapping[str, str]) -> La
 
 def _ranks(given: argparse.Namespace, environment: Mapping[str, str]) -> Launcher:
     if given.log is not None or given.servers != 1 or given.cancelled != "again":
-        raise RequestError(f"'{given.sync}' is an all-reduce: --log, --servers, --cancelled are for a parameter server")
+        raise RequestError(
+            f"'{given.sync}' is an all-reduce; --log, --servers and --cancelled need a parameter-server strategy"
+        )
     own = {"OFFBEAT_STRATEGY": given.sync}
     if given.sync != NATIVE and "OFFBEAT_REPLACE" not in os.environ:
         own["OFFBEAT_REPLACE"] = "gloo,nccl"  # programs that ask for these themselves run by the line all the same
@@ -112,7 +114,7 @@ def _printer(given: argparse.Namespace) -> Callable[[str, str], None]:
 def _show(out: Terminal, given: argparse.Namespace, summary: dict[str, Any]) -> None:
     if not {"pushes", "wait_share"} & summary.keys():  # nobody has come so far as to say more
         return
-    rows = _server_facts(summary) if "pushes" in summary else [("updates", f"{summary['updates']}")]
+    rows = _server_facts(summary) if "pushes" in summary else _reduced_facts(summary)
     if summary.get("sent_bytes") is not None:
         told = format_traffic(summary["sent_bytes"], summary["received_bytes"], summary.get("wait_share"))
         rows.append(("traffic", f"learners {told}"))
@@ -124,23 +126,34 @@ def _show(out: Terminal, given: argparse.Namespace, summary: dict[str, Any]) -> 
         say(out, f"warning: {summary['warning']}", style="bold yellow")
 
 
+def _updates(summary: dict[str, Any]) -> tuple[str, str]:
+    per = summary["seconds_per_update"]
+    each = f": {format_seconds(per)} each" if per else ""
+    return "updates", f"{summary['updates']} in {format_seconds(summary['seconds'])}{each}"
+
+
+def _reduced_facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    waits = summary["wait_share"]
+    return [
+        _updates(summary),
+        ("staleness", "0: every update is synchronous"),
+        *([] if waits is None else [("learners", f"{percent(1 - waits)} computing, {percent(waits)} waiting")]),
+    ]
+
+
 def _server_facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    pushes, per = summary["pushes"], summary["seconds_per_update"]
+    pushes = summary["pushes"]
     dropped = ", ".join(f"{many} {why}" for why, many in summary["dropped"].items())
     lost = f", {pushes['dropped']} dropped ({dropped})" if pushes["dropped"] else ""
     cancelled = (
-        f"{summary['cancelled']} minibatches, {summary['stopped']} of them stopped under way: "
-        f"{format_seconds(summary['reclaimed_s'])} of computing saved"
+        f"{summary['cancelled']} minibatches, {summary['stopped']} of them stopped halfway, "
+        f"{format_seconds(summary['reclaimed_s'])} of compute time saved"
     )
-    skew = f"up to {max(map(int, summary['skew']), default=0)} versions between shards, at a fetch"
+    skew = f"a fetch saw shards up to {max(map(int, summary['skew']), default=0)} versions apart"
     busy, waits = sum(summary["compute_s"]), sum(summary["wait_s"])
     whole = busy + waits
     return [
-        (
-            "updates",
-            f"{summary['updates']} in {format_seconds(summary['seconds'])}"
-            + (f": {format_seconds(per)} each" if per else ""),
-        ),
+        _updates(summary),
         ("pushes", f"{pushes['received']} received, {pushes['applied']} applied{lost}"),
         ("staleness", f"{summary['staleness_mean']:.3f} on average"),
         *([("cancelled", cancelled)] if summary["cancelled"] else []),
@@ -150,40 +163,51 @@ def _server_facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 COMMAND = Command(
-    summary="run a script with several learners on this machine",
-    about="""Run a script once for each learner, with the parameter server (or the process group) that the strategy
-needs. The script calls offbeat.join() and keeps its own loop; `offbeat examples digits` copies one. Each learner's
-output is prefixed with its number. A learner that is killed is started again and goes on; one that fails stays away,
-and the others go on.""",
+    summary="run your own training script with several learners on this machine",
+    about="""Start a script once per learner, with the parameter server or the process group that the strategy needs.
+The script calls offbeat.join() and keeps its own training loop; `offbeat examples digits` copies an example. Each line
+of output is prefixed with the learner's number. A learner that is killed is restarted and continues. A learner that
+fails with an error is not restarted; the others continue.""",
     examples=("run --learners 2 --sync k-async:2 digits.py",),
     options=(
-        option("script", help="a Python file, run once for each learner"),
-        option("words", nargs=argparse.REMAINDER, metavar="ARGS", help="its own arguments"),
-        option("--sync", default="async", metavar="STRATEGY", help="the one line (default async)"),
-        option("--learners", read=parse_count, default=2, metavar="P", help="(default 2)"),
-        option("--servers", read=parse_count, default=1, metavar="S", help="shards (default 1)"),
+        option("script", help="Python file to run, once per learner"),
+        option("words", nargs=argparse.REMAINDER, metavar="ARGS", help="arguments of the script"),
+        option("--sync", default="async", metavar="STRATEGY", help="synchronisation strategy (default async)"),
+        option("--learners", read=parse_count, default=2, metavar="P", help="number of learners (default 2)"),
+        option(
+            "--servers",
+            read=parse_count,
+            default=1,
+            metavar="S",
+            help="number of parameter-server shards (default 1)",
+        ),
         option(
             "--slow",
             action="append",
             default=[],
             metavar="HOW",
-            help="slowness on purpose: exp:0.05 (any law), learner=2,factor=3; may be given several times",
+            help="artificial delays: exp:0.05 (a random law) or learner=2,factor=3; repeat the option for several",
         ),
-        option("--seed", type=int, default=0, metavar="N", help="of the order of samples and of --slow (default 0)"),
-        option("--log", read=Path, metavar="FILE", help="the run log: every decision of the policy, and all spans"),
+        option("--seed", type=int, default=0, metavar="N", help="seed of the sample order and of --slow (default 0)"),
+        option(
+            "--log",
+            read=Path,
+            metavar="FILE",
+            help="write the run log: every decision of the policy and every span",
+        ),
         option(
             "--cancelled",
             choices=("again", "drop"),
             default="again",
-            help="samples of cancelled minibatches: computed again later (default), or counted as dropped",
+            help="samples of cancelled minibatches: compute them again later (default), or drop them",
         ),
         option(
             "--staleness",
             choices=(CORRECT, KEEP),
             default=CORRECT,
-            help="stale gradients: the servers shorten their steps (default), or keep them as the optimizer says",
+            help="stale gradients: take shorter steps (default), or keep the full step",
         ),
-        option("--threads", read=parse_count, default=1, metavar="N", help="torch threads a learner (default 1)"),
+        option("--threads", read=parse_count, default=1, metavar="N", help="torch threads per learner (default 1)"),
     ),
     run=_run,
 )

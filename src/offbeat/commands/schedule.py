@@ -50,7 +50,7 @@ def _run(given: argparse.Namespace) -> None:
     if given.calibration is None:
         machine = topology.build(given.topology, ranks=ranks)
     elif given.topology != "uniform":
-        raise RequestError("schedule: --topology and --calibration both say what the links are: leave one out")
+        raise RequestError("schedule: --topology and --calibration exclude each other")
     else:
         machine = read_calibration(given.calibration).topology(ranks)
     if given.algorithm is None:
@@ -76,12 +76,12 @@ def _one(given: argparse.Namespace, machine: Topology) -> None:
         heading(out, f"{schedule.name} {schedule.collective}, {ranks}, {size}, {machine.name}")
         out.print(_coloured(schedules.grid(schedule, max_ranks=max(2, min(8, out.width // 10)))), soft_wrap=True)
         if cost.steps:
-            say(out, "+c2 <3 adds chunk 2 as it comes from rank 3, = overwrites", style="dim")
+            say(out, "+c2 <3: add chunk 2 received from rank 3; =c2 <3: overwrite it", style="dim")
         out.print()
         facts(out, _facts(schedule, cost, given.size, bound_s))
         print_rings(out, machine, rings)
         if given.svg is not None:
-            say(out, f"\ndrawn in {given.svg}")
+            say(out, f"\nwrote {given.svg}")
 
     told = (
         _price_json(schedule.name, schedule.ranks, cost)
@@ -93,16 +93,16 @@ def _one(given: argparse.Namespace, machine: Topology) -> None:
 
 def _facts(schedule: Schedule, cost: Price, size: int, bound_s: float | None) -> list[tuple[str, str]]:
     most = max(cost.bytes_per_rank)
-    sent = f"{format_size(most)} by the busiest rank, {format_size(cost.bytes_total)} in all"
+    sent = f"{format_size(most)} by the busiest rank, {format_size(cost.bytes_total)} in total"
     took = f"{format_seconds(cost.seconds)}, {format_seconds(cost.latency_s)} of it latency"
     if bound_s:
         fewest = 2 * size * (schedule.ranks - 1) / schedule.ranks
-        sent += f"; lower bound 2M(P-1)/P = {format_size(fewest)} a rank: {most / fewest:.2f}x"
+        sent += f"; lower bound 2M(P-1)/P = {format_size(fewest)} per rank: {most / fewest:.2f}x"
         took += (
             f"; lower bound {format_seconds(bound_s)} (every link of every rank busy): {cost.seconds / bound_s:.2f}x"
         )
     found = [
-        ("proved", "every promise of the collective, by counting contributions"),
+        ("proved", "every rank ends with the right data (contributions counted)"),
         ("steps", str(cost.steps)),
         ("sent", sent),
         ("time", took),
@@ -188,34 +188,44 @@ def _coloured(grid: str) -> Text:
 
 
 COMMAND = Command(
-    summary="prove, price and draw a collective, or rank all of them on a topology",
-    about="Prove, price and draw a collective; without an algorithm, rank every all-reduce on the topology.",
+    summary="verify, price and draw a collective, or rank all all-reduces on a topology",
+    about="Verify, price and draw a collective. Without an algorithm, rank every all-reduce on the topology.",
     examples=(
         "schedule torus:4x2 --size 100MB --svg torus.svg",
         "schedule --topology cluster:4x8,inside=50GB/s,across=1GB/s --size 100MB",
         "schedule tree --collective broadcast --ranks 6 --root 2",
     ),
     options=(
-        option("algorithm", nargs="?", help="ring, torus:4x2, hierarchical:2x4, ...; left out: all are ranked"),
-        option("--ranks", read=parse_count, metavar="P", help="how many (default: what a shape says, or 8)"),
+        option("algorithm", nargs="?", help="ring, torus:4x2, hierarchical:2x4, ... (default: rank all)"),
+        option("--ranks", read=parse_count, metavar="P", help="number of ranks (default: from the shape, else 8)"),
         option(
             "--size",
             read=parse_size,
             default=100_000_000,
-            help="of the vector, in bytes or parameters: 100MB (default), 25.6Mparams (4 bytes each)",
+            help="size of the vector: 100MB (default), or parameters of 4 bytes like 25.6Mparams",
         ),
-        option("--item-size", read=parse_count, default=1, metavar="BYTES", help="not cut apart (default 1)"),
-        option("--topology", default="uniform", help="see offbeat topology (default uniform)"),
+        option(
+            "--item-size",
+            read=parse_count,
+            default=1,
+            metavar="BYTES",
+            help="bytes per item; chunks hold whole items (default 1)",
+        ),
+        option("--topology", default="uniform", help="network topology, see offbeat topology (default uniform)"),
         option(
             "--calibration",
             read=Path,
             metavar="FILE",
-            help="the links of this machine, as offbeat calibrate measured them",
+            help="use the links measured by offbeat calibrate",
         ),
-        option("--collective", default="all-reduce", help="all-reduce (default), all-gather, broadcast, ..."),
-        option("--root", type=int, default=0, metavar="RANK", help="of a broadcast or reduce (default 0)"),
-        option("--all", action="store_true", help="in the ranking, every shape that was tried and not only the best"),
-        option("--svg", read=Path, metavar="FILE", help="draw it"),
+        option(
+            "--collective",
+            default="all-reduce",
+            help="collective: all-reduce (default), all-gather, broadcast, ...",
+        ),
+        option("--root", type=int, default=0, metavar="RANK", help="root rank of a broadcast or reduce (default 0)"),
+        option("--all", action="store_true", help="rank every shape, not only the best of each algorithm"),
+        option("--svg", read=Path, metavar="FILE", help="write a drawing of the schedule"),
     ),
     run=_run,
 )

@@ -31,12 +31,12 @@ def _run(given: argparse.Namespace) -> None:
     if not lines:
         raise RequestError("simulate: the following arguments are required: strategy")
     if len(lines) > 1:
-        raise RequestError(f"simulate: unknown argument '{lines[1]}'; it takes one strategy, and compare takes several")
+        raise RequestError(f"simulate: got a second strategy, '{lines[1]}'; use compare for several")
     strategy, *more = expand(lines[0])
     if given.recipe is not None:
         check_recipe_options(given)
         if more:
-            raise RequestError(f"--recipe trains one strategy, and '{lines[0]}' stands for several; use compare")
+            raise RequestError(f"--recipe takes one strategy, but '{lines[0]}' stands for several; use compare")
         simulate_recipe(given, strategy)
         return
     if is_sweep(given, lines):
@@ -49,9 +49,11 @@ def _run(given: argparse.Namespace) -> None:
     updates = given.updates or setup.updates_for()
     if given.curve:
         if given.calibration is not None:
-            raise RequestError("--curve needs the layers' times and a topology of one's own: leave --calibration out")
+            raise RequestError(
+                "--curve and --calibration exclude each other; describe the layers and the topology instead"
+            )
         if not setup.reduces:
-            raise RequestError(f"--curve is for an all-reduce like ring; '{strategy}' is a server policy")
+            raise RequestError(f"--curve needs an all-reduce like ring; '{strategy}' is a parameter-server strategy")
         _curve(given, setup, machines.network)
         return
     show = 3 if given.show is None else given.show
@@ -97,15 +99,15 @@ def _facts(result: Result, took: float) -> list[tuple[str, str]]:
     ages = ", ".join(f"{age}: {count}" for age, count in list(result.staleness.items())[:12])
     more = f", ... up to {max(result.staleness)}" if len(result.staleness) > 12 else ""
     shares = (
-        ("computing what counts", result.busy_share),
-        ("computing for nothing", result.waste_share),
+        ("computing gradients that were applied", result.busy_share),
+        ("computing gradients that were discarded", result.waste_share),
         ("sending", result.send_share),
         ("waiting", result.wait_share),
     )
     each = format_seconds(result.seconds_per_update)
     found = [
         ("updates", f"{result.updates} in {format_seconds(result.seconds)}: {each} each"),
-        ("throughput", f"{result.minibatches_per_s:.4g} minibatches applied a second"),
+        ("throughput", f"{result.minibatches_per_s:.4g} minibatches applied per second"),
         ("staleness", f"{result.staleness_mean:.3f} on average, standard deviation {result.staleness_std:.3f}"),
         ("", f"gradients by staleness: {ages}{more}"),
         ("learners", ", ".join(f"{percent(share)} {name}" for name, share in shares if share > 0)),
@@ -121,7 +123,7 @@ def _scaling(point: SweepPoint, epoch_samples: int | None) -> list[tuple[str, st
     found = (
         f"T(1) {format_seconds(point.alone_s)}, T({point.learners}) {format_seconds(point.iteration_s)}: "
         f"speed-up {point.speedup:.3g}, efficiency {percent(point.efficiency)}, "
-        f"overhead {format_seconds(point.overhead_s)} (one learner alone is the base; weak scaling)"
+        f"overhead {format_seconds(point.overhead_s)} (weak scaling; the baseline is one learner alone)"
     )
     epoch = [] if epoch_samples is None else [("epoch", format_seconds(epoch_samples / point.samples_per_s))]
     return [("scaling", found), *epoch]
@@ -144,7 +146,7 @@ def _timeline(out: Terminal, result: Result, updates: int) -> None:
         out.print(row, soft_wrap=True)
     if len(shown) > 16:
         say(out, f"({len(shown) - 16} more learners)", style="dim")
-    legend = "digit: version, ░ cancelled or lost, · waiting, ─ sending, blank: later versions, or away"
+    legend = "digit: version; ░ cancelled or lost, · waiting, ─ sending, blank: later version or not in the run"
     say(out, f"0 to {format_seconds(end)}; {legend}", style="dim")
     out.print()
 
@@ -153,7 +155,7 @@ def _curve(given: argparse.Namespace, setup: Setup, network: Network) -> None:
     assert setup.topology is not None
     strategy, learners, law = setup.strategy, setup.cluster.learners, setup.cluster.law
     if law.mean_s == math.inf:
-        raise RequestError(f"--curve is for the mean compute time, and that of '{law.text}' is infinite")
+        raise RequestError(f"--curve needs a finite mean compute time; that of '{law.text}' is infinite")
     points = bucket_curve(strategy, law.mean_s, network.model(), setup.topology)
     size = f"{format_size(network.size_bytes)} in {network.layers} layers"
     most = max(p.iteration_s for p in points)
@@ -168,7 +170,8 @@ def _curve(given: argparse.Namespace, setup: Setup, network: Network) -> None:
                 f"{format_seconds(p.bound_s):>12}  {'█' * round(40 * p.iteration_s / most)}"
                 for p in points
             ),
-            "at least: forward + the first bucket's backward + the reduction of all at once; one bucket: no overlap",
+            "at least: forward pass + backward pass of the first bucket + one reduction of everything; one bucket: "
+            "no overlap",
         )
 
     told = {"strategy": strategy, "learners": learners, "curve": [asdict(point) for point in points]}
@@ -176,10 +179,10 @@ def _curve(given: argparse.Namespace, setup: Setup, network: Network) -> None:
 
 
 COMMAND = Command(
-    summary="run one strategy in simulated time, with the real policies and schedules",
-    about="""Run one strategy in simulated time: the same policy objects and schedules that run for real. With
---recipe the model is really trained on that clock: loss and accuracy against simulated seconds, and the time to a
-target. Its folder has what a real run's has.""",
+    summary="simulate one strategy, with the same policies and schedules as in real runs",
+    about="""Simulate one strategy. The policies and schedules are the same objects that real runs use. With --recipe
+the model is trained in virtual time: the gradients are real, the clock is simulated. The result has loss and accuracy
+against simulated seconds, and the time to --target. The output folder holds the same files as that of a real run.""",
     examples=(
         "simulate k-sync:4 --learners 8 --compute shifted-exp:1,1",
         "simulate softsync:2,rate=inverse --learners 30 --compute gamma:1,0.25 --updates 5000",
@@ -196,19 +199,28 @@ target. Its folder has what a real run's has.""",
             "strategy",
             nargs="*",
             metavar="STRATEGY",
-            help="k-async:4, softsync:2,rate=inverse, ring, ...; see offbeat strategies; k-sync:1..8 is a sweep",
+            help="k-async:4, ring, ... (offbeat strategies lists all); k-sync:1..8 makes a sweep",
         ),
         option(
             "--updates",
             read=parse_count,
             metavar="N",
-            help="(default: those of 500 minibatches of each learner, within bounds; a recipe has epochs)",
+            help="number of updates (default: from about 500 minibatches per learner); use --epochs with --recipe",
         ),
         *MACHINE_OPTIONS,
-        option("--show", read=parse_whole, metavar="N", help="updates in the timeline (default 3)"),
-        option("--trace", read=Path, metavar="FILE", help="all spans, for Perfetto or chrome://tracing"),
-        option("--log", read=Path, metavar="FILE", help="the run log: every decision of the policy, and all spans"),
-        option("--curve", action="store_true", help="of an all-reduce: the time as buckets get smaller"),
+        option("--show", read=parse_whole, metavar="N", help="updates to show in the timeline (default 3)"),
+        option("--trace", read=Path, metavar="FILE", help="write a trace for Perfetto or chrome://tracing"),
+        option(
+            "--log",
+            read=Path,
+            metavar="FILE",
+            help="write the run log: every decision of the policy and every span",
+        ),
+        option(
+            "--curve",
+            action="store_true",
+            help="all-reduce only: show the iteration time for ever smaller buckets",
+        ),
         *SWEEP_OPTIONS,
         *RECIPE_OPTIONS,
     ),

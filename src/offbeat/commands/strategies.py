@@ -37,9 +37,9 @@ def _run(given: argparse.Namespace) -> None:
 
 
 COMMAND = Command(
-    summary="list every strategy, one line each, with its options",
-    about="List every strategy a run can be given, with its options.",
+    summary="list every strategy, or explain one and its options",
+    about="List every strategy that --sync accepts, or explain one and its options.",
     examples=("strategies", "strategies hierarchical", "strategies k-async"),
-    options=(option("name", nargs="?", help="one of them, with its options; left out: all, one line each"),),
+    options=(option("name", nargs="?", help="strategy to explain (default: list all)"),),
     run=_run,
 )

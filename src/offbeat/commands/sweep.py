@@ -23,9 +23,9 @@ _FILES = ("trace", "log", "curve", "show")  # what is written or shown of one si
 
 
 SWEEP_OPTIONS = (
-    option("--svg", read=Path, metavar="FILE", help="draw a sweep"),
+    option("--svg", read=Path, metavar="FILE", help="write a chart of a sweep"),
     option(
-        "--epoch-samples", read=parse_count, metavar="N", help="samples in an epoch: tell the seconds it takes"
+        "--epoch-samples", read=parse_count, metavar="N", help="samples per epoch; adds the time per epoch"
     ),
 )  # fmt: skip
 
@@ -39,7 +39,7 @@ def is_sweep(given: argparse.Namespace, lines: Sequence[str]) -> bool:
     if len(given.learners.counts) > 1 or any(len(expand(line)) > 1 for line in lines):
         return True
     if given.svg is not None:
-        raise RequestError("--svg draws a sweep: give several --learners, or a range like k-sync:1..8")
+        raise RequestError("--svg needs a sweep: give several --learners, or a range like k-sync:1..8")
     return False
 
 
@@ -47,10 +47,10 @@ def check_recipe_options(given: argparse.Namespace) -> None:
     """What is for simulations alone is refused beside --recipe."""
     counts = given.learners.counts
     if len(counts) > 1:
-        raise RequestError(f"--recipe goes with one number of learners; got {', '.join(map(str, counts))}")
-    refuse(given, ("svg", "epoch_samples"), "does not go with --recipe: it draws its own picture, and has its own data")
-    refuse(given, ("updates", "minibatches"), "is not for a recipe: it has --epochs")
-    refuse(given, _FILES, "is not for a recipe: it has the files in its folder (--run-dir)")
+        raise RequestError(f"--recipe takes one number of learners; got {', '.join(map(str, counts))}")
+    refuse(given, ("svg", "epoch_samples"), "does not apply with --recipe, which writes its own chart")
+    refuse(given, ("updates", "minibatches"), "does not apply with --recipe; use --epochs")
+    refuse(given, _FILES, "does not apply with --recipe: these files are in the output folder (--run-dir)")
 
 
 def batch_of(given: argparse.Namespace) -> int:
@@ -66,7 +66,7 @@ def sweep(given: argparse.Namespace, lines: Sequence[str]) -> None:
     """Every line with every number of learners: a table, a picture if asked for, or one JSON object."""
     batch = batch_of(given)
     refuse_without_recipe(given, batch_size=True)
-    why = "does not go with a sweep; name one strategy and one number of learners"
+    why = "does not apply to a sweep; give one strategy and one number of learners"
     refuse(given, (*_FILES, "minibatches"), why)
     counts = given.learners.counts
     if not lines:  # those that are written the same whatever the number of learners
@@ -121,7 +121,7 @@ def _show(
     rows = [_cells(point, given.epoch_samples) for point in points]
     table(out, columns + (["epoch"] if given.epoch_samples else []), rows)
     if compared:
-        say(out, f"times as long an update as {compared[0].other}", style="bold")
+        say(out, f"time per update relative to {compared[0].other}", style="bold")
         table(
             out,
             ["strategy", "P", "ratio", "theory", "off", "P H_P"],
@@ -137,20 +137,20 @@ def _show(
                 for one in compared
             ],
         )
-    say(out, *(f"left out {line}" for line in left_out))
-    network = "" if points[0].setup.cluster.wires is None else " (computing alone, without the network)"
+    say(out, *(f"skipped {line}" for line in left_out))
+    network = "" if points[0].setup.cluster.wires is None else " (compute time only, without the network)"
     formulas = dict.fromkeys(point.theory.formula for point in points if point.theory is not None)
     if formulas:
         say(out, f"theory: {', '.join(formulas)}{network}; X: compute time, X_(K:P): K-th smallest of P", style="dim")
     say(
         out,
         f"T(1) = {format_seconds(points[0].alone_s)}: one learner alone, which sends nothing",
-        "T(P): seconds in which P minibatches are applied, an iteration under a barrier for all",
+        "T(P): seconds to apply P minibatches; for a synchronous strategy, one iteration",
         *(f"{name} = {DEFINITIONS[name].formula}" for name in ("speedup", "efficiency", "overhead")),
         style="dim",
     )
     if given.svg is not None:
-        say(out, f"picture: {given.svg}")
+        say(out, f"wrote {given.svg}")
 
 
 def _cells(point: SweepPoint, epoch_samples: int | None) -> list[str]:

@@ -72,7 +72,7 @@ def print_rings(out: Terminal, machine: Topology, rings: Rings | None) -> None:
     line = f"  ring:order={format_orders(rings.orders)}"
     say(
         out,
-        line if len(line) <= _MOST_CHARACTERS else "  (their orders are long: offbeat topology ... --json has them)",
+        line if len(line) <= _MOST_CHARACTERS else "  (too long to print; see offbeat topology ... --json)",
     )
 
 
@@ -84,12 +84,12 @@ def _show_all(out: Terminal) -> None:
 
 
 COMMAND = Command(
-    summary="list topologies, or show the links of one and the rings that fit it",
-    about="List topologies; with one, show its links and the edge-disjoint rings over direct links.",
+    summary="list network topologies, or show the links and rings of one",
+    about="List the network topologies, or show the links of one and its edge-disjoint rings over direct links.",
     examples=("topology dgx1", "topology dgx1 --ranks 5", "topology cluster:4x8,across=25Gbit/s"),
     options=(
-        option("topology", nargs="?", help="dgx1, cluster:4x8,across=1GB/s, ...; left out: all are listed"),
-        option("--ranks", read=parse_count, metavar="P", help="how many (default: what a shape says, or 8)"),
+        option("topology", nargs="?", help="dgx1, cluster:4x8,across=1GB/s, ... (default: list all)"),
+        option("--ranks", read=parse_count, metavar="P", help="number of ranks (default: from the shape, else 8)"),
     ),
     run=_run,
 )

@@ -65,37 +65,36 @@ def _config(words: argparse.Namespace) -> Config:
     if words.resume is None:
         return override(read_recipe(words.recipe or DEFAULT), given(words))
     if words.recipe is not None:
-        raise RequestError(f"--resume {words.resume} has a recipe of its own: leave '{words.recipe}' out")
+        raise RequestError(f"--resume {words.resume} continues with the recipe of that run; remove '{words.recipe}'")
     if words.run_dir is not None:
-        raise RequestError("--resume goes on in the folder of the run: leave --run-dir out")
+        raise RequestError("--resume continues in the folder of the run; remove --run-dir")
     changes = given(words)
     how_read = ("data.workers", "data.place")
     fixed = [key for key in changes if key.partition(".")[0] in ("model", "data") and key not in how_read]
     if fixed:
-        raise RequestError(f"a run that goes on keeps its model and data: leave --{fixed[0]} out")
+        raise RequestError(f"a resumed run keeps its model and data; remove --{fixed[0]}")
     return override(read_config(RunDir(words.resume)), changes)
 
 
 COMMAND = Command(
-    summary="train a model with any strategy, from a recipe",
-    about="""Train a model with learners on this machine, under the strategy that --sync names. Without a recipe, a
-small convolutional network learns the digits that come with offbeat. A recipe is one of `offbeat recipes` or a TOML
-file; every field of it can be changed by an option. The run's folder gets the configuration, metrics, the run log, a
-trace for Perfetto, checkpoints, the weights, what the machine is and what energy it took, and a summary; --report adds
-a page to look at. `offbeat watch` shows it from another terminal. Ctrl-C saves and ends; --resume goes on. Under
-`torchrun --nproc-per-node P -m offbeat train ...` the processes of torchrun are the learners.""",
+    summary="train a model from a recipe, with any strategy",
+    about="""Train a model with several learners on this machine. --sync chooses the synchronisation strategy. The
+default recipe trains a small convolutional network on the handwritten digits that come with offbeat. A recipe is one
+of `offbeat recipes` or a TOML file; options override its fields. The run's folder receives the configuration, metrics,
+the run log, a trace for Perfetto, checkpoints, the weights, facts about the machine, its energy use and a summary;
+--report adds an HTML page. `offbeat watch` follows the run from another terminal. Ctrl-C writes a checkpoint and stops;
+--resume continues. Under `torchrun --nproc-per-node P -m offbeat train ...` the processes of torchrun are the
+learners.""",
     examples=(
         "train --run-dir runs/digits",
         "train digits-mlp --sync k-async:2 --learners 4 --train.epochs 5",
     ),
     usage="%(prog)s [RECIPE] [--sync STRATEGY] [--learners P] [--SECTION.FIELD VALUE ...] [--resume RUN]",
     options=(
-        option(
-            "recipe", nargs="?", metavar="RECIPE", help=f"a built-in one (offbeat recipes) or a TOML file; {DEFAULT}"
-        ),
-        option("--run-dir", read=Path, metavar="FOLDER", help="of this run (default runs/NAME-TIME)"),
-        option("--resume", read=Path, metavar="RUN", help="go on in the folder of a run, from its newest checkpoint"),
-        option("--quiet", action="store_true", help="only the summary, and what goes wrong"),
+        option("recipe", nargs="?", metavar="RECIPE", help=f"built-in recipe or TOML file (default {DEFAULT})"),
+        option("--run-dir", read=Path, metavar="FOLDER", help="output folder (default runs/NAME-TIME)"),
+        option("--resume", read=Path, metavar="RUN", help="continue this run from its newest checkpoint"),
+        option("--quiet", action="store_true", help="print only errors and the final summary"),
         option("--report", action="store_true", help="write report.html into the run's folder at the end"),
     ),
     sections=SECTIONS,

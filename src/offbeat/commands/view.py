@@ -114,22 +114,31 @@ def progress_line(state: Progress) -> str:
 
 def died_line(record: Record) -> str:
     who = "a learner" if record.get("learner") is None else f"learner {record['learner']}"
-    return f"{who} died: {record.get('text') or 'it did not say why'}"
+    return f"{who} died: {record.get('text') or 'no reason given'}"
 
 
 def summary(state: Progress) -> list[tuple[str, str]]:
-    """Labels and facts for the end; of a run that broke off, how far it came."""
+    """Labels and facts for the end; of a run that broke off, how far it came, and how to resume it."""
     if not state.begin and state.end is None:
         return []
     saved = state.saved or {}
+    folder = (state.end or {}).get("run_dir") or state.begin.get("run_dir")
     broken_off = f"in epoch {state.epoch} of {state.epochs}, after {_seconds(state.elapsed_s)}"
     rows = [
         *(_end_facts(state.end, state.best) if state.end is not None else [("stopped", [broken_off])]),
         ("energy", _burnt(state.energy)),
         ("saved", _if_known("update {}", str, saved.get("update")) + _if_known("{}", _clean, saved.get("path"))),
-        ("run", _if_known("{}", _clean, (state.end or {}).get("run_dir") or state.begin.get("run_dir"))),
+        ("run", _if_known("{}", _clean, folder)),
+        ("resume", _if_known("offbeat train --resume {}", _clean, folder if _can_resume(state) else None)),
     ]
     return [(label, ", ".join(texts)) for label, texts in rows if texts]
+
+
+def _can_resume(state: Progress) -> bool:
+    """Whether it was stopped and left a checkpoint; where learners died, the error says how to continue."""
+    if state.end is not None:
+        return bool(state.end.get("stopped"))
+    return state.saved is not None and not any(row.died for row in state.rows.values())
 
 
 def _best(record: Record) -> str:
@@ -146,7 +155,7 @@ def _end_facts(end: Record, best: Record | None) -> list[tuple[str, list[str]]]:
     return [
         (
             "stopped" if end.get("stopped") else "ended",
-            [_clean(end.get("why") or "before its last epoch")] if early else [],
+            [_clean(end.get("why") or "before the last epoch")] if early else [],
         ),
         (
             "accuracy",
@@ -286,7 +295,7 @@ def _numbers(state: Progress, width: int) -> list[Line]:
             _Column(title="samples/s", cells=[_cell(_number, state.samples_per_s, "bold")], rank=2),
             _Column(title="waiting", cells=[_cell(whole_percent, state.wait_share, "yellow")], rank=3),
             _Column(title="staleness", cells=[_cell("{:.2f}".format, state.last("staleness"))], rank=6),
-            _Column(title="rate", cells=[_cell("{:.4g}".format, state.last("rate"))], rank=7),
+            _Column(title="lr", cells=[_cell("{:.4g}".format, state.last("rate"))], rank=7),
         ],
         width,
     )

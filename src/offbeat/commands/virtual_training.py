@@ -56,26 +56,26 @@ _GROUP = "training in virtual time"
 RECIPE_OPTIONS = (
     option(
         "--recipe", group=_GROUP, metavar="RECIPE",
-        help="train it for real, on the simulated clock (offbeat recipes, or a TOML file)",
+        help="recipe to train in virtual time: built-in or TOML file",
     ),
-    option("--target", group=_GROUP, read=read_accuracy, metavar="X", help="the accuracy to reach, like 0.95"),
-    option("--look-every", group=_GROUP, read=_epochs, metavar="X", help="epochs from look to look (default 0.25)"),
+    option("--target", group=_GROUP, read=read_accuracy, metavar="X", help="target accuracy, like 0.95"),
+    option("--look-every", group=_GROUP, read=_epochs, metavar="X", help="epochs between evaluations (default 0.25)"),
     option(
         "--epoch-ends", group=_GROUP, action="store_true",
         help="learners wait for each other at the end of an epoch, as in a real run",
     ),
     option(
         "--width", group=_GROUP, read=parse_count, metavar="N",
-        help="minibatches computed at a time (default: as fits); 1: alone",
+        help="minibatches computed together (default: chosen automatically; 1: one by one)",
     ),
-    option("--device", group=_GROUP, help="that computes: cpu (default), cuda or cuda:1"),
-    option("--run-dir", group=_GROUP, read=Path, metavar="FOLDER", help="of what is written (default runs/NAME-TIME)"),
+    option("--device", group=_GROUP, help="device that computes: cpu (default), cuda or cuda:1"),
+    option("--run-dir", group=_GROUP, read=Path, metavar="FOLDER", help="output folder (default runs/NAME-TIME)"),
 )  # fmt: skip
 
 
 def refuse_without_recipe(given: argparse.Namespace, *, batch_size: bool = False) -> None:
     """Options of a training say nothing where none is; `batch_size`: but for --batch-size."""
-    why = "is for training in virtual time: name a recipe with --recipe, like digits-mlp"
+    why = "needs --recipe, like --recipe digits-mlp"
     for key in changes_of(given):
         if not (batch_size and key == "train.batch_size"):
             raise RequestError(f"{flag(key)} {why}")
@@ -91,7 +91,7 @@ def _training(given: argparse.Namespace) -> RecipeTraining:
     for key in changes:
         if key.partition(".")[0] not in (*SECTIONS, *FIELDS):
             raise RequestError(
-                f"--set {key}: here only fields of {', '.join(SECTIONS)} are set so, like train.epochs=5"
+                f"--set {key}: only fields of {', '.join(SECTIONS)} can be set here, like train.epochs=5"
             )
     recipe = changed(override(read_recipe(given.recipe), changes), {"device": given.device or "cpu"})
     check_batch_given(recipe.train)
@@ -112,7 +112,7 @@ def evaluations(tell: Callable[[str], None], what: str) -> Callable[[Mapping[str
 
     def hear(record: Mapping[str, Any]) -> None:
         if record["kind"] == "evaluated":
-            accuracy = "" if record["accuracy"] is None else f", {percent(record['accuracy'])} right"
+            accuracy = "" if record["accuracy"] is None else f", accuracy {percent(record['accuracy'])}"
             at = f"{format_seconds(record['seconds'])} simulated, epoch {record['epoch']:.2f}"
             tell(f"{what}: {at}{accuracy}")
 
@@ -191,8 +191,9 @@ def _facts(
         ("traffic", f"learners {format_traffic(*moved, curve.wait_share)}"),
         (
             "learners",
-            f"{percent(1 - curve.wait_share - curve.waste_share)} computing what counts, "
-            f"{percent(curve.waste_share)} for nothing, {percent(curve.wait_share)} waiting or sending",
+            f"{percent(1 - curve.wait_share - curve.waste_share)} computing gradients that were applied, "
+            f"{percent(curve.waste_share)} computing gradients that were discarded, {percent(curve.wait_share)} "
+            "waiting or sending",
         ),
         ("not applied", f"samples: {dropped}" if dropped else ""),
         *(("note", note) for note in outcome.notes),
@@ -208,10 +209,10 @@ def _target_facts(target: float, curve: TrainingCurve) -> list[tuple[str, str]]:
         at = f"{format_seconds(curve.reached_s)}, {curve.reached_updates:,} updates"
         return [("target", f"{percent(target)} after {at} and {curve.reached_samples:,} samples")]
     if curve.accuracy is None:
-        return [("target", f"{percent(target)} was not reached: there is no accuracy, only a loss")]
+        return [("target", f"{percent(target)} was not reached: this recipe has a loss but no accuracy")]
     return [
-        ("target", f"{percent(target)} was not reached: the highest that was is {percent(curve.best or 0.0)}"),
-        ("", "try another rate (--lr), more epochs (--epochs) or smaller minibatches (--batch-size)"),
+        ("target", f"{percent(target)} was not reached; the best was {percent(curve.best or 0.0)}"),
+        ("", "try another learning rate (--lr), more epochs (--epochs) or smaller minibatches (--batch-size)"),
     ]
 
 
@@ -253,7 +254,7 @@ def _as_json(
 def race_recipe(given: argparse.Namespace, strategies: Sequence[str]) -> None:
     """`offbeat compare STRATEGY ... --recipe ... --target ...`: every strategy with every seed, on the same draws."""
     if given.target is None:
-        raise RequestError("a race needs an end: say the accuracy to reach, like --target 0.95")
+        raise RequestError("--target is required with --recipe, like --target 0.95")
     from offbeat.predict.virtual import prepare_task
 
     training, seeds = _training(given), given.seeds or 1
@@ -298,7 +299,8 @@ def race_recipe(given: argparse.Namespace, strategies: Sequence[str]) -> None:
 
     def show(out: Terminal) -> None:
         heading(out, f"{title}, to {percent(given.target)}, {count_of(seeds, 'seed')} from {given.seed}")
-        say(out, *lines, f"the rate: {_rate_of(config)}; who is first may depend on it: try half and twice", "")
+        rate = f"learning rate: {_rate_of(config)}; the ranking may depend on it, so try half and twice as much"
+        say(out, *lines, rate, "")
         columns = ("to target", "fastest", "slowest", "updates", "at the end", "staleness")
         shown = range(len(columns)) if out.width >= WIDE else (0, 4, 5)
         rows = [(result.label, *(_cells(result)[at] for at in shown)) for result in order]
@@ -313,7 +315,7 @@ def race_recipe(given: argparse.Namespace, strategies: Sequence[str]) -> None:
 def _rate_of(config: Config) -> str:
     """The same for all of them: what they have been raced at."""
     train = config.train
-    scaled = "for all updates" if train.scaling == "none" else f"for {count_of(train.lr_batch, 'sample')}"
+    scaled = "for every update" if train.scaling == "none" else f"for {count_of(train.lr_batch, 'sample')}"
     how = "" if train.scaling == "none" else f", {train.scaling} scaling"
     momentum = f", momentum {train.momentum:g}" if train.optimizer in ("sgd", "lars") else ""
     stale = ", shorter steps for stale gradients" if config.staleness == CORRECT else ""

@@ -103,8 +103,8 @@ def find_run(path: Path) -> RunDir:
     looks = [(read_state(run), run) for run in inside]
     known = [(not look.is_over, _age(run), run) for look, run in looks if look.state != NOTHING]
     if not known:
-        wrong = "is neither the folder of a run nor has one in it" if path.is_dir() else "is not there"
-        raise RequestError(f"{safe(str(path))} {wrong}: name the folder of a run that offbeat train has made")
+        wrong = "is not the folder of a run and contains none" if path.is_dir() else "does not exist"
+        raise RequestError(f"{safe(str(path))} {wrong}; expected the folder of a run of offbeat train")
     return max(known, key=lambda one: one[:2])[2]
 
 
@@ -202,11 +202,12 @@ def _run(given: argparse.Namespace) -> None:
     run = find_run(given.run)
     name = safe(str(run.path))
     if run.is_simulated():
-        raise RequestError(f"{name} was trained in virtual time, which cannot be watched; read its summary.txt")
+        raise RequestError(f"{name} was trained in virtual time and cannot be watched; see its summary.txt")
     look = read_state(run)
     if look.state == NOTHING:
         raise RequestError(
-            f"{name} has no live.json: it has not begun, or an older offbeat has trained it; read its summary.txt"
+            f"{name} has no live.json: the run has not started, or an older version of offbeat trained it; see its "
+            "summary.txt"
         )
     try:
         if given.json or given.once:
@@ -216,7 +217,7 @@ def _run(given: argparse.Namespace) -> None:
                 look = follow(run, sys.stdout)
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
         why = safe(f"{type(error).__name__}: {error}")
-        raise OffbeatError(f"{name}/live.json is not as a run writes it: {why}") from error
+        raise OffbeatError(f"{name}/live.json is malformed: {why}") from error
     if look.state in (FAILED, KILLED, NOTHING):
         raise OffbeatError(_fate(run, look))
 
@@ -260,9 +261,9 @@ def _fate(run: RunDir, look: RunState) -> str:
     if look.state == FAILED:
         return str(look.live.get("failed") or f"{name} ended without a result")
     if look.state == NOTHING:
-        return f"{name} ended before it began"
+        return f"{name} ended before training started"
     saved = run.checkpoints.is_dir() and any(run.checkpoints.glob("update-*"))
-    onward = f"; go on from the last checkpoint with: offbeat train --resume {name}" if saved else ""
+    onward = f"; continue from the last checkpoint with: offbeat train --resume {name}" if saved else ""
     return f"{name} was killed: its process {look.live.get('pid')} is gone{onward}"
 
 
@@ -274,7 +275,10 @@ def _left_lines(run: RunDir) -> list[str]:
         epochs = count(train.get("epochs")) if isinstance(train, dict) else None
     epochs = epochs or max((record.get("epoch") or 0 for record in found), default=0)
     where = safe(str(run.summary if run.summary.is_file() else run.weights))
-    return [*(evaluation_line(record, epochs) for record in found), f"it has ended, and left no live.json; see {where}"]
+    return [
+        *(evaluation_line(record, epochs) for record in found),
+        f"the run has ended without a live.json; see {where}",
+    ]
 
 
 def _state(run: RunDir, look: RunState) -> tuple[Progress, Feed]:
@@ -323,12 +327,12 @@ def as_json(run: RunDir, look: RunState) -> dict[str, Any]:
 
 
 COMMAND = Command(
-    summary="look on while a training runs, from another shell",
-    about="""Show a training that runs in another shell, or has ended, from what it writes into its folder: live on a
-terminal until the run is over, in plain lines through a pipe. The training does not notice; Ctrl-C leaves it alone. Of
-a run that has ended its summary is printed. If the run was killed or has failed, that is said and the exit code is 1,
-also with --once and --json.
-What learners print is not shown, and runs in virtual time (offbeat simulate --recipe) cannot be watched.""",
+    summary="follow a running training from another terminal",
+    about="""Follow a training from another terminal, by reading the files in its folder: a live view on a terminal,
+plain lines in a pipe, until the run ends. Watching does not affect the training, and Ctrl-C stops only the view. For a
+finished run, the summary is printed. If the run was killed or failed, a message says so and the exit code is 1, also
+with --once and --json.
+The output of the learners is not shown. Runs in virtual time (offbeat simulate --recipe) cannot be watched.""",
     examples=("watch runs/digits", "watch runs/digits --once"),
     options=(
         option(
@@ -337,9 +341,9 @@ What learners print is not shown, and runs in virtual time (offbeat simulate --r
             nargs="?",
             default=Path(FOLDER),
             metavar="RUN",
-            help=f"the folder of a run, or a folder with runs: the newest that is running (default: {FOLDER})",
+            help=f"folder of a run, or a folder of runs: the newest running one (default: {FOLDER})",
         ),
-        option("--once", action="store_true", help="print how far it is, and end"),
+        option("--once", action="store_true", help="print the current state and exit"),
     ),
     run=_run,
 )

@@ -53,7 +53,7 @@ def fashion_mnist() -> Fashion:
         if any(_find(folder, name) for name in _FILES):
             return _read_all(folder)
     raise RequestError(
-        f"Fashion-MNIST is not here; install it ({_INSTALL}), or set OFFBEAT_DATA to the folder that holds "
+        f"Fashion-MNIST is not installed; install it ({_INSTALL}), or set OFFBEAT_DATA to the folder that holds "
         f"fashion-mnist/ or FashionMNIST/raw/; looked in: {', '.join(map(str, tried))}"
     )
 
@@ -105,9 +105,9 @@ def _read(path: Path, magic: int) -> NDArray[np.uint8]:
     if count == 0:
         raise _bad(path, "it is empty")
     if len(data) - head != count:
-        raise _bad(path, f"its head promises {count} numbers, and {len(data) - head} came")
+        raise _bad(path, f"its header promises {count} numbers, and {len(data) - head} came")
     return np.frombuffer(data, dtype=np.uint8, offset=head).reshape(sizes)
 
 
 def _bad(path: Path, why: str) -> RequestError:
-    return RequestError(f"{path} is no whole file of Fashion-MNIST: {why}; install it again ({_INSTALL})")
+    return RequestError(f"{path} is not a valid Fashion-MNIST file: {why}; reinstall it ({_INSTALL})")

@@ -43,7 +43,7 @@ def text(folder: str = "", pattern: str = "*.py", most_bytes: int = MOST_BYTES) 
         raise RequestError(f"most_bytes is {most_bytes}; a text has at least 1")
     place = Path(folder or sysconfig.get_path("stdlib"))
     if not place.is_dir():
-        raise RequestError(f"no text: '{place}' is no folder; name one that holds files like {pattern}")
+        raise RequestError(f"no text: '{place}' is not a folder; give one with files like {pattern}")
     files = _read(place, pattern, most_bytes)
     if len(files) > _NINTH:
         train = [data for at, data in enumerate(files) if at % 10 != _NINTH]
@@ -75,11 +75,9 @@ def _read(place: Path, pattern: str, most_bytes: int) -> list[bytes]:
     try:
         paths = sorted(path for path in place.glob(pattern) if path.is_file())
     except (ValueError, NotImplementedError) as error:
-        raise RequestError(
-            f"'{pattern}' is no pattern of files ({error}); one is *.txt, deeper ones **/*.txt"
-        ) from None
+        raise RequestError(f"'{pattern}' is not a file pattern ({error}); use one like *.txt or **/*.txt") from None
     if not paths:
-        raise RequestError(f"no text: no file in '{place}' is like {pattern}; name another folder or pattern")
+        raise RequestError(f"no text: no file in '{place}' matches {pattern}; give another folder or pattern")
     files: list[bytes] = []
     left = most_bytes
     for path in paths:

@@ -26,7 +26,7 @@ def prepare(
         return tuple(accelerator.prepare(*given))
     if accelerator.num_processes > 1:
         raise RequestError(
-            "Accelerate has a process group of its own: start this program by `offbeat run`, not `launch`"
+            "Accelerate already created a process group; start this program with `offbeat run`, not `accelerate launch`"
         )
     model, wrapped = accelerator.prepare(model, optimizer)
     found = learner.prepare(accelerator.unwrap_model(model), wrapped.optimizer, *given[2:])

@@ -63,7 +63,9 @@ class AccuracyRequest:
     def __post_init__(self) -> None:
         check_trainings(self.config, self.lines, (self.learners,), self.price)
         if not 0 < self.target <= 1:
-            raise RequestError(f"bench: --target is an accuracy above 0 and up to 1, like 0.97; got {self.target:g}")
+            raise RequestError(
+                f"bench: --target: expected an accuracy above 0 and at most 1, like 0.97; got {self.target:g}"
+            )
         check_least("--seeds", self.seeds)
         self.configs(self.seed)
 
@@ -132,13 +134,13 @@ def ranking(rows: Sequence[Row], target: float) -> list[str]:
     lines = []
     if order:
         one = order[0]["seeds"] == 1
-        why = "one seed cannot tell them apart (--seeds 3)" if one else "alike within the spread"
+        why = "one seed is not enough to rank them (--seeds 3)" if one else "the same within the spread"
         lines += ranked_sentences(order, are_alike, _time, f"first at {percent(target)}", why)
     elif not any(row["reached"] for row in rows):
-        told = f"nobody reached {percent(target)}"
-        lines.append(f"{told}: more --epochs, another --lr or a lower --target may tell")
+        told = f"no strategy reached {percent(target)}"
+        lines.append(f"{told}; try more --epochs, another --lr or a lower --target")
     else:
-        lines.append(f"nobody reached {percent(target)} with every seed: none is ranked")
+        lines.append(f"no strategy reached {percent(target)} with every seed, so none is ranked")
     for row in rows:
         if not _always(row):
             lines.append(
@@ -236,12 +238,12 @@ def definitions(request: AccuracyRequest) -> dict[str, str]:
         "seconds_to_target": f"{definition('time to accuracy')}; evaluated at the end of each epoch; median over the "
         f"seeds that reached it, {INTERVAL}",
         "updates_to_target": "updates made until then, median over the seeds that reached it",
-        "reached": "seeds with which the target was reached; ranked are those with all of them",
+        "reached": "seeds that reached the target; only strategies with all seeds are ranked",
         "accuracy_mean": f"at the end of {count_of(request.config.train.epochs, 'epoch')}, mean over seeds; "
         f"accuracy_std: their standard deviation (n - 1); {definition('accuracy')}",
         "seconds": "seconds of training in a whole run, evaluation left out; median over seeds",
         "joules": f"of a run, median; {definition('energy')}",
-        "joules_to_target": "joules of the run * seconds to the target / seconds of the run: power is taken as even",
+        "joules_to_target": "joules of the run * seconds to the target / seconds of the run, assuming constant power",
         "cost": f"of a run: {definition('cost')}; devices are learners, hours those of training; to the target: of the "
         "seconds to it",
         "predicted_s": "seconds to the target, trained in virtual time on the calibrated machine, median over the "
@@ -271,7 +273,7 @@ def measure(
         progress,
         unit="seed",
         number="time",
-        notes=[f"slowness on purpose: {', '.join(slow)}"] if slow else [],
+        notes=[f"artificial delays: {', '.join(slow)}"] if slow else [],
         needs_accuracy=True,
         train=train,
         predictor=predictor,
@@ -280,7 +282,7 @@ def measure(
     for line, times in zip(request.lines, predicted, strict=True):
         if None in times:
             many = f"{times.count(None)} of {count_of(len(times), 'seed')}"
-            notes.append(f"{line}: by the prediction {many} do not reach the target")
+            notes.append(f"{line}: according to the prediction, {many} do not reach the target")
     rows = [
         accuracy_row(
             line=line,

@@ -29,7 +29,7 @@ MOST_PROCESSES = 64
 ITEM_BYTES = 4  # float32
 FEW = 6  # values from which on an interval of 95 % is narrower than all of them
 CONFIDENCE = 0.95
-INTERVAL = f"low and high: the least and the greatest; of {FEW} or more, the 95 % interval of the median"
+INTERVAL = f"low and high: the smallest and the largest value; of {FEW} or more values, the 95 % interval of the median"
 
 
 # --- requests: numbers that are refused, in one line that says why ---------------------------------------------------
@@ -43,7 +43,7 @@ def check_processes(option: str, numbers: Iterable[int], least: int = 1) -> None
 
 def check_least(option: str, number: int, least: int = 1) -> None:
     if number < least:
-        raise RequestError(f"bench: {option} is {least} or more; got {number}")
+        raise RequestError(f"bench: {option}: expected {least} or more; got {number}")
 
 
 def check_above_zero(option: str, *numbers: float) -> None:

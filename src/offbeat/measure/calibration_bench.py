@@ -61,14 +61,14 @@ class CalibrationRequest:
 
     def __post_init__(self) -> None:
         if 1 not in self.learners or len(set(self.learners)) < len(self.learners):
-            raise RequestError("calibrate: --learners are different numbers, and 1 is among them, like 1 2 4")
+            raise RequestError("calibrate: --learners: expected different numbers that include 1, like 1 2 4")
         if max(self.learners) > MOST_PROCESSES:
-            raise RequestError(f"calibrate: --learners are at most {MOST_PROCESSES}; got {max(self.learners)}")
+            raise RequestError(f"calibrate: --learners: expected at most {MOST_PROCESSES}; got {max(self.learners)}")
         for line in (PROBED, SERVED):  # both families must be able to train it
             try:
                 changed(self.config, {"sync": line, "learners": max(self.learners)})
             except RequestError as error:
-                raise RequestError(f"calibrate: it is probed with {line} too: {error}") from None
+                raise RequestError(f"calibrate: the probe with {line} is not possible: {error}") from None
 
 
 def measure(request: CalibrationRequest, progress: Progress) -> Calibration:
@@ -183,7 +183,7 @@ def probe_of(trained: Trained, line: str, learners: int) -> Probe:
     spans = _settled(trained.log.spans)
     computed = [span for span in spans if span.what == "compute" and not span.cancelled]
     if not computed:
-        raise OffbeatError("bench: a probe has computed nothing")
+        raise OffbeatError("bench: a probe finished no minibatch")
     there_s, back_s = (_reduced if family_of(line) == ALL_REDUCE else _served)(spans, trained.seconds_per_update)
     return Probe(
         line=line,
@@ -216,7 +216,7 @@ def _served(spans: Sequence[Span], update_s: float) -> tuple[float, float]:
             waits += [] if since_s is None else [span.start_s - since_s]
             since_s = span.end_s
     if not waits:
-        raise OffbeatError("bench: a probe with a server has waited for nothing")
+        raise OffbeatError("bench: a probe with a server recorded no waiting time")
     whole = _mean(waits)
     return whole / 2, whole / 2
 

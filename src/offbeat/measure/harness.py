@@ -93,7 +93,7 @@ class Child:
         try:
             code = self.process.wait(timeout=_AFTERMATH_S)
         except subprocess.TimeoutExpired:
-            return 0, f"{self.name} has hung up"
+            return 0, f"{self.name} closed its connection"
         if code == 0 and self.answer:
             return None  # a program of one answer
         if code < 0:
@@ -140,7 +140,7 @@ class Harness:
                 if left <= 0:
                     late = ", ".join(child.name for child in asked if not child.answer)
                     limit = format_seconds(self.timeout_s)
-                    raise OffbeatError(f"bench: no answer of {late} within {limit} (--timeout), {doing}")
+                    raise OffbeatError(f"bench: no answer from {late} within {limit} (--timeout), {doing}")
                 self._hear(selector, min(left, _POLL_S))
                 if any(child.failure() for child in self.children):
                     raise self._cause(selector, doing)
@@ -208,10 +208,10 @@ def supervise(plan: ServerPlan, doing: str, timeout_s: float) -> dict[int, str]:
                 why = words[-1] if words else f"exit code {code}"
                 raise OffbeatError(f"bench: learner {learner}: {why} ({doing})")
         if time.monotonic() > deadline:
-            raise OffbeatError(f"bench: not done within {format_seconds(timeout_s)} ({doing})")
+            raise OffbeatError(f"bench: not finished within {format_seconds(timeout_s)} ({doing})")
 
     with Supervisor(plan, lambda name, text: said.append((name, text))) as supervisor:
         supervisor.start()
         if supervisor.watch(check) is None:
-            raise OffbeatError(f"bench: the coordinator did not say how the run went ({doing})")
+            raise OffbeatError(f"bench: the coordinator returned no result ({doing})")
     return {int(who.removeprefix("learner ")): text for who, text in said if who.startswith("learner ")}

@@ -85,7 +85,7 @@ class MpiRank:
         if not np.array_equal(self.buffer, right):
             place = int(np.flatnonzero(self.buffer != right)[0])
             found, expected = self.buffer[place], right[place]
-            raise OffbeatError(f"mpi: wrong sum: element {place} is {found:g}, and {expected:g} is right")
+            raise OffbeatError(f"mpi: wrong sum: element {place} is {found:g}, expected {expected:g}")
 
 
 def main() -> int:

@@ -43,13 +43,13 @@ _FEWEST = 20  # updates of a run
 _LEFT_OUT = 0.05  # of the updates, at the start
 
 DEFINITIONS: Mapping[str, str] = {
-    "seconds_per_update": "between the first and the last update that count, divided by their number",
+    "seconds_per_update": "time between the first and the last counted update, divided by their number",
     "staleness_mean": "versions between the weights a gradient was computed on and those it was applied to; of all "
     "gradients applied in these updates",
-    "measured": "real processes; their own computing, messages and late waking are part of it",
-    "predicted": "simulated with the same draws, over the same updates; computing is the slowness alone, and messages "
-    "take no time",
-    "long_run": f"simulated over {MANY} updates: what chance has done to the others is the difference to this",
+    "measured": "real processes, including their own computation, messages and scheduling delays",
+    "predicted": "simulated with the same random delays over the same updates; computing is only the delay, and "
+    "messages are free",
+    "long_run": f"simulated over {MANY} updates; the difference to the others is chance",
     "difference": "measured / predicted - 1",
 }  # fmt: skip
 
@@ -98,12 +98,14 @@ class PoliciesRequest:
         check_distinct("--slow", self.laws, "law")
         for line in self.lines:
             if family_of(line) == ALL_REDUCE:
-                raise RequestError(f"bench: '{line}' is an all-reduce; bench policies measures the server's policies")
+                raise RequestError(
+                    f"bench: '{line}' is an all-reduce; bench policies needs parameter-server strategies"
+                )
             if create(line, expect=self.learners).needs_drift:
-                raise RequestError(f"bench: '{line}': a rate by drift needs weights, and a simulation has none")
+                raise RequestError(f"bench: '{line}': a rate by drift needs weights, which a simulation does not have")
         for law in self.laws:
             if not math.isfinite(parse_law(law).mean_s):
-                raise RequestError(f"bench: '{law}' has no mean, so that there is nothing to predict")
+                raise RequestError(f"bench: '{law}' has no mean, so there is nothing to predict")
         if self.updates is not None:
             check_least("--updates", self.updates, _FEWEST)
 
@@ -208,8 +210,8 @@ def policies_result(request: PoliciesRequest, machine: Mapping[str, Any], rows: 
             "summary": verdict,
             "definitions": dict(DEFINITIONS),
         },
-        heading=f"real runs beside the simulator, {count_of(request.learners, 'learner')}, "
-        "slowness is all they compute",
+        heading=f"real runs compared with the simulator, {count_of(request.learners, 'learner')}, "
+        "learners only wait for their delays",
         tables=((FIELDS, rows),),
         verdict=(verdict,),
         terms=[

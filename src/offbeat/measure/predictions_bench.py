@@ -38,10 +38,10 @@ DRAWN = 5  # predictions, each with delays drawn anew, of which the mean is take
 ORDERED_RATIO = 1.15  # two whose times differ by more have an order
 
 DEFINITIONS: Mapping[str, str] = {
-    "measured_s": "seconds an update of a real training after its first epoch, evaluation left out; median over rounds",
-    "predicted_s": "seconds an update, simulated from the calibration before the run",
+    "measured_s": "seconds per update of a real training after its first epoch, without evaluation; median over rounds",
+    "predicted_s": "seconds per update, simulated from the calibration before the run",
     "error": "predicted / measured - 1",
-    "mean_error": "mean of the errors without their signs; probes of the calibration do not count",
+    "mean_error": "mean absolute error; probes of the calibration do not count",
     "order": f"pairs whose measured times differ by more than {100 * (ORDERED_RATIO - 1):.0f} %, and how many are "
     "predicted in that order",
 }
@@ -63,10 +63,10 @@ class PredictionsRequest:
         check_distinct("--learners", self.learners, "number")
         check_distinct("--slow", self.slow, "rule")
         if max(self.learners) > MOST_LEARNERS:
-            raise RequestError(f"bench: --learners are at most {MOST_LEARNERS} here; got {max(self.learners)}")
+            raise RequestError(f"bench: --learners: expected at most {MOST_LEARNERS}; got {max(self.learners)}")
         list(self.configurations())
         if all(self.calibration.has(one.sync, one.learners, not one.slow) for one in self.configurations()):
-            raise RequestError("bench: all of these are probes of the calibration: there is nothing to predict")
+            raise RequestError("bench: all of these are probes of the calibration, so there is nothing to predict")
 
     def configurations(self) -> Iterator[Config]:
         for slow, learners, line in product(self.slow, self.learners, self.lines):
@@ -125,11 +125,11 @@ def predictions_result(recipe: str, machine: Mapping[str, Any], rounds: int, row
             "summary": verdict,
             "definitions": dict(DEFINITIONS),
         },
-        heading=f"{recipe}: seconds an update, predicted and measured, the worst first",
+        heading=f"{recipe}: seconds per update, predicted and measured, largest error first",
         tables=((PREDICTIONS, worst_first),),
         verdict=(verdict,),
         details=[
-            f"predicted the wrong way round: {_label(fast)} is faster than {_label(slow)}" for fast, slow in wrong
+            f"predicted in the wrong order: {_label(fast)} is really faster than {_label(slow)}" for fast, slow in wrong
         ],
         terms=tuple(DEFINITIONS.items()),
     )

@@ -67,19 +67,19 @@ _CLOSE = 1e-3  # of parameters that were summed in another order
 DEFINITIONS: Mapping[str, str] = {
     "ms": "median over rounds; a round is the slowest rank's mean over its iterations, after a barrier",
     "bus_bytes_per_s": f"size / seconds * {BUS_FACTORS['all-reduce'].text}, as in NCCL's tests",
-    "spread": "slowest round / fastest round, the largest of all systems; far above 1 the machine was busy",
+    "spread": "slowest round / fastest round, the largest of all systems; far above 1: the machine was busy",
     "ratio": f"ms / ms of {OURS}",
     "copy_share": "bus bandwidth * P / copy bandwidth together",
     "copy_together_bytes_per_s": (
         "bytes copied (each counted once) a second by all ranks at once, each copying a large private buffer "
         "with tensor.copy_; P * buffer / seconds of the slowest rank; median over all rounds"
     ),
-    "copy_alone_bytes_per_s": "the same by rank 0 while the other ranks sleep",
+    "copy_alone_bytes_per_s": "the same, by rank 0 while the other ranks sleep",
     "added_ms": "ms - ms without communication (no_sync)",
-    "alone_ms": "all-reduces of the same buckets one after the other, nothing beside them",
+    "alone_ms": "all-reduces of the same buckets one after the other, with no computation",
     "hidden_share": "1 - added / alone",
-    "empty": "DDP fills its buckets, divides and empties them, and reduces nothing",
-    "hidden_beyond_ddp_share": "1 - (ms - ms of empty) / alone: without what DDP itself adds",
+    "empty": "DDP copies to and from its buckets and divides, but reduces nothing",
+    "hidden_beyond_ddp_share": "1 - (ms - ms of empty) / alone, without the overhead of DDP itself",
 }
 _REDUCED = ("ms", "spread", "bus_bytes_per_s", "ratio", "copy_share")
 _COPIED = ("copy_together_bytes_per_s", "copy_alone_bytes_per_s")
@@ -149,13 +149,14 @@ class RankRequest:
     def __post_init__(self) -> None:
         check_processes("--ranks", [self.ranks], 2)
         if MPI in self.against and MPI not in self.others:
-            raise RequestError(f"bench: mpi is measured by bench allreduce only; --against here: {self.others[0]}")
+            raise RequestError(f"bench: mpi needs bench allreduce; --against here: {self.others[0]}")
         check_against(self.against, self.others)
         check_above_zero("--timeout", self.timeout_s)
         if self.strategy is not None:
             if family_of(self.strategy) != ALL_REDUCE:
                 raise RequestError(
-                    f"bench: --strategy is an all-reduce like ring; '{self.strategy}' is a server policy"
+                    f"bench: --strategy: expected an all-reduce like ring; '{self.strategy}' is a parameter-server "
+                    "strategy"
                 )
             if grammar.parse(self.strategy).name in schedules.algorithms():  # and not `auto`
                 schedules.build(self.strategy, ranks=self.ranks)  # refuses a shape of other ranks
@@ -319,12 +320,12 @@ def allreduce_result(
 def _check_sizes(request: RankRequest, sizes: Sequence[int]) -> None:
     for size in sizes:
         if size < ITEM_BYTES or size % ITEM_BYTES:
-            raise RequestError(f"bench: --sizes are whole numbers of float32, 4 bytes each; got {size} bytes")
+            raise RequestError(f"bench: --sizes: expected multiples of 4 bytes (float32); got {size} bytes")
     check_distinct("--sizes", sizes, "size")
     # A tensor for each system, as much again for what the system keeps, and the values of the check.
     needed = request.ranks * (max(sizes) * (2 * (1 + len(request.against)) + 2) + 2 * _COPY_BYTES)
     what = f"{size_label(max(sizes))} on {count_of(request.ranks, 'rank')}"
-    check_memory(what, needed, ": ask for smaller --sizes or fewer --ranks")
+    check_memory(what, needed, "; use smaller --sizes or fewer --ranks")
 
 
 # --- training iterations under DDP -----------------------------------------------------------------------------------
@@ -416,7 +417,7 @@ def ddp_result(about: Mapping[str, Any], systems: Sequence[str], rounds: Mapping
         terms=(
             ("empty", DEFINITIONS["empty"]),
             ("alone", DEFINITIONS["alone_ms"]),
-            ("hidden", f"{DEFINITIONS['hidden_share']}; without a spare core there is nowhere to hide"),
+            ("hidden", f"{DEFINITIONS['hidden_share']}; without a spare core nothing can overlap"),
             ("beyond", DEFINITIONS["hidden_beyond_ddp_share"]),
             ("model", f"minibatches of {about['batch']}, buckets of {buckets}"),
             _with(about),
@@ -478,7 +479,7 @@ def _start_mpi(stack: ExitStack, request: RankRequest) -> tuple[Harness, dict[st
     ranks.start("mpi", words, _environment(request) | {"TMPDIR": folder})
     (answer,) = ranks.ask({"do": "join"}, "starting mpi")
     if answer.pop("ranks") != request.ranks:
-        raise OffbeatError("bench: mpi4py does not belong to this mpirun: every rank is alone")
+        raise OffbeatError("bench: mpi4py was built for another MPI than this mpirun: every rank is alone")
     return ranks, answer
 
 

@@ -70,12 +70,12 @@ class ScalingRequest:
         check_trainings(self.config, self.lines, self.learners, self.price)
         check_distinct("--learners", self.learners, "number")
         if max(self.learners) == 1:
-            raise RequestError("bench: --learners: 1 is the base; name a larger number too, like 1 2")
+            raise RequestError("bench: --learners: expected 1, the baseline, and a larger number, like 1 2")
         if self.kind not in (WEAK, STRONG):
             raise RequestError(f"bench: --kind is {WEAK} or {STRONG}; got '{self.kind}'")
         check_least("--rounds", self.rounds)
         if not 0 <= self.accuracy_within <= 1:
-            raise RequestError(f"bench: --accuracy-within is a share from 0 to 1; got {self.accuracy_within:g}")
+            raise RequestError(f"bench: --accuracy-within: expected a number from 0 to 1; got {self.accuracy_within:g}")
         self.configs(0)
 
     def configs(self, number: int) -> list[Config]:
@@ -188,7 +188,7 @@ def _differs(row: Row, base: Row) -> str:
 
 def _worse(row: Row, best: Row | None, within: float) -> str:
     if row["accuracy"] is None or best is None:
-        return "its accuracy is not known"
+        return "its accuracy is unknown"
     score, highest = (metrics.Score(one["accuracy"], one["test_samples"], 0.0) for one in (row, best))
     if not highest.is_above(score, within=within):
         return ""
@@ -213,8 +213,8 @@ def ranking(rows: Sequence[Row]) -> list[str]:
     if not order:
         return ["nothing can be ranked", *not_ranked]
     one = len(order[0]["seconds_of_rounds"]) == 1
-    why = "one round cannot tell them apart (--rounds 5)" if one else "alike in these rounds"
-    first = "fastest of those that learn as well"
+    why = "one round is not enough to rank them (--rounds 5)" if one else "the same within these rounds"
+    first = "fastest with comparable accuracy"
     return [*ranked_sentences(order, are_alike, _speed, first, why), *not_ranked]
 
 
@@ -265,7 +265,7 @@ def definitions(request: ScalingRequest) -> dict[str, str]:
     within = percent(request.accuracy_within)
     ranked = f"same precision and device as the base, accuracy at most {within}, or what may be chance, below"
     return {
-        "seconds": "T(n): seconds in which n minibatches are applied, n * batch / throughput; of a synchronous "
+        "seconds": "T(n): seconds to apply n minibatches, n * batch / throughput; for a synchronous "
         f"strategy one iteration; median over rounds, {INTERVAL}",
         "batch": "samples in a minibatch of one learner"
         + (f", {request.config.train.batch_size} / n: the total is the same" if strong else ""),
@@ -333,4 +333,4 @@ def _slow_notes(request: ScalingRequest) -> list[str]:
         return []
     base = request.configs(0)[0].slow
     inside = f"{', '.join(base)} is in T(1) too" if base else "none of it is in T(1)"
-    return [f"slowness on purpose: {', '.join(slow)}; {inside}"]
+    return [f"artificial delays: {', '.join(slow)}; {inside}"]

@@ -128,7 +128,9 @@ class ServerRequest:
         check_above_zero("--seconds and --timeout", self.seconds, self.timeout_s)
         check_against(self.against or (), BASELINES, (OURS, IN_PLACE))
         if self.against is not None and folder() is None:
-            raise RequestError("bench: --against: the other systems' programs are in the repository, not installed")
+            raise RequestError(
+                "bench: --against needs the source repository: the programs of other systems are not installed"
+            )
         # Weights in a few buffers, a slot for each learner, its parameters, gradients and what it copies.
         needed = self.size_bytes * (8 + 7 * max(self.learners))
         check_memory(f"{self.parameters} parameters and {count_of(max(self.learners), 'learner')}", needed)
@@ -147,7 +149,7 @@ def folder() -> Path | None:
 def missing(against: Sequence[str]) -> dict[str, str]:
     """What of these cannot be measured here, and why."""
     if folder() is None:
-        return dict.fromkeys(against, "its program is in the repository, which is not here")
+        return dict.fromkeys(against, "its program is in the source repository, which is not installed")
     needs = {name: BASELINES[name][2] for name in against}
     return {
         name: f"{package} is not installed"

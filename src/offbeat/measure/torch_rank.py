@@ -108,7 +108,7 @@ class AllReduceRank:
         if not torch.equal(tensor, right):
             place = int(torch.nonzero(tensor != right)[0])
             found, expected = float(tensor[place]), float(right[place])
-            raise OffbeatError(f"{system}: wrong sum: element {place} is {found:g}, and {expected:g} is right")
+            raise OffbeatError(f"{system}: wrong sum: element {place} is {found:g}, expected {expected:g}")
 
 
 # --- training iterations under DDP -----------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class ModelCopy:
         said = described.get("rebuilt_bucket_sizes", "")
         sizes = [int(word) for word in str(said).split(",") if word.strip()]
         if not sizes:
-            raise OffbeatError("DDP does not say how large its buckets are")
+            raise OffbeatError("DDP does not report the size of its buckets")
         return sizes
 
     def flat(self) -> torch.Tensor:

@@ -43,7 +43,7 @@ from offbeat.train.recipes import RECIPES
 ALIKE = 1.05  # medians this close are not told apart, whatever their rounds say
 ENOUGH = 5  # rounds or seeds, from which on it is told apart what differs by more than that
 CLEAR = 1.25  # and with fewer
-NOT_PREDICTED = "not predicted: no --calibration (offbeat calibrate makes one)"
+NOT_PREDICTED = "not predicted: give --calibration (offbeat calibrate writes one)"
 
 
 Train = Callable[[Config, Path], "Trained"]
@@ -60,17 +60,17 @@ def check_trainings(config: Config, lines: Sequence[str], learners: Sequence[int
     """
     for line in lines:
         if line in RECIPES:
-            raise RequestError(f"bench: '{line}' is a recipe: write it before the options")
+            raise RequestError(f"bench: '{line}' is a recipe; put it before the options")
         try:
             family_of(line)
         except RequestError as error:
             raise RequestError(f"bench: --sync: {error}") from None
     if not lines:
-        raise RequestError("bench: --sync names no strategy")
+        raise RequestError("bench: --sync needs at least one strategy")
     check_distinct("--sync", [str(grammar.parse(line)) for line in lines], "strategy")
     check_processes("--learners and --servers", (*learners, config.servers))
     if price is not None and not 0 <= price < math.inf:
-        raise RequestError(f"bench: --price is of a device hour, 0 or more; got {price:g}")
+        raise RequestError(f"bench: --price: expected a price per device hour of 0 or more; got {price:g}")
     try:
         parse_slowness(config.slow, max(learners))
     except RequestError as error:
@@ -236,7 +236,7 @@ def compare_trainings(
         config = plans[number][place]
         found = numbers_of((train or train_once)(config, Path(folder) / "run"))
         if needs_accuracy and found.accuracy is None:
-            raise RequestError(f"bench: the recipe '{config.name}' has no accuracy: there is none to reach")
+            raise RequestError(f"bench: the recipe '{config.name}' has no accuracy, so --target cannot be used")
         return found
 
     with terminable(), tempfile.TemporaryDirectory(prefix="offbeat-bench-") as folder:
@@ -306,16 +306,16 @@ def shared_notes(
     if load is not None and load > cores / 2:
         notes.append(
             f"the load was {load:.2f} before the start, more than half of {count_of(cores, 'core')}: "
-            "others were at work, measure again when they are not"
+            "other programs were running; measure again on an idle machine"
         )
     notes += _sharing_notes(configs, machine, number)
     if configs[0].train.epochs == 1:
-        notes.append("one epoch: the start of torch is in the times; 2 or more (--epochs 2) leave it out of the rates")
+        notes.append("with one epoch, times include the start of torch; use 2 or more epochs (--epochs 2)")
     reasons = list(dict.fromkeys(reason for one in trainings for reason in one.not_measured))
     if all(one.joules is None for one in trainings):
         notes.append(f"energy: not measured: {'; '.join(reasons)}")
     elif reasons:
-        notes.append(f"energy: without a part that is not measured: {'; '.join(reasons)}")
+        notes.append(f"energy is incomplete, not measured: {'; '.join(reasons)}")
     return notes
 
 
@@ -331,7 +331,7 @@ def _sharing_notes(configs: Sequence[Config], machine: Mapping[str, Any], number
         each = "" if threads == 1 else f" of {threads} threads"
         what = count_of(there, "core" if gpus is None else "GPU")
         shared = "cores" if gpus is None else "GPUs"
-        notes.append(f"{learners}{each} on {what}: {number} there measures the sharing of {shared}")
+        notes.append(f"{learners}{each} on {what}: {number} measures the sharing of {shared}")
     served = [
         config
         for config in configs

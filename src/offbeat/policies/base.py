@@ -313,7 +313,7 @@ class Policy:
         if self.damping is None or self.damping.now() == 1.0:
             return ""
         expected = self.expected_staleness(self.expect)
-        done = what or f"SGD's steps are shortened to {self.damping.now():.3g} of their length, Adam's beta1 is lowered"
+        done = what or f"SGD's steps are multiplied by {self.damping.now():.3g}, Adam's beta1 is lowered"
         return f"expected staleness {expected.mean:.3g} ({expected.formula}): {done} (--staleness keep turns this off)"
 
     def wake(self, at_s: float, why: str) -> Wake:

@@ -51,24 +51,24 @@ def on_the_way(result: Outcome) -> str:
 
 def in_general(result: Outcome) -> str:
     """Numbers alone."""
-    waits = f"{percent(for_others(result))} of the time waiting" if for_others(result) > 0.005 else "nobody waits"
+    waits = f"{percent(for_others(result))} of the time waiting" if for_others(result) > 0.005 else "no learner waits"
     parts = [f"{waits}{on_the_way(result)}"]
     if result.cancelled or result.dropped:
         per_update = (result.cancelled + result.dropped) / max(1, result.updates)
-        parts.append(f"{per_update:.1f} minibatches an update cancelled or dropped")
+        parts.append(f"{per_update:.1f} minibatches per update cancelled or dropped")
     if result.waste_share > 0.005:
         parts.append(f"{percent(result.waste_share)} of the time thrown away")
     return f"{'; '.join(parts)}; {ages(result)}"
 
 
 def ages(result: Outcome) -> str:
-    return f"gradients {result.staleness_mean:.2f} versions old on average"
+    return f"gradients are {result.staleness_mean:.2f} versions old on average"
 
 
 def barrier(result: Outcome) -> str:
     lost = "no work is lost" if not result.failed else f"{percent(result.waste_share)} of the time is lost to failures"
     waits = f"{percent(for_others(result))} of the time{on_the_way(result)}"
-    return f"everybody waits for the slowest: {waits}; {lost}, staleness 0"
+    return f"all learners wait for the slowest: {waits}; {lost}, staleness 0"
 
 
 def partial_barrier(result: Outcome, instead: str = "does not wait for the slowest") -> str:
@@ -76,26 +76,26 @@ def partial_barrier(result: Outcome, instead: str = "does not wait for the slowe
     if not per_update:
         return barrier(result)  # all were waited for
     return (
-        f"{instead}; {per_update:.1f} minibatches an update are cancelled, "
+        f"{instead}; {per_update:.1f} minibatches per update are cancelled, "
         f"{percent(result.waste_share)} of the time thrown away, {percent(for_others(result))} waiting"
         f"{on_the_way(result)}; staleness 0"
     )
 
 
 def nobody_waits(result: Outcome) -> str:
-    return f"nobody waits for others{on_the_way(result)}; the price is {ages(result)}"
+    return f"no learner waits for others{on_the_way(result)}; in exchange, {ages(result)}"
 
 
 def some_wait(result: Outcome) -> str:
     return (
-        f"those who have pushed wait for the others of their update: {percent(for_others(result))} of the time"
+        f"learners that have pushed wait for the others of their update: {percent(for_others(result))} of the time"
         f"{on_the_way(result)}; {ages(result)}"
     )
 
 
 def leash(result: Outcome) -> str:
     return (
-        f"those too far ahead wait for the slowest: {percent(for_others(result))} of the time{on_the_way(result)}; "
+        f"learners too far ahead wait for the slowest: {percent(for_others(result))} of the time{on_the_way(result)}; "
         f"{ages(result)}"
     )
 
@@ -104,6 +104,7 @@ def drops(result: Outcome) -> str:
     share = result.dropped / max(1, result.dropped + result.applied)
     age = f"{result.staleness_mean:.2f} versions old"
     return (
-        f"nobody waits for others{on_the_way(result)}, but {percent(share)} of the gradients are too old and dropped; "
-        f"the rest {age} on average"
+        f"no learner waits for others{on_the_way(result)}, but {percent(share)} of the gradients are too old and "
+        "dropped; "
+        f"the rest are {age} on average"
     )

@@ -236,4 +236,4 @@ class AdaptiveK(KAsync):
         return None
 
     def explain(self, result: sentences.Outcome) -> str:
-        return f"{super().explain(result)}; a simulation has no loss, so K stays as it began"
+        return f"{super().explain(result)}; a simulation has no loss, so K stays at its initial value"

@@ -33,7 +33,7 @@ class Staleness(NamedTuple):
         return None if self.share_from is None else self.share_from(age) - self.share_from(age + 1)
 
 
-FRESH = Staleness(0.0, "0: every gradient is of the current version", lambda age: float(age <= 0))
+FRESH = Staleness(0.0, "0, since every gradient is of the current version", lambda age: float(age <= 0))
 
 
 def of_each(learners: int) -> Staleness:

@@ -45,7 +45,7 @@ class PolicyRow:
 
 
 def parse_share(text: str) -> float:
-    return parse_number(text, lambda x: 0 <= x < 1, "expected a share from 0 to below 1")
+    return parse_number(text, lambda x: 0 <= x < 1, "expected a number from 0 to below 1")
 
 
 def _positive_seconds(text: str) -> float:
@@ -68,7 +68,7 @@ def _softsync(*, n: int, expect: int, **common: Any) -> Policy:
 
 def _backup(*, b: int, expect: int, **common: Any) -> Policy:
     if b >= expect:
-        raise RequestError(f"B={b} leaves nobody to wait for: there are {expect} learners")
+        raise RequestError(f"B={b} leaves no learner to wait for, since there are {expect}")
     return KSync(k=expect - b, expect=expect, **common)
 
 
@@ -92,9 +92,9 @@ _ROWS = (
     ),
     PolicyRow(
         name="k-sync",
-        summary="wait for the first K learners, cancel the others, start all again on the new weights",
+        summary="wait for the first K learners, cancel the others, restart all on the new weights",
         create=_k_of_p(KSync),
-        params=(_k("learners to wait for, at most all"),),
+        params=(_k("number of learners to wait for"),),
         examples=("k-sync:2", "k-sync:1", "k-sync:3"),
         lineups={
             "compare": ("k-sync:{half}",),
@@ -114,26 +114,26 @@ _ROWS = (
     ),
     PolicyRow(
         name="grace-sync",
-        summary="wait for K learners, then GRACE more for the others; cancel who is late, start all again",
+        summary="wait for K learners, then GRACE longer for the others; cancel late ones, restart all",
         create=_k_of_p(GraceSync),
         params=(
-            _k("learners to wait for, at most all"),
-            Param(name="grace", read=_positive_seconds, required=True, help="time for the others, like 50ms"),
+            _k("number of learners to wait for"),
+            Param(name="grace", read=_positive_seconds, required=True, help="extra time for the others, like 50ms"),
         ),
         examples=("grace-sync:2,grace=0.25s", "grace-sync:1,grace=1.5s", "grace-sync:3,grace=50ms"),
     ),
     PolicyRow(
         name="deadline-sync",
-        summary="apply what is in S seconds after the weights were sent; cancel who is late, start all again",
+        summary="apply the gradients that arrive within S seconds of the weights; cancel late ones, restart all",
         create=lambda *, s, **common: DeadlineSync(seconds=s, **common),
-        params=(Param(name="s", read=_positive_seconds, positional=True, required=True, help="like 200ms"),),
+        params=(Param(name="s", read=_positive_seconds, positional=True, required=True, help="seconds, like 200ms"),),
         examples=("deadline-sync:0.75s", "deadline-sync:3s"),
     ),
     PolicyRow(
         name="k-batch-sync",
-        summary="wait for the first K minibatches from whomever, cancel the rest, start all again",
+        summary="wait for the first K minibatches of any learners, cancel the rest, restart all",
         create=KBatchSync,
-        params=(_k("minibatches to wait for, any number"),),
+        params=(_k("number of minibatches to wait for"),),
         examples=("k-batch-sync:3", "k-batch-sync:9"),
         lineups={
             "compare": ("k-batch-sync:{half}",),
@@ -143,9 +143,9 @@ _ROWS = (
     ),
     PolicyRow(
         name="k-async",
-        summary="apply when K are in; those K wait and get the new weights, the others compute on",
+        summary="apply when K gradients are in; those K learners get the new weights, the others keep computing",
         create=_k_of_p(KAsync),
-        params=(_k("gradients in an update, at most as many as learners"),),
+        params=(_k("gradients per update, at most the number of learners"),),
         examples=("k-async:2", "k-async:4", "k-async:2,rate=inverse"),
         lineups={
             "compare": ("k-async:{half}",),
@@ -156,9 +156,9 @@ _ROWS = (
     ),
     PolicyRow(
         name="k-batch-async",
-        summary="apply when K are in; nobody waits",
+        summary="apply when K gradients are in; no learner waits",
         create=KBatchAsync,
-        params=(_k("gradients in an update, any number"),),
+        params=(_k("gradients per update"),),
         examples=("k-batch-async:3", "k-batch-async:9", "k-batch-async:3,rate=inverse-mean"),
         lineups={
             "compare": ("k-batch-async:{half}",),
@@ -169,7 +169,7 @@ _ROWS = (
     ),
     PolicyRow(
         name="async",
-        summary="apply each gradient as it comes; nobody waits",
+        summary="apply each gradient on arrival; no learner waits",
         create=lambda **common: KBatchAsync(k=1, **common),
         examples=("async", "async:rate=inverse", "async:rate=drift:0.5"),
         lineups={"compare": ("async",), "race": ("async", "async:rate=inverse"), "replay": ("async",)},
@@ -178,22 +178,26 @@ _ROWS = (
         name="softsync",
         summary="k-batch-async with K = P/N: about N updates while all learners push once",
         create=_softsync,
-        params=(Param(name="n", read=parse_count, positional=True, required=True, help="1 to all learners"),),
+        params=(Param(name="n", read=parse_count, positional=True, required=True, help="1 to the number of learners"),),
         examples=("softsync:2",),
     ),
     PolicyRow(
         name="ssp",
-        summary="async, but nobody runs more than S pushes ahead of the slowest",
+        summary="async, but no learner runs more than SLACK pushes ahead of the slowest",
         create=StaleSync,
-        params=(Param(name="slack", read=parse_whole, positional=True, required=True, help="S, 0 or more"),),
+        params=(Param(name="slack", read=parse_whole, positional=True, required=True, help="largest lead in pushes"),),
         examples=("ssp:1", "ssp:0", "ssp:2"),
         lineups={"compare": ("ssp:3",), "check": ("ssp:1",)},
     ),
     PolicyRow(
         name="stale-drop",
-        summary="async, but gradients more than R versions old are dropped",
+        summary="async, but gradients more than LIMIT versions old are dropped",
         create=StaleDrop,
-        params=(Param(name="limit", read=parse_whole, positional=True, required=True, help="R, 0 or more"),),
+        params=(
+            Param(
+                name="limit", read=parse_whole, positional=True, required=True, help="largest staleness, in versions"
+            ),
+        ),
         examples=("stale-drop:2", "stale-drop:0"),
     ),
     PolicyRow(
@@ -201,33 +205,33 @@ _ROWS = (
         summary="k-async that starts with K and doubles it when the loss flattens",
         create=_k_of_p(AdaptiveK),
         params=(
-            _k("to start with"),
-            Param(name="window", read=parse_count, default=20, help="updates that are compared (default 20)"),
+            _k("K at the start"),
+            Param(name="window", read=parse_count, default=20, help="updates per window of the loss (default 20)"),
             Param(
                 name="improvement",
                 read=parse_share,
                 default=0.01,
-                help="share by which the loss must fall from window to window (default 0.01)",
+                help="relative fall of the loss between windows below which K doubles (default 0.01)",
             ),
         ),
         examples=("adaptive-k:1,window=2",),
     ),
     PolicyRow(
         name="downpour",
-        summary="learners push every N and fetch every M minibatches, in their own time",
+        summary="learners push every N and fetch every M minibatches, asynchronously",
         create=Downpour,
         params=(
-            Param(name="push", read=parse_count, default=1, help="minibatches to a push (default 1)"),
-            Param(name="fetch", read=parse_count, default=1, help="minibatches to a fetch (default 1)"),
+            Param(name="push", read=parse_count, default=1, help="minibatches per push (default 1)"),
+            Param(name="fetch", read=parse_count, default=1, help="minibatches per fetch (default 1)"),
         ),
         examples=("downpour:push=2,fetch=1", "downpour:push=2,fetch=3"),
     ),
     PolicyRow(
         name="local-sgd",
-        summary="H minibatches on each learner by itself, then the mean of all; outer=nesterov is DiLoCo",
+        summary="H local minibatches on each learner, then the mean of all weights; outer=nesterov is DiLoCo",
         create=LocalSGD,
         params=(
-            Param(name="h", read=parse_count, positional=True, required=True, help="minibatches between means"),
+            Param(name="h", read=parse_count, positional=True, required=True, help="local minibatches per mean"),
             Param(
                 name="outer",
                 read=choice(*OUTER),

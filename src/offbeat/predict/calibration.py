@@ -150,7 +150,9 @@ class Calibration:
         differences, so that small sizes count as much as large ones.
         """
         if not self.reductions:
-            raise RequestError(f"the calibration of '{self.recipe}' has no reductions: measure it with 2 learners")
+            raise RequestError(
+                f"the calibration of '{self.recipe}' has no all-reduces; measure it with 2 or more learners"
+            )
         rows, ones = [], []
         for ranks, size, seconds in self.reductions:
             steps = 2 * (ranks - 1)
@@ -375,21 +377,23 @@ def from_json(data: Any) -> Calibration:
     except RequestError:
         raise
     except KeyError as error:
-        raise RequestError(f"a calibration without {error}: measure again with offbeat calibrate") from None
+        raise RequestError(f"a calibration without {error}; measure again with offbeat calibrate") from None
     except (TypeError, ValueError, AttributeError, OverflowError):
-        raise RequestError("a calibration with something of the wrong kind: measure again") from None
+        raise RequestError(
+            "a calibration with a value of the wrong type; measure again with offbeat calibrate"
+        ) from None
     return found
 
 
 def _check_sound(found: Calibration) -> None:
     if not found.probes:
-        raise RequestError("a calibration without probes: measure again with offbeat calibrate")
+        raise RequestError("a calibration without probes; measure again with offbeat calibrate")
     names = [(probe.line, probe.learners) for probe in found.probes]
     sizes = [batch for batch, _ in found.batches]
     if len(set(names)) < len(names) or len(set(sizes)) < len(sizes):
-        raise RequestError("a calibration that has a probe or a batch twice: measure again")
+        raise RequestError("a calibration with a duplicate probe or batch; measure again with offbeat calibrate")
     if any(timed.learners < 2 for timed in found.reductions):
-        raise RequestError("a calibration with a reduction of one learner: measure again")
+        raise RequestError("a calibration with an all-reduce of one learner; measure again with offbeat calibrate")
     for key in ("cores", "gpus"):
         if key in found.machine:
             _whole(found.machine[key])

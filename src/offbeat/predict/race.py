@@ -61,7 +61,7 @@ def variants(contenders: Sequence[Contender], slow: Sequence[int]) -> list[Conte
     names = [one.strategy for one in contenders]
     reduces = next((name for name in names if simulated_family_of(name) == ALL_REDUCE), "ring")
     rest = cluster.without(*slow)
-    without, option = f"without {format_learners(sorted(slow), most=4)}", f"leave it out: --learners {rest.learners}"
+    without, option = f"without {format_learners(sorted(slow), most=4)}", f"remove it: --learners {rest.learners}"
     return [
         Contender(reduces, cluster, "split by speed", "--train.split auto", "auto"),
         *(Contender(name, rest, without, option) for name in dict.fromkeys([reduces, *names])),
@@ -73,7 +73,7 @@ def check_ports(network: Network, strategies: Sequence[str]) -> None:
     families = {simulated_family_of(name) for name in strategies}
     if len(families) > 1 and network.topology != "uniform" and not network.has_ports:
         raise RequestError(
-            "--topology says how an all-reduce communicates, and nothing says it for servers: give "
+            "--topology applies to all-reduces only, and the servers have no network: give "
             "--learner-bandwidth, --server-bandwidth and --latency too, or one port for all with --network"
         )
 
@@ -101,9 +101,9 @@ class TrainingCurve(NamedTuple):
 def checked(curve: TrainingCurve, name: str, target: float) -> TrainingCurve:
     """`RequestError` where there is nothing to race for."""
     if not curve.points:
-        raise RequestError(f"{name} has no accuracy, only a loss: there is no target to race to")
+        raise RequestError(f"{name} has a loss but no accuracy, so --target cannot be used")
     if curve.reached_s == 0:
-        raise RequestError(f"--target {target:g}: a model that has learned nothing is there already")
+        raise RequestError(f"--target {target:g}: an untrained model already reaches it")
     return curve
 
 
@@ -289,16 +289,17 @@ def advice(results: Sequence[RaceResult], target: float, machines: str) -> list[
         best = max(tied, key=lambda one: one.accuracy)
         others = [one.label for one in tied if one is not best]
         return [
-            f"nobody reached {percent(target)}; the best end was {best.accuracy_text}, with {best.label}",
-            *([f"not told apart from it on {best.test_samples:,} test samples: {', '.join(others)}"] if others else []),
-            "more epochs (--epochs), another learning rate (--lr) or a lower --target would tell them apart",
+            f"no strategy reached {percent(target)}; the best final accuracy is {best.accuracy_text}, with "
+            f"{best.label}",
+            *([f"the same within chance on {best.test_samples:,} test samples: {', '.join(others)}"] if others else []),
+            "try more epochs (--epochs), another learning rate (--lr) or a lower --target",
         ]
     plain = family_of(chosen.strategy) == ALL_REDUCE and not chosen.variant
     line = f"use {'plain ' if plain else ''}{chosen.label}: {percent(target)} after "
     line += f"{format_seconds(chosen.median_s)}{_spread(chosen)} ({explain_result(chosen)})"
     lines, option = [line], chosen.contender.option
     if option:
-        lines.append(f"write {option}" if option.startswith("--") else option)
+        lines.append(f"use {option}" if option.startswith("--") else option)
     lines += [_against(chosen, other) for other in _worth_telling(chosen, order)]
     lines.append(f"the machines: {machines}")
     return lines
@@ -322,18 +323,18 @@ def _spread(result: RaceResult) -> str:
         return ""
     if result.times[-1] == math.inf:
         missing = sum(one == math.inf for one in result.times)
-        return f", {missing} of {len(result.times)} seeds not at all"
+        return f", {missing} of {len(result.times)} seeds did not reach it"
     return f", seeds from {format_seconds(result.times[0])} to {format_seconds(result.times[-1])}"
 
 
 def _against(one: RaceResult, other: RaceResult) -> str:
     """Why one is faster than another, or as fast and simpler."""
     if other.median_s == math.inf:
-        return f"{other.label} did not get there: it ended at {other.accuracy_text}"
+        return f"{other.label} did not reach the target: it ended at {other.accuracy_text}"
     time = format_seconds(other.median_s)
     if other.median_s < one.median_s:
         ratio = one.median_s / other.median_s
-        return f"{other.label} was {ratio:.2f}x as fast ({time}), {_doubt(other, one)}: the simpler one is advised"
+        return f"{other.label} was {ratio:.2f}x as fast ({time}), {_doubt(other, one)}, so use the simpler one"
     ratio = other.median_s / one.median_s
     if ratio < 1.005:
         return f"{other.label} was as fast ({time})"
@@ -342,15 +343,15 @@ def _against(one: RaceResult, other: RaceResult) -> str:
     doubt = f"; {_doubt(one, other)}" if _are_alike(one, other) else ""
     return (
         f"{ratio:.2f}x as fast as {other.label} ({time}): "
-        f"{more:.2f}x the samples a second, {needs:.2f}x the samples to get there{doubt}"
+        f"{more:.2f}x the samples per second, {needs:.2f}x the samples to reach the target{doubt}"
     )
 
 
 def _doubt(fast: RaceResult, slow: RaceResult) -> str:
     """Why two are not told apart."""
     if len(fast.times) == 1:
-        return "which one seed cannot tell (--seeds 3)"
-    return "within the spread of the seeds" if _overlap(fast, slow) else "too little to tell"
+        return "but one seed is not enough to decide (--seeds 3)"
+    return "within the spread of the seeds" if _overlap(fast, slow) else "a difference too small to decide"
 
 
 def worth_drawing(order: Sequence[RaceResult]) -> list[RaceResult]:

@@ -91,13 +91,11 @@ class Recorded:
 def read_recorded(log: RunLog) -> Recorded:
     """`RequestError` where the log is not one of a real run that has computed something."""
     if log.run.get("simulated") is not False:
-        raise RequestError(
-            "it was trained in virtual time, and has no compute times of its own: offbeat simulate gives it exactly"
-        )
+        raise RequestError("it was trained in virtual time and has no measured compute times; use offbeat simulate")
     spans = sorted(log.spans, key=lambda span: (span.start_s, span.learner))
     computed = [span for span in spans if span.what == "compute" and span.end_s > span.start_s]
     if all(span.cancelled for span in computed):
-        raise RequestError("its log has no minibatch that was computed to the end: there is nothing to replay")
+        raise RequestError("its log has no finished minibatch, so there is nothing to replay")
     rests = [(span.start_s, span.end_s) for span in spans if span.what == "evaluate"]
     own: defaultdict[int, list[Span]] = defaultdict(list)
     for span in computed:

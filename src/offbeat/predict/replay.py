@@ -101,14 +101,14 @@ def read_run(path: Path) -> FinishedRun:
     folder = RunDir(path)
     config = read_config(folder)
     if folder.next_segment() > 2:
-        raise RequestError(f"{path} was resumed, and has a log for each part; only runs of one part are replayed")
+        raise RequestError(f"{path} was resumed; replay works only for runs without a resume")
     if config.train.split != "equal":
-        raise RequestError(f"{path} split updates by '{config.train.split}'; replayed are runs with equal minibatches")
+        raise RequestError(f"{path} used --train.split {config.train.split}; replay works only for equal minibatches")
     if not folder.log(1).exists():
-        raise RequestError(f"{path} has no log.jsonl: the run has not ended, or was killed")
+        raise RequestError(f"{path} has no log.jsonl: the run is still running or was killed")
     metrics = folder.read_metrics()
     if not metrics or not metrics[-1].get("samples") or not metrics[-1].get("seconds"):
-        raise RequestError(f"{path} has no evaluation in metrics.jsonl after which samples were applied")
+        raise RequestError(f"{path} has no evaluation in metrics.jsonl, so its training time is unknown")
     try:
         recorded = read_recorded(read_log(folder.log(1)))
     except LogError as error:
@@ -176,7 +176,7 @@ class Replay:
         epochs = {"train": {"epochs": config.train.epochs * PLENTY}}
         timeline = untrained(timeline_of(changed(config, epochs), clock, self.samples))
         if timeline.lock_step:
-            notes = (*notes, f"{line} asks for losses or weights: replayed as if neither changed")
+            notes = (*notes, f"{line} depends on losses or weights, which are assumed constant in the replay")
         applied = gradients = ages = 0
         last: Update | None = None
         for update in timeline.stream():
@@ -258,7 +258,7 @@ class Replay:
         if foreign and self.calibration is not None:  # the run was of another family, and has nothing better
             probe = min(self.calibration.of(family), key=lambda one: abs(one.learners - learners))
         if reduces and self.learners == 1 < run.learners and (probe is None or probe.learners > 1):
-            note = "an all-reduce with 1 learner has nobody to reduce with: it is replayed without communication"
+            note = "an all-reduce with 1 learner is replayed without communication"
             return _Communication(0.0, False, foreign, (note,))
         if not foreign:
             return _Communication(recorded.there_s, True, foreign, ())
@@ -266,15 +266,13 @@ class Replay:
             factor = self.calibration.reduction_factor(_simulated(line), learners) if reduces else 1.0
             beside_s = probe.there_s * factor + probe.back_s
             took = format_seconds(beside_s)
-            way = (
-                f"{line} takes {took} an update" if reduces else f"a gradient's way to the server and back takes {took}"
-            )
-            note = f"communication was not in the recording, and is by the calibration: {way}"
+            way = f"{line} takes {took} per update" if reduces else f"a round trip to the server takes {took}"
+            note = f"the run did not measure this communication, so the calibration is used: {way}"
             return _Communication(beside_s, False, foreign, (note,))
         took = format_seconds(recorded.there_s + recorded.back_s)
         note = (
-            f"communication {'by an all-reduce' if reduces else 'with a server'} was not in the recording: taken as "
-            f"long as what it took in the run, {took} on average; a --calibration says it better"
+            f"the run did not measure communication {'of an all-reduce' if reduces else 'with a server'}, so it is "
+            f"assumed to take as long as in the run, {took} on average; --calibration is more accurate"
         )
         return _Communication(recorded.there_s, True, foreign, (note,))
 
@@ -298,27 +296,27 @@ def notes_of(run: FinishedRun, learners: int = 0) -> list[str]:
     recorded, notes = run.recorded, []
     if recorded.cancelled:
         notes.append(
-            f"{recorded.cancelled:,} of {recorded.minibatches:,} minibatches were cancelled: each is given a time "
-            "drawn from its learner's longer ones (Kaplan-Meier), or what it had taken, where none was longer"
+            f"{recorded.cancelled:,} of {recorded.minibatches:,} minibatches were cancelled; their full times "
+            "are estimated from longer minibatches of the same learner (Kaplan-Meier)"
         )
         pairs = zip(recorded.numbers, recorded.learners, strict=True)
         mostly = [number for number, one in pairs if sum(one.cancelled) > MOSTLY * len(one.cancelled)]
         if mostly:
             notes.append(
-                f"most minibatches of {format_learners(mostly)} were cancelled: what they would have taken is uncertain"
+                f"most minibatches of {format_learners(mostly)} were cancelled, so their full times are uncertain"
             )
     rule = None if recorded.reduces else create(run.config.sync, expect=run.config.learners).rule
     if rule is not None and rule.push_every > 1:
-        notes.append("of several minibatches that were pushed together each is given an equal part of their time")
+        notes.append("minibatches that were pushed together are assumed to have taken equal times")
     if rule is not None and rule.fetch_every > 0:
-        notes.append("learners fetched beside computing: what waiting for weights takes is not in the recording")
+        notes.append("learners fetched weights while computing; the time to wait for weights was not recorded")
     many, learners = len(recorded.learners), learners or run.config.learners
     if learners < many:
         notes.append(_fewer_learners_note(recorded, learners))
     if learners > many:
         notes.append(
-            f"{count_of(many, 'learner')} were recorded: the others take their times in turn, each copy from another "
-            "minibatch on, and ways between minibatches as they were"
+            f"{count_of(many, 'learner')} were recorded; additional learners reuse their times, starting at another "
+            "minibatch, with communication as recorded"
         )
     return notes
 
@@ -328,12 +326,10 @@ def _fewer_learners_note(recorded: Recorded, learners: int) -> str:
     used, left = recorded.numbers[:learners], recorded.numbers[learners:]
     means = [float(row.mean()) for row in filled(recorded.learners, seed=0)]
     ratio = statistics.fmean(means[:learners]) / statistics.fmean(means)
-    unlike = (
-        f", which took {ratio:.2f} times as long for a minibatch as all on average" if abs(ratio - 1) > UNLIKE else ""
-    )
+    unlike = f", whose minibatches took {ratio:.2f} times the average" if abs(ratio - 1) > UNLIKE else ""
     return (
-        f"the times of {format_learners(used)} are used{unlike}, and those of {format_learners(left)} are not; ways "
-        f"between minibatches, if any, are as they were with {count_of(len(recorded.numbers), 'learner')}"
+        f"the times of {format_learners(used)} are used{unlike}, those of {format_learners(left)} are not; "
+        f"communication is as recorded with {count_of(len(recorded.numbers), 'learner')}"
     )
 
 
@@ -421,7 +417,7 @@ def replay_run(
     except RequestError as error:  # it may not fit another number of learners
         if many == run.config.learners or not lines:
             raise
-        notes.append(f"{line}, as it was, is not replayed: {error}")
+        notes.append(f"{line}, the strategy of the run, is not replayed: {error}")
     others = sorted((replay(one) for one in lines), key=lambda one: one.seconds)
     target = (target or run.highest_reached) if accuracy else None
     if target is not None:
@@ -438,16 +434,14 @@ def replay_run(
     notes += dict.fromkeys(note for one in ([own, *others] if own else others) for note in one.notes)
     if target is not None:
         notes.append(
-            f"each accuracy is of one training, with one seed, on {count_of(test_set, 'test sample')}: another seed "
-            f"may well differ by {POINTS}"
+            f"each accuracy is from one training with one seed, on {count_of(test_set, 'test sample')}; another seed "
+            f"may differ by {POINTS}"
         )
     elif accuracy:
-        why = "has no accuracy, only a loss" if run.accuracy is None else "has one evaluation, too few for an accuracy"
-        notes.append(f"{run.config.name} {why}: there are only times for as many samples")
+        why = "has a loss but no accuracy" if run.accuracy is None else "has one evaluation, too few for an accuracy"
+        notes.append(f"{run.config.name} {why}, so only the times for the same number of samples are compared")
     if others:
-        notes.append(
-            "another strategy loads the machine otherwise, which a replay does not know: it is less sure of others"
-        )
+        notes.append("another strategy would load the machine differently, which a replay does not model")
     return ReplayReport(
         run=run, learners=many, target=target, own=own, others=tuple(others), further_notes=tuple(notes)
     )

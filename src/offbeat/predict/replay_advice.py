@@ -34,15 +34,15 @@ def doubts_on(run: FinishedRun, own: ReplayedStrategy, target: float | None) -> 
     """Why accuracies of replays say little here: the run's own replay has another than the run, or other staleness."""
     lines = []
     if not is_as_stale(run, own):
-        so = "staleness of the others is as unsure" if target is None else "no advice is given by accuracies"
-        lines.append(f"the replay of what really ran has gradients {own.staleness:.1f} versions old, and they were "
+        so = "staleness of the others is as uncertain" if target is None else "accuracies are not compared"
+        lines.append(f"the replay of the run's own strategy has a staleness of {own.staleness:.1f}, but the run had "
                      f"{run.staleness:.1f}: {so}")  # fmt: skip
     if target is not None and own.reached is not None:
         was, best = run.highest_reached or 0.0, own.reached.best
         if (was >= target and _misses(best, target)) or (best >= target and _misses(was, target)):
             lines.append(
-                f"the replay of what really ran got to {percent(best)}, and the run to {percent(was)}, "
-                f"where {percent(target)} is asked for: no advice is given by accuracies"
+                f"the replay of the run's own strategy reached {percent(best)}, but the run reached {percent(was)} "
+                f"(target {percent(target)}): accuracies are not compared"
             )
     return lines
 
@@ -65,13 +65,13 @@ def advice_on(
     """
     measured = own is not None and error is not None
     if own is not None and error is not None:
-        lines = [f"replayed {format_seconds(own.seconds)} against {format_seconds(run.seconds)} measured: "
+        lines = [f"replay of the run itself: {format_seconds(own.seconds)}, measured {format_seconds(run.seconds)}: "
                  f"{format_difference(error)}"]  # fmt: skip
         target = None if doubts_on(run, own, target) else target
         real_s = run.seconds if target is None else run.reached_s(target)
     else:
         many = count_of((own or others[0]).learners, "learner")
-        lines = [f"with {many} nothing was measured: how far the replay is off is not known"]
+        lines = [f"there is no measurement with {many}, so the error of the replay is unknown"]
         real_s = None if own is None else _time(own, target)
     off = _off_by(run, own, error, target)
     what = f"for {run.samples:,} samples" if target is None else f"to {percent(target)}"
@@ -80,26 +80,26 @@ def advice_on(
         seconds, best = min(timed, key=lambda pair: pair[0])
         needed = f"{best.strategy} would have needed {format_seconds(seconds)} {what}"
         if own is None:
-            lines.append(needed + (", the least of these" if len(others) > 1 else ""))
+            lines.append(needed + (", the fastest of these" if len(others) > 1 else ""))
         elif real_s is None:
             got = (run.highest_reached or 0.0) if measured else own.reached.best if own.reached else 0.0
-            lines.append(f"{needed}, where {own.strategy} got to {percent(got)}")
+            lines.append(f"{needed}; {own.strategy} reached only {percent(got)}")
         elif seconds < real_s * (1 - max(off, SURE)):
-            sure = f"; the replay of what really ran is {percent(off)} off" if measured else ""
-            sure += ", but had other communication" if best.foreign and measured else ""
+            sure = f"; the replay of the run's own strategy is {percent(off)} off" if measured else ""
+            sure += ", and with different communication" if best.foreign and measured else ""
             lines.append(f"{needed} instead of {format_seconds(real_s)}{sure}")
         else:
             lines.append(
-                f"none of the others would have been clearly faster than {own.strategy} {what}: by "
-                f"{percent(max(off, SURE), 0)} or more"
+                f"no other strategy would have been at least {percent(max(off, SURE), 0)} faster than {own.strategy} "
+                f"{what}"
             )
     elif others:
-        lines.append(f"none of the others would have got {what} in as many epochs, with this one seed")
+        lines.append(f"no other strategy would have got {what} in as many epochs, with this seed")
     if target is not None and (near := [told for one in (own, *others) if (told := _about_there(one, target))]):
-        lines.append(f"about there, within {POINTS} of {percent(target)} with one seed: {', '.join(near)}")
+        lines.append(f"within {POINTS} of {percent(target)}, with one seed: {', '.join(near)}")
     if error is not None and abs(error) > TRUSTED:
         lines.append(
-            f"the run's own replay is {percent(abs(error), 0)} off: do not trust the other numbers further than that"
+            f"the replay of the run's own strategy is {percent(abs(error), 0)} off; the other numbers are no better"
         )
     return lines
 

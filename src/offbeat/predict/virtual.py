@@ -264,7 +264,7 @@ def train_again(
     if config.train.precision == "fp16":
         raise RequestError(f"{run} was computed in fp16: the scale of each learner's loss is not in the log")
     if not optimizer and folder.next_segment() > 2:
-        raise RequestError(f"{run} was resumed, and has a log for each part; only runs of one part are made again")
+        raise RequestError(f"{run} was resumed; only runs without a resume can be repeated")
     log = read_log(run if optimizer else folder.log(1))
     timeline = LoggedTimeline(log)
     if optimizer:
@@ -357,7 +357,7 @@ class VirtualTrainer(Trainer):
         optimizer: OptimizerOf | None = None,
     ) -> None:
         if not 0 < every < math.inf:
-            raise RequestError(f"epochs from look to look are above 0; got {every}")
+            raise RequestError(f"epochs between evaluations must be above 0; got {every}")
         super().__init__(config, task, run or RunDir(Path()), number=0, learners=config.learners, report=report)
         self._optimizer_of = optimizer or (lambda model: optimizer_of(model, config.train))
         self.optimizer = self._optimizer_of(self.model)
@@ -505,7 +505,7 @@ class VirtualTrainer(Trainer):
         if "sign" not in self.last:
             self.look_for_trouble(self._evaluations[:-1], ended=True)
         self._write_last()
-        self._ended = self._end_record(self.at, "the accuracy is there" if self._stops else "")
+        self._ended = self._end_record(self.at, "target accuracy reached" if self._stops else "")
         self._ended["simulated"] = True
         if self._writes:
             self._write_log()

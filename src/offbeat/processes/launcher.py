@@ -138,7 +138,7 @@ class Launcher:
     def _learner_ended(self, learner: int, code: int) -> None:
         del self.learners[learner]
         if code < 0 and not self._closing and self._limits[learner].take():
-            self.on_line(SELF, f"learner {learner} died ({describe_exit(code)}) and is started again")
+            self.on_line(SELF, f"learner {learner} died ({describe_exit(code)}) and is restarted")
             self._start_learner(learner)
             return
         if code and not self._closing:

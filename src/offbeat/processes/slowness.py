@@ -50,12 +50,14 @@ def parse(rules: Sequence[str], learners: int) -> tuple[Law | None, dict[int, fl
     for rule in rules:
         if not rule.startswith("learner="):
             if law is not None:
-                raise RequestError(f"two laws of slowness, '{law.text}' and '{rule}'; give one")
+                raise RequestError(f"got two delay laws, '{law.text}' and '{rule}'; give one")
             law = parse_law(rule)
             continue
         match = _SLOWER.fullmatch(rule)
         if match is None or not 1 <= float(match[2]) < 1e6:
-            raise RequestError(f"expected a law like exp:0.05, or learner=2,factor=3 (1 or more); got '{rule}'")
+            raise RequestError(
+                f"expected a law like exp:0.05, or learner=2,factor=3 with a factor of 1 or more; got '{rule}'"
+            )
         learner = int(match[1])
         if learner >= learners:
             raise RequestError(f"'{rule}': there are {learners} learners, numbered from 0")

@@ -116,7 +116,7 @@ def scaling(results: Sequence[BenchmarkResult]) -> PageSection:
             rows.append({**row, "benchmark": result.label, "kind": kind, "why_not": why})
         notes.append(_notes(result))
     table = _table("scaling", "Scaling", SCALING, rows, " ".join(filter(None, notes)))
-    text = "How much faster several learners are than one. The dashed line is what n learners could be at best."
+    text = "How much faster several learners are than one. The dashed line is the ideal speed-up."
     return PageSection(key="scaling", title="Scaling", items=(*items, table), about=text)
 
 
@@ -140,7 +140,7 @@ def overheads(results: Sequence[BenchmarkResult]) -> list[Item]:
                     for name in names
                 ),
                 y_form="seconds",
-                note="The numbers are in the table of the scaling.",
+                note="The numbers are in the scaling table.",
             )
         )
     return items
@@ -299,19 +299,21 @@ def predictions(results: Sequence[BenchmarkResult]) -> PageSection:
         items.append(
             LineChart(
                 key="predicted",
-                title="Predicted beside measured",
+                title="Predictions compared with measurements",
                 x_label="measured (s)",
                 y_label="predicted (s)",
                 series=(*series, diagonal),
                 x_form="seconds",
                 y_form="seconds",
                 from_zero=False,
-                note="A dot above the dashed line was predicted too slow, one below it too fast.",
+                note="A dot above the dashed line was predicted too slow, a dot below it too fast.",
             )
         )
-    items.append(_table("predictions", "Predictions, the worst first", PREDICTIONS, rows))
+    items.append(_table("predictions", "Predictions, largest error first", PREDICTIONS, rows))
     known = [abs(row["error"]) for row in rows if row["error"] is not None]
-    text = f"{count_of(len(rows), 'prediction')} of the simulator beside what was measured."
+    text = f"{count_of(len(rows), 'prediction')} of the simulator, compared with measurements."
     if known:
         text += f" They are off by {percent(sum(known) / len(known))} on average, {percent(max(known))} at worst."
-    return PageSection(key="predictions", title="Predicted beside measured", items=tuple(items), about=text)
+    return PageSection(
+        key="predictions", title="Predictions compared with measurements", items=tuple(items), about=text
+    )

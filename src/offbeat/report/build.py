@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from offbeat.charts import BarChart, Bars, LineChart, Series, ShareChart
-from offbeat.number_format import Cell, percent
+from offbeat.number_format import Cell, format_size, percent
 from offbeat.report import benchmarks, run_sections, summary
 from offbeat.report.facts import Facts, facts_of
 from offbeat.report.inputs import BenchmarkResult
@@ -74,10 +74,44 @@ def build(
     return Page(
         title="offbeat report",
         subtitle=" and ".join(told),
+        overview=_overview(known, targets, price),
         summary=summary.summary(runs, known, results, groups, price),
+        notes=tuple(f"{one.label}: {note}" for one in known for note in one.notes),
         problems=(*problems, *(f"{one.label}: {problem}" for one in known for problem in one.problems)),
         sections=_with_content(sections),
     )
+
+
+def _overview(known: Sequence[Facts], targets: Mapping[int, float | None], price: float | None) -> Table | None:
+    """One row for each run: what to look at first. Without a price the cost is in device hours."""
+    if not known:
+        return None
+    aims = {target for target in targets.values() if target is not None}
+    to, meaning = "training time", "seconds"
+    if aims:
+        to, meaning = f"time to {percent(aims.pop())}" if len(aims) == 1 else "time to target", "time to accuracy"
+    unit = "device hours" if price is None else f"at {price:g} per device hour"
+    columns = (
+        Column("strategy"),
+        Column(f"{to} (s)", "seconds", DEFINITIONS[meaning].formula),
+        Column("accuracy", help=DEFINITIONS["accuracy"].formula),
+        Column("samples/s", "number", DEFINITIONS["throughput"].formula),
+        Column("waiting", "percent", "share of the learners' time, as the run counted it"),
+        Column("thrown away", "percent", f"share of the learners' time: {DEFINITIONS['thrown away'].formula}"),
+        Column("staleness", "number", f"mean: {DEFINITIONS['staleness'].formula}"),
+        Column("sent and received", help="gradients and weights, by all learners together"),
+        Column(f"cost ({unit})", "money", f"{DEFINITIONS['cost'].formula}; {DEFINITIONS['cost of a run'].formula}"),
+    )
+    rows = []
+    for at, (one, name) in enumerate(zip(known, summary.names_of(known), strict=True)):
+        moved = None if one.sent_bytes is None else format_size(one.sent_bytes + (one.received_bytes or 0))
+        waits = one.share_of("wait_s") if one.wait_share is None else one.wait_share
+        seconds = one.seconds if meaning == "seconds" else one.seconds_to(targets[at])
+        cost = one.cost(one.seconds, 1.0 if price is None else price)
+        age = None if one.staleness_mean is None else round(one.staleness_mean, 2)
+        rows.append((name, seconds, one.right, one.throughput, waits, one.thrown_away_share, age,
+                     moved, cost))  # fmt: skip
+    return Table(key="overview", title="Overview", columns=columns, rows=tuple(rows))
 
 
 def _with_content(sections: Sequence[PageSection]) -> tuple[PageSection, ...]:
@@ -114,7 +148,7 @@ def _communication(known: Sequence[Facts], results: Sequence[BenchmarkResult]) -
     )
     table = Table(
         key="communication",
-        title="Not computing, in the runs",
+        title="Time not spent computing",
         columns=(
             Column("run"),
             *(Column(name, "percent") for name in names),
@@ -127,9 +161,9 @@ def _communication(known: Sequence[Facts], results: Sequence[BenchmarkResult]) -
         for one in known
         if one.sent_bytes is not None and one.received_bytes is not None
     )
-    text = "What it costs to keep time with others: what one learner alone would not need."
+    text = "Time that learners spend on synchronisation; one learner alone would not need it."
     if split:
-        text += " Of runs: the time in which learners do not compute, waiting for slower ones included."
+        text += " For runs: the time in which learners do not compute, including waiting for slower ones."
     if any(one.inside_waiting for one in known):
         text += f" {run_sections.INSIDE_WAITING}"
     items = (*benchmarks.overheads(results), chart, table)
@@ -178,9 +212,9 @@ def _machines(
         Column("what"),
         Column("time (s)", "seconds"),
     )
-    table = Table(key="machines", title="Time with so many learners", columns=columns, rows=(*rows, *further))
-    text = "What more learners buy. Only runs of the same strategy that are alike in all else are joined."
-    return PageSection(key="machines", title="Time against machines", items=(*items, *more, table), about=text)
+    table = Table(key="machines", title="Time by number of learners", columns=columns, rows=(*rows, *further))
+    text = "How the time changes with the number of learners. Lines join only runs that differ in nothing else."
+    return PageSection(key="machines", title="Time against learners", items=(*items, *more, table), about=text)
 
 
 def _all_but_learners(run: RunRecord) -> str:
@@ -283,7 +317,7 @@ def _comparison(known: Sequence[Facts], targets: Mapping[int, float | None], pri
         Column("mean staleness (versions)", "number", DEFINITIONS["staleness"].formula),
         Column("gradients applied", "number"),
         Column("gradients dropped", "number"),
-        Column("minibatches cancelled", "number", "begun and given up"),
+        Column("minibatches cancelled", "number", "started and cancelled"),
         Column("gradients left over", "number", "pushed, and neither applied nor dropped when the run ended"),
         Column("thrown away", "percent", DEFINITIONS["thrown away"].formula),
         Column("not computing", "percent", DEFINITIONS["not computing"].formula),
@@ -291,7 +325,7 @@ def _comparison(known: Sequence[Facts], targets: Mapping[int, float | None], pri
         Column("cost", "money", f"{DEFINITIONS['cost'].formula}; {DEFINITIONS['cost of a run'].formula}"),
     )
     table = Table(key="runs", title="All runs", columns=columns, rows=tuple(rows))
-    return PageSection(key="runs", title="Comparison", items=(table,), about="Each run in one row.")
+    return PageSection(key="runs", title="Comparison", items=(table,), about="One row per run.")
 
 
 def _kind(one: Facts) -> str:
@@ -312,7 +346,7 @@ def _configuration(runs: Sequence[RunRecord]) -> PageSection:
     columns = (Column("field"), Column("differs"), *(Column(run.label) for run in runs))
     table = Table(key="configuration", title="All fields", columns=columns, rows=tuple(rows))
     if len(runs) == 1:
-        text = "With these the run can be made again."
+        text = "The run can be repeated with these values."
     else:
         text = f"{count_of(len(differ), 'field')} {'differs' if len(differ) == 1 else 'differ'} between the runs."
     return PageSection(key="configuration", title="Configuration", items=(table,), about=text)

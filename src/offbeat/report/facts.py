@@ -66,6 +66,7 @@ class Facts:
     wait_share: float | None = None  # of the learners' time, as the run itself has counted it
     received_bytes: int | None = None
     problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what to keep in mind; nothing is wrong with the files
 
     @property
     def throughput(self) -> float | None:
@@ -224,7 +225,7 @@ def facts_of(run: RunRecord) -> Facts:
     family = _family(strategy)
     gradients = _Gradients(run.segments)
     last = run.metrics[-1] if run.metrics else None
-    problems = list(gradients.problems)
+    notes = []
     whole = [updates_of(segment, gradients.applies[at]) for at, segment in enumerate(run.segments)]
     if last is not None:
         updates, samples, dropped = last.update, last.samples, last.dropped
@@ -237,12 +238,12 @@ def facts_of(run: RunRecord) -> Facts:
         samples = gradients.samples_applied if of_server else None
         dropped = _never_applied(run, gradients) if of_server else None
     if last is not None and last.warning:
-        problems.append(last.warning)
+        notes.append(last.warning)
     again = _made_again(run.segments, gradients.applies, last.update if last is not None else None)
     if again:
-        problems.append(
-            f"{again:,} update{' was' if again == 1 else 's were'} made again after a resume: gradients and learners' "
-            "times are counted both times"
+        notes.append(
+            f"the run was resumed and repeated {again:,} update{'' if again == 1 else 's'}; gradients and times of "
+            "learners count both times"
         )
     staleness, applied = gradients.staleness, gradients.applied
     if family == ALL_REDUCE and not gradients.applied:
@@ -278,7 +279,8 @@ def facts_of(run: RunRecord) -> Facts:
         sent_bytes=None if last is None else last.sent_bytes,
         received_bytes=None if last is None else last.received_bytes,
         wait_share=None if last is None else last.wait_share,
-        problems=tuple(problems),
+        problems=tuple(gradients.problems),
+        notes=tuple(notes),
     )
 
 
@@ -393,7 +395,7 @@ class _Gradients:
         self.unused += len(held)
         self.dropped_spans.append(frozenset(pushed_spans(segment.spans, dropped).values()))
         if segment.decisions and (segment.unread or impossible):
-            self.problems.append("decisions are missing from the log: staleness and counts of gradients are not exact")
+            self.problems.append("decisions are missing from the log, so staleness and gradient counts are not exact")
 
 
 def _energy(run: RunRecord) -> EnergyFacts:
@@ -408,10 +410,10 @@ def _energy(run: RunRecord) -> EnergyFacts:
     if any(one.joules is None for one in run.energy):
         return EnergyFacts(seconds=seconds, why_not="; ".join(reasons) or "energy.json does not say why")
     if len(run.energy) < stretches:
-        few = f"it was measured in {len(run.energy)} of the run's {stretches} stretches"
+        few = f"it was measured in {len(run.energy)} of the {stretches} parts of the run"
         return EnergyFacts(seconds=seconds, why_not="; ".join([few, *reasons]))
     if len({frozenset(one.sources) for one in run.energy}) > 1:
-        reasons.append("some sources in some stretches of the run")
+        reasons.append("some sources in some parts of the run")
     return EnergyFacts(
         joules=sum(one.joules or 0.0 for one in run.energy),
         seconds=seconds,

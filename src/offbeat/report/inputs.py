@@ -173,7 +173,7 @@ class Inputs(NamedTuple):
 def read_inputs(paths: Sequence[Path]) -> Inputs:
     """Everything, with names told apart. `RequestError` for a path that is not there, or if nothing could be read."""
     if not paths:
-        raise RequestError("name the folder of a run, or the JSON file of a benchmark")
+        raise RequestError("give the folder of a run, or the JSON file of a benchmark")
     runs: list[tuple[Path, RunRecord]] = []
     results: list[BenchmarkResult] = []
     unusable: list[str] = []
@@ -193,7 +193,9 @@ def read_inputs(paths: Sequence[Path]) -> Inputs:
         elif path.exists():
             raise RequestError(f"{path}: expected the folder of a run, or the .json file of a benchmark")
         else:
-            raise RequestError(f"{path} is not there; name the folder of a run, or the .json file of a benchmark")
+            raise RequestError(
+                f"no such file or directory: {path}; expected the folder of a run, or the .json file of a benchmark"
+            )
     if not runs and not results:
         raise RequestError("nothing could be read: " + "; ".join(unusable))
     told = _told_apart(runs)

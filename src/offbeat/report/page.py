@@ -53,6 +53,7 @@ DIGITS = 9  # of a point of a line, more than any screen shows
 LETTERS = 300  # letters of a title attribute at most, and of a text that is shown whole; a longer one opens at a tap
 WORDY, WORDIER = 24, 60  # a cell with more letters gets more room
 SHOWN_PROBLEMS = 8  # the others are folded away
+SHOWN_SENTENCES = 5  # of the summary; so are these
 LAYOUTS = {"wide": 760, "narrow": 380}  # each chart is drawn for both; page.css shows the one that fits
 TALL = 24  # a table with more rows scrolls by itself
 PAPER = 660.0  # pixels of a table on paper; A4 has 688 between the margins of page.css
@@ -61,7 +62,7 @@ NARROW, NARROWER = 24, 12  # letters of a column of text on paper, and of one th
 WORD = 20  # letters of a word that is not broken on paper
 TYPES = ("u1", "i1", "u2", "i2", "u4", "i4", "f8")  # of a column of bars, the smallest first; all little-endian
 
-_NO_SCRIPT = "Timelines, and values at the pointer, need JavaScript, which is off here. All else is there."
+_NO_SCRIPT = "Timelines and values at the pointer need JavaScript, which is off. Everything else is shown."
 # Characters that end a line in JavaScript, or could end the element that the data stands in.
 _JSON_ESCAPES = {ord(letter): f"\\u{ord(letter):04x}" for letter in "<>&\u2028\u2029"}
 
@@ -103,7 +104,7 @@ def render(page: Page) -> str:
 <noscript><p class="notice">{_NO_SCRIPT}</p></noscript>
 <div class="columns">
 {_contents(page, anchors)}<main>
-{_summary(page)}{_problems(page.problems)}{"".join(sections)}</main>
+{_summary(page, names)}{_notes(page.notes)}{_problems(page.problems)}{"".join(sections)}</main>
 </div>
 <script type="application/json" id="data">{data}</script>
 <script>{script}</script>
@@ -165,7 +166,7 @@ def _paragraph(text: str, kind: str = "") -> str:
 def _contents(page: Page, anchors: Sequence[str]) -> str:
     if not page.sections:
         return ""
-    places = [("summary", "Summary")] if page.summary else []
+    places = [("summary", "Summary")] if page.summary or page.overview is not None else []
     places += [(anchor, section.title) for anchor, section in zip(anchors, page.sections, strict=True)]
     links = "".join(f'<li><a href="#{name}"><bdi>{_text(_cut(t))}</bdi></a></li>\n' for name, t in places)
     return (
@@ -174,11 +175,23 @@ def _contents(page: Page, anchors: Sequence[str]) -> str:
     )
 
 
-def _summary(page: Page) -> str:
-    if not page.summary:
+def _summary(page: Page, names: _Names) -> str:
+    if not page.summary and page.overview is None:
         return ""
-    text = "".join(map(_paragraph, page.summary))
-    return f'<section class="summary" id="summary" aria-label="Summary">\n{text}</section>\n'
+    table = "" if page.overview is None else _table(page.overview, names)
+    shown, folded = page.summary[:SHOWN_SENTENCES], page.summary[SHOWN_SENTENCES:]
+    text = "".join(map(_paragraph, shown))
+    if folded:
+        more = "".join(map(_paragraph, folded))
+        text += f"<details><summary>{len(folded)} more findings</summary>\n{more}</details>\n"
+    return f'<section class="summary" id="summary" aria-label="Summary">\n{table}{text}</section>\n'
+
+
+def _notes(notes: Sequence[str]) -> str:
+    if not notes:
+        return ""
+    rows = "".join(f"<li>{_openable(text)}</li>\n" for text in notes)
+    return f'<aside class="notice notes" aria-label="Notes">\n<ul>\n{rows}</ul>\n</aside>\n'
 
 
 def _problems(problems: Sequence[str]) -> str:

@@ -66,10 +66,14 @@ class PageSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """All of it. The summary comes first, a sentence or two each; then what could not be read; then the sections."""
+    """All of it. The table comes first, then the summary, a sentence or two each, the most important first; then notes
+    on how to read the numbers, what could not be read, and the sections.
+    """
 
     title: str
     subtitle: str
     summary: tuple[str, ...]
     problems: tuple[str, ...]
     sections: tuple[PageSection, ...]
+    overview: Table | None = None
+    notes: tuple[str, ...] = ()

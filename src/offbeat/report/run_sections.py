@@ -24,8 +24,8 @@ MOST_POINTS = 2_000  # of a curve
 MOST_AGES = 24  # columns of a histogram
 MOST_LEARNERS = 256  # rows of a timeline
 INSIDE_WAITING = (
-    "With a server, pushing and updating are inside waiting: a learner's log does not tell them apart, and they have a "
-    "dash."
+    "With a parameter server, waiting includes pushing and updating: the log of a learner does not separate them, and "
+    "their cells have a dash."
 )
 SHARES = ("computing", "thrown away", "sending", "waiting", "updating")
 
@@ -42,8 +42,8 @@ def timelines(runs: Sequence[RunRecord], known: Sequence[Facts], limit: int) -> 
         if spans
     ]
     text = (
-        "What each learner did, second by second. A bar of computing has the colour of the version of the parameters "
-        "it worked on; what was cancelled is marked."
+        "What each learner did, second by second. The colour of a bar is the version of the weights that the learner "
+        "computed on; cancelled minibatches are marked."
     )
     return PageSection(key="timeline", title="Timeline", items=tuple(items), about=text)
 
@@ -89,13 +89,13 @@ def _timeline(key: str, one: Facts, spans: Sequence[Span], most: int) -> Timelin
                 continue
         ends[row] = end
         bars.append((row, kinds[what], start, end, version, cancelled))
-    notes = ["0 is when the first learner began."]
+    notes = ["Time starts when the first learner starts."]
     if left_out:
-        notes.append(f"Shown are the first {len(numbers)} of {len(everybody):,} learners; {left_out:,} are left out.")
+        notes.append(f"Only the first {len(numbers)} of {len(everybody):,} learners are shown.")
     if most < len(spans):
-        notes.append(f"Shown are the first {most:,} of {len(spans):,} bars.")
+        notes.append(f"Only the first {most:,} of {len(spans):,} bars are shown.")
     if hidden:
-        notes.append(f"Left out: {count_of(hidden, 'bar')} behind others of the same learner.")
+        notes.append(f"{count_of(hidden, 'bar')} hidden behind other bars of the same learner.")
     return TimelineChart(
         key=key,
         title=_title(one),
@@ -152,9 +152,9 @@ def errors(
     if items:
         items += [_accuracy_table(known, targets), _evaluations(known, curves)]
     items += benchmarks.races(results)
-    text = "How fast the training got better: lower and further left is better."
+    text = "Test error over training time: lower and further left is better."
     if drawn_levels:
-        text += " The level is the target: the accuracy given, or the highest that all ranked runs reached."
+        text += " The horizontal line is the target: the given accuracy, or the highest that all ranked runs reached."
     return PageSection(key="error", title="Error against time", items=tuple(items), about=text)
 
 
@@ -274,7 +274,7 @@ def staleness(known: Sequence[Facts]) -> PageSection:
         ),
         Table(
             key="staleness-shares",
-            title="How many gradients were how old",
+            title="Gradients by staleness",
             columns=(
                 Column("run"),
                 Column("staleness (versions)"),
@@ -285,7 +285,7 @@ def staleness(known: Sequence[Facts]) -> PageSection:
             rows=tuple(shares),
         ),
     )
-    text = f"Staleness is the {said}. All-reduce and synchronous policies have none."
+    text = f"Staleness is the {said}. It is 0 for all-reduce and synchronous policies."
     return PageSection(key="staleness", title="Staleness", items=(*charts, *tables), about=text)
 
 
@@ -323,7 +323,7 @@ def _staleness_chart(
         )  # fmt: skip
     note = "" if one.staleness_mean is None else f"Mean {one.staleness_mean:.3g}."
     if theory is not None:
-        note += f" Theory says {theory.mean:.3g} = {theory.formula}, whatever the compute times are."
+        note += f" Theory says {theory.mean:.3g} = {theory.formula} for any distribution of compute times."
     return BarChart(
         key=key,
         title=f"Staleness: {_title(one)}",
@@ -346,7 +346,7 @@ def shares(known: Sequence[Facts]) -> PageSection:
     for at, one in enumerate(known, start=1):
         slow = straggler(one)
         if slow is not None:
-            times = f"{'at least ' if slow.at_least else ''}{slow.factor:.1f}x as slow as the others typically are"
+            times = f"{'at least ' if slow.at_least else ''}{slow.factor:.1f}x slower than the others"
             said.append(f"{one.label}: learner {slow.learner} is a straggler, {times}.")
         shares = [learner.shares() for learner in one.by_learner]
         drawn = [(f"learner {learner.learner}", share) for learner, share in zip(one.by_learner, shares, strict=True)
@@ -377,7 +377,7 @@ def shares(known: Sequence[Facts]) -> PageSection:
         Column("sending (s)", "seconds"),
         Column("waiting (s)", "seconds"),
         Column("updating (s)", "seconds"),
-        Column("evaluating (s)", "seconds", "is no part of the shares"),
+        Column("evaluating (s)", "seconds", "not included in the shares"),
         *(Column(f"{name}: share", "percent", DEFINITIONS["accounted time"].formula) for name in SHARES),
         Column("minibatches finished", "number", DEFINITIONS["minibatch"].formula),
         Column("minibatches cancelled", "number"),
@@ -387,7 +387,7 @@ def shares(known: Sequence[Facts]) -> PageSection:
         Column("straggler", "times", DEFINITIONS["straggler"].formula),
     )
     items.append(Table(key="learners", title="Every learner", columns=columns, rows=tuple(rows)))
-    text = "Parts of each learner's time, evaluation left out. Work that was cancelled or dropped is thrown away."
+    text = "How each learner spent its time, without evaluation. Thrown away: work that was cancelled or dropped."
     if any(one.inside_waiting for one in known):
         text += f" {INSIDE_WAITING}"
     return PageSection(key="time", title="Where the time went", items=tuple(items), about=text, paragraphs=tuple(said))

@@ -141,12 +141,12 @@ def summary(
     """All sentences, the most important first."""
     names = names_of(facts)
     said = list(_rankings(runs, facts, names, groups))
-    if len(facts) <= EACH:
-        said += [sentence for one, name in zip(facts, names, strict=True) for sentence in _of_run(one, name, price)]
     said += _stragglers(facts, names)
     said += [sentence for one, name in zip(facts, names, strict=True) for sentence in _trouble(one, name)]
     said += _energies(facts)
     said += [sentence for result in results for sentence in _of_result(result)]
+    if len(facts) <= EACH:  # last, since the table above has most of it
+        said += [sentence for one, name in zip(facts, names, strict=True) for sentence in _of_run(one, name, price)]
     return tuple(said)
 
 
@@ -161,13 +161,13 @@ def _rankings(
             yield from _ranking(group, facts, names)
             others = _differing([runs[at] for at in group.ranked], EXPLAINING)
             if others:
-                yield f"They differ in {', '.join(others)}: this is part of the difference."
+                yield f"They also differ in {', '.join(others)}, which explains part of the difference."
             once = once or _chance(group, facts, names)
         yield from _not_ranked(group, facts, names)
     yield from once
     if len(groups) > 1:
         told = [names[group.members[0]] for group in groups]
-        why = _differing(runs, (*SAME, "simulated")) or ["what is known of them"]
+        why = _differing(runs, (*SAME, "simulated")) or ["what is recorded of them"]
         yield f"Not ranked against each other: {_listed(told)} differ in {', '.join(why)}."
 
 
@@ -189,7 +189,7 @@ def _ranking(group: RunGroup, facts: Sequence[Facts], names: Sequence[str]) -> I
     if order:
         first, *rest = _alike(order)
         were = "was" if len(first) == 1 else "were"
-        told = [f"{_listed([one.name for one in first])} {were} first at {said}, after {_times(first)}"]
+        told = [f"{_listed([one.name for one in first])} {were} first to reach {said}, after {_times(first)}"]
         for some in rest[:NAMED]:
             factors = [f"{one.seconds / order[0].seconds:.2f}x" for one in some] if order[0].seconds > 0 else []
             longer = f", {_listed(factors)} as long" if factors else ""
@@ -226,8 +226,12 @@ def _chance(group: RunGroup, facts: Sequence[Facts], names: Sequence[str]) -> li
     single = [names[at] for at in group.ranked if many[facts[at].strategy, facts[at].learners] == 1]
     if len(group.ranked) < 2 or not single:
         return []
-    whose = "One run each" if len(single) == len(group.ranked) else f"One run only of {_listed(single)}"
-    return [f"{whose}: a difference may be chance."]
+    whose = (
+        "There is one run of each"
+        if len(single) == len(group.ranked)
+        else f"There is only one run of {_listed(single)}"
+    )
+    return [f"{whose}, so a difference may be chance."]
 
 
 def _not_ranked(group: RunGroup, facts: Sequence[Facts], names: Sequence[str]) -> Iterator[str]:
@@ -243,7 +247,7 @@ def _not_ranked(group: RunGroup, facts: Sequence[Facts], names: Sequence[str]) -
         elif one.highest_reached is None and group.target is not None and not group.given:
             yield f"{name} is not ranked: it has {'no accuracy' if one.last.accuracy is None else 'one evaluation'}."
         elif less and best is not None and (not group.given or at in group.ranked):
-            how = "is ranked by the target given, and" if group.given else "is not ranked:"
+            how = "is ranked by the given target, but" if group.given else "is not ranked:"
             points = f"{100 * less:.1f} points below that of {names[best]}"
             yield f"{name} {how} its accuracy {one.right} is {points}."
 
@@ -252,7 +256,7 @@ def _of_run(one: Facts, name: str, price: float | None) -> Iterator[str]:
     updates = "" if one.updates is None else f"{one.updates:,} update{'' if one.updates == 1 else 's'}"
     made = f" ({updates})" if updates else ""
     so_far = "" if one.finished else f" {one.ended}" if one.ended == "so far" else f", {one.ended}"
-    speed = "" if one.throughput is None else f", {one.throughput:,.0f} samples applied a second"
+    speed = "" if one.throughput is None else f", {one.throughput:,.0f} samples applied per second"
     if one.seconds is None:
         if updates:
             yield f"{name} made {updates}{so_far}."
@@ -260,8 +264,8 @@ def _of_run(one: Facts, name: str, price: float | None) -> Iterator[str]:
     time = format_seconds(one.seconds)
     more = []
     if one.energy.joules is not None:
-        least = f" at least (not measured: {one.energy.why_not})" if one.energy.why_not else ""
-        more.append(f"it took {one.energy.joules:,.4g} J{least}")
+        least = f" or more (not measured: {one.energy.why_not})" if one.energy.why_not else ""
+        more.append(f"it used {one.energy.joules:,.4g} J{least}")
     cost = one.cost(one.seconds, price)
     if cost is not None:
         more.append(f"it {'would cost' if one.simulated else 'cost'} {cost:.4g}")
@@ -294,7 +298,7 @@ def _stragglers(facts: Sequence[Facts], names: Sequence[str]) -> Iterator[str]:
             slower = f"at least {slower}"
         slow, _, _, many = seen[0]
         mine, theirs = format_seconds(slow.typical_s), format_seconds(slow.others_s)
-        how = f"none was finished in {mine}," if slow.at_least else f"typically {mine}"
+        how = f"none was finished within {mine}," if slow.at_least else f"typically {mine}"
         times = f" ({how} against {theirs})" if len(seen) == 1 else ""
         runs = f"all {len(seen)} runs" if len(seen) == len(facts) else f"{len(seen)} of {len(facts)} runs"
         where = f" in {runs}" if len(facts) > 1 else ""
@@ -322,10 +326,10 @@ def _trouble(one: Facts, name: str) -> Iterator[str]:
     for learner in one.by_learner:
         if learner.at_least_s is not None and (slow is None or slow.learner != learner.learner):
             all_of = "its minibatch was" if learner.cancelled == 1 else f"all {learner.cancelled:,} minibatches were"
-            yield f"Learner {learner.learner} of {name} finished nothing: {all_of} cancelled."
+            yield f"Learner {learner.learner} of {name} finished no minibatch: {all_of} cancelled."
     if one.samples_dropped:
         many = one.samples_dropped
-        yield f"Under {name} {many:,} sample{' was' if many == 1 else 's were'} computed and never applied."
+        yield f"Under {name}, {many:,} sample{' was' if many == 1 else 's were'} computed but never applied."
     mean = one.staleness_mean
     theory = staleness_theory(one.strategy, one.learners or 0)
     if mean is not None and (mean > 0 or (theory is not None and theory.mean > 0)):
@@ -338,7 +342,7 @@ def _energies(facts: Sequence[Facts]) -> Iterator[str]:
     sets = list(dict.fromkeys(one.energy.sources for one in facts if one.energy.joules is not None))
     if len(sets) > 1:
         told = [" + ".join(some) or "sources not named" for some in sets]
-        yield f"Energy is not compared: it was measured by different sources ({_listed(told)})."
+        yield f"Energy cannot be compared: it was measured by different sources ({_listed(told)})."
 
 
 def _of_result(result: BenchmarkResult) -> Iterator[str]:

@@ -79,13 +79,13 @@ def read_file(name: str, folder: int, most_bytes: int) -> bytes:
         try:
             found = os.fstat(file)
             if not stat.S_ISREG(found.st_mode):
-                raise OSError(errno.EINVAL, "it is not a plain file")
+                raise OSError(errno.EINVAL, "it is not a regular file")
             with os.fdopen(file, "rb", closefd=False) as stream:
                 return stream.read(min(found.st_size, most_bytes) + 1)
         finally:
             os.close(file)
     except OSError as error:
-        why = "it is a link, not a file" if error.errno == errno.ELOOP else error.strerror
+        why = "it is a symbolic link, not a file" if error.errno == errno.ELOOP else error.strerror
         raise OSError(error.errno, why, name) from None
 
 

@@ -26,7 +26,7 @@ SLOWER = 1.3  # times the others' time for a minibatch, from which on a learner 
 
 DEFINITIONS: Mapping[str, Definition] = {
     "throughput": Definition("samples/s", "samples applied / seconds (cancelled and dropped ones do not count)"),
-    "speedup": Definition("", "n * T(1) / T(n), T = seconds an iteration, same batch per learner"),
+    "speedup": Definition("", "n * T(1) / T(n), T = seconds per iteration, same batch per learner"),
     "efficiency": Definition("", "speedup / n = T(1) / T(n)"),
     "overhead": Definition("s", "T(n) - T(1), same batch per learner"),
     "strong speedup": Definition("", "T(1) / T(n), same total batch"),
@@ -39,40 +39,40 @@ DEFINITIONS: Mapping[str, Definition] = {
     ),
     "time to accuracy": Definition(
         "s",
-        "training seconds until the test metric reaches the target and holds it (the first evaluation that is there "
-        "with the median of it and the next two), evaluation left out",
+        "training seconds until the test metric reaches the target and holds it (the first evaluation that "
+        "reaches it, as does the median of it and the next two), evaluation left out",
     ),
     "accuracy": Definition(
         "",
-        "share of the test set that is right; in brackets its 95 % interval (Wilson), by the size of that set. Two are "
-        "told apart where the 95 % interval of their difference (Newcombe) is without 0",
+        "share of the test set that is classified correctly; in brackets the 95 % interval (Wilson) for the size of "
+        "that set. Two accuracies differ significantly if the 95 % interval of their difference (Newcombe) excludes 0",
     ),
     "energy": Definition("J", "joules as measured by GPU counters or RAPL, or 'not measured'"),
     "cost": Definition("", "devices * hours * price of a device hour, as given by the user"),
-    "base": Definition("", "what n = 1 is: one device, or a node of several; runs with different bases are not ranked"),
+    "base": Definition("", "what n = 1 means: one device or one node; runs with different bases are not ranked"),
     # of runs, in a report
     "seconds": Definition("s", "training seconds at the last evaluation, evaluation left out; without one, from the "
-                               "first to the last span of each stretch of the run, less the time of evaluations. After "
-                               "a resume, work that was lost between a checkpoint and a kill is not in it"),
+                               "first to the last span of each part of a resumed run, less the evaluations. After a "
+                               "resume, work that was lost between a checkpoint and a kill is not counted"),
     "seconds per update": Definition("s", "seconds / updates, over the whole run"),
     "error": Definition("", "1 - accuracy on the test set"),
     "computing": Definition("s", "seconds of minibatches that were finished and not dropped"),
     "thrown away": Definition("s", "seconds of minibatches that were cancelled, or whose gradient was dropped"),
     "accounted time": Definition("s", "computing + thrown away + sending + waiting + updating; evaluation left out"),
     "not computing": Definition("", "(sending + waiting + updating) / accounted time, of all learners together; "
-                                    "waiting for others, slow ones too, is in it"),
+                                    "includes waiting for slower learners"),
     "minibatch": Definition("", "where a learner pushes after N minibatches and the log has one span for them, that "
-                                "span counts as N, each of an Nth of its time"),
-    "typical minibatch": Definition("s", "median seconds; a cancelled minibatch counts as one that would have taken "
-                                         "longer than it was let (Kaplan and Meier 1958)"),
+                                "span counts as N minibatches of equal length"),
+    "typical minibatch": Definition("s", "median seconds; a cancelled minibatch counts as one of unknown, longer "
+                                         "duration (Kaplan and Meier 1958)"),
     "straggler": Definition("", f"a learner whose typical minibatch takes over {SLOWER} times the median of the "
                                 "others', in the whole run and in each quarter of it (two at least) that can be "
-                                "compared; where none of its minibatches was finished, the median time that they "
-                                "were let: at least"),
+                                "compared; if it finished no minibatch, the median time before they were "
+                                "cancelled is a lower bound"),
     "energy per sample": Definition("J", "joules / samples applied"),
-    "energy to target": Definition("J", "joules * seconds to the target / seconds: power is taken as even"),
-    "cost of a run": Definition("", "cost of the training seconds, or of those to the target: what was lost between a "
-                                    "checkpoint and a kill is not in them"),
+    "energy to target": Definition("J", "joules * seconds to the target / seconds, assuming constant power"),
+    "cost of a run": Definition("", "cost of the training seconds, or of those to the target; work lost between a "
+                                    "checkpoint and a kill is not counted"),
     "devices": Definition("", "one for each learner"),
 }  # fmt: skip
 

@@ -49,15 +49,15 @@ def new_run_dir(name: str, where: Path | None, stamp: str) -> Path:
         except FileExistsError:
             continue
         except OSError as error:
-            raise RequestError(f"cannot make the run's folder {path}: {error.strerror}") from None
+            raise RequestError(f"cannot create the run's folder {path}: {error.strerror}") from None
     raise OffbeatError(f"cannot find a free name for a run in {FOLDER}")
 
 
 def check_free(where: Path, *, resumes: bool = True) -> None:
     """`RequestError` if a new run cannot have this folder."""
     if where.exists() and (not where.is_dir() or any(where.iterdir())):
-        onward = f", or go on with --resume {where}" if resumes else ""
-        raise RequestError(f"{where} is there already; name a new folder{onward}")
+        onward = f", or continue that run with --resume {where}" if resumes else ""
+        raise RequestError(f"{where} already exists; choose a new folder{onward}")
 
 
 ATTEMPTS, RETRY_S = 3, 0.02  # somebody who only asks whether a folder is locked has it for a moment
@@ -77,7 +77,7 @@ class FolderLock:
                     break
                 except BlockingIOError:
                     if not left:
-                        raise RequestError(f"{path} is in use: another run writes there") from None
+                        raise RequestError(f"{path} is in use by another run") from None
                     sleep(RETRY_S)
         except OSError as error:
             raise RequestError(f"cannot use the folder {path}: {error.strerror}") from None

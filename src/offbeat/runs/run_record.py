@@ -117,7 +117,7 @@ class _Reader:
         energy = tuple(one for number in measured if (one := self._energy(number)) is not None)
         finished = not segments or segments[-1].finished  # an earlier segment that broke off was gone on with
         if not finished:
-            self._say("the run is unfinished: it is still running, or was stopped from outside")
+            self._say("the run is unfinished: it is still running or was killed")
         return RunRecord(
             name=name,
             label=untrusted.shorten(name, untrusted.LABEL),
@@ -148,7 +148,7 @@ class _Reader:
 
     def _metrics(self) -> tuple[EvaluationRecord, ...]:
         """In order of time; a line that does not say when it was measured cannot be drawn, and is left out."""
-        if not self._is_there(self._run.metrics, "is missing: there is no accuracy and no time to it"):
+        if not self._is_there(self._run.metrics, "is missing, so accuracy and time to target are unknown"):
             return ()
         found: list[EvaluationRecord] = []
         lines = untrusted.JsonLines(self._run.metrics)
@@ -156,7 +156,7 @@ class _Reader:
             for record in lines:
                 seconds = untrusted.from_zero(record.get("seconds"))
                 if seconds is None or (found and seconds < found[-1].seconds):
-                    lines.skip("it does not say when, or is out of order")
+                    lines.skip("it has no time, or is out of order")
                 else:
                     found.append(_evaluation(seconds, record))
         except untrusted.UnusableFile as file:
@@ -167,7 +167,7 @@ class _Reader:
     def _segments(self) -> tuple[RunSegment, ...]:
         logs = self._run.logs()
         if not logs:
-            self._say(f"{self._run.log(1).name}: is missing: there is no timeline")
+            self._say(f"{self._run.log(1).name}: is missing, so there is no timeline")
         return tuple(one for log in logs if (one := self._segment(log)) is not None)
 
     def _segment(self, log: LogFile) -> RunSegment | None:

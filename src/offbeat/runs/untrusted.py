@@ -101,7 +101,7 @@ def read_json(path: Path) -> dict[str, Any]:
         except OSError as error:
             raise _unreadable(path, error) from None
     if len(data) > LARGEST_JSON:
-        raise UnusableFile(path, f"is larger than {LARGEST_JSON >> 20} MiB, and was not read")
+        raise UnusableFile(path, f"is larger than {LARGEST_JSON >> 20} MiB and was not read")
     value = parse(data)
     if value is None:
         raise UnusableFile(path, "is not JSON, or was cut off")
@@ -121,7 +121,7 @@ def parse(data: bytes) -> Any:
 def _open(path: Path) -> BinaryIO:
     try:
         if not stat.S_ISREG(path.stat().st_mode):
-            raise UnusableFile(path, "is not a plain file")
+            raise UnusableFile(path, "is not a regular file")
         return path.open("rb")
     except OSError as error:
         raise _unreadable(path, error) from None

@@ -248,7 +248,7 @@ _SHAPE = Param(
 _PLAIN = (
     Algorithm(
         name="central",
-        summary="one rank reduces and sends back; its port is shared by all others",
+        summary="one rank reduces and sends the result back; all others share its port",
         chunks=_one,
         phase=and_back(central_reduce),
         total_bytes=fewest_bytes,
@@ -257,7 +257,7 @@ _PLAIN = (
     ),
     Algorithm(
         name="direct",
-        summary="everybody to everybody, one piece each: 2 steps, for fully connected ranks",
+        summary="every rank to every other, one piece each: 2 steps, for fully connected ranks",
         chunks=_as_many,
         phase=and_back(_on_pieces(direct_reduce_scatter)),
         total_bytes=fewest_bytes,
@@ -352,7 +352,7 @@ _SHAPED = (
     ),
     Algorithm(
         name="hierarchical",
-        summary="reduce inside nodes, all-reduce across, distribute inside; ',leader' lets one rank a node speak",
+        summary="reduce inside nodes, all-reduce across nodes, distribute inside; ',leader': one rank per node",
         chunks=_hierarchical_chunks,
         phase=hierarchical,
         params=(
@@ -362,7 +362,8 @@ _SHAPED = (
                 read=choice("scatter", "leader"),
                 positional=True,
                 default="scatter",
-                help="scatter (default): every rank speaks for its piece; leader: one rank a node speaks for all",
+                help="scatter (default): every rank communicates its piece; leader: one rank per node communicates "
+                "for all",
             ),
             Param(
                 name="inner",
@@ -394,19 +395,19 @@ _OTHERS: tuple[tuple[str, str, str, Callable[[int], int], Callable[..., Phase]],
         "reduce-scatter", "halving", "floor(log2 P) steps (+2 past a power of two)", _as_many,
         _on_pieces(halving_reduce_scatter),
     ),
-    ("reduce-scatter", "direct", "1 step, everybody to everybody", _as_many, _on_pieces(direct_reduce_scatter)),
+    ("reduce-scatter", "direct", "1 step, every rank to every other", _as_many, _on_pieces(direct_reduce_scatter)),
     ("all-gather", "ring", "P-1 steps around a ring", _as_many, _on_pieces(ring_all_gather)),
     (
         "all-gather", "doubling", "floor(log2 P) steps (+2 past a power of two)", _as_many,
         _on_pieces(doubling_all_gather),
     ),
-    ("all-gather", "direct", "1 step, everybody to everybody", _as_many, _on_pieces(direct_all_gather)),
+    ("all-gather", "direct", "1 step, every rank to every other", _as_many, _on_pieces(direct_all_gather)),
     ("reduce", "tree", "binomial tree, ceil(log2 P) steps", _one, tree_reduce),
-    ("reduce", "central", "1 step, everybody to the root", _one, central_reduce),
+    ("reduce", "central", "1 step, every rank to the root", _one, central_reduce),
     ("broadcast", "tree", "binomial tree, ceil(log2 P) steps", _one, mirrored(tree_reduce)),
-    ("broadcast", "central", "1 step, the root to everybody", _one, mirrored(central_reduce)),
+    ("broadcast", "central", "1 step, the root to every rank", _one, mirrored(central_reduce)),
     (
-        "all-to-all", "direct", "1 step, everybody to everybody", lambda ranks: ranks * ranks,
+        "all-to-all", "direct", "1 step, every rank to every other", lambda ranks: ranks * ranks,
         _exchanges(lambda ranks: [list(range(1, ranks))]),
     ),
     (

@@ -95,7 +95,7 @@ def advice(ranking: Sequence[Ranked], topology: Topology) -> list[str]:
     slower = best.price.seconds / fastest.price.seconds - 1 if fastest.price.seconds else 0.0
     if best.line == BASELINE:
         near = f"within {100 * slower:.1f} % of {fastest.label}, the fastest" if slower else "the fastest"
-        return [f"{best.label} is {near}: use it"]
+        return [f"use {best.label}, {near}"]
     reasons = [explain(best, _baseline(ranking))]
     if slower >= 0.0005:
         groups = " and ".join(str(group) for group in topology.groups)

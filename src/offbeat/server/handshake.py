@@ -78,7 +78,7 @@ def versions() -> str:
 def read_handshake(one: socket.socket, token: str) -> Handshake:
     """Who has connected. `RequestError` if its version is another; `OSError` for a stranger, who is told nothing."""
     if credentials(one)[1] != os.geteuid():
-        raise PermissionError("a process of another user")
+        raise PermissionError("the process belongs to another user")
     try:
         said = _handshakes.decode(one.recv(MOST_BYTES))
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -110,12 +110,12 @@ def connect(name: str, own: Handshake, timeout_s: float) -> tuple[socket.socket,
         one.send(_encode(own))
         data, descriptors, _, _ = socket.recv_fds(one, MOST_BYTES, 4)
         if not data:
-            raise PeerError("the run closed the connection: it is over, or this process is not of it")
+            raise PeerError("the run closed the connection: it has ended, or this process is not part of it")
         accept = _accepts.decode(data)
         if accept.refused:
             raise RequestError(f"the run refused this {own.role}: {accept.refused}")
         if accept.table is None or accept.setting is None or len(descriptors) != 1:
-            raise PeerError("the run's answer was not whole")
+            raise PeerError("the run's answer was incomplete")
         size_bytes = ArenaLayout(accept.table, accept.setting).size_bytes
         segment = memory.receive(descriptors.pop(), size_bytes, sealed=True)
         one.setblocking(True)

@@ -123,12 +123,12 @@ def model_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[M
     foreign = ["x".join(map(str, parameter.shape)) for parameter in trained if id(parameter) not in mine]
     forgotten = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in seen]
     _refuse(
-        (not trained, "the optimizer has no parameter that is trained"),
+        (not trained, "the optimizer has no parameter that requires a gradient"),
         (foreign, f"the optimizer has a parameter ({''.join(foreign[:1])}) that is not one of the model's"),
         (
             forgotten,
-            f"'{''.join(forgotten[:1])}' is trained by no group of the optimizer: give it to one, or freeze it "
-            "(requires_grad_(False))",
+            f"'{''.join(forgotten[:1])}' is in no group of the optimizer; add it to one, or freeze it with "
+            "requires_grad_(False)",
         ),
     )
     rest = [*(p for p in model.parameters() if id(p) not in seen), *model.buffers()]
@@ -160,7 +160,7 @@ def layout_of(
         (odd, f"parameters of type {', '.join(odd)} cannot be trained on a server"),
         (
             torch.float64 in types and len(types) > 1,
-            "the model mixes float64 with other types; a server keeps one: float32 or float64",
+            "the model mixes float64 with other types; a server needs all float32 or all float64",
         ),
         (travel not in DTYPES, f"gradients travel as {', '.join(DTYPES)}; got '{travel}'"),
         (

@@ -42,7 +42,7 @@ class RunSetting:
             raise RequestError(f"'{self.line}' cannot say how many gradients it holds {said}") from error
         if slots > MOST_SLOTS:
             raise RequestError(
-                f"'{self.line}' holds up to {slots - self.learners + 1:,} gradients; there is room for {MOST_SLOTS:,}"
+                f"'{self.line}' holds up to {slots - self.learners + 1:,} gradients; the limit is {MOST_SLOTS:,}"
             )
 
     def policy(self) -> Policy:

@@ -204,7 +204,7 @@ class Supervisor(Launcher):
             since_s, how = self.outages.pop(name)
             seconds = time.monotonic() - since_s
             self.recoveries.append({"who": name, "how": how, "seconds": seconds})
-            self.on_line(SELF, f"{name} {how}; another took its place after {seconds:.2f} s")
+            self.on_line(SELF, f"{name} {how} and was replaced after {seconds:.2f} s")
 
     def _learner_ended(self, learner: int, code: int) -> None:
         super()._learner_ended(learner, code)

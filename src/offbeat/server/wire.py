@@ -356,7 +356,7 @@ def encode(message: Message) -> bytes:
 
 def _checked(data: bytes) -> bytes:
     if len(data) > MOST_BYTES:
-        raise WireError(f"a message of {len(data)} bytes is longer than the {MOST_BYTES} that may travel")
+        raise WireError(f"a message of {len(data)} bytes exceeds the limit of {MOST_BYTES}")
     return data
 
 

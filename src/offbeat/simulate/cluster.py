@@ -63,7 +63,7 @@ class Cluster:
         if self.learners < 1:
             raise RequestError(f"a cluster has 1 learner or more; got {self.learners}")
         if self.starts is not None and (self.cores is not None or (self.wires is not None and self.wires.size_bytes)):
-            raise RequestError("starts that were measured have in them what sending and shared cores take; name one")
+            raise RequestError("measured starts already include sending and shared cores; give only one of them")
         for name, values in (("speeds", self.speeds), ("samples", self.samples)):
             if len(values) > self.learners:
                 raise RequestError(f"{len(values)} {name} for {self.learners} learners")

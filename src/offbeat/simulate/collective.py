@@ -100,7 +100,8 @@ class Rounds:
     ) -> None:
         if cluster.failures is not None:
             raise RequestError(
-                f"'{strategy}' is an all-reduce: it cannot go on when a learner fails; use a server policy"
+                f"'{strategy}' is an all-reduce and cannot continue after a failure of a learner; use a "
+                "parameter-server strategy"
             )
         self.strategy, self.cluster, self.keep_spans = strategy, cluster, keep_spans
         self.now = 0.0

@@ -151,14 +151,14 @@ _Build = Callable[..., Law]
 LAWS: dict[str, tuple[str, tuple[Param, ...], _Build]] = {
     "constant": ("always the same", (_time("value", "seconds"),), _constant),
     "uniform": (
-        "anything between, alike",
+        "uniform between two times",
         (_time("low", "seconds"), _time("high", "seconds")),
         _uniform,
     ),
     "exp": ("memoryless", (_time("mean", "seconds"),), lambda mean: _shifted(0.0, mean)),
     "shifted-exp": (
-        "a floor and a memoryless rest",
-        (_time("shift", "seconds"), _time("mean", "of the rest")),
+        "a constant plus an exponential",
+        (_time("shift", "seconds"), _time("mean", "mean of the exponential part")),
         _shifted,
     ),
     "pareto": (
@@ -168,12 +168,12 @@ LAWS: dict[str, tuple[str, tuple[Param, ...], _Build]] = {
     ),
     "gamma": ("a hump", (_time("mean", "seconds"), _CV), _gamma),
     "lognormal": (
-        "a skewed hump",
+        "log-normal: skewed, with one peak",
         (_time("mean", "seconds"), _CV),
         _lognormal,
     ),
     "weibull": (
-        "lighter or heavier than exp",
+        "lighter or heavier tail than exp",
         (_number("shape", "1 is exp", 0.1, 1e3), _time("scale", "seconds")),
         _weibull,
     ),
@@ -187,7 +187,7 @@ LAWS: dict[str, tuple[str, tuple[Param, ...], _Build]] = {
         _bimodal,
     ),
     "trace": (
-        "drawn from a run (its folder or log), each learner its own, or from a file with a number of seconds a line",
+        "recorded times: of a run (folder or log), per learner, or a file with one number of seconds per line",
         (Param(name="run", read=str, positional=True, required=True, help="a path"),),
         _trace,
     ),

@@ -104,23 +104,23 @@ def describe_machines(cluster: Cluster) -> MachineSummary:
 def describe(machines: MachineSummary) -> str:
     """The cluster in a sentence."""
     if len(machines.mean_s) == 1:
-        return "one learner: nobody to wait for"
+        return "one learner, which waits for nobody"
     if machines.slow:
         slower = {one: machines.mean_s[one] / machines.typical_s for one in machines.slow[:4]}
         names = ", ".join(f"learner {one} ({times:.1f}x)" for one, times in slower.items())
         more = f" and {len(machines.slow) - 4} more" if len(machines.slow) > 4 else ""
         whom = "it" if len(machines.slow) == 1 else "them"
-        return f"persistently slow: {names}{more}; a barrier waits for {whom} every time"
+        return f"persistently slow: {names}{more}; a barrier waits for {whom} in every update"
     ratio = max(machines.mean_s) / min(machines.mean_s)
     if ratio > SLOWER and machines.spread <= 0.5:
         return (
             f"unequal learners (the slowest takes {ratio:.1f}x the time of the fastest): the slowest of all takes "
-            f"{machines.slowest_of_all:.2f}x the mean, and a barrier makes everybody wait for it"
+            f"{machines.slowest_of_all:.2f}x the mean, and a barrier makes all learners wait for it"
         )
     if machines.spread > 0.5:
         return (
             f"no learner is persistently slow, but times scatter (standard deviation {machines.spread:.1f}x the mean): "
-            f"the slowest of all takes {machines.slowest_of_all:.1f}x the mean, another one each time"
+            f"the slowest takes {machines.slowest_of_all:.1f}x the mean, and it is another one each time"
         )
     return (
         f"equal learners (standard deviation {machines.spread:.2f}x the mean): the slowest of all takes "
@@ -135,8 +135,8 @@ def why(result: Result) -> str:
     """One line on where a strategy's time went and what its gradients were worth."""
     if simulated_family_of(result.strategy) != ALL_REDUCE:
         return create(result.strategy, expect=result.learners).explain(result)
-    sent = f", {percent(result.send_share, 0)} in reductions not hidden" if result.send_share > 0.005 else ""
-    return f"everybody waits for the slowest: {percent(result.wait_share, 0)} of the time{sent}; staleness 0"
+    sent = f", {percent(result.send_share, 0)} in exposed all-reduces" if result.send_share > 0.005 else ""
+    return f"all learners wait for the slowest: {percent(result.wait_share, 0)} of the time{sent}; staleness 0"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,10 +163,10 @@ class Limit:
         used = f" (full {percent(full_share, 0)} of the time)" if full else ""
         if self.gain < _LITTLE:
             lost = "less than 1 %" if self.gain < 0.01 else percent(self.gain, 0)
-            return f"limited by computing; most beside it, {lost}, is lost to {self.reason}{used}"
+            return f"limited by computing; the next largest loss, {lost}, is {self.reason}{used}"
         gone = f"{1 + self.gain:.3g}x the throughput without it"
         if self.gain < _MUCH:
-            return f"most beside computing is lost to {self.reason}{used}: {gone}"
+            return f"the largest loss besides computing is {self.reason}{used}: {gone}"
         return f"limited by {self.reason}{used}: {gone}"
 
 
@@ -371,12 +371,12 @@ class WhatIf:
         least, most = min(self.shares), max(self.shares)
         work = f"{least:.2f}" if least == most else f"{least:.2f} to {most:.2f}"
         without = f"without {'it' if one else 'them'}: {gain(self.without)}; " if self.without is not None else ""
-        whose = "that learner's" if one else "those learners'"
+        whose = "that learner causes" if one else "those learners cause"
         return [
             f"{self.strategy} applies {self.as_it_is:.2f} minibatches/s; with {format_learners(self.slow, most=4)} "
-            f"({slower}) like the others it would apply {self.as_fast:.2f}, and {self.as_fast_ideal:.2f} if nobody "
-            f"ever waited: {percent(self.share_of_loss, 0)} of the loss is {whose}",
-            f"{without}with {work} of the work for {'it' if one else 'each'}: {gain(self.lighter)}",
+            f"({slower}) like the others it would apply {self.as_fast:.2f}, and {self.as_fast_ideal:.2f} if no "
+            f"learner ever waited: {whose} {percent(self.share_of_loss, 0)} of the lost throughput",
+            f"{without}with {work} of the work given to {'it' if one else 'each'}: {gain(self.lighter)}",
         ]
 
     def as_json(self) -> dict[str, Any]:

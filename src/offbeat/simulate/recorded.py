@@ -135,5 +135,5 @@ def _of_spans(path: Path, spans: Iterable[Span]) -> Recording:
 
 def _nothing(path: Path) -> RequestError:
     return RequestError(
-        f"{path} holds no compute times: a number of seconds a line, or a run with compute spans that finished"
+        f"{path} holds no compute times; expected one number of seconds per line, or a run with finished compute spans"
     )

@@ -83,7 +83,7 @@ def run(
     simulation = Simulation(strategy, cluster, updates, keep_spans, write)
     if simulation.policy.needs_drift:
         raise RequestError(
-            f"'{strategy}': a rate by drift needs weights, and a simulation has none; leave the rate out"
+            f"'{strategy}': a rate by drift needs weights, which a simulation does not have; remove the rate"
         )
     if until_s < math.inf:
         heapq.heappush(simulation.heap, (until_s, END, 0, 0))
@@ -225,8 +225,8 @@ class Simulation:
     def stands_still(self) -> StandsStillError:
         at = f"at update {self.policy.version}"
         return StandsStillError(
-            f"the run stands still {at}, {self.now:.4g} s: no update in the last {self.patience} events, or nothing "
-            "left to happen; are learners up long enough to finish, and links fast enough?"
+            f"the simulation makes no progress {at}, {self.now:.4g} s: no update in the last {self.patience} "
+            "events, or no events left; do learners stay up long enough, and are the links fast enough?"
         )
 
     def _finish(self, learner: int, number: int) -> int:

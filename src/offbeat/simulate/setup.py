@@ -106,7 +106,7 @@ class Setup:
         per_update, begun, learners = self.minibatches_per_update(), self.begun_per_update(), self.cluster.learners
         if begun > _MOST:
             raise RequestError(
-                f"'{self.strategy}': one update takes {begun} minibatches, and a simulation has at most {_MOST}"
+                f"'{self.strategy}': one update needs {begun} minibatches, and a simulation has at most {_MOST}"
             )
         if minibatches is not None:
             return math.ceil(minibatches * learners / per_update)

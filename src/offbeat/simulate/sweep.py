@@ -241,7 +241,7 @@ def picture(points: Sequence[SweepPoint], *, title: str) -> str:
     placed = [(point.strategy if by_learners else point.line, _place(point, by_learners), point) for point in points]
     all_x = sorted({x for _, x, _ in placed if x is not None})
     if not all_x:
-        raise RequestError("a picture is of several --learners, or of one range in a line, like k-sync:1..8")
+        raise RequestError("--svg needs several --learners, or one range like k-sync:1..8")
     largest = max(point.result.seconds_per_update for point in points)
     scale, unit = next(((one, name) for one, name in _UNITS if largest > one), _UNITS[-1])
 
@@ -297,7 +297,7 @@ def _ratio_chart(compared: Sequence[Ratio]) -> str:
         lines += [Line("theory", (theory,))] if theory and not same else []
         lines += [Line("P H_P", (p_h_p,))] if p_h_p else []
     return line_chart(
-        lines, title=f"times as long an update as {compared[0].other}", x_label="learners", y_label="ratio"
+        lines, title=f"time per update relative to {compared[0].other}", x_label="learners", y_label="ratio"
     )
 
 

@@ -64,7 +64,7 @@ def add_arguments(
             action="append" if repeated else "store",
             default=argparse.SUPPRESS,
             metavar="NAME" if field.choices else _METAVARS.get(field.key) or _METAVARS.get(field.kind, "TEXT"),
-            help=field.description.replace("%", "%%") + ("; may be given several times" if repeated else ""),
+            help=field.description.replace("%", "%%") + ("; repeat the option for several" if repeated else ""),
             **more,
         )
     if "train" in groups:
@@ -76,7 +76,7 @@ def add_arguments(
         action="append",
         default=argparse.SUPPRESS,
         metavar="KEY=VALUE",
-        help="an option of the model or the data, like model.options.hidden=128; may be given several times",
+        help="set an option of the model or the data, like model.options.hidden=128; repeatable",
     )
 
 
@@ -84,7 +84,7 @@ class _Renamed(argparse.Action):
     """An option of version 0.1, which is refused with the name that it has now."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        raise RequestError(f"{self.option_strings[0]} is called {self.const} now")
+        raise RequestError(f"{self.option_strings[0]} is now called {self.const}")
 
 
 def given(namespace: argparse.Namespace) -> dict[str, str | list[str]]:

@@ -117,7 +117,7 @@ def save(
 
 def _check(update: int, keep: int) -> None:
     if keep < 1:
-        raise RequestError(f"keep is the number of checkpoints that stay, at least 1; got {keep}")
+        raise RequestError(f"keep, the number of checkpoints to keep, must be at least 1; got {keep}")
     if not 0 <= update < 10**18:
         raise RequestError(f"an update is a number from 0; got {update}")
 
@@ -160,7 +160,7 @@ def _serialise(tensors: Mapping[str, Tensor]) -> bytes:
     seen: set[int] = set()
     for name, tensor in tensors.items():
         if name == "__metadata__":
-            raise RequestError("a tensor cannot be named '__metadata__': in a safetensors file that is something else")
+            raise RequestError("a tensor cannot be named '__metadata__': safetensors files reserve that name")
         if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
             raise RequestError(f"tensor '{name}' is sparse, quantised or without data; a checkpoint holds plain ones")
         # A conjugate or negative view is a mark on the tensor, not in its bytes.
@@ -209,7 +209,7 @@ def _check_file(written: Path, final: Path) -> None:
         with safetensors.safe_open(written, framework="pt"):  # reads the header, and compares the size with it
             pass
     except safetensors.SafetensorError as error:
-        raise CheckpointError(f"{final} would be no whole safetensors file: {_line(error)}") from None
+        raise CheckpointError(f"{final} would not be a whole safetensors file: {_line(error)}") from None
 
 
 def _under_way(final: Path, kind: str) -> Path:
@@ -304,9 +304,11 @@ def load(path: Path) -> Checkpoint:
                 content = read_file(name, folder, entry.size_bytes)
                 if len(content) != entry.size_bytes:
                     amount = "less" if len(content) < entry.size_bytes else "more"
-                    raise CheckpointError(f"{path / name} is broken: it has {amount} than its {entry.size_bytes} bytes")
+                    raise CheckpointError(
+                        f"{path / name} is corrupt: it has {amount} than its {entry.size_bytes} bytes"
+                    )
                 if hashlib.sha256(content).hexdigest() != entry.sha256:
-                    raise CheckpointError(f"{path / name} is not what was written: its SHA-256 is another")
+                    raise CheckpointError(f"{path / name} is corrupt: its SHA-256 does not match")
                 files[name.removesuffix(ENDING)] = _parse(content, f"{path / name} cannot be read")
     except OSError as error:
         where = _named(error, path)  # a file's name, or the folder itself
@@ -325,7 +327,7 @@ def newest(folder: Path, tell: Callable[[str], None]) -> Checkpoint | None:
         except CheckpointVersionError:
             raise
         except CheckpointError as error:
-            tell(f"a broken checkpoint is passed over: {_line(error)}")
+            tell(f"skipped a corrupt checkpoint: {_line(error)}")
     return None
 
 
@@ -334,13 +336,13 @@ def _read_manifest(path: Path, folder: int) -> _Manifest:
     where = path / MANIFEST
     content = read_file(MANIFEST, folder, MOST_MANIFEST_BYTES)
     if len(content) > MOST_MANIFEST_BYTES:
-        raise CheckpointError(f"{where} is broken: it has more than {MOST_MANIFEST_BYTES} bytes")
+        raise CheckpointError(f"{where} is corrupt: it has more than {MOST_MANIFEST_BYTES} bytes")
     head = _HEAD.match(content)
     if head is None or not content.endswith(_TAIL):
-        raise CheckpointError(f"{where} is broken: it is no manifest, or only a part of one")
+        raise CheckpointError(f"{where} is corrupt: it is not a whole manifest")
     body = content[head.end() : -len(_TAIL)]
     if hashlib.sha256(body).hexdigest().encode("ascii") != head[1]:
-        raise CheckpointError(f"{where} is not what was written: its SHA-256 is another")
+        raise CheckpointError(f"{where} is corrupt: its SHA-256 does not match")
     try:
         data = json.loads(body)
         version = data.get("format") if isinstance(data, dict) else None
@@ -350,12 +352,12 @@ def _read_manifest(path: Path, folder: int) -> _Manifest:
             )
         manifest = msgspec.convert(data, _Manifest)
     except (ValueError, RecursionError) as error:  # msgspec's and json's errors are ValueErrors
-        raise CheckpointError(f"{where} is broken: {_line(error)}") from None
+        raise CheckpointError(f"{where} is corrupt: {_line(error)}") from None
     for name in manifest.files:
         if not (name.endswith(ENDING) and _NAME.fullmatch(name.removesuffix(ENDING))):
-            raise CheckpointError(f"{where} is broken: {name!r:.200} is not the name of a file in its folder")
+            raise CheckpointError(f"{where} is corrupt: {name!r:.200} is not the name of a file in its folder")
     if _update_of(path) not in (-1, manifest.update):
-        raise CheckpointError(f"{where} is of update {manifest.update}, unlike its folder's name")
+        raise CheckpointError(f"{where} is of update {manifest.update}, which does not match the name of its folder")
     return manifest
 
 
@@ -391,7 +393,7 @@ def _parse(content: bytes, complaint: str) -> dict[str, Tensor]:
     try:
         tensors = safetensors.torch.load(content)
     except Exception as error:  # its parser raises errors of many kinds for broken headers
-        raise CheckpointError(f"{complaint}: it is no whole safetensors file: {_line(error)}") from None
+        raise CheckpointError(f"{complaint}: it is not a whole safetensors file: {_line(error)}") from None
     # Cloned, since these lie at odd addresses of Python's memory, and some kernels' last bits depend on the alignment.
     return {name: tensors[name].clone() for name in sorted(tensors)}
 
@@ -429,7 +431,7 @@ class Saver:
         try:
             _write(self._folder, update, state, files, self._keep)
         except Exception as error:  # whatever it is, training goes on, and the user reads of it
-            self._tell(f"saving update {update} failed; training goes on, earlier checkpoints stay: {_line(error)}")
+            self._tell(f"saving update {update} failed; training continues, earlier checkpoints remain: {_line(error)}")
 
 
 # --- single files -------------------------------------------------------------------------------------------------

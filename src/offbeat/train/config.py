@@ -55,8 +55,8 @@ class ModelConfig(Section, frozen=True, kw_only=True):
 
     at: ClassVar[str] = "model."
 
-    name: Annotated[str, "a built-in model, or module:function, called with the options"] = "cnn"
-    options: Annotated[Options, "what the model is called with"] = msgspec.field(default_factory=dict)
+    name: Annotated[str, "built-in model, or module:function that builds one from the options"] = "cnn"
+    options: Annotated[Options, "options of the model"] = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         Section.__post_init__(self)
@@ -68,13 +68,14 @@ class DataConfig(Section, frozen=True, kw_only=True):
 
     at: ClassVar[str] = "data."
 
-    name: Annotated[str, "a built-in data set, or module:function, which gives (train, test)"] = "digits"
-    options: Annotated[Options, "what the data set is called with"] = msgspec.field(default_factory=dict)
+    name: Annotated[str, "built-in data set, or module:function that returns (train, test)"] = "digits"
+    options: Annotated[Options, "options of the data set"] = msgspec.field(default_factory=dict)
     workers: Annotated[
-        Whole, "processes of each learner that read data ahead; 0: as many as make sense, none but for image files"
+        Whole, "data loader worker processes per learner; 0: none, but for image files one per free core"
     ] = 0
     place: Annotated[
-        Literal["auto", "device", "host"], "where a data set in memory stays while a GPU trains; auto: there if it fits"
+        Literal["auto", "device", "host"],
+        "memory for the data set while a GPU trains; auto: the GPU's if it fits",
     ] = "auto"
 
     def __post_init__(self) -> None:
@@ -88,39 +89,40 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     at: ClassVar[str] = "train."
 
     epochs: Annotated[Count, "passes over the data"] = 12
-    batch_size: Annotated[AutoCount, "samples in a minibatch of one learner; auto: the fastest that fits"] = 32
-    accumulate: Annotated[Count, "passes, of batch_size samples each, in which a minibatch is computed"] = 1
+    batch_size: Annotated[AutoCount, "samples per minibatch of one learner; auto: the fastest that fits"] = 32
+    accumulate: Annotated[Count, "gradient accumulation: passes of batch_size samples per minibatch"] = 1
     global_batch: Annotated[
-        Whole, "samples of all learners' minibatches together, kept by setting accumulate; 0: as accumulate says"
+        Whole, "samples per update of all learners together; sets accumulate; 0: accumulate decides"
     ] = 0
-    recompute: Annotated[bool, "compute activations of blocks again in backward instead of keeping them"] = False
+    recompute: Annotated[bool, "activation checkpointing: compute activations again in the backward pass"] = False
     optimizer: Annotated[
-        Literal["sgd", "adagrad", "adam", "adamw", "lars", "lamb"], "the rule of an update; lars, lamb: all-reduce only"
+        Literal["sgd", "adagrad", "adam", "adamw", "lars", "lamb"], "optimizer; lars and lamb need an all-reduce"
     ] = "sgd"
     lr: Annotated[Above0, "learning rate for updates of lr_batch samples"] = 0.05
-    lr_batch: Annotated[Count, "samples per update for which lr is meant"] = 32
-    momentum: Annotated[BelowOne, "of the rules that have one: sgd, lars"] = 0.9
-    nesterov: Annotated[bool, "look ahead by the momentum"] = False
-    weight_decay: Annotated[From0, "weight decay: the share of the weights an update removes, times lr"] = 0.0
-    decay_all: Annotated[bool, "decay norm scales and biases too"] = False
-    zero_last_norm: Annotated[bool, "residual blocks begin as the identity"] = True
-    scaling: Annotated[Literal["linear", "sqrt", "none"], "how lr scales with the samples in an update"] = "linear"
-    warmup_epochs: Annotated[From0, "epochs of warm-up from lr to the scaled lr; only where scaling raises it"] = 5.0
+    lr_batch: Annotated[Count, "samples per update that lr is chosen for"] = 32
+    momentum: Annotated[BelowOne, "momentum of sgd and lars"] = 0.9
+    nesterov: Annotated[bool, "use Nesterov momentum"] = False
+    weight_decay: Annotated[From0, "weight decay"] = 0.0
+    decay_all: Annotated[bool, "apply weight decay to biases and norm parameters too"] = False
+    zero_last_norm: Annotated[bool, "initialise the last norm of each residual block to zero"] = True
+    scaling: Annotated[Literal["linear", "sqrt", "none"], "how lr scales with the samples per update"] = "linear"
+    warmup_epochs: Annotated[From0, "warm-up epochs from lr to the scaled lr, if scaling raises it"] = 5.0
     schedule: Annotated[Literal["constant", "steps", "cosine"], "lr schedule over the epochs"] = "constant"
     steps: Annotated[tuple[float, ...], "epochs after which lr is divided by 10, like 30,60,80"] = ()
-    clip_norm: Annotated[From0, "the most that the norm of an update's mean gradient may be; 0: any"] = 0.0
-    precision: Annotated[Literal["fp32", "tf32", "bf16", "fp16"], "in which is computed; tf32 needs a GPU"] = "fp32"
+    clip_norm: Annotated[From0, "gradient clipping: largest norm of an update's mean gradient; 0: no clipping"] = 0.0
+    precision: Annotated[Literal["fp32", "tf32", "bf16", "fp16"], "compute precision; tf32 needs a GPU"] = "fp32"
     compute: Annotated[
         Literal["auto", "eager", "compile", "graph", "graph+compile"],
-        "how steps are computed: as torch does by itself, compiled, in a CUDA graph; auto: on a GPU the fastest",
+        "how to run a step: eagerly, compiled, as a CUDA graph; auto: the fastest of them on a GPU, eager on a CPU",
     ] = "auto"
     batch_norm: Annotated[
-        Literal["per-learner", "synchronised"], "over whose samples it takes its mean; synchronised: all-reduce only"
+        Literal["per-learner", "synchronised"],
+        "batch norm statistics: per learner or over all learners; the latter needs an all-reduce",
     ] = "per-learner"
-    split: Annotated[str, "of a synchronous update between learners: equal, auto, or shares like 3:1"] = "equal"
-    loss: Annotated[str, "module:function(outputs, targets), the mean over samples; empty: cross-entropy"] = ""
-    stop_at: Annotated[Share, "end when this accuracy is reached and held, like 0.97; 0: go through all epochs"] = 0.0
-    threads: Annotated[Count, "of torch, in each learner"] = 1
+    split: Annotated[str, "shares of the learners in an update of an all-reduce: equal, auto, or like 3:1"] = "equal"
+    loss: Annotated[str, "loss, module:function(outputs, targets), the mean over samples; empty: cross-entropy"] = ""
+    stop_at: Annotated[Share, "stop when this accuracy is reached and held, like 0.97; 0: run all epochs"] = 0.0
+    threads: Annotated[Count, "torch threads per learner"] = 1
 
     def __post_init__(self) -> None:
         Section.__post_init__(self)
@@ -128,14 +130,14 @@ class TrainConfig(Section, frozen=True, kw_only=True):
             _check_function("train.loss", self.loss, alone=False)
         if any(not 0 < step < math.inf for step in self.steps) or list(self.steps) != sorted(set(self.steps)):
             raise FieldError(
-                "train.steps", f"expected epochs above 0 that rise, like [30, 60]; got {shown(self.steps)}"
+                "train.steps", f"expected increasing epochs above 0, like [30, 60]; got {shown(self.steps)}"
             )
         if self.schedule == "steps" and not self.steps:
-            raise FieldError("train.steps", "the schedule 'steps' needs the epochs, like [30, 60]; got none")
+            raise FieldError("train.steps", "is required with the schedule 'steps', like [30, 60]")
         if self.nesterov and not self.momentum:
-            raise FieldError("train.nesterov", "looks ahead by the momentum, which is 0; raise it, or leave this false")
+            raise FieldError("train.nesterov", "needs train.momentum above 0; got 0")
         if self.recompute and self.batch_norm == "synchronised":
-            raise FieldError("train.recompute", "synchronised batch norm would talk to the other learners twice a pass")
+            raise FieldError("train.recompute", "does not work with synchronised batch norm")
         if self.split not in ("equal", "auto") and not _SHARES.fullmatch(self.split):
             hint = nearest(self.split, ("equal", "auto"))
             raise FieldError("train.split", f"expected equal, auto, or shares like 3:1; got {shown(self.split)}{hint}")
@@ -146,33 +148,34 @@ class SaveConfig(Section, frozen=True, kw_only=True):
 
     at: ClassVar[str] = "save."
 
-    every_epochs: Annotated[Whole, "epochs from checkpoint to checkpoint; 0: only at the end"] = 1
-    every_updates: Annotated[Whole, "updates from checkpoint to checkpoint; 0: not in the middle of an epoch"] = 0
-    keep: Annotated[Count, "checkpoints that are kept, the latest"] = 3
+    every_epochs: Annotated[Whole, "epochs between checkpoints; 0: only at the end"] = 1
+    every_updates: Annotated[Whole, "updates between checkpoints within an epoch; 0: none"] = 0
+    keep: Annotated[Count, "number of newest checkpoints to keep"] = 3
     grace_s: Annotated[
-        Above0, "seconds that minibatches under way have after SIGTERM or Ctrl-C; then it ends without saving"
+        Above0,
+        "seconds to finish minibatches after Ctrl-C or SIGTERM; after that, end without saving",
     ] = 3.0
-    tensorboard: Annotated[bool, "write TensorBoard's event files too"] = False
+    tensorboard: Annotated[bool, "also write TensorBoard event files"] = False
 
 
 class Config(Section, frozen=True, kw_only=True):
     """All of it."""
 
-    name: Annotated[str, "of the training, and of its folder"] = "digits-cnn"
-    sync: Annotated[str, "the strategy, in one line: any of `offbeat strategies`"] = "ring"
-    learners: Annotated[Whole, "how many; 0: as many as make sense here"] = 0
-    servers: Annotated[Count, "processes that hold a shard each, for a server strategy"] = 1
-    seed: Annotated[int, Meta(ge=0, le=LARGEST), "of weights, order of samples and slowness"] = 0
-    device: Annotated[str, "auto (a GPU if there is one), cpu, cuda or cuda:1"] = "auto"
-    deterministic: Annotated[bool, "the same bits in every run on one machine, also of a resumed one; slower"] = False
-    slow: Annotated[tuple[str, ...], "slowness on purpose: exp:0.05 (any law), learner=2,factor=3"] = ()
+    name: Annotated[str, "name of the run and of its folder"] = "digits-cnn"
+    sync: Annotated[str, "synchronisation strategy; `offbeat strategies` lists all"] = "ring"
+    learners: Annotated[Whole, "number of learners; 0: one per GPU, or per core up to 4"] = 0
+    servers: Annotated[Count, "parameter-server processes; each holds one shard"] = 1
+    seed: Annotated[int, Meta(ge=0, le=LARGEST), "random seed of weights, sample order and delays"] = 0
+    device: Annotated[str, "device: auto (a GPU if available), cpu, cuda or cuda:1"] = "auto"
+    deterministic: Annotated[bool, "same bits in every run on this machine, also after a resume; slower"] = False
+    slow: Annotated[tuple[str, ...], "artificial delays: exp:0.05 (a random law) or learner=2,factor=3"] = ()
     cancelled: Annotated[
-        Literal["again", "drop"], "samples of cancelled minibatches: computed again later, or dropped"
+        Literal["again", "drop"], "samples of cancelled minibatches: compute them again later, or drop them"
     ] = "again"
-    staleness: Annotated[
-        Literal["correct", "keep"], "steps of stale gradients: made shorter by their staleness, or kept as they are"
-    ] = "correct"
-    plugins: Annotated[tuple[str, ...], "files and modules with strategies of one's own, as --plugin loads them"] = ()
+    staleness: Annotated[Literal["correct", "keep"], "stale gradients: take shorter steps, or keep the full step"] = (
+        "correct"
+    )
+    plugins: Annotated[tuple[str, ...], "files and modules with your own strategies, as for --plugin"] = ()
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
@@ -186,7 +189,7 @@ class Config(Section, frozen=True, kw_only=True):
         if not _DEVICE.fullmatch(self.device):
             raise FieldError("device", f"expected auto, cpu, cuda or cuda:1; got {shown(self.device)}")
         if self.device == "cpu" and self.train.precision == "tf32":
-            raise FieldError("train.precision", "tf32 is a GPU's; on the device 'cpu' take fp32 or bf16")
+            raise FieldError("train.precision", "tf32 needs a GPU; use fp32 or bf16 on the device 'cpu'")
         _load_plugins(self)
         _check_strategy(self)
         try:
@@ -258,21 +261,21 @@ def _check_strategy(config: Config) -> None:
         if shares and learners and len(shares) != learners:
             have = count_of(learners, "learner")
             raise FieldError(
-                "train.split", f"'{train.split}' is for {count_of(len(shares), 'learner')}; there are {have}"
+                "train.split", f"'{train.split}' has {count_of(len(shares), 'share')}, but there are {have}"
             )
         return
     needs_all_reduce = {
         "split": (
             train.split != "equal",
-            f"is for all-reduce; with '{line}' whoever is fast takes more by itself: leave it 'equal'",
+            f"needs an all-reduce; with '{line}' fast learners take more samples anyway, so keep 'equal'",
         ),
         "batch_norm": (
             train.batch_norm == "synchronised",
-            f"is for all-reduce, and '{line}' runs on servers: take an all-reduce like ring, or 'per-learner'",
+            f"needs an all-reduce like ring, but '{line}' uses a parameter server; use 'per-learner'",
         ),
         "optimizer": (
             train.optimizer in ("lars", "lamb"),
-            f"needs whole tensors, and servers ('{line}') hold pieces: take an all-reduce like ring, or sgd or adam",
+            f"needs an all-reduce like ring: the servers of '{line}' hold parts of tensors; use sgd or adam",
         ),
     }
     for name, (is_wanted, why) in needs_all_reduce.items():

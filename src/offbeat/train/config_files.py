@@ -127,7 +127,7 @@ def read_recipe(text_or_path: str) -> Config:
         raise RequestError(f"{shown(text_or_path)} is a folder; expected a TOML file{known}") from None
     except (FileNotFoundError, NotADirectoryError, ValueError):
         hint = nearest(path.stem if path.suffix == ".toml" else text_or_path, RECIPES) or known
-        raise RequestError(f"there is no recipe and no file {shown(text_or_path)}{hint}") from None
+        raise RequestError(f"no such recipe or file: {shown(text_or_path)}{hint}") from None
     except OSError as error:
         raise RequestError(f"cannot read {shown(text_or_path)}: {error.strerror}") from None
     if path.suffix == ".json":
@@ -140,13 +140,13 @@ def _parse_toml(data: bytes) -> dict[str, Any]:
     try:
         return tomllib.loads(data.decode("utf-8-sig"))
     except UnicodeDecodeError:
-        raise RequestError("not TOML: its text is not UTF-8") from None
+        raise RequestError("not TOML: the text is not UTF-8") from None
     except RecursionError:
         raise RequestError("not TOML: nested too deep") from None
     except tomllib.TOMLDecodeError as error:
         raise RequestError(f"not TOML: {' '.join(str(error).split())}") from None
     except ValueError:
-        raise RequestError("not TOML: a number of too many digits") from None
+        raise RequestError("not TOML: a number has too many digits") from None
 
 
 def _from_toml(said: dict[str, Any], stem: str) -> Config:
@@ -202,7 +202,7 @@ def from_json(text: str, where: str) -> Config:
         except json.JSONDecodeError as error:
             raise RequestError(f"not JSON: {error.msg} (at line {error.lineno}, column {error.colno})") from None
         except ValueError:
-            raise RequestError("not JSON: a number of too many digits") from None
+            raise RequestError("not JSON: a number has too many digits") from None
         if not isinstance(said, dict):
             raise RequestError(f"expected an object with the config; got {shown(said)}")
         return changed(Config(), said)
@@ -230,7 +230,7 @@ def override(config: Config, given: Mapping[str, str | list[str]]) -> Config:
                 into[option] = _scalar(text if isinstance(text, str) else ",".join(text))
                 continue
             if key in RENAMED:
-                raise RequestError(f"{flag(key)} is called {flag(RENAMED[key])} now")
+                raise RequestError(f"{flag(key)} is now called {flag(RENAMED[key])}")
             if key not in known:
                 raise UnknownKeyError(key)
             flags[key] = flag(key)

@@ -37,7 +37,7 @@ class _LayerWise(Optimizer):
                 if parameter.grad is None:
                     continue
                 if parameter.grad.is_sparse:
-                    raise RequestError(f"{type(self).__name__} takes dense gradients and got a sparse one: use sgd")
+                    raise RequestError(f"{type(self).__name__} needs dense gradients but got a sparse one; use sgd")
                 parameter.add_(self.change_of(group, parameter, parameter.grad), alpha=-group["lr"])
         return loss
 
@@ -67,7 +67,7 @@ class LARS(_LayerWise):
         _check_numbers(lr=lr, weight_decay=weight_decay, coefficient=coefficient)
         _check_share("momentum", momentum)
         if nesterov and not momentum:
-            raise RequestError("nesterov needs a momentum above 0; got 0: set one, or leave nesterov out")
+            raise RequestError("nesterov needs a momentum above 0; got 0")
         numbers = {"momentum": momentum, "weight_decay": weight_decay, "coefficient": coefficient}
         super().__init__(params, {"lr": lr, **numbers, "nesterov": nesterov, "adapt": adapt})
 

@@ -55,8 +55,8 @@ MARK = b"\x1e"  # before a record (RFC 7464)
 # After one of an all-reduce is lost: for the others to come to the same group, and to see it and save what they have.
 FORMING_S, PARTING_S = 1.0, 60.0
 _UNSAVED = (
-    "minibatches take longer than there is time (--save.grace-s): ended without saving; --resume goes on from the last "
-    "checkpoint"
+    "the current minibatches did not finish in time (--save.grace-s), so the run ended without saving; --resume "
+    "continues from the last checkpoint"
 )
 MOST_LEARNERS = 256  # processes that one machine is asked for
 MOST_BY_DEFAULT = 4  # more take larger steps than small data sets bear
@@ -110,7 +110,7 @@ def check_device(name: str) -> torch.device:
         raise RequestError(f"device: expected auto, cpu, cuda or cuda:1; got '{name}'") from None
     here = torch.cuda.device_count() if device.type == "cuda" else 1
     if (device.index or 0) >= here:
-        raise RequestError(f"device: '{name}' is not here: torch sees {here} GPUs; say --device cpu")
+        raise RequestError(f"device: '{name}' does not exist, torch sees {here} GPUs; use --device cpu")
     return device
 
 
@@ -129,21 +129,23 @@ def prepare(
     if resume is None and run_dir is not None:
         check_free(run_dir)
     if resume is not None and RunDir(resume).is_simulated():
-        raise RequestError(f"{resume} was trained in virtual time: it has no checkpoint to go on from")
+        raise RequestError(f"{resume} was trained in virtual time and has no checkpoint to resume from")
     if task is not None:
         config = changed(config, {"model": {"name": PROGRAM}, "data": {"name": PROGRAM}})
     cores = os.cpu_count() or 1
     if config.train.threads > cores:
-        raise RequestError(f"train.threads: this machine has {cores} cores; got {config.train.threads}")
+        raise RequestError(
+            f"train.threads: expected at most {cores}, the cores of this machine; got {config.train.threads}"
+        )
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # so that a look at the GPUs does not spoil a fork
     if not config.learners:
         config = changed(config, {"learners": learners_here(config)})
     if config.learners > MOST_LEARNERS or config.servers > MOST_LEARNERS:
         many = max(config.learners, config.servers)
-        raise RequestError(f"learners and servers are processes on this machine, at most {MOST_LEARNERS}; got {many}")
+        raise RequestError(f"expected at most {MOST_LEARNERS} learners and servers on one machine; got {many}")
     device = check_device(config.device)
     if config.train.precision == "tf32" and device.type != "cuda":
-        raise RequestError("train.precision: tf32 is a format of GPUs, and there is none here: use fp32 or bf16")
+        raise RequestError("train.precision: tf32 needs a GPU, and this machine has none; use fp32 or bf16")
     torch.set_num_threads(1)  # before anything is computed: threads do not survive a fork, and learners set their own
     made = _task(config, task)
     own = task is not None or ":" in config.model.name
@@ -165,9 +167,9 @@ def prepare(
         if checkpoint is not None:
             _check_resume(config, checkpoint, samples, tell)
         elif any(run.checkpoints.glob("update-*")):
-            raise RequestError(f"no checkpoint of {resume} is whole: train anew in another folder")
+            raise RequestError(f"all checkpoints of {resume} are corrupt; start a new run in another folder")
         else:
-            tell(f"{resume} has no checkpoint: it begins anew")
+            tell(f"{resume} has no checkpoint; training starts from the beginning")
         run.forget_metrics_after(-1 if checkpoint is None else checkpoint.update)
         run.live.unlink(missing_ok=True)  # what it says is of the stretch before
     write_config(run, config)
@@ -198,26 +200,27 @@ def _with_batch_of(config: Config, run: RunDir) -> Config:
 def _check_resume(config: Config, checkpoint: Checkpoint, samples: int, tell: Callable[[str], None]) -> None:
     optimizer, reduces = checkpoint.state["optimizer"], family_of(config.sync) == ALL_REDUCE
     if optimizer != config.train.optimizer:
-        raise RequestError(f"train.optimizer: the run was saved with {optimizer}; its state is of no use to another")
+        raise RequestError(f"train.optimizer: the checkpoint has the state of {optimizer}; resume with that optimizer")
     left = samples - checkpoint.state["standing"]["offset"]
     if reduces and left < config.learners * config.train.accumulate:
         raise RequestError(
             f"{count_of(left, 'sample')} of the epoch are left, too few for {config.learners} learners in "
-            f"{config.train.accumulate} passes: go on with fewer"
+            f"{config.train.accumulate} passes; resume with fewer learners"
         )
     if ("server" in checkpoint.files) == reduces:
         raise RequestError(
-            f"{checkpoint.path.parent.parent} was saved under '{checkpoint.state['sync']}', and '{config.sync}' is of "
-            "the other family: all-reduce and parameter server keep the optimizer's state in different places"
+            f"{checkpoint.path.parent.parent} was saved under '{checkpoint.state['sync']}' and cannot be resumed under "
+            f"'{config.sync}': all-reduce and parameter server store the optimizer's state differently"
         )
     if checkpoint.state["standing"]["epoch"] >= config.train.epochs:
         raise RequestError(
-            f"{checkpoint.path.parent.parent} has gone through its {config.train.epochs} epochs: "
+            f"{checkpoint.path.parent.parent} has completed its {config.train.epochs} epochs; "
             "ask for more with --train.epochs"
         )
     learners = checkpoint.state["learners"]
     if learners != config.learners:
-        tell(f"it goes on with {count_of(config.learners, 'learner')} instead of {learners}: not to the same bits")
+        many = count_of(config.learners, "learner")
+        tell(f"the run continues with {many} instead of {learners}, so the result is not bit-identical")
 
 
 # --- learners that are forked from here ------------------------------------------------------------------------------
@@ -287,7 +290,7 @@ class _ForkedTraining:
         self.telemetry.hear({"kind": "turn"})
         if signals and not self.was_asked and len(self.ready | launcher.exits.keys()) == self.start.config.learners:
             self.was_asked = True
-            self._note("asked to stop: saving (once more ends it at once)")
+            self._note("asked to stop: writing a checkpoint (a second Ctrl-C ends the run at once)")
             launcher.ask_to_end()
         if self._stopping.seconds(bool(signals) and not self.halted) > self.start.config.save.grace_s:
             self._note(_UNSAVED)
@@ -376,7 +379,7 @@ def _run_learner(start: Start, number: int) -> int:
     return 0
 
 
-_OTHERS = "others are gone: "
+_OTHERS = "other learners are gone: "
 
 
 def _failure_of(error: Exception) -> dict[str, str]:
@@ -387,7 +390,7 @@ def _failure_of(error: Exception) -> dict[str, str]:
     if isinstance(error, OffbeatError):
         return {"text": str(error), "traceback": ""}
     lines = "".join(traceback.format_exception(error))
-    return {"text": f"{type(error).__name__}: {told} (its traceback is above)", "traceback": lines}
+    return {"text": f"{type(error).__name__}: {told} (traceback above)", "traceback": lines}
 
 
 # In what DDP makes of an error in a collective, and in what Gloo and NCCL say.
@@ -430,7 +433,7 @@ def _raise_failure(start: Start, exits: Mapping[int, int], failures: Mapping[int
     died = [learner for learner, code in sorted(exits.items()) if code < 0]
     failed = {learner: text for learner, text in failures.items() if not text.startswith(_OTHERS)}
     saved = start.run.checkpoints.is_dir() and any(start.run.checkpoints.glob("update-*"))
-    onward = f"; go on from the last checkpoint with: offbeat train --resume {start.run.path}" if saved else ""
+    onward = f"; continue from the last checkpoint with: offbeat train --resume {start.run.path}" if saved else ""
     if died:
         names = ", ".join(f"learner {learner} died ({describe_exit(exits[learner])})" for learner in died)
         raise OffbeatError(f"{names}{onward}")
@@ -499,7 +502,7 @@ def train(
 
 def _print_evaluation(record: Mapping[str, Any]) -> None:
     if record["kind"] == "evaluated":
-        right = "" if record["accuracy"] is None else f", {100 * record['accuracy']:.1f} % right"
+        right = "" if record["accuracy"] is None else f", accuracy {100 * record['accuracy']:.1f} %"
         print(f"epoch {record['epoch']}: loss {record['loss']}{right}", flush=True)
     elif record["kind"] == "note":
         print(record["text"], flush=True)
@@ -521,9 +524,9 @@ def learn(
     """
     rank, learners = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if config.learners not in (0, learners):
-        raise RequestError(f"torchrun has started {learners} learners; leave --learners {config.learners} out")
+        raise RequestError(f"torchrun started {learners} learners; remove --learners {config.learners}")
     if os.environ.get("LOCAL_WORLD_SIZE") != str(learners):
-        raise RequestError("offbeat train works on one host as yet: torchrun was told of several")
+        raise RequestError("offbeat train works on one host only, but torchrun was started for several")
     config = changed(config, {"learners": learners})
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 

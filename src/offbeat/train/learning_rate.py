@@ -89,7 +89,7 @@ def staleness_note(config: Config, learners: int, optimizer: torch.optim.Optimiz
     changed = [f"{name} {before} -> {after}" for name, before, after in shown if before != after]
     if not changed:
         return ""
-    shorter = [f"steps are shortened to {policy.damping.now():.3g} of their length"] if rule == "sgd" else []
+    shorter = [f"steps are multiplied by {policy.damping.now():.3g}"] if rule == "sgd" else []
     return policy.staleness_note(", ".join([*shorter, *changed]))
 
 
@@ -110,7 +110,7 @@ class Pace:
 
     def __post_init__(self) -> None:
         if not self.factor > 0:
-            raise RequestError(f"the factor of the rate is above 0; got {self.factor:g}")
+            raise RequestError(f"the factor of the learning rate must be above 0; got {self.factor:g}")
         if self.warmup_updates < 0 or self.per_epoch <= 0 or self.epochs < 0:
             raise RequestError(
                 f"expected 0 or more updates of warm-up, more than 0 updates in an epoch, 0 or more epochs; "
@@ -137,7 +137,7 @@ class Pace:
         if self.factor == 1:
             return ""
         gradients, samples = gradients_per_update(line, learners), train.batch_size * train.accumulate
-        text = f"rate {self.base:g} x {self.factor:.4g} = {self.base * self.factor:.4g} "
+        text = f"learning rate {self.base:g} x {self.factor:.4g} = {self.base * self.factor:.4g} "
         text += f"for updates of {gradients} x {samples} samples"
         if self.warmup_updates and self.factor > 1:
             epochs = self.warmup_updates / self.per_epoch
@@ -218,7 +218,7 @@ def optimizer_of(model: nn.Module, train: TrainConfig) -> torch.optim.Optimizer:
     """The optimizer, at `train.lr`: whoever trains sets each update's rate before it. Momentum: SGD and LARS."""
     groups = groups_of(model, train)
     if not groups:
-        raise RequestError("the model has no parameter that requires a gradient: there is nothing to train")
+        raise RequestError("no parameter of the model requires a gradient, so there is nothing to train")
     kind, has_momentum = _OPTIMIZERS[train.optimizer]
     more = {"momentum": train.momentum, "nesterov": train.nesterov} if has_momentum else {}
     return kind(groups, lr=train.lr, **more)

@@ -50,7 +50,7 @@ def settle(owner: str, given: Mapping[str, Scalar], defaults: Mapping[str, Scala
     """
     for name, value in given.items():
         if name not in defaults:
-            known = f"known: {', '.join(defaults)}" if defaults else "it has none"
+            known = f"known: {', '.join(defaults)}" if defaults else "it has no options"
             raise RequestError(f"{owner} has no option '{name}'" + (nearest(name, defaults) or f"; {known}"))
         default = defaults[name]
         if type(value) is not type(default) and not (isinstance(default, float) and type(value) is int):
@@ -68,7 +68,7 @@ def build_model(name: str, shape: Shape, classes: int, options: Mapping[str, Sca
     row = builtin_of("model", name, MODELS)
     settled = settle(f"model {name}", options or {}, row.options)
     if classes < 1:
-        raise RequestError(f"model {name} is to tell {classes} classes apart; there must be at least 1")
+        raise RequestError(f"model {name} needs at least 1 class; got {classes}")
     model: nn.Module = row.build(shape, classes, **settled)
     return model
 
@@ -86,11 +86,11 @@ def _begun(model: nn.Sequential, mode: Literal["fan_in", "fan_out"]) -> nn.Seque
 def _channels(name: str, shape: Shape, least: int) -> int:
     """How many an image has; RequestError where a sample is no image, or a side of it is too small to be pooled."""
     if len(shape) != 3:
-        raise RequestError(f"model {name} wants images, channels x height x width; a sample's shape is {shape}")
-    if min(shape[1:]) < least:
         raise RequestError(
-            f"model {name} wants images of at least {least}x{least} pixels; these have {shape[1]}x{shape[2]}"
+            f"model {name} needs images of shape channels x height x width; got samples of shape {shape}"
         )
+    if min(shape[1:]) < least:
+        raise RequestError(f"model {name} needs images of at least {least}x{least} pixels; got {shape[1]}x{shape[2]}")
     return shape[0]
 
 
@@ -318,14 +318,16 @@ def _transformer(
     dropout: float,
 ) -> nn.Module:
     if len(shape) != 1:
-        raise RequestError(f"model transformer wants sequences of characters; a sample's shape is {shape}")
+        raise RequestError(f"model transformer needs sequences of characters; got samples of shape {shape}")
     if context and context < shape[0]:
         raise RequestError(
             f"option context of model transformer is {context}, but a sample has {shape[0]} characters; "
-            f"leave it out, or give the data the same context"
+            "remove it, or set the same context for the data"
         )
     if width % heads:
-        raise RequestError(f"model transformer cannot share a width of {width} among {heads} heads; take a divisor")
+        raise RequestError(
+            f"model transformer cannot split a width of {width} into {heads} heads; choose a divisor of the width"
+        )
     if not 0 <= dropout < 1:
         raise RequestError(f"option dropout of model transformer is {dropout:g}; it must be from 0 to below 1")
     if vocabulary and vocabulary < classes:
@@ -350,14 +352,16 @@ MODELS: dict[str, Builtin] = {
         "two convolutions, for small images", partial(_convolutions, "cnn", norm=False), {"width": 16, "hidden": 0}
     ),
     "cnn-bn": Builtin(
-        "the same with BatchNorm", partial(_convolutions, "cnn-bn", norm=True), {"width": 16, "hidden": 0}
+        "two convolutions with batch norm",
+        partial(_convolutions, "cnn-bn", norm=True),
+        {"width": 16, "hidden": 0},
     ),
-    "resnet18": Builtin("ResNet-18 in its form for small images", _resnet18, {"width": 64}),
+    "resnet18": Builtin("ResNet-18 for small images", _resnet18, {"width": 64}),
     "resnet50": Builtin("ResNet-50", _resnet50, {}),
-    "alexnet": Builtin("AlexNet in one tower: few sums, many parameters", _alexnet, {}),
+    "alexnet": Builtin("AlexNet in one tower: little computation, many parameters", _alexnet, {}),
     "vgg16": Builtin("VGG-16: the most parameters", _vgg16, {}),
     "transformer": Builtin(
-        "decoder-only, for text by characters (context 0: as long as the data's windows; vocabulary 0: the data's)",
+        "decoder-only transformer for text by characters (context and vocabulary 0: as in the data)",
         _transformer,
         {"context": 0, "width": 64, "heads": 4, "layers": 2, "vocabulary": 0, "tied": False, "dropout": 0.0},
     ),

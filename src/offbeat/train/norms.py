@@ -36,7 +36,9 @@ class SynchronisedBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
-            raise ValueError(f"batch norm takes (samples, channels, ...); got {input.dim()} dimensions")
+            raise ValueError(
+                f"batch norm needs an input of shape (samples, channels, ...); got {input.dim()} dimensions"
+            )
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training or not dist.is_initialized() or dist.get_world_size() == 1:
@@ -76,7 +78,9 @@ class _Synchronised(torch.autograd.Function):
         count = counts.sum()
         # One with two values or more knows that there are enough; the others ask, and then all of them raise.
         if here < 2 and float(count) < 2:
-            raise ValueError(f"batch norm needs 2 values in a channel or more to train on; all ranks have {count:g}")
+            raise ValueError(
+                f"batch norm needs at least 2 values per channel in training; all ranks together have {count:g}"
+            )
         mean = (means * (counts / count)).sum(0)
         # Chan, Golub, LeVeque 1983: centred squares of parts are merged, which loses nothing to a large mean.
         variance = (squares.sum(0) + (counts * (means - mean).square()).sum(0)) / count
@@ -137,7 +141,7 @@ def synchronise(model: nn.Module) -> tuple[nn.Module, int]:
 
     def replaced(module: nn.Module) -> nn.Module:
         if isinstance(module, _LAZY):
-            raise RequestError("a lazy batch norm has no parameters yet: run the model once before it is synchronised")
+            raise RequestError("a lazy batch norm has no parameters yet; run the model once before synchronising it")
         if not isinstance(module, _PLAIN):
             return module
         if id(module) not in made:
@@ -168,12 +172,14 @@ def average_buffers(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]
     per-learner statistics leave out too.
     """
     if not states:
-        raise RequestError("the mean of buffers needs those of 1 learner or more; got none")
+        raise RequestError("expected the buffers of at least 1 learner; got none")
     names = list(states[0])
     for learner, state in enumerate(states):
         if set(state) != set(names):
             odd = ", ".join(sorted(set(state) ^ set(names)))
-            raise RequestError(f"learners 0 and {learner} have other buffers ({odd}): they must train the same model")
+            raise RequestError(
+                f"learners 0 and {learner} have different buffers ({odd}); they must train the same model"
+            )
     return {name: _merge(torch.stack([state[name].detach() for state in states])) for name in names}
 
 

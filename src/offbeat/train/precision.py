@@ -38,7 +38,7 @@ class Precision:
         if name not in NAMES:
             raise unknown("precision", name, NAMES)
         if name == "tf32" and device.type != "cuda":
-            raise RequestError(f"tf32 is a format of GPUs and the device is {device.type}: use fp32 or bf16")
+            raise RequestError(f"tf32 needs a GPU, but the device is {device.type}; use fp32 or bf16")
         self.name = name
         self.device = device
         self.scaler = Scaler() if name == "fp16" else None

@@ -48,7 +48,7 @@ _ALL = (
     ),
     _recipe(
         "digits-softmax",
-        "handwritten digits, one linear layer: 95 %, and convex",
+        "handwritten digits, one linear layer (a convex problem): 95 %",
         ModelConfig(name="softmax"),
         _DIGITS,
         TrainConfig(epochs=20, lr=0.2),
@@ -85,7 +85,7 @@ _ALL = (
     ),
     _recipe(
         "text-transformer",
-        "Python's own sources, a small transformer: 60 % of the next characters in 5 epochs",
+        "Python's source code, a small transformer: 60 % of the next characters in 5 epochs",
         ModelConfig(name="transformer", options={"width": 64, "heads": 4, "layers": 2}),
         DataConfig(name="text", options={"context": 64}),
         TrainConfig(
@@ -138,21 +138,21 @@ _ALL = (
     ),
     _recipe(
         "synthetic-resnet50",
-        "noise in the form of ImageNet, ResNet-50: for measuring speed",
+        "random images in the shape of ImageNet, ResNet-50: for measuring speed",
         ModelConfig(name="resnet50"),
         _IMAGES,
         TrainConfig(epochs=1, batch_size=32, lr_batch=256, lr=0.1, weight_decay=1e-4),
     ),
     _recipe(
         "synthetic-alexnet",
-        "the same, AlexNet: much to send for little computing",
+        "random images in the shape of ImageNet, AlexNet: much communication, little computation",
         ModelConfig(name="alexnet"),
         _IMAGES,
         TrainConfig(epochs=1, batch_size=128, lr_batch=128, lr=0.01, weight_decay=5e-4),
     ),
     _recipe(
         "synthetic-vgg16",
-        "the same, VGG-16: the most to send, and the most computing",
+        "random images in the shape of ImageNet, VGG-16: the most communication and computation",
         ModelConfig(name="vgg16"),
         _IMAGES,
         TrainConfig(epochs=1, batch_size=32, lr_batch=256, lr=0.01, weight_decay=5e-4),

@@ -490,7 +490,7 @@ class ReducedTrainer(Trainer):
         self._shares = shares
         if self.number == 0:
             told = ":".join(f"{100 * share:.0f}" for share in shares)
-            self.note(f"learners get {told} % of an update's samples, by the speeds measured")
+            self.note(f"samples of an update are now split {told} % between the learners, by measured speed")
         return True
 
     # --- the books --------------------------------------------------------------------------------------------------

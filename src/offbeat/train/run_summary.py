@@ -21,19 +21,19 @@ def summary_of(config: Config, end: Mapping[str, Any], metrics: Sequence[Mapping
     seconds = end.get("seconds", 0.0)
     done = f"{count_of(end.get('epochs', 0), 'epoch')} and {count_of(end.get('updates', 0), 'update')}"
     kind = "simulated training" if end.get("simulated") else "training (evaluation left out)"
-    lines.append(f"It went through {done} in {format_seconds(seconds)} of {kind}.")
+    lines.append(f"It completed {done} in {format_seconds(seconds)} of {kind}.")
     accuracy, loss = end.get("accuracy"), end.get("loss")
     if accuracy is not None:
-        told = "that is not a number" if loss is None else f"of {loss:.4f}"
+        told = "that is not a finite number" if loss is None else f"of {loss:.4f}"
         right = format_accuracy(accuracy, end.get("test_samples"))
-        lines.append(f"On the test set {right} are right, with a loss {told}.")
+        lines.append(f"Its accuracy on the test set is {right}, with a loss {told}.")
         best = max(metrics, key=lambda record: record.get("accuracy") or 0.0, default=None)
         if best is not None and (best.get("accuracy") or 0.0) > accuracy:
             lines.append(f"The best was {100 * best['accuracy']:.2f} %, after epoch {best['epoch']}.")
     elif loss is not None:
         lines.append(f"On the test set the loss is {loss:.4f}.")
-    lines.append(f"It applied {end.get('samples_per_s', 0.0):,.0f} samples a second; learners waited for")
-    lines[-1] += f" {100 * end.get('wait_share', 0.0):.1f} % of the time."
+    lines.append(f"It applied {end.get('samples_per_s', 0.0):,.0f} samples per second; learners spent")
+    lines[-1] += f" {100 * end.get('wait_share', 0.0):.1f} % of the time waiting."
     if end.get("sent_bytes") is not None:
         told = format_traffic(end["sent_bytes"], end.get("received_bytes") or 0, end.get("wait_share"))
         lines.append(f"Learners {told}.")
@@ -47,7 +47,7 @@ def summary_of(config: Config, end: Mapping[str, Any], metrics: Sequence[Mapping
     if end.get("warning"):
         lines.append(f"Warning: {end['warning']}.")
     if end.get("stopped"):
-        lines.append(f"It ended before its last epoch: {end.get('why')}.")
+        lines.append(f"It ended before the last epoch: {end.get('why')}.")
         if not end.get("simulated"):
-            lines.append(f"Go on with: offbeat train --resume {end.get('run_dir')}")
+            lines.append(f"Continue with: offbeat train --resume {end.get('run_dir')}")
     return "\n".join(lines) + "\n"

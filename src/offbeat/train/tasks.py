@@ -184,12 +184,12 @@ DATA: dict[str, Builtin] = {
         "1,797 handwritten digits of 8x8 pixels; they come with offbeat", partial(_images, datasets.digits, 10), {}
     ),
     "fashion-mnist": Builtin(
-        "70,000 images of clothes, 28x28 pixels, where they are installed",
+        "70,000 images of clothes, 28x28 pixels; must be installed",
         partial(_images, fashion_mnist, len(KINDS)),
         {},
     ),
     "text": Builtin(
-        "Python's own sources, or the files of a folder, as characters",
+        "Python's source code, or the files of a folder, as characters",
         _text,
         {"folder": "", "pattern": "*.py", "most_bytes": MOST_BYTES, "context": 64},
     ),
@@ -199,12 +199,12 @@ DATA: dict[str, Builtin] = {
         {"folder": "", "size": 224, "augment": True},
     ),
     "synthetic": Builtin(
-        "points of classes that straight lines part",
+        "linearly separable points",
         _synthetic,
         {"samples": 1024, "features": 16, "classes": 4, "seed": 0},
     ),
     "synthetic-images": Builtin(
-        "noise in the form of ImageNet, for measuring speed",
+        "random images in the shape of ImageNet, for measuring speed",
         _synthetic_images,
         {"samples": 1024, "size": 224, "classes": 1000, "seed": 0, "pixels": "float", "augment": False},
     ),
@@ -230,7 +230,9 @@ def task_of(config: Config) -> Task:
     model function of the user's does is seen by `check`, or when the model is built.
     """
     if PROGRAM in (config.model.name, config.data.name):
-        raise RequestError("model and data were given by a program: go on or evaluate there, with train(..., resume=)")
+        raise RequestError(
+            "model and data come from a Python program; resume or evaluate in that program, with train(..., resume=)"
+        )
     seed_all(config.seed)
     loss = _function("loss", config.train.loss) if config.train.loss else cross_entropy
     model, data = config.model, config.data
@@ -275,7 +277,7 @@ def _load(name: str, options: Mapping[str, Scalar]) -> Loaded | tuple[Dataset[An
     with _failing(f"data '{name}' failed when called with {_told(options)}"):
         pair = function(**options)
     if not isinstance(pair, tuple | list) or len(pair) != 2:
-        raise RequestError(f"data '{name}' gave {_kind(pair)}; it must give a pair of data sets, (train, test)")
+        raise RequestError(f"data '{name}' returned {_kind(pair)}; expected a pair of data sets, (train, test)")
     for which, dataset in zip(("train", "test"), pair, strict=True):
         _check_dataset(f"the {which} set of data '{name}'", dataset)
     return pair[0], pair[1]
@@ -284,34 +286,34 @@ def _load(name: str, options: Mapping[str, Scalar]) -> Loaded | tuple[Dataset[An
 def _check_dataset(which: str, dataset: object) -> None:
     """A map-style data set has a length above 0 and gives the sample of a number."""
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-        raise RequestError(f"{which} is {_kind(dataset)}, which gives no sample by its number; it must be map-style")
-    with _failing(f"{which} cannot tell its length"):
+        raise RequestError(f"{which} is {_kind(dataset)}, which cannot be indexed; expected a map-style data set")
+    with _failing(f"the length of {which} cannot be read"):
         length = len(dataset) if isinstance(dataset, Sized) else None
     if length is None:
-        raise RequestError(f"{which} is {_kind(dataset)}, which has no length; it must have __len__")
+        raise RequestError(f"{which} is {_kind(dataset)}, which has no length; define __len__")
     if length < 1:
-        raise RequestError(f"{which} is empty; it must have at least 1 sample")
+        raise RequestError(f"{which} is empty; expected at least 1 sample")
 
 
 def _function(what: str, name: str) -> Callable[..., Any]:
     """What `module:function` names; a class does as well."""
     module_name, colon, function_name = name.partition(":")
     if not colon or not module_name or not function_name:
-        raise RequestError(f"{what} '{name}' is no module:function; an example is my_project:my_{what}")
+        raise RequestError(f"{what} '{name}' is not of the form module:function, like my_project:my_{what}")
     here = str(Path.cwd())
     if "" not in sys.path and here not in sys.path:  # a command that was installed does not look there by itself
         sys.path.insert(0, here)
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
-        looked = f" (looked in {here} and among what is installed)" if isinstance(error, ModuleNotFoundError) else ""
+        looked = f" (looked in {here} and in the installed packages)" if isinstance(error, ModuleNotFoundError) else ""
         raise RequestError(f"{what} '{name}' cannot be imported: {_cause(error)}{looked}") from error
     function = getattr(module, function_name, None)
     if function is None:
         hint = nearest(function_name, [word for word in vars(module) if not word.startswith("__")])
         raise RequestError(f"{what} '{name}': module {module_name} has no '{function_name}'{hint}")
     if not callable(function):
-        raise RequestError(f"{what} '{name}' is {_kind(function)}, which cannot be called")
+        raise RequestError(f"{what} '{name}' is {_kind(function)}, which is not callable")
     return function  # type: ignore[no-any-return]  # whatever the user wrote
 
 
@@ -319,23 +321,25 @@ def _own_model(function: Callable[..., Any], name: str, options: dict[str, Scala
     with _failing(f"model '{name}' failed when called with {_told(options)}"):
         model = function(**options)
     if not isinstance(model, nn.Module):
-        raise RequestError(f"model '{name}' gave {_kind(model)}; it must give a torch.nn.Module")
+        raise RequestError(f"model '{name}' returned {_kind(model)}; expected a torch.nn.Module")
     return model
 
 
 def _shape(name: str, dataset: Any) -> Shape:
     """Of a sample, for a built-in model."""
-    needs = "a built-in model needs samples (input, target) with a tensor as input, and the first one is none"
+    needs = "expected samples (input, target) with a tensor as input, which a built-in model needs"
     with _failing(f"data '{name}': {needs}"):
-        given, _ = dataset[0]
+        sample = dataset[0]
+    given, _ = _pair(f"a sample of data '{name}'", sample)
+    with _failing(f"data '{name}': {needs}"):
         return tuple(torch.as_tensor(given).shape)
 
 
 def _classes(name: str, dataset: Any) -> int:
     """One more than the largest target: of the `targets` that the data set has ready, or of all its samples."""
-    tell = "; say how many outputs the model has: --model.options.classes"
+    tell = "; set the number of classes with --set model.options.classes=N"
     targets: Any = dataset.tensors[-1] if isinstance(dataset, TensorDataset) else getattr(dataset, "targets", None)
-    with _failing(f"data '{name}': its targets cannot be counted", tell):
+    with _failing(f"data '{name}': the classes cannot be counted", tell):
         if targets is None and len(dataset) <= MOST_READ:
             targets = [dataset[at][1] for at in range(len(dataset))]
         if isinstance(targets, list | tuple):
@@ -343,10 +347,11 @@ def _classes(name: str, dataset: Any) -> int:
         counted = None if targets is None else torch.as_tensor(targets)
     if counted is None:
         raise RequestError(
-            f"data '{name}' has more than {MOST_READ} samples and no `targets` to count classes in{tell}"
+            f"data '{name}' has more than {MOST_READ} samples and no attribute `targets`, so classes are not "
+            f"counted{tell}"
         )
     if not _whole(counted):
-        raise RequestError(f"data '{name}' has targets of {counted.dtype}, which are no classes{tell}")
+        raise RequestError(f"data '{name}' has targets of {counted.dtype}, which are not class numbers{tell}")
     return max(1, int(counted.max()) + 1)
 
 
@@ -382,7 +387,7 @@ def check_apart(task: Task, *, backward: bool) -> bool:
         stream.flush()
     child = os.fork()
     if child == 0:
-        said = "the model or its data ended the process that tried them"
+        said = "the test of the model and its data ended its process"
         try:
             check(task)
             said = "unused" if backward and _has_unused(task) else ""
@@ -399,7 +404,7 @@ def check_apart(task: Task, *, backward: bool) -> bool:
     _, status = os.waitpid(child, 0)
     if status:
         how = os.waitstatus_to_exitcode(status)
-        raise RequestError(f"the model or its data ended the process that tried them (exit code {how})")
+        raise RequestError(f"the test of the model and its data ended its process (exit code {how})")
     if said.startswith("wrong "):
         raise RequestError(said.removeprefix("wrong "))
     return said == "unused"
@@ -420,14 +425,31 @@ def _first_batch(dataset: Any) -> Any:
 
 
 def _check_pass(which: str, dataset: Any, model: nn.Module, loss: Loss) -> None:
-    with _failing(f"the first samples of the {which} set make no minibatch (inputs, targets)"):
-        inputs, targets = _first_batch(dataset)
+    with _failing(f"the first samples of the {which} set cannot be collated into a minibatch"):
+        batch = _first_batch(dataset)
+    inputs, targets = _pair(f"a minibatch of the {which} set", batch)
     with _failing(f"the model fails on {_form(inputs)} of the {which} set"):
         outputs = model(inputs)
     with _failing(f"the loss fails on outputs {_form(outputs)} and targets {_form(targets)} of the {which} set"):
         value = loss(outputs, targets)
     if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
-        raise RequestError(f"the loss gave {_form(value)}; it must give one number, the mean over the samples")
+        raise RequestError(f"the loss returned {_form(value)}; expected one number, the mean over the samples")
+
+
+def _pair(what: str, value: Any) -> tuple[Any, Any]:
+    """Input and target of a sample or a minibatch; a dict has two keys at best."""
+    try:
+        first, second = iter(()) if isinstance(value, Mapping | str) else value
+    except (TypeError, ValueError):
+        form = _kind(value)
+        if isinstance(value, Mapping):
+            form += f" with the keys {', '.join(map(str, list(value)[:8]))}"
+        elif isinstance(value, tuple | list):
+            form += f" of {len(value)}"
+        raise RequestError(
+            f"{what} is {form}; expected a pair (input, target): return one from the data set's __getitem__"
+        ) from None
+    return first, second
 
 
 def collate_of(dataset: Any) -> Callable[[Any], Any] | None:

@@ -137,7 +137,7 @@ class Telemetry:
         self.measure()
         self._live.told["over"] = True
         if error is not None:
-            self._live.told["failed"] = str(error) if isinstance(error, Exception) else "it was ended at once"
+            self._live.told["failed"] = str(error) if isinstance(error, Exception) else "ended immediately"
         if not self._show() and self._live.told["end"] is not None:
             with suppress(OSError):
                 self._run.live.unlink(missing_ok=True)  # it says that the run goes on: who looks would think it killed

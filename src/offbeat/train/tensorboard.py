@@ -20,7 +20,7 @@ def writer_class() -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise RequestError(
-            f"save.tensorboard needs TensorBoard, which cannot be loaded ({error}); "
+            f"save.tensorboard needs TensorBoard, which cannot be imported ({error}); "
             "install it with: pip install 'offbeat[tensorboard]'"
         ) from None
     return SummaryWriter

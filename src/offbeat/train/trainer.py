@@ -391,7 +391,7 @@ class Trainer:
         if due and self.still_leads():
             self._save(at, parts, kept)
         if is_last or stop:
-            self._end(at, "" if is_last else "asked to stop" if at.halt else "the accuracy is there")
+            self._end(at, "" if is_last else "asked to stop" if at.halt else "target accuracy reached")
         return stop or is_last
 
     def look_for_trouble(self, before: Sequence[Mapping[str, Any]], *, ended: bool) -> None:
@@ -407,15 +407,15 @@ class Trainer:
     def _remedy(self, sign: Sign) -> str:
         config, rate = self.config, self.config.train.lr
         if config.staleness != CORRECT and (self.last.get("staleness") or 0) >= 0.5:
-            return "--staleness correct: gradients are stale"
+            return "--staleness correct, since gradients are stale"
         if (self.last.get("staleness") or 0) >= _VERY_STALE:
-            return "more epochs, or a strategy with less staleness: steps are as short as gradients are stale"
+            return "more epochs, or a strategy with less staleness: stale gradients take shorter steps"
         lower = f"--train.lr {rate / 10:g} (now {rate:g})"
         if config.train.momentum > 0.95 and config.train.optimizer in ("sgd", "lars"):
             lower += f", --train.momentum 0.9 (now {config.train.momentum:g})"
         if config.train.precision == "fp16" and sign.name in ("nothing applied", "not finite"):
             lower += ", --train.precision bf16"
-        return f"{lower}, and check that labels and inputs belong together"
+        return f"{lower}, and check that the labels match the inputs"
 
     def _add_metrics(self) -> None:
         try:

@@ -244,11 +244,11 @@ class Coordinator:
         session = self.sessions.get(message.learner)
         why = ""
         if session is None:
-            why = f"there are {len(self.sessions)} learners, numbered from 0; {message.learner} is none of them"
+            why = f"the run has {len(self.sessions)} learners, numbered from 0; got learner {message.learner}"
         elif self.table and message.table != self.table:
-            why = "its model is not the same: parameters of other names, shapes or order, or another optimizer"
+            why = "its model or optimizer differs from that of the other learners"
         elif self.finished and not (session.here and session.nonce == message.nonce):
-            why = "the run is over"
+            why = "the run has ended"
         if session is None or why:
             self._out.append(Refused(message.learner, message.nonce, why))
             return

@@ -289,7 +289,7 @@ class CoordinatorProcess:
                     say(
                         self.supervisor,
                         "say",
-                        text=f"learner {one.number} is silent for {now - one.heard_s:.0f} s: given up",
+                        text=f"learner {one.number} has been silent for {now - one.heard_s:.0f} s and was dropped",
                     )
                     self._handle(Silent(*one.session))
             self._check_missing(self.machine, now)
@@ -340,7 +340,7 @@ class CoordinatorProcess:
     def _admit(self, one: socket.socket, said: handshake.Handshake) -> None:
         if self.arena is None:
             if said.table is None:
-                raise OffbeatError("there is no model yet")
+                raise OffbeatError("no learner has sent a model yet")
             self._open_arena(said.table)
         assert self.arena is not None
         table = self.arena.table

@@ -44,7 +44,7 @@ class GroupCalls:
 
     def answer(self, session: LearnerSession, number: int) -> GroupCallAnswer:
         """The answer of a call that is over."""
-        gone = (), f"call {number} is over, and of {self.last} only the last {KEPT_CALLS} are kept"
+        gone = (), f"call {number} has ended, and only the last {KEPT_CALLS} of {self.last} are kept"
         data, error = self._kept.get(number, gone)
         return GroupCallAnswer(session.learner, session.incarnation, number, data, error, session.answered)
 
@@ -52,7 +52,7 @@ class GroupCalls:
         """A learner waits no longer for this call. Who is told at once: all others who have made it."""
         if number <= self.last:
             return []
-        error = f"learner {learner} {GAVE_UP} in call {number}, so that nobody has an answer to it"
+        error = f"learner {learner} {GAVE_UP} in call {number}, so no learner gets its result"
         return self._answer(here, number, (), error)
 
     def _answer(

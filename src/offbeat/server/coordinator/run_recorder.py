@@ -122,7 +122,7 @@ class RunRecorder:
                 write(self._writer, *given, **named)
         except OSError as error:
             self._writer = None
-            print(f"offbeat: the run log ends here: {error.strerror}", file=sys.stderr, flush=True)
+            print(f"offbeat: cannot write the run log any further: {error.strerror}", file=sys.stderr, flush=True)
 
     def reclaimed_s(self) -> float:
         """What cancelled minibatches would still have taken, had each been as long as its learner's others."""

@@ -41,7 +41,9 @@ class SampleLeases:
                 self.book.restore(self.setting.book)
             self.pauses.epoch = self.book.epoch
         if self.book.samples != want.of:
-            raise RequestError(f"its data has {want.of} samples, that of others {self.book.samples}")
+            raise RequestError(
+                f"its data set has {want.of} samples, but that of other learners has {self.book.samples}"
+            )
         if want.wait:  # it has nothing left: if it has, then word of it was lost
             for lease in self.book.in_hand(session.learner):
                 self.book.put_back(lease.number)

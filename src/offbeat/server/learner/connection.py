@@ -428,11 +428,11 @@ class Connection:
         with self.changed:
             while True:
                 if state.over:
-                    raise RunOverError("the run is over")
+                    raise RunOverError("the run has ended")
                 if self.end_wanted and not state.wants_end and state.incarnation:
                     self._send(state.request_end())
                 if state.refused is not None:
-                    raise RequestError(f"the run sent learner {state.learner} away: {state.refused}")
+                    raise RequestError(f"the run removed learner {state.learner}: {state.refused}")
                 if pauses and (pause := state.take_pause()) is not None:
                     self._pause(pause)
                     continue
@@ -525,7 +525,7 @@ class Connection:
         try:
             found, _, _ = self._connect(_RECONNECT_S, _GONE_S, handshake.GREETING_S)
         except PeerError:
-            raise PeerError("the run is gone: its coordinator does not answer any more") from None
+            raise PeerError("the run is gone: its coordinator no longer answers") from None
         with self.changed:
             self.socket = found
             self._send([*self.state.hello(), *self.state.retry()])

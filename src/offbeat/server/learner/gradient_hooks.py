@@ -302,13 +302,13 @@ def _check(model: nn.Module, modules: Sequence[VisibleModule], parameters: Seque
     for name, module, _ in modules:
         if isinstance(module, DistributedDataParallel):
             raise RequestError(
-                f"{_called(name)} is wrapped in DistributedDataParallel, which reduces gradients itself and waits for "
-                "ever after a cancelled backward; give the module inside of it (`.module`)"
+                f"{_called(name)} is wrapped in DistributedDataParallel, which reduces gradients itself and would "
+                "hang after a cancelled backward; pass the module inside it (`.module`)"
             )
         if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
             raise RequestError(
                 f"{_called(name)} is wrapped in DataParallel on {len(module.device_ids)} devices, whose threads cannot "
-                "be cancelled; give the module inside of it (`.module`), and run one learner for each device"
+                "be cancelled; pass the module inside it (`.module`), and run one learner per device"
             )
     names = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
     first: dict[int, int] = {}
@@ -329,23 +329,23 @@ def _notes(modules: Sequence[VisibleModule], parameters: Sequence[nn.Parameter])
     notes = (
         (
             compiled,
-            f"compiled: {_listed(compiled)}; a cancel acts before its forward, not inside, and in backward, which is "
-            "one piece too, when that hands out its gradients",
+            f"compiled: {_listed(compiled)}; a cancellation takes effect only before its forward, and in backward "
+            "only when the gradients of the whole module are ready",
         ),
         (
             scripted,
-            f"a ScriptModule: {_listed(scripted)}; torch lets nothing look into its forward, so that a cancel acts in "
-            "the modules around it and, in backward, at each parameter",
+            f"a ScriptModule: {_listed(scripted)}; its forward cannot be interrupted, so a cancellation takes "
+            "effect in the modules around it and, in backward, at each parameter",
         ),
         (
             is_one,
-            "the model has no submodules that are called; a cancel acts at the start of its forward and, in backward, "
-            "at each parameter",
+            "the model calls no submodules, so a cancellation takes effect at the start of its forward and, in "
+            "backward, at each parameter",
         ),
         (
             devices,
-            f"parameters on {' and '.join(devices)}: the host runs ahead of the device, which still does what was "
-            "queued before a cancel",
+            f"parameters on {' and '.join(devices)}: the device still completes the work that was queued before a "
+            "cancellation",
         ),
     )
     return tuple(note for holds, note in notes if holds)

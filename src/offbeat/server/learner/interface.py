@@ -221,7 +221,7 @@ class Learner(ABC):
         Type checkers see the types that were given. A `RequestError` says what cannot be trained, and why.
         """
         if self._trains is not None:
-            raise RequestError("this learner was prepared before: a run has one model")
+            raise RequestError("learner.prepare was already called; a run trains one model")
         if clip_norm is not None and not 0 < clip_norm < float("inf"):
             raise RequestError(f"clip_norm must be above 0; got {clip_norm}")
         if self._loaded is not None:
@@ -299,7 +299,7 @@ class Learner(ABC):
         """What learner `source` gives, on all."""
         found = self._all(f"broadcast from {source}", value if self.number == source else None, timeout_s)
         if source not in found:
-            raise RequestError(f"broadcast: learner {source} is not in the run; it has {sorted(found)}")
+            raise RequestError(f"broadcast: learner {source} is not in the run; its learners are {sorted(found)}")
         return found[source]
 
     def barrier(self, *, timeout_s: float = TIMEOUT_S) -> None:
@@ -326,10 +326,10 @@ class Learner(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave. Before `prepare`, on all learners."""
         if self._trains is not None:
-            raise RequestError("the learner is prepared: load what was saved before learner.prepare")
+            raise RequestError("call load_state_dict before learner.prepare")
         missing = {"model", "optimizer", "version", "epoch"} - state.keys()
         if missing:
-            raise RequestError(f"this is not what learner.state_dict() gave: {', '.join(sorted(missing))} is missing")
+            raise RequestError(f"expected the result of learner.state_dict(); missing: {', '.join(sorted(missing))}")
         self._loaded = state
 
     def close(self) -> None:
@@ -412,7 +412,7 @@ def encode(value: Any) -> bytes:
     try:
         return msgspec.msgpack.encode(value, enc_hook=_packed)
     except (TypeError, OverflowError) as error:
-        raise RequestError(f"learners exchange plain values and tensors: {error}") from None
+        raise RequestError(f"learners can exchange only plain values and tensors: {error}") from None
 
 
 def decode(data: bytes) -> Any:

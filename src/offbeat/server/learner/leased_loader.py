@@ -2,7 +2,7 @@
 
 `wrap` chooses. A torch `DataLoader` over a map-style data set in plain or shuffled order becomes a `LeasedLoader`: all
 learners together go through each epoch once, whoever is slow, cancelled or gone. Anything else that can be iterated
-becomes a `LocalLoader`: each learner goes through its own data, and only a cancelled batch is handed out again.
+becomes a `LocalLoader`: each learner reads its own data, and only a cancelled batch is handed out again.
 
 Law: a lease that was taken is either begun, just before its batch is handed to the user, or given back.
 
@@ -136,16 +136,18 @@ class LeasedLoader(LoaderWrapper):
     def __init__(self, loader: DataLoader[Any], source: LeaseSource, *, seed: int) -> None:
         super().__init__(loader)
         if why := why_local(loader):
-            raise RequestError(f"this loader cannot be leased, since {why}; `wrap` makes it a LocalLoader")
+            raise RequestError(
+                f"this loader cannot be shared between learners, since {why}; use `wrap`, which makes a LocalLoader"
+            )
         batches = loader.batch_sampler if type(loader.batch_sampler) is BatchSampler else None
         sampler: Any = batches.sampler if batches is not None else loader.sampler  # Any: one of the two just asked for
         size, batch = len(sampler), batches.batch_size if batches is not None else 1
         self.samples = size - size % batch if batches is not None and batches.drop_last else size
         if self.samples < 1:
             dropped = f", batches of {batch}, and drop_last" if size else ""
-            raise RequestError(f"an epoch of this loader has no batch: {size} samples{dropped}")
+            raise RequestError(f"an epoch of this loader has no minibatch: {size} samples{dropped}")
         if not loader.in_order:
-            self.notes = ("in_order=False is not kept: batches come in the order in which they were leased",)
+            self.notes = ("in_order=False is ignored: minibatches keep the order in which they were leased",)
         order = SampleOrder(seed, size, shuffled=type(sampler) is RandomSampler)
         self._sampler = _LeaseSampler(source, order, self.samples, batch, listed=batches is not None)
         self._persistent: DataLoader[Any] | None = None  # the loader inside, if its workers persist
@@ -248,7 +250,7 @@ class _LeaseSampler:
 
 
 class LocalLoader(LoaderWrapper):
-    """Any iterable: each learner goes through its own data, and a batch that was cancelled is handed out again.
+    """Any iterable: each learner reads its own data, and a batch that was cancelled is handed out again.
 
     It is the same object that is handed out again: who changes batches in place finds them changed. `epoch` counts
     the iterations that came to their end.
@@ -259,8 +261,8 @@ class LocalLoader(LoaderWrapper):
         self._source = source
         reason = f", since {why}" if why else ""
         self.notes = (
-            f"every learner goes through its own data{reason}: what a learner that is lost had left is not seen, "
-            "and learners given the same data all go through all of it",
+            f"every learner reads its own data{reason}; samples left over by a lost learner are not "
+            "computed, and learners with the same data all compute all of it",
         )
 
     def __iter__(self) -> Iterator[Any]:
@@ -278,7 +280,7 @@ def wrap(loader: Any, source: LeaseSource, *, seed: int) -> LeasedLoader | Local
     if isinstance(loader, (LeasedLoader, LocalLoader)):
         return loader
     if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
-        raise RequestError(f"a loader is something to iterate over, such as a DataLoader; this is {loader!r}")
+        raise RequestError(f"expected an iterable loader, such as a DataLoader; got {loader!r}")
     if why := why_local(loader):
         return LocalLoader(loader, source, why=why)
     return LeasedLoader(loader, source, seed=seed)
@@ -287,22 +289,22 @@ def wrap(loader: Any, source: LeaseSource, *, seed: int) -> LeasedLoader | Local
 def why_local(loader: Any) -> str:
     """Why positions of a permutation cannot stand for this loader's batches; nothing if they can."""
     if not isinstance(loader, DataLoader):
-        return f"it is no DataLoader but a {type(loader).__name__}"
+        return f"it is a {type(loader).__name__}, not a DataLoader"
     kind: Any = type(loader)  # Any: `_get_iterator` is torch's own, and overriding it is how some loaders differ
     plain: Any = DataLoader
     if kind.__iter__ is not plain.__iter__ or kind._get_iterator is not plain._get_iterator:
-        return f"its class {kind.__name__} iterates in its own way"
+        return f"its class {kind.__name__} overrides iteration"
     if isinstance(loader.dataset, IterableDataset):
         return "its data set is a stream (an IterableDataset)"
     order: Any = loader.sampler
     if loader.batch_sampler is not None:
         if type(loader.batch_sampler) is not BatchSampler:
-            return f"it has a batch sampler of its own ({type(loader.batch_sampler).__name__})"
+            return f"it has a custom batch sampler ({type(loader.batch_sampler).__name__})"
         order = loader.batch_sampler.sampler
     if type(order) not in (RandomSampler, SequentialSampler):
-        return f"it has a sampler of its own ({type(order).__name__})"
+        return f"it has a custom sampler ({type(order).__name__})"
     if type(order) is RandomSampler and order.replacement:
-        return "it draws with replacement"
+        return "it samples with replacement"
     try:
         through, size = (len(order), len(order.data_source)), len(loader.dataset)  # type: ignore[arg-type] # see except
     except TypeError:

@@ -41,6 +41,7 @@ class ReducedLearner(Learner):
         self._seed = seed
         self._losses: list[float | torch.Tensor] = []
         self._busy_s = 0.0  # in minibatches, with what they wait for
+        self._began_s: float | None = None  # the first forward
         self._forwards = 0  # of the model in DDP, since the last step
         self._owns_group = not dist.is_initialized()
         if self._owns_group:
@@ -64,7 +65,7 @@ class ReducedLearner(Learner):
     ) -> nn.Module:
         """The model in DDP, and the optimizer as it is."""
         if gradients is not None or in_place:
-            self._notes += ("gradients= and in_place= are for a parameter server: DDP has its own communication hooks",)
+            self._notes += ("gradients= and in_place= are ignored with an all-reduce; use DDP communication hooks",)
         self._trains = model, optimizer
         wrapped = nn.parallel.DistributedDataParallel(model)
         wrapped.register_forward_pre_hook(self._count_forward)
@@ -73,7 +74,7 @@ class ReducedLearner(Learner):
         def check_and_clip() -> None:
             if not self._forwards:
                 raise RequestError(
-                    "the model that learner.prepare returned was not used in this step, so that no gradient was "
+                    "the model that learner.prepare returned was not used in this step, so no gradient was "
                     "averaged; write: model, optimizer, loader = learner.prepare(model, optimizer, loader)"
                 )
             self._forwards = 0
@@ -99,20 +100,20 @@ class ReducedLearner(Learner):
     def _count_forward(self, *_: object) -> None:
         """Gradients are averaged by the model that `prepare` returns, and by no other."""
         self._forwards += 1
+        if self._began_s is None:
+            self._began_s = time.monotonic()
 
     def _share(self, loader: Any) -> Any:
         own = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
         why = why_local(loader)
         if own and isinstance(loader.sampler, DistributedSampler):
-            self._notes += ("the loader has a DistributedSampler already: it is left as it is",)
+            self._notes += ("the loader already has a DistributedSampler, which is kept",)
             return loader
-        if not own or "iterates in its own way" in why:
-            self._notes += (f"every learner goes through its own data, since {why}",)
+        if not own or "overrides iteration" in why:
+            self._notes += (f"every learner reads its own data, since {why}",)
             return loader
         if why:
-            self._notes += (
-                f"the loader keeps its order, since {why}: of what that gives, each learner takes its share",
-            )
+            self._notes += (f"the order of the loader is kept, since {why}; each learner takes its share of it",)
         return RankLoader(loader, self._seed, plain=not why)
 
     def _current_state(self) -> tuple[int, Mapping[str, Any], dict[str, Any]]:
@@ -127,8 +128,8 @@ class ReducedLearner(Learner):
         for learner, theirs in enumerate(kinds):
             if theirs != kinds[0]:
                 raise RequestError(
-                    f"a call is {kinds[0]} on learner 0 and {theirs} on learner {learner}: all learners make the same "
-                    "calls in the same order"
+                    f"learner 0 called {kinds[0]} while learner {learner} called {theirs}; all learners must make the "
+                    "same calls in the same order"
                 )
         return dict(enumerate(gather_bytes(data)))
 
@@ -164,6 +165,7 @@ class ReducedLearner(Learner):
         sent, received, waited = (
             (0, 0, 0.0) if counted is None else (counted.sent_bytes, counted.received_bytes, counted.waited_s)
         )
+        seconds = 0.0 if self._began_s is None else time.monotonic() - self._began_s
         sign = sign_of_losses([float(loss) for loss in self._losses], 1)
         mine = [sent, received, waited, self._busy_s, sign is not None]
         total = torch.tensor(mine, dtype=torch.float64)
@@ -171,6 +173,8 @@ class ReducedLearner(Learner):
         sent, received, waited, busy, warned = total.tolist()
         return {
             "updates": self.version,
+            "seconds": seconds,
+            "seconds_per_update": seconds / self.version if self.version else None,
             "sent_bytes": None if counted is None else int(sent),
             "received_bytes": None if counted is None else int(received),
             "wait_share": None if counted is None or not busy else min(1.0, waited / busy),

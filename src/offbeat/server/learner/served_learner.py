@@ -116,7 +116,7 @@ class ServedLearner(Learner):
     ) -> nn.Module:
         delta, fetches = self._policy.rule.delta, self._policy.rule.fetch_every > 0
         if in_place and (delta or fetches):
-            raise RequestError(f"in_place is not for '{self.strategy}': its learners make steps of their own")
+            raise RequestError(f"in_place does not work with '{self.strategy}', whose learners take local steps")
         tensors, groups = model_tensors(model, optimizer)
         rule, hypers = optimizers.describe(optimizer)
         if delta:
@@ -185,7 +185,7 @@ class ServedLearner(Learner):
                     loss = closure()
             now = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
             if len(now) != len(trained) or any(one is not other for one, other in zip(now, trained, strict=True)):
-                raise RequestError("the optimizer trains other parameters than when it was prepared: prepare it last")
+                raise RequestError("the parameters of the optimizer changed after learner.prepare; call prepare last")
             for hook in optimizer._optimizer_step_pre_hooks.values():
                 hook(optimizer, (), {})
             self._step()
@@ -210,7 +210,7 @@ class ServedLearner(Learner):
 
     def _follow_version(self, scheduler: Any) -> Any:
         if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            raise RequestError("ReduceLROnPlateau counts what you measure, not versions: keep it out of prepare")
+            raise RequestError("ReduceLROnPlateau follows your own metric, not versions; do not pass it to prepare")
         return follow(scheduler, lambda: self.version)
 
     # --- the loop ---------------------------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ class ServedLearner(Learner):
         if self._connection is None or self._mode is None or self._hooks is None:
             raise RequestError("call learner.prepare(model, optimizer, loader) first")
         if self._connection.state.left:
-            raise RequestError("this learner has finished, and left the run")
+            raise RequestError("this learner has finished and left the run")
         return self._connection, self._mode, self._hooks
 
     def _give_up(self, minibatch: OpenMinibatch) -> None:
@@ -346,7 +346,7 @@ class ServedLearner(Learner):
             return self._connection.arena.current(), self.version
         connection, mode, _ = self._ready()
         if self._open is not None:
-            raise RequestError("the servers' state is asked for between minibatches, not inside one")
+            raise RequestError("state_dict must be called between minibatches, not inside one")
         mode.flush()
         self._wants_state = True
         while True:
@@ -365,10 +365,12 @@ class ServedLearner(Learner):
     def _exchange(self, what: str, data: bytes, timeout_s: float) -> dict[int, bytes]:
         connection, mode, _ = self._ready()
         if self._open is not None:
-            raise RequestError(f"{what} is called between minibatches, not inside one")
+            raise RequestError(f"{what} must be called between minibatches, not inside one")
         most = MOST_DATA_BYTES // self.learners
         if len(data) > most:
-            raise RequestError(f"{what}: {len(data)} bytes; each of {self.learners} learners may give {most}")
+            raise RequestError(
+                f"{what}: {len(data)} bytes; each of the {self.learners} learners may send at most {most}"
+            )
         mode.flush()
         self._calls += 1
         number = self._calls
@@ -514,7 +516,7 @@ def follow(scheduler: Any, progress: Callable[[], int]) -> Any:
 
 
 def _refuse_to_load(*_: Any) -> None:
-    raise RequestError("the servers have their state since learner.prepare: load what was saved before it")
+    raise RequestError("the servers got their state in learner.prepare; call load_state_dict before it")
 
 
 class _CoordinatorLeases:

@@ -65,7 +65,7 @@ def describe(optimizer: torch.optim.Optimizer) -> tuple[str, list[Hyper]]:
 def notes_of(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
     """What the servers do otherwise than this optimizer would."""
     if any(group.get("fused") for group in optimizer.param_groups):
-        return ("fused=True is for the learner's own device: the servers run the plain rule, which rounds otherwise",)
+        return ("fused=True is for the learner's own device: the servers run the plain rule, which rounds differently",)
     return ()
 
 
@@ -133,8 +133,8 @@ def outer_note(outer: Mapping[str, float], hypers: Sequence[Hyper]) -> str:
     if hypers[0]["momentum"] == outer["momentum"]:
         return ""
     return (
-        f"outer momentum {outer['momentum']:g} -> {hypers[0]['momentum']:.3g}: the learners' own optimizer has "
-        "momentum too (--staleness keep turns this off)"
+        f"outer momentum {outer['momentum']:g} -> {hypers[0]['momentum']:.3g}: the learners' optimizer also has "
+        "momentum (--staleness keep turns this off)"
     )
 
 
