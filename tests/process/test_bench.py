@@ -213,7 +213,7 @@ def test_a_wrong_sum_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     world = SimpleNamespace(Get_rank=lambda: 1, Get_size=lambda: 2, Allreduce=lambda *words: None)
     rank = MpiRank(SimpleNamespace(IN_PLACE=None), world)
     rank.buffer = np.zeros(300, dtype=np.float32)
-    with pytest.raises(OffbeatError, match="mpi: wrong sum: element 1 is 2, and 3 is right"):
+    with pytest.raises(OffbeatError, match="mpi: wrong sum: element 1 is 2, expected 3"):
         rank.check()
 
 
