@@ -231,7 +231,7 @@ def parse_rate(text: str) -> float:
     """Bytes per second: `10Gbit/s` is 1.25e9, `10GB/s` is 1e10."""
     value = _quantity(text, RATES, "a bandwidth", "10Gbit/s or 1.25GB/s")
     if value < 1:
-        raise RequestError(f"a bandwidth is at least 1 byte a second; got '{text}'")
+        raise RequestError(f"a bandwidth must be at least 1 byte per second; got '{text}'")
     return value
 
 

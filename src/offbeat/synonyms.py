@@ -26,7 +26,7 @@ _ASYNC = Synonym("each gradient is applied as it comes", ("async",))
 _BACKUP = Synonym(
     "not waiting for the last B of P learners: backup:B, the same as k-sync:K with K = P - B", ("backup:1",)
 )
-_STALE = Synonym("nobody runs more than S pushes ahead of the slowest: ssp:S", ("ssp:3",))
+_STALE = Synonym("no learner runs more than S pushes ahead of the slowest: ssp:S", ("ssp:3",))
 _LOCAL = Synonym("H minibatches on each learner, then the mean of the weights: local-sgd:H", ("local-sgd:8",))
 _OUTER = Synonym(
     "H minibatches on each learner, then an outer step with momentum: local-sgd:H,outer=nesterov",

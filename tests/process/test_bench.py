@@ -167,10 +167,10 @@ WRONG = {
     "bench allreduce --ranks two": "--ranks: expected a whole number",
     "bench allreduce --sizes 64KB,x": "--sizes: a size is a number with a unit",
     "bench allreduce --sizes 64kib": "did you mean 'KiB'?",
-    "bench allreduce --sizes 0": "whole numbers of float32, 4 bytes each; got 0 bytes",
-    "bench allreduce --sizes 10": "whole numbers of float32, 4 bytes each; got 10 bytes",
+    "bench allreduce --sizes 0": "expected multiples of 4 bytes (float32); got 0 bytes",
+    "bench allreduce --sizes 10": "expected multiples of 4 bytes (float32); got 10 bytes",
     "bench allreduce --sizes 4KiB,4096": "--sizes names a size twice",
-    "bench allreduce --sizes 100TB": "ask for smaller --sizes or fewer --ranks",
+    "bench allreduce --sizes 100TB": "use smaller --sizes or fewer --ranks",
     "bench allreduce --against gluo": "unknown system 'gluo'; did you mean 'gloo'?",
     "bench allreduce --against gloo,": "expected names joined by commas",
     "bench allreduce --against gloo,gloo": "names a system twice",
@@ -182,7 +182,7 @@ WRONG = {
     "bench allreduce --strategy torus:3x3": "3x3 has 9 ranks, not 4",
     "bench allreduce --batch 2": "--batch is not an option of bench allreduce",
     "bench ddp --sizes 4KiB": "--sizes is not an option of bench ddp",
-    "bench ddp --against mpi": "mpi is measured by bench allreduce only",
+    "bench ddp --against mpi": "mpi needs bench allreduce",
 }
 
 
@@ -208,12 +208,12 @@ def test_a_wrong_sum_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor, group: None)
     broken: Any = None
     ranks = AllReduceRank(Peers(rank=0, ranks=2, groups={"lazy": broken}))
-    with pytest.raises(OffbeatError, match="lazy: wrong sum: element 1 is 1, and 3 is right"):
+    with pytest.raises(OffbeatError, match="lazy: wrong sum: element 1 is 1, expected 3"):
         ranks.warm({"system": "lazy", "size_bytes": 4096, "iterations": 5})
     world = SimpleNamespace(Get_rank=lambda: 1, Get_size=lambda: 2, Allreduce=lambda *words: None)
     rank = MpiRank(SimpleNamespace(IN_PLACE=None), world)
     rank.buffer = np.zeros(300, dtype=np.float32)
-    with pytest.raises(OffbeatError, match="mpi: wrong sum: element 1 is 2, and 3 is right"):
+    with pytest.raises(OffbeatError, match="mpi: wrong sum: element 1 is 2, expected 3"):
         rank.check()
 
 

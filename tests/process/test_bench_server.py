@@ -184,7 +184,7 @@ WRONG = {
     "bench policies --slow exp:0.1 exp:0.1": "--slow names a law twice",
     "bench policies --slow expo:0.1": "unknown law 'expo'",
     "bench policies --slow pareto:1,1": "'pareto:1,1' has no mean",
-    "bench policies --updates 5": "--updates is 20 or more; got 5",
+    "bench policies --updates 5": "--updates: expected 20 or more; got 5",
     "bench policies --learners 1 2": "--learners is one number for bench policies",
     "bench policies --learners 65": "from 1 to 64",
     "bench policies --ranks 2": "--ranks is not an option of bench policies",
@@ -193,7 +193,7 @@ WRONG = {
     "bench server --learners 0": "--learners: expected a whole number",
     "bench server --learners 2 2": "--learners names a number twice",
     "bench server --parameters 25X": "expected a number like 25.6M, 100k or 5000; got '25X'",
-    "bench server --parameters 10": "--parameters is 10000 or more; got 10",
+    "bench server --parameters 10": "--parameters: expected 10000 or more; got 10",
     "bench server --parameters 900G": "of memory, and",
     "bench server --against rcp": "unknown system 'rcp'; did you mean 'rpc'?",
     "bench server --against rpc,rpc": "names a system twice",
@@ -212,7 +212,7 @@ def test_a_wrong_request_is_refused_in_one_line(line: str, capsys: pytest.Captur
 
 def test_without_the_repository_there_is_nothing_to_measure_against(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_bench, "folder", lambda: None)
-    with pytest.raises(RequestError, match="programs are in the repository, not installed"):
+    with pytest.raises(RequestError, match="--against needs the source repository"):
         server_bench.ServerRequest(against=("rpc",))
     assert server_bench.ServerRequest().against is None
     assert server_bench.missing(["rpc"]) == {"rpc": "its program is in the source repository, which is not installed"}

@@ -165,7 +165,7 @@ WRONG = {
     "bench scaling --sync digits-mlp": "'digits-mlp' is a recipe; put it before the options",
     "bench scaling --learners 2 --sync k-async:3": "'k-async:3': K=3 exceeds the 2 learners",
     "bench scaling --sync ring ring": "--sync names a strategy twice",
-    "bench scaling --learners 1": "1 is the base; name a larger number too",
+    "bench scaling --learners 1": "expected 1, the baseline, and a larger number",
     "bench scaling --learners 65": "from 1 to 64; got 65",
     "bench scaling --kind storng": "did you mean 'strong'?",
     "bench scaling --kind strong --learners 3 --sync ring": "32 is no multiple of 3",

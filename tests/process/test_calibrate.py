@@ -51,7 +51,7 @@ def test_a_machine_is_measured_and_trainings_are_predicted(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("calibrate digits-mlp --learners 2", "1 is among them"),
+        ("calibrate digits-mlp --learners 2", "numbers that include 1"),
         ("calibrate digits-mlp --learners 1 1", "different numbers"),
         ("calibrate digits-mlp --learners 1 100", "at most 64"),
         ("calibrate digits-mlp -o .", "expected the name of a file"),

@@ -104,7 +104,7 @@ def test_a_policy_is_simulated_by_every_loop_and_explained_truly(line: str) -> N
     said = why(result)
     assert f"gradients are {result.staleness_mean:.2f} versions old on average" in said
     if line.startswith("pool"):
-        assert "nobody waits" in said and result.wait_share == 0
+        assert "no learner waits" in said and result.wait_share == 0
     else:
         assert f"{100 * result.wait_share:.0f} % of the time waiting" in said
     policy = create(line, expect=4)

@@ -444,7 +444,7 @@ LOCAL: list[tuple[Any, str]] = [
     (DataLoader(NUMBERS, sampler=RandomSampler(NUMBERS, num_samples=4)), "4 samples of 6"),
     (DataLoader(NUMBERS, sampler=SequentialSampler(range(3))), "3 samples of 3, and its data set has 6"),
     (OwnLoader(NUMBERS), "OwnLoader overrides iteration"),
-    ([1, 2, 3], "no DataLoader but a list"),
+    ([1, 2, 3], "it is a list, not a DataLoader"),
 ]
 
 

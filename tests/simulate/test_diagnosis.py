@@ -74,7 +74,7 @@ def test_several_slow_learners_are_judged_together() -> None:
 def test_with_two_learners_the_slower_one_is_the_slow_one() -> None:
     machines = describe_machines(Cluster(learners=2, law=parse_law("constant:1"), speeds=(0.2,)))
     assert machines.slow == (0,)
-    assert describe(machines) == "persistently slow: learner 0 (5.0x); a barrier waits for it every time"
+    assert describe(machines) == "persistently slow: learner 0 (5.0x); a barrier waits for it in every update"
 
 
 def test_what_cannot_run_without_the_slow_ones_is_not_said() -> None:
@@ -207,7 +207,7 @@ def test_a_strategy_without_an_update_is_told_as_such(
 def test_an_update_of_too_many_minibatches_is_refused_by_estimate(capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("compare", "simulate"):
         assert main([command, "local-sgd:999999999"]) == 2
-        assert "one update takes 7999999992 minibatches" in capsys.readouterr().err
+        assert "one update needs 7999999992 minibatches" in capsys.readouterr().err
 
 
 def test_the_memory_of_a_server_is_told(capsys: pytest.CaptureFixture[str]) -> None:

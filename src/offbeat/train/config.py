@@ -119,7 +119,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
         Literal["per-learner", "synchronised"],
         "batch norm statistics: per learner or over all learners; the latter needs an all-reduce",
     ] = "per-learner"
-    split: Annotated[str, "shares of the learners in an update of an all-reduce: equal, auto, or like 3:1"] = "equal"
+    split: Annotated[str, "how an all-reduce splits an update between learners: equal, auto, or like 3:1"] = "equal"
     loss: Annotated[str, "loss, module:function(outputs, targets), the mean over samples; empty: cross-entropy"] = ""
     stop_at: Annotated[Share, "stop when this accuracy is reached and held, like 0.97; 0: run all epochs"] = 0.0
     threads: Annotated[Count, "torch threads per learner"] = 1
