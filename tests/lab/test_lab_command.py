@@ -41,9 +41,11 @@ def test_lines_are_shown_with_their_host_below_the_facts_of_the_lab(capsys: pyte
     code, lines, err = run(capsys, *slow, "--", "sh", "-c", "echo {host} {host1}; printf end")
     assert (code, err) == (0, "")
     told = [line.removeprefix("lab   | ") for line in lines if line.startswith("lab   | ")]
-    assert told[0].startswith("3 hosts on one switch, ") and told[0].endswith("; MTU 1500, cubic")
-    assert told[1] == "host0  10.0.0.1  100 Mbit/s each way (tbf, burst 6.25 kB, queue 625 kB)"
-    assert told[3] == "host2  10.0.0.3  10 Mbit/s each way (tbf, burst 3.028 kB, queue 96.9 kB)"
+    assert told[0].startswith("3 hosts on one switch, ") and told[0].endswith(
+        "; MTU 1500, cubic, segments of 8.192 kB, bursts of 16.38 kB"
+    )
+    assert told[1] == "host0  10.0.0.1  100 Mbit/s each way (tbf, queue 625 kB)"
+    assert told[3] == "host2  10.0.0.3  10 Mbit/s each way (tbf, queue 131.1 kB)"
     printed = sorted(line for line in lines if not line.startswith("lab"))
     assert printed == [f"host{host} | {text}" for host in range(3) for text in (f"{host} 10.0.0.2", "end")]
 
@@ -72,7 +74,7 @@ def test_json_is_one_object_and_lines_go_to_standard_error(capsys: pytest.Captur
     assert code == 0 and "host1 | host1\n" in err
     assert (found["mtu"], found["congestion_control"], found["command"]) == (1500, "cubic", ["hostname"])
     assert [host["exit_code"] for host in found["hosts"]] == [None, 0]
-    assert found["hosts"][0]["bytes_per_s"] == 125_000 and found["hosts"][0]["burst_bytes"] == 3028
+    assert found["hosts"][0]["bytes_per_s"] == 125_000 and found["burst_bytes"] == 16384
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from offbeat.errors import RequestError
 from offbeat.lab.network import (
     Network,
     address_script,
-    burst_bytes,
     format_bandwidth,
     payload_rate,
     plug_script,
@@ -46,9 +45,16 @@ def test_a_network_that_cannot_be_is_refused(words: dict[str, object], expected:
 
 
 @pytest.mark.parametrize("rate", RATES)
-def test_a_burst_is_at_least_two_packets_and_at_most_128_kib(rate: str) -> None:
-    assert 2 * 1514 <= burst_bytes(parse_rate(rate)) <= 128 * 1024
-    assert queue_bytes(parse_rate(rate)) >= burst_bytes(parse_rate(rate))
+def test_a_burst_has_room_for_two_segments_and_is_at_most_128_kib(rate: str) -> None:
+    network = Network.of(hosts=2, bandwidth=rate)
+    assert 16384 <= 2 * network.segment_bytes <= network.burst_bytes <= 128 * 1024
+    assert queue_bytes(parse_rate(rate)) >= network.burst_bytes
+
+
+def test_the_fastest_link_decides_the_burst() -> None:
+    mixed = Network.of(hosts=2, bandwidth="1Gbit/s", slow=["host=1,bandwidth=10Mbit/s"])
+    assert mixed.burst_bytes == Network.of(hosts=2, bandwidth="1Gbit/s").burst_bytes == 62500
+    assert Network.of(hosts=2, slow=["host=1,bandwidth=10Mbit/s"]).burst_bytes == 128 * 1024
 
 
 @pytest.mark.parametrize("rate", RATES)
@@ -61,13 +67,15 @@ def test_tcp_carries_119_5_megabytes_of_1_gbit_per_second() -> None:
 
 
 def test_a_link_is_shaped_cut_or_left_alone_by_one_command() -> None:
-    assert shape("eth0", 125e6) == "tc qdisc replace dev eth0 root tbf rate 1000000000bit burst 62500 limit 6250000\n"
-    assert shape("port1", 0.0) == "tc qdisc replace dev port1 root blackhole\n"
-    assert shape("eth0", None) == "tc qdisc replace dev eth0 root noqueue\n"
+    assert shape("eth0", 125e6, 62500) == (
+        "tc qdisc replace dev eth0 root tbf rate 1000000000bit burst 62500 limit 6250000\n"
+    )
+    assert shape("port1", 0.0, 62500) == "tc qdisc replace dev port1 root blackhole\n"
+    assert shape("eth0", None, 62500) == "tc qdisc replace dev eth0 root noqueue\n"
 
 
 def test_links_have_an_mtu_of_1500_and_cubic_routes() -> None:
-    assert plug_script(0, 77).count("mtu 1500") == 2
+    assert plug_script(Network.of(hosts=2), 0, 77).count("mtu 1500") == 2
     assert "congctl cubic" in address_script(Network.of(hosts=2), 1)
 
 

@@ -15,7 +15,13 @@ from offbeat.commands.base import Command, json_argument, print_json, reader
 from offbeat.errors import OffbeatError, RequestError, Terminated
 from offbeat.lab import Lab, Network
 from offbeat.lab.control import HostProcess
-from offbeat.lab.network import CONGESTION_CONTROL, MTU, burst_bytes, format_bandwidth, parse_host, queue_bytes
+from offbeat.lab.network import (
+    CONGESTION_CONTROL,
+    MTU,
+    format_bandwidth,
+    parse_host,
+    queue_bytes,
+)
 from offbeat.number_format import format_size
 from offbeat.processes.child import LineReader, describe_exit
 from offbeat.spec import count_of, parse_count
@@ -90,12 +96,14 @@ def _printer(network: Network, out: Any) -> Callable[[str, str], None]:
 def _facts(lab: Lab) -> list[str]:
     network = lab.network
     how = "as root" if lab.user == "root" else "in a user namespace"
-    lines = [f"{count_of(network.hosts, 'host')} on one switch, {how}; MTU {MTU}, {CONGESTION_CONTROL}"]
+    lines = [
+        f"{count_of(network.hosts, 'host')} on one switch, {how}; MTU {MTU}, {CONGESTION_CONTROL}, "
+        f"segments of {format_size(network.segment_bytes)}, bursts of {format_size(network.burst_bytes)}"
+    ]
     for host, rate in enumerate(network.bandwidths):
         shaped = "not shaped"
         if rate is not None:
-            burst, queue = format_size(burst_bytes(rate)), format_size(queue_bytes(rate))
-            shaped = f"{format_bandwidth(rate)} each way (tbf, burst {burst}, queue {queue})"
+            shaped = f"{format_bandwidth(rate)} each way (tbf, queue {format_size(queue_bytes(rate))})"
         lines.append(f"{network.name(host)}  {network.address(host)}  {shaped}")
     if lab.measured is not None:
         rates = ", ".join(map(format_bandwidth, lab.measured))
@@ -111,7 +119,6 @@ def _summary(lab: Lab, words: list[str], exits: dict[int, int]) -> dict[str, Any
             "name": network.name(host),
             "address": network.address(host),
             "bytes_per_s": rate,
-            "burst_bytes": None if rate is None else burst_bytes(rate),
             "queue_bytes": None if rate is None else queue_bytes(rate),
             "measured_bytes_per_s": measured[host],
             "exit_code": exits.get(host),
@@ -119,7 +126,8 @@ def _summary(lab: Lab, words: list[str], exits: dict[int, int]) -> dict[str, Any
         for host, rate in enumerate(network.bandwidths)
     ]
     return {
-        "command": words, "user": lab.user, "mtu": MTU, "congestion_control": CONGESTION_CONTROL, "hosts": hosts,
+        "command": words, "user": lab.user, "mtu": MTU, "congestion_control": CONGESTION_CONTROL,
+        "segment_bytes": network.segment_bytes, "burst_bytes": network.burst_bytes, "hosts": hosts,
     }  # fmt: skip
 
 

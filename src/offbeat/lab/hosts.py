@@ -30,7 +30,7 @@ _PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "mount": "mount"}  # and Debian
 _SETUP_S = 30.0
 _GRANTED = 1.25e8  # bytes per second of all hosts together (1 Gbit/s) that are not measured: every machine carries that
 _MEASURE_S, _WARM_UP_S = 0.3, 0.1
-_ENOUGH = 0.9  # of the rate that was asked for
+_ENOUGH, _ATTEMPTS = 0.9, 3  # of the rate that was asked for
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
@@ -95,7 +95,7 @@ class Lab:
             self._hosts[host] = init = InitProcess(self.network.name(host), ours)
             pid = self._switch.ask({"boot": self.network.name(host)}, [theirs.fileno()])
         self._run_script(init, commands.mount_script(self.network))
-        self._run_script(self._switch, commands.plug_script(host, pid))
+        self._run_script(self._switch, commands.plug_script(self.network, host, pid))
         self._run_script(init, commands.address_script(self.network, host))
 
     def close(self) -> None:
@@ -185,29 +185,38 @@ class Lab:
         self._shape(host, self.network.bandwidths[host], "both")
 
     def _shape(self, host: int, bytes_per_s: float | None, direction: Direction) -> None:
-        init = self._init(host)
+        init, burst = self._init(host), self.network.burst_bytes
         if direction in ("out", "both"):
-            self._run_script(init, commands.shape("eth0", bytes_per_s))
+            self._run_script(init, commands.shape("eth0", bytes_per_s, burst))
         if direction in ("in", "both"):
-            self._run_script(self._switch, commands.shape(commands.port(host), bytes_per_s))
+            self._run_script(self._switch, commands.shape(commands.port(host), bytes_per_s, burst))
 
     # --- what the machine can carry ---------------------------------------------------------------------------------
 
     def _check_rates(self) -> None:
-        """Refuse rates that are not reached when every host sends to the next one at the same time."""
+        """Refuse rates that are not reached when every host sends to the next one at the same time.
+
+        A busy machine may miss a rate once: the best of some attempts counts.
+        """
         rates = self.network.bandwidths
-        shaped = [rate for rate in rates if rate is not None]
-        if self.network.hosts < 2 or sum(shaped) <= _GRANTED:
+        if self.network.hosts < 2 or sum(rate for rate in rates if rate is not None) <= _GRANTED:
             return
-        self.measured = self.measure(_MEASURE_S)
-        for host, reached in enumerate(self.measured):
-            expected = min((rate for rate in (rates[host - 1], rates[host]) if rate is not None), default=0.0)
-            if reached < _ENOUGH * expected:
-                raise RequestError(
-                    f"this machine does not carry {format_bandwidth(expected)} to {self.network.name(host)}: "
-                    f"{format_bandwidth(reached)} were measured while {count_of(self.network.hosts, 'host')} sent at "
-                    "once; ask for less bandwidth or fewer hosts"
-                )
+        pairs = [(rates[host - 1], rates[host]) for host in range(self.network.hosts)]
+        expected = [min((rate for rate in pair if rate is not None), default=0.0) for pair in pairs]
+        best = [0.0] * self.network.hosts
+        for _ in range(_ATTEMPTS):
+            best = [max(pair) for pair in zip(best, self.measure(_MEASURE_S), strict=True)]
+            missed = [host for host, rate in enumerate(expected) if best[host] < _ENOUGH * rate]
+            if not missed:
+                break
+        self.measured = tuple(best)
+        if missed:
+            host = min(missed, key=lambda host: best[host] / expected[host])
+            raise RequestError(
+                f"this machine does not carry {format_bandwidth(expected[host])} to {self.network.name(host)}: "
+                f"{format_bandwidth(best[host])} were measured while {count_of(self.network.hosts, 'host')} sent at "
+                "once; ask for less bandwidth or fewer hosts, or wait until the machine is less busy"
+            )
 
     def measure(self, seconds: float) -> tuple[float, ...]:
         """What each host receives, headers included, in bytes per second, while every host sends to the next one."""

@@ -22,10 +22,9 @@ MTU = 1500
 CONGESTION_CONTROL = "cubic"
 FRAME_BYTES = MTU + 14  # with the Ethernet header, as the kernel counts
 PAYLOAD_BYTES = MTU - 52  # without the headers of IP and TCP, and timestamps
-_MOST_BURST, _LEAST_BURST = 128 * 1024, 2 * FRAME_BYTES
+_LEAST_BURST, _MOST_BURST = 16 * 1024, 128 * 1024
+_LEAST_QUEUE, _MOST_QUEUE = 128 * 1024, 16 * 2**20
 _BURST_S, _QUEUE_S = 0.5e-3, 50e-3
-_LEAST_QUEUE = 64 * FRAME_BYTES
-_MOST_QUEUE = 16 * 2**20
 _LEAST_RATE = 8000.0  # bytes per second: a packet a fifth of a second
 _SUBNET = "10.0.0"
 _PLACEHOLDER = re.compile(r"\{host(\d*)\}")
@@ -60,6 +59,24 @@ class Network:
     @property
     def hosts(self) -> int:
         return len(self.bandwidths)
+
+    @property
+    def burst_bytes(self) -> int:
+        """What passes a link at once after a pause: half a millisecond of the fastest one, but 16 to 128 KiB.
+
+        A small burst keeps small messages honest: with 128 KiB at 10 Mbit/s the first tenth of a second would be free.
+        """
+        fastest = max(_MOST_BURST / _BURST_S if rate is None else rate for rate in self.bandwidths)
+        return int(min(max(fastest * _BURST_S, _LEAST_BURST), _MOST_BURST))
+
+    @property
+    def segment_bytes(self) -> int:
+        """What TCP hands to a link at once; the kernel counts its headers packet by packet.
+
+        A segment larger than the burst would be cut up inside the token bucket, packet by packet: on a busy machine a
+        link then carried a fifth of its rate. So burst and segment are those of the fastest link.
+        """
+        return self.burst_bytes // 2
 
     def name(self, host: int) -> str:
         return f"host{host}"
@@ -102,16 +119,8 @@ def format_bandwidth(bytes_per_s: float) -> str:
 # --- shaping --------------------------------------------------------------------------------------------------------
 
 
-def burst_bytes(bytes_per_s: float) -> int:
-    """What may pass at once after a pause: half a millisecond's worth, 2 packets at least, 128 KiB at most.
-
-    A small burst keeps small messages honest: with 128 KiB at 10 Mbit/s the first tenth of a second would be free.
-    """
-    return int(min(max(bytes_per_s * _BURST_S, _LEAST_BURST), _MOST_BURST))
-
-
 def queue_bytes(bytes_per_s: float) -> int:
-    """What waits before packets are dropped: 50 ms of it, as deep as a switch's buffers, 64 packets at least."""
+    """What waits before packets are dropped: 50 ms of it, but 128 KiB to 16 MiB."""
     return int(min(max(bytes_per_s * _QUEUE_S, _LEAST_QUEUE), _MOST_QUEUE))
 
 
@@ -120,14 +129,13 @@ def payload_rate(bytes_per_s: float) -> float:
     return bytes_per_s * PAYLOAD_BYTES / FRAME_BYTES
 
 
-def shape(device: str, bytes_per_s: float | None) -> str:
+def shape(device: str, bytes_per_s: float | None, burst_bytes: int) -> str:
     """The command that limits what leaves by this device. 0 cuts it: packets vanish, and no sender is told."""
     discipline = "noqueue"
     if bytes_per_s == 0:
         discipline = "blackhole"
     elif bytes_per_s is not None:
-        burst, limit = burst_bytes(bytes_per_s), queue_bytes(bytes_per_s)
-        discipline = f"tbf rate {round(8 * bytes_per_s)}bit burst {burst} limit {limit}"
+        discipline = f"tbf rate {round(8 * bytes_per_s)}bit burst {burst_bytes} limit {queue_bytes(bytes_per_s)}"
     return f"tc qdisc replace dev {device} root {discipline}\n"
 
 
@@ -147,12 +155,12 @@ def switch_script() -> str:
     )
 
 
-def plug_script(host: int, pid: int) -> str:
+def plug_script(network: Network, host: int, pid: int) -> str:
     """On the switch: a link to the host whose first process is `pid`."""
     return (
         f"ip link add {port(host)} mtu {MTU} type veth peer name eth0 mtu {MTU} "
         f"address 02:00:00:00:00:{host + 1:02x} netns {pid}\n"
-        f"ip link set {port(host)} master switch up\n"
+        f"ip link set {port(host)} gso_max_size {network.segment_bytes} master switch up\n"
     )
 
 
@@ -186,7 +194,7 @@ def address_script(network: Network, host: int) -> str:
     return (
         "if test -e /proc/sys/net/ipv6; then echo 1 > /proc/sys/net/ipv6/conf/all/disable_ipv6; fi\n"
         "ip link set lo up\n"
-        "ip link set eth0 up\n"
+        f"ip link set eth0 gso_max_size {network.segment_bytes} up\n"
         f"ip address add {address}/24 dev eth0\n"
         f"ip route change {_SUBNET}.0/24 dev eth0 proto kernel scope link src {address} congctl {CONGESTION_CONTROL}\n"
     )
