@@ -7,8 +7,8 @@ shaping     Two hosts. A program of this file sends by one plain TCP connection 
             clock: nothing of the lab's own measurement is used. Each rate is measured with both links shaped, with the
             receiver's link only (what comes in), and with the sender's only (what goes out). Headers are added to the
             payload: 1,514 bytes of a frame carry 1,448. The median of five must be within 3 %.
-SIGKILL     The lab is killed at a random moment of its life, and so are none of its processes. Afterwards no process of
-            it runs, no other network namespace is in use than before, and no mount and no link is left.
+SIGKILL     Only the process of the command itself is killed, every second time at a random moment of its start. Then no
+            process of the lab runs, no other network namespace is in use than before, and no mount or link is left.
 user        The same as an ordinary user, by `setpriv --reuid 65534`.
 refused     A rate that this machine does not carry.
 """

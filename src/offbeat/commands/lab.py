@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import selectors
 import signal
@@ -71,7 +72,10 @@ def _run(given: argparse.Namespace) -> None:
     with Lab(network) as lab:
         for line in _facts(lab):
             say("lab", line)
-        exits = _Relay(lab, on, words, say).run()
+        with contextlib.closing(_Relay(lab, say)) as relay:
+            for host in on:
+                relay.start(host, words)
+            exits = relay.run()
     if given.json:
         print_json(_summary(lab, words, exits))
     failed = {host: code for host, code in exits.items() if code}
@@ -95,10 +99,11 @@ def _printer(network: Network, out: Any) -> Callable[[str, str], None]:
 
 def _facts(lab: Lab) -> list[str]:
     network = lab.network
-    how = "as root" if lab.user == "root" else "in a user namespace"
+    how = "as root" if lab.user == "root" else "as an ordinary user, in a user namespace"
     lines = [
-        f"{count_of(network.hosts, 'host')} on one switch, {how}; MTU {MTU}, {CONGESTION_CONTROL}, "
-        f"segments of {format_size(network.segment_bytes)}, bursts of {format_size(network.burst_bytes)}"
+        f"{count_of(network.hosts, 'host')} on one switch, started {how}",
+        f"MTU {MTU}, {CONGESTION_CONTROL}, segments of {format_size(network.segment_bytes)}, "
+        f"bursts of {format_size(network.burst_bytes)}",
     ]
     for host, rate in enumerate(network.bandwidths):
         shaped = "not shaped"
@@ -134,23 +139,28 @@ def _summary(lab: Lab, words: list[str], exits: dict[int, int]) -> dict[str, Any
 class _Relay:
     """The command on each host: every line that it prints is passed on, and its exit code kept."""
 
-    def __init__(self, lab: Lab, on: list[int], words: list[str], say: Callable[[str, str], None]) -> None:
-        self._names = {host: lab.network.name(host) for host in on}
-        self._say = say
+    def __init__(self, lab: Lab, say: Callable[[str, str], None]) -> None:
+        self._lab, self._say = lab, say
         self._selector = selectors.DefaultSelector()
         self._processes: dict[int, HostProcess] = {}  # those that run
         self._pipes: dict[int, int] = {}
         self._readers: dict[int, LineReader] = {}
         self._exits: dict[int, int] = {}
-        for host in on:
-            pipe, writer = os.pipe()
-            self._pipes[host], self._readers[host] = pipe, LineReader(pipe)
-            try:
-                self._processes[host] = lab.start(host, words, output=writer)
-            finally:
-                os.close(writer)
-            self._selector.register(pipe, selectors.EVENT_READ, (host, False))
-            self._selector.register(self._processes[host], selectors.EVENT_READ, (host, True))
+
+    def start(self, host: int, words: list[str]) -> None:
+        pipe, writer = os.pipe()
+        self._pipes[host], self._readers[host] = pipe, LineReader(pipe)
+        try:
+            self._processes[host] = self._lab.start(host, words, output=writer)
+        finally:
+            os.close(writer)
+        self._selector.register(pipe, selectors.EVENT_READ, (host, False))
+        self._selector.register(self._processes[host], selectors.EVENT_READ, (host, True))
+
+    def close(self) -> None:
+        self._selector.close()
+        for pipe in self._pipes.values():
+            os.close(pipe)
 
     def run(self) -> dict[int, int]:
         """Until all have ended; host -> exit code. A signal is passed on, and they have a moment to end by it."""
@@ -184,7 +194,7 @@ class _Relay:
             return
         lines, ended = self._readers[host].read_lines(last=last)
         for line in lines:
-            self._say(self._names[host], line)
+            self._say(self._lab.network.name(host), line)
         if ended:
             self._selector.unregister(self._pipes[host])
             os.close(self._pipes.pop(host))

@@ -68,15 +68,19 @@ class Lab:
             if shutil.which(program, path=_PATH) is None:
                 raise LabUnavailableError(f"lab: the program '{program}' is missing: apt-get install {package}")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._switch = InitProcess("switch", ours)
         with theirs:
-            self._program = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(_HERE / "init_process.py"), str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-            )
+            try:
+                self._program = subprocess.Popen(
+                    [sys.executable, "-I", "-S", str(_HERE / "init_process.py"), str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(),),
+                    start_new_session=True,
+                )
+            except OSError as error:
+                ours.close()
+                raise LabUnavailableError(f"lab: cannot start {sys.executable}: {error.strerror}") from None
+        self._switch = InitProcess("switch", ours)
         try:
             self.user = self._switch.receive()
             self._run_script(self._switch, commands.switch_script())

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import json
 import os
 import select
@@ -66,7 +67,9 @@ def _become_switch() -> str:
 
 def _unshare(flags: int) -> None:
     if _libc.unshare(flags) != 0:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        number = ctypes.get_errno()
+        limited = "the limit of namespaces is reached (/proc/sys/user/)"
+        raise OSError(number, limited if number == errno.ENOSPC else os.strerror(number))
 
 
 def _die_with_parent() -> None:

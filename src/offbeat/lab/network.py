@@ -174,14 +174,18 @@ def mount_script(network: Network) -> str:
 
     Needs no network, and is what a container most often forbids.
     """
-    names = "".join(f"{network.address(host)} {network.name(host)}\n" for host in range(network.hosts))
+    names = ["127.0.0.1 localhost"]
+    for host in range(network.hosts):
+        names.append(f"{network.address(host)} {network.name(host)}")
+        names.append(f"::ffff:{network.address(host)} {network.name(host)}.lab")  # torch's store looks these up
+    lines = shlex.quote("".join(f"{line}\n" for line in names))
     return (
         "mount --make-rprivate /\n"
         "mount -t proc proc /proc\n"
         "mount -t sysfs sysfs /sys\n"
         "mount -t tmpfs -o mode=1777 shm /dev/shm\n"
         "if test -e /etc/hosts; then\n"
-        f"  printf %s {shlex.quote(f'127.0.0.1 localhost{chr(10)}{names}')} > /dev/shm/hosts\n"
+        f"  printf %s {lines} > /dev/shm/hosts\n"
         "  mount --bind /dev/shm/hosts /etc/hosts\n"
         "  rm /dev/shm/hosts\n"
         "fi\n"
