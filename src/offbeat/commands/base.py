@@ -129,6 +129,18 @@ def progress_line() -> Iterator[Callable[[str], None]]:
         show("")
 
 
+def line_printer(width: int, *, to_stderr: bool) -> Callable[[str, str], None]:
+    """Prints what several programs print, each line with the name of the one that printed it."""
+    out = sys.stderr if to_stderr else sys.stdout
+
+    def print_line(name: str, line: str) -> None:
+        text = f"{name.ljust(width)} | {line}"
+        encoding = out.encoding or "utf-8"
+        print(text.encode(encoding, "backslashreplace").decode(encoding), file=out, flush=True)
+
+    return print_line
+
+
 def say(out: Console, text: str, **style: Any) -> None:
     """Text as it is: no markup in it, and not broken into lines."""
     out.print(text, markup=False, soft_wrap=True, **style)

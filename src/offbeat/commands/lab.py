@@ -7,12 +7,11 @@ import contextlib
 import os
 import selectors
 import signal
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
-from offbeat.commands.base import Command, json_argument, print_json, reader
+from offbeat.commands.base import Command, json_argument, line_printer, print_json, reader
 from offbeat.errors import OffbeatError, RequestError, Terminated
 from offbeat.lab import Lab, Network
 from offbeat.lab.control import HostProcess
@@ -68,7 +67,7 @@ def _run(given: argparse.Namespace) -> None:
         raise RequestError(f"lab: --on {on[-1]}: there are {network.hosts} hosts, numbered from 0")
     for host in on:
         network.fill(words, host)  # a wrong placeholder is refused before anything is started
-    say = _printer(network, sys.stderr if given.json else sys.stdout)
+    say = line_printer(len(network.name(network.hosts - 1)), to_stderr=given.json)
     with Lab(network) as lab:
         for line in _facts(lab):
             say("lab", line)
@@ -84,17 +83,6 @@ def _run(given: argparse.Namespace) -> None:
         error = OffbeatError(f"lab: the command failed on {told}")
         error.exit_code = max(code if code > 0 else 128 - code for code in failed.values())
         raise error
-
-
-def _printer(network: Network, out: Any) -> Callable[[str, str], None]:
-    width = len(network.name(network.hosts - 1))
-
-    def print_line(name: str, line: str) -> None:
-        text = f"{name.ljust(width)} | {line}"
-        encoding = out.encoding or "utf-8"
-        print(text.encode(encoding, "backslashreplace").decode(encoding), file=out, flush=True)
-
-    return print_line
 
 
 def _facts(lab: Lab) -> list[str]:

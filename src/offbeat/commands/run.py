@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from offbeat.commands.base import Command, console, facts, json_argument, print_json, reader, say
+from offbeat.commands.base import Command, console, facts, json_argument, line_printer, print_json, reader, say
 from offbeat.errors import OffbeatError, RequestError
 from offbeat.number_format import format_seconds
 from offbeat.policies.damping import CORRECT, KEEP
@@ -145,15 +145,7 @@ def _environment(given: argparse.Namespace) -> dict[str, str]:
 
 def _printer(given: argparse.Namespace) -> Callable[[str, str], None]:
     """What learners print, each line with who it is from; on standard error if the result is to be JSON."""
-    out = sys.stderr if given.json else sys.stdout
-    width = len(f"learner {given.learners - 1}")
-
-    def print_line(name: str, line: str) -> None:
-        text = f"{name.ljust(width)} | {line}"
-        encoding = out.encoding or "utf-8"
-        print(text.encode(encoding, "backslashreplace").decode(encoding), file=out, flush=True)
-
-    return print_line
+    return line_printer(len(f"learner {given.learners - 1}"), to_stderr=given.json)
 
 
 def _print_end(given: argparse.Namespace, summary: dict[str, Any]) -> None:

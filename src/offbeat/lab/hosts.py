@@ -22,7 +22,7 @@ from typing import Self
 from offbeat.errors import LabError, LabUnavailableError, RequestError
 from offbeat.lab import network as commands
 from offbeat.lab.control import HostProcess, InitProcess
-from offbeat.lab.network import Direction, Network, format_bandwidth, payload_rate
+from offbeat.lab.network import Direction, Network, format_bandwidth, parse_bandwidth, payload_rate
 from offbeat.spec import count_of
 
 _HERE = Path(__file__).parent
@@ -158,17 +158,20 @@ class Lab:
         return self.start(host, words).result(timeout_s)
 
     def _init(self, host: int) -> InitProcess:
-        if not 0 <= host < self.network.hosts:
-            raise RequestError(f"there are {self.network.hosts} hosts, numbered from 0; got {host}")
+        self._check(host)
         if host not in self._hosts:
             raise LabError(f"{self.network.name(host)}: it is gone")
         return self._hosts[host]
+
+    def _check(self, host: int) -> None:
+        if not 0 <= host < self.network.hosts:
+            raise RequestError(f"hosts are numbered from 0 to {self.network.hosts - 1}; got {host}")
 
     # --- faults -----------------------------------------------------------------------------------------------------
 
     def slow(self, host: int, bandwidth: str, direction: Direction = "both") -> None:
         """Change the bandwidth of a host's link; connections stay."""
-        self._shape(host, Network.of(hosts=1, bandwidth=bandwidth).bandwidths[0], direction)
+        self._shape(host, parse_bandwidth(bandwidth), direction)
 
     def cut(self, host: int, direction: Direction = "both") -> None:
         """What the host sends (`out`), what is sent to it (`in`), or both vanishes from now on. Nobody is told."""
@@ -184,6 +187,7 @@ class Lab:
 
     def restore(self, host: int) -> None:
         """The link as it was at first, both ways. A host that was killed is started again, with no programs on it."""
+        self._check(host)
         if host not in self._hosts:
             self._boot(host)
         self._shape(host, self.network.bandwidths[host], "both")

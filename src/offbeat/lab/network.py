@@ -39,15 +39,11 @@ class Network:
     def __post_init__(self) -> None:
         if not 1 <= len(self.bandwidths) <= MOST_HOSTS:
             raise RequestError(f"a lab has 1 to {MOST_HOSTS} hosts; got {len(self.bandwidths)}")
-        for rate in self.bandwidths:
-            if rate is not None and rate < _LEAST_RATE:
-                least = format_bandwidth(_LEAST_RATE)
-                raise RequestError(f"the bandwidth of a link is at least {least}; got {format_bandwidth(rate)}")
 
     @classmethod
     def of(cls, *, hosts: int, bandwidth: str | None = None, slow: Sequence[str] = ()) -> Self:
         """`slow` are links that differ, like `host=2,bandwidth=100Mbit/s`."""
-        common = None if bandwidth is None else parse_rate(bandwidth)
+        common = None if bandwidth is None else parse_bandwidth(bandwidth)
         bandwidths = [common] * hosts
         for text in slow:
             host, rate = _parse_slow(text)
@@ -101,12 +97,20 @@ def _parse_slow(text: str) -> tuple[int, float]:
     words = dict(word.partition("=")[::2] for word in text.split(","))
     if set(words) != {"host", "bandwidth"}:
         raise RequestError(f"expected a link like host=2,bandwidth=100Mbit/s; got '{text}'")
-    return parse_host(words["host"]), parse_rate(words["bandwidth"])
+    return parse_host(words["host"]), parse_bandwidth(words["bandwidth"])
 
 
 def parse_host(text: str) -> int:
     """The number of a host, 0 or more."""
     return 0 if text == "0" else parse_count(text)
+
+
+def parse_bandwidth(text: str) -> float:
+    """The bandwidth of a link in bytes per second."""
+    rate = parse_rate(text)
+    if rate < _LEAST_RATE:
+        raise RequestError(f"the bandwidth of a link is at least {format_bandwidth(_LEAST_RATE)}; got '{text}'")
+    return rate
 
 
 def format_bandwidth(bytes_per_s: float) -> str:
