@@ -36,6 +36,7 @@ from offbeat.spec import parse_count, parse_rate
 
 RATES = ("10Mbit/s", "100Mbit/s", "500Mbit/s", "1Gbit/s", "2Gbit/s")
 TOLERANCE = 0.03
+SWITCH = "offbeat.lab.init_process"  # in the command line of the switch and of the first process of each host
 SETTLE_S = 5.0  # for the kernel to end what is left
 FRAME, PAYLOAD = 1514, 1448
 
@@ -145,9 +146,9 @@ def check_kills(times: int, program: Sequence[str], who: str, environment: dict[
                         break
             lab.kill()
         deadline = time.monotonic() + SETTLE_S
-        while (token in commands() or "init_process.py" in commands()) and time.monotonic() < deadline:
+        while (token in commands() or SWITCH in commands()) and time.monotonic() < deadline:
             time.sleep(0.01)
-        left += token in commands() or "init_process.py" in commands() or not namespaces() <= before[1]
+        left += token in commands() or SWITCH in commands() or not namespaces() <= before[1]
     same = machine() == before[0]
     text = f"SIGKILL of the lab {times} times as {who}, {begun} of them while programs ran: {left} left something"
     good = not left and same and begun == (times + 1) // 2

@@ -26,6 +26,12 @@ from offbeat.lab.network import Direction, Network, format_bandwidth, parse_band
 from offbeat.spec import count_of
 
 _HERE = Path(__file__).parent
+_SWITCH = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from offbeat.lab.init_process import main
+main(int(sys.argv[2]))
+"""
 _PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "mount": "mount"}  # and Debian's name of their package
 _SETUP_S = 30.0
 _GRANTED = 1.25e8  # bytes per second of all hosts together (1 Gbit/s) that are not measured: every machine carries that
@@ -71,7 +77,7 @@ class Lab:
         with theirs:
             try:
                 self._program = subprocess.Popen(
-                    [sys.executable, "-I", "-S", str(_HERE / "init_process.py"), str(theirs.fileno())],
+                    [sys.executable, "-I", "-S", "-c", _SWITCH, str(_HERE.parents[1]), str(theirs.fileno())],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     pass_fds=(theirs.fileno(),),

@@ -1,7 +1,7 @@
 """The first process of each host, and of the switch: it holds their namespaces and starts programs in them.
 
-This file is run as a program, `python -I -S init_process.py DESCRIPTOR`, and imports the standard library only. The
-program is the switch; it forks the hosts when it is asked to. Each of them serves one socket:
+`main` is a program of its own, without packages other than this one: the switch. It forks the hosts when it is asked
+to. Each of them serves one socket:
 
     {"boot": NAME}                        with a socket: a new host, which serves it -> the pid of its first process
     {"start": WORDS, "environment": {...}, "directory": PATH}
@@ -25,21 +25,23 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NoReturn
+
+from offbeat.processes.child import die_with_parent
+from offbeat.processes.signals import wake_on_child_exit
 
 MOST_BYTES = 1 << 20  # of a request
 MOST_DESCRIPTORS = 4
 _NEW_MOUNTS, _NEW_UTS, _NEW_IPC, _NEW_USERS, _NEW_PIDS, _NEW_NETWORK = (
     0x00020000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000,
 )  # fmt: skip
-_PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def main() -> None:
-    with socket.socket(fileno=int(sys.argv[1])) as control:
+def main(descriptor: int) -> None:
+    """Serve this socket. A parent that dies before `die_with_parent` has shut its end of it, which does as well."""
+    with socket.socket(fileno=descriptor) as control:
         try:
             _send(control, value=_become_switch())
         except OSError as error:
@@ -61,7 +63,7 @@ def _become_switch() -> str:
         (own / "setgroups").write_text("deny", encoding="ascii")
         (own / "uid_map").write_text(f"0 {user} 1", encoding="ascii")
         (own / "gid_map").write_text(f"0 {group} 1", encoding="ascii")
-    _die_with_parent()  # after the change of user, which forgets it
+    die_with_parent()  # after the change of user, which forgets it
     return who
 
 
@@ -72,20 +74,13 @@ def _unshare(flags: int) -> None:
         raise OSError(number, limited if number == errno.ENOSPC else os.strerror(number))
 
 
-def _die_with_parent() -> None:
-    """The kernel kills this process with its parent. A parent that has died already has shut the socket, too."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 # --- requests -------------------------------------------------------------------------------------------------------
 
 
 def _serve(control: socket.socket) -> None:
     """Answer requests until the other end is shut; collect every process that has ended, orphans too."""
     exits: dict[int, int] = {}  # pid -> where its exit code is written
-    woken, wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    signal.set_wakeup_fd(wake)
+    woken = wake_on_child_exit()
     while True:
         ready, _, _ = select.select([control.fileno(), woken], [], [])
         if woken in ready:
@@ -166,14 +161,13 @@ def _boot(name: str, control: int) -> int:
 
 def _wait_for_host(name: str, control: int, writer: int) -> NoReturn:
     try:
-        _die_with_parent()
+        die_with_parent()
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         _close_all_but(control, writer)
         _unshare(_NEW_NETWORK | _NEW_MOUNTS | _NEW_UTS | _NEW_IPC | _NEW_PIDS)
         first = os.fork()
         if first == 0:
-            _die_with_parent()
+            die_with_parent()
             os.close(writer)
             socket.sethostname(name)
             with socket.socket(fileno=control) as own:
@@ -194,7 +188,3 @@ def _close_all_but(*kept: int) -> None:
         if int(word) > 2 and int(word) not in kept:
             with contextlib.suppress(OSError):  # the listing's own is closed by now
                 os.close(int(word))
-
-
-if __name__ == "__main__":
-    main()
