@@ -23,7 +23,7 @@ from offbeat.processes.signals import terminable
 
 COMMANDS = (
     "train", "watch", "evaluate", "recipes", "strategies", "examples", "run", "schedule",
-    "topology", "simulate", "compare", "replay", "bench", "calibrate", "report",
+    "topology", "simulate", "compare", "replay", "bench", "calibrate", "report", "lab",
 )  # fmt: skip
 
 
@@ -115,7 +115,9 @@ def _parse(name: str, command: Command, words: list[str]) -> argparse.Namespace:
 def _join_negative(words: list[str]) -> list[str]:
     """`--size -3MB` as `--size=-3MB`, so that it is read as a (wrong) value and not as an option."""
     joined: list[str] = []
-    for word in words:
+    for place, word in enumerate(words):
+        if word == "--":  # what follows is another program's
+            return [*joined, *words[place:]]
         if re.match(r"-\.?\d", word) and joined and joined[-1].startswith("--") and "=" not in joined[-1]:
             joined[-1] += f"={word}"
         else:
