@@ -25,11 +25,12 @@ TORCH_FREE = (
 )  # fmt: skip
 ROOMS = (
     "errors", "number_format", "spec", "synonyms", "plugins", "topology", "schedules", "policies", "strategy", "runs",
-    "leases", "charts", "simulate", "datasets", "report", "processes", "lab", "machine", "energy", "collectives",
+    "leases", "charts", "simulate", "datasets", "report", "processes", "lab", "machine", "energy", "network",
+    "collectives",
     "server", "integrations", "train", "predict", "measure", "commands", "cli", "__main__",
 )  # fmt: skip
 # These start processes and open sockets, and use the standard library and the rooms above all the same.
-WITHOUT_TORCH = ("lab", "commands/lab")
+WITHOUT_TORCH = ("lab", "network", "commands/lab")
 # What a torch-free room must not know: torch, the clock, sockets, threads, processes, unseeded randomness.
 BANNED_MODULES = {
     "asyncio", "concurrent", "datetime", "multiprocessing", "queue", "random", "secrets", "select", "selectors",

@@ -7,6 +7,8 @@ all choose alike.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offbeat import spec as grammar
@@ -17,6 +19,7 @@ from offbeat.number_format import format_rate, format_seconds, format_size
 from offbeat.schedules import auto_lines, build, price
 from offbeat.strategy import ALL_REDUCE, AUTO, NATIVE, family_of
 
+HIERARCHICAL = "hierarchical"
 _MOST_PRICED = 64  # ranks; more would take seconds, and one host has fewer
 
 
@@ -41,11 +44,31 @@ def check(line: str, ranks: int) -> str:
     return str(grammar.parse(line))
 
 
-class Choice:
-    """The way of each all-reduce of a group."""
+def hosts_in_order(hosts: Sequence[int]) -> tuple[int, ...] | None:
+    """The ranks host by host; None where they are already."""
+    order = tuple(sorted(range(len(hosts)), key=lambda rank: hosts[rank]))
+    return None if order == tuple(range(len(hosts))) else order
 
-    def __init__(self, line: str, ranks: int, figures: Figures | None = None) -> None:
-        self.line = check(line, ranks)
+
+def with_shape(line: str, hosts: Sequence[int]) -> str:
+    """`hierarchical` without a shape, as hosts x ranks: of hosts with unequal numbers, the greatest common divisor."""
+    spec = grammar.parse(line)
+    if spec.name != HIERARCHICAL or any(word[:1].isdigit() for word in spec.args):
+        return line
+    each = math.gcd(*(hosts.count(host) for host in set(hosts)))
+    options = [*spec.args, *(f"{name}={value}" for name, value in spec.options)]
+    return f"{HIERARCHICAL}:{','.join([f'{len(hosts) // each}x{each}', *options])}"
+
+
+class Choice:
+    """The way of each all-reduce of a group. Across hosts, schedules go through the ranks host by host."""
+
+    def __init__(
+        self, line: str, ranks: int, figures: Figures | None = None, hosts: Sequence[int] | None = None
+    ) -> None:
+        self._hosts = tuple(hosts or (0,) * ranks)
+        self._order = hosts_in_order(self._hosts) if "order" not in dict(grammar.parse(line).options) else None
+        self.line = check(with_shape(line, self._hosts), ranks)
         self.figures = figures
         self._ranks = ranks
         self._by_size: dict[int, list[tuple[float, str]]] = {}
@@ -55,10 +78,11 @@ class Choice:
 
     def of(self, size_bytes: int) -> Plan:
         """The plan for a vector of so many bytes."""
-        if self.line != AUTO:
-            return plan(self.line, "all-reduce", self._ranks)
-        ranked = self._ranked(size_bytes)
-        return plan(ranked[0][1] if ranked else "direct", "all-reduce", self._ranks)
+        line = self.line
+        if line == AUTO:
+            ranked = self._ranked(size_bytes)
+            line = ranked[0][1] if ranked else "direct"
+        return plan(line, "all-reduce", self._ranks, order=self._order)
 
     def why(self, size_bytes: int) -> str:
         """In words: what was chosen for this size, and what the others would have cost."""

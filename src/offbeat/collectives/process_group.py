@@ -63,7 +63,7 @@ _BARRIER_TAG = -(2**40)  # no user's
 
 
 class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by overloads of which we need one
-    """The ranks of one group on one host, through shared memory.
+    """The ranks of one group: through shared memory on one host, over TCP across hosts.
 
     Calls of one group are run in the order in which they are made, which must be the same on all ranks.
     """
@@ -75,9 +75,12 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
         self._name = ""
         self._transport, self._choice = transport, choice
         # Nothing below refers back to the group: its memory goes when it goes, and not when Python looks for circles.
-        arrivals = self._arrivals = Arrivals(transport.rank, transport.names)
-        self._executor: Runner = Executor(transport, lambda call, stamps: arrivals.came(call.iteration, stamps))
-        self._placements = Placements(transport, move=options.move)
+        here = sorted((transport.rank, *transport.near))  # hosts have clocks of their own
+        arrivals = self._arrivals = Arrivals(here.index(transport.rank), tuple(transport.names[one] for one in here))
+        self._executor: Runner = Executor(
+            transport, lambda call, stamps: arrivals.came(call.iteration, [stamps[one] for one in here])
+        )
+        self._placements = Placements(transport, move=options.move and bool(transport.near or not transport.others))
         self._progress = Progress(f"offbeat rank {transport.rank}", transport.patience)
         self._messages: MessagePort = Messages(transport)
         self._gpus = Gpus(store, transport)
@@ -143,6 +146,7 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
             wanted = format_size(self._placements.refused_bytes)
             why = "half of the files a process may open are open" if memory.descriptors_are_scarce() else ""
             notes.append(f"tensors of {wanted} are staged: {why or f'/dev/shm has only {free} free'}")
+        remote = self._transport.remote
         received, sent = self._transport.counted()
         return Stats(
             rank=self._rank,
@@ -156,13 +160,15 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
             waited_s=self._arrivals.waited_s,
             late=self._arrivals.late(),
             notes=tuple(notes),
+            hosts=self._transport.hosts or (0,) * self._ranks,
+            network=None if remote is None else remote.here,
         )
 
     def use(self, strategy: str) -> None:
         """From the next all-reduce on, on all ranks alike."""
         if strategy == NATIVE:
             raise RequestError(f"'{NATIVE}' is another kind of group: choose it when the group is made")
-        self._choice = Choice(strategy, self._ranks, self._choice.figures)
+        self._choice = Choice(strategy, self._ranks, self._choice.figures, self._transport.hosts)
 
     def why(self, size_bytes: int) -> str:
         """Why an all-reduce of this size goes the way it goes. With `auto`, all ranks must ask."""
@@ -225,7 +231,14 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
             flat.back()
 
     def _barrier_job(self) -> Job:
-        return self._job(self._call("barrier", torch.empty(0), (0,)), [], [])
+        if self._transport.remote is None:
+            return self._job(self._call("barrier", torch.empty(0), (0,)), [], [])
+        # Ranks on other hosts see no marks: each sends one byte to each.
+        call = self._call("all_gather", torch.empty(0, dtype=torch.uint8), (1,) * self._ranks)
+        call.what, call.items = number_of("barrier", "", torch.float32), 0
+        call.give = {self._rank: torch.zeros(1, dtype=torch.uint8)}
+        call.take = {rank: torch.zeros(1, dtype=torch.uint8) for rank in range(self._ranks)}
+        return self._job(call, [], [])
 
     def _submit(self, jobs: Sequence[Job], result: Any, opts: Any) -> PendingCall:
         """The jobs, one after the other, as one work."""
@@ -520,6 +533,8 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
         """
         transport, messages = self._transport, self._messages
         transport.check()
+        if transport.remote is not None:
+            raise RequestError("monitored_barrier is for ranks of one host: use barrier across hosts")
         seconds = transport.timeout_s if timeout is None else timeout.total_seconds()
         end = time.monotonic() + seconds
         if self._rank != 0:
