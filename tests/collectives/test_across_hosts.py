@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from lab.fixture import StartLab, wait_for
@@ -16,6 +17,7 @@ from offbeat.lab import Lab
 from offbeat.lab.control import HostProcess
 
 PROGRAMS = Path(__file__).parent / "network_programs.py"
+DDP_SCRIPT = Path(__file__).parents[1] / "process" / "ddp_script.py"
 
 
 def start(
@@ -62,6 +64,24 @@ def test_calls_that_differ_are_told_apart(start_lab: StartLab) -> None:
     printed = finish(start(lab, [1, 1], "other_call"))
     told = "rank 1 (host1, 10.0.0.2) called all_reduce(sum) of 1000 float32, but rank 0 all_reduce(sum) of 999 float32"
     assert told in printed[0]
+
+
+def test_a_ddp_script_under_torchrun_trains_the_same_parameters_as_by_gloo(start_lab: StartLab, tmp_path: Path) -> None:
+    lab = start_lab(hosts=2)
+    jobs: dict[str, list[HostProcess]] = {}
+    for number, backend in enumerate(("gloo", "offbeat")):
+        (tmp_path / backend).mkdir()
+        launch = [
+            sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2", "--node-rank",
+            "{host}", "--master-addr", "{host0}", "--master-port", str(29400 + number), str(DDP_SCRIPT),
+            "--backend", backend, "--out", str(tmp_path / backend),
+        ]  # fmt: skip
+        given = {"OFFBEAT_NETWORK": "open", "OFFBEAT_STRATEGY": "hierarchical", "OMP_NUM_THREADS": "1"}
+        jobs[backend] = [lab.start(host, launch, environment={**os.environ, **given}) for host in range(2)]
+    for backend, job in jobs.items():
+        assert f"on 4 ranks by {backend}" in finish(job)[0]
+    ours, gloos = (np.load(tmp_path / backend / "parameters.npy") for backend in ("offbeat", "gloo"))
+    assert np.abs(ours - gloos).max() < 1e-6
 
 
 @pytest.mark.parametrize("fault", ["kill", "cut"])

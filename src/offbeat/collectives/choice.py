@@ -51,12 +51,18 @@ def hosts_in_order(hosts: Sequence[int]) -> tuple[int, ...] | None:
 
 
 def with_shape(line: str, hosts: Sequence[int]) -> str:
-    """`hierarchical` without a shape, as hosts x ranks: of hosts with unequal numbers, the greatest common divisor."""
+    """`hierarchical` without a shape, as hosts x ranks: of hosts with unequal numbers, the greatest common divisor.
+
+    Inside a host everybody reads everybody's memory, so that is one step, and the network does not wait for it.
+    """
     spec = grammar.parse(line)
     if spec.name != HIERARCHICAL or any(word[:1].isdigit() for word in spec.args):
         return line
     each = math.gcd(*(hosts.count(host) for host in set(hosts)))
-    options = [*spec.args, *(f"{name}={value}" for name, value in spec.options)]
+    given = dict(spec.options)
+    if not spec.args and each > 1:
+        given = {"inner": "direct", "parts": "4", **given}
+    options = [*spec.args, *(f"{name}={value}" for name, value in given.items())]
     return f"{HIERARCHICAL}:{','.join([f'{len(hosts) // each}x{each}', *options])}"
 
 

@@ -178,7 +178,11 @@ class Link:
 
     def receive(self, tag: bytes, offset: int, memory: memoryview, look: Callable[[], None]) -> None:
         """The next piece of the peer's current send, into memory of its size."""
-        stream = self._find(tag, offset, len(memory), look)
+        wanted = _Header(len(memory), self.received, offset, tag)
+        if len(self._streams) == 1:
+            self._receive_next(wanted, memory, look)
+            return
+        stream = self._find(wanted, look)
         self._fill(self._streams[stream], memory, look)
         self._headers[stream] = None
 
@@ -186,9 +190,17 @@ class Link:
         """The current send has come wholly: the next piece is of the next one."""
         self.received += 1
 
-    def _find(self, tag: bytes, offset: int, size: int, look: Callable[[], None]) -> int:
+    def _receive_next(self, wanted: _Header, memory: memoryview, look: Callable[[], None]) -> None:
+        """The header and its piece at once, where there is one stream only."""
+        header, got, size = memoryview(self._scratch), 0, HEADER_BYTES + len(memory)
+        while got < size:
+            before = got
+            got += self._take_in(self._streams[0], [header[got:], memory[max(0, got - HEADER_BYTES) :]], look)
+            if before < HEADER_BYTES <= got and (came := self._parse_header()) != wanted:
+                raise MismatchError(came.tag)
+
+    def _find(self, wanted: _Header, look: Callable[[], None]) -> int:
         """The stream that has this piece next."""
-        wanted = _Header(size, self.received, offset, tag)
         while True:
             for stream, header in enumerate(self._headers):
                 if header == wanted:
@@ -198,10 +210,12 @@ class Link:
             free = [stream for stream, header in enumerate(self._headers) if header is None]
             if not free:
                 raise MismatchError(next(header.tag for header in self._headers if header is not None))
-            for stream in free if len(self._streams) == 1 else self._readable(free):
-                self._headers[stream] = self._read_header(self._streams[stream], look)
-            look_first = len(self._streams) > 1 and all(self._headers[stream] is None for stream in free)
-            if look_first:
+            readable = self._readable(free)
+            for stream in readable:
+                self._fill(self._streams[stream], memoryview(self._scratch), look)
+                self._headers[stream] = self._parse_header()
+            if not readable:
+                self._check()
                 look()
 
     def _readable(self, streams: Sequence[int]) -> list[int]:
@@ -211,8 +225,7 @@ class Link:
             watch.register(number, select.POLLIN)
         return [numbers[number] for number, _ in watch.poll(1000 * SLICE_S)]
 
-    def _read_header(self, one: socket.socket, look: Callable[[], None]) -> _Header:
-        self._fill(one, memoryview(self._scratch), look)
+    def _parse_header(self) -> _Header:
         magic, *rest = _HEADER.unpack(self._scratch)
         header = _Header(*rest)
         if magic != _MAGIC or header.size > PIECE_BYTES:
@@ -220,9 +233,15 @@ class Link:
         return header
 
     def _fill(self, one: socket.socket, memory: memoryview, look: Callable[[], None]) -> None:
-        while len(memory):
+        got = 0
+        while got < len(memory):
+            got += self._take_in(one, [memory[got:]], look)
+
+    def _take_in(self, one: socket.socket, into: list[memoryview], look: Callable[[], None]) -> int:
+        """Wait until all of it is filled, or time has passed: how many bytes came."""
+        while True:
             try:
-                got = one.recv_into(memory, 0, socket.MSG_WAITALL)
+                got = one.recvmsg_into(into, 0, socket.MSG_WAITALL)[0]
             except BlockingIOError:
                 self._check()
                 look()
@@ -231,7 +250,7 @@ class Link:
                 raise ClosedError(_why(error)) from None
             if not got:
                 raise ClosedError("closed")
-            memory = memory[got:]
+            return got
 
     # --- the end ----------------------------------------------------------------------------------------------------
 

@@ -40,6 +40,7 @@ from offbeat.schedules.phases import (
     power_of_two_below,
     ring_all_gather,
     ring_reduce_scatter,
+    staggered,
     together,
     tree_reduce,
 )
@@ -96,7 +97,11 @@ def hierarchical(
     form: str = "scatter",
     inner: str | None = None,
     outer: str | None = None,
+    parts: int = 1,
 ) -> Phase:
+    if parts > 1:
+        shares = pieces_of(chunks, parts)
+        return staggered([hierarchical(ranks, share, shape, form, inner, outer) for share in shares])
     nodes = ranks.reshape(shape)
     across = _OUTER[outer or _OUTER_DEFAULT[form]].phase
     if form == "leader":
@@ -157,7 +162,7 @@ def _torus_chunks(ranks: int, shape: Shape) -> int:
     return _shape_chunks(ranks, shape)
 
 
-def _hierarchical_chunks(ranks: int, shape: Shape, form: str, inner: str | None, outer: str | None) -> int:
+def _hierarchical_chunks(ranks: int, shape: Shape, form: str, inner: str | None, outer: str | None, parts: int) -> int:
     if len(shape) != 2:
         raise RequestError(f"hierarchical needs NODESxPER_NODE, like 4x8; got {format_shape(shape)}")
     _shape_chunks(ranks, shape)
@@ -165,7 +170,7 @@ def _hierarchical_chunks(ranks: int, shape: Shape, form: str, inner: str | None,
     if inner is not None and inner not in known:
         raise RequestError(f"inner={inner}: the {form} form takes {' or '.join(known)}{nearest(inner, known)}")
     across = _OUTER[outer or _OUTER_DEFAULT[form]].chunks(shape[0])
-    return across if form == "leader" else across * shape[1]
+    return parts * (across if form == "leader" else across * shape[1])
 
 
 def _factorisations(number: int) -> Iterator[Shape]:
@@ -374,11 +379,17 @@ _SHAPED = (
                 read=choice(*_OUTER),
                 help=f"across nodes: {', '.join(_OUTER)} (default ring; leader: halving-doubling)",
             ),
+            Param(
+                name="parts",
+                read=parse_count,
+                default=1,
+                help="parts that follow each other: one is inside the nodes while another is across (default 1)",
+            ),
         ),
         shapes=_hierarchical_shapes,
         consecutive_first=lambda ranks, shape: shape[::-1],
         total_bytes=fewest_bytes,
-        examples=("hierarchical:2x2", "hierarchical:2x2,leader"),
+        examples=("hierarchical:2x2", "hierarchical:2x2,leader", "hierarchical:2x2,parts=3"),
     ),
 )
 

@@ -133,6 +133,9 @@ def project(schedule: Schedule, rank: int, hosts: Sequence[int] | None = None) -
 
     for step, rows in enumerate(steps):
         mine = [(source, chunk, bool(reduce)) for source, target, chunk, reduce in rows if target == rank]
+        if hosts is not None:  # what is here is read before what must come is waited for
+            coming = {chunk for source, chunk, _ in mine if on[source] != on[rank]}
+            mine.sort(key=lambda transfer: transfer[1] in coming)  # what is added to one chunk stays in order
         busy = {chunk for source, _, chunk, _ in rows if source == rank}
         held: list[Put] = []
         for source, target, chunk, _ in rows:
