@@ -167,6 +167,14 @@ def plan(line: str, collective: str, ranks: int, root: int = 0, order: tuple[int
     return Plan(schedule, order)
 
 
+@cache
+def shifted(leaders: tuple[int, ...], shift: int, ranks: int) -> Plan:
+    """One rank of each host sends its chunk to that of the host `shift` further on: for measuring."""
+    to = leaders[shift:] + leaders[:shift]
+    steps = [[Transfer(one, other, chunk, False) for chunk, (one, other) in enumerate(zip(leaders, to, strict=True))]]
+    return Plan(Schedule(f"shift-{shift}", "shift", ranks, len(leaders), steps))
+
+
 cut = lru_cache(1024)(chunk_sizes)  # as every schedule cuts a vector
 
 

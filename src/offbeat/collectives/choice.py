@@ -1,37 +1,87 @@
 """Which schedule an all-reduce takes: the one that was named, or, with `auto`, the cheapest for its size.
 
 `auto` prices every all-reduce on this host as it was measured when the first call came: what it takes until all ranks
-have seen that all are there, and how fast each reads from another while all do. All ranks agree on the figures, so that
-all choose alike.
+have seen that all are there, and how fast each reads from another while all do. Across hosts the network was measured,
+too: what an exchange takes, and how fast each host sends and receives. All ranks agree on the figures, so that all
+choose alike.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from offbeat import spec as grammar
 from offbeat import topology
 from offbeat.collectives.calls import Plan, plan
 from offbeat.errors import RequestError
 from offbeat.number_format import format_rate, format_seconds, format_size
-from offbeat.schedules import auto_lines, build, price
+from offbeat.schedules import auto_lines, price
 from offbeat.strategy import ALL_REDUCE, AUTO, NATIVE, family_of
 
 HIERARCHICAL = "hierarchical"
+_SLOW = 0.6  # of what is usual: a link below that is named
 _MOST_PRICED = 64  # ranks; more would take seconds, and one host has fewer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkFigures:
+    """The network between hosts: `sends[h]` and `receives[h]` are what host h does, in bytes per second."""
+
+    latency_s: float
+    sends: tuple[float, ...]
+    receives: tuple[float, ...]
+
+    def __str__(self) -> str:
+        rates = (*self.sends, *self.receives)
+        return (
+            f"{format_seconds(self.latency_s)} and {format_rate(min(rates))} to {format_rate(max(rates))} across hosts"
+        )
+
+    def slow_links(self) -> tuple[str, ...]:
+        """Links that are much slower than those of most hosts, in words."""
+        return tuple(
+            f"host {host} {what} at {format_rate(rate)}, the others at {format_rate(usual)}"
+            for host, what, rate, usual in self._slow()
+        )
+
+    def slow_hosts(self) -> set[int]:
+        return {host for host, *_ in self._slow()}
+
+    def _slow(self) -> Iterator[tuple[int, str, float, float]]:
+        for what, rates in (("sends", self.sends), ("receives", self.receives)):
+            usual = median(rates) if len(rates) > 2 else max(rates)
+            yield from ((host, what, rate, usual) for host, rate in enumerate(rates) if rate < _SLOW * usual)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """One host, as measured by its ranks."""
+    """One host, as measured by its ranks; and the network, where there are several."""
 
     latency_s: float
     bytes_per_s: float
+    network: NetworkFigures | None = None
 
     def __str__(self) -> str:
-        return f"{format_seconds(self.latency_s)} a step, {format_rate(self.bytes_per_s)} a rank while all read"
+        inside = f"{format_seconds(self.latency_s)} a step, {format_rate(self.bytes_per_s)} a rank while all read"
+        return inside if self.network is None else f"{inside} inside a host, {self.network}"
+
+    def topology(self, hosts: Sequence[int]) -> topology.Topology:
+        """The machines as links: all ranks alike on one host, and one port for each of several."""
+        if self.network is None:
+            line = f"uniform:bandwidth={self.bytes_per_s:.0f}B/s,latency={self.latency_s * 1e9:.0f}ns"
+            return topology.build(line, ranks=len(hosts))
+        inside = topology.Link(self.latency_s / 2, self.bytes_per_s)
+        links: dict[topology.Edge, topology.Link] = {}
+        for rank, host in enumerate(hosts):
+            links[rank, f"host {host}"] = links[f"host {host}", rank] = inside
+        for host in set(hosts):
+            half_s = self.network.latency_s / 2
+            links[f"host {host}", "network"] = topology.Link(half_s, self.network.sends[host])
+            links["network", f"host {host}"] = topology.Link(half_s, self.network.receives[host])
+        return topology.Topology(name="measured", ranks=len(hosts), links=links)
 
 
 def check(line: str, ranks: int) -> str:
@@ -100,16 +150,29 @@ class Choice:
         costs = ", ".join(f"{line} {format_seconds(seconds)}" for seconds, line in ranked[:4])
         return f"{ranked[0][1]} for {format_size(size_bytes)}: {costs}; measured {self.figures}"
 
+    def _lines(self) -> list[str]:
+        """What is considered: across hosts also the two-level ones."""
+        lines = list(auto_lines())
+        each = math.gcd(*(self._hosts.count(host) for host in set(self._hosts)))
+        if len(set(self._hosts)) > 1 and each > 1:
+            shape = f"{HIERARCHICAL}:{self._ranks // each}x{each},inner=direct"
+            lines += [f"{shape}{how}" for how in ("", ",parts=4", ",outer=direct", ",outer=halving-doubling")]
+        network = None if self.figures is None else self.figures.network
+        slow = set() if network is None else network.slow_hosts()
+        if slow and len(slow) < len(set(self._hosts)):
+            places = self._order or range(self._ranks)  # the schedule's rank r is rank places[r]
+            ranks = "-".join(str(place) for place, rank in enumerate(places) if self._hosts[rank] in slow)
+            lines += [f"fold:{ranks},parts={parts}" for parts in (1, 16, 64)]
+        return lines
+
     def _ranked(self, size_bytes: int) -> list[tuple[float, str]]:
         if self.figures is None or self._ranks == 1:
             return []
         size = size_bytes.bit_length()
         if size not in self._by_size:
-            host = topology.build(
-                f"uniform:bandwidth={self.figures.bytes_per_s:.0f}B/s,latency={self.figures.latency_s * 1e9:.0f}ns",
-                ranks=self._ranks,
-            )
+            machines = self.figures.topology(self._hosts)
             typical = max(1, 3 << size >> 2)  # the middle between two powers of two, so that all of them choose alike
-            prices = [(price(build(line, ranks=self._ranks), host, typical).seconds, line) for line in auto_lines()]
+            plans = [(plan(line, "all-reduce", self._ranks, order=self._order), line) for line in self._lines()]
+            prices = [(price(way.schedule, machines, typical).seconds, line) for way, line in plans]
             self._by_size[size] = sorted(prices, key=lambda priced: priced[0])  # of equal ones the first
         return self._by_size[size]

@@ -129,6 +129,7 @@ class SharedMemory:
         self._awaited = self._call = 0
         self._tag = bytes(TAG_BYTES)
         self._says_at = 0.0
+        self.received_s: dict[int, float] = {}  # when the last of each rank on another host came
         self._heard = [0] * self.ranks
         self.forgot = False  # memory that programs may still be bound to
         self._hearing = threading.Lock()
@@ -224,6 +225,7 @@ class SharedMemory:
             self._lost(peer, closed)
         if last:
             link.end_receive()
+            self.received_s[peer] = time.perf_counter()
             self.own.words[WAITS_FOR] = 0
 
     def tag(self, note: Note) -> None:

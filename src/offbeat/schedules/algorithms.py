@@ -40,6 +40,7 @@ from offbeat.schedules.phases import (
     power_of_two_below,
     ring_all_gather,
     ring_reduce_scatter,
+    sends,
     staggered,
     together,
     tree_reduce,
@@ -116,6 +117,22 @@ def hierarchical(
     )
 
 
+def fold(ranks: Ranks, chunks: Chunks, folded: tuple[int, ...], parts: int = 1) -> Phase:
+    """A ring of all ranks but some, which own nothing: they send to the owners, and receive the sums from them."""
+    if len(ranks) == 1:
+        return []
+    out = ranks[list(folded)]
+    inside = np.array([rank for rank in ranks if rank not in out], np.int32)
+    phases = []
+    for part in pieces_of(chunks, parts):
+        pieces = pieces_of(part, len(inside))
+        there: Phase = [np.concatenate([sends(np.full_like(inside, one), inside, pieces, reduce=True) for one in out])]
+        phases.append(
+            together([ring_reduce_scatter(inside, pieces), there]) + ring_all_gather(inside, pieces) + backwards(there)
+        )
+    return staggered(phases)
+
+
 _SCATTER_INNER = {
     "ring": (ring_reduce_scatter, ring_all_gather),
     "halving": (halving_reduce_scatter, doubling_all_gather),
@@ -173,6 +190,14 @@ def _hierarchical_chunks(ranks: int, shape: Shape, form: str, inner: str | None,
     return parts * (across if form == "leader" else across * shape[1])
 
 
+def _fold_chunks(ranks: int, folded: tuple[int, ...], parts: int) -> int:
+    if ranks == 1:
+        return parts
+    if len(set(folded)) < len(folded) or not all(rank < ranks for rank in folded) or len(folded) >= ranks:
+        raise RequestError(f"fold names some of the ranks 0..{ranks - 1}, like 2 or 2-3")
+    return parts * (ranks - len(folded))
+
+
 def _factorisations(number: int) -> Iterator[Shape]:
     """All ways to write a number as an ordered product of sides of 2 and more (1 as itself)."""
     yield (number,)
@@ -192,6 +217,11 @@ def parse_orders(text: str) -> Orders:
     if not all(re.fullmatch(r"[0-9]{1,9}", word) for part in words for word in part):
         raise RequestError(f"an order of ranks is written like 0-3-2-1; got '{text[:40]}'")
     return tuple(tuple(int(word) for word in part) for part in words)
+
+
+def _parse_ranks(text: str) -> tuple[int, ...]:
+    (order,) = parse_orders(text.replace("+", " "))
+    return order
 
 
 def format_orders(orders: Orders) -> str:
@@ -321,6 +351,21 @@ _PLAIN = (
     ),
 )
 
+_FOLD = Algorithm(
+    name="fold",
+    summary="a ring without some ranks, which send to its owners and receive from them: for hosts with slow links",
+    chunks=_fold_chunks,
+    phase=fold,
+    consecutive_first=lambda ranks, shape: (),
+    params=(
+        Param(name="folded", read=_parse_ranks, positional=True, required=True, help="the ranks that own nothing, 2-3"),
+        Param(name="parts", read=parse_count, default=1, help="parts that follow each other (default 1)"),
+    ),
+    shapes=lambda ranks: [str(ranks - 1), f"{ranks - 1},parts=4"],
+    total_bytes=fewest_bytes,
+    examples=("fold:3", "fold:1-2,parts=2"),
+)
+
 # What can run across the nodes of `hierarchical`: every all-reduce that needs no shape, with its defaults.
 _OUTER = {
     row.name: Algorithm(
@@ -432,6 +477,7 @@ ALGORITHMS: dict[tuple[str, str], Algorithm] = {
     for row in (
         *_PLAIN,
         *_SHAPED,
+        _FOLD,
         *(Algorithm(collective=of, name=n, summary=s, chunks=c, phase=p) for of, n, s, c, p in _OTHERS),
     )
 }
