@@ -12,7 +12,7 @@ import subprocess
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from offbeat.errors import LabError
 
@@ -56,14 +56,22 @@ class InitProcess:
         return answer["value"]
 
     def start(
-        self, words: Sequence[str], *, output: int, environment: Mapping[str, str], directory: str
+        self,
+        words: Sequence[str],
+        *,
+        output: int,
+        environment: Mapping[str, str],
+        directory: str,
+        errors: int | None = None,
+        input: int | None = None,
     ) -> tuple[int, int]:
         """A program: its pid there, and a descriptor from which its exit code is read when it has ended."""
         request = {"start": list(words), "environment": dict(environment), "directory": directory}
         reader, writer = os.pipe()
         nothing = os.open(os.devnull, os.O_RDONLY)
         try:
-            return self.ask(request, (nothing, output, output, writer)), reader
+            streams = nothing if input is None else input, output, output if errors is None else errors
+            return self.ask(request, (*streams, writer)), reader
         except BaseException:
             os.close(reader)
             raise
@@ -135,3 +143,66 @@ class HostProcess:
             self._text = self.output
             os.close(self._output)
             self._output = -1
+
+
+class PipedProcess:
+    """A program on a host that is talked to through pipes; used as one of `subprocess.Popen`'s."""
+
+    def __init__(self, init: InitProcess, words: Sequence[str], environment: Mapping[str, str]) -> None:
+        theirs_in, ours_in = os.pipe()
+        ours_out, theirs_out = os.pipe()
+        ours_errors, theirs_errors = os.pipe()
+        self.stdin: IO[bytes] | None = os.fdopen(ours_in, "wb", buffering=0)
+        self.stdout, self.stderr = os.fdopen(ours_out, "rb"), os.fdopen(ours_errors, "rb")
+        try:
+            self.pid, ended = init.start(
+                words,
+                input=theirs_in,
+                output=theirs_out,
+                errors=theirs_errors,
+                environment=environment,
+                directory=str(Path.cwd()),
+            )
+        except BaseException:
+            self._close_pipes()
+            raise
+        finally:
+            for one in (theirs_in, theirs_out, theirs_errors):
+                os.close(one)
+        self._process = HostProcess(init, words, pid=self.pid, ended=ended, output=-1)
+
+    def poll(self) -> int | None:
+        try:
+            return self._process.wait(0.0)
+        except TimeoutError:
+            return None
+
+    def wait(self, timeout: float) -> int:
+        try:
+            return self._process.wait(timeout)
+        except TimeoutError:
+            raise subprocess.TimeoutExpired(self._process.words, timeout) from None
+
+    @property
+    def returncode(self) -> int | None:
+        return self.poll()
+
+    def terminate(self) -> None:
+        self._process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._process.send_signal(signal.SIGKILL)
+
+    def end(self, within_s: float) -> None:
+        """Wait until it has ended, and kill it then."""
+        try:
+            self._process.wait(within_s)
+        except TimeoutError:
+            self._process.send_signal(signal.SIGKILL)
+        self._close_pipes()
+        self._process.close()
+
+    def _close_pipes(self) -> None:
+        for pipe in (self.stdin, self.stdout, self.stderr):
+            if pipe is not None:
+                pipe.close()

@@ -21,7 +21,7 @@ from typing import Self
 
 from offbeat.errors import LabError, LabUnavailableError, RequestError
 from offbeat.lab import network as commands
-from offbeat.lab.control import HostProcess, InitProcess
+from offbeat.lab.control import HostProcess, InitProcess, PipedProcess
 from offbeat.lab.network import Direction, Network, format_bandwidth, parse_bandwidth, payload_rate
 from offbeat.spec import count_of
 
@@ -158,6 +158,10 @@ class Lab:
         )
         self._processes.append(process)
         return process
+
+    def start_piped(self, host: int, words: Sequence[str], environment: Mapping[str, str]) -> PipedProcess:
+        """Start a program on a host, with pipes to its standard input, output and error."""
+        return PipedProcess(self._init(host), self.network.fill(words, host), environment)
 
     def run(self, host: int, words: Sequence[str], *, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
         """Run a program on a host until it ends; `stdout` is all that it printed."""

@@ -27,6 +27,7 @@ _LEAST_QUEUE, _MOST_QUEUE = 128 * 1024, 16 * 2**20
 _BURST_S, _QUEUE_S = 0.5e-3, 50e-3
 _LEAST_RATE = 8000.0  # bytes per second: a packet a fifth of a second
 _SUBNET = "10.0.0"
+INTERFACE = "eth0"  # of every host
 _PLACEHOLDER = re.compile(r"\{host(\d*)\}")
 
 
