@@ -14,6 +14,7 @@ import offbeat
 from offbeat.collectives.backend import group_of
 from offbeat.errors import OffbeatError
 from offbeat.schedules.algorithms import algorithms
+from offbeat.schedules.ir import chunk_sizes
 
 DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int16, torch.int32,
@@ -46,6 +47,19 @@ def same_bits(rank: int, ranks: int, items: int) -> None:
     assert torch.allclose(mine.double(), torch.stack(given).sum(0), atol=1e-4)
 
 
+def check_bytes(rank: int, ranks: int, items: int) -> None:
+    """What goes over each connection is what the schedule costs, headers aside."""
+    group = group_of(None)
+    before = group.stats()
+    dist.all_reduce(torch.ones(items))
+    after = group.stats()
+    schedule = group._choice.of(4 * items).schedule
+    sizes = chunk_sizes(items, schedule.chunks)
+    for peer in (one for one in range(ranks) if after.hosts[one] != after.hosts[rank]):
+        cost = sum(4 * sizes[t.chunk] for step in schedule.steps for t in step if (t.source, t.target) == (rank, peer))
+        assert after.sent[peer] - before.sent[peer] == cost, (after.strategy, peer)
+
+
 def lines_for(ranks: int) -> list[str]:
     lines = [line for row in algorithms().values() for line in row.lines(ranks)]
     return [*lines, "ring:order=" + "-".join(map(str, reversed(range(ranks)))), "hierarchical", "hierarchical:leader"]
@@ -61,6 +75,7 @@ def sums(rank: int, ranks: int) -> None:
         for items in SIZES:
             check_sum(rank, ranks, items, torch.float32)
         same_bits(rank, ranks, 20_011)
+        check_bytes(rank, ranks, 20_011)
     for line in ("ring", "hierarchical", "direct"):
         group.use(line)
         same_bits(rank, ranks, 1_250_000)

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-PIECE_BYTES = 256 * 1024
+PIECE_BYTES = 512 * 1024
 TAG_BYTES = 40
 _HEADER = struct.Struct(f"<4sIQQ{TAG_BYTES}s")  # magic, size, send, offset, tag
 HEADER_BYTES = _HEADER.size
