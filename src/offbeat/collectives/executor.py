@@ -435,14 +435,15 @@ class Executor:
         if hosts is None:
             return self._rounds_for(program.exposed, call, placed=call.place is not None)
         exposed = [exposed_by(call.plan, rank, hosts) for rank in range(self.transport.ranks)]
-        return max(self._rounds_for(chunks, call, placed=False) for chunks in exposed)
+        room = self.transport.arena_bytes  # a network is no faster for what is in the cache
+        return max(self._rounds_for(chunks, call, placed=False, room=room) for chunks in exposed)
 
-    def _rounds_for(self, exposed: Sequence[int], call: Call, *, placed: bool) -> int:
+    def _rounds_for(self, exposed: Sequence[int], call: Call, *, placed: bool, room: int = _ROUND_BYTES) -> int:
         item = call.dtype.itemsize
         payload = sum(call.sizes[chunk] for chunk in exposed) * item
         if placed:
             return max(1, -(-payload // _ROUND_BYTES))
-        room = min(_ROUND_BYTES, self.transport.arena_bytes - len(exposed) * item)
+        room = min(room, self.transport.arena_bytes - len(exposed) * item)
         if room < item:
             self.transport.fail(f"the arena is too small for {len(exposed)} chunks", ranks=())
         return max(1, -(-payload // room))

@@ -258,12 +258,10 @@ def meet_remote(
     hosts = hosts_of(cards)
     try:
         here = _own_address(store, rank, cards, hosts)
-        listener = connections.Listener(here.address)
+        listener = _listen(here)
         places |= {"address": here.address, "port": listener.place.port}
     except OffbeatError as error:
         wrong = error
-    except OSError as error:
-        wrong = OffbeatError(f"cannot listen on {here.address}: {error.strerror}")
     try:
         if wrong is not None:
             places["error"] = str(wrong).splitlines()[0]
@@ -284,6 +282,13 @@ def meet_remote(
     finally:
         if listener is not None:
             listener.close()
+
+
+def _listen(here: Address) -> connections.Listener:
+    try:
+        return connections.Listener(here.address)
+    except OSError as error:
+        raise OffbeatError(f"cannot listen on {here.address}: {error.strerror}") from None
 
 
 def _own_address(store: Store, rank: int, cards: list[dict[str, Any]], hosts: tuple[int, ...]) -> Address:

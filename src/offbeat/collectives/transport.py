@@ -239,6 +239,8 @@ class SharedMemory:
         end = time.monotonic() + _LAST_WORDS_S
         while time.monotonic() < end and peer not in (gone := self.gone()):
             time.sleep(0.005)
+        if self.broken is not None:
+            raise self.broken
         if peer in gone:
             self.blame([peer for peer in gone if self.sides[peer].words[DONE] < self._call] or gone)
         self.fail(f"the connection to {self.name(peer)} ended: {why}", ranks=(peer,))
