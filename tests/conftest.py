@@ -8,6 +8,8 @@ import os
 import pytest
 from hypothesis import settings
 
+from lab.fixture import start_lab as start_lab
+
 settings.register_profile("offbeat", derandomize=True, deadline=None, database=None)
 settings.load_profile("offbeat")
 

@@ -9,7 +9,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -25,9 +25,12 @@ TORCH_FREE = (
 )  # fmt: skip
 ROOMS = (
     "errors", "number_format", "spec", "synonyms", "plugins", "topology", "schedules", "policies", "strategy", "runs",
-    "leases", "charts", "simulate", "datasets", "report", "processes", "machine", "energy", "collectives", "server",
-    "integrations", "train", "predict", "measure", "commands", "cli", "__main__",
+    "leases", "charts", "simulate", "datasets", "report", "processes", "lab", "machine", "energy", "network",
+    "collectives",
+    "server", "integrations", "train", "predict", "measure", "commands", "cli", "__main__",
 )  # fmt: skip
+# These start processes and open sockets, and use the standard library and the rooms above all the same.
+WITHOUT_TORCH = ("lab", "network", "commands/lab")
 # What a torch-free room must not know: torch, the clock, sockets, threads, processes, unseeded randomness.
 BANNED_MODULES = {
     "asyncio", "concurrent", "datetime", "multiprocessing", "queue", "random", "secrets", "select", "selectors",
@@ -69,10 +72,14 @@ def room_of(path: str) -> str:
     return Path(path).relative_to("src/offbeat").parts[0].removesuffix(".py")
 
 
-def is_torch_free(path: str) -> bool:
-    """Whether a file is one of `TORCH_FREE`, or in one of its rooms."""
+def is_of(path: str, rooms: Collection[str]) -> bool:
+    """Whether a file is one of these, or in one of these rooms."""
     inside = path.removeprefix("src/offbeat/").removesuffix(".py")
-    return path.startswith("src/offbeat/") and (inside in TORCH_FREE or inside.split("/")[0] in TORCH_FREE)
+    return path.startswith("src/offbeat/") and (inside in rooms or inside.split("/")[0] in rooms)
+
+
+def is_torch_free(path: str) -> bool:
+    return is_of(path, TORCH_FREE)
 
 
 def wrong_directions(files: Sources) -> list[str]:
@@ -107,6 +114,8 @@ def wrong_imports(files: Sources) -> list[str]:
                 allowed = top in ("offbeat", "numpy") or (top in sys.stdlib_module_names and top not in BANNED_MODULES)
                 if not allowed:
                     found.append(f"{path}: a torch-free room imports {top}")
+            if is_of(path, WITHOUT_TORCH) and top not in ("offbeat", *sys.stdlib_module_names):
+                found.append(f"{path}: a room without torch imports {top}")
     return found
 
 
@@ -278,6 +287,11 @@ def test_a_wrong_direction_is_seen(path: str, text: str) -> None:
 )
 def test_a_banned_import_in_a_torch_free_room_is_seen(line: str) -> None:
     assert wrong_imports({"src/offbeat/schedules/ir.py": f"def f():\n    {line}"})
+
+
+def test_torch_in_a_room_without_torch_is_seen() -> None:
+    assert wrong_imports({"src/offbeat/lab/hosts.py": "import torch"})
+    assert not wrong_imports({"src/offbeat/lab/hosts.py": "import socket, subprocess"})
 
 
 BREACHES = [

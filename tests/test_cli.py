@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from lab.fixture import why_no_lab
 from offbeat import __version__
 from offbeat.cli import COMMANDS, START, load, main
 from offbeat.commands import base
@@ -62,6 +63,8 @@ def test_the_examples_of_every_command_work(
             words = [sys.executable, "-m", "offbeat", *line.split()]
             assert subprocess.run(words, cwd=tmp_path, capture_output=True, check=True, timeout=90).stdout
         return
+    if command == "lab" and (reason := why_no_lab()):
+        pytest.skip(reason)
     monkeypatch.chdir(tmp_path)
     for line in load(command).examples:
         if command in ("bench", "calibrate"):

@@ -25,7 +25,7 @@ GROUPS = {
     "train": ("train", "run"),
     "look at runs": ("watch", "report", "evaluate"),
     "predict": ("replay", "compare", "simulate"),
-    "measure": ("bench", "profile", "calibrate"),
+    "measure": ("bench", "profile", "calibrate", "lab"),
     "reference": ("recipes", "strategies", "examples", "schedule", "topology"),
 }
 COMMANDS = tuple(name for names in GROUPS.values() for name in names)
@@ -130,7 +130,9 @@ def _parse(name: str, command: Command, words: list[str]) -> argparse.Namespace:
 def _join_negative(words: list[str]) -> list[str]:
     """`--size -3MB` as `--size=-3MB`, so that it is read as a (wrong) value and not as an option."""
     joined: list[str] = []
-    for word in words:
+    for place, word in enumerate(words):
+        if word == "--":  # what follows is another program's
+            return [*joined, *words[place:]]
         if re.match(r"-\.?\d", word) and joined and joined[-1].startswith("--") and "=" not in joined[-1]:
             joined[-1] += f"={word}"
         else:

@@ -64,6 +64,14 @@ class PeerError(OffbeatError, RuntimeError):
         self.ranks = ranks
 
 
+class LabError(OffbeatError):
+    """A lab cannot be built or changed, or one of its hosts is gone."""
+
+
+class LabUnavailableError(LabError):
+    """This machine has no namespaces for a lab, or does not allow them."""
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """The known word that `word` was probably meant to be, as the end of a sentence; or nothing."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)

@@ -19,7 +19,8 @@ TOKEN = bytes(range(16))
 def meet(ranks: int, prepare: Any = None, token_of: Any = lambda rank: TOKEN) -> list[Any]:
     """All ranks meet in threads of this process: what each found, or the error."""
     listeners = [rendezvous.Listener(ranks) for _ in range(ranks)]
-    cards = [{"listener": listener.name, "pid": os.getpid(), "numbering": ""} for listener in listeners]
+    own = {"pid": os.getpid(), "numbering": "", "host": "here"}
+    cards = [{"listener": listener.name, **own} for listener in listeners]
     if prepare is not None:
         prepare(listeners)
     found: list[Any] = [None] * ranks

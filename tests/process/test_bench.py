@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 
+from lab.fixture import why_no_lab
 from offbeat.cli import main
 from offbeat.commands import base
 from offbeat.commands import bench as command
@@ -61,6 +62,28 @@ def test_bench_allreduce_measures_every_size_and_system(reduced: dict[str, Any])
     assert {"cores", "load", "processor", "torch"} <= reduced["machine"].keys()
     assert reduced["machine"]["torch"] == torch.__version__
     assert reduced["not_measured"] == {"mpi": "mpirun is not installed"}
+
+
+@pytest.mark.skipif(why_no_lab() is not None, reason=str(why_no_lab()))
+def test_bench_allreduce_measures_on_the_hosts_of_a_lab() -> None:
+    found = run_json("bench allreduce --lab 2x1,400Mbit/s --sizes 64KiB --rounds 1 --against gloo,mpi --json")
+    assert (found["ranks"], found["hosts"], found["links"]) == (2, 2, "400 Mbit/s each way")
+    assert [row["system"] for row in found["sizes"][0]["systems"]] == ["offbeat", "gloo"]
+    assert found["not_measured"] == {"mpi": "mpirun cannot start ranks on the hosts of a lab"}
+
+
+def test_a_lab_of_a_benchmark_is_hosts_times_ranks_and_their_links() -> None:
+    lab = rank_bench.LabRequest.parse("4x2,1Gbit/s,2=100Mbit/s")
+    assert (lab.ranks, lab.network.hosts, [lab.host_of(rank) for rank in range(8)]) == (8, 4, [0, 0, 1, 1, 2, 2, 3, 3])
+    assert lab.links() == "1 Gbit/s each way, host 2 100 Mbit/s each way"
+    shaped = rank_bench.LabRequest.parse("2x4,1Gbit/s")
+    ring, two_level = (shaped.price_ms(line, 100_000_000) for line in ("ring", "hierarchical:2x4,inner=direct"))
+    assert ring is not None and two_level is not None and ring / two_level == pytest.approx(1.75)
+    assert rank_bench.LabRequest.parse("2x4").price_ms("ring", 1000) is None
+    for wrong in ("4", "4x2x2", "4x2,1Gbit/s,2Gbit/s", "4x2,7=1Gbit/s", "4x2,fast"):
+        with pytest.raises(RequestError):
+            rank_bench.LabRequest.parse(wrong)
+    assert main(["bench", "allreduce", "--lab", "2x2", "--ranks", "3"]) == 2
 
 
 def test_the_numbers_of_bench_allreduce_follow_from_its_rounds(reduced: dict[str, Any]) -> None:

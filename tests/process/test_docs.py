@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from lab.fixture import why_no_lab
 from offbeat.cli import main
 from pages import DOCS, HERE, README, shown
 
@@ -28,6 +29,8 @@ def test_commands_in_the_docs_print_what_is_shown(
         sweeps = re.search(r"--learners \d+ \d|\d\.\.\d", command)
         if ("--seeds" in words or sweeps) and not os.environ.get("OFFBEAT_MATRIX"):
             continue  # a race takes long, and a sweep some seconds: make test-matrix
+        if words[0] == "lab" and why_no_lab():
+            continue
         trains = "--recipe" in words or words[0] == "train"
         if program == "python" or words[0] == "run" or trains:  # in a process of its own
             if not os.environ.get("OFFBEAT_MATRIX"):
@@ -54,6 +57,8 @@ def test_programs_in_the_docs_run(page: Path, tmp_path: Path) -> None:
     for program in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
         if "import" not in program:
             continue  # a piece to read
+        if "offbeat.lab" in program and why_no_lab():
+            continue
         done = subprocess.run(
             [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
         )

@@ -33,7 +33,7 @@ TORCH_FREE_COMMANDS = (
     ["topology"],
     ["--help"],
     ["--version"],
-    *([name, "--help"] for name in ("compare", "replay", "report", "simulate", "schedule", "watch")),
+    *([name, "--help"] for name in ("compare", "lab", "replay", "report", "simulate", "schedule", "watch")),
 )
 
 

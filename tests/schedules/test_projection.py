@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat.schedules import ALGORITHMS, Schedule, Transfer, build
-from offbeat.schedules.projection import Mark, Program, Put, Read, Wait, project
+from offbeat.schedules.projection import Mark, Program, Put, Read, Receive, Send, Sent, Wait, project
 
 Values = list[list[str]]  # [rank][chunk]: the additions that were made, written out
 
@@ -29,22 +31,34 @@ def run_step_by_step(schedule: Schedule, values: Values) -> Values:
 def run_programs(programs: list[Program], values: Values, chance: random.Random) -> Values:
     """The ranks take turns by chance; a value is read when its reader's turn comes, as in shared memory.
 
-    A rank that is through has its result taken and its memory overwritten at once: it is the caller's again.
+    The network has turns too: a chunk that is sent is read from its rank's memory when one comes. A rank that is
+    through has its result taken and its memory overwritten at once: it is the caller's again.
     """
     at, marks = [0] * len(programs), [0] * len(programs)
     scratch: list[dict[int, str]] = [{} for _ in programs]
     results: dict[int, list[str]] = {}
+    sends: dict[tuple[int, int], list[int]] = defaultdict(list)  # (from, to) -> chunks that wait to be sent
+    sent: dict[tuple[int, int], list[tuple[int, str]]] = defaultdict(list)  # what was
+    received: dict[tuple[int, int], int] = defaultdict(int)
 
     def can_go_on(rank: int) -> bool:
         if at[rank] == len(programs[rank].instructions):
             return False
         now = programs[rank].instructions[at[rank]]
-        return not isinstance(now, Wait) or marks[now.peer] >= now.mark
+        if isinstance(now, Wait):
+            return marks[now.peer] >= now.mark
+        if isinstance(now, Sent):
+            return len(sent[rank, now.peer]) >= now.sends
+        return not isinstance(now, Receive) or len(sent[now.peer, rank]) > received[now.peer, rank]
 
     while len(results) < len(programs):
         ready = [rank for rank in range(len(programs)) if can_go_on(rank)]
         through = [r for r, p in enumerate(programs) if at[r] == len(p.instructions) and r not in results]
-        assert ready or through, "everybody waits"
+        waiting = [pair for pair, chunks in sends.items() if chunks]
+        assert ready or through or waiting, "everybody waits"
+        for source, target in [chance.choice(waiting)] if waiting and (not ready or chance.random() < 0.3) else []:
+            chunk = sends[source, target].pop(0)
+            sent[source, target].append((chunk, values[source][chunk]))
         for rank in through:
             results[rank], values[rank] = values[rank], ["overwritten"] * len(values[rank])
         for rank in [chance.choice(ready)] if ready else []:
@@ -53,9 +67,16 @@ def run_programs(programs: list[Program], values: Values, chance: random.Random)
                     break
                 now = programs[rank].instructions[at[rank]]
                 at[rank] += 1
-                if isinstance(now, Read):
-                    assert now.chunk in programs[now.peer].exposed
-                    value = values[now.peer][now.chunk]
+                if isinstance(now, Send):
+                    sends[rank, now.peer].append(now.chunk)
+                elif isinstance(now, Read | Receive):
+                    if isinstance(now, Read):
+                        assert now.chunk in programs[now.peer].exposed
+                        value = values[now.peer][now.chunk]
+                    else:
+                        chunk, value = sent[now.peer, rank][received[now.peer, rank]]
+                        received[now.peer, rank] += 1
+                        assert chunk == now.chunk, "received in another order than sent"
                     if now.scratch is None:
                         write(values[rank], now.chunk, value, now.reduce)
                     else:
@@ -108,6 +129,24 @@ def random_schedules(draw: st.DrawFn) -> Schedule:
     return Schedule("random", "none", ranks, chunks, steps)
 
 
+@pytest.mark.parametrize("hosts", [(0, 1), (0, 0, 1), (0, 1, 2, 3), (0, 0, 1, 1), (1, 0, 1, 0), (0, 0, 0, 0, 1, 1)])
+def test_every_algorithm_gives_the_same_across_hosts(hosts: tuple[int, ...]) -> None:
+    for schedule in every_schedule(len(hosts)):
+        programs = [project(schedule, rank, hosts) for rank in range(len(hosts))]
+        expected = run_step_by_step(schedule, start(schedule))
+        for seed in range(3):
+            got = run_programs(programs, start(schedule), random.Random(seed))
+            assert got == expected, (schedule.name, schedule.collective, seed)
+
+
+@settings(max_examples=400, deadline=None)
+@given(random_schedules(), st.lists(st.integers(0, 2), min_size=4, max_size=4), st.integers(0, 10))
+def test_any_schedule_at_all_across_hosts(schedule: Schedule, hosts: list[int], seed: int) -> None:
+    programs = [project(schedule, rank, hosts) for rank in range(schedule.ranks)]
+    expected = run_step_by_step(schedule, start(schedule))
+    assert run_programs(programs, start(schedule), random.Random(seed)) == expected
+
+
 @settings(max_examples=400, deadline=None)
 @given(random_schedules(), st.integers(0, 10))
 def test_any_schedule_at_all_swaps_and_chains_included(schedule: Schedule, seed: int) -> None:
@@ -130,6 +169,26 @@ def test_the_programs_of_direct_on_two_ranks_are_short() -> None:
 def test_two_ranks_that_swap_a_chunk_go_through_scratch() -> None:
     swap = Schedule("swap", "none", 2, 1, [[Transfer(0, 1, 0, True), Transfer(1, 0, 0, True)]])
     assert project(swap, 0).instructions == (Read(1, 0, True, 0), Mark(1), Wait(1, 1), Put(0, 0, True), Mark(2))
+
+
+def test_two_hosts_that_swap_a_chunk_send_before_they_receive() -> None:
+    swap = Schedule("swap", "none", 2, 1, [[Transfer(0, 1, 0, True), Transfer(1, 0, 0, True)]])
+    assert project(swap, 0, (0, 1)).instructions == (
+        Send(1, 0),
+        Receive(1, 0, True, 0),
+        Mark(1),
+        Sent(1, 1),
+        Put(0, 0, True),
+        Mark(2),
+    )
+
+
+def test_a_send_that_is_not_waited_for_is_noticed() -> None:
+    swap = Schedule("swap", "none", 2, 1, [[Transfer(0, 1, 0, True), Transfer(1, 0, 0, True)]])
+    programs = [project(swap, rank, (0, 1)) for rank in range(2)]
+    bare = [replace(p, instructions=tuple(i for i in p.instructions if not isinstance(i, Sent))) for p in programs]
+    expected = run_step_by_step(swap, start(swap))
+    assert any(run_programs(bare, start(swap), random.Random(seed)) != expected for seed in range(20))
 
 
 def test_a_wait_that_is_left_out_is_noticed() -> None:

@@ -27,6 +27,7 @@ from offbeat.collectives.options import Options, mark_joined
 from offbeat.collectives.process_group import OffbeatGroup
 from offbeat.collectives.transport import SharedMemory, control_bytes
 from offbeat.errors import OffbeatError, PeerError, RequestError, nearest
+from offbeat.network.addresses import NETWORK, OPEN, is_open
 from offbeat.strategy import AUTO, NATIVE
 from offbeat_autoload import REPLACE, REPLACING
 
@@ -99,11 +100,19 @@ def _join(
         rendezvous.check_cards(cards, rank, names)
         token = bytes.fromhex(cards[0]["token"])
         peers = listener.meet(rank, names, cards, token, descriptor, size_bytes, timeout_s)
+        hosts = len(set(rendezvous.hosts_of(cards)))
+        remote = None
+        if hosts > 1:
+            if names[rank] == 0 and not dist.is_initialized() and is_open():
+                told = f"{ranks} ranks on {hosts} hosts talk over TCP that is neither encrypted nor authenticated"
+                _say(f"{NETWORK}={OPEN}: {told}; whoever can reach their network can read and change what they send")
+            remote = rendezvous.meet_remote(store, rank, names, cards, token, control_bytes(ranks), timeout_s)
+            chosen = Choice(options.strategy, ranks, hosts=remote.hosts)
     finally:
         listener.close()
         if descriptor >= 0:
             os.close(descriptor)
-    return SharedMemory(rank, names, own, peers, timeout_s, options.arena_bytes), chosen
+    return SharedMemory(rank, names, own, peers, timeout_s, options.arena_bytes, remote), chosen
 
 
 def _native(given: Any) -> dist.ProcessGroup:

@@ -14,7 +14,7 @@ from torch import Tensor
 from offbeat.collectives.sync import Patience
 from offbeat.errors import RequestError
 from offbeat.schedules import Schedule, Transfer, build, verify
-from offbeat.schedules.ir import chunk_sizes
+from offbeat.schedules.ir import chunk_sizes, renumbered
 from offbeat.schedules.projection import Program, project
 
 Into = Callable[[Tensor, Tensor], object]  # (mine, theirs): theirs goes into mine
@@ -125,28 +125,34 @@ def describe(what: int, items: int) -> str:
 class Plan:
     """A schedule that was proved. Plans are compared by identity."""
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, order: Sequence[int] | None = None) -> None:
         self.schedule = schedule
-        name = f"{schedule.name} {schedule.collective} {schedule.ranks} {schedule.root}"
+        name = f"{schedule.name} {schedule.collective} {schedule.ranks} {schedule.root} {order or ''}"
         self.way = zlib.crc32(name.encode())  # two ranks that go different ways notice
 
 
 @cache
-def program_of(way: Plan, rank: int) -> Program:
+def program_of(way: Plan, rank: int, hosts: tuple[int, ...] | None = None) -> Program:
     """What a rank does of a plan."""
-    return project(way.schedule, rank)
+    return project(way.schedule, rank, hosts)
 
 
 @cache
-def exposed_by(way: Plan, rank: int) -> tuple[int, ...]:
-    """The chunks that others read from a rank."""
-    table = way.schedule.steps.table
-    return tuple(sorted(set(table[table[:, 0] == rank, 2].tolist())))
+def exposed_by(way: Plan, rank: int, hosts: tuple[int, ...] | None = None) -> tuple[int, ...]:
+    """The chunks that others of its host read from a rank."""
+    rows = way.schedule.steps.table
+    rows = rows[rows[:, 0] == rank]
+    if hosts is not None:
+        rows = rows[[hosts[target] == hosts[rank] for target in rows[:, 1].tolist()]]
+    return tuple(sorted(set(rows[:, 2].tolist())))
 
 
 @cache
-def plan(line: str, collective: str, ranks: int, root: int = 0) -> Plan:
-    """The plan of a line. What the table of algorithms does not have is one step: everybody to the root, or back."""
+def plan(line: str, collective: str, ranks: int, root: int = 0, order: tuple[int, ...] | None = None) -> Plan:
+    """The plan of a line. What the table of algorithms does not have is one step: everybody to the root, or back.
+
+    Where an `order` is given, rank order[r] does what the schedule has rank r do.
+    """
     if collective in ("gather", "scatter"):
         others = [rank for rank in range(ranks) if rank != root]
         gather = collective == "gather"
@@ -155,8 +161,18 @@ def plan(line: str, collective: str, ranks: int, root: int = 0) -> Plan:
     if collective == "barrier":
         return Plan(Schedule("direct", "barrier", ranks, 1, []))
     schedule = build(line, ranks=ranks, collective=collective, root=root)
+    if order is not None:
+        schedule = renumbered(schedule, order)
     verify(schedule)
-    return Plan(schedule)
+    return Plan(schedule, order)
+
+
+@cache
+def shifted(leaders: tuple[int, ...], shift: int, ranks: int) -> Plan:
+    """One rank of each host sends its chunk to that of the host `shift` further on: for measuring."""
+    to = leaders[shift:] + leaders[:shift]
+    steps = [[Transfer(one, other, chunk, False) for chunk, (one, other) in enumerate(zip(leaders, to, strict=True))]]
+    return Plan(Schedule(f"shift-{shift}", "shift", ranks, len(leaders), steps))
 
 
 cut = lru_cache(1024)(chunk_sizes)  # as every schedule cuts a vector

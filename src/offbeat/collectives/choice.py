@@ -1,34 +1,90 @@
 """Which schedule an all-reduce takes: the one that was named, or, with `auto`, the cheapest for its size.
 
 `auto` prices every all-reduce on this host as it was measured when the first call came: what it takes until all ranks
-have seen that all are there, and how fast each reads from another while all do. All ranks agree on the figures, so that
-all choose alike.
+have seen that all are there, and how fast each reads from another while all do. Across hosts the network was measured,
+too: what an exchange takes, and how fast each host sends and receives. All ranks agree on the figures, so that all
+choose alike.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from statistics import median
 
 from offbeat import spec as grammar
 from offbeat import topology
 from offbeat.collectives.calls import Plan, plan
 from offbeat.errors import RequestError
 from offbeat.number_format import format_rate, format_seconds, format_size
-from offbeat.schedules import auto_lines, build, price
+from offbeat.schedules import Price, auto_lines, price
 from offbeat.strategy import ALL_REDUCE, AUTO, NATIVE, family_of
 
+HIERARCHICAL = "hierarchical"
+_MEETING = 0.06  # for each further host: direct on 4 hosts took 12 % longer than ring, which sends as much
+_SLOW = 0.6  # of what is usual: a link below that is named
 _MOST_PRICED = 64  # ranks; more would take seconds, and one host has fewer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkFigures:
+    """The network between hosts: `sends[h]` and `receives[h]` are what host h does, in bytes per second."""
+
+    latency_s: float
+    sends: tuple[float, ...]
+    receives: tuple[float, ...]
+
+    def __str__(self) -> str:
+        rates = (*self.sends, *self.receives)
+        return (
+            f"{format_seconds(self.latency_s)} and {format_rate(min(rates))} to {format_rate(max(rates))} across hosts"
+        )
+
+    def slow_links(self) -> tuple[str, ...]:
+        """Links that are much slower than those of most hosts, in words."""
+        return tuple(
+            f"host {host} {what} at {format_rate(rate)}, the others at {format_rate(usual)}"
+            for host, what, rate, usual in self._slow()
+        )
+
+    def slow_hosts(self) -> set[int]:
+        return {host for host, *_ in self._slow()}
+
+    def _slow(self) -> Iterator[tuple[int, str, float, float]]:
+        for what, rates in (("sends", self.sends), ("receives", self.receives)):
+            usual = median(rates) if len(rates) > 2 else max(rates)
+            yield from ((host, what, rate, usual) for host, rate in enumerate(rates) if rate < _SLOW * usual)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """One host, as measured by its ranks."""
+    """One host, as measured by its ranks; and the network, where there are several."""
 
     latency_s: float
     bytes_per_s: float
+    network: NetworkFigures | None = None
 
     def __str__(self) -> str:
-        return f"{format_seconds(self.latency_s)} per step, {format_rate(self.bytes_per_s)} per rank while all read"
+        inside = f"{format_seconds(self.latency_s)} per step, {format_rate(self.bytes_per_s)} per rank while all read"
+        return inside if self.network is None else f"{inside} inside a host, {self.network}"
+
+    def topology(self, hosts: Sequence[int]) -> topology.Topology:
+        """The machines as links: all ranks alike on one host, and one port for each of several."""
+        if self.network is None:
+            line = f"uniform:bandwidth={self.bytes_per_s:.0f}B/s,latency={self.latency_s * 1e9:.0f}ns"
+            return topology.build(line, ranks=len(hosts))
+        inside = topology.Link(self.latency_s / 2, self.bytes_per_s)
+        links: dict[topology.Edge, topology.Link] = {}
+        for rank, host in enumerate(hosts):
+            links[rank, f"host {host}"] = links[f"host {host}", rank] = inside
+        for host in set(hosts):
+            half_s = self.network.latency_s / 2
+            links[f"host {host}", "network"] = topology.Link(half_s, self.network.sends[host])
+            links["network", f"host {host}"] = topology.Link(half_s, self.network.receives[host])
+        return topology.Topology(name="measured", ranks=len(hosts), links=links)
 
 
 def check(line: str, ranks: int) -> str:
@@ -41,11 +97,49 @@ def check(line: str, ranks: int) -> str:
     return str(grammar.parse(line))
 
 
-class Choice:
-    """The way of each all-reduce of a group."""
+def hosts_in_order(hosts: Sequence[int]) -> tuple[int, ...] | None:
+    """The ranks host by host; None where they are already."""
+    order = tuple(sorted(range(len(hosts)), key=lambda rank: hosts[rank]))
+    return None if order == tuple(range(len(hosts))) else order
 
-    def __init__(self, line: str, ranks: int, figures: Figures | None = None) -> None:
-        self.line = check(line, ranks)
+
+def with_shape(line: str, hosts: Sequence[int]) -> str:
+    """`hierarchical` without a shape, as hosts x ranks: of hosts with unequal numbers, the greatest common divisor.
+
+    Inside a host everybody reads everybody's memory, so that is one step, and the network does not wait for it.
+    """
+    spec = grammar.parse(line)
+    if spec.name != HIERARCHICAL or any(word[:1].isdigit() for word in spec.args):
+        return line
+    each = math.gcd(*(hosts.count(host) for host in set(hosts)))
+    given = dict(spec.options)
+    if not spec.args and each > 1:
+        given = {"inner": "direct", "parts": "4", **given}
+    options = [*spec.args, *(f"{name}={value}" for name, value in given.items())]
+    return f"{HIERARCHICAL}:{','.join([f'{len(hosts) // each}x{each}', *options])}"
+
+
+@cache
+def _meeting(way: Plan, hosts: tuple[int, ...]) -> int:
+    """From how many other hosts one host receives in one step, at most; 1 inside one host."""
+    most = 1
+    steps = way.schedule.steps
+    for step in range(len(steps)):
+        pairs = {(hosts[source], hosts[target]) for source, target, *_ in steps.rows(step).tolist()}
+        across = Counter(target for source, target in pairs if source != target)
+        most = max(most, *across.values()) if across else most
+    return most
+
+
+class Choice:
+    """The way of each all-reduce of a group. Across hosts, schedules go through the ranks host by host."""
+
+    def __init__(
+        self, line: str, ranks: int, figures: Figures | None = None, hosts: Sequence[int] | None = None
+    ) -> None:
+        self._hosts = tuple(hosts or (0,) * ranks)
+        self._order = hosts_in_order(self._hosts) if "order" not in dict(grammar.parse(line).options) else None
+        self.line = check(with_shape(line, self._hosts), ranks)
         self.figures = figures
         self._ranks = ranks
         self._by_size: dict[int, list[tuple[float, str]]] = {}
@@ -55,10 +149,11 @@ class Choice:
 
     def of(self, size_bytes: int) -> Plan:
         """The plan for a vector of so many bytes."""
-        if self.line != AUTO:
-            return plan(self.line, "all-reduce", self._ranks)
-        ranked = self._ranked(size_bytes)
-        return plan(ranked[0][1] if ranked else "direct", "all-reduce", self._ranks)
+        line = self.line
+        if line == AUTO:
+            ranked = self._ranked(size_bytes)
+            line = ranked[0][1] if ranked else "direct"
+        return plan(line, "all-reduce", self._ranks, order=self._order)
 
     def why(self, size_bytes: int) -> str:
         """In words: what was chosen for this size, and what the others would have cost."""
@@ -70,16 +165,33 @@ class Choice:
         costs = ", ".join(f"{line} {format_seconds(seconds)}" for seconds, line in ranked[:4])
         return f"{ranked[0][1]} for {format_size(size_bytes)}: {costs}; measured {self.figures}"
 
+    def _lines(self) -> list[str]:
+        """What is considered: across hosts also the two-level ones."""
+        lines = list(auto_lines())
+        each = math.gcd(*(self._hosts.count(host) for host in set(self._hosts)))
+        if len(set(self._hosts)) > 1 and each > 1:
+            shape = f"{HIERARCHICAL}:{self._ranks // each}x{each},inner=direct"
+            lines += [f"{shape}{how}" for how in ("", ",parts=4", ",outer=direct", ",outer=halving-doubling")]
+        network = None if self.figures is None else self.figures.network
+        slow = set() if network is None else network.slow_hosts()
+        if slow and len(slow) < len(set(self._hosts)):
+            places = self._order or range(self._ranks)  # the schedule's rank r is rank places[r]
+            ranks = "-".join(str(place) for place, rank in enumerate(places) if self._hosts[rank] in slow)
+            lines += [f"fold:{ranks},parts={parts}" for parts in (1, 16, 64)]
+        return lines
+
+    def _seconds(self, way: Plan, found: Price) -> float:
+        """A price, and what it leaves out: flows from several hosts that meet at one port hold each other up."""
+        return found.seconds + _MEETING * (_meeting(way, self._hosts) - 1) * (found.seconds - found.latency_s)
+
     def _ranked(self, size_bytes: int) -> list[tuple[float, str]]:
         if self.figures is None or self._ranks == 1:
             return []
         size = size_bytes.bit_length()
         if size not in self._by_size:
-            host = topology.build(
-                f"uniform:bandwidth={self.figures.bytes_per_s:.0f}B/s,latency={self.figures.latency_s * 1e9:.0f}ns",
-                ranks=self._ranks,
-            )
+            machines = self.figures.topology(self._hosts)
             typical = max(1, 3 << size >> 2)  # the middle between two powers of two, so that all of them choose alike
-            prices = [(price(build(line, ranks=self._ranks), host, typical).seconds, line) for line in auto_lines()]
+            plans = [(plan(line, "all-reduce", self._ranks, order=self._order), line) for line in self._lines()]
+            prices = [(self._seconds(way, price(way.schedule, machines, typical)), line) for way, line in plans]
             self._by_size[size] = sorted(prices, key=lambda priced: priced[0])  # of equal ones the first
         return self._by_size[size]

@@ -12,6 +12,7 @@ from collections import deque
 from dataclasses import dataclass
 from statistics import median
 
+from offbeat.network.addresses import Address
 from offbeat.number_format import format_seconds
 
 _KEPT = 10_000  # iterations that are remembered
@@ -36,7 +37,10 @@ class Late:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
-    """The counters of one rank of one group. `received[p]` and `sent[p]` are bytes from and to rank p of the group."""
+    """The counters of one rank of one group. `received[p]` and `sent[p]` are bytes from and to rank p of the group.
+
+    `hosts[p]` is the host of rank p; `network` the address and interface through which others are reached.
+    """
 
     rank: int
     ranks: int
@@ -49,6 +53,8 @@ class Stats:
     waited_s: float
     late: Late | None
     notes: tuple[str, ...] = ()
+    hosts: tuple[int, ...] = ()
+    network: Address | None = None
 
     @property
     def received_bytes(self) -> int:

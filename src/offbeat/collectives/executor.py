@@ -1,12 +1,14 @@
-"""Binds a rank's program to shared memory, and runs it on tensors.
+"""Binds a rank's program to shared memory and to the streams to other hosts, and runs it on tensors.
 
 A chunk that others read from this rank is *exposed*: it lies in shared memory, either because the tensor itself does
 (`Call.place`: nothing is copied) or in the arena, where it is staged: copied in before, and out again if it was
-written. All other chunks are read straight into the caller's tensor.
+written. All other chunks are read straight into the caller's tensor. Ranks on other hosts are sent chunks from
+wherever these lie; a chunk that comes from another host is received into its place, or added to it piece by piece.
 
 A call is run in rounds that fit the arena, and the processor's cache; round k of R works on the items
 [k*n//R, (k+1)*n//R) of each chunk of n items. The cut into chunks, and so the order in which items are added, does not
 depend on R, nor on where anything lies, nor on who comes first: the bits are the same on all ranks and in all runs.
+At the start of a round the ranks of a host wait for each other, and for nobody else. All ranks compute the same R.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain, zip_longest
 from typing import Any
 
 import torch
@@ -22,15 +24,16 @@ from torch import Tensor
 
 from offbeat.collectives.calls import Call, copy, describe, exposed_by, program_of
 from offbeat.collectives.sync import Patience
-from offbeat.collectives.transport import ARENA, Note, SharedMemory
-from offbeat.schedules.projection import Mark, Program, Put, Read, Wait
+from offbeat.collectives.transport import ARENA, TAG, Note, SharedMemory, bytes_view
+from offbeat.network.streams import PIECE_BYTES, MismatchError, pieces_of
+from offbeat.schedules.projection import Mark, Program, Put, Read, Receive, Send, Sent, Wait
 
 _ROUND_BYTES = 4 * 1024 * 1024  # what a rank reduces is read by the others while it is in the cache
 _KEPT = 128  # kinds of calls of which the bound programs are kept
 _PLACES = 8  # and in how many places of memory each
 
 
-WAIT, MARK, RUN, TAKE = range(4)
+WAIT, MARK, RUN, TAKE, SEND, SENT, RECEIVE = range(7)
 
 Span = tuple[int, int]  # items of a chunk: from, to
 Place = tuple[int, int]  # a buffer, and bytes into it
@@ -46,6 +49,20 @@ class Bound:
     whole_in: Tensor | None = None
     whole_out: Tensor | None = None
     received: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    sent: dict[int, int] = field(default_factory=lambda: defaultdict(int))  # to other hosts
+
+
+@dataclass(slots=True)
+class Piece:
+    """A piece of what another host sends: where it goes, and how (None: it is received there)."""
+
+    peer: int
+    offset_bytes: int
+    last: bool  # of this send
+    chunk: int
+    items: Span
+    memory: Tensor | None  # None: it is in the caller's tensor
+    into: Callable[[Tensor, Tensor], object] | None
 
 
 class Binder:
@@ -84,15 +101,26 @@ class Binder:
     def bind(self) -> Bound:
         bound = self.staging()
         if self.program.rank in self.staged:
-            written = [c for c in self.program.written if c in self.staged[self.program.rank] and self._items(c)]
-            bound.stage_out = [(c, self.spans[c], self._chunk(self.program.rank, c)) for c in written]
+            staged = [c for c in self.program.written if c in self.staged[self.program.rank] and self._items(c)]
+            bound.stage_out = [(c, self.spans[c], self._chunk(self.program.rank, c)) for c in staged]
             if self.all_in_a_row and self.program.written == self.program.exposed:
                 bound.whole_out = bound.whole_in
         scratch: dict[int, Tensor] = {}
         reads: list[Read] = []
+        receives: list[Receive] = []
+        sends: dict[int, list[bool]] = defaultdict(list)  # to each peer: which of them are not empty
+        written: set[int] = set()
         for now in self.program.instructions:
-            if isinstance(now, Read):
+            if isinstance(now, Read | Receive):
                 bound.received[now.peer] += self._items(now.chunk) * self.item
+                written.add(now.chunk)
+            if isinstance(now, Receive):
+                bound.steps += self._reads(reads)
+                reads = []
+                receives.append(now)
+                continue
+            bound.steps += self._receives(receives, scratch)
+            receives = []
             if isinstance(now, Read) and now.scratch is None:
                 reads.append(now)
                 continue
@@ -102,6 +130,14 @@ class Binder:
                 bound.steps.append((WAIT, now.peer, now.mark))
             elif isinstance(now, Mark):
                 bound.steps.append((MARK, now.mark))
+            elif isinstance(now, Send):
+                sends[now.peer].append(bool(self._items(now.chunk)))
+                if self._items(now.chunk):
+                    bound.sent[now.peer] += self._items(now.chunk) * self.item
+                    mine = self._own(now.chunk)
+                    bound.steps.append((SEND, now.peer, now.chunk, self.spans[now.chunk], mine, now.chunk in written))
+            elif isinstance(now, Sent):
+                bound.steps.append((SENT, now.peer, sum(sends[now.peer][: now.sends])))
             elif isinstance(now, Read):
                 assert now.scratch is not None
                 theirs = self._chunk(now.peer, now.chunk)
@@ -109,6 +145,7 @@ class Binder:
                 bound.steps.append((RUN, copy, scratch[now.scratch], theirs))
             elif isinstance(now, Put):
                 bound.steps.append(self._into(now.chunk, now.reduce, scratch[now.scratch]))
+        bound.steps += self._receives(receives, scratch)
         bound.steps += self._reads(reads)
         return bound
 
@@ -120,7 +157,7 @@ class Binder:
     def _staged(self, rank: int) -> dict[int, int]:
         """Where in its arena (bytes into the segment) a rank keeps each of its exposed chunks."""
         at, places = self.transport.arena_at, {}
-        for chunk in exposed_by(self.call.plan, rank):
+        for chunk in exposed_by(self.call.plan, rank, self.transport.hosts):
             places[chunk] = at
             at += self._items(chunk) * self.item
         return places
@@ -139,6 +176,10 @@ class Binder:
         at = self._at(rank, chunk)
         assert at is not None, "the schedule reads a chunk that its owner does not expose"
         return self._tensor(rank, at, self._items(chunk) if items is None else items)
+
+    def _own(self, chunk: int) -> Tensor | None:
+        """My chunk; None where it is in the caller's tensor, which is another one in each call."""
+        return None if self._at(self.program.rank, chunk) is None else self._chunk(self.program.rank, chunk)
 
     # --- what is done with them ----------------------------------------------------------------------------------
 
@@ -160,12 +201,49 @@ class Binder:
             first, items = row[0], sum(self._items(read.chunk) for read in row)
             yield self._into(first.chunk, first.reduce, self._chunk(first.peer, first.chunk, items))
 
+    def _receives(self, receives: Sequence[Receive], scratch: dict[int, Tensor]) -> Iterator[tuple[Any, ...]]:
+        """The receives between two other instructions, piece by piece.
+
+        The pieces of several peers are taken in turns, so that none of them is held up, unless what is added to one
+        place would then be added in another order.
+        """
+        by_peer: dict[int, list[Piece]] = defaultdict(list)
+        in_order: list[Piece] = []
+        for now in receives:
+            pieces = list(self._pieces(now, scratch))
+            by_peer[now.peer] += pieces
+            in_order += pieces
+        turns = [piece for piece in chain.from_iterable(zip_longest(*by_peer.values())) if piece is not None]
+        if _order_by_place(turns) != _order_by_place(in_order):
+            turns = in_order
+        for piece in turns:
+            yield RECEIVE, piece
+
+    def _pieces(self, now: Receive, scratch: dict[int, Tensor]) -> Iterator[Piece]:
+        start, items = self.spans[now.chunk][0], self._items(now.chunk)
+        if now.scratch is not None:
+            scratch[now.scratch] = torch.empty(items, dtype=self.call.dtype)
+        whole = self._own(now.chunk) if now.scratch is None else scratch[now.scratch]
+        into = self.call.into if now.reduce and now.scratch is None else None
+        for offset, size in pieces_of(items * self.item):
+            first, end = offset // self.item, (offset + size) // self.item
+            mine = None if whole is None else whole[first:end]
+            yield Piece(now.peer, offset, end == items, now.chunk, (start + first, start + end), mine, into)
+
     def _follows(self, last: Read, read: Read) -> bool:
         """Whether a read goes on where the last one ended, there and here."""
         if (read.peer, read.reduce) != (last.peer, last.reduce):
             return False
         ends = [(self._at(rank, last.chunk), self._at(rank, read.chunk)) for rank in (self.program.rank, last.peer)]
         return all(one is not None and one + self._items(last.chunk) * self.item == other for one, other in ends)
+
+
+def _order_by_place(pieces: Sequence[Piece]) -> dict[tuple[int, int], list[int]]:
+    """For each place: from whom it gets something, in order."""
+    order: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for piece in pieces:
+        order[piece.chunk, piece.items[0]].append(piece.peer)
+    return order
 
 
 def part(call: Call, chunk: int, span: Span, *, given: bool) -> Tensor:
@@ -195,6 +273,7 @@ class Executor:
         self.base = 1  # the mark of the next start
         self.calls = 0
         self._arrived = arrived
+        self._bounce = torch.empty(PIECE_BYTES if transport.remote else 0, dtype=torch.uint8)  # pieces on their way in
         self._kinds: OrderedDict[tuple[object, ...], _Kind] = OrderedDict()
 
     def run(self, call: Call, patience: Patience) -> None:
@@ -220,6 +299,7 @@ class Executor:
             self.calls, call.what, call.items, call.detail, call.plan.way, kind.wanted, *kind.own, call.since_ns
         )
         transport.write_note(note)
+        transport.tag(note)
         transport.mark(self.base)
         places, stamps, rounds, alike = (
             [kind.own] * transport.ranks,
@@ -227,11 +307,11 @@ class Executor:
             kind.wanted,
             True,
         )
-        for peer in transport.others:
+        for peer in transport.near:
             transport.wait(peer, self.base, patience)
             theirs = transport.read_note(peer, self.calls)
             if theirs[:5] != note[:5]:
-                self._differ(peer, theirs, note)
+                self._differ(peer, theirs[:5], call)
             places[peer] = theirs.buffer, theirs.offset_bytes
             stamps[peer] = theirs.since_ns
             if theirs.rounds != rounds:
@@ -257,6 +337,8 @@ class Executor:
             self.base += kind.program.marks
             for peer, size_bytes in one.received.items():
                 transport.count(peer, size_bytes)
+            for peer, size_bytes in one.sent.items():
+                transport.count_sent(peer, size_bytes)
         transport.end()
 
     def forget(self) -> None:
@@ -267,11 +349,12 @@ class Executor:
 
     def _start_round(self, patience: Patience) -> None:
         self.transport.mark(self.base)
-        for peer in self.transport.others:
+        for peer in self.transport.near:
             self.transport.wait(peer, self.base, patience)
 
     def _execute(self, bound: Bound, call: Call, patience: Patience) -> None:
         transport, base = self.transport, self.base
+        before = {peer: transport.sends(peer) for peer in bound.sent}
         for step in bound.steps:
             kind = step[0]
             if kind == RUN:
@@ -280,9 +363,26 @@ class Executor:
                 transport.wait(step[1], base + step[2], patience)
             elif kind == MARK:
                 transport.mark(base + step[1])
-            else:
+            elif kind == TAKE:
                 _, into, chunk, span, theirs = step
                 into(part(call, chunk, span, given=False), theirs)
+            elif kind == RECEIVE:
+                self._receive(step[1], call)
+            elif kind == SEND:
+                _, peer, chunk, span, mine, written = step
+                transport.send(peer, part(call, chunk, span, given=not written) if mine is None else mine)
+            elif step[2]:
+                transport.wait_sent(step[1], before[step[1]] + step[2])
+
+    def _receive(self, piece: Piece, call: Call) -> None:
+        mine = part(call, piece.chunk, piece.items, given=False) if piece.memory is None else piece.memory
+        came = mine if piece.into is None else self._bounce[: mine.nbytes].view(mine.dtype)
+        try:
+            self.transport.receive(piece.peer, piece.offset_bytes, bytes_view(came), last=piece.last)
+        except MismatchError as other:
+            self._differ(piece.peer, TAG.unpack(other.tag), call)
+        if piece.into is not None:
+            piece.into(mine, came)
 
     def _stage_in(self, bound: Bound, call: Call) -> None:
         if bound.whole_in is not None and call.whole is not None:
@@ -299,13 +399,15 @@ class Executor:
         for chunk, span, arena in bound.stage_out:
             part(call, chunk, span, given=False).copy_(arena)
 
-    def _differ(self, peer: int, theirs: Note, mine: Note) -> None:
+    def _differ(self, peer: int, theirs: tuple[int, ...], mine: Call) -> None:
+        """Two ranks make different calls: say which. `theirs` are the first five of a note."""
         t = self.transport
-        said = [describe(theirs.what, theirs.items), describe(mine.what, mine.items)]
+        number, what, items, detail, _ = theirs
+        said = [describe(what, items), describe(mine.what, mine.items)]
         if said[0] == said[1]:
-            why = "with another root or other sizes" if theirs.detail != mine.detail else "with a different schedule"
-            said[0] += f" {why}"
-        here = f"{t.name(t.rank)} {said[1]} (call {mine.call} of the group)"
+            why = "with another root or other sizes" if detail != mine.detail else "with a different schedule"
+            said[0] += f" as call {number}" if number != self.calls else f" {why}"
+        here = f"{t.name(t.rank)} {said[1]} (call {self.calls} of the group)"
         t.fail(f"{t.name(peer)} called {said[0]}, but {here}", ranks=())
 
     # --- binding -------------------------------------------------------------------------------------------------
@@ -315,7 +417,7 @@ class Executor:
         known = self._kinds.get(key)
         if known is None:
             transport = self.transport
-            program = program_of(call.plan, transport.rank)
+            program = program_of(call.plan, transport.rank, transport.hosts)
             own = call.place or (ARENA, transport.arena_at)
             wanted = self._rounds(program, call)
             staging = Binder(transport, program, call, wanted, 0, {transport.rank: own}).staging()
@@ -325,21 +427,33 @@ class Executor:
         return known
 
     def _rounds(self, program: Program, call: Call) -> int:
-        """In how many rounds this rank wants to do it: staged chunks must fit the arena."""
+        """In how many rounds this rank wants to do it: staged chunks must fit the arena.
+
+        Ranks on other hosts cannot be asked, so across hosts all compute what the one with most to stage wants.
+        """
+        hosts = self.transport.hosts
+        if hosts is None:
+            return self._rounds_for(program.exposed, call, placed=call.place is not None)
+        exposed = [exposed_by(call.plan, rank, hosts) for rank in range(self.transport.ranks)]
+        room = self.transport.arena_bytes  # a network is no faster for what is in the cache
+        return max(self._rounds_for(chunks, call, placed=False, room=room) for chunks in exposed)
+
+    def _rounds_for(self, exposed: Sequence[int], call: Call, *, placed: bool, room: int = _ROUND_BYTES) -> int:
         item = call.dtype.itemsize
-        payload = sum(call.sizes[chunk] for chunk in program.exposed) * item
-        if call.place is not None:
+        payload = sum(call.sizes[chunk] for chunk in exposed) * item
+        if placed:
             return max(1, -(-payload // _ROUND_BYTES))
-        room = min(_ROUND_BYTES, self.transport.arena_bytes - len(program.exposed) * item)
+        room = min(room, self.transport.arena_bytes - len(exposed) * item)
         if room < item:
-            self.transport.fail(f"the arena is too small for {len(program.exposed)} chunks", ranks=())
+            self.transport.fail(f"the arena is too small for {len(exposed)} chunks", ranks=())
         return max(1, -(-payload // room))
 
     def _bind(self, kind: _Kind, call: Call, rounds: int, places: tuple[Place, ...]) -> list[Bound]:
         """The program of each round, with the memory that it works on."""
         known = kind.bound.get((rounds, places))
         if known is None:
-            at = dict(enumerate(places))
+            near = (self.transport.rank, *self.transport.near)
+            at = {rank: places[rank] for rank in near}
             known = [Binder(self.transport, kind.program, call, rounds, number, at).bind() for number in range(rounds)]
             if len(kind.bound) >= _PLACES:
                 kind.bound.clear()

@@ -26,7 +26,7 @@ from offbeat.collectives.memory import Segment
 from offbeat.collectives.overlap import PendingCall, at_exit
 from offbeat.collectives.sync import Word, fence
 from offbeat.collectives.transport import BELL, BLAME, MAILBOX, PAGE, SharedMemory
-from offbeat.errors import PeerError
+from offbeat.errors import PeerError, RequestError
 
 _HEAD, _TAIL = 0, 8  # words of a mailbox: bytes put in, bytes taken out
 _HEADER = struct.Struct("<qq")  # tag, bytes
@@ -118,6 +118,7 @@ class Messages:
     def send(self, payload: Tensor, to: int, tag: int) -> PendingCall:
         """Bytes to a rank. The tensor must stay as it is until the work is done."""
         self._transport.check()
+        self._check_near(to)
         work = PendingCall(None)
         with self._lock:
             if to not in self._out:
@@ -130,6 +131,7 @@ class Messages:
     def receive(self, flat: Flat, source: int | None, tag: int, timeout_s: float | None = None) -> PendingCall:
         """Bytes from a rank, or from any; the work then knows whose."""
         self._transport.check()
+        self._check_near(source)
         work = PendingCall(None)
         seconds = self._transport.timeout_s if timeout_s is None else timeout_s
         with self._lock:
@@ -142,6 +144,13 @@ class Messages:
                 self._posted.append(posted)
                 self._go_on()
         return work
+
+    def _check_near(self, peer: int | None) -> None:
+        """Messages do not leave the host. One from any rank could come from another host, so that is refused too."""
+        transport = self._transport
+        if transport.remote is not None and (peer is None or peer in transport.remote.ranks):
+            who = "any rank" if peer is None else transport.name(peer)
+            raise RequestError(f"send and receive are for ranks of one host, not for {who}: use a collective")
 
     def close(self) -> None:
         """What is not done fails."""
@@ -200,7 +209,7 @@ class Messages:
                     self._since[to] = time.monotonic()
                     self._bells[to].set(time.monotonic_ns())
             wanted = {one.source for one in self._posted}
-            sources = self._transport.others if None in wanted else [*wanted, *self._coming]
+            sources = self._transport.near if None in wanted else [*wanted, *self._coming]
             for source in set(sources):
                 if source is not None and self._get(source):
                     moved = True

@@ -104,13 +104,13 @@ class Placements:
         self.moved += 1
         transport = self._transport
         transport.own.buffers[seen.number] = memory.Segment(descriptor, size_bytes)
-        transport.announce(BUFFER, seen.number, size_bytes, descriptor, transport.others)
+        transport.announce(BUFFER, seen.number, size_bytes, descriptor, transport.near)
         return seen.number, 0
 
     def _forget(self, seen: _Seen) -> None:
         if seen.number is not None:
             self._transport.own.buffers.pop(seen.number, None)
-            self._transport.announce(FORGET, seen.number, 0, None, self._transport.others)
+            self._transport.announce(FORGET, seen.number, 0, None, self._transport.near)
             self._transport.forgot = True
             seen.number = None
 

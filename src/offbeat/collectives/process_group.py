@@ -36,8 +36,9 @@ from offbeat.collectives.calls import (
     mean_of,
     number_of,
     plan,
+    shifted,
 )
-from offbeat.collectives.choice import Choice, Figures
+from offbeat.collectives.choice import Choice, Figures, NetworkFigures
 from offbeat.collectives.counters import Arrivals, Stats
 from offbeat.collectives.cuda import Gpus, first_tensor, or_nccl
 from offbeat.collectives.executor import Executor
@@ -53,6 +54,9 @@ from offbeat.strategy import NATIVE
 
 _ProcessGroup: Any = dist.ProcessGroup
 _MEASURED_BYTES = 1024 * 1024
+_SENT_BYTES = (128 * 1024, 2 * 1024 * 1024)  # between hosts, one size after the other,
+_MEASURED_S = 1.0  # if the larger does not take longer than this,
+_MOST_SHIFTS = 3  # to so many other hosts
 _LEAVE_S = 5.0  # what a call under way is given when its group is destroyed
 _RED: Any = dist.ReduceOp.RedOpType
 _NAMES = {
@@ -63,7 +67,7 @@ _BARRIER_TAG = -(2**40)  # no user's
 
 
 class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by overloads of which we need one
-    """The ranks of one group on one host, through shared memory.
+    """The ranks of one group: through shared memory on one host, over TCP across hosts.
 
     Calls of one group are run in the order in which they are made, which must be the same on all ranks.
     """
@@ -75,9 +79,12 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
         self._name = ""
         self._transport, self._choice = transport, choice
         # Nothing below refers back to the group: its memory goes when it goes, and not when Python looks for circles.
-        arrivals = self._arrivals = Arrivals(transport.rank, transport.names)
-        self._executor: Runner = Executor(transport, lambda call, stamps: arrivals.came(call.iteration, stamps))
-        self._placements = Placements(transport, move=options.move)
+        here = sorted((transport.rank, *transport.near))  # hosts have clocks of their own
+        arrivals = self._arrivals = Arrivals(here.index(transport.rank), tuple(transport.names[one] for one in here))
+        self._executor: Runner = Executor(
+            transport, lambda call, stamps: arrivals.came(call.iteration, [stamps[one] for one in here])
+        )
+        self._placements = Placements(transport, move=options.move and bool(transport.near or not transport.others))
         self._progress = Progress(f"offbeat rank {transport.rank}", transport.patience)
         self._messages: MessagePort = Messages(transport)
         self._gpus = Gpus(store, transport)
@@ -143,6 +150,9 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
             wanted = format_size(self._placements.refused_bytes)
             why = "the process has used half of its file descriptors" if memory.descriptors_are_scarce() else ""
             notes.append(f"tensors of {wanted} are staged: {why or f'/dev/shm has only {free} free'}")
+        remote, figures = self._transport.remote, self._choice.figures
+        if figures is not None and figures.network is not None:
+            notes += figures.network.slow_links()
         received, sent = self._transport.counted()
         return Stats(
             rank=self._rank,
@@ -156,13 +166,15 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
             waited_s=self._arrivals.waited_s,
             late=self._arrivals.late(),
             notes=tuple(notes),
+            hosts=self._transport.hosts or (0,) * self._ranks,
+            network=None if remote is None else remote.here,
         )
 
     def use(self, strategy: str) -> None:
         """From the next all-reduce on, on all ranks alike."""
         if strategy == NATIVE:
             raise RequestError(f"'{NATIVE}' cannot be chosen later: pass it when the group is created")
-        self._choice = Choice(strategy, self._ranks, self._choice.figures)
+        self._choice = Choice(strategy, self._ranks, self._choice.figures, self._transport.hosts)
 
     def why(self, size_bytes: int) -> str:
         """Why an all-reduce of this size goes the way it goes. With `auto`, all ranks must ask."""
@@ -225,7 +237,14 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
             flat.back()
 
     def _barrier_job(self) -> Job:
-        return self._job(self._call("barrier", torch.empty(0), (0,)), [], [])
+        if self._transport.remote is None:
+            return self._job(self._call("barrier", torch.empty(0), (0,)), [], [])
+        # Ranks on other hosts see no marks: each sends one byte to each.
+        call = self._call("all_gather", torch.empty(0, dtype=torch.uint8), (1,) * self._ranks)
+        call.what, call.items = number_of("barrier", "", torch.float32), 0
+        call.give = {self._rank: torch.zeros(1, dtype=torch.uint8)}
+        call.take = {rank: torch.zeros(1, dtype=torch.uint8) for rank in range(self._ranks)}
+        return self._job(call, [], [])
 
     def _submit(self, jobs: Sequence[Job], result: Any, opts: Any) -> PendingCall:
         """The jobs, one after the other, as one work."""
@@ -240,30 +259,87 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
         return self._keep(self._progress.submit(job, PendingCall(result), background=background))
 
     def _measure(self, patience: Patience) -> None:
-        """Agree on what this host is like: the slowest rank's figures."""
-        transport, barrier = self._transport, self._barrier_job()
+        """Agree on what this host is like, and the network where there are several: the slowest rank's figures."""
+        transport, barrier = self._transport, self._job(self._call("barrier", torch.empty(0), (0,)), [], [])
         barrier(patience)
         start = time.perf_counter()
         for _ in range(10):
             barrier(patience)
         latency_s = (time.perf_counter() - start) / 10
         size = min(_MEASURED_BYTES, transport.arena_bytes) // 4
-        source = transport.sides[(self._rank + 1) % self._ranks].segment.tensor(torch.float32, size, transport.arena_at)
+        beside = next((peer for peer in transport.near if peer > self._rank), (transport.near or (self._rank,))[0])
+        source = transport.sides[beside].segment.tensor(torch.float32, size, transport.arena_at)
         target = torch.zeros(size)
         barrier(patience)
         start = time.perf_counter()
         for _ in range(3):
             target.add_(source)
         taken = torch.tensor([latency_s, (time.perf_counter() - start) / 3], dtype=torch.float64)
+        self._agree(taken, patience)
+        network = None if transport.hosts is None else self._measure_network(transport.hosts, patience)
+        self._choice.figures = Figures(
+            latency_s=float(taken[0]), bytes_per_s=4 * size / float(taken[1]), network=network
+        )
+
+    def _agree(self, values: Tensor, patience: Patience) -> None:
+        """The largest of each, on all ranks."""
         self._executor.run(
             Call(
-                plan=plan("direct", "all-reduce", self._ranks), dtype=torch.float64, items=2,
-                what=number_of("all_reduce", "max", torch.float64), sizes=cut(2, self._ranks), reduction="max",
-                into=check_reduction("max", torch.float64), whole=taken, since_ns=now()[0],
+                plan=plan("direct", "all-reduce", self._ranks), dtype=torch.float64, items=len(values),
+                what=number_of("all_reduce", "max", torch.float64), sizes=cut(len(values), self._ranks),
+                reduction="max", into=check_reduction("max", torch.float64), whole=values, since_ns=now()[0],
             ),
             patience,
         )  # fmt: skip
-        self._choice.figures = Figures(latency_s=float(taken[0]), bytes_per_s=4 * size / float(taken[1]))
+
+    def _measure_network(self, hosts: tuple[int, ...], patience: Patience) -> NetworkFigures:
+        """One rank of each host sends to one of the next host, all at once; then to one of the host after that.
+
+        Pieces of 128 KiB first. Larger ones follow only where these took so short that it will not take long.
+        """
+        barrier, many = self._barrier_job(), len(set(hosts))
+        taken_s = []
+        for _ in range(8):
+            start = time.perf_counter()
+            barrier(patience)
+            taken_s.append(time.perf_counter() - start)
+        latency_s = min(taken_s)  # a busy machine only adds to it
+        rates = torch.zeros(many * many + 1, dtype=torch.float64)
+        rates[-1] = latency_s
+        leaders = tuple(hosts.index(host) for host in range(many))
+        for size_bytes in _SENT_BYTES:
+            for shift in range(1, min(many - 1, _MOST_SHIFTS) + 1):
+                barrier(patience)
+                seconds = self._time_shift(leaders, shift, size_bytes, patience)
+                if seconds is not None:
+                    source = (leaders.index(self._rank) - shift) % many
+                    at = source * many + leaders.index(self._rank)
+                    rates[at] = max(float(rates[at]), size_bytes / seconds)
+            measured = rates[:-1][rates[:-1] > 0]
+            slowest = torch.tensor([-float(measured.min()) if len(measured) else -math.inf], dtype=torch.float64)
+            self._agree(slowest, patience)
+            if _SENT_BYTES[-1] / -float(slowest[0]) > _MEASURED_S:
+                break
+        self._agree(rates, patience)
+        table = rates[:-1].reshape(many, many)
+        return NetworkFigures(
+            latency_s=float(rates[-1]), sends=tuple(table.amax(1).tolist()), receives=tuple(table.amax(0).tolist())
+        )
+
+    def _time_shift(self, leaders: tuple[int, ...], shift: int, size_bytes: int, patience: Patience) -> float | None:
+        """Each leader sends so many bytes to the one `shift` hosts on: how long it took to come; None for others."""
+        many = len(leaders)
+        call = self._call("all_gather", torch.empty(0, dtype=torch.uint8), (size_bytes,) * many)
+        call.plan, call.detail = shifted(leaders, shift, self._ranks), shift
+        if self._rank not in leaders:
+            self._executor.run(call, patience)
+            return None
+        own, source = leaders.index(self._rank), (leaders.index(self._rank) - shift) % many
+        call.give = {own: torch.zeros(size_bytes, dtype=torch.uint8)}
+        call.take = {source: torch.zeros(size_bytes, dtype=torch.uint8)}
+        start = time.perf_counter()
+        self._executor.run(call, patience)
+        return self._transport.received_s[leaders[source]] - start
 
     # --- collectives -----------------------------------------------------------------------------------------------
 
@@ -520,6 +596,8 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
         """
         transport, messages = self._transport, self._messages
         transport.check()
+        if transport.remote is not None:
+            raise RequestError("monitored_barrier is for ranks of one host: use barrier across hosts")
         seconds = transport.timeout_s if timeout is None else timeout.total_seconds()
         end = time.monotonic() + seconds
         if self._rank != 0:

@@ -1,6 +1,7 @@
-"""How the ranks of a group on one host find each other, and know each other by.
+"""How the ranks of a group find each other, and know each other by.
 
-Through the group's store each rank hands out a card: where it listens, on which host it is, what it wants. It listens
+Through the group's store each rank hands out a card: where it listens, on which host it is, what it wants. Ranks of one
+host meet over Unix sockets, ranks of different hosts over TCP (`network.connections`). Inside a host a rank listens
 on a Unix socket in the abstract name space, which leaves no file behind whatever happens, under a name that nobody can
 guess, only until all have come. Whoever connects must be of the same user and know the group's token. What stays is one
 socket between every two ranks: descriptors of memory travel over it, and its end tells that a rank has died.
@@ -22,7 +23,10 @@ from typing import Any, NamedTuple
 
 from torch._C._distributed_c10d import Store
 
+from offbeat.collectives.remote import RemoteRanks
 from offbeat.errors import OffbeatError, PeerError
+from offbeat.network import connections
+from offbeat.network.addresses import INTERFACE, NETWORK, OPEN, Address, is_open, own_address
 from offbeat.processes.child import state_of
 
 PROTOCOL = 1
@@ -30,6 +34,8 @@ _HELLO = struct.Struct("<8sII16sQ")  # magic, protocol, rank, token, size of the
 _MAGIC = b"offbeat\0"
 _GLANCE_S = 0.2  # between two looks at who is still alive
 _GREETING_S = 1.0  # for whoever connects to say who it is
+_MEETING_S = 120.0  # for ranks on other hosts to connect, when all have said where they listen
+STREAMS = 1  # to each rank on another host, beside the one on which little is said
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
@@ -68,7 +74,7 @@ def hand_out_card(
     """Everybody's card, in order of rank. A card with an `error` tells the others why a rank cannot come."""
     end = time.monotonic() + timeout_s
     key = _key(store, rank)
-    where = {"host": this_host(), "pid": os.getpid(), "numbering": _numbering()}
+    where = {"host": this_host(), "hostname": socket.gethostname(), "pid": os.getpid(), "numbering": _numbering()}
     mine = {"protocol": PROTOCOL, "token": secrets.token_hex(16), **where, **card}
     store.set(key, json.dumps(mine))
     cards = []
@@ -101,15 +107,16 @@ class Listener:
         size_bytes: int,
         timeout_s: float,
     ) -> list[Peer]:
-        """A socket to every other rank, and its segment. Ranks above connect to ranks below.
+        """A socket to every other rank of this host, and its segment. Ranks above connect to ranks below.
 
         `PeerError` for a rank that dies on the way, or does not come in time.
         """
         end = time.monotonic() + timeout_s
         hello = _HELLO.pack(_MAGIC, PROTOCOL, rank, token, size_bytes)
+        others = [peer for peer, card in enumerate(cards) if peer != rank and card["host"] == cards[rank]["host"]]
         peers: list[Peer] = []
         with ExitStack() as on_failure:
-            for peer in range(rank):
+            for peer in (other for other in others if other < rank):
                 one = on_failure.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
                 one.settimeout(max(0.001, end - time.monotonic()))
                 try:
@@ -122,8 +129,8 @@ class Listener:
                     raise _lost(peer, names, cards, "did not answer")
                 on_failure.callback(os.close, came.descriptor)
                 peers.append(came)
-            while len(peers) < len(cards) - 1:
-                missing = sorted(set(range(rank + 1, len(cards))) - {peer.rank for peer in peers})
+            while len(peers) < len(others):
+                missing = sorted({peer for peer in others if peer > rank} - {peer.rank for peer in peers})
                 self._socket.settimeout(_GLANCE_S)
                 try:
                     one = on_failure.enter_context(self._socket.accept()[0])
@@ -171,8 +178,9 @@ def _lost(peer: int, names: Sequence[int], cards: list[dict[str, Any]], why: str
 
 
 def _is_dead(card: Mapping[str, Any]) -> bool:
-    """As far as one can see from here: not where processes are numbered otherwise."""
-    return card["numbering"] == _numbering() != "" and state_of(card["pid"]) in ("", "Z", "X")
+    """As far as one can see from here: not on another host, nor where processes are numbered otherwise."""
+    here = card["host"] == this_host() and card["numbering"] == _numbering() != ""
+    return here and state_of(card["pid"]) in ("", "Z", "X")
 
 
 def _numbering() -> str:
@@ -207,7 +215,7 @@ def _greeted_by(one: socket.socket, token: bytes) -> Peer | None:
 
 
 def check_cards(cards: list[dict[str, Any]], rank: int, names: Sequence[int]) -> None:
-    """`OffbeatError` where a rank cannot come, has another protocol or strategy, or cannot share memory."""
+    """`PeerError` where a rank cannot come, or has another protocol or strategy."""
     for peer, card in enumerate(cards):
         if card["protocol"] != PROTOCOL:
             raise PeerError(
@@ -224,8 +232,87 @@ def check_cards(cards: list[dict[str, Any]], rank: int, names: Sequence[int]) ->
                     f" '{cards[rank][what]}'",
                     ranks=(names[peer],),
                 )
-        if card["host"] != cards[rank]["host"]:
-            raise OffbeatError(
-                f"rank {peer} is on another host (or network name space) than rank {rank}; the shared memory of"
-                " this backend is for one host: use OFFBEAT_STRATEGY=native there"
-            )
+
+
+def hosts_of(cards: list[dict[str, Any]]) -> tuple[int, ...]:
+    """The host of every rank, numbered in the order in which the ranks are."""
+    numbers: dict[str, int] = {}
+    return tuple(numbers.setdefault(card["host"], len(numbers)) for card in cards)
+
+
+def meet_remote(
+    store: Store,
+    rank: int,
+    names: Sequence[int],
+    cards: list[dict[str, Any]],
+    token: bytes,
+    words_bytes: int,
+    timeout_s: float,
+) -> RemoteRanks:
+    """Connections to every rank on another host. What stops one rank is said on all.
+
+    Refused unless OFFBEAT_NETWORK allows it.
+    """
+    listener: connections.Listener | None = None
+    places: dict[str, Any] = {"strategy": "", "arena": 0}
+    wrong: OffbeatError | None = None
+    hosts = hosts_of(cards)
+    try:
+        here = _own_address(store, rank, cards, hosts)
+        listener = _listen(here)
+        places |= {"address": here.address, "port": listener.place.port}
+    except OffbeatError as error:
+        wrong = error
+    try:
+        if wrong is not None:
+            places["error"] = str(wrong).splitlines()[0]
+            hand_out_card(store, rank, names, places, timeout_s)
+            raise wrong
+        assert listener is not None
+        theirs = hand_out_card(store, rank, names, places, timeout_s)
+        check_cards(theirs, rank, names)
+        far = [peer for peer in range(len(cards)) if hosts[peer] != hosts[rank]]
+        at = {peer: connections.Place(theirs[peer]["address"], theirs[peer]["port"]) for peer in far}
+        where = {peer: f"{cards[peer]['hostname']}, {at[peer].address}" for peer in far}
+        try:
+            met = listener.meet(rank, at, 1 + STREAMS, token, min(timeout_s, _MEETING_S))
+        except connections.Unreachable as lost:
+            name = f"rank {names[lost.peer]} ({where[lost.peer]})"
+            raise PeerError(f"{name} cannot be reached: {lost}", ranks=(names[lost.peer],)) from None
+        return RemoteRanks(here, hosts, met, where, words_bytes)
+    finally:
+        if listener is not None:
+            listener.close()
+
+
+def _listen(here: Address) -> connections.Listener:
+    try:
+        return connections.Listener(here.address)
+    except OSError as error:
+        raise OffbeatError(f"cannot listen on {here.address}: {error.strerror}") from None
+
+
+def _own_address(store: Store, rank: int, cards: list[dict[str, Any]], hosts: tuple[int, ...]) -> Address:
+    far = next(peer for peer in range(len(cards)) if hosts[peer] != hosts[rank])
+    if not is_open():
+        raise OffbeatError(
+            f"rank {far} is on another host ({cards[far]['hostname']}) than rank {rank}: TCP between them is neither"
+            f" encrypted nor authenticated; set {NETWORK}={OPEN} on a network that you trust, or use"
+            " OFFBEAT_STRATEGY=native"
+        )
+    here = own_address(_port_of(store))
+    if here.is_loopback:
+        raise OffbeatError(
+            f"rank {rank} reached the store over loopback ({here.address}), where rank {far} on another host"
+            f" ({cards[far]['hostname']}) cannot reach it; give the store's address as other hosts see it, or set"
+            f" {INTERFACE}"
+        )
+    return here
+
+
+def _port_of(store: Any) -> int | None:
+    """Of the TCP store behind a store; None where there is none."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    port = getattr(store, "port", None)
+    return port if isinstance(port, int) else None

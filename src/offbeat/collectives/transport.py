@@ -1,6 +1,6 @@
-"""How bytes come from one rank to another: the seam, and shared memory on one host.
+"""How bytes come from one rank to another: shared memory inside a host, and streams to ranks on others (`remote`).
 
-Each rank owns one segment, mapped by all:
+Each rank owns one segment, mapped by all of its host:
 
     line 0    mark: how far this rank is (`schedules.projection`)
     line 1    whom it blames, whether it left, for whom and for which mark it waits, how many calls it has finished: for
@@ -20,6 +20,7 @@ peer, with their descriptor, before a note or a word speaks of them.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import select
 import socket
@@ -27,15 +28,19 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
+from torch import Tensor
+
 from offbeat.collectives import memory, sync
 from offbeat.collectives.memory import Segment
+from offbeat.collectives.remote import RemoteRanks
 from offbeat.collectives.rendezvous import Peer
 from offbeat.collectives.sync import Patience, Word
-from offbeat.errors import OffbeatError, PeerError
+from offbeat.errors import OffbeatError, PeerError, RequestError
+from offbeat.network.streams import TAG_BYTES, ClosedError
 from offbeat.processes.child import state_of
 
 _LINE = 8  # words
@@ -46,6 +51,10 @@ _NOTE = struct.Struct("<9q")
 _ANNOUNCED = struct.Struct("<BQQ")  # what, number, bytes
 BUFFER, MAILBOX, FORGET = range(3)
 GAVE_UP = 2  # in LEFT
+TAG = struct.Struct("<5q")  # of what is sent to other hosts: the first five of a note
+_NEVER = 2**62  # a mark that nobody comes to: who waits for a stream waits for no mark
+_SAYS_S = 1.0  # between two words to other hosts of one that waits
+_LAST_WORDS_S = 0.5  # a stream has ended: so long may it take until it is known why
 ARENA = 0  # the number of the buffer that every rank starts with
 PAGE = 4096
 
@@ -81,10 +90,20 @@ class _Side:
 
 
 class SharedMemory:
-    """The ranks of one group on one host. Not for two threads at once, but for `look`, `announce` and `hear`."""
+    """The ranks of one group: those on this host, and the `remote` ones, where there are any.
+
+    Not for two threads at once, but for `look`, `announce` and `hear`.
+    """
 
     def __init__(
-        self, rank: int, names: Sequence[int], own: Segment, peers: Sequence[Peer], timeout_s: float, arena_bytes: int
+        self,
+        rank: int,
+        names: Sequence[int],
+        own: Segment,
+        peers: Sequence[Peer],
+        timeout_s: float,
+        arena_bytes: int,
+        remote: RemoteRanks | None = None,
     ) -> None:
         self.rank = rank
         self.ranks = len(names)
@@ -93,9 +112,14 @@ class SharedMemory:
         self.arena_bytes = arena_bytes
         self.arena_at = control_bytes(self.ranks)
         self.others = tuple(peer for peer in range(self.ranks) if peer != rank)
+        self.remote = remote
+        self.near = tuple(peer for peer in self.others if remote is None or peer not in remote.ranks)  # on this host
+        self.hosts = None if remote is None else remote.hosts
         self.sockets = {peer.rank: peer.socket for peer in peers}
         self._pids = {peer.rank: peer.pid for peer in peers}
         theirs = {peer.rank: memory.receive(peer.descriptor, peer.size_bytes, sealed=True) for peer in peers}
+        if remote is not None:
+            theirs |= {peer: remote.words(peer) for peer in remote.ranks}
         segments = [own if each == rank else theirs[each] for each in range(self.ranks)]
         self.sides = [_Side(s, s.words, Word(s.words, MARK, s.address), {ARENA: s}) for s in segments]
         self.own = self.sides[rank]
@@ -103,6 +127,9 @@ class SharedMemory:
         self.broken: PeerError | None = None
         self._deadline = 0.0
         self._awaited = self._call = 0
+        self._tag = bytes(TAG_BYTES)
+        self._says_at = 0.0
+        self.received_s: dict[int, float] = {}  # when the last of each rank on another host came
         self._heard = [0] * self.ranks
         self.forgot = False  # memory that programs may still be bound to
         self._hearing = threading.Lock()
@@ -113,7 +140,8 @@ class SharedMemory:
     def start(self, call: int) -> None:
         """A call begins: from now on, `timeout_s` is left for waiting."""
         self._call = call
-        self._deadline = time.monotonic() + self.timeout_s
+        now = time.monotonic()
+        self._deadline, self._says_at = now + self.timeout_s, now + _SAYS_S
 
     def end(self) -> None:
         """The call is over for this rank: all it has to do for others is done."""
@@ -133,16 +161,24 @@ class SharedMemory:
             sync.fence()
 
     def _look_around(self, word: Word, value: int) -> None:
+        self._check_waiting(self._awaited, value, lambda: word.get() < value)
+
+    def _check_waiting(self, awaited: int, mark: int, waits: Callable[[], bool]) -> None:
+        """Between the slices of a wait: whether it can still end well. `waits` says if it is still needed."""
         if self.broken is not None:  # by another thread: the group was left, or aborted
             raise self.broken
-        self.own.words[WAITS_MARK] = value
-        self.own.words[WAITS_FOR] = self._awaited + 1
+        self.own.words[WAITS_MARK] = mark
+        self.own.words[WAITS_FOR] = awaited + 1
         # Whoever has finished this call may go; whoever has not is missed, by others if not by this rank.
         gone = [peer for peer in self.gone() if self.sides[peer].words[DONE] < self._call]
-        if gone and word.get() < value:
+        if gone and waits():
             self.blame(gone)
-        if time.monotonic() > self._deadline and word.get() < value:
-            late = self._late(self._awaited)
+        now = time.monotonic()
+        if self.remote is not None and now > self._says_at:  # the others will know for whom this rank waits
+            self._says_at = now + _SAYS_S
+            self.remote.say(self.own.words)
+        if now > self._deadline and waits():
+            late = self._late(awaited)
             state = _state_of(self._pids.get(late))
             self.fail(
                 f"{self.name(late)} made no progress within the group's timeout of {self.timeout_s:g} s{state}",
@@ -158,6 +194,56 @@ class SharedMemory:
                 return peer
             peer = onto
         return peer
+
+    # --- across hosts --------------------------------------------------------------------------------------------
+
+    def send(self, peer: int, what: Tensor) -> None:
+        """Begin to send a flat tensor to a rank on another host; it stays as it is until `wait_sent`."""
+        assert self.remote is not None
+        self.remote.link(peer).send(self._tag, bytes_view(what), what)
+
+    def sends(self, peer: int) -> int:
+        assert self.remote is not None
+        return self.remote.link(peer).sends
+
+    def wait_sent(self, peer: int, sends: int) -> None:
+        """Until the first so many sends to a rank have left this memory."""
+        assert self.remote is not None
+        try:
+            self.remote.link(peer).wait_sent(sends, lambda: self._check_waiting(peer, _NEVER, _always))
+        except ClosedError as closed:
+            self._lost(peer, closed)
+        self.own.words[WAITS_FOR] = 0
+
+    def receive(self, peer: int, offset_bytes: int, into: memoryview, *, last: bool) -> None:
+        """The next piece of what a rank on another host sends, into memory of its size; `last`: of this send."""
+        assert self.remote is not None
+        link = self.remote.link(peer)
+        try:
+            link.receive(self._tag, offset_bytes, into, lambda: self._check_waiting(peer, _NEVER, _always))
+        except ClosedError as closed:
+            self._lost(peer, closed)
+        if last:
+            link.end_receive()
+            self.received_s[peer] = time.perf_counter()
+            self.own.words[WAITS_FOR] = 0
+
+    def tag(self, note: Note) -> None:
+        """What this rank calls, for those on other hosts to compare with what they call."""
+        self._tag = TAG.pack(*note[:5])
+
+    def _lost(self, peer: int, why: ClosedError) -> NoReturn:
+        """A stream has ended: say who is to blame, which may be another rank."""
+        if self.broken is not None:
+            raise self.broken
+        end = time.monotonic() + _LAST_WORDS_S
+        while time.monotonic() < end and peer not in (gone := self.gone()):
+            time.sleep(0.005)
+        if self.broken is not None:
+            raise self.broken
+        if peer in gone:
+            self.blame([peer for peer in gone if self.sides[peer].words[DONE] < self._call] or gone)
+        self.fail(f"the connection to {self.name(peer)} ended: {why}", ranks=(peer,))
 
     # --- notes ---------------------------------------------------------------------------------------------------
 
@@ -198,7 +284,7 @@ class SharedMemory:
 
     def hear_all(self) -> bool:
         """Take in what was announced lately; whether any memory is to be forgotten, here or there."""
-        for peer in self.others:
+        for peer in self.near:
             self.hear(peer)
         forgot, self.forgot = self.forgot, False
         return forgot
@@ -238,6 +324,10 @@ class SharedMemory:
         """So many bytes were read from a rank by a collective."""
         self.own.words[_PER_RANK + source] += size_bytes
 
+    def count_sent(self, target: int, size_bytes: int) -> None:
+        """So many bytes were sent to a rank on another host: who reads there is counted here."""
+        self.sides[target].words[_PER_RANK + self.rank] += size_bytes
+
     def count_message(self, source: int, size_bytes: int) -> None:
         self.own.words[_PER_RANK + self.ranks + source] += size_bytes
 
@@ -254,8 +344,13 @@ class SharedMemory:
     # --- faults --------------------------------------------------------------------------------------------------
 
     def name(self, rank: int) -> str:
-        """As the user counts: by rank in the world."""
-        return f"rank {self.names[rank]}"
+        """As the user counts: by rank in the world; where it is, if that is another host."""
+        far = self.remote is not None and rank in self.remote.ranks
+        return (
+            f"rank {self.names[rank]} ({self.remote.where(rank)})"
+            if far and self.remote
+            else f"rank {self.names[rank]}"
+        )
 
     def gone(self) -> tuple[int, ...]:
         """Peers whose process has ended, or that have left the group."""
@@ -266,7 +361,8 @@ class SharedMemory:
                 watch.register(number, select.POLLRDHUP)
         except ValueError:  # this rank itself is leaving, in another thread
             return ()
-        return tuple(sorted(peers[number] for number, _ in watch.poll(0)))
+        far = [] if self.remote is None else self.remote.gone()
+        return tuple(sorted([*far, *(peers[number] for number, _ in watch.poll(0))]))
 
     def blame(self, gone: Sequence[int]) -> NoReturn:
         """Fail for ranks that are gone: not for those that ended because they saw another one gone."""
@@ -283,6 +379,8 @@ class SharedMemory:
             how = f"gave up in the middle of a call while {self.name(self.rank)} was waiting"
         elif all(self.sides[peer].words[LEFT] for peer in guilty):
             how = f"left the group while {self.name(self.rank)} was waiting for it"
+        elif self.remote is not None and set(guilty) <= set(self.remote.ranks):
+            how = f"is gone (its connection ended) while {self.name(self.rank)} was waiting for it"
         else:
             how = f"died (its process has ended) while {self.name(self.rank)} was waiting for it"
         self.fail(f"{names} {how}", ranks=guilty)
@@ -292,6 +390,9 @@ class SharedMemory:
         if ranks and not self.own.words[BLAME]:
             self.own.words[BLAME] = ranks[0] + 1
         self.broken = PeerError(message, ranks=tuple(self.names[peer] for peer in ranks))
+        if self.remote is not None:  # who waits on another host sees no memory of this one
+            self.own.words[LEFT] = self.own.words[LEFT] or GAVE_UP
+            self.remote.leave(self.own.words)
         raise self.broken
 
     def give_up(self, why: str) -> None:
@@ -317,7 +418,20 @@ class SharedMemory:
         """Close the sockets: in a forked child too, or the peers would take it for this process."""
         for one in self.sockets.values():
             one.close()
+        if self.remote is not None:
+            self.remote.close(self.own.words)
         _alive.discard(self)
+
+
+def bytes_view(tensor: Tensor) -> memoryview:
+    """The memory of a flat tensor. (Not through numpy, after which torch would not resize the tensor any more.)"""
+    if tensor.device.type != "cpu":
+        raise RequestError("tensors on a GPU go to other hosts by NCCL: use OFFBEAT_STRATEGY=native there")
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def _always() -> bool:
+    return True
 
 
 def _state_of(pid: int | None) -> str:
@@ -330,6 +444,9 @@ _alive: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
 
 def _after_fork() -> None:
     for transport in list(_alive):
+        if transport.remote is not None:
+            transport.remote.drop()
+            transport.remote = None
         transport.drop()
         transport.broken = PeerError("a group of the parent process cannot be used in a forked child")
 

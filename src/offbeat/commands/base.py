@@ -164,6 +164,12 @@ def print_line(out: TextIO, line: str) -> None:
     print(line.encode(encoding, "backslashreplace").decode(encoding), file=out, flush=True)
 
 
+def line_printer(width: int, *, to_stderr: bool) -> Callable[[str, str], None]:
+    """Prints what several programs print, each line with the name of the one that printed it."""
+    out = sys.stderr if to_stderr else sys.stdout
+    return lambda name, line: print_line(out, f"{name.ljust(width)} | {line}")
+
+
 def say(out: Terminal, *lines: str, **style: Any) -> None:
     """Lines as they are: no markup in them, and not broken."""
     for line in lines:

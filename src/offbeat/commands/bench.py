@@ -60,6 +60,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "rounds": 5,
         "against": ("gloo", "mpi"),
         "sizes": (64 * 2**10, 4 * 2**20, 100_000_000),
+        "lab": None,
     },
     "ddp": {**_RANKS, "ranks": 2, "rounds": 10, "against": ("gloo",), "batch": 64},
     "policies": {
@@ -201,8 +202,14 @@ def _measure_ranks(options: argparse.Namespace) -> Measurement:
     from offbeat.measure import rank_bench
 
     reduces = options.what == "allreduce"
+    lab = None if not reduces or options.lab is None else rank_bench.LabRequest.parse(options.lab)
+    if lab is not None and options.ranks not in (lab.ranks, _DEFAULTS["allreduce"]["ranks"]):
+        raise RequestError(
+            f"bench: --ranks {options.ranks} and --lab {options.lab}, which has {lab.ranks}: leave one out"
+        )
     request = rank_bench.RankRequest(
-        ranks=options.ranks,
+        ranks=options.ranks if lab is None else lab.ranks,
+        lab=lab,
         against=options.against,
         others=rank_bench.ALLREDUCE_OTHERS if reduces else rank_bench.DDP_OTHERS,
         rounds=options.rounds,
@@ -497,6 +504,10 @@ _OPTIONS = (
         "installed)",
     ),
     option("--sizes", read=_sizes, metavar="SIZES", help="allreduce: tensor sizes (default 64KiB,4MiB,100MB)"),
+    option(
+        "--lab", metavar="HOSTSxRANKS,RATE",
+        help="allreduce: run on the hosts of a lab (offbeat lab), like 4x2,1Gbit/s; 2=100Mbit/s: link of host 2",
+    ),
     option("--batch", read=parse_count, metavar="N", help="ddp: samples per minibatch (default 64)"),
     option(
         "--rounds", read=parse_count, metavar="N",

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from offbeat.commands.base import Command, Terminal, answer, facts, option, print_line, say
+from offbeat.commands.base import Command, Terminal, answer, facts, line_printer, option, say
 from offbeat.errors import OffbeatError, RequestError
 from offbeat.number_format import format_seconds, percent
 from offbeat.policies.damping import CORRECT, KEEP
@@ -105,10 +105,7 @@ def _command(given: argparse.Namespace) -> list[str]:
 
 def _printer(given: argparse.Namespace) -> Callable[[str, str], None]:
     """What learners print, each line with who it is from; on standard error if the result is to be JSON."""
-    out = sys.stderr if given.json else sys.stdout
-    width = len(f"learner {given.learners - 1}")
-
-    return lambda name, line: print_line(out, f"{name.ljust(width)} | {line}")
+    return line_printer(len(f"learner {given.learners - 1}"), to_stderr=given.json)
 
 
 def _show(out: Terminal, given: argparse.Namespace, summary: dict[str, Any]) -> None:

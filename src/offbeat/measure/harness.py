@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from offbeat import plugins
 from offbeat.errors import OffbeatError
+from offbeat.lab.control import PipedProcess
 from offbeat.number_format import format_seconds
 from offbeat.processes.child import describe_exit, end_program, start_program
 from offbeat.processes.launcher import thread_environment
@@ -47,16 +48,13 @@ def environment(own: Mapping[str, str]) -> dict[str, str]:
 class Child:
     """One process: what it answered last, and the end of what it complained about."""
 
-    def __init__(
-        self, name: str, words: Sequence[str], environment: Mapping[str, str], pass_fds: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, name: str, process: subprocess.Popen[bytes] | PipedProcess) -> None:
         self.name = name
         self.answer = _NO_ANSWER
         self.closed = False  # its standard output has ended
         self._line = b""
         self._noise = b""
-        pipe = subprocess.PIPE
-        self.process = start_program(words, environment, stdin=pipe, stdout=pipe, stderr=pipe, pass_fds=pass_fds)
+        self.process = process
 
     def tell(self, question: Mapping[str, object]) -> None:
         self.answer = _NO_ANSWER
@@ -119,7 +117,14 @@ class Harness:
     def start(
         self, name: str, words: Sequence[str], environment: Mapping[str, str], pass_fds: Sequence[int] = ()
     ) -> Child:
-        child = Child(name, words, environment, pass_fds)
+        pipe = subprocess.PIPE
+        return self.add(
+            name, start_program(words, environment, stdin=pipe, stdout=pipe, stderr=pipe, pass_fds=pass_fds)
+        )
+
+    def add(self, name: str, process: subprocess.Popen[bytes] | PipedProcess) -> Child:
+        """A process that is there already, with its three pipes."""
+        child = Child(name, process)
         self.children.append(child)
         return child
 
@@ -188,7 +193,11 @@ class Harness:
                 child.process.stdin = None
         deadline = time.monotonic() + _GRACE_S
         for child in self.children:
-            end_program(child.process, deadline - time.monotonic())
+            left = deadline - time.monotonic()
+            if isinstance(child.process, PipedProcess):
+                child.process.end(left)
+            else:
+                end_program(child.process, left)
 
 
 def supervise(plan: ServerPlan, doing: str, timeout_s: float) -> dict[int, str]:

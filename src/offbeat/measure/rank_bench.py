@@ -25,6 +25,8 @@ from typing import Any
 from offbeat import schedules
 from offbeat import spec as grammar
 from offbeat.errors import OffbeatError, RequestError
+from offbeat.lab import Lab, Network
+from offbeat.lab.network import INTERFACE, format_bandwidth, payload_rate
 from offbeat.machine import machine_facts
 from offbeat.measure.benchmark import (
     ITEM_BYTES,
@@ -41,6 +43,7 @@ from offbeat.measure.benchmark import (
     spread,
 )
 from offbeat.measure.harness import Harness, program
+from offbeat.network.addresses import NETWORK, OPEN
 from offbeat.number_format import format_rate, format_size
 from offbeat.processes.launcher import thread_environment
 from offbeat.processes.signals import terminable
@@ -48,6 +51,7 @@ from offbeat.report.benchmark_fields import Field, Row, format_ms
 from offbeat.runs.metrics import BUS_FACTORS, bus_bandwidth
 from offbeat.spec import count_of
 from offbeat.strategy import ALL_REDUCE, family_of
+from offbeat.topology import Edge, Link, Topology
 
 GLOO, MPI = "gloo", "mpi"
 ALLREDUCE_OTHERS = (GLOO, MPI)
@@ -62,6 +66,7 @@ _WARM_UP = 5  # iterations: a buffer is moved to shared memory only when it has 
 _FEWEST, _MOST = 5, 100_000  # iterations of a round
 _ROUND_S = 0.2
 _DDP_ROUND_S = 0.3
+_LAB_PORT = 29500  # of the store, on the first host of a lab
 _CLOSE = 1e-3  # of parameters that were summed in another order
 
 DEFINITIONS: Mapping[str, str] = {
@@ -135,6 +140,61 @@ DDP_FIELDS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LabRequest:
+    """`--lab 4x2,1Gbit/s,2=100Mbit/s`: hosts x ranks, the bandwidth of their links, and of some that differ."""
+
+    network: Network
+    ranks_each: int
+
+    @classmethod
+    def parse(cls, text: str) -> LabRequest:
+        shape, *links = text.split(",")
+        sides = grammar.parse_shape(shape)
+        if len(sides) != 2:
+            raise RequestError(f"a lab is HOSTSxRANKS, like 4x2 or 4x2,1Gbit/s; got '{text}'")
+        common = [link for link in links if "=" not in link]
+        if len(common) > 1:
+            raise RequestError(f"a lab has one bandwidth, and those of hosts that differ, like 2=100Mbit/s: '{text}'")
+        slow = [f"host={host},bandwidth={rate}" for host, _, rate in (w.partition("=") for w in links if "=" in w)]
+        network = Network.of(hosts=sides[0], bandwidth=common[0] if common else None, slow=slow)
+        return cls(network=network, ranks_each=sides[1])
+
+    @property
+    def ranks(self) -> int:
+        return self.network.hosts * self.ranks_each
+
+    def host_of(self, rank: int) -> int:
+        return rank // self.ranks_each
+
+    def links(self) -> str:
+        """In words: `1 Gbit/s each way, host 2 100 Mbit/s`."""
+        rates = self.network.bandwidths
+        common = max(set(rates), key=rates.count)
+
+        def told(rate: float | None) -> str:
+            return "not shaped" if rate is None else f"{format_bandwidth(rate)} each way"
+
+        others = [f"host {host} {told(rate)}" for host, rate in enumerate(rates) if rate != common]
+        return ", ".join([told(common), *others])
+
+    def price_ms(self, line: str, size_bytes: int) -> float | None:
+        """What a schedule costs where only the links between hosts take time; None where they are not shaped."""
+        rates = self.network.bandwidths
+        if None in rates:
+            return None
+        free = Link(0.0, 1e15)
+        links: dict[Edge, Link] = {}
+        for rank in range(self.ranks):
+            host = f"host {self.host_of(rank)}"
+            links[rank, host] = links[host, rank] = free
+        for number, rate in enumerate(rates):
+            port = Link(0.0, payload_rate(rate or 1.0))
+            links[f"host {number}", "network"] = links["network", f"host {number}"] = port
+        machines = Topology(name="lab", ranks=self.ranks, links=links)
+        return 1e3 * schedules.price(schedules.build(line, ranks=self.ranks), machines, size_bytes).seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankRequest:
     """What both benchmarks are asked for; wrong ones are refused at birth."""
 
@@ -145,6 +205,7 @@ class RankRequest:
     threads: int = 1
     strategy: str | None = None
     timeout_s: float = 120.0
+    lab: LabRequest | None = None
 
     def __post_init__(self) -> None:
         check_processes("--ranks", [self.ranks], 2)
@@ -158,7 +219,8 @@ class RankRequest:
                     f"bench: --strategy: expected an all-reduce like ring; '{self.strategy}' is a parameter-server "
                     "strategy"
                 )
-            if grammar.parse(self.strategy).name in schedules.algorithms():  # and not `auto`
+            known = grammar.parse(self.strategy).name in schedules.algorithms()  # and not `auto`
+            if known and not (self.lab and self.strategy == "hierarchical"):  # whose shape is the lab's
                 schedules.build(self.strategy, ranks=self.ranks)  # refuses a shape of other ranks
 
     def as_json(self, machine: Mapping[str, Any], not_measured: Mapping[str, str]) -> dict[str, Any]:
@@ -169,6 +231,7 @@ class RankRequest:
             "strategy": self.strategy or os.environ.get(STRATEGY_VARIABLE),
             "machine": dict(machine),
             "not_measured": dict(not_measured),
+            **({} if self.lab is None else {"hosts": self.lab.network.hosts, "links": self.lab.links()}),
         }
 
 
@@ -199,7 +262,9 @@ def _with(about: Mapping[str, Any]) -> tuple[str, str]:
 def measure_allreduce(request: RankRequest, sizes: Sequence[int], progress: Progress) -> BenchResult:
     """All systems at all sizes."""
     _check_sizes(request, sizes)
-    reason = why_no_mpi() if MPI in request.against else None
+    reason = None
+    if MPI in request.against:
+        reason = why_no_mpi() if request.lab is None else "mpirun cannot start ranks on the hosts of a lab"
     if reason is not None and request.against == (MPI,):
         raise RequestError(f"bench: mpi: cannot be measured: {reason}")
     systems = [OURS, *(name for name in request.against if name != MPI or reason is None)]
@@ -281,6 +346,7 @@ def allreduce_result(
         for size, own in by_size.items()
     }
     most = max(spread(row["rounds_ms"]) for row in rows)
+    who = count_of(ranks, "rank") + ("" if request.lab is None else f" on {request.lab.network.hosts} hosts")
     json = {
         "measured": "allreduce",
         **about,
@@ -300,10 +366,13 @@ def allreduce_result(
     }
     return BenchResult(
         json=json,
-        heading=f"all-reduce of float32, {count_of(ranks, 'rank')}, median of {count_of(request.rounds, 'round')}",
+        heading=f"all-reduce of float32, {who}, median of {count_of(request.rounds, 'round')}",
         tables=((ALLREDUCE_FIELDS, rows),),
         verdict=tuple(verdict.values()),
-        details=[f"{system}: not measured: {reason}" for system, reason in not_measured.items()],
+        details=[
+            *(f"{system}: not measured: {reason}" for system, reason in not_measured.items()),
+            *(f"{size_label(size)}: {told}" for size in rounds if (told := _price(request, size))),
+        ],
         terms=(
             ("bus", DEFINITIONS["bus_bytes_per_s"]),
             ("of copy", DEFINITIONS["copy_share"]),
@@ -311,10 +380,22 @@ def allreduce_result(
                 "copy",
                 f"{format_rate(together)} by {count_of(ranks, 'rank')} together, {format_rate(alone)} by one alone",
             ),
+            *([] if request.lab is None else [("lab", f"{about['hosts']} hosts, links: {about['links']}")]),
             _with(about),
         ),
         spread=most,
     )
+
+
+def _price(request: RankRequest, size_bytes: int) -> str:
+    """What the links of a lab allow, for the lines that have a price there."""
+    if request.lab is None:
+        return ""
+    shape = f"{request.lab.network.hosts}x{request.lab.ranks_each}"
+    lines = dict.fromkeys(["ring", f"hierarchical:{shape},inner=direct" if request.lab.ranks_each > 1 else "ring"])
+    priced = {line: request.lab.price_ms(line, size_bytes) for line in lines}
+    told = [f"{line} {format_ms(ms)} ms" for line, ms in priced.items() if ms is not None]
+    return f"the links alone allow {', '.join(told)}" if told else ""
 
 
 def _check_sizes(request: RankRequest, sizes: Sequence[int]) -> None:
@@ -449,22 +530,42 @@ def _start_torch(
 ) -> tuple[Harness, dict[str, Any]]:
     """The ranks, joined in one group a system; and what rank 0 says of itself."""
     environment = _environment(request)
+    if request.lab is not None:
+        return _start_on_hosts(stack, request, request.lab, join, systems)
     ranks = stack.enter_context(Harness(request.timeout_s))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         for rank in range(request.ranks):
             inherited = (listener.fileno(),) if rank == 0 else ()
             ranks.start(f"rank {rank}", program("torch_rank"), environment, inherited)
-        asked = {
-            **join,
-            "ranks": request.ranks,
-            "threads": request.threads,
-            "timeout_s": 2 * request.timeout_s,  # whose own deadline is first is asked who is late
-            "port": listener.getsockname()[1],
-            "listen_fd": listener.fileno(),
-            "backends": {system: system for system in systems if system != MPI},  # torch knows them by the same names
-        }
+        port, own = listener.getsockname()[1], listener.fileno()
+        asked = _joining(request, join, systems) | {"address": "127.0.0.1", "port": port, "listen_fd": own}
         answers = ranks.ask([asked | {"rank": rank} for rank in range(request.ranks)], "starting the ranks")
     return ranks, answers[0]
+
+
+def _start_on_hosts(
+    stack: ExitStack, request: RankRequest, lab: LabRequest, join: Mapping[str, object], systems: Sequence[str]
+) -> tuple[Harness, dict[str, Any]]:
+    """The same on the hosts of a lab, which ends with the benchmark."""
+    hosts = stack.enter_context(Lab(lab.network))
+    ranks = stack.enter_context(Harness(request.timeout_s))
+    environment = _environment(request) | {"GLOO_SOCKET_IFNAME": INTERFACE, NETWORK: OPEN}
+    for rank in range(request.ranks):
+        ranks.add(f"rank {rank}", hosts.start_piped(lab.host_of(rank), program("torch_rank"), environment))
+    at = {"address": lab.network.address(0), "port": _LAB_PORT, "listen_fd": None}
+    asked = _joining(request, join, systems) | at
+    answers = ranks.ask([asked | {"rank": rank} for rank in range(request.ranks)], "starting the ranks")
+    return ranks, answers[0]
+
+
+def _joining(request: RankRequest, join: Mapping[str, object], systems: Sequence[str]) -> dict[str, object]:
+    return {
+        **join,
+        "ranks": request.ranks,
+        "threads": request.threads,
+        "timeout_s": 2 * request.timeout_s,  # whose own deadline is first is asked who is late
+        "backends": {system: system for system in systems if system != MPI},  # torch knows them by the same names
+    }
 
 
 def _start_mpi(stack: ExitStack, request: RankRequest) -> tuple[Harness, dict[str, Any]]:

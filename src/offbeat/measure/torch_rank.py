@@ -1,7 +1,8 @@
 """A rank of `offbeat bench allreduce` and `offbeat bench ddp`: it joins its peers, and times work when asked.
 
 There is one process group for each system. The rendezvous is a TCPStore on a socket that the parent bound to loopback
-(a plain TCPStore listens everywhere). The environment that the parent gives tells Gloo to use loopback too.
+(a plain TCPStore listens everywhere). The environment that the parent gives tells Gloo to use loopback too. On the
+hosts of a lab the store is rank 0's own, at the address of its host.
 """
 
 from __future__ import annotations
@@ -228,7 +229,7 @@ def join(request: Request) -> tuple[Answer, Handlers]:
     torch.set_num_threads(request["threads"])
     rank, ranks, limit = request["rank"], request["ranks"], timedelta(seconds=request["timeout_s"])
     store = TCPStore(
-        "127.0.0.1",
+        request["address"],
         request["port"],
         ranks,
         is_master=rank == 0,

@@ -30,23 +30,20 @@ _MOST_BYTES = 65536  # that are read at once, and of a line that does not end
 _MOST_READS = 1000  # of what an ended child has left: a process that has left its group may print for ever
 
 
-class ChildProcess:
-    """A process that was started here. Its `pidfd` is readable when it has ended; `output` is -1 where none is read."""
+class LineReader:
+    """Lines from a pipe, read without waiting. A line that does not end is cut."""
 
-    def __init__(self, name: str, pid: int, output: int = -1) -> None:
-        self.name, self.pid, self.output = name, pid, output
-        self.pidfd = os.pidfd_open(pid)
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
         self._line = b""
-        self._stopped = Stopwatch()
-        if output >= 0:
-            os.set_blocking(output, False)
+        os.set_blocking(descriptor, False)
 
     def read_lines(self, *, last: bool = False) -> tuple[list[str], bool]:
-        """Lines that it has printed meanwhile, and whether there will be no more. With `last`, all that is there."""
+        """Lines that have come meanwhile, and whether there will be no more. With `last`, all that is there."""
         data, ended = b"", last
         with contextlib.suppress(BlockingIOError):
             for _ in range(_MOST_READS if last else 1):
-                piece = os.read(self.output, _MOST_BYTES)
+                piece = os.read(self._descriptor, _MOST_BYTES)
                 data += piece
                 ended = ended or not piece
                 if not piece:
@@ -55,6 +52,21 @@ class ChildProcess:
         if self._line and (ended or len(self._line) > _MOST_BYTES):
             lines, self._line = [*lines, self._line], b""
         return [line.decode(errors="replace") for line in lines], ended
+
+
+class ChildProcess:
+    """A process that was started here. Its `pidfd` is readable when it has ended; `output` is -1 where none is read."""
+
+    def __init__(self, name: str, pid: int, output: int = -1) -> None:
+        self.name, self.pid, self.output = name, pid, output
+        self.pidfd = os.pidfd_open(pid)
+        self._stopped = Stopwatch()
+        if output >= 0:
+            self._reader = LineReader(output)
+
+    def read_lines(self, *, last: bool = False) -> tuple[list[str], bool]:
+        """Lines that it has printed meanwhile, and whether there will be no more. With `last`, all that is there."""
+        return self._reader.read_lines(last=last)
 
     def close_output(self) -> None:
         if self.output >= 0:

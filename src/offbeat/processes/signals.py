@@ -103,6 +103,14 @@ def signals_deferred() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
+def wake_on_child_exit() -> int:
+    """A descriptor that is readable when a child has ended."""
+    woken, wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.set_wakeup_fd(wake)
+    return woken
+
+
 def end_at_once(number: int) -> NoReturn:
     """Kill what this process has started, and end it without unwinding."""
     with contextlib.suppress(OSError):

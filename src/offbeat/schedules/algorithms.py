@@ -40,6 +40,8 @@ from offbeat.schedules.phases import (
     power_of_two_below,
     ring_all_gather,
     ring_reduce_scatter,
+    sends,
+    staggered,
     together,
     tree_reduce,
 )
@@ -96,7 +98,11 @@ def hierarchical(
     form: str = "scatter",
     inner: str | None = None,
     outer: str | None = None,
+    parts: int = 1,
 ) -> Phase:
+    if parts > 1:
+        shares = pieces_of(chunks, parts)
+        return staggered([hierarchical(ranks, share, shape, form, inner, outer) for share in shares])
     nodes = ranks.reshape(shape)
     across = _OUTER[outer or _OUTER_DEFAULT[form]].phase
     if form == "leader":
@@ -109,6 +115,22 @@ def hierarchical(
         + together([across(peers, piece) for peers, piece in zip(nodes.T, pieces, strict=True)])
         + together([gather(node, pieces) for node in nodes])
     )
+
+
+def fold(ranks: Ranks, chunks: Chunks, folded: tuple[int, ...], parts: int = 1) -> Phase:
+    """A ring of all ranks but some, which own nothing: they send to the owners, and receive the sums from them."""
+    if len(ranks) == 1:
+        return []
+    out = ranks[list(folded)]
+    inside = np.array([rank for rank in ranks if rank not in out], np.int32)
+    phases = []
+    for part in pieces_of(chunks, parts):
+        pieces = pieces_of(part, len(inside))
+        there: Phase = [np.concatenate([sends(np.full_like(inside, one), inside, pieces, reduce=True) for one in out])]
+        phases.append(
+            together([ring_reduce_scatter(inside, pieces), there]) + ring_all_gather(inside, pieces) + backwards(there)
+        )
+    return staggered(phases)
 
 
 _SCATTER_INNER = {
@@ -157,7 +179,7 @@ def _torus_chunks(ranks: int, shape: Shape) -> int:
     return _shape_chunks(ranks, shape)
 
 
-def _hierarchical_chunks(ranks: int, shape: Shape, form: str, inner: str | None, outer: str | None) -> int:
+def _hierarchical_chunks(ranks: int, shape: Shape, form: str, inner: str | None, outer: str | None, parts: int) -> int:
     if len(shape) != 2:
         raise RequestError(f"hierarchical needs NODESxPER_NODE, like 4x8; got {format_shape(shape)}")
     _shape_chunks(ranks, shape)
@@ -165,7 +187,15 @@ def _hierarchical_chunks(ranks: int, shape: Shape, form: str, inner: str | None,
     if inner is not None and inner not in known:
         raise RequestError(f"inner={inner}: the {form} form takes {' or '.join(known)}{nearest(inner, known)}")
     across = _OUTER[outer or _OUTER_DEFAULT[form]].chunks(shape[0])
-    return across if form == "leader" else across * shape[1]
+    return parts * (across if form == "leader" else across * shape[1])
+
+
+def _fold_chunks(ranks: int, folded: tuple[int, ...], parts: int) -> int:
+    if ranks == 1:
+        return parts
+    if len(set(folded)) < len(folded) or not all(rank < ranks for rank in folded) or len(folded) >= ranks:
+        raise RequestError(f"fold names some of the ranks 0..{ranks - 1}, like 2 or 2-3")
+    return parts * (ranks - len(folded))
 
 
 def _factorisations(number: int) -> Iterator[Shape]:
@@ -187,6 +217,11 @@ def parse_orders(text: str) -> Orders:
     if not all(re.fullmatch(r"[0-9]{1,9}", word) for part in words for word in part):
         raise RequestError(f"an order of ranks is written like 0-3-2-1; got '{text[:40]}'")
     return tuple(tuple(int(word) for word in part) for part in words)
+
+
+def _parse_ranks(text: str) -> tuple[int, ...]:
+    (order,) = parse_orders(text.replace("+", " "))
+    return order
 
 
 def format_orders(orders: Orders) -> str:
@@ -316,6 +351,21 @@ _PLAIN = (
     ),
 )
 
+_FOLD = Algorithm(
+    name="fold",
+    summary="a ring without some ranks, which send to its owners and receive from them: for hosts with slow links",
+    chunks=_fold_chunks,
+    phase=fold,
+    consecutive_first=lambda ranks, shape: (),
+    params=(
+        Param(name="folded", read=_parse_ranks, positional=True, required=True, help="the ranks that own nothing, 2-3"),
+        Param(name="parts", read=parse_count, default=1, help="parts that follow each other (default 1)"),
+    ),
+    shapes=lambda ranks: [str(ranks - 1), f"{ranks - 1},parts=4"],
+    total_bytes=fewest_bytes,
+    examples=("fold:3", "fold:1-2,parts=2"),
+)
+
 # What can run across the nodes of `hierarchical`: every all-reduce that needs no shape, with its defaults.
 _OUTER = {
     row.name: Algorithm(
@@ -375,11 +425,17 @@ _SHAPED = (
                 read=choice(*_OUTER),
                 help=f"across nodes: {', '.join(_OUTER)} (default ring; leader: halving-doubling)",
             ),
+            Param(
+                name="parts",
+                read=parse_count,
+                default=1,
+                help="parts that follow each other: one is inside the nodes while another is across (default 1)",
+            ),
         ),
         shapes=_hierarchical_shapes,
         consecutive_first=lambda ranks, shape: shape[::-1],
         total_bytes=fewest_bytes,
-        examples=("hierarchical:2x2", "hierarchical:2x2,leader"),
+        examples=("hierarchical:2x2", "hierarchical:2x2,leader", "hierarchical:2x2,parts=3"),
     ),
 )
 
@@ -422,6 +478,7 @@ ALGORITHMS: dict[tuple[str, str], Algorithm] = {
     for row in (
         *_PLAIN,
         *_SHAPED,
+        _FOLD,
         *(Algorithm(collective=of, name=n, summary=s, chunks=c, phase=p) for of, n, s, c, p in _OTHERS),
     )
 }

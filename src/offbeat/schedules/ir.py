@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from operator import index
 from typing import NamedTuple, overload
 
@@ -176,3 +177,16 @@ class Schedule:
         name, collective, ranks, chunks, root = match.groups()
         steps = [[] if line.strip() == "-" else [Transfer.parse(t) for t in line.split("|")] for line in lines]
         return cls(name, collective, int(ranks), int(chunks), steps, int(root or 0))
+
+
+def renumbered(schedule: Schedule, order: Sequence[int]) -> Schedule:
+    """The same schedule, with rank order[r] in the place of rank r."""
+    if sorted(order) != list(range(schedule.ranks)):
+        raise RequestError(f"an order names each of the ranks 0..{schedule.ranks - 1} once")
+    table = schedule.steps.table.copy()
+    table[:, :2] = np.asarray(order, np.int32)[table[:, :2]]
+    bounds = schedule.steps.bounds
+    steps = Steps(table[start:end] for start, end in pairwise(bounds.tolist()))
+    return Schedule(
+        schedule.name, schedule.collective, schedule.ranks, schedule.chunks, steps, int(order[schedule.root])
+    )

@@ -43,6 +43,17 @@ def together(phases: Iterable[Phase]) -> Phase:
     return [np.concatenate([phase[i] for phase in side_by_side if i < len(phase)]) for i in range(longest)]
 
 
+def staggered(phases: Sequence[Phase]) -> Phase:
+    """Phases on disjoint places, each beginning one step after the one before: while one waits for a slow link, the
+    next is on the fast ones. In a step, those that began later come first.
+    """
+    steps = max((at + len(phase) for at, phase in enumerate(phases)), default=0)
+    return [
+        np.concatenate([phase[i - at] for at, phase in reversed(list(enumerate(phases))) if 0 <= i - at < len(phase)])
+        for i in range(steps)
+    ]
+
+
 def backwards(phase: Phase) -> Phase:
     """The mirror image in time: what flowed in to be added now flows out and overwrites."""
     mirrored = [step[:, [1, 0, 2, 3]] for step in reversed(phase)]

@@ -1,4 +1,6 @@
-"""What one rank does of a schedule, when the target of a transfer reads the source's memory.
+"""What one rank does of a schedule.
+
+Inside a host the target of a transfer reads the source's memory:
 
     Wait(2, 3)             until rank 2 has come to mark 3 of this run
     Read(2, 5, True)       read chunk 5 of rank 2 and reduce it into my own
@@ -6,6 +8,13 @@
     Read(2, 5, True, 0)    read it into scratch 0: somebody still reads my own in this step
     Put(0, 5, True)        reduce scratch 0 into my chunk 5 (False: overwrite)
     Mark(3)                I have come to mark 3
+
+Across hosts the source sends, and the target receives, in the same order:
+
+    Send(2, 5)             my chunk 5, as it is now, goes to rank 2; its memory is read from now on
+    Receive(2, 5, True)    the next chunk that rank 2 sent me, which is its chunk 5, reduced into my own (or False, or
+                           into scratch, as with Read)
+    Sent(2, 4)             until my first 4 chunks to rank 2 have left this memory
 
 A rank tells the others how far it is by one number that only grows. Mark 0 of a run: my chunks may be read. Mark
 2s+1: my reads of step s are done. Mark 2s+2: so are its writes. Nothing else is exchanged, so all that keeps
@@ -16,11 +25,15 @@ readers and writers apart is in the waits:
   this step, the new value waits in scratch until mark 2s+1 of the readers. All marks 2s+1 depend on earlier
   steps only, so nobody waits in a circle;
 - the last waits are for those who read from me: when they are over, my memory is mine again.
+
+What is sent is a reader of my memory like any other. The sends of a step are its first instructions, and what it
+receives into a chunk that is sent in this step waits in scratch, so here, too, nobody waits in a circle.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -51,15 +64,34 @@ class Mark(NamedTuple):
     mark: int
 
 
-Instruction = Wait | Read | Put | Mark
+class Send(NamedTuple):
+    peer: int
+    chunk: int
+
+
+class Receive(NamedTuple):
+    """As `Read`, from another host."""
+
+    peer: int
+    chunk: int
+    reduce: bool
+    scratch: int | None = None
+
+
+class Sent(NamedTuple):
+    peer: int
+    sends: int
+
+
+Instruction = Wait | Read | Put | Mark | Send | Receive | Sent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
     """One rank's part of a schedule.
 
-    `exposed` are the chunks that others read from this rank, `written` those that it writes. `marks` is how far
-    apart the marks of two runs are, the same on all ranks.
+    `exposed` are the chunks that others of its host read from this rank, `written` those that it writes. `marks` is
+    how far apart the marks of two runs are, the same on all ranks.
     """
 
     rank: int
@@ -69,16 +101,20 @@ class Program:
     marks: int
 
 
-def project(schedule: Schedule, rank: int) -> Program:
-    """The part of one rank."""
+def project(schedule: Schedule, rank: int, hosts: Sequence[int] | None = None) -> Program:
+    """The part of one rank. `hosts[r]` is the host of rank r; without it all are on one."""
+    on = hosts or [0] * schedule.ranks
     steps = [schedule.steps.rows(step).tolist() for step in range(len(schedule.steps))]
-    readers: dict[int, list[tuple[int, int]]] = defaultdict(list)  # of my chunk: (step, who)
+    readers: dict[int, list[tuple[int, int]]] = defaultdict(list)  # of my chunk: (step, who), on my host
     for step, rows in enumerate(steps):
         for source, target, chunk, _ in rows:
-            if source == rank:
+            if source == rank and on[target] == on[rank]:
                 readers[chunk].append((step, target))
     written: dict[tuple[int, int], int] = {}  # (rank, chunk) -> the last step so far that wrote it
     seen: dict[int, int] = defaultdict(int)  # peer -> the mark that has been waited for
+    sends: dict[int, int] = defaultdict(int)  # peer -> how many so far
+    last_send: dict[int, dict[int, int]] = defaultdict(dict)  # of my chunk: peer -> which of the sends to it
+    gone: dict[int, int] = defaultdict(int)  # peer -> the sends that have been waited for
     program: list[Instruction] = []
 
     def wait(peer: int, mark: int) -> None:
@@ -90,20 +126,33 @@ def project(schedule: Schedule, rank: int) -> Program:
         for step, reader in readers.get(chunk, ()):
             if step <= until:
                 wait(reader, 2 * step + 1)
+        for peer, number in last_send.get(chunk, {}).items():
+            if gone[peer] < number:
+                gone[peer] = number
+                program.append(Sent(peer, number))
 
     for step, rows in enumerate(steps):
         mine = [(source, chunk, bool(reduce)) for source, target, chunk, reduce in rows if target == rank]
+        if hosts is not None:  # what is here is read before what must come is waited for
+            coming = {chunk for source, chunk, _ in mine if on[source] != on[rank]}
+            mine.sort(key=lambda transfer: transfer[1] in coming)  # what is added to one chunk stays in order
         busy = {chunk for source, _, chunk, _ in rows if source == rank}
         held: list[Put] = []
+        for source, target, chunk, _ in rows:
+            if source == rank and on[target] != on[rank]:
+                sends[target] += 1
+                last_send[chunk][target] = sends[target]
+                program.append(Send(target, chunk))
         for source, chunk, reduce in mine:
-            if (source, chunk) in written:
+            take = Read if on[source] == on[rank] else Receive
+            if take is Read and (source, chunk) in written:
                 wait(source, 2 * written[source, chunk] + 2)
             if chunk in busy:
-                program.append(Read(source, chunk, reduce, len(held)))
+                program.append(take(source, chunk, reduce, len(held)))
                 held.append(Put(len(held), chunk, reduce))
             else:
                 wait_for_readers(chunk, step)
-                program.append(Read(source, chunk, reduce))
+                program.append(take(source, chunk, reduce))
         if held:
             program.append(Mark(2 * step + 1))
             for put in held:
@@ -112,7 +161,7 @@ def project(schedule: Schedule, rank: int) -> Program:
         if mine:
             program.append(Mark(2 * step + 2))
         written.update({(target, chunk): step for _, target, chunk, _ in rows})
-    for chunk in sorted(readers):
+    for chunk in sorted({*readers, *last_send}):
         wait_for_readers(chunk, len(steps))
     return Program(
         rank=rank,

@@ -1,0 +1,142 @@
+"""The ranks of a group on other hosts: the streams to them, and what they last said of themselves.
+
+Beside the streams there is one more connection to each, on which little is said: a rank's words of blame, leaving and
+waiting (`transport`), when it ends, and when it has waited for a while. They are kept here as if they lay in shared
+memory. The end of that connection tells that a rank has gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from offbeat.collectives import memory
+from offbeat.collectives.memory import Segment
+from offbeat.network.addresses import Address
+from offbeat.network.streams import Link
+
+_SAID = struct.Struct("<5Q")  # the words BLAME, LEFT, WAITS_FOR, WAITS_MARK, DONE
+_FIRST_WORD = 8
+_GRACE_S = 0.3  # for a rank that ended without a word: it may have finished the call that others are still in
+
+
+@dataclass(slots=True)
+class _RemoteRank:
+    where: str  # for people: host and address
+    link: Link
+    control: socket.socket
+    words: Segment
+    heard: bytes = b""
+    ended_s: float | None = None
+    last_word: bool = False  # it has said that it leaves, or why
+
+
+class RemoteRanks:
+    """See the module's text."""
+
+    def __init__(
+        self,
+        here: Address,
+        hosts: Sequence[int],
+        connections: Mapping[int, Sequence[socket.socket]],
+        where: Mapping[int, str],
+        words_bytes: int,
+    ) -> None:
+        self.here = here
+        self.hosts = tuple(hosts)  # of every rank of the group
+        self._ranks: dict[int, _RemoteRank] = {}
+        for rank, (control, *streams) in connections.items():
+            words, descriptor = memory.create(words_bytes, f"rank {rank}, which is on another host,")
+            os.close(descriptor)
+            self._ranks[rank] = _RemoteRank(where[rank], Link(streams), control, words)
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(self._ranks)
+
+    def link(self, rank: int) -> Link:
+        return self._ranks[rank].link
+
+    def words(self, rank: int) -> Segment:
+        return self._ranks[rank].words
+
+    def where(self, rank: int) -> str:
+        """Host and address of a rank, for people; nothing of one on this host."""
+        return self._ranks[rank].where if rank in self._ranks else ""
+
+    def gone(self) -> list[int]:
+        """Ranks that have left, or whose connection has ended. Takes in what was said since."""
+        with self._lock:
+            if self._closed:
+                return []
+            watch = select.poll()
+            numbers = {}
+            for rank, one in self._ranks.items():
+                if one.ended_s is None:
+                    numbers[one.control.fileno()] = rank
+                    watch.register(one.control.fileno(), select.POLLIN)
+            for number, _ in watch.poll(0):
+                self._hear(self._ranks[numbers[number]])
+            now = time.monotonic()
+            return [
+                rank
+                for rank, one in self._ranks.items()
+                if one.ended_s is not None and (one.last_word or now - one.ended_s > _GRACE_S)
+            ]
+
+    def _hear(self, one: _RemoteRank) -> None:
+        try:
+            came = one.control.recv(64 * _SAID.size, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except OSError:  # reset, or the host does not answer
+            came = b""
+        if not came:
+            one.ended_s = time.monotonic()
+            return
+        one.heard += came
+        while len(one.heard) >= _SAID.size:
+            said, one.heard = _SAID.unpack(one.heard[: _SAID.size]), one.heard[_SAID.size :]
+            for at, value in enumerate(said, _FIRST_WORD):
+                one.words.words[at] = value
+            one.last_word = bool(said[0] or said[1])
+
+    def say(self, words: memoryview) -> None:
+        """Tell all of them this rank's words. Whoever does not listen any more is not told."""
+        message = _SAID.pack(*words[_FIRST_WORD : _FIRST_WORD + 5])
+        for one in self._ranks.values():
+            with contextlib.suppress(OSError):
+                one.control.send(message, socket.MSG_DONTWAIT)
+
+    def leave(self, words: memoryview) -> None:
+        """Say the last words, and end all connections: whoever sends or receives here is interrupted."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self.say(words)
+        for one in self._ranks.values():
+            one.link.shut()
+            with contextlib.suppress(OSError):
+                one.control.shutdown(socket.SHUT_WR)
+
+    def close(self, words: memoryview) -> None:
+        self.leave(words)
+        for one in self._ranks.values():
+            one.link.close()
+            one.control.close()
+
+    def drop(self) -> None:
+        """In a forked child."""
+        for one in self._ranks.values():
+            one.link.drop()
+            one.control.close()

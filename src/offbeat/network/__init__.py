@@ -1,0 +1,1 @@
+"""TCP between processes on different hosts: addresses, connections, streams. It knows no tensors and no schedules."""

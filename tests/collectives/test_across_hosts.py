@@ -1,0 +1,103 @@
+"""Groups whose ranks are on several hosts: hosts of a lab, that is namespaces of this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lab.fixture import StartLab, wait_for
+from offbeat.lab import Lab
+from offbeat.lab.control import HostProcess
+
+PROGRAMS = Path(__file__).parent / "network_programs.py"
+DDP_SCRIPT = Path(__file__).parents[1] / "process" / "ddp_script.py"
+
+
+def start(
+    lab: Lab, ranks: Sequence[int], program: str, *, store: str = "{host0}", **environment: str
+) -> list[HostProcess]:
+    """`ranks[h]` ranks on host h, that run a program of `network_programs`."""
+    given = {"OFFBEAT_NETWORK": "open", "OFFBEAT_STRATEGY": "ring", "OMP_NUM_THREADS": "1", **environment}
+    own = {name: value for name, value in {**os.environ, **given}.items() if value}
+    hosts = [host for host, count in enumerate(ranks) for _ in range(count)]
+    return [
+        lab.start(
+            host,
+            [sys.executable, "-W", "ignore", str(PROGRAMS), program, str(rank), str(len(hosts)), store],
+            environment=own,
+        )
+        for rank, host in enumerate(hosts)
+    ]
+
+
+def finish(processes: Sequence[HostProcess]) -> list[str]:
+    for process in processes:
+        assert process.wait(timeout_s=120) == 0, process.output
+    return [process.output for process in processes]
+
+
+def test_every_line_gives_the_plain_sum_and_the_same_bits_on_all_ranks(start_lab: StartLab) -> None:
+    lab = start_lab(hosts=2)
+    printed = finish(start(lab, [2, 1], "collectives,sums"))
+    assert all("all collectives are right" in text and "lines are right" in text for text in printed)
+    assert "OFFBEAT_NETWORK=open: 3 ranks on 2 hosts talk over TCP" in printed[0]
+    assert "neither encrypted nor authenticated" in printed[0] and "encrypted" not in printed[1] + printed[2]
+    assert "send and receive are for ranks of one host, not for rank 0 (host0, 10.0.0.1)" in printed[2]
+
+
+def test_leaving_the_host_needs_leave(start_lab: StartLab) -> None:
+    lab = start_lab(hosts=2)
+    for text in finish(start(lab, [1, 1], "collectives", OFFBEAT_NETWORK="")):
+        assert "set OFFBEAT_NETWORK=open on a network that you trust" in text
+        assert text.count("\n") == 1, "one line"
+
+
+def test_calls_that_differ_are_told_apart(start_lab: StartLab) -> None:
+    lab = start_lab(hosts=2)
+    printed = finish(start(lab, [1, 1], "other_call"))
+    told = "rank 1 (host1, 10.0.0.2) called all_reduce(sum) of 1000 float32, but rank 0 all_reduce(sum) of 999 float32"
+    assert told in printed[0]
+
+
+def test_a_ddp_script_under_torchrun_trains_the_same_parameters_as_by_gloo(start_lab: StartLab, tmp_path: Path) -> None:
+    lab = start_lab(hosts=2)
+    jobs: dict[str, list[HostProcess]] = {}
+    for number, backend in enumerate(("gloo", "offbeat")):
+        (tmp_path / backend).mkdir()
+        launch = [
+            sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2", "--node-rank",
+            "{host}", "--master-addr", "{host0}", "--master-port", str(29400 + number), str(DDP_SCRIPT),
+            "--backend", backend, "--out", str(tmp_path / backend),
+        ]  # fmt: skip
+        given = {"OFFBEAT_NETWORK": "open", "OFFBEAT_STRATEGY": "hierarchical", "OMP_NUM_THREADS": "1"}
+        jobs[backend] = [lab.start(host, launch, environment={**os.environ, **given}) for host in range(2)]
+    for backend, job in jobs.items():
+        assert f"on 4 ranks by {backend}" in finish(job)[0]
+    ours, gloos = (np.load(tmp_path / backend / "parameters.npy") for backend in ("offbeat", "gloo"))
+    assert np.abs(ours - gloos).max() < 1e-6
+
+
+@pytest.mark.parametrize("fault", ["kill", "cut"])
+def test_survivors_name_the_rank_that_is_gone(start_lab: StartLab, fault: str) -> None:
+    """At once where connections are closed; within 10 s where a link is cut and nobody is told."""
+    lab = start_lab(hosts=3)
+    processes = start(lab, [2, 1, 1], "reduce_for_ever")
+    for process in processes:
+        wait_for(process, "started")
+    at = time.time()
+    (lab.kill if fault == "kill" else lab.cut)(1)
+    survivors = [0, 1, 3]
+    for rank in survivors:
+        assert processes[rank].wait(timeout_s=30) == 0
+        text = processes[rank].output
+        failed = re.search(r"at ([\d.]+): (.*)", text)
+        assert failed is not None, text
+        assert "rank 2 (host1, 10.0.0.2)" in failed[2], text
+        assert float(failed[1]) - at < (1.5 if fault == "kill" else 10.5), text

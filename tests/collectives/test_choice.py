@@ -1,0 +1,76 @@
+"""Which schedule an all-reduce across hosts takes."""
+
+from __future__ import annotations
+
+import pytest
+
+from offbeat.collectives.choice import Choice, Figures, NetworkFigures, hosts_in_order, with_shape
+from offbeat.errors import RequestError
+from offbeat.schedules import verify
+
+MB = 1_000_000
+EQUAL = NetworkFigures(latency_s=2e-4, sends=(118e6,) * 4, receives=(118e6,) * 4)
+ONE_SLOW = NetworkFigures(latency_s=2e-4, sends=(118e6, 118e6, 12e6, 118e6), receives=(118e6, 118e6, 12e6, 118e6))
+
+
+def figures(network: NetworkFigures) -> Figures:
+    return Figures(latency_s=2e-5, bytes_per_s=5e9, network=network)
+
+
+def crossings(choice: Choice, hosts: tuple[int, ...], size_bytes: int = 100 * MB) -> list[int]:
+    """How many connections leave each host, over all steps."""
+    pairs = {(t.source, t.target) for step in choice.of(size_bytes).schedule.steps for t in step}
+    return [sum(hosts[a] == host != hosts[b] for a, b in pairs) for host in sorted(set(hosts))]
+
+
+@pytest.mark.parametrize("hosts", [(0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 0, 2, 2)])
+def test_a_ring_leaves_and_enters_each_host_once(hosts: tuple[int, ...]) -> None:
+    choice = Choice("ring", len(hosts), hosts=hosts)
+    assert crossings(choice, hosts) == [1] * len(set(hosts))
+    verify(choice.of(MB).schedule)
+
+
+def test_an_order_of_the_user_is_kept() -> None:
+    assert crossings(Choice("ring:order=0-2-1-3", 4, hosts=(0, 0, 1, 1)), (0, 0, 1, 1)) == [2, 2]
+
+
+def test_hierarchical_without_a_shape_is_hosts_times_ranks() -> None:
+    assert with_shape("hierarchical", (0, 0, 0, 1, 1, 1)) == "hierarchical:2x3,inner=direct,parts=4"
+    assert with_shape("hierarchical:leader", (0, 0, 1, 1)) == "hierarchical:2x2,leader"
+    assert with_shape("hierarchical", (0, 0, 0, 0, 1, 1)) == "hierarchical:3x2,inner=direct,parts=4"
+    assert with_shape("hierarchical", (0, 0, 1)) == "hierarchical:3x1"
+    assert with_shape("hierarchical:4x1", (0, 0, 1, 1)) == "hierarchical:4x1"
+    with pytest.raises(RequestError, match="has 6 ranks, not 4"):
+        Choice("hierarchical:2x3", 4, hosts=(0, 0, 1, 1))
+
+
+def test_ranks_are_taken_host_by_host() -> None:
+    assert hosts_in_order((0, 0, 1, 1)) is None
+    assert hosts_in_order((0, 1, 0, 1)) == (0, 2, 1, 3)
+
+
+def test_auto_goes_by_two_levels_where_hosts_have_several_ranks() -> None:
+    hosts = (0, 0, 0, 0, 1, 1, 1, 1)
+    network = NetworkFigures(latency_s=2e-4, sends=(118e6,) * 2, receives=(118e6,) * 2)
+    choice = Choice("auto", 8, figures(network), hosts)
+    assert "hierarchical:2x4" in choice.of(100 * MB).schedule.name
+    assert "118 MB/s across hosts" in choice.why(100 * MB)
+
+
+def test_auto_prefers_the_ring_to_flows_that_meet_where_both_send_as_much() -> None:
+    choice = Choice("auto", 4, figures(EQUAL), (0, 1, 2, 3))
+    assert choice.of(100 * MB).schedule.name in ("ring", "halving-doubling")
+    assert choice.of(1000).schedule.name == "direct"
+
+
+def test_a_slow_host_is_named_and_owns_nothing() -> None:
+    assert ONE_SLOW.slow_links() == (
+        "host 2 sends at 12 MB/s, the others at 118 MB/s",
+        "host 2 receives at 12 MB/s, the others at 118 MB/s",
+    )
+    assert EQUAL.slow_links() == ()
+    for hosts, folded in (((0, 1, 2, 3), 2), ((0, 2, 1, 3), 1)):
+        schedule = Choice("auto", 4, figures(ONE_SLOW), hosts).of(100 * MB).schedule
+        assert schedule.name.startswith("fold:2,")
+        sent = sum(t.source == folded for step in schedule.steps for t in step)
+        assert sent == schedule.chunks, "each chunk once, and none twice"
