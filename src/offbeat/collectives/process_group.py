@@ -714,7 +714,7 @@ def _called_by_the_reducer() -> bool:
 def _usual_rate(rates: Tensor) -> float:
     """Of one host with each of the others: one slow partner, or one late start, must not decide."""
     measured = sorted(rate for rate in rates.tolist() if rate > 0)
-    return measured[len(measured) // 2]
+    return float(measured[len(measured) // 2])
 
 
 def _shared(one: Tensor, other: Tensor) -> bool:
