@@ -299,7 +299,8 @@ class Executor:
             self.calls, call.what, call.items, call.detail, call.plan.way, kind.wanted, *kind.own, call.since_ns
         )
         transport.write_note(note)
-        transport.tag(note)
+        if transport.remote is not None:
+            transport.tag(note)
         transport.mark(self.base)
         places, stamps, rounds, alike = (
             [kind.own] * transport.ranks,

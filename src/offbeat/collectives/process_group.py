@@ -265,7 +265,7 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
         start = time.perf_counter()
         for _ in range(10):
             barrier(patience)
-        latency_s = (time.perf_counter() - start) / 10
+        latency_s = (time.perf_counter() - start) / 10 if transport.near else 0.0
         size = min(_MEASURED_BYTES, transport.arena_bytes) // 4
         beside = next((peer for peer in transport.near if peer > self._rank), (transport.near or (self._rank,))[0])
         source = transport.sides[beside].segment.tensor(torch.float32, size, transport.arena_at)
@@ -274,7 +274,8 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
         start = time.perf_counter()
         for _ in range(3):
             target.add_(source)
-        taken = torch.tensor([latency_s, (time.perf_counter() - start) / 3], dtype=torch.float64)
+        add_s = (time.perf_counter() - start) / 3 if transport.near else 1e-9  # nobody reads from anybody
+        taken = torch.tensor([latency_s, add_s], dtype=torch.float64)
         self._agree(taken, patience)
         network = None if transport.hosts is None else self._measure_network(transport.hosts, patience)
         self._choice.figures = Figures(
@@ -314,7 +315,7 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
                 if seconds is not None:
                     source = (leaders.index(self._rank) - shift) % many
                     at = source * many + leaders.index(self._rank)
-                    rates[at] = max(float(rates[at]), size_bytes / seconds)
+                    rates[at] = size_bytes / seconds  # the larger counts: of small ones, buffers carry a part
             measured = rates[:-1][rates[:-1] > 0]
             slowest = torch.tensor([-float(measured.min()) if len(measured) else -math.inf], dtype=torch.float64)
             self._agree(slowest, patience)
@@ -323,7 +324,9 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
         self._agree(rates, patience)
         table = rates[:-1].reshape(many, many)
         return NetworkFigures(
-            latency_s=float(rates[-1]), sends=tuple(table.amax(1).tolist()), receives=tuple(table.amax(0).tolist())
+            latency_s=float(rates[-1]),
+            sends=tuple(_usual_rate(row) for row in table),
+            receives=tuple(_usual_rate(column) for column in table.T),
         )
 
     def _time_shift(self, leaders: tuple[int, ...], shift: int, size_bytes: int, patience: Patience) -> float | None:
@@ -706,6 +709,12 @@ def _called_by_the_reducer() -> bool:
     while frame is not None and frame.f_globals.get("__name__", "").startswith("offbeat."):
         frame = frame.f_back
     return frame is None or frame.f_code.co_name == "_engine_run_backward"
+
+
+def _usual_rate(rates: Tensor) -> float:
+    """Of one host with each of the others: one slow partner, or one late start, must not decide."""
+    measured = sorted(rate for rate in rates.tolist() if rate > 0)
+    return float(measured[len(measured) // 2])
 
 
 def _shared(one: Tensor, other: Tensor) -> bool:
