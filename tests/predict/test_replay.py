@@ -179,7 +179,7 @@ def test_the_advice_is_as_sure_as_the_runs_own_replay(runs: dict[str, Path]) -> 
     assert off[-1] == "the replay of the run's own strategy is 30 % off; the other numbers are no better"
     assert "at least 60 % faster" in advice_on(run, own, [half], -0.6, None)[1]
     unknown = advice_on(run, own, [half], None, None)
-    assert "not known" in unknown[0] and not any("really ran" in line for line in unknown)
+    assert "unknown" in unknown[0] and not any("really ran" in line for line in unknown)
     never = replace(ring, reached=TargetReached(None, 0.5))
     assert advice_on(run, own, [never], 0.02, 0.9)[1:] == [
         "no other strategy would have got to 90.0 % in as many epochs, with this seed"

@@ -277,7 +277,7 @@ def test_runs_that_their_logs_do_not_tell_are_refused(tmp_path: Path) -> None:
         train_again(run.path, task=small_task())
     run.log(1).touch()
     run.log(2).touch()
-    with pytest.raises(RequestError, match="was resumed, and has a log for each part"):
+    with pytest.raises(RequestError, match="was resumed; only runs without a resume"):
         train_again(run.path, task=small_task())
 
 

@@ -88,7 +88,7 @@ def test_a_virtual_run_leaves_what_a_real_one_leaves(offbeat: Offbeat, tmp_path:
     assert log.run["simulated"] is True and log.spans
     assert replay(log.run, log.decisions).version == RunDir(tmp_path / "run").read_metrics()[-1]["update"]
     assert offbeat("evaluate run")[0] == 0
-    assert "virtual time: it has no checkpoint" in offbeat("train --resume run")[2]
+    assert "virtual time and has no checkpoint" in offbeat("train --resume run")[2]
 
 
 def test_the_json_has_the_curve_and_nothing_else_is_on_stdout(offbeat: Offbeat, tmp_path: Path) -> None:
@@ -163,18 +163,18 @@ def test_a_race_ranks_advises_and_draws(offbeat: Offbeat, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        (f"compare ring async {SHORT}", "say the accuracy to reach"),
-        (f"compare async ring {SHORT} --target 0.5 --failures 5,1", "cannot go on when a learner fails"),
-        (f"compare ring async {SHORT} --target 0.5 --topology uniform:latency=1us", "nothing says it for servers"),
-        (f"compare ring {SHORT} --target 0.5 --minibatches 5", "--minibatches is not for a recipe"),
-        (f"simulate ring {SHORT} --failures 5,1", "cannot go on when a learner fails"),
-        (f"simulate native {SHORT}", "decided by a running process group"),
+        (f"compare ring async {SHORT}", "--target is required with --recipe"),
+        (f"compare async ring {SHORT} --target 0.5 --failures 5,1", "cannot continue after a failure"),
+        (f"compare ring async {SHORT} --target 0.5 --topology uniform:latency=1us", "the servers have no network"),
+        (f"compare ring {SHORT} --target 0.5 --minibatches 5", "--minibatches does not apply with --recipe"),
+        (f"simulate ring {SHORT} --failures 5,1", "cannot continue after a failure"),
+        (f"simulate native {SHORT}", "resolved only in a running process group"),
         (f"simulate k-async:9 {SHORT}", "exceeds the 4 learners"),
-        (f"simulate async {SHORT} --show 3", "--show is not for a recipe"),
+        (f"simulate async {SHORT} --show 3", "--show does not apply with --recipe"),
         (f"simulate async {SHORT} --target 1.5", "at most 1"),
         (f"simulate async {SHORT} --set seed=3", "--set seed"),
-        (f"simulate async {SHORT} --device cuda:77", "is not here"),
-        ("simulate async --recipe nope", "no recipe"),
+        (f"simulate async {SHORT} --device cuda:77", "does not exist"),
+        ("simulate async --recipe nope", "no such recipe"),
         *(
             (f"{line} --learners 999999999", "takes about 2 TB of memory (2 kB each), and")
             for line in (
@@ -201,14 +201,14 @@ def test_a_wrong_request_is_told_in_a_line_and_leaves_nothing(
 
 def test_a_target_that_needs_no_training_is_refused(offbeat: Offbeat) -> None:
     code, _, err = offbeat(f"compare ring async {SHORT} --target 0.01")
-    assert code == 2 and "learned nothing is there already" in err
+    assert code == 2 and "an untrained model already reaches it" in err
 
 
 def test_a_folder_that_is_there_is_not_used(offbeat: Offbeat, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "something").touch()
     code, _, err = offbeat(f"simulate async {SHORT} --run-dir full")
-    assert code == 2 and "is there already" in err and "--resume" not in err
+    assert code == 2 and "already exists" in err and "--resume" not in err
 
 
 def test_what_has_no_accuracy_has_no_race(offbeat: Offbeat, tmp_path: Path) -> None:
@@ -216,9 +216,9 @@ def test_what_has_no_accuracy_has_no_race(offbeat: Offbeat, tmp_path: Path) -> N
     own = "--recipe digits-softmax --learners 2 --epochs 1 --model.name mine_numbers:line"
     own += " --data.name mine_numbers:numbers --train.loss torch.nn.functional:mse_loss --target 0.9"
     code, _, err = offbeat(f"compare ring async {own}")
-    assert code == 2 and "no accuracy, only a loss" in err
+    assert code == 2 and "a loss but no accuracy" in err
     code, out, _ = offbeat(f"simulate async {own} --run-dir run")
-    assert code == 0 and "there is no accuracy, only a loss" in out
+    assert code == 0 and "a loss but no accuracy" in out
     assert not (tmp_path / "run" / "error.svg").exists()
 
 

@@ -119,7 +119,7 @@ def test_evaluate_gives_what_the_run_said(trained: tuple[Path, str, str]) -> Non
     assert (ended.result["accuracy"], ended.result["loss"]) == (result["accuracy"], result["loss"])
     ended = offbeat(folder, "evaluate", "run")
     right = format_accuracy(result["accuracy"], result["test_samples"])
-    assert right in ended.out and f"{right} are right" in (folder / "run" / "summary.txt").read_text()
+    assert right in ended.out and f"accuracy on the test set is {right}" in (folder / "run" / "summary.txt").read_text()
 
 
 def test_a_run_ends_when_the_accuracy_that_is_wanted_is_held(tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_a_model_that_raises_ends_the_run_with_its_traceback_and_one_line(sync: 
     assert (ended.code, ended.left) == (1, [])
     assert ended.err.count("\n") == 1
     assert re.match(
-        r"offbeat: learner [01]: ValueError: this model has had enough \(its traceback is above\)", ended.err
+        r"offbeat: learner [01]: ValueError: this model has had enough \(traceback above\)", ended.err
     )
     raised = re.findall(r"^learner [01] \| ValueError: this model has had enough$", ended.out, re.MULTILINE)
     assert len(raised) == ended.out.count("Traceback") == 1  # though it is the same in both
@@ -225,7 +225,7 @@ WRONG = {
     "an unknown strategy": (["--sync", "rign"], "did you mean 'ring'?"),
     "a model that cannot be built": (
         ["--model.name", "resnet18", "--data.name", "text"],
-        "model resnet18 wants images",
+        "model resnet18 needs images",
     ),
     "a file that is not there": (["nowhere/recipe.toml"], "nowhere/recipe.toml"),
     "data that is not there": (
@@ -237,7 +237,7 @@ WRONG = {
         "has classes=3, but data digits has 10",
     ),
     "a loss that does not fit": (["--train.loss", "torch.nn.functional:mse_loss"], "the loss fails on outputs"),
-    "no such device": (["--device", "cuda:7"], "device: 'cuda:7' is not here"),
+    "no such device": (["--device", "cuda:7"], "device: 'cuda:7' does not exist"),
     "nothing to go on from": (["--resume", "nowhere"], "nowhere is not the folder of a run"),
 }
 
