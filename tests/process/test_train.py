@@ -205,9 +205,7 @@ def test_a_model_that_raises_ends_the_run_with_its_traceback_and_one_line(sync: 
     ended = offbeat(tmp_path, *train_words(sync, 2), "--model.name", "train.programs:fails")
     assert (ended.code, ended.left) == (1, [])
     assert ended.err.count("\n") == 1
-    assert re.match(
-        r"offbeat: learner [01]: ValueError: this model has had enough \(traceback above\)", ended.err
-    )
+    assert re.match(r"offbeat: learner [01]: ValueError: this model has had enough \(traceback above\)", ended.err)
     raised = re.findall(r"^learner [01] \| ValueError: this model has had enough$", ended.out, re.MULTILINE)
     assert len(raised) == ended.out.count("Traceback") == 1  # though it is the same in both
     assert re.search(r"^learner [01] \| 3 to go$", ended.out, re.MULTILINE)
