@@ -167,7 +167,7 @@ def test_torus_neighbours_are_one_hop_apart() -> None:
         ("cluster:2xdgx1,inside=1GB/s", 16, "'dgx1:inside=1GB/s': unknown option 'inside'"),
         ("cluster:2xdgx1,across=1gb/s", 16, "did you mean 'GB/s' or 'Gb/s'"),
         ("cluster:2xtorus:2x2", 16, "4 ranks, not 8"),
-        ("uniform:bandwidth=0GB/s", 4, "at least 1 byte a second"),
+        ("uniform:bandwidth=0GB/s", 4, "at least 1 byte per second"),
         ("uniform:latency=-1us", 4, "0 or more"),
     ],
 )

@@ -319,7 +319,7 @@ def test_training_ends_when_it_is_told_to() -> None:
 
 @pytest.mark.parametrize("width", [0, -1])
 def test_less_than_one_minibatch_at_a_time_is_refused(width: int) -> None:
-    with pytest.raises(RequestError, match=f"1 minibatch or more is computed at a time; got {width}"):
+    with pytest.raises(RequestError, match=f"at least 1 minibatch must be computed at a time; got {width}"):
         trained("async", PLAIN, stream_for(PLAIN, minibatches=9), width=width)
 
 

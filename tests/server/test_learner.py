@@ -172,6 +172,6 @@ def test_what_changes_after_prepare_and_schedulers_of_other_things_are_refused()
         learner._follow_version(plateau)
     learner._replace_methods(optimizer, list(model.parameters()))
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
-    with pytest.raises(RequestError, match="other parameters"):
+    with pytest.raises(RequestError, match="parameters of the optimizer changed"):
         optimizer.step()
     learner.close()

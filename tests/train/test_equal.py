@@ -34,6 +34,7 @@ LINES = {  # one of each all-reduce strategy, for 4 learners; True: in every run
     "torus": ("torus:2x2", False),
     "multiring": ("multiring:2x2", False),
     "hierarchical": ("hierarchical:2x2", True),
+    "fold": ("fold:3", False),
     "auto": ("auto", True),
     "native": ("native", True),
 }

@@ -325,7 +325,7 @@ def test_an_epoch_is_not_lost_with_a_broken_image_of_the_test_set(tmp_path: Path
     folder = folder_of(tmp_path / "images", many=40)  # of each class 4 are tested; the first two were looked at before
     bad = folder / "light" / "039.jpg"
     bad.write_bytes(b"")
-    with pytest.raises(OffbeatError, match=r"039\.jpg: it is no JPEG.*; go on from .*--resume"):
+    with pytest.raises(OffbeatError, match=r"039\.jpg: it is no JPEG.*; continue from .*--resume"):
         train_on(folder, "ring", 2)
     Image.new("RGB", (9, 9)).save(bad)
     config = config_of(folder)

@@ -20,7 +20,7 @@ from offbeat import topology
 from offbeat.collectives.calls import Plan, plan
 from offbeat.errors import RequestError
 from offbeat.number_format import format_rate, format_seconds, format_size
-from offbeat.schedules import Price, auto_lines, price
+from offbeat.schedules import Price, algorithms, auto_lines, price
 from offbeat.strategy import ALL_REDUCE, AUTO, NATIVE, family_of
 
 HIERARCHICAL = "hierarchical"
@@ -111,14 +111,15 @@ def with_shape(line: str, hosts: Sequence[int]) -> str:
     Inside a host everybody reads everybody's memory, so that is one step, and the network does not wait for it.
     """
     spec = grammar.parse(line)
-    if spec.name != HIERARCHICAL or any(word[:1].isdigit() for word in spec.args):
+    row = algorithms().get(spec.name)
+    if row is None or not row.by_host or any(word[:1].isdigit() for word in spec.args):
         return line
     each = math.gcd(*(hosts.count(host) for host in set(hosts)))
     given = dict(spec.options)
     if not spec.args and each > 1:
         given = {"inner": "direct", "parts": "4", **given}
     options = [*spec.args, *(f"{name}={value}" for name, value in given.items())]
-    return f"{HIERARCHICAL}:{','.join([f'{len(hosts) // each}x{each}', *options])}"
+    return f"{spec.name}:{','.join([f'{len(hosts) // each}x{each}', *options])}"
 
 
 @cache

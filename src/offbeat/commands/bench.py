@@ -506,7 +506,7 @@ _OPTIONS = (
     option("--sizes", read=_sizes, metavar="SIZES", help="allreduce: tensor sizes (default 64KiB,4MiB,100MB)"),
     option(
         "--lab", metavar="HOSTSxRANKS,RATE",
-        help="allreduce: run on the hosts of a lab (offbeat lab), like 4x2,1Gbit/s; 2=100Mbit/s: link of host 2",
+        help="allreduce: run on 4 hosts of 2 ranks on this machine (see offbeat lab): 4x2,1Gbit/s",
     ),
     option("--batch", read=parse_count, metavar="N", help="ddp: samples per minibatch (default 64)"),
     option(

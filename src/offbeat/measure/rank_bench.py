@@ -219,8 +219,9 @@ class RankRequest:
                     f"bench: --strategy: expected an all-reduce like ring; '{self.strategy}' is a parameter-server "
                     "strategy"
                 )
-            known = grammar.parse(self.strategy).name in schedules.algorithms()  # and not `auto`
-            if known and not (self.lab and self.strategy == "hierarchical"):  # whose shape is the lab's
+            spec = grammar.parse(self.strategy)
+            row = schedules.algorithms().get(spec.name)  # `auto` is none
+            if row is not None and not (self.lab and row.by_host and not spec.args):  # whose shape is the lab's
                 schedules.build(self.strategy, ranks=self.ranks)  # refuses a shape of other ranks
 
     def as_json(self, machine: Mapping[str, Any], not_measured: Mapping[str, str]) -> dict[str, Any]:

@@ -486,7 +486,7 @@ class LoggedTimeline:
 def train(timeline: Timeline, learner: Learner, *, width: int, after: Callable[[Update], bool]) -> None:
     """Make every update of the timeline, in order; `after` is called after each, and ends it by saying True."""
     if width < 1:
-        raise RequestError(f"1 minibatch or more is computed at a time; got {width}")
+        raise RequestError(f"at least 1 minibatch must be computed at a time; got {width}")
     updates = _in_lock_step(timeline, learner, width) if timeline.lock_step else _ahead(timeline, learner, width)
     for update in updates:
         if after(update):

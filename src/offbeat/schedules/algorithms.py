@@ -253,6 +253,7 @@ class Algorithm:
     least_sides: int = 0  # shapes with fewer sides are another row in other words
     most_shapes: int | None = None  # of which a ranking tries those with the fewest steps
     total_bytes: Callable[[int, int], int] | None = None
+    by_host: bool = False  # its shape is hosts x ranks of a host, if it is given none
     auto: int = 0  # whether `auto` considers it on one host, and before which others of the same price: the lower first
     examples: tuple[str, ...] = ()
     lineups: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -353,7 +354,7 @@ _PLAIN = (
 
 _FOLD = Algorithm(
     name="fold",
-    summary="a ring without some ranks, which send to its owners and receive from them: for hosts with slow links",
+    summary="a ring that leaves out ranks on slow links; they exchange their data with the ranks of the ring directly",
     chunks=_fold_chunks,
     phase=fold,
     consecutive_first=lambda ranks, shape: (),
@@ -402,6 +403,7 @@ _SHAPED = (
     ),
     Algorithm(
         name="hierarchical",
+        by_host=True,
         summary="reduce inside nodes, all-reduce across nodes, distribute inside; ',leader': one rank per node",
         chunks=_hierarchical_chunks,
         phase=hierarchical,

@@ -512,7 +512,7 @@ class ReducedTrainer(Trainer):
         resumed_inside = before.get("epoch") == self.at.epoch and before.get("offset", 0) > 0
         if not resumed_inside and (count != self.samples or total != self.samples * (self.samples - 1) // 2):
             raise OffbeatError(
-                f"epoch {self.at.epoch}: {count} samples were computed, of {self.samples}, or not each of them once"
+                f"epoch {self.at.epoch}: {count} of {self.samples} samples, or some are missing or repeated"
             )
         self._ledger = (0, 0)
 
