@@ -82,7 +82,7 @@ def test_spans_show_computing_waiting_and_sending() -> None:
 
 def test_what_an_all_reduce_cannot_do_is_refused() -> None:
     failing = Cluster(learners=4, law=parse_law("exp:1"), failures=Failures(mean_up_s=1, mean_down_s=1))
-    with pytest.raises(RequestError, match="cannot go on when a learner fails"):
+    with pytest.raises(RequestError, match="cannot continue after a failure of a learner"):
         collective.run("ring", failing, topology("uniform", ranks=4), MODEL, updates=1)
     for wrong in (
         {"forward_share": 1.0, "backward": (1.0,), "size_bytes": (1,)},

@@ -103,6 +103,11 @@ def signals_deferred() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
+def ignore_interrupts() -> None:
+    """Ctrl-C is for the process that waits for this one and ends it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def wake_on_child_exit() -> int:
     """A descriptor that is readable when a child has ended."""
     woken, wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)

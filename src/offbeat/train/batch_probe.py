@@ -29,6 +29,7 @@ import torch
 
 from offbeat.errors import OffbeatError, RequestError
 from offbeat.processes.child import die_with_parent
+from offbeat.processes.signals import ignore_interrupts
 from offbeat.runs.run_folder import RunDir
 from offbeat.strategy import ALL_REDUCE, family_of
 from offbeat.train.batch_search import find_batch, sizes_for, sizes_of_global
@@ -143,7 +144,7 @@ def _start(config: Config, task: Task, batch: int, device: torch.device, sharing
     told: dict[str, Any] = {"why": "the process was ended"}
     try:
         die_with_parent()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever waits for it ends it
+        ignore_interrupts()
         os.close(reader)
         told = {"seconds": _try(config, task, batch, device, sharing, folder)}
     except BaseException as error:
