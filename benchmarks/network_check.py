@@ -77,7 +77,7 @@ def check_fault(fault: str, rng: random.Random) -> tuple[float, str | None]:
         elif fault == "stop-rank":
             processes[FAULTY].send_signal(signal.SIGSTOP)
         else:
-            lab.cut(1, {"cut-both": "both", "cut-out": "out", "cut-in": "in"}[fault])  # type: ignore[arg-type]
+            lab.cut(1, {"cut-both": "both", "cut-out": "out", "cut-in": "in"}[fault])  # type: ignore[arg-type] # of its three words
         last_s = 0.0
         for rank in (0, 1, 3):
             try:

@@ -130,7 +130,7 @@ def test_what_was_found_is_told_in_one_line() -> None:
 def test_every_size_of_an_epoch_is_tried(
     samples: int, learners: int, train: dict[str, Any], batch: int, sizes: list[int]
 ) -> None:
-    config = Config(learners=learners, train=TrainConfig(batch_size="auto", **train))  # type: ignore[arg-type]
+    config = Config(learners=learners, train=TrainConfig(batch_size="auto", **train))  # type: ignore[arg-type] # as a file says it
     assert pass_sizes(config, samples, batch) == sizes
 
 

@@ -186,7 +186,7 @@ def test_no_reader_is_left_when_whoever_takes_minibatches_stops_early(here: Fake
         batches.close()  # type: ignore[attr-defined] # it is a generator
     elif how == "failed":
         with pytest.raises(ZeroDivisionError):
-            batches.throw(ZeroDivisionError())  # type: ignore[attr-defined]
+            batches.throw(ZeroDivisionError())  # type: ignore[attr-defined] # a generator
     else:
         del batches
     assert not readers()

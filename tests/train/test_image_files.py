@@ -205,7 +205,8 @@ def test_a_minibatch_is_that_of_single_samples_and_has_its_channels_last(tmp_pat
 def test_reader_processes_give_the_same_samples_in_the_same_order(tmp_path: Path) -> None:
     images = [Image.new("RGB", (4 + at, 9), (at, 2 * at, 3 * at)) for at in range(9)]
     data = ImageFiles(files(tmp_path, *images), 5)
-    wanted = list(torch.randperm(9, generator=torch.Generator().manual_seed(1)).split(2))  # type: ignore[no-untyped-call]
+    order = torch.randperm(9, generator=torch.Generator().manual_seed(1))
+    wanted = list(order.split(2))  # type: ignore[no-untyped-call] # torch's own
     alone, read = (list(LoaderInput(data, CPU, mover(CPU), workers).batches(wanted)) for workers in (0, 2))
     for (inputs, targets), (same, those), indices in zip(alone, read, wanted, strict=True):
         assert torch.equal(inputs, same)

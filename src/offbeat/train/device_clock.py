@@ -40,8 +40,8 @@ class DeviceClock:
         if not self._cuda:
             return [float(mark) for mark in marks]  # type: ignore[arg-type] # on a CPU they are numbers
         assert self._base is not None
-        marks[-1].synchronize()  # type: ignore[union-attr]
+        marks[-1].synchronize()  # type: ignore[union-attr] # on a GPU they are events
         base, at_s = self._base
-        times = [at_s + base.elapsed_time(mark) / 1e3 for mark in marks]  # type: ignore[arg-type]
+        times = [at_s + base.elapsed_time(mark) / 1e3 for mark in marks]  # type: ignore[arg-type] # events
         self._base = marks[-1], times[-1]  # type: ignore[assignment] # events count in few digits: from near by
         return times

@@ -207,8 +207,8 @@ class DeviceStep:
         if self.clip_norm:
             norm = norm / self.scale
             coefficient = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)
-            self.optimizer.grad_scale = self.scale / coefficient  # type: ignore[attr-defined]
-        self.optimizer.found_inf = bad  # type: ignore[attr-defined]
+            self.optimizer.grad_scale = self.scale / coefficient  # type: ignore[attr-defined] # see `bind`
+        self.optimizer.found_inf = bad  # type: ignore[attr-defined] # see `bind`
         self.optimizer.step()
         self._lost += bad * self._samples
         if self.scaler is not None:

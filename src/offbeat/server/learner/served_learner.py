@@ -196,7 +196,7 @@ class ServedLearner(Learner):
         replace_step(optimizer, step)
         if not self._policy.rule.delta:  # there the learner's own optimizer is the one that counts
             # The servers have the state.
-            optimizer.state_dict = lambda: self._as_optimizer_state(  # type: ignore[method-assign]
+            optimizer.state_dict = lambda: self._as_optimizer_state(  # type: ignore[method-assign] # of this one optimizer
                 self._state_of_servers()[0]
             )
         optimizer.load_state_dict = _refuse_to_load  # type: ignore[method-assign, assignment]  # likewise
