@@ -221,6 +221,28 @@ def test_a_planted_fault_is_found(kind: type[DeviceStep], what: str, precision: 
     assert what in [one.what for one in prove(wrong, eager, batches()) if not one.holds]
 
 
+class OwnDropout(nn.Module):
+    """Draws in the precision of what it is given: a wider one draws other numbers, as a GPU does."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        return values * (torch.rand_like(values) > 0.03) if self.training else values
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [(FrozenDropout, "gradient with other random numbers"), (StaleInput, "gradient of another minibatch")],
+)
+def test_a_planted_fault_is_found_where_a_wider_precision_draws_other_numbers(
+    kind: type[DeviceStep], what: str
+) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), OwnDropout(), nn.Linear(16, 4))
+    eager = step_of(model)
+    made = {one: one(model, eager.optimizer, eager.loss, eager.precision) for one in (DeviceStep, kind)}
+    assert [str(one) for one in prove(made[DeviceStep], eager, batches()) if not one.holds] == []
+    assert what in [one.what for one in prove(made[kind], eager, batches()) if not one.holds]
+    assert all(one.training for one in model.modules())
+
+
 # --- the choice -----------------------------------------------------------------------------------------------------
 
 

@@ -75,11 +75,9 @@ class DeviceRequest:
 class DeviceProcess:
     """A model in a precision, in a process of its own; what it says of itself is in `told`."""
 
-    def __init__(self, config: Config, timeout_s: float, doing: str) -> None:
-        self._doing = doing
-        self._harness = Harness(timeout_s)
+    def __init__(self, harness: Harness, config: Config, doing: str) -> None:
+        self._doing, self._harness = doing, harness
         try:
-            self._harness.start(config.name, program("device_learner"), environment({}))
             self.told = self._harness.ask({"config": as_json(config)}, doing)[0]
         except BaseException:
             self._harness.close(at_once=True)
@@ -94,6 +92,29 @@ class DeviceProcess:
 
     def close(self) -> None:
         self._harness.close(at_once=True)
+
+
+class DevicePrograms:
+    """Starts them, and always one more: it loads torch, which takes seconds, while the one before it is measured."""
+
+    def __init__(self) -> None:
+        self._ahead: Harness | None = None
+
+    def __call__(self, config: Config, timeout_s: float, doing: str) -> DeviceProcess:
+        harness, self._ahead = self._ahead or _loading(timeout_s), None
+        self._ahead = _loading(timeout_s)
+        harness.children[0].name = config.name
+        return DeviceProcess(harness, config, doing)
+
+    def close(self) -> None:
+        if self._ahead is not None:
+            self._ahead.close(at_once=True)
+
+
+def _loading(timeout_s: float) -> Harness:
+    harness = Harness(timeout_s)
+    harness.start("device_learner", program("device_learner"), environment({}))
+    return harness
 
 
 Start = Callable[[Config, float, str], Any]  # gives what `DeviceProcess` is
@@ -323,7 +344,7 @@ def measure(
     progress: Progress,
     *,
     keep: Callable[[BenchResult], None] = lambda result: None,
-    start: Start = DeviceProcess,
+    start: Start | None = None,
     machine: Mapping[str, Any] | None = None,
 ) -> BenchResult:
     """All points; `keep` is given what there is after each. An interruption leaves those that were measured, if any.
@@ -340,14 +361,15 @@ def measure(
     notes: list[str] = []
     compute = request.configs[0].train.compute
     ended_by = None
+    programs = DevicePrograms()
     try:
         for number, config in enumerate(plans, start=1):
             at = f"{number} of {len(plans)}: "
-            for row, found in _points_of(config, request, start, progress, at, gpu):
+            for row, found in _points_of(config, request, start or programs, progress, at, gpu):
                 rows.append(row)
                 compute = found.get("compute", compute)
                 for reason in found.get("not_measured", ()):
-                    if (note := f"energy: not measured: {reason}") not in notes:
+                    if (note := f"energy: not included: {reason}") not in notes:
                         notes.append(note)
                 keep(device_result(request, facts, list(rows), notes, compute))
     except (KeyboardInterrupt, Terminated) as signal:
@@ -355,6 +377,8 @@ def measure(
             raise
         ended_by = signal
         notes.append(f"interrupted after {count_of(len(rows), 'point')}")
+    finally:
+        programs.close()
     if facts["device"] == "cuda" and gpu is None:
         notes.append(f"the share of peak is not known: {facts['gpu']} is not among the devices of offbeat profile")
     return device_result(request, facts, rows, notes, compute, ended_by=ended_by)

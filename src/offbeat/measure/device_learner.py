@@ -13,6 +13,7 @@ import time
 from typing import Any
 
 import torch
+import torch._dynamo  # the first optimizer loads it anyway: here, while the parent measures something else
 
 from offbeat.energy import Meter
 from offbeat.measure.child_requests import Answer, Handlers, Request, error_text, serve

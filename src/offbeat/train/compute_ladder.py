@@ -19,11 +19,13 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from offbeat.train.device_step import DeviceStep
 from offbeat.train.out_of_memory import is_out_of_memory, release
@@ -199,20 +201,35 @@ def prove(step: DeviceStep, eager: DeviceStep, batches: Sequence[Batch]) -> list
         ("gradient with another loss scale", second, 1, scale / 2 if scale > 1 else 64.0, 1.0),
         ("gradient with another weight", first, 1, scale, 0.5),
     ]
+    draws = _apart(wide.gradient(first, 1), wide.gradient(first, 2)) > ROUNDING
     for what, batch, seed, scale, weight in cases:
         mine, plain = (_gradient(one, batch, seed, scale, weight) for one in (step, eager))
-        right = wide.gradient(batch, seed)
-        yardstick = _apart(plain, right)
-        if yardstick > 0.5:  # the wider one draws other random numbers: only the two can be compared
-            found.append(Finding(what, _apart(mine, plain), 1e-3 if eager.precision.name == "fp32" else 0.1))
+        if draws:  # a wider precision draws other numbers: then the two are compared, as far apart as both may be
+            with _without_chance(eager.model, wide.model):
+                yardstick = _apart(_gradient(eager, batch, seed, scale, weight), wide.gradient(batch, seed))
+            found.append(Finding(what, _apart(mine, plain), (LONGER + 1) * yardstick + ROUNDING))
         else:
-            found.append(Finding(what, _apart(mine, right), LONGER * yardstick + ROUNDING))
+            right = wide.gradient(batch, seed)
+            found.append(Finding(what, _apart(mine, right), LONGER * _apart(plain, right) + ROUNDING))
     gradient = _gradient(eager, first, 1, scale, 1.0)
     for what, lr, decay in (("update", 0.01, 0.0), ("learning rate", 0.05, 0.0), ("weight decay", 0.05, 0.1)):
         mine, plain = (_change(one, gradient, lr, decay) for one in (step, eager))
         found.append(Finding(what, _apart(mine, plain), ROUNDING))
     found.append(Finding("update that is not finite", _not_finite(step, gradient), 0.0))
     return found
+
+
+@contextmanager
+def _without_chance(*models: nn.Module) -> Iterator[None]:
+    """Dropout is off; batch norm still takes its statistics from the minibatch."""
+    quiet = {one for model in models for one in model.modules() if one.training and not isinstance(one, _BatchNorm)}
+    for one in quiet:
+        one.training = False
+    try:
+        yield
+    finally:
+        for one in quiet:
+            one.training = True
 
 
 class _Wide:

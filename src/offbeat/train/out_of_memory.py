@@ -13,8 +13,9 @@ import torch
 
 from offbeat.errors import RequestError
 
-# In what CUDA, cuBLAS, cuDNN and torch's allocator of a CPU say.
-_MARKS = ("out of memory", "ALLOC_FAILED", "can't allocate memory", "not enough memory")
+# In what CUDA, cuBLAS, cuDNN and torch's allocator of a CPU say. The last: torch asks NVML how much memory others have
+# when it runs out of it, and fails in that where a container has no NVML.
+_MARKS = ("out of memory", "ALLOC_FAILED", "can't allocate memory", "not enough memory", "DriverAPI::get()->nvml")
 
 
 def is_out_of_memory(error: BaseException | str | None) -> bool:
