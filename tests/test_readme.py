@@ -80,7 +80,7 @@ def test_the_readme_fits_on_a_screen_and_a_bit() -> None:
 
 
 def test_the_readme_and_the_comparison_page_say_the_same_of_every_system() -> None:
-    short = verdicts(README, "## Beside other systems")
+    short = verdicts(README, "## Compared with other systems")
     assert len(short) == 11
     assert short == verdicts(HERE / "docs" / "comparison.md", "# How offbeat compares")
 
