@@ -94,7 +94,7 @@ def test_the_users_own_folder_comes_before_debians(monkeypatch: pytest.MonkeyPat
 
 
 BAD = [
-    (TRAIN, b"", "less than the 16"),
+    (TRAIN, b"", "header alone has 16"),
     (TRAIN, idx(3, 28, 28)[:-1], "promises 2352 numbers, and 2351 came"),
     (TRAIN, idx(3, 28, 28) + b"x", "promises 2352"),
     (TRAIN, idx(3, 28, 28, magic=0x801), "begins with 0x801, not 0x803"),
@@ -174,7 +174,7 @@ def test_reading_ends_where_there_are_enough_bytes(tmp_path: Path) -> None:
         (".", "*.none", 100, r"no file in '\.' matches \*\.none"),
         (".", "", 100, "is not a file pattern"),
         (".", "/a*", 100, "is not a file pattern"),
-        (".", "*.txt", 0, "most_bytes is 0"),
+        (".", "*.txt", 0, "most_bytes must be at least 1; got 0"),
         (".", "*.txt", 9, "too little text"),
     ],
 )
@@ -241,8 +241,8 @@ def test_val_is_tested_with_where_there_is_a_test_folder_too(tmp_path: Path) -> 
         ((), "has no folders; each class needs one"),
         (("1.png",), "has no folders; each class needs one"),
         (("a/1.png", "b/1.gif", "c/x.txt"), "/b has no files that end in .jpg, .jpeg or .png, and 1 more have none"),
-        (("a/1.png", "b/1.png"), "has no images to test with"),
-        (("train/a/1.png",), "has train/, but neither val/ nor test/"),
+        (("a/1.png", "b/1.png"), "has no test images"),
+        (("train/a/1.png",), "has train/, but no test set: neither val/ nor test/"),
         (("train/a/1.png", "val/b/1.png"), "/val has a class 'b' that"),
         (("train/a/1.png", "val/1.png"), "/val has no folders"),
         (("train/1.png", "val/a/1.png"), "/train has no folders"),

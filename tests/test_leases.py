@@ -299,7 +299,7 @@ def test_a_snapshot_of_another_run_or_a_damaged_one_is_refused_and_changes_nothi
     book.settle(taken(book, 0, 3).number, "applied")
     taken(book, 1, 2)
     before = book.snapshot()
-    with pytest.raises(RequestError, match="9 samples, and this run 8"):
+    with pytest.raises(RequestError, match="9 samples, but this run has 8"):
         book.restore(LeaseBook(samples=9).snapshot())
     for name, value in (
         ("fresh", 4),
@@ -333,7 +333,7 @@ def test_each_broken_law_is_seen() -> None:
         with pytest.raises(AssertionError, match=law):
             book.check()
 
-    exactly_once = "exactly once free, out or settled"
+    exactly_once = "either free, leased or settled, exactly once"
     broken(exactly_once, _fresh=3)  # twice
     broken(exactly_once, _fresh=5)  # never
     broken(exactly_once, _out={}, _holder={})
@@ -341,7 +341,7 @@ def test_each_broken_law_is_seen() -> None:
     broken("no piece is empty", _settled=[(0, 2), (2, 2)])
     broken("epochs do not overlap", _out={1: Lease(1, 1, 2, 2)})
     broken("its own number", _out={0: Lease(1, 0, 2, 2)})
-    broken("in hand is out", _holder={0: 0})
+    broken("a lease with a holder must be leased", _holder={0: 0})
     broken("counted once", counts={0: Counter(applied=3)})
-    broken("none after it", counts={0: Counter(applied=2), 1: Counter(applied=2)})
+    broken("must be the current epoch", counts={0: Counter(applied=2), 1: Counter(applied=2)})
     broken("is left", _settled=[(0, 6)], _out={}, _fresh=6)

@@ -170,20 +170,28 @@ class LeaseBook:
             pieces.append((self._fresh, self.samples, "fresh"))
         end, before = 0, "the start"
         for start, stop, what in sorted(pieces):
-            law = "every position is exactly once free, out or settled"
+            law = "every position is either free, leased or settled, exactly once"
             _demand(start < stop, f"no piece is empty: {what} is {start}..{stop}")
             _demand(start == end, f"{law}: {before} ends at {end} and {what} begins at {start}")
             end, before = stop, what
         _demand(end == self.samples, f"an epoch has {self.samples} positions: {before} ends at {end}")
-        _demand(self._settled != [(0, self.samples)], f"an epoch that is over is left: epoch {self.epoch} is not")
+        _demand(self._settled != [(0, self.samples)], f"a finished epoch must be left, but epoch {self.epoch} was not")
         for number, lease in self._out.items():
-            _demand(lease.epoch == self.epoch, f"epochs do not overlap: {lease} is out in epoch {self.epoch}")
-            _demand(lease.number == number < self._next, f"a lease has its own number: {lease} is kept as {number}")
-        _demand(self._holder.keys() <= self._out.keys(), f"what is in hand is out: {self._holder} is not")
+            _demand(lease.epoch == self.epoch, f"epochs do not overlap, but {lease} is leased in epoch {self.epoch}")
+            _demand(
+                lease.number == number < self._next,
+                f"a lease must be stored under its own number, but {lease} is stored under {number}",
+            )
+        _demand(
+            self._holder.keys() <= self._out.keys(), f"a lease with a holder must be leased, but {self._holder} are not"
+        )
         for epoch, fates in self.counts.items():
             due = self.samples if epoch < self.epoch else sum(stop - start for start, stop in self._settled)
-            _demand(fates.total() == due, f"a settled sample is counted once: epoch {epoch} has {fates}, not {due}")
-        _demand(max(self.counts) == self.epoch, f"epoch {self.epoch} is counted, and none after it")
+            _demand(
+                fates.total() == due,
+                f"each settled sample is counted once, but epoch {epoch} counts {fates} instead of {due}",
+            )
+        _demand(max(self.counts) == self.epoch, f"the last epoch with counts must be the current epoch, {self.epoch}")
 
     # --- a coordinator that comes back ------------------------------------------------------------------------
 
@@ -212,7 +220,9 @@ class LeaseBook:
         """
         if state.get("samples") != self.samples:
             came = state.get("samples")
-            raise RequestError(f"the snapshot of the leases has epochs of {came} samples, and this run {self.samples}")
+            raise RequestError(
+                f"the snapshot of the leases has epochs of {came} samples, but this run has {self.samples}"
+            )
         book = LeaseBook(samples=self.samples, again=self.again)
         try:
             book.epoch, book._fresh, book._next = state["epoch"], state["fresh"], state["next"]
@@ -226,7 +236,7 @@ class LeaseBook:
             book.counts = {epoch: Counter(fates) for epoch, fates in state["counts"]}
             book.check()
         except (AssertionError, KeyError, TypeError, ValueError) as error:
-            raise RequestError(f"the snapshot of the leases is not whole: {error!r}") from None
+            raise RequestError(f"the snapshot of the leases is incomplete: {error!r}") from None
         vars(self).update(vars(book))
 
     # --- the insides ------------------------------------------------------------------------------------------
@@ -254,8 +264,10 @@ class LeaseBook:
 
     def _not_out(self, number: int, deed: str) -> EventError:
         if number in self._out:
-            return EventError(f"lease {number} cannot be {deed}: it was handed in already and belongs to the run")
-        why = "it came back or was settled already" if 0 <= number < self._next else "there never was such a lease"
+            return EventError(
+                f"lease {number} cannot be {deed}: its gradient was already pushed, so it belongs to the run"
+            )
+        why = "it was already returned or settled" if 0 <= number < self._next else "no lease has this number"
         return EventError(f"lease {number} cannot be {deed}: {why}")
 
 

@@ -39,7 +39,9 @@ def add(name: str) -> None:
     if _is_file(name):
         name = str(Path(name).resolve())
     if os.pathsep in name:
-        raise RequestError(f"plugin '{name}': its name cannot have a '{os.pathsep}', which joins names in {VARIABLE}")
+        raise RequestError(
+            f"plugin '{name}': a name cannot contain '{os.pathsep}', which separates names in {VARIABLE}"
+        )
     load(name)
     if name not in named():
         os.environ[VARIABLE] = os.pathsep.join((*named(), name))
@@ -87,11 +89,11 @@ def check_new(name: str, known: Container[str], examples: Iterable[str]) -> None
     """That a row can be added to a table under this name, and that its example lines are lines of that name."""
     lines = tuple(examples)
     if grammar.parse(name) != grammar.Spec(name=name):
-        raise RequestError(f"a strategy's name has no ':'; got '{name}'")
+        raise RequestError(f"a strategy's name must not contain ':'; got '{name}'")
     if name in known:
         raise RequestError(f"the strategy '{name}' already exists; choose another name")
     if not lines:
-        raise RequestError(f"the row of '{name}' has no examples: give lines that can run with 4 learners")
+        raise RequestError(f"the row of '{name}' has no examples; give some that work with 4 learners")
     for line in lines:
         if grammar.parse(line).name != name:
             raise RequestError(f"the row of '{name}' has the example '{line}', which names another strategy")

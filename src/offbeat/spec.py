@@ -38,7 +38,7 @@ class Spec:
         if not _NAME.fullmatch(self.name):
             plain = self.name.lower().replace("_", "-")
             small = plain if _NAME.fullmatch(plain) else "ring"
-            raise RequestError(f"a name is small letters, digits and '-', like '{small}'; got '{self.name}'")
+            raise RequestError(f"a name has lower-case letters, digits and '-', like '{small}'; got '{self.name}'")
         for word in [*self.args, *(part for option in self.options for part in option)]:
             if not _WORD.fullmatch(word):
                 raise RequestError(f"'{self.name}': an empty or malformed word {word!r}; write NAME:ARG,KEY=VALUE")
@@ -76,7 +76,7 @@ def expand(text: str) -> list[str]:
     words = [*spec.args, *(value for _, value in spec.options)]
     numbers = [_numbers_of(word, text) for word in words]
     if math.prod(len(some) for some in numbers if some is not None) > MOST_LINES:
-        raise RequestError(f"'{text}' stands for more than {MOST_LINES} lines; give a shorter range")
+        raise RequestError(f"'{text}' is a range of more than {MOST_LINES} values; give a shorter range")
     choices = [[word] if some is None else map(str, some) for word, some in zip(words, numbers, strict=True)]
     args = len(spec.args)
     return [
@@ -97,7 +97,7 @@ def range_of(text: str) -> range | None:
     words = [*spec.args, *(value for _, value in spec.options)]
     found = [numbers for word in words if (numbers := _numbers_of(word, text)) is not None]
     if len(found) > 1:
-        raise RequestError(f"'{text}' has several ranges; here it may have one")
+        raise RequestError(f"'{text}' has several ranges, but only one is allowed here")
     return found[0] if found else None
 
 

@@ -284,7 +284,7 @@ TOPOLOGIES: dict[str, Builder] = {
         ),
         Builder(
             name="cluster",
-            summary="two levels: ranks in nodes, and one port from each node to a core; a node may be another topology",
+            summary="two levels: ranks in nodes, and a port from each node to the core; a node may be another topology",
             build=_cluster,
             params=(
                 _shape("NODESxPER_NODE, like 4x8; or NODESxTOPOLOGY, like 2xdgx1, with the options of both"),
@@ -338,7 +338,7 @@ TOPOLOGIES: dict[str, Builder] = {
         ),
         Builder(
             name="hub-spoke",
-            summary="rank 0 is the hub: a cable to every other rank, and it forwards",
+            summary="rank 0 is the hub, with a cable to every other rank; it forwards messages",
             build=_hub_spoke,
             params=_CABLES,
             forwards=True,
@@ -352,7 +352,7 @@ TOPOLOGIES: dict[str, Builder] = {
         ),
         Builder(
             name="ring",
-            summary="a cable from each rank to the next; ranks forward",
+            summary="a cable from each rank to the next; ranks forward messages",
             build=_ring,
             params=_CABLES,
             forwards=True,
@@ -360,9 +360,9 @@ TOPOLOGIES: dict[str, Builder] = {
         ),
         Builder(
             name="torus",
-            summary="a ring of cables along every dimension; ranks forward",
+            summary="a ring of cables along every dimension; ranks forward messages",
             build=_torus,
-            params=(_shape("like 4x8 or 4x4x4; the first side is that of consecutive ranks"), *_CABLES),
+            params=(_shape("like 4x8 or 4x4x4; the first side groups consecutive ranks"), *_CABLES),
             forwards=True,
             port=0,
         ),

@@ -49,7 +49,7 @@ def test_every_line_gives_the_plain_sum_and_the_same_bits_on_all_ranks(start_lab
     assert all("all collectives are right" in text and "lines are right" in text for text in printed)
     assert "OFFBEAT_NETWORK=open: 3 ranks on 2 hosts talk over TCP" in printed[0]
     assert "neither encrypted nor authenticated" in printed[0] and "encrypted" not in printed[1] + printed[2]
-    assert "send and receive are for ranks of one host, not for rank 0 (host0, 10.0.0.1)" in printed[2]
+    assert "send and receive work only within one host, not with rank 0 (host0, 10.0.0.1)" in printed[2]
 
 
 def test_leaving_the_host_needs_leave(start_lab: StartLab) -> None:

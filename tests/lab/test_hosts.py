@@ -120,7 +120,7 @@ def test_what_cannot_be_started_is_one_line(start_lab: StartLab) -> None:
     lab = start_lab(hosts=1)
     with pytest.raises(LabError, match=r"^host0: no-such-program: No such file or directory$"):
         lab.start(0, ["no-such-program"])
-    with pytest.raises(LabError, match=r"^host0: a command that cannot be sent: Message too long$"):
+    with pytest.raises(LabError, match=r"^host0: this command cannot be sent: Message too long$"):
         lab.start(0, ["echo", "x" * 10**6])
     for call in (lambda: lab.start(1, ["hostname"]), lambda: lab.restore(1), lambda: lab.cut(-1)):
         with pytest.raises(RequestError, match=r"hosts are numbered from 0 to 0; got -?1"):

@@ -113,7 +113,7 @@ def test_a_row_has_the_rate_the_memory_the_energy_and_the_share_of_the_peak() ->
 def test_the_share_of_an_unknown_peak_is_not_told() -> None:
     result = found(request(32), Processes(), {**MACHINE, "gpu": "NVIDIA GeForce RTX 4090"})
     assert result.rows[0]["peak_share"] is None
-    assert "the share of peak is not known: NVIDIA GeForce RTX 4090" in result.json["notes"][-1]
+    assert "the share of peak is unknown: NVIDIA GeForce RTX 4090" in result.json["notes"][-1]
 
 
 def test_out_of_memory_is_one_point_and_larger_ones_are_not_tried() -> None:
@@ -183,7 +183,7 @@ def test_a_largest_minibatch_that_does_not_fit_or_needs_a_retry_is_made_smaller(
 def test_a_cpu_has_no_largest_minibatch() -> None:
     processes = Processes(lambda config, batch: {**fine(config, batch), "peak_bytes": None})
     result = found(request("max", 32), processes, {**MACHINE, "device": "cpu"})
-    assert result.rows[-1]["why_not"] == "only a GPU's memory is known; name the sizes"
+    assert result.rows[-1]["why_not"] == "max needs a GPU, whose memory is known; give the sizes as numbers"
 
 
 # --- interruption, files, pages --------------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ def test_wrong_requests_are_refused_in_one_line(asked: Callable[[], DeviceReques
 
 
 def test_tf32_is_refused_where_there_is_no_gpu() -> None:
-    with pytest.raises(RequestError, match="tf32 is a format of GPUs"):
+    with pytest.raises(RequestError, match="tf32 needs a GPU"):
         found(request(32, precisions=("tf32",)), Processes(), {**MACHINE, "device": "cpu"})
 
 
@@ -309,4 +309,4 @@ def test_one_command_measures_and_writes(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_several_precisions_are_for_one_device_only(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "scaling", "digits-mlp", "--precision", "fp32", "bf16"]) == 2
-    assert "--precision is one for bench scaling; got fp32 bf16" in capsys.readouterr().err
+    assert "--precision takes only one value with bench scaling; got fp32 bf16" in capsys.readouterr().err

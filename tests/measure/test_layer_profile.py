@@ -62,14 +62,14 @@ def test_a_model_says_that_it_is_one(capsys: pytest.CaptureFixture[str]) -> None
     printed = capsys.readouterr().out
     assert "on h100 (modelled, not measured)" in printed
     assert "(1 other layer)" in printed
-    assert "of the model: not known, the device here is none of k40, p100" in printed
+    assert "unknown, because this machine's device is not one of k40, p100" in printed
     assert "compute : communication" in printed
 
 
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ("digits-mlp --device v100 --precision bf16", "a v100 does not compute in bf16; it has fp32, fp16"),
+        ("digits-mlp --device v100 --precision bf16", "a v100 does not support bf16; it supports fp32, fp16"),
         ("digits-mlp --device h300", "h300"),
         ("digits-mlp --link fast", "bandwidth"),
     ],
@@ -108,7 +108,7 @@ def test_out_of_memory_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(layer_profile, "ComputeLearner", fails)
-    with pytest.raises(RequestError, match="out of memory on cpu with minibatches of 32; --batch-size N"):
+    with pytest.raises(RequestError, match="out of memory on cpu with minibatches of 32; use a smaller --batch-size"):
         layer_profile.profile(ProfileRequest(config=CNN))
 
 

@@ -101,7 +101,9 @@ def test_times_of_one_model_say_nothing_of_another() -> None:
     for change in ({"servers": 2}, {"data": {"workers": 1}}, {"model": {"options": {"width": 5}}}):
         with pytest.raises(RequestError, match="measure again"):
             check(measured, changed(config("async", 4), change))
-    with pytest.raises(RequestError, match="the calibration is of precision 'fp32', and this has 'bf16'"):
+    with pytest.raises(
+        RequestError, match="the calibration was measured with precision 'fp32', but this training has 'bf16'"
+    ):
         check(measured, config("async", 4, precision="bf16"))
 
 
@@ -109,7 +111,10 @@ def test_a_calibration_of_another_machine_is_told() -> None:
     here = machine_facts()
     assert of_another_machine(replace(EVEN, machine=here)) == ""
     told = of_another_machine(replace(EVEN, machine={**here, "cores": here["cores"] + 1}))
-    assert told == f"the calibration is of another machine: {here['cores'] + 1} (cores) instead of {here['cores']}"
+    assert (
+        told
+        == f"the calibration was measured on another machine: {here['cores'] + 1} (cores) instead of {here['cores']}"
+    )
 
 
 def test_the_time_to_an_accuracy_is_foreseen_in_virtual_time() -> None:

@@ -97,7 +97,7 @@ def test_strong_scaling_parts_the_minibatch_and_has_definitions_of_its_own() -> 
     assert ring["batch"] == 16 and ring["seconds_of_rounds"] == pytest.approx([32 / 1500, 32 / 900, 32 / 1000])
     assert ring["speedup"] == pytest.approx(1.5) and ring["efficiency"] == pytest.approx(0.75)
     assert ring["overhead_s"] is None and "not defined" in result.json["definitions"]["overhead_s"]
-    with pytest.raises(RequestError, match="32 is no multiple of 3: choose another --batch-size"):
+    with pytest.raises(RequestError, match="32 is not a multiple of 3; choose another --batch-size"):
         replace(REQUEST, kind="strong", lines=("ring",), learners=(3,))
 
 
@@ -237,12 +237,12 @@ def notes_of(request: ScalingRequest, machine: Mapping[str, Any], **trained: Any
 def test_more_learners_than_cores_are_said_plainly() -> None:
     request = ScalingRequest(config=CONFIG, lines=("ring", "k-async:2"), learners=(1, 2, 4, 8))
     notes = notes_of(request, {**MACHINE, "cores": 2})
-    assert "4 and 8 learners on 2 cores: efficiency measures the sharing of cores" in notes
+    assert "4 and 8 learners on 2 cores: learners share cores, which affects efficiency" in notes
     assert "k-async:2 with 2 learners: with its 1 server 3 processes share 2 cores" in notes
     assert sum("processes share" in note for note in notes) == 1  # 4 and 8 have been told of
     assert not any("share" in note or "sharing" in note for note in notes_of(request, {**MACHINE, "cores": 9}))
     gpus = {**MACHINE, "cores": 64, "device": "cuda", "gpus": 4}
-    assert "8 learners on 4 GPUs: efficiency measures the sharing of GPUs" in notes_of(request, gpus)
+    assert "8 learners on 4 GPUs: learners share GPUs, which affects efficiency" in notes_of(request, gpus)
 
 
 def test_a_load_above_half_the_cores_is_noted() -> None:
@@ -266,7 +266,7 @@ def test_slowness_of_a_learner_that_is_not_there_is_left_out_and_said() -> None:
     request = replace(REQUEST, config=slow)
     base, two, _ = request.configs(0)
     assert base.slow == ("exp:0.01",) and two.slow == slow.slow
-    assert "artificial delays: exp:0.01, learner=1,factor=3; exp:0.01 is in T(1) too" in notes_of(request, MACHINE)
+    assert "artificial delays: exp:0.01, learner=1,factor=3; T(1) includes exp:0.01" in notes_of(request, MACHINE)
 
 
 def test_one_epoch_has_the_start_in_it_and_that_is_said() -> None:

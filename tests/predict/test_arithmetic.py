@@ -132,7 +132,7 @@ def summed(outputs: Tensor, targets: Tensor) -> Tensor:
     [
         (mlp, True, True, ""),
         (of_frozen, True, True, ""),
-        (OfUnused, False, True, "do not give what they give alone"),
+        (OfUnused, False, True, "gives other results than one by one"),
         (with_dropout, False, False, "random"),
         (with_batch_norm, False, False, "buffers"),
         (Replaced, False, False, "buffers"),

@@ -393,7 +393,7 @@ def test_a_calibration_is_of_what_the_run_trained(tmp_path: Path, capsys: pytest
     write(replace(measured, machine={**measured.machine, "cores": 4321}))
     assert main(words) == 0
     notes = json.loads(capsys.readouterr().out)["notes"]
-    assert any("the calibration is of another machine: 4321 (cores)" in note for note in notes)
+    assert any("the calibration was measured on another machine: 4321 (cores)" in note for note in notes)
     write(replace(measured, settings={**settings, "model": "resnet"}))
     assert main(words) == 2
     assert "the calibration is of model 'resnet'" in capsys.readouterr().err

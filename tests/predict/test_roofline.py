@@ -63,7 +63,7 @@ def test_a_device_is_known_by_the_name_of_its_driver(driver: str, name: str | No
 
 
 def test_a_device_refuses_a_precision_that_it_does_not_have() -> None:
-    with pytest.raises(RequestError, match="a v100 does not compute in bf16; it has fp32, fp16"):
+    with pytest.raises(RequestError, match="a v100 does not support bf16; it supports fp32, fp16"):
         gpu_of("v100").peak("bf16")
     with pytest.raises(RequestError, match="unknown device 'h300'"):
         gpu_of("h300")

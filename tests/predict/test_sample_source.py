@@ -186,7 +186,10 @@ def test_in_a_run_without_again_what_is_given_back_is_counted_and_not_taken_agai
     assert sum(totals.values()) + held == len(book.ledger.fates) == 303 > totals["applied"]
     assert totals["applied"] == len(positions(updates))
     result = timeline.result()
-    assert totals["late"] + totals["too old"] + totals["it has one in this update already"] <= SIZE * result.dropped
+    assert (
+        totals["late"] + totals["too old"] + totals["this learner already has a gradient in this update"]
+        <= SIZE * result.dropped
+    )
     assert (totals["cancelled"] > 0) == (result.cancelled > 0)
 
 
@@ -196,7 +199,7 @@ def test_what_goes_with_its_learner_is_taken_again_even_without_again(strategy: 
     _, timeline = run(strategy, FAILING, book)
     assert timeline.result().failed > 0
     assert book.ledger.retaken > 0
-    known = {"applied", "cancelled", "late", "it has one in this update already"}
+    known = {"applied", "cancelled", "late", "this learner already has a gradient in this update"}
     assert set(book.ledger.totals) <= known, "nothing counts as lost"
 
 

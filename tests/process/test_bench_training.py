@@ -168,7 +168,7 @@ WRONG = {
     "bench scaling --learners 1": "expected 1, the baseline, and a larger number",
     "bench scaling --learners 65": "from 1 to 64; got 65",
     "bench scaling --kind storng": "did you mean 'strong'?",
-    "bench scaling --kind strong --learners 3 --sync ring": "32 is no multiple of 3",
+    "bench scaling --kind strong --learners 3 --sync ring": "32 is not a multiple of 3",
     "bench scaling --price -1": "--price: expected a price of a device hour, 0 or more; got '-1'",
     "bench scaling --accuracy-within 2": "--accuracy-within: expected a share from 0 to 1",
     "bench scaling --out nowhere/x.json": "cannot write nowhere/x.json: there is no folder",
@@ -188,7 +188,7 @@ WRONG = {
     "bench accuracy --target 1.5": "--target: expected an accuracy above 0 and at most 1, like 0.95; got '1.5'",
     "bench accuracy --target x": "--target: expected an accuracy above 0 and at most 1, like 0.95; got 'x'",
     "bench accuracy --target 0.9 --sync k-sync:3": "'k-sync:3': K=3 exceeds the 2 learners",
-    "bench accuracy --target 0.9 --learners 2 3": "--learners is one number for bench accuracy",
+    "bench accuracy --target 0.9 --learners 2 3": "--learners takes only one number with bench accuracy",
     "bench accuracy --target 0.9 --kind weak": "--kind is not an option of bench accuracy",
     "bench accuracy --target 0.9 --svg nowhere/x.svg": "cannot write nowhere/x.svg: there is no folder",
     "bench allreduce --train.epochs 3": "--train.epochs is not an option of bench allreduce",
@@ -215,7 +215,7 @@ def test_a_calibration_of_another_recipe_is_refused_before_anything_runs(
     monkeypatch.setattr(scaling_bench, "measure", lambda *words, **more: pytest.fail("it runs"))
     (tmp_path / "cnn.json").write_text(calibration(settings={"model": "cnn"}), encoding="utf-8")
     assert main(["bench", "scaling", "digits-mlp", "--calibration", str(tmp_path / "cnn.json")]) == 2
-    assert "the calibration is of model 'cnn', and this has 'mlp'" in capsys.readouterr().err
+    assert "the calibration was measured with model 'cnn', but this training has 'mlp'" in capsys.readouterr().err
 
 
 def test_the_help_lists_all_kinds() -> None:

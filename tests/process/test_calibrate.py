@@ -58,8 +58,8 @@ def test_a_machine_is_measured_and_trainings_are_predicted(tmp_path: Path) -> No
         ("calibrate nothing-like-it", "nothing-like-it"),
         ("bench predictions", "--calibration FILE"),
         ("bench predictions --price 3", "--price is not an option of bench predictions"),
-        ("simulate ring --calibration nowhere.json", "offbeat calibrate makes one"),
-        ("schedule ring --calibration nowhere.json", "offbeat calibrate makes one"),
+        ("simulate ring --calibration nowhere.json", "offbeat calibrate writes one"),
+        ("schedule ring --calibration nowhere.json", "offbeat calibrate writes one"),
     ],
 )
 def test_wrong_requests_are_refused_before_anything_runs(

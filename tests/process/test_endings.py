@@ -45,7 +45,7 @@ def test_a_policy_that_never_answers_ends_the_run_in_one_line(line: str, says: s
     ended = offbeat(tmp_path, *train_words(line, 2), *PLUGIN)
     assert time.monotonic() - began_s < 10.0
     assert (ended.code, ended.left) == (1, [])
-    stands = f"offbeat: '{line}' stands still at update 0: no learner computes, no update is under way"
+    stands = f"offbeat: '{line}' is stuck at update 0: no learner computes, no update is under way"
     assert last_line(ended).startswith(stands) and says in last_line(ended)
     assert "Traceback" not in ended.err
 
@@ -53,7 +53,7 @@ def test_a_policy_that_never_answers_ends_the_run_in_one_line(line: str, says: s
 def test_a_policy_that_holds_more_than_it_says_ends_the_run(tmp_path: Path) -> None:
     ended = offbeat(tmp_path, *train_words("liar", 3), *PLUGIN)
     assert (ended.code, ended.left) == (1, [])
-    says = "the policy 'liar' holds 4 gradients, and says that with 3 learners it holds 3 at most (max_held)"
+    says = "the policy 'liar' holds 4 gradients, but its max_held for 3 learners is 3"
     assert last_line(ended) == f"offbeat: {says}"
 
 
@@ -67,7 +67,7 @@ SAID = {
     "crash": "the policy 'crash' failed: KeyError: 'no such thing'",
     "crowds": "the policy 'crowds' failed: TypeError: Crowds sends weights to learner",
     "hasty": "computes on the current weights: apply first",
-    "babbles": "'hello', which is no command",
+    "babbles": "'hello', which is not a command",
 }
 
 
@@ -115,7 +115,7 @@ def one_slot_too_few() -> None:
 def test_too_few_slots_are_found_when_the_run_is_set_up(tmp_path: Path) -> None:
     ended = offbeat(tmp_path, *train_words("k-batch-async:6", 2), before=one_slot_too_few)
     assert (ended.code, ended.left) == (2, [])
-    says = "'k-batch-async:6' holds up to 6 gradients; with 2 learners that needs 7 slots, and there are 5"
+    says = "'k-batch-async:6' holds up to 6 gradients; with 2 learners that needs 7 slots, but there are 5"
     assert says in last_line(ended)
 
 

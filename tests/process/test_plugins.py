@@ -252,7 +252,7 @@ def pool_row(**changes: Any) -> PolicyRow:
         ({"examples": ()}, "has no examples"),
         ({"examples": ("async",)}, "names another strategy"),
         ({"examples": ("pool:0",)}, "size: expected a whole number from 1"),
-        ({"create": lambda **options: object()}, "which is no offbeat.policies.Policy"),
+        ({"create": lambda **options: object()}, "which is not an offbeat.policies.Policy"),
     ],
 )
 def test_a_row_that_is_wrong_is_refused_and_leaves_nothing(changes: dict[str, Any], says: str) -> None:
@@ -267,11 +267,11 @@ def test_a_row_that_is_wrong_is_refused_and_leaves_nothing(changes: dict[str, An
     ("changes", "says"),
     [
         ({"kept_over_restart": ("nothing",)}, "must be in extra_state too"),
-        ({"extra_state": ("size", "seen"), "seen": {1, 2}}, "plain data, as JSON has it"),
-        ({"extra_state": ("seen",), "seen": {1: 2}}, "plain data, as JSON has it"),
+        ({"extra_state": ("size", "seen"), "seen": {1, 2}}, "must hold JSON data"),
+        ({"extra_state": ("seen",), "seen": {1: 2}}, "must hold JSON data"),
         ({"rule": (1, 0)}, "not a LearnerRule"),
         ({"same_timing_as": lambda self, learners: "nonsense"}, "unknown policy 'nonsense'"),
-        ({"max_held": lambda self, learners: 0}, "whole numbers from 1"),
+        ({"max_held": lambda self, learners: 0}, "must be 1 or more"),
     ],
 )
 def test_a_policy_that_says_what_cannot_be_is_refused(changes: dict[str, Any], says: str) -> None:
@@ -321,7 +321,7 @@ def test_a_file_that_does_not_load_is_told_with_its_line(text: str, says: str, t
 
 def test_a_path_that_cannot_be_handed_on_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a:b.py").write_text("", encoding="utf-8")
-    with untouched(), pytest.raises(RequestError, match="cannot have a ':'"):
+    with untouched(), pytest.raises(RequestError, match="cannot contain ':'"):
         plugins.add(str(tmp_path / "a:b.py"))
 
 

@@ -178,7 +178,7 @@ def test_a_learner_that_is_stopped_is_given_up_and_comes_back_as_another_incarna
     for ended in runs.run(tmp_path, *stopped("learner", points), at_once=AT_ONCE):
         check(ended)
         number = ended.order.blows[0].number
-        assert "it gave no sign of life" in ended.summary["gone"], str(ended)
+        assert "it sent no heartbeat" in ended.summary["gone"], str(ended)
         assert max(lives(ended, number), default=0) > 1, f"it did nothing more: {ended}"
         assert not (ended.folder / f"life-{number}-1").exists(), f"it was not to be started again: {ended}"
 

@@ -61,5 +61,5 @@ def test_a_folder_that_cannot_be_written_is_the_users_mistake(tmp_path: Path) ->
 
 
 def test_a_key_that_is_not_ours_never_names_a_file(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="no key of ours"):
+    with pytest.raises(AssertionError, match="not a valid key"):
         write_csv(page_of(one(key="../up")), tmp_path)

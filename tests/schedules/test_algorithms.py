@@ -204,7 +204,7 @@ def test_hierarchical_leaders_alone_speak_across_nodes() -> None:
     [
         ("rign", 4, "did you mean 'ring'"),
         ("torus:3x5", 16, r"3x5 has 15 ranks, not 16; fitting: 2x8, 4x4, 8x2"),
-        ("torus:2x2", 5, "5 ranks have no shape of 2 sides but those with a 1"),
+        ("torus:2x2", 5, "5 ranks have no shape of 2 sides without a side of 1"),
         ("torus:2x2x2", 8, "two sides"),
         ("torus", 8, "SHAPE is missing"),
         ("multiring:4x4x4", 32, "64 ranks, not 32"),
@@ -212,7 +212,7 @@ def test_hierarchical_leaders_alone_speak_across_nodes() -> None:
         ("hierarchical:2x4,leader,inner=ring", 8, "leader form takes tree or central"),
         ("hierarchical:2x4,outer=rings", 8, "did you mean 'ring'"),
         ("hierarchical:2x4,lead", 8, "did you mean 'leader'"),
-        ("ring:order=0-1-1", 3, "visits each of the ranks 0..2 once"),
+        ("ring:order=0-1-1", 3, "must visit each of the ranks 0..2 once"),
         ("ring:order=a-b", 2, "written like 0-3-2-1"),
         ("ring:4", 4, "takes no arguments"),
         ("tree:fast=1", 4, "has no options"),

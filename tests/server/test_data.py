@@ -398,7 +398,7 @@ def test_a_source_that_does_not_wait_is_named() -> None:
             return Answer.WAIT
 
     leased = LeasedLoader(DataLoader(NUMBERS), Hasty(LeaseBook(samples=6)), seed=0)
-    with pytest.raises(AssertionError, match="it said WAIT"):
+    with pytest.raises(AssertionError, match="it returned WAIT"):
         next(iter(leased))
 
 

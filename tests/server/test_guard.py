@@ -29,12 +29,12 @@ class Odd(EachGradient):
     ("answer", "says"),
     [
         (None, "failed: TypeError"),
-        (("apply t1",), "with 'apply t1', which is no command"),
-        ((Send(7),), "with 'send 7', but that learner is not here"),
+        (("apply t1",), "with 'apply t1', which is not a command"),
+        ((Send(7),), "with 'send 7', but that learner is not in the run"),
         ((Apply((9,), (1.0,)),), r"with 'apply t9', but it holds \[1\]"),
         ((Apply((), ()),), r"with 'apply', but it holds \[1\]"),
         ((Drop(1), Drop(1)), r"with 'drop t1', but it holds \[\]"),
-        (lambda policy, event: (policy.wake(math.nan, "never"),), "failed: ValueError: a wake is at a finite time"),
+        (lambda policy, event: (policy.wake(math.nan, "never"),), "failed: ValueError: a wake needs a finite time"),
         (lambda policy, event: 1 / 0, "failed: ZeroDivisionError: division by zero"),
         (lambda policy, event: sys.exit("enough"), "failed: SystemExit: enough"),
     ],
@@ -62,6 +62,6 @@ def test_room_for_one_gradient_less_is_refused() -> None:
     assert setting.slots == 8
     GuardedPolicy(setting, slots=8)
     with pytest.raises(
-        RequestError, match="holds up to 6 gradients; with 3 learners that needs 8 slots, and there are 7"
+        RequestError, match="holds up to 6 gradients; with 3 learners that needs 8 slots, but there are 7"
     ):
         GuardedPolicy(setting, slots=7)

@@ -574,7 +574,7 @@ def test_data_parallel_on_several_devices_or_distributed_is_refused() -> None:
 def test_parameters_that_cannot_be_filled_are_refused_by_name() -> None:
     model = nn.Linear(2, 2)
     weight, bias = model.parameters()
-    with pytest.raises(RequestError, match=r"parameter 2 \(weight\) is parameter 0 again"):
+    with pytest.raises(RequestError, match=r"parameter 2 \(weight\) is the same as parameter 0"):
         Bench(model, [weight, bias, weight])
     bias.requires_grad_(False)
     with pytest.raises(RequestError, match=r"parameter 1 \(bias\) requires no gradient"):

@@ -258,7 +258,7 @@ def test_who_leaves_in_a_pause_makes_no_update() -> None:
     story.say(Paused(0, 1, 1))
     story.say(Paused(2, 1, 1))  # it has not begun yet
     assert story.of_pauses(Paused(1, 1, 1)) == [EnterPause(0, 1, 1, lead=True)]
-    assert story.say(Gone(2, 1)) == [FenceWord(2, 1)], "though all that can come are in"
+    assert story.say(Gone(2, 1)) == [FenceWord(2, 1)], "though all possible gradients have arrived"
     assert story.of_pauses(Tick()) == [EnterPause(0, 1, 1, lead=True)]
     assert story.facts()["version"] == 0
 

@@ -108,7 +108,7 @@ def test_failures_have_their_means() -> None:
     [
         ("expo:1", "did you mean 'exp'"),
         ("exp:-1", "0 or more"),
-        ("exp:0", "more than 0"),
+        ("exp:0", "must be above 0"),
         ("exp", "MEAN is missing"),
         ("uniform:3,1", "above HIGH"),
         ("gamma:1,0", "from 0.001 to 10"),

@@ -151,5 +151,5 @@ def test_downpour_pushes_beside_computing_on_the_same_cores() -> None:
 
 @pytest.mark.parametrize("wrong", [{"count": 0.0}, {"push_s": -1.0}, {"behind_s": math.inf}])
 def test_cores_that_cannot_be_are_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(RequestError, match="cores are more than 0"):
+    with pytest.raises(RequestError, match="cores must be above 0"):
         Cores(**({"count": 2.0, "law": parse_law("exp:1")} | wrong))  # type: ignore[arg-type] # wrong on purpose

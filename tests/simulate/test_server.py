@@ -386,13 +386,13 @@ def test_it_ends_after_the_seconds_given() -> None:
 def test_impossible_clusters_are_refused() -> None:
     law = parse_law(EXP)
     for learners, speeds, says in (
-        (0, (), "1 learner or more"),
+        (0, (), "at least 1 learner"),
         (1, (1.0, 1.0), "2 speeds for 1"),
         (2, (0.0,), "above 0"),
     ):
         with pytest.raises(RequestError, match=says):
             Cluster(learners=learners, law=law, speeds=speeds)
-    with pytest.raises(RequestError, match="1 update or more"):
+    with pytest.raises(RequestError, match="at least 1 update"):
         server.run("async", Cluster(learners=1, law=law), updates=0)
     with pytest.raises(RequestError, match="K=9"):
         server.run("k-sync:9", Cluster(learners=8, law=law), updates=1)

@@ -153,7 +153,7 @@ def test_the_picture_has_a_curve_for_each_and_the_theory(tmp_path: Path, line: s
     [
         ("simulate async --svg x.svg", "--svg needs a sweep: give several --learners, or a range like k-sync:1..8"),
         ("simulate k-sync:8..1", "'k-sync:8..1': expected an increasing range, like 1..8; got '8..1'"),
-        ("simulate k-sync:1..999999", "stands for more than 1000 lines"),
+        ("simulate k-sync:1..999999", "is a range of more than 1000 values"),
         ("simulate k-sync:1..9 --learners 8", "'k-sync:9': K=9 exceeds the 8 learners"),
         ("simulate async --learners 2 4 --trace t.json", "--trace does not apply to a sweep"),
         ("simulate async ring", "simulate: got a second strategy, 'ring'; use compare for several"),

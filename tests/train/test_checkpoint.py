@@ -385,6 +385,6 @@ def test_weights_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"weights\.safetensors cannot be read: No such file"):
         checkpoint.read_weights(path)
     path.write_bytes(b"nonsense")
-    with pytest.raises(CheckpointError, match=r"weights\.safetensors cannot be read: it is not a whole safetensors"):
+    with pytest.raises(CheckpointError, match=r"weights\.safetensors cannot be read: it is not a valid safetensors"):
         checkpoint.read_weights(path)
     assert issubclass(CheckpointError, OffbeatError) and CheckpointError.exit_code == 1

@@ -262,7 +262,7 @@ def test_which_rungs_are_tried() -> None:
 
 def test_the_choice_is_told_with_its_reason() -> None:
     text = told("graph", {"graph": 0.0071, "eager": 0.0213, "compile": math.inf}, {"compile": "no compiler"})
-    assert text == "computes by graph: 7.1 ms a step (eager 21.3); compile was left out: no compiler"
+    assert text == "compute mode graph: 7.1 ms per step (eager 21.3); compile was skipped: no compiler"
 
 
 def test_a_rung_that_fails_is_a_reason_and_no_error() -> None:
@@ -323,5 +323,5 @@ def test_a_proof_for_which_there_is_too_little_memory_is_of_fewer_samples(monkey
 
 
 def test_the_price_of_the_same_bits_is_told() -> None:
-    assert price_of(0.0126, 0.01) == "--deterministic: 12.6 ms a step, 10 without it: 26 % more"
-    assert price_of(0.01, 0.01).endswith("no more")
+    assert price_of(0.0126, 0.01) == "--deterministic: 12.6 ms per step, 10 without it: 26 % slower"
+    assert price_of(0.01, 0.01).endswith("not slower")

@@ -268,7 +268,7 @@ def test_what_helps_against_waiting_fits_the_data(monkeypatch: pytest.MonkeyPatc
     assert remedy([0] * 4, 12) == "--workers 16"
     assert remedy([0] * 4, 16) == ""
     assert remedy(Readers(), 2) == "--workers 4"
-    assert "scale the files down" in remedy(Readers(), 0)
+    assert "scale the image files down" in remedy(Readers(), 0)
     monkeypatch.setattr(device_input, "_shared_bytes", lambda: 1 << 8)
     assert "/dev/shm is too small" in remedy(Readers(), 0)
 
@@ -299,7 +299,9 @@ def test_a_folder_of_images_is_a_task_for_a_built_in_model(tmp_path: Path) -> No
 def test_a_broken_first_image_is_found_before_a_training(tmp_path: Path) -> None:
     folder_of(tmp_path)
     (tmp_path / "dark" / "000.png").write_bytes(b"")
-    with pytest.raises(RequestError, match=r"^cannot decode the image .*dark/000.png: it is no JPEG and no PNG"):
+    with pytest.raises(
+        RequestError, match=r"^cannot decode the image .*dark/000.png: it is neither a JPEG nor a PNG file"
+    ):
         check(task_of(config_of(tmp_path)))
 
 
@@ -326,7 +328,7 @@ def test_an_epoch_is_not_lost_with_a_broken_image_of_the_test_set(tmp_path: Path
     folder = folder_of(tmp_path / "images", many=40)  # of each class 4 are tested; the first two were looked at before
     bad = folder / "light" / "039.jpg"
     bad.write_bytes(b"")
-    with pytest.raises(OffbeatError, match=r"039\.jpg: it is no JPEG.*; continue from .*--resume"):
+    with pytest.raises(OffbeatError, match=r"039\.jpg: it is neither a JPEG.*; continue from .*--resume"):
         train_on(folder, "ring", 2)
     Image.new("RGB", (9, 9)).save(bad)
     config = config_of(folder)

@@ -254,7 +254,10 @@ REFUSED = [
     (config("digits", model_options={"hiden": 1}), "did you mean 'hidden'"),
     (config("digits", model_options={"classes": 9}), "classes=9, but data digits has 10"),
     (config("synthetic", "cnn"), r"cnn needs images.*\(16,\)"),
-    (config("text", "transformer", data_options={"most_bytes": 500, "context": 64}), "too few for a window"),
+    (
+        config("text", "transformer", data_options={"most_bytes": 500, "context": 64}),
+        "characters are too few: the training part",
+    ),
     (config("text", "transformer", data_options={"folder": "gone"}), "'gone' is not a folder"),
     (config("not_there_at_all:f"), "data 'not_there_at_all:f' cannot be imported: ModuleNotFoundError.*looked in"),
     (config("needs_more:f"), "cannot be imported: ModuleNotFoundError: No module named 'not_there_at_all'"),

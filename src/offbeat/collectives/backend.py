@@ -49,7 +49,7 @@ def create(given: Any, options: Any) -> dist.ProcessGroup:
         rendezvous.say_why_not(given.store, rank, str(error).splitlines()[0])
         raise
     if chosen.strategy == NATIVE:
-        rendezvous.say_why_not(given.store, rank, f"uses the strategy '{NATIVE}', which all ranks must then use")
+        rendezvous.say_why_not(given.store, rank, f"uses the strategy '{NATIVE}'; all ranks must use the same strategy")
         return _native(given)
     transport, chooser = _join(given.store, rank, names, given.timeout.total_seconds(), chosen)
     return OffbeatGroup(given.store, transport, chooser, chosen)

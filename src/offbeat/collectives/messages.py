@@ -150,7 +150,7 @@ class Messages:
         transport = self._transport
         if transport.remote is not None and (peer is None or peer in transport.remote.ranks):
             who = "any rank" if peer is None else transport.name(peer)
-            raise RequestError(f"send and receive are for ranks of one host, not for {who}: use a collective")
+            raise RequestError(f"send and receive work only within one host, not with {who}: use a collective")
 
     def close(self) -> None:
         """What is not done fails."""

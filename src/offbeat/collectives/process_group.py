@@ -521,7 +521,7 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
         """`wholes` are what the inputs are parts of."""
         reduction, factor = _reduction(opts)
         if len(inputs) != self._ranks or inputs[self._rank].numel() != output.numel():
-            raise RequestError(f"reduce_scatter needs {self._ranks} inputs, this rank's of {output.numel()} items")
+            raise RequestError(f"reduce_scatter needs {self._ranks} inputs; this rank's needs {output.numel()} items")
         if any(one.dtype != output.dtype for one in inputs):
             raise RequestError(f"reduce_scatter: the inputs must be {output.dtype} as the output is")
         apart = factor is not None or _in_the_way(inputs, [output], inputs[self._rank], output)
@@ -600,7 +600,7 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
         transport, messages = self._transport, self._messages
         transport.check()
         if transport.remote is not None:
-            raise RequestError("monitored_barrier is for ranks of one host: use barrier across hosts")
+            raise RequestError("monitored_barrier works only within one host; use barrier across hosts")
         seconds = transport.timeout_s if timeout is None else timeout.total_seconds()
         end = time.monotonic() + seconds
         if self._rank != 0:

@@ -426,7 +426,7 @@ class SharedMemory:
 def bytes_view(tensor: Tensor) -> memoryview:
     """The memory of a flat tensor. (Not through numpy, after which torch would not resize the tensor any more.)"""
     if tensor.device.type != "cpu":
-        raise RequestError("tensors on a GPU go to other hosts by NCCL: use OFFBEAT_STRATEGY=native there")
+        raise RequestError("tensors on a GPU need NCCL to reach other hosts; set OFFBEAT_STRATEGY=native")
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 

@@ -205,7 +205,7 @@ def _measure_ranks(options: argparse.Namespace) -> Measurement:
     lab = None if not reduces or options.lab is None else rank_bench.LabRequest.parse(options.lab)
     if lab is not None and options.ranks not in (lab.ranks, _DEFAULTS["allreduce"]["ranks"]):
         raise RequestError(
-            f"bench: --ranks {options.ranks} and --lab {options.lab}, which has {lab.ranks}: leave one out"
+            f"bench: --ranks {options.ranks} contradicts --lab {options.lab}, which has {lab.ranks}; remove one"
         )
     request = rank_bench.RankRequest(
         ranks=options.ranks if lab is None else lab.ranks,
@@ -224,7 +224,7 @@ def _measure_ranks(options: argparse.Namespace) -> Measurement:
 
 def _one_number_of_learners(options: argparse.Namespace) -> int:
     if len(options.learners) > 1:
-        raise RequestError(f"bench: --learners is one number for bench {options.what}")
+        raise RequestError(f"bench: --learners takes only one number with bench {options.what}")
     learners: int = options.learners[0]
     return learners
 
@@ -365,7 +365,9 @@ def _changes(options: argparse.Namespace) -> dict[str, str | list[str]]:
         if options.what == "device":
             del changes["train.precision"]
         elif len(precisions) > 1:
-            raise RequestError(f"bench: --precision is one for bench {options.what}; got {' '.join(precisions)}")
+            raise RequestError(
+                f"bench: --precision takes only one value with bench {options.what}; got {' '.join(precisions)}"
+            )
         else:
             changes["train.precision"] = precisions[0]
     return changes

@@ -74,16 +74,16 @@ def _network_words(network: Network) -> str:
     free = network.port_bytes_per_s == math.inf
     links = "free communication" if free else "the links of --learner-, --server-bandwidth"
     return (
-        f"networks differ: servers have {links}, all-reduces the topology {network.topology}; "
-        "--network RATE,LATENCY gives all the same"
+        f"the networks differ: servers use {links}, all-reduces use the topology {network.topology}; "
+        "--network RATE,LATENCY sets the same network for both"
     )
 
 
 def _memory_words(network: Network) -> str:
-    shards = f"; each of the {network.shards} servers has its part of it" if network.shards > 1 else ""
+    shards = f"; each of the {network.shards} servers holds a part of each vector" if network.shards > 1 else ""
     return (
-        f"memory: what the server keeps in vectors of {format_size(network.size_bytes)}: gradients, weights, and 2 of "
-        f"momentum (SGD; Adam has 4){shards}"
+        f"memory: vectors of {format_size(network.size_bytes)} that the server holds: gradients, weights, and 2 for "
+        f"momentum (SGD; 4 for Adam){shards}"
     )
 
 

@@ -165,11 +165,12 @@ COMMAND = Command(
     about="""Run a command on every host of a small cluster that exists on this machine only, while the command runs.
 
 Each host is a set of Linux namespaces: it has its own network interface and address, hostname, processes and shared
-memory; files are shared. A switch joins the hosts. --bandwidth limits each host's link, both ways; a bandwidth that
-this machine does not carry is refused. It works as root, and as an ordinary user where user namespaces are allowed.
+memory; files are shared. A switch joins the hosts. --bandwidth limits each host's link, both ways; if this
+machine cannot carry it, the lab does not start. It works as root, and as an ordinary user if user namespaces are
+allowed.
 
 Each line that the command prints is shown with the host that printed it. The exit code is the highest one. Ctrl-C is
-passed on to the command; whatever ends the lab, nothing of it is left.""",
+passed on to the command. However the lab ends, it leaves nothing behind.""",
     examples=(
         "lab --hosts 2 --bandwidth 100Mbit/s -- hostname",
         "lab --hosts 3 --bandwidth 200Mbit/s --slow host=2,bandwidth=10Mbit/s --on 0 -- echo {host1} {host2}",
@@ -179,10 +180,10 @@ passed on to the command; whatever ends the lab, nothing of it is left.""",
             "words",
             nargs=argparse.REMAINDER,
             metavar="-- COMMAND",
-            help="{host0}, {host1} ... in it become addresses, {host} the number of the host that runs it",
+            help="command to run; {host0}, {host1} ... become addresses, {host} becomes the number of the host",
         ),
-        option("--hosts", read=parse_count, default=2, metavar="N", help="(default 2)"),
-        option("--bandwidth", metavar="RATE", help="of each host's link, both ways, like 1Gbit/s (default: unlimited)"),
+        option("--hosts", read=parse_count, default=2, metavar="N", help="number of hosts (default 2)"),
+        option("--bandwidth", metavar="RATE", help="bandwidth of each host's link, like 1Gbit/s (default: unlimited)"),
         option(
             "--slow",
             action="append",

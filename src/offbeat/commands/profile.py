@@ -1,4 +1,4 @@
-"""offbeat profile: what each layer of a recipe costs, and the link that several learners need."""
+"""offbeat profile: show what each layer of a recipe costs, and the bandwidth that several learners need."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def _show(out: Terminal, found: Profile, told: Mapping[str, Any], most: int) -> 
         ("parameters", f"{counts.parameters:,}: {format_size(found.gradient_bytes)} of gradient"),
         (
             "FLOPs",
-            f"{_flops(told['multiply_adds_per_sample'])} multiply-adds a sample forward; "
-            f"{_flops(counts.flops)} FLOPs a step, forward and backward",
+            f"{_flops(told['multiply_adds_per_sample'])} multiply-adds per sample forward; "
+            f"{_flops(counts.flops)} FLOPs per step, forward and backward",
         ),
         ("activations", f"{format_size(told['kept_bytes'])} kept from forward to backward"),
     ]
@@ -82,8 +82,8 @@ def _show(out: Terminal, found: Profile, told: Mapping[str, Any], most: int) -> 
     table(out, columns, links)
     say(
         out,
-        "each sends: in a ring all-reduce of the gradient, 2 (P - 1) / P of it. link to hide it: all but the gradient",
-        "that is ready last is reduced before backward ends; latency is left out.",
+        "each sends: bytes per learner in a ring all-reduce, 2 (P - 1) / P of the gradient. link to hide it: bandwidth",
+        "at which all gradients but the last one are reduced before backward ends, without latency.",
     )
 
 
@@ -121,9 +121,9 @@ def _measured(found: Profile) -> str:
     assert measured is not None
     rate = found.counts.samples / measured.step_s
     layers_s = sum(one.forward_s + one.backward_s for one in measured.layers.values())
-    text = f"{format_seconds(measured.step_s)} on {measured.device} by {measured.compute}: {rate:,.0f} samples/s"
+    text = f"{format_seconds(measured.step_s)} on {measured.device}, {measured.compute}: {rate:,.0f} samples/s"
     if measured.compute != "eager":
-        text += f"; the layers above are of an eager one, {format_seconds(layers_s)}"
+        text += f"; the layer times above are from an eager step of {format_seconds(layers_s)}"
     return text
 
 
@@ -133,15 +133,15 @@ def _modelled(found: Profile) -> str:
     peak = model.gpu.peak(found.config.train.precision)
     share = found.counts.flops / model.step_s / peak
     return (
-        f"{format_seconds(model.step_s)} by a roofline over the operations ({_MODEL}): "
+        f"{format_seconds(model.step_s)} by a roofline model ({_MODEL}): "
         f"{found.counts.samples / model.step_s:,.0f} samples/s, {percent(share)} of its peak"
     )
 
 
 def _error(found: Profile) -> str:
     if found.error is not None:
-        return f"the model is {format_change(found.error)} off on the {found.error_on} that is here"
-    return f"of the model: not known, the device here is none of {', '.join(GPUS)}"
+        return f"the model is {format_change(found.error)} off on this machine's {found.error_on}"
+    return f"unknown, because this machine's device is not one of {', '.join(GPUS)}"
 
 
 def _flops(number: float) -> str:
@@ -157,12 +157,12 @@ def _link(bytes_per_s: float) -> str:
 
 
 COMMAND = Command(
-    summary="what each layer of a recipe costs, and the link that several learners need",
-    about=f"""Count parameters, FLOPs and activations of each layer of a recipe, and measure its time on the device that
-is here. From that follow the ratio of computing to communicating, and the speed of the link at which P learners hide
-the reduction of gradients behind backward. --device {"|".join(GPUS)} answers for a device that one does not have: times
-are modelled then, from the device's data sheet, and the model's error on the device that is here is told if that is
-one of them. FLOPs are those of torch's own counter.""",
+    summary="show what each layer of a recipe costs, and the bandwidth that several learners need",
+    about=f"""Count the parameters, FLOPs and activations of each layer of a recipe, and measure its time on this
+machine. The second table has the ratio of compute time to communication time, and the bandwidth at which P learners can
+overlap the reduction of gradients with the backward pass. With --device {"|".join(GPUS)} the
+times are not measured, but modelled from the data sheet of that device. If this machine has one of these devices, the
+error of the model on it is printed too. FLOPs are counted by torch's own counter.""",
     examples=(
         "profile digits-cnn --seconds 100ms",
         "profile synthetic-alexnet --precision bf16 --batch-size 256 --device a100 --learners 8 64",
@@ -170,22 +170,24 @@ one of them. FLOPs are those of torch's own counter.""",
     usage="%(prog)s [RECIPE] [--device NAME] [--learners P ...] [--link RATE] [options]",
     options=(
         option(
-            "recipe", nargs="?", metavar="RECIPE", help="a built-in one (offbeat recipes) or a TOML file; digits-cnn"
+            "recipe", nargs="?", metavar="RECIPE", help="built-in recipe or TOML file (default digits-cnn)"
         ),
         option(
             "--device", metavar="NAME",
-            help=f"{', '.join(GPUS)}: modelled; auto (a GPU if there is one), cpu or cuda: where it is measured",
+            help=f"auto (a GPU if available), cpu or cuda: measured; {', '.join(GPUS)}: modelled",
         ),
         option(
             "--learners", read=parse_count, nargs="+", default=[2, 4, 8, 16], metavar="P",
-            help="that reduce gradients (default 2 4 8 16)",
+            help="numbers of learners (default 2 4 8 16)",
         ),
         option(
             "--link", read=parse_rate, default=12.5e9, metavar="RATE",
-            help="of each learner, for the ratio (default 100Gbit/s)",
+            help="bandwidth of each learner's link, for the ratio (default 100Gbit/s)",
         ),
-        option("--seconds", read=parse_seconds, default=1.0, metavar="TIME", help="of measuring (default 1s)"),
-        option("--layers", read=parse_count, default=20, metavar="N", help="that are shown, the longest (default 20)"),
+        option("--seconds", read=parse_seconds, default=1.0, metavar="TIME", help="time to measure (default 1s)"),
+        option(
+            "--layers", read=parse_count, default=20, metavar="N", help="layers to show, longest first (default 20)"
+        ),
     ),
     sections=("model", "data", "train"),
     run=_run,

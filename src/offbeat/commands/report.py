@@ -112,7 +112,7 @@ def _place(path: Path, inputs: Sequence[Path]) -> Path:
         real = Path(os.path.realpath(one))
         if one.is_dir() and place.is_relative_to(real) and place != real / "report.html":
             raise RequestError(
-                f"cannot write {path}: it is in the folder of a run; of that only {one / 'report.html'} may be replaced"
+                f"cannot write {path}: it is in the folder of a run, where only {one / 'report.html'} may be replaced"
             )
         if place == real or (found is not None and one.is_file() and os.path.samestat(found, one.stat())):
             raise RequestError(f"cannot write {path}: it is one of the input files; choose another file")

@@ -83,7 +83,7 @@ def _pairs(images_path: Path, labels_path: Path) -> tuple[NDArray[np.float32], N
     if len(labels) != len(pixels):
         raise _bad(labels_path, f"it has {len(labels)} labels for the {len(pixels)} images of {images_path.name}")
     if labels.max() >= len(KINDS):
-        raise _bad(labels_path, f"it has a label {labels.max()}; there are 0 to {len(KINDS) - 1}")
+        raise _bad(labels_path, f"it has a label {labels.max()}; expected 0 to {len(KINDS) - 1}")
     return pixels[:, None].astype(np.float32) / np.float32(255), labels.astype(np.int64)
 
 
@@ -97,7 +97,7 @@ def _read(path: Path, magic: int) -> NDArray[np.uint8]:
         raise _bad(path, f"it cannot be read ({error})") from error
     head = 4 * (1 + (magic & 0xFF))
     if len(data) < head:
-        raise _bad(path, f"it has {len(data)} bytes, less than the {head} of its head")
+        raise _bad(path, f"it has {len(data)} bytes, but its header alone has {head}")
     came, *sizes = (int.from_bytes(data[at : at + 4], "big") for at in range(0, head, 4))
     if came != magic:
         raise _bad(path, f"it begins with {came:#x}, not {magic:#x}")
@@ -105,7 +105,7 @@ def _read(path: Path, magic: int) -> NDArray[np.uint8]:
     if count == 0:
         raise _bad(path, "it is empty")
     if len(data) - head != count:
-        raise _bad(path, f"its header promises {count} numbers, and {len(data) - head} came")
+        raise _bad(path, f"its header declares {count} numbers, but it has {len(data) - head}")
     return np.frombuffer(data, dtype=np.uint8, offset=head).reshape(sizes)
 
 

@@ -78,7 +78,7 @@ def image_folder(folder: str) -> ImageFolder:
         return _labelled(place, {name: one[0] for name, one in split.items()}, {n: one[1] for n, one in split.items()})
     tested = next((place / name for name in TESTED if (place / name).is_dir()), None)
     if tested is None:
-        raise RequestError(f"data images: {place} has train/, but neither {TESTED[0]}/ nor {TESTED[1]}/ to test with")
+        raise RequestError(f"data images: {place} has train/, but no test set: neither {TESTED[0]}/ nor {TESTED[1]}/")
     train, test = _classes_in(place / "train"), _classes_in(tested)
     if strange := sorted(test.keys() - train.keys()):
         raise RequestError(f"data images: {tested} has a class '{strange[0]}' that {place / 'train'} does not have")
@@ -88,7 +88,7 @@ def image_folder(folder: str) -> ImageFolder:
 def _labelled(place: Path, train: dict[str, list[str]], test: dict[str, list[str]]) -> ImageFolder:
     classes = sorted(train)
     if not any(test.values()):
-        raise RequestError(f"data images: {place} has no images to test with: {_FILES}")
+        raise RequestError(f"data images: {place} has no test images ({_FILES})")
     number = {name: at for at, name in enumerate(classes)}
     halves = []
     for half in (train, test):

@@ -40,10 +40,10 @@ def text(folder: str = "", pattern: str = "*.py", most_bytes: int = MOST_BYTES) 
     RequestError if there is no such folder, no such file, one that cannot be read, or too little in them.
     """
     if most_bytes < 1:
-        raise RequestError(f"most_bytes is {most_bytes}; a text has at least 1")
+        raise RequestError(f"most_bytes must be at least 1; got {most_bytes}")
     place = Path(folder or sysconfig.get_path("stdlib"))
     if not place.is_dir():
-        raise RequestError(f"no text: '{place}' is not a folder; give one with files like {pattern}")
+        raise RequestError(f"no text: '{place}' is not a folder; expected a folder with files like {pattern}")
     files = _read(place, pattern, most_bytes)
     if len(files) > _NINTH:
         train = [data for at, data in enumerate(files) if at % 10 != _NINTH]
@@ -54,7 +54,7 @@ def text(folder: str = "", pattern: str = "*.py", most_bytes: int = MOST_BYTES) 
         test = [data[cut:] for data, cut in zip(files, cuts, strict=True)]
     if not any(train) or not any(test):
         raise RequestError(
-            f"too little text: the files like {pattern} in '{place}' leave none to train on or to test with"
+            f"too little text: the files like {pattern} in '{place}' are too short for a training and a test set"
         )
     return Text(encode(b"".join(train)), encode(b"".join(test)))
 

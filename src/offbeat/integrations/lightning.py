@@ -55,11 +55,13 @@ class OffbeatStrategy(SingleDeviceStrategy):
         if trainer.state.fn != "fit":
             return
         if self._has_finished:
-            raise RequestError("this learner has finished its training: a run has one trainer.fit, so start another")
+            raise RequestError(
+                "this learner has finished its training; a run has only one trainer.fit, so start a new run"
+            )
         if self._serves and trainer.enable_validation and not _is_once_an_epoch(trainer.val_check_interval):
             raise RequestError(
-                "val_check_interval is within an epoch, where learners of a parameter server are not in step: validate "
-                "at its end (leave it out), or every few epochs (check_val_every_n_epoch)"
+                "val_check_interval is shorter than an epoch, but learners of a parameter server validate only at the "
+                "end of an epoch; remove it, or use check_val_every_n_epoch"
             )
         if not any(isinstance(one, _Around) for one in trainer.callbacks):
             trainer.callbacks.insert(0, _Around(self))
@@ -70,10 +72,10 @@ class OffbeatStrategy(SingleDeviceStrategy):
         if not trainer.training or self._batches is not None:
             return dataloader
         if len(self.optimizers) != 1:
-            raise RequestError(f"offbeat trains with one optimizer; configure_optimizers has {len(self.optimizers)}")
+            raise RequestError(f"offbeat supports one optimizer; configure_optimizers returned {len(self.optimizers)}")
         over_versions = [one.scheduler for one in self.lr_scheduler_configs if one.interval == "step"]
         if len(over_versions) > 1:
-            raise RequestError(f"offbeat steps one scheduler over versions; there are {len(over_versions)}")
+            raise RequestError(f"offbeat supports one scheduler with interval='step'; got {len(over_versions)}")
         optimizer = self.optimizers[0]
         given = self.learner.prepare(self.lightning_module, optimizer, dataloader, *over_versions)
         self.model, loader = given[0], given[2]

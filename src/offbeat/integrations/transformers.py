@@ -58,8 +58,8 @@ class OffbeatCallback(TrainerCallback):
         epoch, within = divmod(state.global_step, self._an_epoch)
         if within and not args.ignore_data_skip:
             raise RequestError(
-                f"this checkpoint is of step {within} of {self._an_epoch} of its epoch: leased data goes on from an "
-                "epoch's end (save_strategy='epoch'), or from the beginning of this one (ignore_data_skip=True)"
+                f"this checkpoint was saved in the middle of an epoch (step {within} of {self._an_epoch}); resume "
+                "from the end of an epoch (save_strategy='epoch'), or start this epoch again (ignore_data_skip=True)"
             )
         state.is_world_process_zero = self.learner.number == 0
         self._loader.prepare(given["model"], optimizer, scheduler, epoch=epoch)
@@ -130,7 +130,7 @@ class _Loader:
     def __init__(self, learner: ServedLearner, trainer: Trainer) -> None:
         args, data = trainer.args, trainer.train_dataset
         if data is None or not hasattr(data, "__len__"):
-            raise RequestError("OffbeatCallback leases a train_dataset that has a length, and this trainer has none")
+            raise RequestError("OffbeatCallback needs a trainer with a train_dataset that has a length")
         if hasattr(data, "set_format"):  # of the package `datasets`
             data = trainer._remove_unused_columns(data, description="training")
         self.dataset, self.batch_size = data, args.train_batch_size

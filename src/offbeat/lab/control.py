@@ -36,7 +36,7 @@ class InitProcess:
                 socket.send_fds(self._control, [json.dumps(request).encode()], list(descriptors))
             except OSError as error:
                 gone = isinstance(error, BrokenPipeError | ConnectionResetError)
-                why = "it is gone" if gone else f"a command that cannot be sent: {error.strerror}"
+                why = "it is gone" if gone else f"this command cannot be sent: {error.strerror}"
                 raise LabError(f"{self.name}: {why}") from None
             return self.receive()
 

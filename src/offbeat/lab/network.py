@@ -110,7 +110,7 @@ def parse_bandwidth(text: str) -> float:
     """The bandwidth of a link in bytes per second."""
     rate = parse_rate(text)
     if rate < _LEAST_RATE:
-        raise RequestError(f"the bandwidth of a link is at least {format_bandwidth(_LEAST_RATE)}; got '{text}'")
+        raise RequestError(f"the bandwidth of a link must be at least {format_bandwidth(_LEAST_RATE)}; got '{text}'")
     return rate
 
 

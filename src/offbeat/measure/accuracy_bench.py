@@ -237,15 +237,15 @@ def definitions(request: AccuracyRequest) -> dict[str, str]:
     return {
         "seconds_to_target": f"{definition('time to accuracy')}; evaluated at the end of each epoch; median over the "
         f"seeds that reached it, {INTERVAL}",
-        "updates_to_target": "updates made until then, median over the seeds that reached it",
+        "updates_to_target": "updates made until the target, median over the seeds that reached it",
         "reached": "seeds that reached the target; only strategies with all seeds are ranked",
-        "accuracy_mean": f"at the end of {count_of(request.config.train.epochs, 'epoch')}, mean over seeds; "
+        "accuracy_mean": f"accuracy after {count_of(request.config.train.epochs, 'epoch')}, mean over seeds; "
         f"accuracy_std: their standard deviation (n - 1); {definition('accuracy')}",
         "seconds": "seconds of training in a whole run, evaluation left out; median over seeds",
-        "joules": f"of a run, median; {definition('energy')}",
+        "joules": f"energy of a run, median over seeds; {definition('energy')}",
         "joules_to_target": "joules of the run * seconds to the target / seconds of the run, assuming constant power",
-        "cost": f"of a run: {definition('cost')}; devices are learners, hours those of training; to the target: of the "
-        "seconds to it",
+        "cost": f"cost of a run: {definition('cost')}; one device per learner, hours of training; to the target: for "
+        "the time until the target",
         "predicted_s": "seconds to the target, trained in virtual time on the calibrated machine, median over the "
         "seeds that reach it; error = predicted / measured - 1",
         "curves": "points [seconds, updates, accuracy] of every evaluation; the error is 1 - accuracy",

@@ -165,7 +165,7 @@ class _Points:
                 if "failed" in found:
                     return None, found
         if len(self.memory) < 2:
-            return None, {"failed": "only a GPU's memory is known; name the sizes"}
+            return None, {"failed": "max needs a GPU, whose memory is known; give the sizes as numbers"}
         batch = largest_batch(self.memory, self.told["free_bytes"])
         for _ in range(TRIES):
             if batch <= max(self.memory):
@@ -279,10 +279,10 @@ def drawn(rows: Sequence[Row], device: str) -> str:
 DEFINITIONS = {
     "throughput": "samples / s of whole steps: forward, backward, clip and optimizer, on samples that are on the "
     "device",
-    "seconds": f"of a step; median over rounds, {INTERVAL}",
-    "memory_gb": "peak of what tensors took at once, weights and optimizer state included",
-    "joules_per_sample": "by the counters of the device, and of the processor where they can be read",
-    "peak_share": "FLOPs of forward and backward (torch's counter) a second / the peak of the data sheet, dense",
+    "seconds": f"seconds of a step; median over rounds, {INTERVAL}",
+    "memory_gb": "peak memory of tensors, including weights and optimizer state",
+    "joules_per_sample": "energy by the counters of the device and, if they are readable, of the CPU",
+    "peak_share": "FLOPs of forward and backward (torch's counter) per second / dense peak of the data sheet",
     "epoch_s": "samples of the recipe / throughput",
 }
 
@@ -355,7 +355,7 @@ def measure(
     plans = request.plans()
     for config in plans:
         if facts["device"] != "cuda" and config.train.precision == "tf32":
-            raise RequestError("bench: --precision: tf32 is a format of GPUs, and there is none here")
+            raise RequestError("bench: --precision: tf32 needs a GPU, and this machine has none")
     gpu = gpu_here(str(facts.get("gpu", "")))
     rows: list[Row] = []
     notes: list[str] = []
@@ -380,5 +380,5 @@ def measure(
     finally:
         programs.close()
     if facts["device"] == "cuda" and gpu is None:
-        notes.append(f"the share of peak is not known: {facts['gpu']} is not among the devices of offbeat profile")
+        notes.append(f"the share of peak is unknown: {facts['gpu']} is not in the device table of offbeat profile")
     return device_result(request, facts, rows, notes, compute, ended_by=ended_by)

@@ -159,7 +159,9 @@ def profile(request: ProfileRequest, progress: Progress = lambda text: None) -> 
     try:
         counts = counted(task, batch, _DTYPES.get(train.precision, torch.float32))
     except Exception as error:  # a model that looks at values: there are none
-        raise RequestError(f"profile: the model cannot be counted without computing it: {error_text(error)}") from error
+        raise RequestError(
+            f"profile: the operations of the model cannot be counted without running it: {error_text(error)}"
+        ) from error
     measured = None
     if request.gpu is None or here is not None:
         progress(f"measuring on {name}")
@@ -192,7 +194,9 @@ def _measured(config: Config, name: str, seconds: float) -> MeasuredStep:
         if not is_out_of_memory(error):
             raise
         batch = config.train.batch_size
-        raise RequestError(f"profile: out of memory on {name} with minibatches of {batch}; --batch-size N") from None
+        raise RequestError(
+            f"profile: out of memory on {name} with minibatches of {batch}; use a smaller --batch-size"
+        ) from None
 
 
 def _timed(config: Config, name: str, seconds: float) -> MeasuredStep:

@@ -102,7 +102,7 @@ class PoliciesRequest:
                     f"bench: '{line}' is an all-reduce; bench policies needs parameter-server strategies"
                 )
             if create(line, expect=self.learners).needs_drift:
-                raise RequestError(f"bench: '{line}': a rate by drift needs weights, which a simulation does not have")
+                raise RequestError(f"bench: '{line}': rate=drift needs weights, which a simulation does not have")
         for law in self.laws:
             if not math.isfinite(parse_law(law).mean_s):
                 raise RequestError(f"bench: '{law}' has no mean, so there is nothing to predict")

@@ -151,10 +151,10 @@ class LabRequest:
         shape, *links = text.split(",")
         sides = grammar.parse_shape(shape)
         if len(sides) != 2:
-            raise RequestError(f"a lab is HOSTSxRANKS, like 4x2 or 4x2,1Gbit/s; got '{text}'")
+            raise RequestError(f"--lab: expected HOSTSxRANKS, like 4x2 or 4x2,1Gbit/s; got '{text}'")
         common = [link for link in links if "=" not in link]
         if len(common) > 1:
-            raise RequestError(f"a lab has one bandwidth, and those of hosts that differ, like 2=100Mbit/s: '{text}'")
+            raise RequestError(f"--lab: expected one bandwidth, and exceptions like 2=100Mbit/s; got '{text}'")
         slow = [f"host={host},bandwidth={rate}" for host, _, rate in (w.partition("=") for w in links if "=" in w)]
         network = Network.of(hosts=sides[0], bandwidth=common[0] if common else None, slow=slow)
         return cls(network=network, ranks_each=sides[1])
@@ -396,7 +396,7 @@ def _price(request: RankRequest, size_bytes: int) -> str:
     lines = dict.fromkeys(["ring", f"hierarchical:{shape},inner=direct" if request.lab.ranks_each > 1 else "ring"])
     priced = {line: request.lab.price_ms(line, size_bytes) for line in lines}
     told = [f"{line} {format_ms(ms)} ms" for line, ms in priced.items() if ms is not None]
-    return f"the links alone allow {', '.join(told)}" if told else ""
+    return f"lower bound by the links: {', '.join(told)}" if told else ""
 
 
 def _check_sizes(request: RankRequest, sizes: Sequence[int]) -> None:
@@ -581,7 +581,7 @@ def _start_mpi(stack: ExitStack, request: RankRequest) -> tuple[Harness, dict[st
     ranks.start("mpi", words, _environment(request) | {"TMPDIR": folder})
     (answer,) = ranks.ask({"do": "join"}, "starting mpi")
     if answer.pop("ranks") != request.ranks:
-        raise OffbeatError("bench: mpi4py was built for another MPI than this mpirun: every rank is alone")
+        raise OffbeatError("bench: mpi4py was built for another MPI than this mpirun, so every rank runs alone")
     return ranks, answer
 
 

@@ -97,8 +97,8 @@ class ScalingRequest:
             return size
         if size % learners:
             raise RequestError(
-                f"bench: strong scaling parts the minibatch of {size} between learners, and {size} is no multiple of "
-                f"{learners}: choose another --batch-size"
+                f"bench: strong scaling divides the minibatch of {size} between learners, but {size} is not a "
+                f"multiple of {learners}; choose another --batch-size"
             )
         return size // learners
 
@@ -180,9 +180,9 @@ def judged(rows: Sequence[Row], within: float) -> list[Row]:
 
 def _differs(row: Row, base: Row) -> str:
     if row["precision"] != base["precision"]:
-        return f"it was computed in {row['precision']}, and the base in {base['precision']}"
+        return f"it was computed in {row['precision']}, but the base in {base['precision']}"
     if row["device"] != base["device"]:
-        return f"it was computed on {row['device']}, and the base on {base['device']}"
+        return f"it was computed on {row['device']}, but the base on {base['device']}"
     return ""
 
 
@@ -263,23 +263,25 @@ def scaling_result(
 def definitions(request: ScalingRequest) -> dict[str, str]:
     strong = "strong " if request.kind == STRONG else ""
     within = percent(request.accuracy_within)
-    ranked = f"same precision and device as the base, accuracy at most {within}, or what may be chance, below"
+    ranked = (
+        f"ranked: same precision and device as the base, and an accuracy less than {within} (or insignificantly) below"
+    )
     return {
         "seconds": "T(n): seconds to apply n minibatches, n * batch / throughput; for a synchronous "
         f"strategy one iteration; median over rounds, {INTERVAL}",
         "batch": "samples in a minibatch of one learner"
         + (f", {request.config.train.batch_size} / n: the total is the same" if strong else ""),
-        "throughput": f"{definition('throughput')}, after the first epoch where there are several; evaluation left out",
-        "speedup": f"{definition(f'{strong}speedup')}; of each round against its own T(1), then the median",
+        "throughput": f"{definition('throughput')}, after the first epoch if there are several; without evaluation",
+        "speedup": f"{definition(f'{strong}speedup')}; for each round with its own T(1), then the median",
         "efficiency": definition(f"{strong}efficiency"),
-        "overhead_s": "not defined where the batch per learner differs" if strong else definition("overhead"),
-        "accuracy": f"at the end of {count_of(request.config.train.epochs, 'epoch')}, mean over rounds; "
+        "overhead_s": "not defined if the batch per learner differs" if strong else definition("overhead"),
+        "accuracy": f"accuracy after {count_of(request.config.train.epochs, 'epoch')}, mean over rounds; "
         f"{definition('accuracy')}",
         "base": definition("base"),
-        "ranked": f"{ranked} the best one's; others are shown only",
+        "ranked": f"{ranked} the best; others are only shown",
         "predicted_s": "T(n) simulated on the calibrated machine; error = predicted / measured - 1",
-        "joules": f"of a run, median; {definition('energy')}",
-        "cost": f"of a run: {definition('cost')}; devices are learners, hours those of training",
+        "joules": f"energy of a run, median over rounds; {definition('energy')}",
+        "cost": f"cost of a run: {definition('cost')}; one device per learner, hours of training",
     }
 
 
@@ -332,5 +334,5 @@ def _slow_notes(request: ScalingRequest) -> list[str]:
     if not slow:
         return []
     base = request.configs(0)[0].slow
-    inside = f"{', '.join(base)} is in T(1) too" if base else "none of it is in T(1)"
+    inside = f"T(1) includes {', '.join(base)}" if base else "T(1) includes none of them"
     return [f"artificial delays: {', '.join(slow)}; {inside}"]

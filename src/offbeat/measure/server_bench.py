@@ -58,18 +58,18 @@ BASELINES: Mapping[str, tuple[str, str, str]] = {
 WARM_UP = 5  # cycles of ours; the programs have their own
 
 DEFINITIONS: Mapping[str, str] = {
-    "per_s": "pushes (each with a fetch of the new weights into the parameters) a second of all learners together, "
+    "per_s": "pushes per second (each with a fetch of the new weights into the parameters) of all learners together, "
     "from the first learner's start to the last one's end; median over rounds",
     "ratio": f"per_s of {OURS} / per_s",
     "copy_share": "per_s * bytes of gradient and weights, each counted once, / copy_bytes_per_s",
-    "copy_bytes_per_s": "of all learners at once after the last push of a round, each copying a private buffer as "
-    "large as the model with tensor.copy_; bytes counted once; median over rounds",
+    "copy_bytes_per_s": "copy bandwidth: after the last push of a round, all learners at once copy a private buffer "
+    "as large as the model with tensor.copy_; bytes counted once; median over rounds",
     "spread": "fastest round / slowest round",
     IN_PLACE: "offbeat with prepare(..., in_place=True): the model's parameters are the servers' memory",
-    "rpc": "torch.distributed.rpc as in PyTorch's tutorial: a call with the list of gradients, answered by the model",
-    "rpc-tuned": "one flat tensor, one call for both, huge pages, the reply made in the memory the gradient came in",
+    "rpc": "torch.distributed.rpc as in PyTorch's tutorial: a call sends the list of gradients and returns the model",
+    "rpc-tuned": "one flat tensor, one call for push and fetch, huge pages, the reply in the gradient's memory",
     "ray": "Ray actors as in Ray's tutorial: gradients as a list of arrays, then a call for the weights as tensors",
-    "ray-tuned": "one flat array, one call for both, and an object store that is kept small",
+    "ray-tuned": "one flat array, one call for push and fetch, and a small object store",
 }
 
 FIELDS = (

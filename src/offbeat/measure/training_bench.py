@@ -331,7 +331,7 @@ def _sharing_notes(configs: Sequence[Config], machine: Mapping[str, Any], number
         each = "" if threads == 1 else f" of {threads} threads"
         what = count_of(there, "core" if gpus is None else "GPU")
         shared = "cores" if gpus is None else "GPUs"
-        notes.append(f"{learners}{each} on {what}: {number} measures the sharing of {shared}")
+        notes.append(f"{learners}{each} on {what}: learners share {shared}, which affects {number}")
     served = [
         config
         for config in configs

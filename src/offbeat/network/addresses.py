@@ -61,7 +61,7 @@ def own_address(store_port: int | None, environment: Mapping[str, str] | None = 
     beyond = [one for one in found if not ipaddress.ip_address(one).is_loopback]
     if not found:
         raise RequestError(
-            f"this process has no connection to the group's store that would tell its address; set {INTERFACE}"
+            f"cannot find the address of this process: it has no connection to the group's store; set {INTERFACE}"
         )
     address = (beyond or found)[0]
     names = [name for _, name in socket.if_nameindex() if _address_of(name) == address]

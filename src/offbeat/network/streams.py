@@ -38,7 +38,7 @@ class MismatchError(Exception):
     """Another piece came than the one that was expected; `tag` is the sender's."""
 
     def __init__(self, tag: bytes) -> None:
-        super().__init__("another piece came than the one that was expected")
+        super().__init__("received another piece than expected")
         self.tag = tag
 
 
@@ -229,7 +229,7 @@ class Link:
         magic, *rest = _HEADER.unpack(self._scratch)
         header = _Header(*rest)
         if magic != _MAGIC or header.size > PIECE_BYTES:
-            raise ClosedError("what came is no piece of this protocol")
+            raise ClosedError("received data that is not a piece of this protocol")
         return header
 
     def _fill(self, one: socket.socket, memory: memoryview, look: Callable[[], None]) -> None:

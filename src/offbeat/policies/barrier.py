@@ -30,8 +30,8 @@ class Barrier(Policy):
         order = sorted(self.held, key=lambda ticket: self.held[ticket].learner)  # stable: arrival within a learner
         commands: list[Command] = [self.apply(tuple(order), why)]
         late = [learner for learner, seat in self.learners.items() if seat.computing]
-        commands += [self.cancel(learner, "the update went without it") for learner in late]
-        commands += [self.send(learner, "a new version for all") for learner in self.learners]
+        commands += [self.cancel(learner, "the update was made without it") for learner in late]
+        commands += [self.send(learner, "new weights for all learners") for learner in self.learners]
         return tuple(commands)
 
     def expected_staleness(self, learners: int) -> Staleness:
@@ -68,7 +68,7 @@ class KSync(Barrier):
 
     def on_push(self, event: Pushed) -> tuple[Command, ...]:
         if event.learner in self.again:
-            return (self.drop(event.ticket, "it has one in this update already"), *self._if_due())
+            return (self.drop(event.ticket, "this learner already has a gradient in this update"), *self._if_due())
         return self._if_due()
 
     def on_leave(self, learner: int) -> tuple[Command, ...]:
@@ -77,9 +77,9 @@ class KSync(Barrier):
 
     def _if_due(self) -> tuple[Command, ...]:
         if self.held and self.open == 0:
-            return self.cut(f"all {len(self.held)} that can come are in")
+            return self.cut(f"all {len(self.held)} possible gradients have arrived")
         if self.k is not None and len(self.held) >= self.k:
-            return self.cut(f"the first {self.k} of {len(self.learners)} are in")
+            return self.cut(f"the first {self.k} of {len(self.learners)} gradients have arrived")
         return ()
 
     def max_held(self, learners: int) -> int:
@@ -110,8 +110,13 @@ class KBatchSync(HoldsK, Barrier):
 
     def on_push(self, event: Pushed) -> tuple[Command, ...]:
         if len(self.held) >= self.k:
-            return self.cut(f"the first {self.k} minibatches are in")
-        return (self.resume(event.learner, f"{len(self.held)} of {self.k} are in; another at the same weights"),)
+            return self.cut(f"the first {self.k} gradients have arrived")
+        return (
+            self.resume(
+                event.learner,
+                f"{len(self.held)} of {self.k} gradients have arrived; compute another on the same weights",
+            ),
+        )
 
     def expected_update(self, learners: int, times: ComputeTimes) -> UpdateTime | None:
         return of_flow(self.k, learners, times) if times.is_memoryless else None
@@ -134,12 +139,16 @@ class GraceSync(KSync):
         if self.open == 0 or len(self.held) < self.quorum or self.until_s is not None:
             return super()._if_due()
         self.until_s = self.now_s + self.grace
-        return (self.wake(self.until_s, f"{self.quorum} are in; the others have {format_seconds(self.grace)} more"),)
+        return (
+            self.wake(
+                self.until_s, f"{self.quorum} gradients have arrived; the others have {format_seconds(self.grace)} more"
+            ),
+        )
 
     def on_wake(self) -> tuple[Command, ...]:
         if self.until_s is None or self.now_s < self.until_s:
             return ()  # all came in time, and the update was made
-        return self.cut(f"{len(self.held)} are in after {format_seconds(self.grace)} of grace")
+        return self.cut(f"{len(self.held)} gradients arrived within the grace period of {format_seconds(self.grace)}")
 
     def cut(self, why: str) -> tuple[Command, ...]:
         self.until_s = None
@@ -159,7 +168,7 @@ class GraceSync(KSync):
 
     def explain(self, result: sentences.Outcome) -> str:
         grace = format_seconds(self.grace)
-        return sentences.partial_barrier(result, f"waits for {self.quorum} learners, and {grace} for the others")
+        return sentences.partial_barrier(result, f"waits for {self.quorum} learners, then up to {grace} for the others")
 
 
 class DeadlineSync(KSync):
@@ -189,13 +198,13 @@ class DeadlineSync(KSync):
 
     def on_wake(self) -> tuple[Command, ...]:
         if self.held:
-            return self.cut(f"{len(self.held)} are in after {format_seconds(self.seconds)}")
+            return self.cut(f"{len(self.held)} gradients arrived within {format_seconds(self.seconds)}")
         self.overdue = self.open > 0
         return ()
 
     def _if_due(self) -> tuple[Command, ...]:
         if self.overdue and self.held:
-            return self.cut(f"the first after {format_seconds(self.seconds)}")
+            return self.cut(f"the first gradient arrived after the deadline of {format_seconds(self.seconds)}")
         return super()._if_due()
 
     def cut(self, why: str) -> tuple[Command, ...]:
@@ -213,4 +222,6 @@ class DeadlineSync(KSync):
         return None  # it depends on the clock
 
     def explain(self, result: sentences.Outcome) -> str:
-        return sentences.partial_barrier(result, f"waits {format_seconds(self.seconds)}, or for the first")
+        return sentences.partial_barrier(
+            result, f"waits {format_seconds(self.seconds)}, or until the first gradient arrives"
+        )

@@ -201,7 +201,7 @@ class Policy:
             return self._start("the deadline has passed") if due and self.learners else ()
         if self.wake_at_s is None or event.at_s < self.wake_at_s:
             pending = "no wake is pending" if self.wake_at_s is None else f"the pending wake is at {self.wake_at_s} s"
-            raise EventError(f"'{as_text(event)}' cannot be: {pending}")
+            raise EventError(f"'{as_text(event)}' is impossible: {pending}")
         self.wake_at_s = None
         return self.on_wake()
 
@@ -214,23 +214,23 @@ class Policy:
 
     def _illegal(self, event: Event, seat: LearnerState | None) -> EventError:
         if seat is None:
-            known = "it is not here" if not isinstance(event, Joined) else "a learner is a number from 0"
+            known = "it is not in the run" if not isinstance(event, Joined) else "a learner's number must be 0 or more"
         elif not self.started:
-            known = "nobody was sent weights yet"
+            known = "no weights were sent yet"
         elif not seat.computing:
             known = "it waits for weights"
         else:
-            known = f"it was given version {seat.version} and computes"
-        return EventError(f"'{as_text(event)}' cannot be: {known}, the version is {self.version}")
+            known = f"it is computing on version {seat.version}"
+        return EventError(f"'{as_text(event)}' is impossible: {known}; the version is {self.version}")
 
     def _incomplete(self, event: Pushed) -> EventError:
         if event.ticket <= self.last_ticket:
-            why = f"tickets rise, and {self.last_ticket} was the last"
+            why = f"tickets must rise, and the last one was {self.last_ticket}"
         elif event.samples < 1:
-            why = "a gradient comes from 1 sample or more"
+            why = "a gradient needs at least 1 sample"
         else:
-            why = f"the rate '{self.rate.text}' needs its drift, 0 or more"
-        return EventError(f"'{as_text(event)}' cannot be: {why}")
+            why = f"the rate '{self.rate.text}' needs a drift of 0 or more"
+        return EventError(f"'{as_text(event)}' is impossible: {why}")
 
     # --- commands, with their books --------------------------------------------------------------------------------
 
@@ -267,7 +267,7 @@ class Policy:
         """Must be followed by `send` to the same learner, of weights that are newer than those it computes on."""
         seat = self.learners[learner]
         if not self.cancels:
-            raise TypeError(f"{type(self).__name__} cancels: its class must say cancels = True")
+            raise TypeError(f"{type(self).__name__} cancels, so its class must declare cancels = True")
         if not seat.computing or seat.version >= self.version:
             state = "does not compute" if not seat.computing else "computes on the current weights: apply first"
             raise TypeError(f"{type(self).__name__} cancels learner {learner}, which {state}")
@@ -279,7 +279,7 @@ class Policy:
         arrives = ticket == self.last_ticket and self.held[ticket].at_s == self.now_s
         if not arrives and not self.drops_held:
             raise TypeError(
-                f"{type(self).__name__} drops a gradient that it held: its class must say drops_held = True"
+                f"{type(self).__name__} drops a gradient that it held, so its class must declare drops_held = True"
             )
         del self.held[ticket]
         self.dropped += 1
@@ -319,7 +319,7 @@ class Policy:
     def wake(self, at_s: float, why: str) -> Wake:
         """Ask to be told when this time has come; it replaces the wake that was pending."""
         if not math.isfinite(at_s):
-            raise ValueError(f"a wake is at a finite time; got {at_s}")
+            raise ValueError(f"a wake needs a finite time; got {at_s}")
         self.wake_at_s = at_s
         return Wake(at_s, why)
 
@@ -382,14 +382,14 @@ class Policy:
         """Raise AssertionError, naming the law, where the books do not add up. For tests and for logs."""
         open_now = sum(seat.computing for seat in self.learners.values())
         laws = {
-            "open counts the computing seats": self.open == open_now,
+            "open is the number of learners that compute": self.open == open_now,
             "issued = held + applied + dropped + cancelled + lost + open": self.issued
             == len(self.held) + self.applied + self.dropped + self.cancelled + self.lost + open_now,
             "no count is negative": min(getattr(self, name) for name in COUNTS[1:]) >= 0,
             "nobody waits": self.waits or not self.started or open_now == len(self.learners),
-            "nobody computes before the start": self.started or open_now == 0,
-            "no seat is ahead of the version": all(seat.version <= self.version for seat in self.learners.values()),
-            "no gradient is from the future": all(held.version <= self.version for held in self.held.values()),
+            "no learner computes before the start": self.started or open_now == 0,
+            "no learner is ahead of the version": all(seat.version <= self.version for seat in self.learners.values()),
+            "no gradient is newer than the version": all(held.version <= self.version for held in self.held.values()),
             "at most `max_held` gradients are held": len(self.held) <= self.max_held(self._learners_known()),
         }
         for law, holds in (laws | self.laws()).items():
@@ -427,7 +427,7 @@ class Policy:
             held = {event[1]: Pushed(*event) for event in state["held"]}
             plain = {name: deepcopy(state[name]) for name in (*COUNTS, *self.extra_state, "started", "version")}
         except (KeyError, TypeError, ValueError) as error:
-            raise RequestError(f"the snapshot is not whole: {error!r}") from None
+            raise RequestError(f"the snapshot is incomplete: {error!r}") from None
         self.learners, self.held = seats, held
         self.wake_at_s = state.get("wake_at_s")  # version 0.1 had no wakes
         if self.damping is not None and state.get("staleness_mean") is not None:

@@ -37,7 +37,7 @@ class Downpour(EachGradient):
 
     def on_push(self, event: Pushed) -> tuple[Command, ...]:
         self.learners[event.learner].floor = event.version  # weights may be on their way: the next push may be as old
-        return self.apply((event.ticket,), "asynchronous"), self.resume(event.learner, "it goes on by itself")
+        return self.apply((event.ticket,), "asynchronous"), self.resume(event.learner, "it continues without waiting")
 
     def on_ask(self, learner: int) -> tuple[Command, ...]:
         self.issued -= 1  # the same stretch of work goes on, on newer weights

@@ -63,7 +63,7 @@ def _positive(text: str) -> float:
 _NUMBER = (grammar.Param(name="number", read=_positive, positional=True, required=True, help="above 0"),)
 RATES: dict[str, tuple[str, tuple[grammar.Param, ...], Callable[..., Rate]]] = {
     "constant": ("every gradient counts 1", (), lambda text: Rate(text=text, factor=None)),
-    "inverse": ("1 / max(1, staleness), each its own", (), lambda text: Rate(text=text, factor=_inverse)),
+    "inverse": ("1 / max(1, staleness), per gradient", (), lambda text: Rate(text=text, factor=_inverse)),
     "inverse-mean": ("1 / max(1, mean staleness)", (), lambda text: Rate(text=text, factor=_inverse_mean)),
     "drift": (
         "min(1, C / |w_now - w_read|^2)",
@@ -71,7 +71,7 @@ RATES: dict[str, tuple[str, tuple[grammar.Param, ...], Callable[..., Rate]]] = {
         lambda text, number: Rate(text=text, factor=_drift(number), needs_drift=True),
     ),
     "delay-compensated": (
-        "g + L g g (w_now - w_read), by the shard",
+        "g + L g g (w_now - w_read), computed by the shard",
         _NUMBER,
         lambda text, number: Rate(text=text, factor=None, compensation=number),
     ),

@@ -52,17 +52,17 @@ def read_decision(record: Mapping[str, Any]) -> Decision:
     if not isinstance(line, str) or not isinstance(commands, list) or not all(isinstance(one, str) for one in commands):
         raise RequestError(f"expected an 'event' and its 'commands'; got {line!r} and {commands!r}")
     if len(line) > _LONGEST_EVENT:
-        raise RequestError(f"an event of {len(line)} letters")
+        raise RequestError(f"an event of {len(line)} characters is too long")
     event, answers = from_text(line), [from_text(one) for one in commands]
     if not isinstance(event, EVENTS) or not 0 <= event.at_s < LATEST_S:
         raise RequestError(f"'{line}' is not an event")
     told = tuple(one for one in answers if not isinstance(one, EVENTS))
     if len(told) < len(answers):
-        raise RequestError(f"'{line}' is answered by an event")
+        raise RequestError(f"'{line}' has an event among its commands")
     try:
         return Decision(event, told, tuple((epoch, start, count) for epoch, start, count in batch), record.get("hyper"))
     except (TypeError, ValueError):
-        raise RequestError(f"'{line}' is of samples {batch!r}; expected [[epoch, start, count], ...]") from None
+        raise RequestError(f"'{line}' has the samples {batch!r}; expected [[epoch, start, count], ...]") from None
 
 
 def decision(event: Event, commands: Iterable[Command]) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def policy_of(run: Mapping[str, Any]) -> Policy:
     """A fresh policy as a log's first line describes it."""
     line, expect, start_by_s = run.get("strategy"), run.get("expect"), run.get("start_by_s")
     if not isinstance(line, str) or not isinstance(expect, int):
-        raise LogError("the log's first line does not say 'strategy' and 'expect': it is not the log of a policy")
+        raise LogError("the log's first line has no 'strategy' and 'expect', so it is not the log of a policy")
     try:
         corrects, scaling = run.get("staleness") == CORRECT, run.get("scaling", 1.0)
         if not isinstance(scaling, int | float) or not 0 < scaling < math.inf:

@@ -33,7 +33,11 @@ class KAsync(HoldsK):
         if not self.held or (len(self.held) < self.k and self.open > 0):
             return ()
         waiting = [held.learner for held in self.held.values()]
-        why = f"{len(waiting)} are in" if len(waiting) >= self.k else f"all {len(waiting)} that can come are in"
+        why = (
+            f"{len(waiting)} are in"
+            if len(waiting) >= self.k
+            else f"all {len(waiting)} possible gradients have arrived"
+        )
         commands: list[Command] = [self.apply(tuple(self.held), why)]
         for learner in waiting:  # but not to one that has left, nor to one that left and came back
             if learner in self.learners and not self.learners[learner].computing:
@@ -68,9 +72,9 @@ class KBatchAsync(HoldsK):
 
     def on_push(self, event: Pushed) -> tuple[Command, ...]:
         if len(self.held) < self.k:
-            return (self.send_again(event.learner, "it has pushed; nobody waits"),)
+            return (self.send_again(event.learner, "it has pushed; no learner waits"),)
         update = self.apply(tuple(self.held), f"{self.k} are in")
-        return update, self.send_again(event.learner, "it has pushed; nobody waits")
+        return update, self.send_again(event.learner, "it has pushed; no learner waits")
 
     def expected_staleness(self, learners: int) -> Staleness:
         return of_batches(learners, self.k)
@@ -101,7 +105,7 @@ class StaleDrop(EachGradient):
         return fate, self.send_again(event.learner, "it has pushed")
 
     def expected_staleness(self, learners: int) -> Staleness:
-        return estimated(float(min(learners - 1, self.limit)), "at most the limit, about P - 1 below it")
+        return estimated(float(min(learners - 1, self.limit)), "at most the limit; about P - 1 if that is lower")
 
 
 class Clocks:
@@ -178,7 +182,7 @@ class StaleSync(EachGradient):
         return {
             "everybody has a clock": not self.started or set(of) == set(self.learners),
             "the slowest is known": not of or slowest == min(of.values()),
-            "nobody is more than slack + 1 ahead": max(of.values(), default=slowest) - slowest <= self.slack + 1,
+            "no learner is more than slack + 1 ahead": max(of.values(), default=slowest) - slowest <= self.slack + 1,
             "only those ahead wait": all(of[one] - slowest > self.slack for one in self.waiting),
         }
 

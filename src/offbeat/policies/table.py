@@ -306,17 +306,17 @@ def _ask_everything(line: str) -> None:
             continue
         if not isinstance(policy, Policy):
             raise RequestError(
-                f"'{line}': its row makes a {type(policy).__name__}, which is no offbeat.policies.Policy"
+                f"'{line}': its row creates a {type(policy).__name__}, which is not an offbeat.policies.Policy"
             )
         counts = policy.max_held(learners), policy.gradients_per_update(learners)
         if not all(isinstance(count, int) and count >= 1 for count in counts):
-            raise RequestError(f"'{line}': max_held and gradients_per_update are whole numbers from 1; got {counts}")
+            raise RequestError(f"'{line}': max_held and gradients_per_update must be 1 or more; got {counts}")
         if not policy.expected_staleness(learners).mean >= 0:
             raise RequestError(f"'{line}': its expected staleness is below 0")
         if not isinstance(policy.rule, LearnerRule):
             raise RequestError(f"'{line}': its rule is a {type(policy.rule).__name__}, not a LearnerRule")
         if not set(policy.kept_over_restart) <= set(policy.extra_state):
-            raise RequestError(f"'{line}': what is in kept_over_restart must be in extra_state too")
+            raise RequestError(f"'{line}': names in kept_over_restart must be in extra_state too")
         policy.waits_for_all(learners)
         policy.expected_update(learners, ComputeTimes())
         policy.explain(Outcome())
@@ -329,7 +329,7 @@ def _ask_everything(line: str) -> None:
         except (TypeError, ValueError):
             plain = False
         if not plain:
-            raise RequestError(f"'{line}': what extra_state names must be plain data, as JSON has it")
+            raise RequestError(f"'{line}': attributes named in extra_state must hold JSON data")
         policy.restore(state)
 
 

@@ -121,9 +121,9 @@ class Arithmetic:
         if size < 1 or self._step_alone:
             return "learners step by themselves" if size else "there are too few samples"
         if self.buffers is not None:
-            return "minibatches change the model's buffers, which are each learner's own"
+            return "minibatches change buffers, and each learner has its own"
         if trainer.precision.name != "fp32":
-            return f"they are computed in {trainer.precision.name}"
+            return f"the precision is {trainer.precision.name}"
         batches: list[Batch] = [((0, 0, size),), ((0, size, size),)]
         found = []
         for batch in batches:
@@ -135,7 +135,7 @@ class Arithmetic:
         try:
             inputs, targets = self._fetch(batches)
             if not isinstance(inputs, Tensor) or not isinstance(targets, Tensor):
-                return "minibatches are not two tensors"
+                return "a minibatch is not a pair of tensors"
             with _strictly():
                 many, _ = self._gradients([replica.current] * 2, inputs, targets)
             self._backward_as_one(batches, [0.5, 0.5])
@@ -147,7 +147,7 @@ class Arithmetic:
         mean = (found[0] + found[1]) / 2
         self.together = not absent and all(_near(many[at], found[at]) for at in range(2))
         self.as_one = _near(union, mean)
-        return "" if self.together and self.as_one else "minibatches together do not give what they give alone"
+        return "" if self.together and self.as_one else "computing them together gives other results than one by one"
 
     # --- gradients ----------------------------------------------------------------------------------------------------
 
@@ -236,7 +236,7 @@ class Arithmetic:
             self.trainer.set_chance(epoch, place)
             read.append(self._read(batch))
         if not all(isinstance(inputs, Tensor) and isinstance(targets, Tensor) for inputs, targets in read):
-            raise TypeError("minibatches are not two tensors")
+            raise TypeError("a minibatch is not a pair of tensors")
         return torch.cat([inputs for inputs, _ in read]), torch.cat([targets for _, targets in read])
 
     def _read(self, batch: Iterable[tuple[int, int, int]]) -> Any:

@@ -333,7 +333,7 @@ def read_calibration(path: Path) -> Calibration:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not JSON"
-        raise RequestError(f"cannot read the calibration {path}: {reason}; offbeat calibrate makes one") from None
+        raise RequestError(f"cannot read the calibration {path}: {reason}; offbeat calibrate writes one") from None
     try:
         return from_json(data)
     except RequestError as error:
@@ -342,7 +342,7 @@ def read_calibration(path: Path) -> Calibration:
 
 def from_json(data: Any) -> Calibration:
     if not isinstance(data, dict) or "calibration" not in data:
-        raise RequestError("not a calibration: offbeat calibrate makes one")
+        raise RequestError("not a calibration; offbeat calibrate writes one")
     if data["calibration"] != FORMAT:
         raise RequestError(f"a calibration of format {data['calibration']!r}; this version reads format {FORMAT}")
     try:

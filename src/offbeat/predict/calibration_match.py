@@ -17,7 +17,7 @@ def check(calibration: Calibration, config: Config) -> None:
     for key, now in settings_of(config).items():
         if key in measured and measured[key] != now:
             raise RequestError(
-                f"the calibration is of {key} {measured[key]!r}, and this has {now!r}: "
+                f"the calibration was measured with {key} {measured[key]!r}, but this training has {now!r}; "
                 "measure again with offbeat calibrate, for this recipe"
             )
 
@@ -49,4 +49,4 @@ def of_another_machine(calibration: Calibration) -> str:
         for key in MACHINE
         if key in calibration.machine and calibration.machine[key] != here[key]
     ]
-    return f"the calibration is of another machine: {', '.join(told)}" if told else ""
+    return f"the calibration was measured on another machine: {', '.join(told)}" if told else ""

@@ -197,7 +197,7 @@ def _decisions(log: RunLog) -> _LogDecisions:
 def _rule(log: RunLog) -> LearnerRule:
     line, expect = log.run.get("strategy"), log.run.get("expect")
     if not isinstance(line, str) or not isinstance(expect, int):
-        raise RequestError("its log does not say under which strategy, and for how many learners, it was")
+        raise RequestError("its log does not name the strategy and the number of learners")
     return create(line, expect=expect).rule
 
 

@@ -188,7 +188,7 @@ class Replay:
                 break
         if last is None or applied < self.run.samples:
             raise RequestError(
-                f"'{line}' drops so much that {self.run.samples:,} samples are not applied in {PLENTY} times the epochs"
+                f"'{line}' drops too many gradients: {self.run.samples:,} samples are not reached in {PLENTY}x epochs"
             )
         spent = last.spent
         wait_s = spent.send_s + spent.wait_s

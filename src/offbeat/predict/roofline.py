@@ -42,7 +42,7 @@ class Gpu(NamedTuple):
         found: float = getattr(self, precision)
         if not found:
             have = ", ".join(one for one in ("fp32", "tf32", "fp16", "bf16") if getattr(self, one))
-            raise RequestError(f"a {self.name} does not compute in {precision}; it has {have}")
+            raise RequestError(f"a {self.name} does not support {precision}; it supports {have}")
         return found
 
 

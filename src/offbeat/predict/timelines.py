@@ -427,7 +427,7 @@ class LoggedTimeline:
         line = run["strategy"]
         self.log, self.line, self.expect = log, line, run["expect"]
         if self.policy.rule.delta or self.policy.rule.fetch_every:
-            raise RequestError(f"'{line}': what its learners did between pushes is not in the log")
+            raise RequestError(f"'{line}': the log does not have the steps of learners between pushes")
         self.now = 0.0
         self._told: dict[int, Any] = {}  # what the optimizer was told with each gradient, by ticket
         self._tally = Tally()

@@ -259,17 +259,17 @@ def train_again(
     config = Config() if optimizer else read_config(folder)
     if not optimizer and family_of(config.sync) != SERVER:
         raise RequestError(
-            f"'{config.sync}' is an all-reduce: only runs with a parameter server are made again by logs"
+            f"'{config.sync}' is an all-reduce; only runs with a parameter server can be repeated from logs"
         )
     if config.train.precision == "fp16":
-        raise RequestError(f"{run} was computed in fp16: the scale of each learner's loss is not in the log")
+        raise RequestError(f"{run} was computed in fp16, and the loss scale of each learner is not in the log")
     if not optimizer and folder.next_segment() > 2:
         raise RequestError(f"{run} was resumed; only runs without a resume can be repeated")
     log = read_log(run if optimizer else folder.log(1))
     timeline = LoggedTimeline(log)
     if optimizer:
         if not any("hyper" in decision for decision in log.decisions):
-            raise ReplayError("what the optimizer was told is not in the log")
+            raise ReplayError("the log does not have the hyperparameters of the optimizer")
         train = {"clip_norm": log.run.get("clip_norm", 0.0)}
         config = changed(config, {"sync": timeline.line, "seed": log.run.get("seed", 0), "train": train})
     config = changed(config, {"learners": timeline.expect})

@@ -134,7 +134,7 @@ SCALING = (
     Field("batch", "count", "number", "batch of a learner"),
     Field(
         "seconds", "above zero", "seconds", "T(n) (s)",
-        "seconds in which n minibatches are applied; synchronous: an iteration",
+        "seconds to apply n minibatches; for a synchronous strategy, one iteration",
         title="T(n) ms", text=_ms("seconds"),
     ),
     Field(
@@ -248,7 +248,7 @@ DEVICE = (
     Field("seconds_high", "above zero", "seconds", "step high (s)"),
     Field(
         "memory_gb", "from zero", "number", "peak memory (GB)",
-        "the most that tensors took at once: weights, gradients, optimizer state, activations",
+        "peak memory of tensors: weights, gradients, optimizer state, activations",
         title="memory GB", text=lambda row: f"{row['memory_gb']:.3g}", optional=True,
     ),
     Field(
@@ -257,7 +257,7 @@ DEVICE = (
     ),
     Field(
         "peak_share", "from zero", "percent", "share of peak",
-        "FLOPs of forward and backward a second / the device's peak in this precision, by its data sheet",
+        "FLOPs of forward and backward per second / peak of the data sheet in this precision",
         title="of peak", text=lambda row: percent(row["peak_share"]), optional=True,
     ),
     Field(

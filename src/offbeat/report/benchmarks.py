@@ -221,7 +221,7 @@ def device(results: Sequence[BenchmarkResult]) -> PageSection:
         rows += [{**row, "benchmark": result.label} for row in result.rows]
         notes.append(_notes(result))
     table = _table("device", "One device", DEVICE, rows, " ".join(filter(None, notes)))
-    text = "What one device does alone, by model, minibatch and precision: everything distributed multiplies it."
+    text = "Throughput of one device alone, by model, minibatch and precision. It limits every distributed run."
     title = "Throughput by model, batch and precision"
     return PageSection(key="device", title=title, items=(*items, table), about=text)
 

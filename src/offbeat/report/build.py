@@ -99,7 +99,7 @@ def _overview(known: Sequence[Facts], targets: Mapping[int, float | None], price
         Column("waiting", "percent", "share of the learners' time, as the run counted it"),
         Column("thrown away", "percent", f"share of the learners' time: {DEFINITIONS['thrown away'].formula}"),
         Column("staleness", "number", f"mean: {DEFINITIONS['staleness'].formula}"),
-        Column("sent and received", help="gradients and weights, by all learners together"),
+        Column("sent and received", help="bytes of gradients and weights, over all learners"),
         Column(f"cost ({unit})", "money", f"{DEFINITIONS['cost'].formula}; {DEFINITIONS['cost of a run'].formula}"),
     )
     rows = []
@@ -231,8 +231,8 @@ def _energy(
         items += [*_energy_charts(known), _energy_table(known, targets, price)]
     items.append(benchmarks.energies(results))
     text = (
-        "Energy is what the machine's counters say, or not measured. Cost is devices x hours of training x the price "
-        "given. Up to the target: the same part of both as of the training time."
+        "Energy comes from the counters of the machine. Cost is devices x hours of training x the given price. Energy "
+        "and cost to the target are proportional to the training time until the target."
     )
     return PageSection(key="energy", title="Energy and cost", items=tuple(items), about=text)
 

@@ -80,7 +80,7 @@ def read_result(path: Path) -> BenchmarkResult:
     kind = data.get("measured")
     if not isinstance(kind, str) or kind not in FIELDS:
         is_one = f"'{untrusted.shorten(kind)}'" if isinstance(kind, str) else "no benchmark"
-        problem = untrusted.clean(f"{name}: holds {is_one}, and a report shows {', '.join(FIELDS)}")
+        problem = untrusted.clean(f"{name}: expected a benchmark of {', '.join(FIELDS)}; got {is_one}")
         return BenchmarkResult(name=name, label=label, problems=(problem,))
     problems: list[str] = []
     about = {
@@ -117,7 +117,7 @@ def _rows(name: str, kind: str, given: Any, problems: list[str]) -> tuple[Row, .
     rows = []
     for at, row in enumerate(given[:_MOST_ROWS], start=1):
         if not isinstance(row, dict):
-            wrong.append(f"row {at} is no object")
+            wrong.append(f"row {at} is not an object")
             continue
         read = {
             field.key: _READERS[field.accepts](row.get(field.key))
@@ -129,7 +129,7 @@ def _rows(name: str, kind: str, given: Any, problems: list[str]) -> tuple[Row, .
         if all(read[key] for key in NAMED_BY[kind]):
             rows.append(read)
         elif not bad:
-            wrong.append(f"row {at} does not say {' and '.join(NAMED_BY[kind])}")
+            wrong.append(f"row {at} has no {' and '.join(NAMED_BY[kind])}")
     if wrong:
         problems.append(f"{name}: {len(wrong):,} value{'' if len(wrong) == 1 else 's'} could not be read: {wrong[0]}"
                         + (", ..." if len(wrong) > 1 else ""))  # fmt: skip

@@ -255,18 +255,18 @@ def staleness(known: Sequence[Facts]) -> PageSection:
         shares += [(one.label, *row) for row in rows]
         if largest > 0:
             charts.append(_staleness_chart(f"staleness-{at}", one, rows, theory))
-    said = "version before the update that applies a gradient, less the version that it was computed at"
+    said = "version before the update that applies a gradient, minus the version it was computed on"
     tables = (
         Table(
             key="staleness",
-            title="Staleness of what was applied",
+            title="Staleness of the applied gradients",
             columns=(
                 Column("run"),
                 Column("gradients applied", "number"),
                 Column("mean (versions)", "number", said),
                 Column("standard deviation (versions)", "number"),
                 Column("largest (versions)", "number"),
-                Column("theory: mean (versions)", "number", "P learners, K gradients in an update"),
+                Column("theory: mean (versions)", "number", "P learners, K gradients per update"),
                 Column("mean less theory (versions)", "number"),
                 Column("formula"),
             ),
@@ -280,7 +280,7 @@ def staleness(known: Sequence[Facts]) -> PageSection:
                 Column("staleness (versions)"),
                 Column("gradients", "number"),
                 Column("share", "percent"),
-                Column("theory: share", "percent", "of async, if compute times were exponential"),
+                Column("theory: share", "percent", "expected share, if compute times were exponential"),
             ),
             rows=tuple(shares),
         ),

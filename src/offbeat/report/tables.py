@@ -40,7 +40,7 @@ def write_csv(page: Page, folder: Path) -> tuple[Path, ...]:
     """A file for each table, each whole or not at all; `RequestError` if the folder cannot be written."""
     written = []
     for table in tables_of(page):
-        assert _KEY.fullmatch(table.key), f"'{table.key}' is no key of ours"
+        assert _KEY.fullmatch(table.key), f"'{table.key}' is not a valid key"
         path = folder / f"{table.key}.csv"
         try:
             folder.mkdir(parents=True, exist_ok=True)

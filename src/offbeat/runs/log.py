@@ -92,7 +92,7 @@ def write_log(path: Path, log: RunLog) -> None:
     """Write the log, replacing what was there only when all of it is written; a failure leaves nothing behind."""
     for reserved in ("kind", "format"):
         if reserved in log.run:
-            raise RequestError(f"a run must not say '{reserved}': the log does")
+            raise RequestError(f"a run must not set '{reserved}'; the log sets it")
     writer = LogWriter(path, log.run)
     try:
         for decision in log.decisions:

@@ -35,7 +35,7 @@ DEFINITIONS: Mapping[str, Definition] = {
         "versions", "version before the update that applies the gradient - version it was computed at"
     ),
     "bus bandwidth": Definition(
-        "bytes/s", "size / seconds * factor of the collective (BUS_FACTORS); of all-to-all, the size of one rank's part"
+        "bytes/s", "size / seconds * factor of the collective (BUS_FACTORS); all-to-all: size of one rank's part"
     ),
     "time to accuracy": Definition(
         "s",

@@ -157,7 +157,7 @@ def _ring_chunks(ranks: int, order: Orders | None) -> int:
     for visited in order or ():
         if sorted(visited) != list(range(ranks)):
             raise RequestError(
-                f"a ring's order visits each of the ranks 0..{ranks - 1} once; got {format_orders((visited,))}"
+                f"a ring's order must visit each of the ranks 0..{ranks - 1} once; got {format_orders((visited,))}"
             )
     return ranks * len(order or ((),))
 
@@ -168,7 +168,7 @@ def _shape_chunks(ranks: int, shape: Shape) -> int:
         sides = max(2, len(shape))
         fit = [format_shape(s) for s in islice((s for s in _factorisations(ranks) if len(s) == sides), 9)]
         if not fit:
-            raise RequestError(f"{wrong}; {ranks} ranks have no shape of {sides} sides but those with a 1")
+            raise RequestError(f"{wrong}; {ranks} ranks have no shape of {sides} sides without a side of 1")
         raise RequestError(f"{wrong}; fitting: {', '.join(fit[:8])}{', ...' if len(fit) > 8 else ''}")
     return ranks
 
@@ -278,7 +278,7 @@ _SHAPE = Param(
     read=parse_shape,
     positional=True,
     required=True,
-    help="the sides, the first is that of consecutive ranks",
+    help="sides; the first side groups consecutive ranks",
 )
 
 _PLAIN = (
@@ -305,7 +305,9 @@ _PLAIN = (
         summary="piece by piece around a ring: fewest bytes, 2(P-1) steps",
         chunks=_ring_chunks,
         phase=ring,
-        params=(Param(name="order", read=parse_orders, help="the ranks in ring order, 0-3-2-1; several rings with +"),),
+        params=(
+            Param(name="order", read=parse_orders, help="ranks in ring order, like 0-3-2-1; join several rings with +"),
+        ),
         total_bytes=fewest_bytes,
         auto=3,
         examples=("ring", "ring:order=0-2-1-3"),
@@ -332,7 +334,7 @@ _PLAIN = (
     ),
     Algorithm(
         name="double-tree",
-        summary="two binary trees with half of the data each, chunk after chunk in a pipeline",
+        summary="two binary trees, each with half of the data, pipelined in chunks",
         chunks=lambda ranks, per_tree: 2 * per_tree,
         phase=double_tree,
         consecutive_first=lambda ranks, shape: (),  # what it takes is no shape
@@ -342,7 +344,7 @@ _PLAIN = (
                 read=parse_count,
                 positional=True,
                 default=16,
-                help="chunks that follow each other in each tree (default 16)",
+                help="number of pipelined chunks per tree (default 16)",
             ),
         ),
         shapes=lambda ranks: ["4", "16", "64"],
@@ -359,8 +361,14 @@ _FOLD = Algorithm(
     phase=fold,
     consecutive_first=lambda ranks, shape: (),
     params=(
-        Param(name="folded", read=_parse_ranks, positional=True, required=True, help="the ranks that own nothing, 2-3"),
-        Param(name="parts", read=parse_count, default=1, help="parts that follow each other (default 1)"),
+        Param(
+            name="folded",
+            read=_parse_ranks,
+            positional=True,
+            required=True,
+            help="ranks to leave out of the ring, like 2-3",
+        ),
+        Param(name="parts", read=parse_count, default=1, help="number of pipelined parts (default 1)"),
     ),
     shapes=lambda ranks: [str(ranks - 1), f"{ranks - 1},parts=4"],
     total_bytes=fewest_bytes,
@@ -431,7 +439,7 @@ _SHAPED = (
                 name="parts",
                 read=parse_count,
                 default=1,
-                help="parts that follow each other: one is inside the nodes while another is across (default 1)",
+                help="number of pipelined parts: one is inside the nodes while another crosses nodes (default 1)",
             ),
         ),
         shapes=_hierarchical_shapes,

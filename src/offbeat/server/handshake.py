@@ -87,7 +87,7 @@ def read_handshake(one: socket.socket, token: str) -> Handshake:
         raise PermissionError("another token")
     if said.protocol != PROTOCOL or said.version != versions():
         raise RequestError(
-            f"this run speaks protocol {PROTOCOL} ({versions()}), the one who came {said.protocol} ({said.version}):"
+            f"this run uses protocol {PROTOCOL} ({versions()}), but this process uses {said.protocol} ({said.version});"
             " use the same versions everywhere"
         )
     return said

@@ -170,7 +170,7 @@ def layout_of(
         ),
         (
             in_place and elsewhere,
-            f"in_place is for parameters of one type, {dtype}, in the processor's memory",
+            f"in_place needs parameters of one type, {dtype}, in CPU memory",
         ),
     )
     names = {id(parameter): name for name, parameter in model.named_parameters()}

@@ -61,14 +61,14 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if self.learners < 1:
-            raise RequestError(f"a cluster has 1 learner or more; got {self.learners}")
+            raise RequestError(f"a cluster needs at least 1 learner; got {self.learners}")
         if self.starts is not None and (self.cores is not None or (self.wires is not None and self.wires.size_bytes)):
             raise RequestError("measured starts already include sending and shared cores; give only one of them")
         for name, values in (("speeds", self.speeds), ("samples", self.samples)):
             if len(values) > self.learners:
                 raise RequestError(f"{len(values)} {name} for {self.learners} learners")
             if any(not 0 < value < math.inf for value in values):
-                raise RequestError(f"{name} are above 0; got {', '.join(map(str, values))}")
+                raise RequestError(f"{name} must be above 0; got {', '.join(map(str, values))}")
 
     @property
     def all_speeds(self) -> tuple[float, ...]:

@@ -34,11 +34,11 @@ class Model:
 
     def __post_init__(self) -> None:
         if not 0 <= self.forward_share < 1:
-            raise RequestError(f"the forward share is from 0 to below 1; got {self.forward_share}")
+            raise RequestError(f"the forward share must be from 0 to below 1; got {self.forward_share}")
         if not self.backward or len(self.backward) != len(self.size_bytes) or min(self.backward) < 0:
-            raise RequestError("a model has layers, each with a time (0 or more) and a size")
+            raise RequestError("a model needs layers, each with a time of 0 or more and a size")
         if not sum(self.backward) > 0 or min(self.size_bytes) < 0:
-            raise RequestError("a model's layers take some time, and their sizes are 0 or more")
+            raise RequestError("the layers of a model must take some time, and their sizes must be 0 or more")
 
     @classmethod
     def even(cls, *, layers: int, size_bytes: int, forward_share: float) -> Model:
@@ -169,7 +169,7 @@ def run(
 ) -> Result:
     """Simulate so many iterations."""
     if updates < 1:
-        raise RequestError(f"simulate 1 update or more; got {updates}")
+        raise RequestError(f"simulate at least 1 update; got {updates}")
     rounds = Rounds(
         strategy, cluster, topology, model, bucket_bytes=bucket_bytes, keep_spans=keep_spans, reduce_s=reduce_s
     )

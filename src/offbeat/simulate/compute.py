@@ -142,7 +142,7 @@ def _number(name: str, help: str, least: float, most: float) -> Param:
 def _positive_time(text: str) -> float:
     value = parse_seconds(text)
     if not 1e-12 <= value <= 1e12:
-        raise RequestError(f"a time is more than 0 here, and at most 1e12 s; got '{text}'")
+        raise RequestError(f"a time must be above 0 and at most 1e12 s; got '{text}'")
     return value
 
 

@@ -32,7 +32,7 @@ class Cores:
     def __post_init__(self) -> None:
         works = (self.push_s, self.fetch_s, self.behind_s, self.update_s)
         if not 0 < self.count < math.inf or not all(0 <= work < math.inf for work in works):
-            raise RequestError(f"cores are more than 0, and work is 0 or more; got {self.count} and {works}")
+            raise RequestError(f"cores must be above 0, and work must be 0 or more; got {self.count} and {works}")
 
 
 class Job(NamedTuple):

@@ -79,12 +79,10 @@ def run(
     The spans of work at the first `keep_spans` versions are kept; every decision of the policy goes to `write`.
     """
     if updates < 1:
-        raise RequestError(f"simulate 1 update or more; got {updates}")
+        raise RequestError(f"simulate at least 1 update; got {updates}")
     simulation = Simulation(strategy, cluster, updates, keep_spans, write)
     if simulation.policy.needs_drift:
-        raise RequestError(
-            f"'{strategy}': a rate by drift needs weights, which a simulation does not have; remove the rate"
-        )
+        raise RequestError(f"'{strategy}': rate=drift needs weights, which a simulation does not have; remove the rate")
     if until_s < math.inf:
         heapq.heappush(simulation.heap, (until_s, END, 0, 0))
     simulation.go()
@@ -358,7 +356,7 @@ class Simulation:
                 raise self.no_command(command)
 
     def no_command(self, said: object) -> PolicyError:
-        return PolicyError(f"the policy '{self.line}' answers with {said!r}, which is no command")
+        return PolicyError(f"the policy '{self.line}' answers with {said!r}, which is not a command")
 
     def _wake(self, _: int, number: int) -> None:
         if number == self.wake:

@@ -62,13 +62,13 @@ def settle_batch(config: Config, task: Task, tell: Tell) -> Config:
     allowed = sizes_of_global(wanted, learners) if wanted else sizes_for(samples, learners, train.accumulate)
     batch = train.batch_size
     if not batch:
-        tell("finding the batch size: steps of several sizes are tried")
+        tell("finding the batch size: trying steps of several sizes")
         batch = _search(config, task, allowed, tell)
     elif batch not in allowed:
         fits = max((size for size in allowed if size < batch), default=allowed[0])
         raise RequestError(
-            f"train.global_batch: {wanted} samples of {learners} learners are no whole number of minibatches of "
-            f"{batch}; take --batch-size {fits}"
+            f"train.global_batch: {wanted} samples of {learners} learners are not a whole number of minibatches of "
+            f"{batch}; use --batch-size {fits}"
         )
     accumulate = wanted // (learners * batch) if wanted else train.accumulate
     return changed(config, {"train": {"batch_size": batch, "accumulate": accumulate, "global_batch": 0}})

@@ -87,7 +87,7 @@ def sizes_of_global(total: int, learners: int) -> Sequence[int]:
     if total % learners:
         nearest = max(learners, total // learners * learners)
         raise RequestError(
-            f"train.global_batch: {total} samples cannot be shared evenly by {learners} learners; take {nearest}"
+            f"train.global_batch: {total} samples cannot be shared evenly by {learners} learners; use {nearest}"
         )
     part = total // learners
     small = [size for size in range(1, math.isqrt(part) + 1) if part % size == 0]

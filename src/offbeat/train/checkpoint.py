@@ -119,7 +119,7 @@ def _check(update: int, keep: int) -> None:
     if keep < 1:
         raise RequestError(f"keep, the number of checkpoints to keep, must be at least 1; got {keep}")
     if not 0 <= update < 10**18:
-        raise RequestError(f"an update is a number from 0; got {update}")
+        raise RequestError(f"an update must be 0 or more; got {update}")
 
 
 def _as_json(state: Mapping[str, Any]) -> str:
@@ -209,7 +209,7 @@ def _check_file(written: Path, final: Path) -> None:
         with safetensors.safe_open(written, framework="pt"):  # reads the header, and compares the size with it
             pass
     except safetensors.SafetensorError as error:
-        raise CheckpointError(f"{final} would not be a whole safetensors file: {_line(error)}") from None
+        raise CheckpointError(f"{final} would not be a valid safetensors file: {_line(error)}") from None
 
 
 def _under_way(final: Path, kind: str) -> Path:
@@ -339,7 +339,7 @@ def _read_manifest(path: Path, folder: int) -> _Manifest:
         raise CheckpointError(f"{where} is corrupt: it has more than {MOST_MANIFEST_BYTES} bytes")
     head = _HEAD.match(content)
     if head is None or not content.endswith(_TAIL):
-        raise CheckpointError(f"{where} is corrupt: it is not a whole manifest")
+        raise CheckpointError(f"{where} is corrupt: its manifest is incomplete")
     body = content[head.end() : -len(_TAIL)]
     if hashlib.sha256(body).hexdigest().encode("ascii") != head[1]:
         raise CheckpointError(f"{where} is corrupt: its SHA-256 does not match")
@@ -393,7 +393,7 @@ def _parse(content: bytes, complaint: str) -> dict[str, Tensor]:
     try:
         tensors = safetensors.torch.load(content)
     except Exception as error:  # its parser raises errors of many kinds for broken headers
-        raise CheckpointError(f"{complaint}: it is not a whole safetensors file: {_line(error)}") from None
+        raise CheckpointError(f"{complaint}: it is not a valid safetensors file: {_line(error)}") from None
     # Cloned, since these lie at odd addresses of Python's memory, and some kernels' last bits depend on the alignment.
     return {name: tensors[name].clone() for name in sorted(tensors)}
 

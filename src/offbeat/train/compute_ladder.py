@@ -76,15 +76,15 @@ def told(chosen: str, seconds: Mapping[str, float], failed: Mapping[str, str]) -
     """The choice and its reason, in one line."""
     others = [f"{name} {1e3 * took:.3g}" for name, took in seconds.items() if name != chosen and took < math.inf]
     beside = f" ({', '.join(others)})" if others else ""
-    text = f"computes by {chosen}: {1e3 * seconds[chosen]:.3g} ms a step{beside}"
-    return "; ".join([text, *(f"{name} was left out: {why}" for name, why in failed.items())])
+    text = f"compute mode {chosen}: {1e3 * seconds[chosen]:.3g} ms per step{beside}"
+    return "; ".join([text, *(f"{name} was skipped: {why}" for name, why in failed.items())])
 
 
 def price_of(deterministic_s: float, free_s: float) -> str:
     """What the same bits in every run cost, in one line."""
     more = deterministic_s / free_s - 1
-    price = f"{100 * more:.0f} % more" if more >= 0.005 else "no more"
-    return f"--deterministic: {1e3 * deterministic_s:.3g} ms a step, {1e3 * free_s:.3g} without it: {price}"
+    price = f"{100 * more:.0f} % slower" if more >= 0.005 else "not slower"
+    return f"--deterministic: {1e3 * deterministic_s:.3g} ms per step, {1e3 * free_s:.3g} without it: {price}"
 
 
 class Trial(NamedTuple):
@@ -182,7 +182,7 @@ class Finding(NamedTuple):
         return self.error <= self.most
 
     def __str__(self) -> str:
-        return f"{self.what}: off by {self.error:.2g}, at most {self.most:.2g} is right"
+        return f"{self.what}: off by {self.error:.2g}, more than the limit of {self.most:.2g}"
 
 
 def prove(step: DeviceStep, eager: DeviceStep, batches: Sequence[Batch]) -> list[Finding]:

@@ -71,7 +71,7 @@ class DataConfig(Section, frozen=True, kw_only=True):
     name: Annotated[str, "built-in data set, or module:function that returns (train, test)"] = "digits"
     options: Annotated[Options, "options of the data set"] = msgspec.field(default_factory=dict)
     workers: Annotated[
-        Whole, "data loader worker processes per learner; 0: none, but for image files one per free core"
+        Whole, "data loader worker processes per learner; 0: none, except for image files: one per free core"
     ] = 0
     place: Annotated[
         Literal["auto", "device", "host"],

@@ -172,7 +172,7 @@ class LoaderInput:
         share = max(1, _cores() // self._learners)
         decodes = hasattr(self._dataset, "decoded_bytes")
         if decodes and self._reading >= share - 1:
-            return "every core decodes images: scale the files down once"
+            return "all cores are busy decoding images; scale the image files down once"
         if decodes and not self._workers:
             return f"{SHARED_MEMORY} is too small for more than {self._reading} reader processes: make it larger"
         more = min(2 * self._reading or 8, share)

@@ -59,7 +59,9 @@ class DeviceStep:
         benchmark: bool = False,
     ) -> None:
         if type(optimizer) not in FUSED:
-            raise RequestError(f"{type(optimizer).__name__} decides on the host: it cannot be part of a device's step")
+            raise RequestError(
+                f"{type(optimizer).__name__} makes decisions on the host, so it cannot run in a device step"
+            )
         self.model, self.optimizer, self.loss, self.precision = model, optimizer, loss, precision
         self.clip_norm, self.captured = clip_norm, captured
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]

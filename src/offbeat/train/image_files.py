@@ -88,7 +88,7 @@ def decode(path: str, size: int) -> NDArray[np.uint8]:
             square = _in_rgb(image).resize((size, size), pil.Resampling.BILINEAR, (left, top, left + side, top + side))
         return np.asarray(square.transpose(pil.Transpose[turn]) if turn else square)
     except pil.UnidentifiedImageError:
-        why = "it is no JPEG and no PNG"
+        why = "it is neither a JPEG nor a PNG file"
     except Exception as error:  # Pillow raises whatever its decoders meet in a broken file
         why = " ".join(str(getattr(error, "strerror", None) or error or type(error).__name__).split())
     raise BrokenImageError(f"cannot decode the image {path}: {why}; repair or remove it")

@@ -117,7 +117,9 @@ class Scaler:
     def load(self, state: Mapping[str, float | int]) -> None:
         """What `state` gave; RequestError, and nothing changed, if it is something else."""
         if set(state) != {"scale", "good"}:
-            raise RequestError(f"the loss scaler's state is 'scale' and 'good'; got {', '.join(state) or 'nothing'}")
+            raise RequestError(
+                f"the loss scaler's state must have 'scale' and 'good'; got {', '.join(state) or 'nothing'}"
+            )
         scale, good = float(state["scale"]), int(state["good"])
         if not self.LOWEST <= scale <= self.HIGHEST or good < 0:
             raise RequestError(f"a loss scale is {self.LOWEST:g} or more, after 0 good updates or more; got {state}")

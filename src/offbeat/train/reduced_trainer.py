@@ -243,17 +243,17 @@ class ReducedTrainer(Trainer):
             return False  # DDP reduces while backward is running
         if "graph" in train.compute and self.device.type != "cuda":
             raise RequestError(
-                f"--compute {train.compute} needs a GPU, and the device is {self.device.type}: use compile"
+                f"--compute {train.compute} needs a GPU, but the device is {self.device.type}; use compile"
             )
         why = ""
         if train.optimizer not in ("sgd", "adam", "adamw"):
-            why = f"{train.optimizer} decides on the host"
+            why = f"{train.optimizer} makes decisions on the host"
         elif config.slow:
-            why = "slowness on purpose acts inside of backward"
+            why = "artificial delays act inside the backward pass"
         elif train.batch_norm == "synchronised" and self._together:
-            why = "synchronised batch norm talks to the other learners inside of forward"
+            why = "synchronised batch norm communicates inside the forward pass"
         if why and train.compute not in ("auto", "eager"):
-            self.note(f"computes eagerly, not by {train.compute}: {why}")
+            self.note(f"compute mode eager instead of {train.compute}: {why}")
         return not why
 
     def _choose_compute(self) -> None:
@@ -272,7 +272,7 @@ class ReducedTrainer(Trainer):
             return
         if any(rung.compiled for rung in rungs):
             if self.number == 0:
-                told_first = "compiling, which takes about a minute (--compute graph does not)"
+                told_first = "compiling, which takes about a minute (--compute graph avoids it)"
                 self.report({"kind": "note", "text": told_first})
             self._compiled = compiled_loss(self.model, self.task.loss)
         batches = self._first_batches()
@@ -294,7 +294,7 @@ class ReducedTrainer(Trainer):
         if min(seconds.values()) == math.inf:  # trying keeps copies: a step by itself may still fit
             release()
             self._step_on_device = self._make_step(EAGER)
-            self.note("computes by eager: there is too little memory to try other ways")
+            self.note("compute mode eager: there is too little memory to try other modes")
             return
         chosen = choose(seconds) if train.compute == "auto" and not self.config.deterministic else rungs[0].name
         chosen = EAGER.name if seconds[chosen] == math.inf else chosen
@@ -362,7 +362,7 @@ class ReducedTrainer(Trainer):
         took_s = update(sizes[0], max(2, min(MEASURED, int(MEASURED_S / max(once_s, 1e-9)))))
         del ahead
         if _allocator_retries(self.device) > retries:
-            raise torch.OutOfMemoryError("out of memory: the allocator had to give memory back to go on")
+            raise torch.OutOfMemoryError("out of memory: the allocator had to free cached memory to continue")
         return took_s
 
     def _make_step(self, rung: Rung, *, benchmark: bool | None = None) -> DeviceStep:

@@ -53,7 +53,7 @@ def updates(
     """The updates of an epoch of `samples`, from position `begin` on, as `learner` computes them."""
     least = len(shares) * passes
     if samples - begin < least and begin < samples:
-        what = "an epoch has" if begin == 0 else "what is left of this epoch has"
+        what = "an epoch has" if begin == 0 else "the rest of this epoch has"
         raise RequestError(f"{what} {samples - begin} samples, too few for {len(shares)} learners in {passes} passes")
     start = begin
     while start < samples:

@@ -81,7 +81,9 @@ class Tensors(Dataset[Pair]):
 
     def __init__(self, inputs: Tensor, targets: Tensor) -> None:
         if len(inputs) != len(targets):
-            raise RequestError(f"there are {len(inputs)} inputs and {len(targets)} targets; each input needs one")
+            raise RequestError(
+                f"there are {len(inputs)} inputs and {len(targets)} targets; each input needs one target"
+            )
         self.inputs = inputs
         self.targets = targets
 
@@ -139,8 +141,8 @@ def _text(*, folder: str, pattern: str, most_bytes: int, context: int) -> Loaded
         windows = (len(characters) - 1) // context
         if windows < 1:
             raise RequestError(
-                f"data text: {len(characters)} characters are too few for a window of context={context} and the one "
-                f"after it, in the part to train on or the tenth to test with; take more text or a smaller context"
+                f"data text: {len(characters)} characters are too few: the training part and the test part (a tenth) "
+                f"each need more than context={context} characters; use more text or a smaller context"
             )
         used = windows * context
         halves.append(Tensors(characters[:used].view(-1, context), characters[1 : used + 1].view(-1, context)))
@@ -173,7 +175,9 @@ def _synthetic_images(*, samples: int, size: int, classes: int, seed: int, pixel
     elif pixels == "float" and not augment:
         images = torch.randn(POOL, 3, size, size, generator=generator)
     else:
-        raise RequestError("data synthetic-images: pixels are float, or bytes, which can be augmented (augment=true)")
+        raise RequestError(
+            "data synthetic-images: pixels must be float or bytes; only bytes can be augmented (augment=true)"
+        )
     few = Tensors(images, torch.randint(classes, (POOL,), generator=generator))
     kind = augment if pixels == "bytes" else None
     return Loaded(Repeated(few, samples), Repeated(few, max(1, samples // 10)), (3, size, size), classes, kind)
@@ -387,7 +391,7 @@ def check_apart(task: Task, *, backward: bool) -> bool:
         stream.flush()
     child = os.fork()
     if child == 0:
-        said = "the test of the model and its data ended its process"
+        said = "the process that tested the model and its data ended"
         try:
             check(task)
             said = "unused" if backward and _has_unused(task) else ""
@@ -404,7 +408,7 @@ def check_apart(task: Task, *, backward: bool) -> bool:
     _, status = os.waitpid(child, 0)
     if status:
         how = os.waitstatus_to_exitcode(status)
-        raise RequestError(f"the test of the model and its data ended its process (exit code {how})")
+        raise RequestError(f"the process that tested the model and its data ended (exit code {how})")
     if said.startswith("wrong "):
         raise RequestError(said.removeprefix("wrong "))
     return said == "unused"

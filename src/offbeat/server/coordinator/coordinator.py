@@ -101,7 +101,7 @@ class GuardedPolicy:
         if slots < setting.learners + self.max_held - 1:
             raise RequestError(
                 f"'{self.line}' holds up to {self.max_held} gradients; with {self.learners} learners that needs "
-                f"{self.learners + self.max_held - 1} slots, and there are {slots}"
+                f"{self.learners + self.max_held - 1} slots, but there are {slots}"
             )
 
     def handle(self, event: Event) -> tuple[Command, ...]:
@@ -117,8 +117,8 @@ class GuardedPolicy:
         held = len(tickets - {command.ticket for command in commands if isinstance(command, Drop)})
         if held > self.max_held:
             raise PolicyError(
-                f"the policy '{self.line}' holds {held} gradients, and says that with {self.learners} learners "
-                f"it holds {self.max_held} at most (max_held)"
+                f"the policy '{self.line}' holds {held} gradients, but its max_held for {self.learners} learners is "
+                f"{self.max_held}"
             )
         if self.policy.unsent:
             who = min(self.policy.unsent)
@@ -132,16 +132,16 @@ class GuardedPolicy:
     def _wrong(self, command: object, tickets: set[int]) -> str:
         """What is wrong with a command, in words; `tickets` are those that nothing was said of yet."""
         if not isinstance(command, COMMANDS):
-            return f"{command!r}, which is no command"
+            return f"{command!r}, which is not a command"
         if isinstance(command, Apply | Drop):
             named = command.tickets if isinstance(command, Apply) else (command.ticket,)
             if not named or len(set(named)) < len(named) or not tickets.issuperset(named):
                 return f"'{as_text(command)}', but it holds {sorted(tickets)}"
             if isinstance(command, Apply) and not 0 < command.damping <= 1:
-                return f"'{as_text(command)}', but a damping is above 0 and at most 1"
+                return f"'{as_text(command)}', but a damping must be above 0 and at most 1"
             tickets.difference_update(named)
         elif not isinstance(command, Wake) and command.learner not in self.policy.learners:
-            return f"'{as_text(command)}', but that learner is not here"
+            return f"'{as_text(command)}', but that learner is not in the run"
         return ""
 
     def kept(self) -> dict[str, Any]:
@@ -149,7 +149,7 @@ class GuardedPolicy:
         try:
             kept: dict[str, Any] = json.loads(json.dumps(self.policy.kept(), allow_nan=False))
         except (TypeError, ValueError) as error:
-            raise PolicyError(f"the policy '{self.line}' keeps what is no plain data: {error}") from None
+            raise PolicyError(f"the policy '{self.line}' keeps state that is not plain data: {error}") from None
         return kept
 
 
@@ -360,7 +360,7 @@ class Coordinator:
     def _silent(self, message: Silent) -> None:
         session = self.sessions.get(message.learner)
         if session is not None and session.incarnation == message.incarnation:
-            self._give_up(session, why="it gave no sign of life", may_wake=True)
+            self._give_up(session, why="it sent no heartbeat", may_wake=True)
 
     def _finish(self, message: Finish) -> None:
         """Gradients that still wait for others will wait for ever."""
@@ -434,7 +434,7 @@ class Coordinator:
             self._tell_policy(event, record)
         except EventError as error:  # the policy is as before; whoever says such things is sent away
             self._release(self.ticket, "dropped: impossible")
-            self._send_away(session, str(error), why="it said what cannot be")
+            self._send_away(session, str(error), why="it sent an impossible message")
 
     def _drop_non_finite(self, session: LearnerSession, message: Push, gradient: Gradient) -> None:
         """Not a number, or infinite: the whole push is dropped, and the learner tries another minibatch."""

@@ -81,8 +81,8 @@ class GroupCalls:
         if other is not None:
             error = (
                 f"call {due} is {members[first].what} on learner {first} and {members[other].what} on learner {other}: "
-                "all learners make the same calls in the same order"
+                "all learners must make the same calls in the same order"
             )
         elif sum(len(one) for _, one in data) > MOST_DATA_BYTES:
-            error = f"call {due} carries more than the {MOST_DATA_BYTES} bytes that may travel"
+            error = f"call {due} exceeds the limit of {MOST_DATA_BYTES} bytes for all learners together"
         return self._answer(here, due, () if error else data, error)

@@ -27,12 +27,12 @@ def check(coordinator: Coordinator) -> None:
         "received = waiting + applied + dropped": counts["received"]
         == len(waiting) + counts["applied"] + counts["dropped"],
         "every drop has a reason": counts["dropped"] == reasons,
-        "what waits is held by the policy, or on its way through the shards": set(coordinator.gradients)
+        "each waiting gradient is held by the policy or in an update under way": set(coordinator.gradients)
         == set(policy.held) | in_updates
         or coordinator.finished,
-        "the version decided is that of the shards, and what is on its way": decided == {policy.version},
-        "staleness counts what was decided": sum(coordinator.staleness.values()) == policy.applied,
-        "nothing that can be read is being written": all(
+        "the policy's version is that of the shards plus the updates under way": decided == {policy.version},
+        "staleness is counted for each applied gradient": sum(coordinator.staleness.values()) == policy.applied,
+        "no buffer that can be read is being written": all(
             job.target != group.buffer and job.target not in group.pins.values()
             for group in commit_groups
             for job in group.job.values()
@@ -63,7 +63,7 @@ def stall_of(coordinator: Coordinator) -> str | None:
     waits = [f"learner {session.learner} waits for {_waits_for(coordinator, session)}" for session in here]
     more = f", and {len(waits) - MOST_NAMED} more learners wait" if len(waits) > MOST_NAMED else ""
     return (
-        f"'{coordinator.setting.line}' stands still at update {coordinator.policy.version}: no learner computes, no "
+        f"'{coordinator.setting.line}' is stuck at update {coordinator.policy.version}: no learner computes, no "
         f"update is under way and no wake is pending; {', '.join(waits[:MOST_NAMED])}{more}"
     )
 

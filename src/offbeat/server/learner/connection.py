@@ -512,7 +512,7 @@ class Connection:
             return
         message = decode_output(data)
         if not isinstance(message, TO_LEARNER):
-            raise WireError(f"a learner was told {message}")
+            raise WireError(f"a learner received an unexpected message: {message}")
         if not isinstance(message, EnterPause):  # that is no answer, and is said again and again
             self._heard_s = time.monotonic()
         with self.changed:

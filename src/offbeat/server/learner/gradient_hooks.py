@@ -315,10 +315,14 @@ def _check(model: nn.Module, modules: Sequence[VisibleModule], parameters: Seque
     for index, parameter in enumerate(parameters):
         name = names.get(id(parameter), "not of this model")
         if not parameter.requires_grad or not parameter.is_leaf:
-            what = "requires no gradient" if not parameter.requires_grad else "is computed from others (no leaf)"
-            raise RequestError(f"parameter {index} ({name}) {what}; give only parameters that are trained")
+            what = (
+                "requires no gradient" if not parameter.requires_grad else "is computed from other tensors (not a leaf)"
+            )
+            raise RequestError(f"parameter {index} ({name}) {what}; pass only parameters that are trained")
         if first.setdefault(id(parameter), index) != index:
-            raise RequestError(f"parameter {index} ({name}) is parameter {first[id(parameter)]} again; give it once")
+            raise RequestError(
+                f"parameter {index} ({name}) is the same as parameter {first[id(parameter)]}; pass it only once"
+            )
 
 
 def _notes(modules: Sequence[VisibleModule], parameters: Sequence[nn.Parameter]) -> tuple[str, ...]:

@@ -212,7 +212,7 @@ class _LeaseSampler:
         """Wait for a lease to begin a pass with; False: the epoch is over."""
         answer = self.source.take(self.epoch, self.batch, wait=True)
         if answer is Answer.WAIT:
-            raise AssertionError("LeaseSource.take with wait=True answers with a lease or ENDED; it said WAIT")
+            raise AssertionError("LeaseSource.take with wait=True must return a lease or ENDED; it returned WAIT")
         self.first = answer if isinstance(answer, Lease) else None
         return self.first is not None
 
@@ -261,7 +261,7 @@ class LocalLoader(LoaderWrapper):
         self._source = source
         reason = f", since {why}" if why else ""
         self.notes = (
-            f"every learner reads its own data{reason}; samples left over by a lost learner are not "
+            f"every learner reads its own data{reason}; the remaining samples of a lost learner are not "
             "computed, and learners with the same data all compute all of it",
         )
 

@@ -116,7 +116,7 @@ class PushMode(GradientSink):
     def wait_for_go(self) -> Go:
         """The word to go on, with which a minibatch begins; a learner may first be asked for the initial weights."""
         while True:
-            go = self.connection.wait(ConnectionState.begun_or_seed, "the word to go on", pauses=True)
+            go = self.connection.wait(ConnectionState.begun_or_seed, "permission to continue", pauses=True)
             if isinstance(go, Go):
                 self.connection.minibatch_begun()
                 return go

@@ -62,7 +62,7 @@ class Shard:
         if job.number <= memory.finished:
             return Done(self.shard, self.generation, job.number)
         if job.version != memory.version + 1:
-            raise EventError(f"shard {self.shard} is at version {memory.version}, and is told to make {job.version}")
+            raise EventError(f"shard {self.shard} is at version {memory.version}, but was asked to make {job.version}")
         sums: tuple[float, ...] = ()
         if job.kind == "norm":
             sums = memory.norm(job)
@@ -110,7 +110,7 @@ def serve(name: str, token: str, shard: int, generation: int) -> None:
             while data := connection.recv(MOST_BYTES):
                 job = decode_output(data)
                 if not isinstance(job, ShardJob):
-                    raise EventError(f"a server was told {job}")
+                    raise EventError(f"a server received an unexpected message: {job}")
                 connection.send(encode(machine.handle(job)))
         except OSError:
             pass
