@@ -341,7 +341,7 @@ def test_each_broken_law_is_seen() -> None:
     broken("no piece is empty", _settled=[(0, 2), (2, 2)])
     broken("epochs do not overlap", _out={1: Lease(1, 1, 2, 2)})
     broken("its own number", _out={0: Lease(1, 0, 2, 2)})
-    broken("a lease with a holder must be leased", _holder={0: 0})
+    broken("a lease that a learner holds must be open", _holder={0: 0})
     broken("counted once", counts={0: Counter(applied=3)})
     broken("must be the current epoch", counts={0: Counter(applied=2), 1: Counter(applied=2)})
     broken("is left", _settled=[(0, 6)], _out={}, _fresh=6)
