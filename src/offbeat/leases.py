@@ -183,7 +183,8 @@ class LeaseBook:
                 f"a lease must be stored under its own number, but {lease} is stored under {number}",
             )
         _demand(
-            self._holder.keys() <= self._out.keys(), f"a lease that a learner holds must be open, but of {self._holder} some are not"
+            self._holder.keys() <= self._out.keys(),
+            f"a lease that a learner holds must be open, but of {self._holder} some are not",
         )
         for epoch, fates in self.counts.items():
             due = self.samples if epoch < self.epoch else sum(stop - start for start, stop in self._settled)

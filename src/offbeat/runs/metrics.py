@@ -71,7 +71,7 @@ DEFINITIONS: Mapping[str, Definition] = {
                                 "cancelled is a lower bound"),
     "energy per sample": Definition("J", "joules / samples applied"),
     "energy to target": Definition("J", "joules * seconds to the target / seconds, assuming constant power"),
-    "cost of a run": Definition("", "cost of the training seconds, or of those to the target; work lost between a "
+    "cost of a run": Definition("", "cost of the training time, or of the time to the target; work lost between a "
                                     "checkpoint and a kill is not counted"),
     "devices": Definition("", "one for each learner"),
 }  # fmt: skip

@@ -32,7 +32,7 @@ class RunSetting:
 
     def __post_init__(self) -> None:
         if self.learners < 1 or self.shards < 1:
-            raise RequestError(f"a run has 1 learner and 1 server or more; got {self.learners} and {self.shards}")
+            raise RequestError(f"a run needs at least 1 learner and 1 server; got {self.learners} and {self.shards}")
         try:
             slots = self.slots
         except RequestError:
