@@ -95,12 +95,12 @@ def test_the_users_own_folder_comes_before_debians(monkeypatch: pytest.MonkeyPat
 
 BAD = [
     (TRAIN, b"", "header alone has 16"),
-    (TRAIN, idx(3, 28, 28)[:-1], "promises 2352 numbers, and 2351 came"),
-    (TRAIN, idx(3, 28, 28) + b"x", "promises 2352"),
+    (TRAIN, idx(3, 28, 28)[:-1], "declares 2352 numbers, but it has 2351"),
+    (TRAIN, idx(3, 28, 28) + b"x", "declares 2352"),
     (TRAIN, idx(3, 28, 28, magic=0x801), "begins with 0x801, not 0x803"),
     (TRAIN, idx(3, 28, 27), "28x27 pixels"),
     (TRAIN, idx(0, 28, 28), "empty"),
-    (TRAIN, idx(3, 28, 28)[:4] + b"\xff" * 12, "promises 79228162458924105385300197375 numbers"),
+    (TRAIN, idx(3, 28, 28)[:4] + b"\xff" * 12, "declares 79228162458924105385300197375 numbers"),
     (TRAIN_LABELS, idx(4), "4 labels for the 3 images of"),
     (TRAIN_LABELS, idx(3, fill=b"\x0a"), "a label 10"),
     (f"{TEST}.gz", gzip.compress(idx(2, 28, 28))[:-9], "cannot be read"),

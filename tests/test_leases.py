@@ -246,10 +246,10 @@ def test_what_is_not_out_is_refused_and_changes_nothing() -> None:
     book.hand_in(held.number)
     before = book.snapshot()
     for number, why in (
-        (applied.number, "settled already"),
-        (back.number, "came back"),
-        (99, "never was"),
-        (-1, "never was"),
+        (applied.number, "already returned or settled"),
+        (back.number, "already returned"),
+        (99, "no lease has this number"),
+        (-1, "no lease has this number"),
     ):
         with pytest.raises(EventError, match=why):
             book.settle(number, "applied")
@@ -313,9 +313,9 @@ def test_a_snapshot_of_another_run_or_a_damaged_one_is_refused_and_changes_nothi
         ("next", 1),
         ("epoch", 1),
     ):
-        with pytest.raises(RequestError, match="not whole"):
+        with pytest.raises(RequestError, match="incomplete"):
             book.restore({**before, name: value})
-    with pytest.raises(RequestError, match="not whole: KeyError"):
+    with pytest.raises(RequestError, match="incomplete: KeyError"):
         book.restore({"samples": 8})
     assert book.snapshot() == before
 
@@ -344,4 +344,4 @@ def test_each_broken_law_is_seen() -> None:
     broken("a lease that a learner holds must be open", _holder={0: 0})
     broken("counted once", counts={0: Counter(applied=3)})
     broken("must be the current epoch", counts={0: Counter(applied=2), 1: Counter(applied=2)})
-    broken("is left", _settled=[(0, 6)], _out={}, _fresh=6)
+    broken("must be left", _settled=[(0, 6)], _out={}, _fresh=6)

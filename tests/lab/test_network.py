@@ -36,7 +36,7 @@ def test_each_host_has_a_name_an_address_and_a_bandwidth() -> None:
         ({"hosts": 2, "slow": ["host=2,bandwidth=1Mbit/s"]}, "there are 2 hosts, numbered from 0"),
         ({"hosts": 2, "slow": ["host=1"]}, "expected a link like host=2,bandwidth=100Mbit/s"),
         ({"hosts": 2, "slow": ["host=-1,bandwidth=1Mbit/s"]}, "expected a whole number"),
-        ({"hosts": 2, "slow": ["host=1,bandwidth=1"]}, "is at least 64 kbit/s"),
+        ({"hosts": 2, "slow": ["host=1,bandwidth=1"]}, "must be at least 64 kbit/s"),
     ],
 )
 def test_a_network_that_cannot_be_is_refused(words: dict[str, object], expected: str) -> None:

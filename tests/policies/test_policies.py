@@ -104,7 +104,7 @@ def test_the_mean_staleness_of_an_update_divides_all_its_gradients() -> None:
 
 def test_a_rate_by_drift_needs_the_drift() -> None:
     policy = started("async:rate=drift:1", 1)
-    with pytest.raises(EventError, match="needs its drift"):
+    with pytest.raises(EventError, match="needs a drift"):
         policy.handle(Pushed(0, 1, 0))
 
 

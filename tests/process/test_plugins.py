@@ -248,7 +248,7 @@ def pool_row(**changes: Any) -> PolicyRow:
     [
         ({"name": "ring", "examples": ("ring",)}, "the strategy 'ring' already exists"),
         ({"name": "auto", "examples": ("auto",)}, "the strategy 'auto' already exists"),
-        ({"name": "Pool"}, "small letters"),
+        ({"name": "Pool"}, "lower-case letters"),
         ({"examples": ()}, "has no examples"),
         ({"examples": ("async",)}, "names another strategy"),
         ({"examples": ("pool:0",)}, "size: expected a whole number from 1"),

@@ -102,7 +102,7 @@ def test_only_sizes_that_are_allowed_are_tried() -> None:
 
 
 def test_a_global_batch_is_shared_evenly_or_refused() -> None:
-    with pytest.raises(RequestError, match=r"65 samples cannot be shared evenly by 2 learners; take 64"):
+    with pytest.raises(RequestError, match=r"65 samples cannot be shared evenly by 2 learners; use 64"):
         sizes_of_global(65, 2)
     assert list(sizes_for(100, learners=2, accumulate=5))[-1] == 10
     assert list(sizes_for(3, learners=4, accumulate=1)) == [1]
@@ -160,7 +160,7 @@ def test_accumulate_keeps_the_global_batch_that_was_asked_for() -> None:
     assert [line.split(":")[0] for line in told] == ["finding the batch size", f"batch size {train.batch_size}"]
     train = settled(train={"batch_size": 4, "global_batch": 48})
     assert (train.batch_size, train.accumulate) == (4, 6)
-    with pytest.raises(RequestError, match="no whole number of minibatches of 5; take --batch-size 4"):
+    with pytest.raises(RequestError, match="not a whole number of minibatches of 5; use --batch-size 4"):
         settled(train={"batch_size": 5, "global_batch": 48})
 
 
