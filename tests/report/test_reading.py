@@ -284,7 +284,7 @@ def test_wrong_values_of_a_benchmark_are_none_counted_and_the_first_is_named(tmp
 def test_other_files_are_no_benchmarks(tmp_path: Path) -> None:
     for text, says in {
         '{"measured": "policies", "rows": []}': "expected a benchmark of scaling, accuracy, predictions",
-        '{"measured": ["scaling"]}': "holds no benchmark",
+        '{"measured": ["scaling"]}': "got no benchmark",
         "[]": "expected a JSON object; got a list",
     }.items():
         (tmp_path / "x.json").write_text(text, encoding="utf-8")
