@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 # Tests run on two cores, file by file: most of a test's time is one process. More workers make timings unsteady.
 WORKERS ?= 2
 
-.PHONY: setup demo docs test test-torch test-ecosystem test-faults test-world test-matrix bench clean
+.PHONY: setup demo docs test test-torch test-network test-ecosystem test-faults test-world test-matrix bench clean
 
 setup: $(INSTALLED)
 
@@ -39,6 +39,10 @@ test: setup
 # PyTorch's own tests of torch.distributed, with Gloo and with this backend: the same must run and pass. Minutes.
 test-torch: setup
 	@cd tests && ../$(BIN)/python -m torch_suite.compare
+
+# Groups across the hosts of a lab: every sum, bytes on sockets and interfaces, faults at 10 points each. Half an hour.
+test-network: setup
+	@$(BIN)/python benchmarks/network_check.py
 
 # Programs of other people's shape, and of Lightning, Accelerate and Hugging Face: the same parameters as on Gloo. Minutes.
 test-ecosystem: setup

@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import FileStore
 import offbeat
 import offbeat.errors
 from offbeat.collectives.backend import group_of
+from offbeat.collectives.counters import Late
 from offbeat.collectives.process_group import OffbeatGroup
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -310,7 +311,7 @@ def ddp_with_a_late_rank(rank: int, ranks: int, store: str, late: int, by_s: flo
     for _ in range(iterations):
         ddp(torch.randn(4, 64)).sum().backward()
     found = offbeat.stats().late
-    assert found is not None
+    assert isinstance(found, Late)
     return {"rank": found.rank, "share": found.share, "by_s": found.by_s, "words": str(found)}
 
 

@@ -8,16 +8,20 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lab.fixture import StartLab, wait_for
 from offbeat.lab import Lab
 from offbeat.lab.control import HostProcess
+from process import ddp_script
 
 PROGRAMS = Path(__file__).parent / "network_programs.py"
-DDP_SCRIPT = Path(__file__).parents[1] / "process" / "ddp_script.py"
+DDP_SCRIPT = Path(ddp_script.__file__)
 
 
 def start(
@@ -45,11 +49,11 @@ def finish(processes: Sequence[HostProcess]) -> list[str]:
 
 def test_every_line_gives_the_plain_sum_and_the_same_bits_on_all_ranks(start_lab: StartLab) -> None:
     lab = start_lab(hosts=2)
-    printed = finish(start(lab, [2, 1], "collectives,sums"))
-    assert all("all collectives are right" in text and "lines are right" in text for text in printed)
+    printed = finish(start(lab, [2, 1], "collectives,messages,sums,interface"))
+    for told in ("all collectives are right", "all messages are right", "lines are right", "the interface is right"):
+        assert all(told in text for text in printed)
     assert "OFFBEAT_NETWORK=open: 3 ranks on 2 hosts talk over TCP" in printed[0]
     assert "neither encrypted nor authenticated" in printed[0] and "encrypted" not in printed[1] + printed[2]
-    assert "send and receive work only within one host, not with rank 0 (host0, 10.0.0.1)" in printed[2]
 
 
 def test_leaving_the_host_needs_leave(start_lab: StartLab) -> None:
@@ -66,7 +70,28 @@ def test_calls_that_differ_are_told_apart(start_lab: StartLab) -> None:
     assert told in printed[0]
 
 
-def test_a_ddp_script_under_torchrun_trains_the_same_parameters_as_by_gloo(start_lab: StartLab, tmp_path: Path) -> None:
+def test_a_rank_that_ends_is_named_by_who_waits_for_its_message_but_what_it_has_sent_arrives(
+    start_lab: StartLab,
+) -> None:
+    lab = start_lab(hosts=2)
+    printed = finish(start(lab, [2, 1], "broken_messages"))
+    assert "Ranks 2 failed to pass monitoredBarrier in 1000 ms" in printed[0]
+    assert "Please check rank 0 logs for faulty rank" in printed[1]
+    assert "it has arrived" in printed[0]
+    assert "rank 2 (host1, 10.0.0.2) is gone while rank 0 was exchanging a message with it" in printed[0]
+
+
+def test_a_slow_link_is_named_as_a_link(start_lab: StartLab) -> None:
+    lab = start_lab(hosts=3, bandwidth="300Mbit/s", slow=["host=2,bandwidth=60Mbit/s"])
+    for text in finish(start(lab, [1, 1, 1], "slow_link")):
+        told = re.search(r"late: host 2 (sends|receives) at ([\d.]+) MB/s, the others at ([\d.]+) MB/s", text)
+        assert told is not None, text
+        assert 5 < float(told[2]) < 9.5 and 25 < float(told[3]) < 48, text  # 7.2 and 35.9 of payload
+
+
+def test_a_ddp_script_under_torchrun_trains_as_gloo_does_and_as_one_process_on_the_union_batch(
+    start_lab: StartLab, tmp_path: Path
+) -> None:
     lab = start_lab(hosts=2)
     jobs: dict[str, list[HostProcess]] = {}
     for number, backend in enumerate(("gloo", "offbeat")):
@@ -82,6 +107,23 @@ def test_a_ddp_script_under_torchrun_trains_the_same_parameters_as_by_gloo(start
         assert f"on 4 ranks by {backend}" in finish(job)[0]
     ours, gloos = (np.load(tmp_path / backend / "parameters.npy") for backend in ("offbeat", "gloo"))
     assert np.abs(ours - gloos).max() < 1e-6
+    assert np.abs(ours - train_alone(ranks=4, epochs=2)).max() < 1e-6
+
+
+def train_alone(ranks: int, epochs: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """As `ddp_script` trains, in one process: each minibatch is what all ranks have together."""
+    torch.manual_seed(1)
+    model = ddp_script.make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    data = ddp_script.make_data(examples=5 * 8 * ranks)
+    sampler: DistributedSampler[Any] = DistributedSampler(data, num_replicas=1, rank=0, shuffle=True, seed=3)
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        for images, labels in DataLoader(data, batch_size=8 * ranks, sampler=sampler):
+            optimizer.zero_grad()
+            torch.autograd.backward(torch.nn.functional.cross_entropy(model(images), labels))
+            optimizer.step()
+    return np.concatenate([tensor.detach().numpy().ravel() for tensor in model.parameters()])
 
 
 @pytest.mark.parametrize("fault", ["kill", "cut"])

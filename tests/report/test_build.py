@@ -50,6 +50,15 @@ def test_a_section_is_there_only_when_it_has_something_to_show(tmp_path: Path) -
     assert result.subtitle == "1 benchmark" and page.subtitle == "1 run"
 
 
+def test_a_slow_link_is_named_on_the_page_as_a_link(tmp_path: Path) -> None:
+    told = "host 2 receives at 12 MB/s, the others at 118 MB/s"
+    slow = evaluation(4, 3.0, 0.5, slow_links=[told, 7, ""])
+    page = page_of(write_run(tmp_path / "a", config=config("ring", 4), metrics=[slow]))
+    assert [note for note in page.notes if "host" in note] == [f"a: {told}"]
+    assert told in render(page)
+    assert not page_of(write_run(tmp_path / "b", config=config("ring", 4), metrics=[evaluation(4, 3.0, 0.5)])).notes
+
+
 def test_a_price_or_an_energy_file_makes_the_section_of_energy(tmp_path: Path) -> None:
     run = any_run(tmp_path / "a")
     assert "energy" in [section.key for section in page_of(run, price=0.0).sections]

@@ -142,7 +142,8 @@ def stats(group: dist.ProcessGroup | None = None) -> Stats:
     """Counters of this rank in a process group with the backend "offbeat" (by default the default group).
 
     `strategy`, `calls`, `received_bytes` and `sent_bytes` (`received[p]`, `sent[p]`: from and to rank p), `waited_s`
-    for ranks that came later, and `late`: the rank that came last most often. Try `print(offbeat.stats().late)`.
+    for ranks that came later, and `late`: a slow link between hosts, or the rank that came last most often. Try
+    `print(offbeat.stats().late)`.
     """
     return group_of(group).stats()
 

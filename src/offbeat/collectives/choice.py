@@ -18,6 +18,7 @@ from statistics import median
 from offbeat import spec as grammar
 from offbeat import topology
 from offbeat.collectives.calls import Plan, plan
+from offbeat.collectives.links import SLOW, SlowLink
 from offbeat.errors import RequestError
 from offbeat.number_format import format_rate, format_seconds, format_size
 from offbeat.schedules import Price, algorithms, auto_lines, price
@@ -25,7 +26,6 @@ from offbeat.strategy import ALL_REDUCE, AUTO, NATIVE, family_of
 
 HIERARCHICAL = "hierarchical"
 _MEETING = 0.06  # for each further host: direct on 4 hosts took 12 % longer than ring, which sends as much
-_SLOW = 0.6  # of what is usual: a link below that is named
 _MOST_PRICED = 64  # ranks; more would take seconds, and one host has fewer
 
 
@@ -43,20 +43,19 @@ class NetworkFigures:
             f"{format_seconds(self.latency_s)} and {format_rate(min(rates))} to {format_rate(max(rates))} across hosts"
         )
 
-    def slow_links(self) -> tuple[str, ...]:
-        """Links that are much slower than those of most hosts, in words."""
-        return tuple(
-            f"host {host} {what} at {format_rate(rate)}, the others at {format_rate(usual)}"
-            for host, what, rate, usual in self._slow()
-        )
+    def slow_links(self) -> tuple[SlowLink, ...]:
+        """Links that are much slower than those of most hosts."""
+        return tuple(self._slow())
 
     def slow_hosts(self) -> set[int]:
-        return {host for host, *_ in self._slow()}
+        return {slow.host for slow in self._slow()}
 
-    def _slow(self) -> Iterator[tuple[int, str, float, float]]:
-        for what, rates in (("sends", self.sends), ("receives", self.receives)):
+    def _slow(self) -> Iterator[SlowLink]:
+        for does, rates in (("sends", self.sends), ("receives", self.receives)):
             usual = median(rates) if len(rates) > 2 else max(rates)
-            yield from ((host, what, rate, usual) for host, rate in enumerate(rates) if rate < _SLOW * usual)
+            for host, rate in enumerate(rates):
+                if rate < SLOW * usual:
+                    yield SlowLink(host=host, does=does, bytes_per_s=rate, usual=usual)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from collections import deque
 from dataclasses import dataclass
 from statistics import median
 
+from offbeat.collectives.links import HostRates, SlowLink
 from offbeat.network.addresses import Address
 from offbeat.number_format import format_seconds
 
@@ -39,7 +40,9 @@ class Late:
 class Stats:
     """The counters of one rank of one group. `received[p]` and `sent[p]` are bytes from and to rank p of the group.
 
-    `hosts[p]` is the host of rank p; `network` the address and interface through which others are reached.
+    `late` is a slow link, if there is one, and otherwise the rank that came last most often. `hosts[p]` is the host of
+    rank p; `network` the address and interface through which others are reached; `host_rates` how fast each host sends
+    and receives while it does.
     """
 
     rank: int
@@ -51,10 +54,12 @@ class Stats:
     moved: int
     background_s: float
     waited_s: float
-    late: Late | None
+    late: Late | SlowLink | None
     notes: tuple[str, ...] = ()
     hosts: tuple[int, ...] = ()
     network: Address | None = None
+    host_rates: HostRates | None = None
+    slow_links: tuple[SlowLink, ...] = ()
 
     @property
     def received_bytes(self) -> int:

@@ -1,20 +1,26 @@
 """Messages between two ranks: send, receive, receive from anybody.
 
-For every rank that it has sent to, a rank owns a mailbox: a ring of bytes in its memory, which the receiver empties.
-A message is a header (tag, bytes) and its bytes, padded to 16. Messages of one rank arrive in the order in which they
-were sent; a receive takes the first one with its tag, and what is in the way of it is put aside. A send is done
-when its bytes are in the mailbox, so a large one waits until somebody receives it.
+For every rank of its host that it has sent to, a rank owns a mailbox: a ring of bytes in its memory, which the receiver
+empties. To each rank on another host there is a TCP connection for messages alone. A message is a header (tag, bytes)
+and its bytes, in a mailbox padded to 16. Messages of one rank arrive in the order in which they were sent; a receive
+takes the first one with its tag, and what is in the way of it is put aside. A send is done when its bytes are in the
+mailbox, or in the kernel's buffers, so a large one waits until somebody receives it.
 
 Whoever posts a message moves what can be moved at once; the rest is moved by a thread that sleeps on its rank's bell.
+Where there are other hosts, a second thread rings that bell when a connection has something to read or room to write.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
+import socket
 import struct
 import threading
 import time
 from collections import defaultdict, deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,9 +30,10 @@ from offbeat.collectives import memory
 from offbeat.collectives.calls import Flat
 from offbeat.collectives.memory import Segment
 from offbeat.collectives.overlap import PendingCall, at_exit
+from offbeat.collectives.remote import RemoteRanks
 from offbeat.collectives.sync import Word, fence
-from offbeat.collectives.transport import BELL, BLAME, MAILBOX, PAGE, SharedMemory
-from offbeat.errors import PeerError, RequestError
+from offbeat.collectives.transport import BELL, BLAME, MAILBOX, PAGE, SharedMemory, bytes_view
+from offbeat.errors import PeerError
 
 _HEAD, _TAIL = 0, 8  # words of a mailbox: bytes put in, bytes taken out
 _HEADER = struct.Struct("<qq")  # tag, bytes
@@ -39,7 +46,7 @@ class _Sending:
     tag: int
     payload: Tensor
     work: PendingCall
-    done: int = -1  # bytes; before the header, -1
+    done: int = -_HEADER.size  # bytes of the payload; below 0 for what is left of the header
 
 
 @dataclass(slots=True)
@@ -71,14 +78,46 @@ class _Ring:
         self.words = segment.words
         self.bytes = segment.tensor(torch.uint8, RING_BYTES, PAGE)
 
-    def filled(self) -> int:
+    def put(self, one: _Sending) -> bool:
+        """As much of a message as there is room for; whether there was any."""
+        free = RING_BYTES - self._filled()
+        if not free:
+            return False
+        if one.done < 0:
+            _HEADER.pack_into(self.segment.map, self._header_at(_HEAD), one.tag, one.payload.numel())
+            self._advance(_HEAD, _HEADER.size)
+            one.done, free = 0, free - _HEADER.size
+        one.done = self._move(_HEAD, one.payload, one.done, free)
+        return True
+
+    def header(self) -> tuple[int, int] | None:
+        """Tag and bytes of the message that comes next, if one does."""
+        if not self._filled():
+            return None
+        fence()
+        tag, size = _HEADER.unpack_from(self.segment.map, self._header_at(_TAIL))
+        return tag, size
+
+    def drop_header(self) -> None:
+        self._advance(_TAIL, _HEADER.size)
+
+    def take(self, one: _Coming) -> bool:
+        """As much of a message as has come; whether anything has."""
+        filled = self._filled()
+        if not filled:
+            return False
+        fence()
+        one.done = self._move(_TAIL, one.payload, one.done, filled)
+        return True
+
+    def _filled(self) -> int:
         return int(self.words[_HEAD] - self.words[_TAIL])
 
-    def header_at(self, word: int) -> int:
+    def _header_at(self, word: int) -> int:
         """Where in the segment the next header is. None has a break in it, since messages are padded."""
         return PAGE + int(self.words[word] % RING_BYTES)
 
-    def move(self, word: int, payload: Tensor, done: int, most: int) -> int:
+    def _move(self, word: int, payload: Tensor, done: int, most: int) -> int:
         """Bytes of a payload into the ring (`_HEAD`) or out of it (`_TAIL`), until a break; how many are done then."""
         place, size = self.words[word] % RING_BYTES, payload.numel()
         count = min(most, size - done, RING_BYTES - place)
@@ -88,12 +127,60 @@ class _Ring:
         else:
             there.copy_(here)
         done += count
-        self.advance(word, count + (-size % _HEADER.size if done == size else 0))
+        self._advance(word, count + (-size % _HEADER.size if done == size else 0))
         return done
 
-    def advance(self, word: int, count: int) -> None:
+    def _advance(self, word: int, count: int) -> None:
         fence()
         self.words[word] += count
+
+
+class _Connection:
+    """The connection to a rank on another host, used as a mailbox in both directions."""
+
+    def __init__(self, one: socket.socket) -> None:
+        self.socket = one
+        self.ended = False  # the other side has closed it, or does not answer
+        self._header = b""
+
+    def put(self, one: _Sending) -> bool:
+        parts = [_HEADER.pack(one.tag, one.payload.numel())[one.done :]] if one.done < 0 else []
+        try:
+            taken = self.socket.sendmsg([*parts, bytes_view(one.payload)[max(0, one.done) :]], [], socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            self.ended = True
+            return False
+        one.done += taken
+        return True
+
+    def header(self) -> tuple[int, int] | None:
+        if len(self._header) < _HEADER.size:
+            came = bytearray(_HEADER.size - len(self._header))
+            self._header += came[: self._receive(memoryview(came))]
+        if len(self._header) < _HEADER.size:
+            return None
+        tag, size = _HEADER.unpack(self._header)
+        return tag, size
+
+    def drop_header(self) -> None:
+        self._header = b""
+
+    def take(self, one: _Coming) -> bool:
+        came = self._receive(bytes_view(one.payload)[one.done :])
+        one.done += came
+        return came > 0
+
+    def _receive(self, into: memoryview) -> int:
+        try:
+            came = self.socket.recv_into(into, 0, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+        except OSError:
+            came = 0
+        self.ended = self.ended or not came
+        return came
 
 
 class Messages:
@@ -101,8 +188,9 @@ class Messages:
 
     def __init__(self, transport: SharedMemory) -> None:
         self._transport = transport
-        self._out: dict[int, _Ring] = {}
-        self._in: dict[int, _Ring] = {}
+        self._far = {} if transport.remote is None else _connections(transport.remote)
+        self._out: dict[int, _Ring | _Connection] = dict(self._far)
+        self._in: dict[int, _Ring | _Connection] = dict(self._far)
         self._sending: dict[int, deque[_Sending]] = defaultdict(deque)
         self._posted: list[_Posted] = []
         self._coming: dict[int, _Coming] = {}
@@ -110,7 +198,8 @@ class Messages:
         self._since: dict[int, float] = {}
         self._lock = threading.RLock()
         self._some = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
+        self._end = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) if self._far else -1
         self._closed = False
         self._bells = [Word(side.words, BELL, side.segment.address) for side in transport.sides]
         at_exit(self.close)
@@ -118,7 +207,8 @@ class Messages:
     def send(self, payload: Tensor, to: int, tag: int) -> PendingCall:
         """Bytes to a rank. The tensor must stay as it is until the work is done."""
         self._transport.check()
-        self._check_near(to)
+        if to in self._far:
+            bytes_view(payload)  # refuses what is not in this host's memory
         work = PendingCall(None)
         with self._lock:
             if to not in self._out:
@@ -131,7 +221,6 @@ class Messages:
     def receive(self, flat: Flat, source: int | None, tag: int, timeout_s: float | None = None) -> PendingCall:
         """Bytes from a rank, or from any; the work then knows whose."""
         self._transport.check()
-        self._check_near(source)
         work = PendingCall(None)
         seconds = self._transport.timeout_s if timeout_s is None else timeout_s
         with self._lock:
@@ -145,22 +234,21 @@ class Messages:
                 self._go_on()
         return work
 
-    def _check_near(self, peer: int | None) -> None:
-        """Messages do not leave the host. One from any rank could come from another host, so that is refused too."""
-        transport = self._transport
-        if transport.remote is not None and (peer is None or peer in transport.remote.ranks):
-            who = "any rank" if peer is None else transport.name(peer)
-            raise RequestError(f"send and receive work only within one host, not with {who}: use a collective")
-
     def close(self) -> None:
         """What is not done fails."""
         with self._lock:
             self._closed = True
             self._fail_all(PeerError("this group was destroyed"))
         self._some.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._bells[self._transport.rank].set(time.monotonic_ns())
-            self._thread.join(1.0)
+        self._bells[self._transport.rank].set(time.monotonic_ns())
+        if self._end >= 0:
+            os.eventfd_write(self._end, 1)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(1.0)
+        if self._end >= 0 and not any(thread.is_alive() for thread in self._threads):
+            os.close(self._end)
+            self._end = -1
 
     # --- moving ----------------------------------------------------------------------------------------------------
 
@@ -169,9 +257,10 @@ class Messages:
         while self._move():
             pass
         if self._busy():
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._loop, name="offbeat messages", daemon=True)
-                self._thread.start()
+            if not self._threads:
+                for run in (self._loop, self._ring) if self._far else (self._loop,):
+                    self._threads.append(threading.Thread(target=run, name="offbeat messages", daemon=True))
+                    self._threads[-1].start()
             self._some.set()
             self._bells[self._transport.rank].set(time.monotonic_ns())
 
@@ -200,6 +289,18 @@ class Messages:
             else:
                 time.sleep(0)
 
+    def _ring(self) -> None:
+        """Ring this rank's bell whenever a connection to another host has changed: each change is told once."""
+        changes = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
+        with select.epoll() as watch:
+            watch.register(self._end, select.EPOLLIN)
+            for one in self._far.values():
+                with contextlib.suppress(OSError, ValueError):  # the group has failed meanwhile, and closed it
+                    watch.register(one.socket, changes)
+            while not self._closed:
+                watch.poll()
+                self._bells[self._transport.rank].set(time.monotonic_ns())
+
     def _move(self) -> bool:
         moved = False
         try:
@@ -207,50 +308,49 @@ class Messages:
                 if queue and self._put(to, queue):
                     moved = True
                     self._since[to] = time.monotonic()
-                    self._bells[to].set(time.monotonic_ns())
+                    if to not in self._far:
+                        self._bells[to].set(time.monotonic_ns())
             wanted = {one.source for one in self._posted}
-            sources = self._transport.near if None in wanted else [*wanted, *self._coming]
+            sources = self._transport.others if None in wanted else [*wanted, *self._coming]
             for source in set(sources):
                 if source is not None and self._get(source):
                     moved = True
-                    self._bells[source].set(time.monotonic_ns())
+                    if source not in self._far:
+                        self._bells[source].set(time.monotonic_ns())
         except Exception as error:  # whatever it is, nobody must wait for a thread that died of it
             self._transport.give_up(f"{type(error).__name__} in a message")
             self._fail_all(error)
         return moved
 
     def _put(self, to: int, queue: deque[_Sending]) -> bool:
-        ring, moved = self._out[to], False
-        while queue and not self._closed and (free := RING_BYTES - ring.filled()):
-            one, moved = queue[0], True
-            if one.done < 0:
-                _HEADER.pack_into(ring.segment.map, ring.header_at(_HEAD), one.tag, one.payload.numel())
-                one.done = 0
-                ring.advance(_HEAD, _HEADER.size)
-                continue
-            one.done = ring.move(_HEAD, one.payload, one.done, free)
-            if one.done == one.payload.numel():
-                queue.popleft()
+        road, moved = self._out[to], False
+        while queue and not self._closed and road.put(queue[0]):
+            moved = True
+            if queue[0].done == queue[0].payload.numel():
+                one = queue.popleft()
+                if to in self._far:
+                    self._transport.count_message_sent(to, one.done)
                 one.work.finish()
         return moved
 
     def _get(self, source: int) -> bool:
-        ring = self._inbox(source)
+        road = self._inbox(source)
         moved = False
-        while ring is not None and not self._closed and (filled := ring.filled()):
-            fence()
+        while road is not None and not self._closed:
             coming = self._coming.get(source)
             if coming is None:
-                tag, size = _HEADER.unpack_from(ring.segment.map, ring.header_at(_TAIL))
-                coming = self._start(source, tag, size)
+                header = road.header()
+                coming = None if header is None else self._start(source, *header)
                 if coming is None:
                     break  # nobody asks for anything from there: it stays where it is
                 self._coming[source] = coming
-                ring.advance(_TAIL, _HEADER.size)
-                filled -= _HEADER.size
-            coming.done = ring.move(_TAIL, coming.payload, coming.done, filled)
-            coming.since = time.monotonic()
-            moved = True
+                road.drop_header()
+                moved = True
+            if coming.done < coming.payload.numel():
+                if not road.take(coming):
+                    break
+                coming.since = time.monotonic()
+                moved = True
             if coming.done == coming.payload.numel():
                 del self._coming[source]
                 self._transport.count_message(source, coming.done)
@@ -267,7 +367,7 @@ class Messages:
         if posted is None and not any(one.source in (None, source) for one in self._posted):
             return None
         straight = None if posted is None else posted.flat.tensor
-        if straight is None or straight.numel() != size:
+        if straight is None or straight.numel() != size or (source in self._far and straight.device.type != "cpu"):
             straight = torch.empty(size, dtype=torch.uint8)
         return _Coming(source, tag, straight, posted, time.monotonic())
 
@@ -301,7 +401,7 @@ class Messages:
             os.close(descriptor)
         self._out[to] = _Ring(segment)
 
-    def _inbox(self, source: int) -> _Ring | None:
+    def _inbox(self, source: int) -> _Ring | _Connection | None:
         if source not in self._in:
             self._transport.hear(source)
             mailbox = self._transport.sides[source].mailbox
@@ -315,8 +415,10 @@ class Messages:
     def _check_waiting(self, gone: tuple[int, ...]) -> None:
         """Fail what waits for a rank that is gone, or has waited too long.
 
-        A message that is given up half-way leaves its other half in the mailbox: with it the group is over.
+        A message that is given up half-way leaves its other half in the mailbox: with it the group is over. What a
+        rank on another host has sent before it left may still be on its way, so it is gone when its connection ends.
         """
+        gone = (*(one for one in gone if one not in self._far), *(one for one, to in self._far.items() if to.ended))
         if self._transport.broken is not None:
             self._fail_all(self._transport.broken)
             return
@@ -336,7 +438,7 @@ class Messages:
         for to, queue in self._sending.items():
             waited_for = any(_is_late(one.work, transport.timeout_s) for one in queue)
             if queue and (to in gone or (self._since[to] < late and waited_for)):
-                if queue[0].done >= 0:
+                if queue[0].done > -_HEADER.size:
                     transport.give_up(f"a message to {transport.name(to)} was sent incomplete")
                 while queue:
                     queue.popleft().work.finish(self._error(to, to in gone))
@@ -362,6 +464,10 @@ class Messages:
         self._posted.clear()
         for work in works:
             work.finish(error)
+
+
+def _connections(remote: RemoteRanks) -> Mapping[int, _Connection]:
+    return {rank: _Connection(remote.messages(rank)) for rank in remote.ranks}
 
 
 def _is_late(work: PendingCall, timeout_s: float) -> bool:

@@ -27,6 +27,7 @@ from offbeat.collectives.calls import (
     Call,
     Flat,
     MessagePort,
+    Plan,
     Runner,
     bytes_of,
     check_reduction,
@@ -42,6 +43,7 @@ from offbeat.collectives.choice import Choice, Figures, NetworkFigures
 from offbeat.collectives.counters import Arrivals, Stats
 from offbeat.collectives.cuda import Gpus, first_tensor, or_nccl
 from offbeat.collectives.executor import Executor
+from offbeat.collectives.links import HostRates, SlowLink, flows, host_rates, rank_pairs, slow_links
 from offbeat.collectives.messages import Messages
 from offbeat.collectives.options import Options
 from offbeat.collectives.overlap import CoalescedCalls, Job, PendingCall, Progress, at_exit
@@ -89,6 +91,7 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
         self._messages: MessagePort = Messages(transport)
         self._gpus = Gpus(store, transport)
         self._together: list[PendingCall] | None = None
+        self._large: Plan | None = None  # of the last call across hosts that was large
         self._owner = os.getpid()
         at_exit(transport.close)  # what is under way then ends at its next step
 
@@ -150,9 +153,9 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
             wanted = format_size(self._placements.refused_bytes)
             why = "the process has used half of its file descriptors" if memory.descriptors_are_scarce() else ""
             notes.append(f"tensors of {wanted} are staged: {why or f'/dev/shm has only {free} free'}")
-        remote, figures = self._transport.remote, self._choice.figures
-        if figures is not None and figures.network is not None:
-            notes += figures.network.slow_links()
+        remote = self._transport.remote
+        rates, slow = self._links()
+        notes += [str(link) for link in slow]
         received, sent = self._transport.counted()
         return Stats(
             rank=self._rank,
@@ -164,11 +167,27 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
             moved=self._placements.moved,
             background_s=self._progress.background_s,
             waited_s=self._arrivals.waited_s,
-            late=self._arrivals.late(),
+            late=min(slow, key=lambda link: link.bytes_per_s) if slow else self._arrivals.late(),
             notes=tuple(notes),
             hosts=self._transport.hosts or (0,) * self._ranks,
             network=None if remote is None else remote.here,
+            host_rates=rates,
+            slow_links=slow,
         )
+
+    def _links(self) -> tuple[HostRates | None, tuple[SlowLink, ...]]:
+        """How fast each host sends and receives, and which links are slow.
+
+        As the ranks measured it in their calls, or else as `auto` measured it before the first.
+        """
+        hosts, figures = self._transport.hosts, self._choice.figures
+        if hosts is not None and self._large is not None:
+            steps = flows(rank_pairs(self._large, hosts), self._transport.send_rates(), hosts)
+            if any(steps):
+                many = len(set(hosts))
+                return host_rates(steps, many), slow_links(steps, many)
+        network = None if figures is None else figures.network
+        return (None, ()) if network is None else (HostRates(network.sends, network.receives), network.slow_links())
 
     def use(self, strategy: str) -> None:
         """From the next all-reduce on, on all ranks alike."""
@@ -231,6 +250,8 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
             if call.take[chunk].data_ptr() != call.give[chunk].data_ptr():
                 call.take[chunk].copy_(call.give[chunk])
         self._executor.run(call, patience)
+        if self._transport.hosts is not None and call.items * call.dtype.itemsize >= _MEASURED_BYTES:
+            self._large = call.plan
         for flat in backs:
             if call.reduction == "mean":
                 mean_of(flat.tensor, self._ranks)
@@ -599,8 +620,6 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
         """
         transport, messages = self._transport, self._messages
         transport.check()
-        if transport.remote is not None:
-            raise RequestError("monitored_barrier works only within one host; use barrier across hosts")
         seconds = transport.timeout_s if timeout is None else timeout.total_seconds()
         end = time.monotonic() + seconds
         if self._rank != 0:

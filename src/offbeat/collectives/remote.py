@@ -1,8 +1,9 @@
 """The ranks of a group on other hosts: the streams to them, and what they last said of themselves.
 
-Beside the streams there is one more connection to each, on which little is said: a rank's words of blame, leaving and
-waiting (`transport`), when it ends, and when it has waited for a while. They are kept here as if they lay in shared
-memory. The end of that connection tells that a rank has gone.
+Beside the streams there are two more connections to each: one for messages (`messages`), and one on which little is
+said: a rank's words of blame, leaving and waiting, and how fast it sends to each rank (`transport`), when it ends, when
+it has waited for a while, and when a rate has changed. They are kept here as if they lay in shared memory. The end of
+that connection tells that a rank has gone.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from offbeat.collectives import memory
 from offbeat.collectives.memory import Segment
 from offbeat.network.addresses import Address
 from offbeat.network.streams import Link
+from offbeat.network.tcp_info import SendRate
 
-_SAID = struct.Struct("<5Q")  # the words BLAME, LEFT, WAITS_FOR, WAITS_MARK, DONE
-_FIRST_WORD = 8
+_FIRST_WORD, _WORDS = 8, 5  # BLAME, LEFT, WAITS_FOR, WAITS_MARK, DONE
+PER_RANK = 64  # where the words for each rank begin: bytes read in collectives, in messages, rates
 _GRACE_S = 0.3  # for a rank that ended without a word: it may have finished the call that others are still in
 
 
@@ -32,7 +34,9 @@ class _RemoteRank:
     where: str  # for people: host and address
     link: Link
     control: socket.socket
+    messages: socket.socket
     words: Segment
+    rate: SendRate
     heard: bytes = b""
     ended_s: float | None = None
     last_word: bool = False  # it has said that it leaves, or why
@@ -52,10 +56,12 @@ class RemoteRanks:
         self.here = here
         self.hosts = tuple(hosts)  # of every rank of the group
         self._ranks: dict[int, _RemoteRank] = {}
-        for rank, (control, *streams) in connections.items():
+        for rank, (control, messages, *streams) in connections.items():
             words, descriptor = memory.create(words_bytes, f"rank {rank}, which is on another host,")
             os.close(descriptor)
-            self._ranks[rank] = _RemoteRank(where[rank], Link(streams), control, words)
+            self._ranks[rank] = _RemoteRank(where[rank], Link(streams), control, messages, words, SendRate(streams))
+        self._said = struct.Struct(f"<{_WORDS + len(hosts)}Q")
+        self._rates_at = PER_RANK + 2 * len(hosts)
         self._lock = threading.Lock()
         self._closed = False
 
@@ -65,6 +71,13 @@ class RemoteRanks:
 
     def link(self, rank: int) -> Link:
         return self._ranks[rank].link
+
+    def rate(self, rank: int) -> SendRate:
+        return self._ranks[rank].rate
+
+    def messages(self, rank: int) -> socket.socket:
+        """The connection for messages, which does not block those who use it without waiting."""
+        return self._ranks[rank].messages
 
     def words(self, rank: int) -> Segment:
         return self._ranks[rank].words
@@ -95,7 +108,7 @@ class RemoteRanks:
 
     def _hear(self, one: _RemoteRank) -> None:
         try:
-            came = one.control.recv(64 * _SAID.size, socket.MSG_DONTWAIT)
+            came = one.control.recv(64 * self._said.size, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return
         except OSError:  # reset, or the host does not answer
@@ -104,15 +117,19 @@ class RemoteRanks:
             one.ended_s = time.monotonic()
             return
         one.heard += came
-        while len(one.heard) >= _SAID.size:
-            said, one.heard = _SAID.unpack(one.heard[: _SAID.size]), one.heard[_SAID.size :]
-            for at, value in enumerate(said, _FIRST_WORD):
+        size = self._said.size
+        while len(one.heard) >= size:
+            said, one.heard = self._said.unpack(one.heard[:size]), one.heard[size:]
+            for at, value in enumerate(said[:_WORDS], _FIRST_WORD):
+                one.words.words[at] = value
+            for at, value in enumerate(said[_WORDS:], self._rates_at):
                 one.words.words[at] = value
             one.last_word = bool(said[0] or said[1])
 
     def say(self, words: memoryview) -> None:
         """Tell all of them this rank's words. Whoever does not listen any more is not told."""
-        message = _SAID.pack(*words[_FIRST_WORD : _FIRST_WORD + 5])
+        rates = words[self._rates_at : self._rates_at + len(self.hosts)]
+        message = self._said.pack(*words[_FIRST_WORD : _FIRST_WORD + _WORDS], *rates)
         for one in self._ranks.values():
             with contextlib.suppress(OSError):
                 one.control.send(message, socket.MSG_DONTWAIT)
@@ -126,17 +143,20 @@ class RemoteRanks:
         self.say(words)
         for one in self._ranks.values():
             one.link.shut()
-            with contextlib.suppress(OSError):
-                one.control.shutdown(socket.SHUT_WR)
+            for last in (one.control, one.messages):  # what was sent before still arrives
+                with contextlib.suppress(OSError):
+                    last.shutdown(socket.SHUT_WR)
 
     def close(self, words: memoryview) -> None:
         self.leave(words)
         for one in self._ranks.values():
             one.link.close()
             one.control.close()
+            one.messages.close()
 
     def drop(self) -> None:
         """In a forked child."""
         for one in self._ranks.values():
             one.link.drop()
             one.control.close()
+            one.messages.close()

@@ -35,7 +35,7 @@ _MAGIC = b"offbeat\0"
 _GLANCE_S = 0.2  # between two looks at who is still alive
 _GREETING_S = 1.0  # for whoever connects to say who it is
 _MEETING_S = 120.0  # for ranks on other hosts to connect, when all have said where they listen
-STREAMS = 1  # to each rank on another host, beside the one on which little is said
+STREAMS = 1  # to each rank on another host, beside those for messages and for what little is said
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
@@ -275,7 +275,7 @@ def meet_remote(
         at = {peer: connections.Place(theirs[peer]["address"], theirs[peer]["port"]) for peer in far}
         where = {peer: f"{cards[peer]['hostname']}, {at[peer].address}" for peer in far}
         try:
-            met = listener.meet(rank, at, 1 + STREAMS, token, min(timeout_s, _MEETING_S))
+            met = listener.meet(rank, at, 2 + STREAMS, token, min(timeout_s, _MEETING_S))
         except connections.Unreachable as lost:
             name = f"rank {names[lost.peer]} ({where[lost.peer]})"
             raise PeerError(f"{name} cannot be reached: {lost}", ranks=(names[lost.peer],)) from None

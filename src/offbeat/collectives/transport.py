@@ -7,7 +7,8 @@ Each rank owns one segment, mapped by all of its host:
               finding who is at fault; and how much it has announced
     line 2,4  two notes: what this rank calls, how, and since when; the note of call n is at n % 2
     line 6    its bell: rung when there is something for its messages (`messages`)
-    line 8..  for each rank: bytes read from it in collectives, in messages
+    line 8..  for each rank: bytes read from it in collectives, in messages; bytes a second at which it is sent to, if
+              it is on another host
     arena     what it stages for others to read
 
 Two notes are enough: a rank writes the note of call n+2 when it has seen all notes of call n+1, so everybody had
@@ -36,7 +37,7 @@ from torch import Tensor
 
 from offbeat.collectives import memory, sync
 from offbeat.collectives.memory import Segment
-from offbeat.collectives.remote import RemoteRanks
+from offbeat.collectives.remote import PER_RANK, RemoteRanks
 from offbeat.collectives.rendezvous import Peer
 from offbeat.collectives.sync import Patience, Word
 from offbeat.errors import OffbeatError, PeerError, RequestError
@@ -46,7 +47,6 @@ from offbeat.processes.child import state_of
 _LINE = 8  # words
 MARK, BLAME, LEFT, WAITS_FOR, WAITS_MARK, DONE, ANNOUNCED, BELL = 0, 8, 9, 10, 11, 12, 13, 6 * _LINE
 _NOTE_BYTES = (2 * _LINE * 8, 4 * _LINE * 8)
-_PER_RANK = 8 * _LINE
 _NOTE = struct.Struct("<9q")
 _ANNOUNCED = struct.Struct("<BQQ")  # what, number, bytes
 BUFFER, MAILBOX, FORGET = range(3)
@@ -75,7 +75,7 @@ class Note(NamedTuple):
 
 def control_bytes(ranks: int) -> int:
     """What the words of a segment take, in whole pages."""
-    return -(-(_PER_RANK + 2 * ranks) * 8 // PAGE) * PAGE
+    return -(-(PER_RANK + 3 * ranks) * 8 // PAGE) * PAGE
 
 
 @dataclass(slots=True)
@@ -128,7 +128,7 @@ class SharedMemory:
         self._deadline = 0.0
         self._awaited = self._call = 0
         self._tag = bytes(TAG_BYTES)
-        self._says_at = 0.0
+        self._says_at = self._told_s = 0.0
         self.received_s: dict[int, float] = {}  # when the last of each rank on another host came
         self._heard = [0] * self.ranks
         self.forgot = False  # memory that programs may still be bound to
@@ -322,14 +322,25 @@ class SharedMemory:
 
     def count(self, source: int, size_bytes: int) -> None:
         """So many bytes were read from a rank by a collective."""
-        self.own.words[_PER_RANK + source] += size_bytes
+        self.own.words[PER_RANK + source] += size_bytes
 
     def count_sent(self, target: int, size_bytes: int) -> None:
         """So many bytes were sent to a rank on another host: who reads there is counted here."""
-        self.sides[target].words[_PER_RANK + self.rank] += size_bytes
+        self.sides[target].words[PER_RANK + self.rank] += size_bytes
+        if self.remote is not None and (rate := self.remote.rate(target)).count(size_bytes):
+            self.own.words[PER_RANK + 2 * self.ranks + target] = int(rate.bytes_per_s)
+            now = time.monotonic()
+            if now - self._told_s > _SAYS_S:
+                self._told_s = now
+                self.remote.gone()  # takes in what the others said: it must not pile up
+                self.remote.say(self.own.words)
 
     def count_message(self, source: int, size_bytes: int) -> None:
-        self.own.words[_PER_RANK + self.ranks + source] += size_bytes
+        self.own.words[PER_RANK + self.ranks + source] += size_bytes
+
+    def count_message_sent(self, target: int, size_bytes: int) -> None:
+        """The same of a message to a rank on another host."""
+        self.sides[target].words[PER_RANK + self.ranks + self.rank] += size_bytes
 
     def counted(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Bytes read from each rank by this one, and from this one by each rank, as the readers counted them."""
@@ -337,9 +348,16 @@ class SharedMemory:
         sent = [self._counted(side, self.rank) for side in self.sides]
         return tuple(received), tuple(sent)
 
+    def send_rates(self) -> list[list[float]]:
+        """Bytes a second from each rank to each on another host, as the senders measured them; 0: nothing yet."""
+        if self.remote is not None:
+            self.remote.gone()
+        start = PER_RANK + 2 * self.ranks
+        return [[float(rate) for rate in side.words[start : start + self.ranks]] for side in self.sides]
+
     def _counted(self, reader: _Side, source: int) -> int:
         words = reader.words
-        return int(words[_PER_RANK + source] + words[_PER_RANK + self.ranks + source])
+        return int(words[PER_RANK + source] + words[PER_RANK + self.ranks + source])
 
     # --- faults --------------------------------------------------------------------------------------------------
 
@@ -427,6 +445,8 @@ def bytes_view(tensor: Tensor) -> memoryview:
     """The memory of a flat tensor. (Not through numpy, after which torch would not resize the tensor any more.)"""
     if tensor.device.type != "cpu":
         raise RequestError("tensors on a GPU need NCCL to reach other hosts; set OFFBEAT_STRATEGY=native")
+    if not tensor.nbytes:
+        return memoryview(b"")
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 

@@ -159,6 +159,21 @@ class Lab:
         self._processes.append(process)
         return process
 
+    def start_with(
+        self, host: int, words: Sequence[str], streams: Sequence[int], environment: Mapping[str, str]
+    ) -> HostProcess:
+        """Start a program on a host with these three descriptors as its standard streams."""
+        init = self._init(host)
+        pid, ended = init.start(
+            words,
+            input=streams[0],
+            output=streams[1],
+            errors=streams[2],
+            environment=environment,
+            directory=str(Path.cwd()),
+        )
+        return HostProcess(init, words, pid=pid, ended=ended, output=-1)
+
     def start_piped(self, host: int, words: Sequence[str], environment: Mapping[str, str]) -> PipedProcess:
         """Start a program on a host, with pipes to its standard input, output and error."""
         return PipedProcess(self._init(host), self.network.fill(words, host), environment)

@@ -17,9 +17,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from offbeat import schedules
@@ -27,6 +28,7 @@ from offbeat import spec as grammar
 from offbeat.errors import OffbeatError, RequestError
 from offbeat.lab import Lab, Network
 from offbeat.lab.network import INTERFACE, format_bandwidth, payload_rate
+from offbeat.lab.remote_shell_server import RemoteShell
 from offbeat.machine import machine_facts
 from offbeat.measure.benchmark import (
     ITEM_BYTES,
@@ -56,6 +58,7 @@ from offbeat.topology import Edge, Link, Topology
 GLOO, MPI = "gloo", "mpi"
 ALLREDUCE_OTHERS = (GLOO, MPI)
 DDP_OTHERS = (GLOO,)
+_MOST_GROUPS = 16
 # What a training iteration is compared with, and how each is called in a sentence.
 BASELINES: Mapping[str, str] = {"none": "no communication", "empty": "DDP with an empty all-reduce"}
 STRATEGY_VARIABLE = "OFFBEAT_STRATEGY"
@@ -211,7 +214,8 @@ class RankRequest:
         check_processes("--ranks", [self.ranks], 2)
         if MPI in self.against and MPI not in self.others:
             raise RequestError(f"bench: mpi needs bench allreduce; --against here: {self.others[0]}")
-        check_against(self.against, self.others)
+        several = [name for name in self.against if groups_of(name) > 1] if MPI in self.others else []
+        check_against(self.against, (*self.others, *several))
         check_above_zero("--timeout", self.timeout_s)
         if self.strategy is not None:
             if family_of(self.strategy) != ALL_REDUCE:
@@ -234,6 +238,16 @@ class RankRequest:
             "not_measured": dict(not_measured),
             **({} if self.lab is None else {"hosts": self.lab.network.hosts, "links": self.lab.links()}),
         }
+
+
+def groups_of(system: str) -> int:
+    """4 for `gloo:4`: that many process groups reduce a part of the tensor each, at the same time; 1 otherwise."""
+    name, _, many = system.partition(":")
+    if name != GLOO or not many:
+        return 1
+    if not many.isdecimal() or not 2 <= int(many) <= _MOST_GROUPS:
+        raise RequestError(f"bench: --against: gloo:N has 2 to {_MOST_GROUPS} groups, like gloo:4; got '{system}'")
+    return int(many)
 
 
 def why_no_mpi() -> str | None:
@@ -265,20 +279,22 @@ def measure_allreduce(request: RankRequest, sizes: Sequence[int], progress: Prog
     _check_sizes(request, sizes)
     reason = None
     if MPI in request.against:
-        reason = why_no_mpi() if request.lab is None else "mpirun cannot start ranks on the hosts of a lab"
+        reason = why_no_mpi()
     if reason is not None and request.against == (MPI,):
         raise RequestError(f"bench: mpi: cannot be measured: {reason}")
     systems = [OURS, *(name for name in request.against if name != MPI or reason is None)]
     machine = machine_facts()
     with terminable(), ExitStack() as stack:
         progress("starting")
-        ranks, facts = _start_torch(stack, request, {"do": "join allreduce"}, systems)
+        hosts = None if request.lab is None else stack.enter_context(Lab(request.lab.network))
+        ranks, facts = _start_torch(stack, request, hosts, {"do": "join allreduce"}, systems)
         asked = dict.fromkeys(systems, ranks)
         if MPI in systems:
-            asked[MPI], mpi_facts = _start_mpi(stack, request)
+            asked[MPI], mpi_facts = _start_mpi(stack, request, hosts)
             facts |= mpi_facts
         rounds = {size: _measure_size(request, asked, size, progress) for size in sizes}
-    return allreduce_result(request, machine | facts, {} if reason is None else {MPI: reason}, rounds)
+        slow = [] if hosts is None else ranks.ask({"do": "links"}, "reading the rates of links")[0]["slow_links"]
+    return allreduce_result(request, machine | facts, {} if reason is None else {MPI: reason}, rounds, slow)
 
 
 def _measure_size(
@@ -318,8 +334,9 @@ def allreduce_result(
     machine: Mapping[str, Any],
     not_measured: Mapping[str, str],
     rounds: Mapping[int, Mapping[str, Sequence[tuple[float, float]]]],
+    slow_links: Sequence[str] = (),
 ) -> BenchResult:
-    """From the rounds of each size, as `_measure_size` returns them."""
+    """From the rounds of each size, as `_measure_size` returns them; and links that offbeat found to be slow."""
     about, ranks = request.as_json(machine, not_measured), request.ranks
     copies = [pair for found in rounds.values() for pair in found["copying"]]
     alone = _COPY_BYTES / statistics.median(alone_s for alone_s, _ in copies)
@@ -364,6 +381,7 @@ def allreduce_result(
             for size, own in by_size.items()
         ],
         "definitions": {name: DEFINITIONS[name] for name in (*_REDUCED, *_COPIED)},
+        **({"slow_links": list(slow_links)} if slow_links else {}),
     }
     return BenchResult(
         json=json,
@@ -373,6 +391,7 @@ def allreduce_result(
         details=[
             *(f"{system}: not measured: {reason}" for system, reason in not_measured.items()),
             *(f"{size_label(size)}: {told}" for size in rounds if (told := _price(request, size))),
+            *slow_links,
         ],
         terms=(
             ("bus", DEFINITIONS["bus_bytes_per_s"]),
@@ -419,7 +438,7 @@ def measure_ddp(request: RankRequest, batch: int, progress: Progress) -> BenchRe
     systems = [OURS, *request.against]
     with terminable(), ExitStack() as stack:
         progress("starting")
-        ranks, facts = _start_torch(stack, request, {"do": "join ddp", "batch": batch}, systems)
+        ranks, facts = _start_torch(stack, request, None, {"do": "join ddp", "batch": batch}, systems)
 
         def seconds(do: str, system: str, untimed: int, iterations: int, number: int, doing: str) -> float:
             question = {"do": do, "system": system, "untimed": untimed, "iterations": iterations}
@@ -527,12 +546,12 @@ def _compared(ranks: int, answers: Sequence[Mapping[str, Any]]) -> tuple[bool, f
 
 
 def _start_torch(
-    stack: ExitStack, request: RankRequest, join: Mapping[str, object], systems: Sequence[str]
+    stack: ExitStack, request: RankRequest, hosts: Lab | None, join: Mapping[str, object], systems: Sequence[str]
 ) -> tuple[Harness, dict[str, Any]]:
-    """The ranks, joined in one group a system; and what rank 0 says of itself."""
+    """The ranks, on the hosts of a lab if there are any, joined in one group a system; what rank 0 says of itself."""
     environment = _environment(request)
-    if request.lab is not None:
-        return _start_on_hosts(stack, request, request.lab, join, systems)
+    if hosts is not None and request.lab is not None:
+        return _start_on_hosts(stack, request, request.lab, hosts, join, systems)
     ranks = stack.enter_context(Harness(request.timeout_s))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         for rank in range(request.ranks):
@@ -545,10 +564,13 @@ def _start_torch(
 
 
 def _start_on_hosts(
-    stack: ExitStack, request: RankRequest, lab: LabRequest, join: Mapping[str, object], systems: Sequence[str]
+    stack: ExitStack,
+    request: RankRequest,
+    lab: LabRequest,
+    hosts: Lab,
+    join: Mapping[str, object],
+    systems: Sequence[str],
 ) -> tuple[Harness, dict[str, Any]]:
-    """The same on the hosts of a lab, which ends with the benchmark."""
-    hosts = stack.enter_context(Lab(lab.network))
     ranks = stack.enter_context(Harness(request.timeout_s))
     environment = _environment(request) | {"GLOO_SOCKET_IFNAME": INTERFACE, NETWORK: OPEN}
     for rank in range(request.ranks):
@@ -565,24 +587,36 @@ def _joining(request: RankRequest, join: Mapping[str, object], systems: Sequence
         "ranks": request.ranks,
         "threads": request.threads,
         "timeout_s": 2 * request.timeout_s,  # whose own deadline is first is asked who is late
-        "backends": {system: system for system in systems if system != MPI},  # torch knows them by the same names
+        "backends": {system: system.partition(":")[0] for system in systems if system != MPI},  # torch's names
+        "groups": {system: groups_of(system) for system in systems},
     }
 
 
-def _start_mpi(stack: ExitStack, request: RankRequest) -> tuple[Harness, dict[str, Any]]:
+def _start_mpi(stack: ExitStack, request: RankRequest, hosts: Lab | None) -> tuple[Harness, dict[str, Any]]:
     # Its files and its shared memory, which it leaves when it is killed, go to a folder that is removed after it.
-    place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    place = "/dev/shm" if hosts is None and os.access("/dev/shm", os.W_OK) else None
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="offbeat-bench-", dir=place))
     ranks = stack.enter_context(Harness(request.timeout_s))
-    flags = {"btl": "^tcp", "oob_tcp_if_include": _loopback(), "btl_vader_backing_directory": folder}
-    words = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
-    words += [word for name, value in flags.items() for word in ("--mca", name, value)]
-    words += ["-np", str(request.ranks), *program("mpi_rank")]
-    ranks.start("mpi", words, _environment(request) | {"TMPDIR": folder})
+    environment = _environment(request) | {"TMPDIR": folder}
+    words = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", str(request.ranks)]
+    if hosts is None or request.lab is None:
+        flags = {"btl": "^tcp", "oob_tcp_if_include": _loopback(), "btl_vader_backing_directory": folder}
+        ranks.start("mpi", [*words, *_mca(flags), *program("mpi_rank")], environment)
+    else:  # a host's /dev/shm is its own, and goes with it
+        shell = stack.enter_context(closing(RemoteShell(hosts, Path(folder) / "shell", environment)))
+        flags = {"btl": "self,vader,tcp", "btl_tcp_if_include": INTERFACE, "oob_tcp_if_include": INTERFACE}
+        flags |= {"plm_rsh_agent": shell.agent, "plm_rsh_no_tree_spawn": "1"}
+        each = request.lab.ranks_each
+        words += ["--host", ",".join(f"{hosts.network.address(host)}:{each}" for host in range(hosts.network.hosts))]
+        ranks.add("mpi", hosts.start_piped(0, [*words, *_mca(flags), *program("mpi_rank")], environment))
     (answer,) = ranks.ask({"do": "join"}, "starting mpi")
     if answer.pop("ranks") != request.ranks:
         raise OffbeatError("bench: mpi4py was built for another MPI than this mpirun, so every rank runs alone")
     return ranks, answer
+
+
+def _mca(flags: Mapping[str, str]) -> list[str]:
+    return [word for name, value in flags.items() for word in ("--mca", name, value)]
 
 
 def _environment(request: RankRequest) -> dict[str, str]:

@@ -1,8 +1,8 @@
 """A rank of `offbeat bench allreduce` and `offbeat bench ddp`: it joins its peers, and times work when asked.
 
-There is one process group for each system. The rendezvous is a TCPStore on a socket that the parent bound to loopback
-(a plain TCPStore listens everywhere). The environment that the parent gives tells Gloo to use loopback too. On the
-hosts of a lab the store is rank 0's own, at the address of its host.
+There is one process group for each system, and several for one like gloo:4. The rendezvous is a TCPStore on a socket
+that the parent bound to loopback (a plain TCPStore listens everywhere). The environment that the parent gives tells
+Gloo to use loopback too. On the hosts of a lab the store is rank 0's own, at the address of its host.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import gc
 import hashlib
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -22,7 +22,9 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket, TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
+from offbeat.collectives.backend import stats
 from offbeat.errors import OffbeatError
+from offbeat.measure.benchmark import OURS
 from offbeat.measure.child_requests import CHECK_PERIOD, Answer, Handlers, Request, serve
 from offbeat_autoload import register
 
@@ -33,11 +35,12 @@ _LR = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peers:
-    """This rank among the others, and a process group for each system."""
+    """This rank among the others, and a process group for each system; of some all that they have."""
 
     rank: int
     ranks: int
     groups: Mapping[str, dist.ProcessGroup]
+    several: Mapping[str, Sequence[dist.ProcessGroup]] = field(default_factory=dict)
 
     def time(self, request: Request, work: Callable[[], object], barrier: str | None = None) -> Answer:
         """Seconds of one `work()`: the mean of the iterations, begun together after some that are not timed."""
@@ -96,8 +99,19 @@ class AllReduceRank:
         target.copy_(source)
         return {"seconds": mean_s(request["iterations"], lambda: target.copy_(source))}
 
+    def links(self, request: Request) -> Answer:
+        """What offbeat says of links between hosts."""
+        return {"slow_links": [str(link) for link in stats(self._peers.groups[OURS]).slow_links]}
+
     def _reduce(self, system: str) -> None:
-        dist.all_reduce(self._tensors[system], group=self._peers.groups[system])
+        several = self._peers.several.get(system)
+        if several is None:
+            dist.all_reduce(self._tensors[system], group=self._peers.groups[system])
+            return
+        parts = zip(self._tensors[system].tensor_split(len(several)), several, strict=True)
+        for work in [dist.all_reduce(part, group=group, async_op=True) for part, group in parts]:
+            assert work is not None
+            work.wait()
 
     def _check(self, system: str) -> None:
         """Rank r brings (r + 1) * k % CHECK_PERIOD in element k; the right sum is known exactly."""
@@ -237,19 +251,23 @@ def join(request: Request) -> tuple[Answer, Handlers]:
         master_listen_fd=request["listen_fd"] if rank == 0 else None,
     )
     groups: dict[str, dist.ProcessGroup] = {}
+    several: dict[str, list[dist.ProcessGroup]] = {}
     for system, backend in request["backends"].items():
         if groups:
-            group = dist.new_group(backend=backend, timeout=limit)
+            many = [dist.new_group(backend=backend, timeout=limit) for _ in range(request["groups"][system])]
+            group = many[0]
+            if len(many) > 1:
+                several[system] = many
         else:
             dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
             group = dist.group.WORLD
         assert isinstance(group, dist.ProcessGroup)
         groups[system] = group
-    peers = Peers(rank=rank, ranks=ranks, groups=groups)
+    peers = Peers(rank=rank, ranks=ranks, groups=groups, several=several)
     answer = {"torch": torch.__version__}
     if request["do"] == "join allreduce":
         reduced = AllReduceRank(peers)
-        return answer, {"warm": reduced.warm, "time": reduced.time, "copy": reduced.copy}
+        return answer, {"warm": reduced.warm, "time": reduced.time, "copy": reduced.copy, "links": reduced.links}
     trained = DdpRank(peers, request["batch"])
     buckets = {"buckets": lambda _: {"bucket_bytes": trained.bucket_bytes()}, "compare": trained.compare}
     return answer | {"parameters": trained.parameters}, {"train": trained.train, "reduce": trained.reduce, **buckets}

@@ -239,6 +239,7 @@ def facts_of(run: RunRecord) -> Facts:
         dropped = _never_applied(run, gradients) if of_server else None
     if last is not None and last.warning:
         notes.append(last.warning)
+    notes += last.slow_links if last is not None else ()
     again = _made_again(run.segments, gradients.applies, last.update if last is not None else None)
     if again:
         notes.append(

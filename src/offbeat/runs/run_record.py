@@ -40,6 +40,7 @@ class EvaluationRecord(NamedTuple):
     sent_bytes: int | None = None  # by all learners, up to then
     received_bytes: int | None = None
     wait_share: float | None = None  # of the learners' time
+    slow_links: tuple[str, ...] = ()  # between hosts, in words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,4 +226,5 @@ def _evaluation(seconds: float, record: Mapping[str, Any]) -> EvaluationRecord:
         sent_bytes=untrusted.count(record.get("sent_bytes")),
         received_bytes=untrusted.count(record.get("received_bytes")),
         wait_share=untrusted.share(record.get("wait_share")),
+        slow_links=tuple(filter(None, map(untrusted.text, untrusted.items(record.get("slow_links"))))),
     )

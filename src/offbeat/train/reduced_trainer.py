@@ -116,6 +116,10 @@ class ReducedTrainer(Trainer):
         counted = stats()
         return Traffic(counted.sent_bytes, counted.received_bytes)
 
+    def slow_links(self) -> list[str]:
+        alone = not self._together or self.config.sync == NATIVE
+        return [] if alone else [str(link) for link in stats().slow_links]
+
     def _arrange_buckets(self) -> None:
         """Let DDP see a backward: it arranges gradients anew after its first, and in which order three or more of them
         are added depends on where they lie. A run that goes on has made its first update long ago."""

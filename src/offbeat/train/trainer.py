@@ -332,6 +332,10 @@ class Trainer:
         """What this process has sent and received for the training; None: it cannot tell."""
         return None
 
+    def slow_links(self) -> list[str]:
+        """Links between hosts that hold the training up, in words."""
+        return []
+
     # --- a pause, as the one who leads -------------------------------------------------------------------------------
 
     def load_weights(self, twin: nn.Module) -> None:
@@ -380,6 +384,7 @@ class Trainer:
                 at.drop_held("the run ended before its update was full")
             self.last |= {"dropped": at.dropped, "held": at.held}
             self.look_for_trouble(before, ended=is_last or stop)
+            self._name_slow_links(before)
             if not self.still_leads():
                 return False
             self._add_metrics()
@@ -403,6 +408,14 @@ class Trainer:
         self.last["warning"] = warning_of(sign, self._remedy(sign))
         if not before or before[-1].get("sign") != sign.name:
             self.report({"kind": "note", "text": self.last["warning"], "warns": True})
+
+    def _name_slow_links(self, before: Sequence[Mapping[str, Any]]) -> None:
+        """In the metrics, and as a note when they are others than before."""
+        slow = self.slow_links()
+        if slow:
+            self.last["slow_links"] = slow
+        if slow and not (before and before[-1].get("slow_links")):
+            self.report({"kind": "note", "text": "; ".join(slow), "learner": self.number})
 
     def _remedy(self, sign: Sign) -> str:
         config, rate = self.config, self.config.train.lr
