@@ -8,7 +8,7 @@ sums     On hosts x ranks of a lab: every line of all-reduce gives the plain sum
          header for each piece; the other collectives and messages are right. (tests/collectives/network_programs.py)
 bytes    At 1 Gbit/s, 4 MiB and 20 MB: the kernel's counters of the interface, less 66 bytes a packet, are to 1 % what
          the schedule costs.
-faults   4 ranks on 3 hosts reduce 1 MB again and again at 500 Mbit/s. At a random moment of each point a rank is
+faults   4 ranks on 3 hosts reduce 1 MB again and again at 300 Mbit/s. At a random moment of each point a rank is
          killed, all of a host, a link is cut both ways or one way, or a rank is stopped. Every survivor must raise
          within the bound, name the rank (or one of its host), and end; on the hosts of the survivors no process and no
          shared memory is left.
@@ -71,7 +71,7 @@ def check_program(ranks: Sequence[int], programs: str, told: str, bandwidth: str
 
 def check_fault(fault: str, rng: random.Random) -> tuple[float, str, str | None]:
     """The seconds until the last survivor had raised, whom it named, and what is wrong."""
-    with Lab(Network.of(hosts=3, bandwidth="500Mbit/s")) as lab:
+    with Lab(Network.of(hosts=3, bandwidth="300Mbit/s")) as lab:
         processes = start(lab, [2, 1, 1], "reduce_for_ever", TIMEOUT_S=str(GROUP_TIMEOUT_S))
         deadline = time.monotonic() + 60
         while not all("started" in process.output for process in processes):

@@ -62,7 +62,7 @@ def test_a_connection_that_is_closed_has_the_rate_that_it_had() -> None:
 
 
 def test_time_without_room_at_the_receiver_does_not_count() -> None:
-    before = [TcpCounts(0, 0, 0.0, 0.0), TcpCounts(0, 0, 0.0, 0.0)]
-    now = [TcpCounts(60, 0, 3.0, 1.0), TcpCounts(40, 0, 1.0, 0.0)]
+    before = dict.fromkeys(range(3), TcpCounts(0, 0, 0.0, 0.0))
+    now = {0: TcpCounts(60, 0, 3.0, 1.0), 1: TcpCounts(40, 0, 1.0, 0.0)}  # the third was closed
     assert progress(before, now) == (100, 2.0)  # both streams send at the same time
     assert progress(now, now) == (0, 0.0)

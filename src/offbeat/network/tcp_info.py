@@ -6,10 +6,11 @@ room for it: a sender that waits for its own work, and a receiver that does not 
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 _INFO = struct.Struct("=120xQQ32xQQ")  # of `tcp_info` in linux/tcp.h
@@ -54,8 +55,6 @@ class SendRate:
         if self._sent_bytes < WINDOW_BYTES:
             return False
         now = self._read()
-        if not now or len(now) != len(self._before):
-            return False
         acked, busy_s = progress(self._before, now)
         large = self._sent_bytes >= _LARGE_BYTES * self._sends
         if large and busy_s < _BUSY_S:
@@ -65,16 +64,18 @@ class SendRate:
             self._rates.append(acked / busy_s)
         return large
 
-    def _read(self) -> list[TcpCounts]:
-        """Nothing of connections that are closed, or of a kernel that does not count."""
-        try:
-            return [read_counts(one) for one in self._streams]
-        except (OSError, struct.error):
-            return []
+    def _read(self) -> dict[int, TcpCounts]:
+        """By the number of the stream; without those that are closed, and nothing of a kernel that does not count."""
+        found = {}
+        for number, one in enumerate(self._streams):
+            with contextlib.suppress(OSError, struct.error):
+                found[number] = read_counts(one)
+        return found
 
 
-def progress(before: Sequence[TcpCounts], now: Sequence[TcpCounts]) -> tuple[int, float]:
+def progress(before: Mapping[int, TcpCounts], now: Mapping[int, TcpCounts]) -> tuple[int, float]:
     """Bytes and seconds of all streams together, which send at the same time."""
-    pairs = list(zip(before, now, strict=True))
+    pairs = [(before[number], now[number]) for number in before.keys() & now.keys()]
     acked = sum(new.acked_bytes - old.acked_bytes for old, new in pairs)
-    return acked, max((new.busy_s - old.busy_s) - (new.no_room_s - old.no_room_s) for old, new in pairs)
+    busy_s = [(new.busy_s - old.busy_s) - (new.no_room_s - old.no_room_s) for old, new in pairs]
+    return acked, max(busy_s, default=0.0)
