@@ -18,7 +18,7 @@ from statistics import median
 from offbeat import spec as grammar
 from offbeat import topology
 from offbeat.collectives.calls import Plan, plan
-from offbeat.collectives.links import SLOW, SlowLink
+from offbeat.collectives.links import SlowLink
 from offbeat.errors import RequestError
 from offbeat.number_format import format_rate, format_seconds, format_size
 from offbeat.schedules import Price, algorithms, auto_lines, price
@@ -26,6 +26,7 @@ from offbeat.strategy import ALL_REDUCE, AUTO, NATIVE, family_of
 
 HIERARCHICAL = "hierarchical"
 _MEETING = 0.06  # for each further host: direct on 4 hosts took 12 % longer than ring, which sends as much
+_SLOW = 0.6  # of what is usual: a link below that is named, and may own nothing
 _MOST_PRICED = 64  # ranks; more would take seconds, and one host has fewer
 
 
@@ -54,7 +55,7 @@ class NetworkFigures:
         for does, rates in (("sends", self.sends), ("receives", self.receives)):
             usual = median(rates) if len(rates) > 2 else max(rates)
             for host, rate in enumerate(rates):
-                if rate < SLOW * usual:
+                if rate < _SLOW * usual:
                     yield SlowLink(host=host, does=does, bytes_per_s=rate, usual=usual)
 
 
