@@ -346,7 +346,7 @@ TOPOLOGIES: dict[str, Builder] = {
         ),
         Builder(
             name="fully-connected",
-            summary="a cable between every two ranks",
+            summary="a cable between each pair of ranks",
             build=_fully_connected,
             params=_CABLES,
         ),

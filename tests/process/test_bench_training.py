@@ -184,7 +184,7 @@ WRONG = {
     "bench scaling --target 0.9": "--target is not an option of bench scaling",
     "bench scaling --ranks 2": "--ranks is not an option of bench scaling",
     "bench scaling --timeout 3": "--timeout is not an option of bench scaling",
-    "bench accuracy": "--target is required with bench accuracy, like --target 0.97",
+    "bench accuracy": "bench accuracy needs --target, for example --target 0.97",
     "bench accuracy --target 1.5": "--target: expected an accuracy above 0 and at most 1, like 0.95; got '1.5'",
     "bench accuracy --target x": "--target: expected an accuracy above 0 and at most 1, like 0.95; got 'x'",
     "bench accuracy --target 0.9 --sync k-sync:3": "'k-sync:3': K=3 exceeds the 2 learners",

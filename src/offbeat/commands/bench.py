@@ -295,7 +295,7 @@ def _measure_accuracy(options: argparse.Namespace) -> Measurement:
 
     config, learners = _config(options), _one_number_of_learners(options)
     if options.target is None:
-        raise RequestError("bench: --target is required with bench accuracy, like --target 0.97")
+        raise RequestError("bench accuracy needs --target, for example --target 0.97")
     request = accuracy_bench.AccuracyRequest(
         config=config,
         target=options.target,

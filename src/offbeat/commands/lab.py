@@ -162,12 +162,12 @@ class _Relay:
 
 COMMAND = Command(
     summary="run a command on several hosts that are namespaces of this machine",
-    about="""Run a command on every host of a small cluster that exists on this machine only, while the command runs.
+    about="""Create a small virtual cluster on this machine, run a command on each of its hosts, and remove it again.
 
 Each host is a set of Linux namespaces: it has its own network interface and address, hostname, processes and shared
 memory; files are shared. A switch joins the hosts. --bandwidth limits each host's link, both ways; if this
-machine cannot carry it, the lab does not start. It works as root, and as an ordinary user if user namespaces are
-allowed.
+machine cannot reach that bandwidth, the lab does not start. It works as root, and as an ordinary user if user
+namespaces are allowed.
 
 Each line that the command prints is shown with the host that printed it. The exit code is the highest one. Ctrl-C is
 passed on to the command. However the lab ends, it leaves nothing behind.""",

@@ -161,8 +161,8 @@ COMMAND = Command(
     about=f"""Count the parameters, FLOPs and activations of each layer of a recipe, and measure its time on this
 machine. The second table has the ratio of compute time to communication time, and the bandwidth at which P learners can
 overlap the reduction of gradients with the backward pass. With --device {"|".join(GPUS)} the
-times are not measured, but modelled from the data sheet of that device. If this machine has one of these devices, the
-error of the model on it is printed too. FLOPs are counted by torch's own counter.""",
+times are not measured, but estimated from the data sheet of that device. If this machine has one of these devices, the
+error of the estimate is printed too. FLOPs are counted by torch's own counter.""",
     examples=(
         "profile digits-cnn --seconds 100ms",
         "profile synthetic-alexnet --precision bf16 --batch-size 256 --device a100 --learners 8 64",

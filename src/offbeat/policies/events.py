@@ -216,4 +216,6 @@ def from_text(text: str) -> Event | Command:
         thing: Event | Command = kind(**values)
         return thing
     except (ValueError, TypeError, IndexError):
-        raise RequestError(f"not an event or command: '{text}'; like 'pushed 2 t7 v40' or 'apply t7 t9'") from None
+        raise RequestError(
+            f"expected an event or a command, like 'pushed 2 t7 v40' or 'apply t7 t9'; got '{text}'"
+        ) from None

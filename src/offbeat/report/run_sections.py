@@ -24,8 +24,8 @@ MOST_POINTS = 2_000  # of a curve
 MOST_AGES = 24  # columns of a histogram
 MOST_LEARNERS = 256  # rows of a timeline
 INSIDE_WAITING = (
-    "With a parameter server, waiting includes pushing and updating: the log of a learner does not separate them, and "
-    "their cells have a dash."
+    "With a parameter server, waiting includes pushing and updating, because a learner's log does not separate them; "
+    "the columns for these two show a dash."
 )
 SHARES = ("computing", "thrown away", "sending", "waiting", "updating")
 

@@ -66,9 +66,9 @@ DEFINITIONS: Mapping[str, Definition] = {
     "typical minibatch": Definition("s", "median seconds; a cancelled minibatch counts as one of unknown, longer "
                                          "duration (Kaplan and Meier 1958)"),
     "straggler": Definition("", f"a learner whose typical minibatch takes over {SLOWER} times the median of the "
-                                "others', in the whole run and in each quarter of it (two at least) that can be "
-                                "compared; if it finished no minibatch, the median time before they were "
-                                "cancelled is a lower bound"),
+                                "other learners, over the whole run and in every quarter of the run that can be "
+                                "compared (at least two quarters). If the learner finished no minibatch, the median "
+                                "time until its minibatches were cancelled is used as a lower bound"),
     "energy per sample": Definition("J", "joules / samples applied"),
     "energy to target": Definition("J", "joules * seconds to the target / seconds, assuming constant power"),
     "cost of a run": Definition("", "cost of the training time, or of the time to the target; work lost between a "

@@ -51,7 +51,7 @@ class ServedTrainer(Trainer):
         self._rule = create(config.sync, expect=self.learners).rule
         self._own_steps = self._rule.delta or self._rule.fetch_every > 0
         self._base = self.at.update  # versions of the servers are counted from here
-        self.at.drop_held("its update was not full when the run was saved")
+        self.at.drop_held("its update still waited for other gradients when the run was saved")
         if self.part is not None and self._own_steps and self.part.optimizer:
             load_optimizer(self.optimizer, self.part.optimizer)
         self._twins_optimizer: torch.optim.Optimizer | None = None
