@@ -204,8 +204,8 @@ def _check_resume(config: Config, checkpoint: Checkpoint, samples: int, tell: Ca
     left = samples - checkpoint.state["standing"]["offset"]
     if reduces and left < config.learners * config.train.accumulate:
         raise RequestError(
-            f"{count_of(left, 'sample')} of this epoch are left, too few for {config.learners} learners that each accumulate "
-            f"{count_of(config.train.accumulate, 'minibatch', 'minibatches')}; resume with fewer learners"
+            f"{count_of(left, 'sample')} of this epoch are left, too few for {config.learners} learners with "
+            f"train.accumulate = {config.train.accumulate}; resume with fewer learners"
         )
     if ("server" in checkpoint.files) == reduces:
         raise RequestError(
