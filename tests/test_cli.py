@@ -279,7 +279,7 @@ WRONG = {
     "simulate async --latency -1ms": "--latency: a time is 0 or more; got '-1ms'",
     "simulate async --updates 0": "--updates: expected a whole number from 1",
     "simulate async --speeds 1,x": "--speeds: expected numbers joined by commas",
-    "simulate async --speeds 1,0 --learners 2": "speeds are above 0",
+    "simulate async --speeds 1,0 --learners 2": "speeds must be above 0",
     "simulate async --speeds 1,1,1 --learners 2": "3 speeds for 2 learners",
     "simulate async --slow 5": "--slow: expected FACTOR,ENTER,LEAVE",
     "simulate async --failures 5": "--failures: expected UP,DOWN",

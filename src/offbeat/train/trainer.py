@@ -234,8 +234,12 @@ class Trainer:
             group["lr"] = rate
 
     def set_chance(self, epoch: int, place: int) -> None:
-        """What is drawn from now on is this minibatch's."""
-        torch.manual_seed(seed_of(self.config.seed, epoch) ^ (place + 1))
+        """What is drawn from now on is this minibatch's. (`torch.manual_seed` takes 0.7 ms where there is no GPU: it keeps
+        the stack for the day when there is one.)"""
+        seed = seed_of(self.config.seed, epoch) ^ (place + 1)
+        torch.default_generator.manual_seed(seed)
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
 
     # --- progress ---------------------------------------------------------------------------------------------------
 
