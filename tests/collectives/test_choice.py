@@ -59,8 +59,19 @@ def test_auto_goes_by_two_levels_where_hosts_have_several_ranks() -> None:
 
 def test_auto_prefers_the_ring_to_flows_that_meet_where_both_send_as_much() -> None:
     choice = Choice("auto", 4, figures(EQUAL), (0, 1, 2, 3))
-    assert choice.of(100 * MB).schedule.name in ("ring", "halving-doubling")
+    assert choice.of(100 * MB).schedule.name == choice.of(4 * MB).schedule.name == "ring:parts=4"
     assert choice.of(1000).schedule.name == "direct"
+
+
+def test_parts_that_would_be_small_are_not_considered() -> None:
+    choice = Choice("auto", 4, figures(EQUAL), (0, 1, 2, 3))
+    assert "parts" not in choice.why(500_000)
+    assert "parts" not in Choice("auto", 4, Figures(latency_s=2e-5, bytes_per_s=5e9)).why(100 * MB)
+
+
+def test_why_says_how_many_streams_were_found_to_be_worth_it() -> None:
+    network = NetworkFigures(latency_s=2e-4, sends=(1e9,) * 2, receives=(1e9,) * 2, streams=2)
+    assert "1 GB/s across hosts, 2 streams to each rank" in Choice("auto", 2, figures(network), (0, 1)).why(MB)
 
 
 def test_a_slow_host_is_named_and_owns_nothing() -> None:

@@ -99,7 +99,8 @@ def start(schedule: Schedule) -> Values:
 
 def every_schedule(ranks: int) -> list[Schedule]:
     rows = ALGORITHMS.values()
-    return [build(line, ranks=ranks, collective=row.collective) for row in rows for line in row.lines(ranks)]
+    named = [build(line, ranks=ranks, collective=row.collective) for row in rows for line in row.lines(ranks)]
+    return [*named, build("ring:parts=3", ranks=ranks)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8])
@@ -181,6 +182,14 @@ def test_two_hosts_that_swap_a_chunk_send_before_they_receive() -> None:
         Put(0, 0, True),
         Mark(2),
     )
+
+
+def test_a_part_that_has_come_goes_on_before_the_next_one_comes() -> None:
+    instructions = project(build("ring:parts=2", ranks=3), 0, (0, 1, 2)).instructions
+    sent = {now.chunk: at for at, now in reversed(list(enumerate(instructions))) if isinstance(now, Send)}
+    came = [(now.chunk, at) for at, now in enumerate(instructions) if isinstance(now, Receive) and now.reduce]
+    passed_on = [chunk for chunk, at in came[:2] if sent[chunk] == at + 1]
+    assert passed_on == [chunk for chunk, _ in came[:2]], instructions
 
 
 def test_a_send_that_is_not_waited_for_is_noticed() -> None:

@@ -22,26 +22,34 @@ from offbeat.collectives.links import SlowLink
 from offbeat.errors import RequestError
 from offbeat.number_format import format_rate, format_seconds, format_size
 from offbeat.schedules import Price, algorithms, auto_lines, price
+from offbeat.spec import count_of
 from offbeat.strategy import ALL_REDUCE, AUTO, NATIVE, family_of
 
 HIERARCHICAL = "hierarchical"
 _MEETING = 0.06  # for each further host: direct on 4 hosts took 12 % longer than ring, which sends as much
 _SLOW = 0.6  # of what is usual: a link below that is named, and may own nothing
+_PARTS = 4  # of the pieces of a ring across hosts,
+_LEAST_PART_BYTES = 64 * 1024  # of at least this: smaller ones cost more than they hide
 _MOST_PRICED = 64  # ranks; more would take seconds, and one host has fewer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkFigures:
-    """The network between hosts: `sends[h]` and `receives[h]` are what host h does, in bytes per second."""
+    """The network between hosts: `sends[h]` and `receives[h]` are what host h does, in bytes per second.
+
+    `streams` is how many connections between two ranks were found to be worth it.
+    """
 
     latency_s: float
     sends: tuple[float, ...]
     receives: tuple[float, ...]
+    streams: int = 1
 
     def __str__(self) -> str:
         rates = (*self.sends, *self.receives)
         return (
-            f"{format_seconds(self.latency_s)} and {format_rate(min(rates))} to {format_rate(max(rates))} across hosts"
+            f"{format_seconds(self.latency_s)} and {format_rate(min(rates))} to {format_rate(max(rates))} across hosts,"
+            f" {count_of(self.streams, 'stream')} to each rank"
         )
 
     def slow_links(self) -> tuple[SlowLink, ...]:
@@ -134,6 +142,14 @@ def _meeting(way: Plan, hosts: tuple[int, ...]) -> int:
     return most
 
 
+@cache
+def _in_a_row(way: Plan) -> int:
+    """How many chunks one rank sends to another in one step, at least."""
+    steps = way.schedule.steps
+    rows = [Counter((source, target) for source, target, *_ in steps.rows(step).tolist()) for step in range(len(steps))]
+    return min((min(row.values()) for row in rows if row), default=1)
+
+
 class Choice:
     """The way of each all-reduce of a group. Across hosts, schedules go through the ranks host by host."""
 
@@ -168,9 +184,11 @@ class Choice:
         costs = ", ".join(f"{line} {format_seconds(seconds)}" for seconds, line in ranked[:4])
         return f"{ranked[0][1]} for {format_size(size_bytes)}: {costs}; measured {self.figures}"
 
-    def _lines(self) -> list[str]:
-        """What is considered: across hosts also the two-level ones."""
+    def _lines(self, size_bytes: int) -> list[str]:
+        """What is considered: across hosts also the two-level ones, and rings whose pieces have parts."""
         lines = list(auto_lines())
+        if len(set(self._hosts)) > 1 and size_bytes >= _PARTS * self._ranks * _LEAST_PART_BYTES:
+            lines.append(f"ring:parts={_PARTS}")
         each = math.gcd(*(self._hosts.count(host) for host in set(self._hosts)))
         if len(set(self._hosts)) > 1 and each > 1:
             shape = f"{HIERARCHICAL}:{self._ranks // each}x{each},inner=direct"
@@ -184,8 +202,17 @@ class Choice:
         return lines
 
     def _seconds(self, way: Plan, found: Price) -> float:
-        """A price, and what it leaves out: flows from several hosts that meet at one port hold each other up."""
-        return found.seconds + _MEETING * (_meeting(way, self._hosts) - 1) * (found.seconds - found.latency_s)
+        """A price, and what it leaves out.
+
+        Flows from several hosts that meet at one port hold each other up. Of several chunks that go the same way in a
+        step, the first goes on while the others come: that hides latency, but for what one chunk takes of a step.
+        """
+        carrying_s = found.seconds - found.latency_s
+        meeting_s = _MEETING * (_meeting(way, self._hosts) - 1) * carrying_s
+        hidden_s = 0.0
+        if len(set(self._hosts)) > 1 and found.steps:
+            hidden_s = min(found.latency_s * (1 - 1 / found.steps), carrying_s * (1 - 1 / _in_a_row(way)))
+        return found.seconds + meeting_s - hidden_s
 
     def _ranked(self, size_bytes: int) -> list[tuple[float, str]]:
         if self.figures is None or self._ranks == 1:
@@ -194,7 +221,7 @@ class Choice:
         if size not in self._by_size:
             machines = self.figures.topology(self._hosts)
             typical = max(1, 3 << size >> 2)  # the middle between two powers of two, so that all of them choose alike
-            plans = [(plan(line, "all-reduce", self._ranks, order=self._order), line) for line in self._lines()]
+            plans = [(plan(line, "all-reduce", self._ranks, order=self._order), line) for line in self._lines(typical)]
             prices = [(self._seconds(way, price(way.schedule, machines, typical)), line) for way, line in plans]
             self._by_size[size] = sorted(prices, key=lambda priced: priced[0])  # of equal ones the first
         return self._by_size[size]

@@ -54,7 +54,11 @@ class Bound:
 
 @dataclass(slots=True)
 class Piece:
-    """A piece of what another host sends: where it goes, and how (None: it is received there)."""
+    """A piece of what another host sends: where it goes, and how (None: it is received there).
+
+    It is received `through` a buffer, or into its own memory, or into the caller's tensor, which is another one in each
+    call; `view` is the memory of the first two.
+    """
 
     peer: int
     offset_bytes: int
@@ -63,6 +67,8 @@ class Piece:
     items: Span
     memory: Tensor | None  # None: it is in the caller's tensor
     into: Callable[[Tensor, Tensor], object] | None
+    through: Tensor | None
+    view: memoryview | None
 
 
 class Binder:
@@ -76,8 +82,10 @@ class Binder:
         rounds: int,
         number: int,
         places: dict[int, Place],
+        buffer: Tensor,
     ) -> None:
         self.transport = transport
+        self.buffer = buffer  # for pieces that are added to something
         self.program = program
         self.call = call
         self.places = places
@@ -129,13 +137,16 @@ class Binder:
             if isinstance(now, Wait):
                 bound.steps.append((WAIT, now.peer, now.mark))
             elif isinstance(now, Mark):
-                bound.steps.append((MARK, now.mark))
+                if self.transport.near:
+                    bound.steps.append((MARK, now.mark))
             elif isinstance(now, Send):
                 sends[now.peer].append(bool(self._items(now.chunk)))
                 if self._items(now.chunk):
                     bound.sent[now.peer] += self._items(now.chunk) * self.item
                     mine = self._own(now.chunk)
-                    bound.steps.append((SEND, now.peer, now.chunk, self.spans[now.chunk], mine, now.chunk in written))
+                    view = None if mine is None else bytes_view(mine)
+                    where = now.chunk, self.spans[now.chunk], now.chunk not in written
+                    bound.steps.append((SEND, now.peer, where, mine, view))
             elif isinstance(now, Sent):
                 bound.steps.append((SENT, now.peer, sum(sends[now.peer][: now.sends])))
             elif isinstance(now, Read):
@@ -228,7 +239,11 @@ class Binder:
         for offset, size in pieces_of(items * self.item):
             first, end = offset // self.item, (offset + size) // self.item
             mine = None if whole is None else whole[first:end]
-            yield Piece(now.peer, offset, end == items, now.chunk, (start + first, start + end), mine, into)
+            through = None if into is None else self.buffer[:size].view(self.call.dtype)
+            at = mine if through is None else through
+            view = None if at is None else bytes_view(at)
+            span = start + first, start + end
+            yield Piece(now.peer, offset, end == items, now.chunk, span, mine, into, through, view)
 
     def _follows(self, last: Read, read: Read) -> bool:
         """Whether a read goes on where the last one ended, there and here."""
@@ -356,6 +371,7 @@ class Executor:
     def _execute(self, bound: Bound, call: Call, patience: Patience) -> None:
         transport, base = self.transport, self.base
         before = {peer: transport.sends(peer) for peer in bound.sent}
+        whole = bytes_view(call.whole) if transport.remote is not None and call.whole is not None else None
         for step in bound.steps:
             kind = step[0]
             if kind == RUN:
@@ -368,22 +384,36 @@ class Executor:
                 _, into, chunk, span, theirs = step
                 into(part(call, chunk, span, given=False), theirs)
             elif kind == RECEIVE:
-                self._receive(step[1], call)
+                self._receive(step[1], call, whole)
             elif kind == SEND:
-                _, peer, chunk, span, mine, written = step
-                transport.send(peer, part(call, chunk, span, given=not written) if mine is None else mine)
+                _, peer, (chunk, span, given), mine, view = step
+                if view is None:
+                    mine, view = self._callers(call, whole, chunk, span, given=given)
+                transport.send(peer, view, mine)
             elif step[2]:
                 transport.wait_sent(step[1], before[step[1]] + step[2])
 
-    def _receive(self, piece: Piece, call: Call) -> None:
-        mine = part(call, piece.chunk, piece.items, given=False) if piece.memory is None else piece.memory
-        came = mine if piece.into is None else self._bounce[: mine.nbytes].view(mine.dtype)
+    def _receive(self, piece: Piece, call: Call, whole: memoryview | None) -> None:
+        view = piece.view
+        if view is None:
+            _, view = self._callers(call, whole, piece.chunk, piece.items, given=False)
         try:
-            self.transport.receive(piece.peer, piece.offset_bytes, bytes_view(came), last=piece.last)
+            self.transport.receive(piece.peer, piece.offset_bytes, view, last=piece.last)
         except MismatchError as other:
             self._differ(piece.peer, TAG.unpack(other.tag), call)
-        if piece.into is not None:
-            piece.into(mine, came)
+        if piece.into is not None and piece.through is not None:
+            mine = part(call, piece.chunk, piece.items, given=False) if piece.memory is None else piece.memory
+            piece.into(mine, piece.through)
+
+    def _callers(
+        self, call: Call, whole: memoryview | None, chunk: int, span: Span, *, given: bool
+    ) -> tuple[Tensor, memoryview]:
+        """Items of a chunk of the caller's, and their memory; `whole` is that of all."""
+        if whole is None or call.whole is None:
+            mine = part(call, chunk, span, given=given)
+            return mine, bytes_view(mine)
+        start, item = chunk * call.items // len(call.sizes), call.dtype.itemsize
+        return call.whole, whole[(start + span[0]) * item : (start + span[1]) * item]
 
     def _stage_in(self, bound: Bound, call: Call) -> None:
         if bound.whole_in is not None and call.whole is not None:
@@ -421,7 +451,7 @@ class Executor:
             program = program_of(call.plan, transport.rank, transport.hosts)
             own = call.place or (ARENA, transport.arena_at)
             wanted = self._rounds(program, call)
-            staging = Binder(transport, program, call, wanted, 0, {transport.rank: own}).staging()
+            staging = Binder(transport, program, call, wanted, 0, {transport.rank: own}, self._bounce).staging()
             known = self._kinds[key] = _Kind(program, own, wanted, staging)
             if len(self._kinds) > _KEPT:
                 self._kinds.popitem(last=False)
@@ -455,7 +485,10 @@ class Executor:
         if known is None:
             near = (self.transport.rank, *self.transport.near)
             at = {rank: places[rank] for rank in near}
-            known = [Binder(self.transport, kind.program, call, rounds, number, at).bind() for number in range(rounds)]
+            binders = [
+                Binder(self.transport, kind.program, call, rounds, number, at, self._bounce) for number in range(rounds)
+            ]
+            known = [binder.bind() for binder in binders]
             if len(kind.bound) >= _PLACES:
                 kind.bound.clear()
             kind.bound[rounds, places] = known

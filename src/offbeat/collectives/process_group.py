@@ -51,14 +51,18 @@ from offbeat.collectives.placement import Placements
 from offbeat.collectives.sync import Patience
 from offbeat.collectives.transport import SharedMemory
 from offbeat.errors import PeerError, RequestError
+from offbeat.network.streams import streams_worth_it
 from offbeat.number_format import format_size
 from offbeat.strategy import NATIVE
 
 _ProcessGroup: Any = dist.ProcessGroup
 _MEASURED_BYTES = 1024 * 1024
 _SENT_BYTES = (128 * 1024, 2 * 1024 * 1024)  # between hosts, one size after the other,
+_SENT_TIMES = 3  # the fastest of so many,
 _MEASURED_S = 1.0  # if the larger does not take longer than this,
 _MOST_SHIFTS = 3  # to so many other hosts
+_STREAMED_BYTES = (2 * 1024 * 1024, 16 * 1024 * 1024)  # to find how many streams are worth it: about
+_STREAMED_S = 0.03  # of sending
 _LEAVE_S = 5.0  # what a call under way is given when its group is destroyed
 _RED: Any = dist.ReduceOp.RedOpType
 _NAMES = {
@@ -305,11 +309,15 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
 
     def _agree(self, values: Tensor, patience: Patience) -> None:
         """The largest of each, on all ranks."""
+        self._reduce_values(values, "max", plan("direct", "all-reduce", self._ranks), patience)
+
+    def _reduce_values(self, values: Tensor, reduction: str, way: Plan, patience: Patience) -> None:
+        """Inside a job: an all-reduce of a flat tensor."""
         self._executor.run(
             Call(
-                plan=plan("direct", "all-reduce", self._ranks), dtype=torch.float64, items=len(values),
-                what=number_of("all_reduce", "max", torch.float64), sizes=cut(len(values), self._ranks),
-                reduction="max", into=check_reduction("max", torch.float64), whole=values, since_ns=now()[0],
+                plan=way, dtype=values.dtype, items=len(values), what=number_of("all_reduce", reduction, values.dtype),
+                sizes=cut(len(values), way.schedule.chunks), reduction=reduction,
+                into=check_reduction(reduction, values.dtype), whole=values, since_ns=now()[0],
             ),
             patience,
         )  # fmt: skip
@@ -329,14 +337,16 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
         rates = torch.zeros(many * many + 1, dtype=torch.float64)
         rates[-1] = latency_s
         leaders = tuple(hosts.index(host) for host in range(many))
+        fastest_s: dict[tuple[int, int], float] = {}
         for size_bytes in _SENT_BYTES:
-            for shift in range(1, min(many - 1, _MOST_SHIFTS) + 1):
+            for shift in (*range(1, min(many - 1, _MOST_SHIFTS) + 1),) * _SENT_TIMES:
                 barrier(patience)
                 seconds = self._time_shift(leaders, shift, size_bytes, patience)
                 if seconds is not None:
                     source = (leaders.index(self._rank) - shift) % many
                     at = source * many + leaders.index(self._rank)
-                    rates[at] = size_bytes / seconds  # the larger counts: of small ones, buffers carry a part
+                    fastest_s[size_bytes, at] = min(seconds, fastest_s.get((size_bytes, at), math.inf))
+                    rates[at] = size_bytes / fastest_s[size_bytes, at]  # the larger: buffers carry a part of small ones
             measured = rates[:-1][rates[:-1] > 0]
             slowest = torch.tensor([-float(measured.min()) if len(measured) else -math.inf], dtype=torch.float64)
             self._agree(slowest, patience)
@@ -348,7 +358,37 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
             latency_s=float(rates[-1]),
             sends=tuple(_usual_rate(row) for row in table),
             receives=tuple(_usual_rate(column) for column in table.T),
+            streams=self._measure_streams(float(-slowest[0]), patience),
         )
+
+    def _measure_streams(self, bytes_per_s: float, patience: Patience) -> int:
+        """How many streams to each rank on another host are worth it in an all-reduce; no more are kept.
+
+        All ranks agree on each time, so that all decide alike.
+        """
+        remote, barrier = self._transport.remote, self._barrier_job()
+        assert remote is not None
+        values = torch.zeros(int(min(_STREAMED_BYTES[1], max(_STREAMED_BYTES[0], bytes_per_s * _STREAMED_S))) // 4)
+        way = Choice("ring:parts=4", self._ranks, hosts=self._transport.hosts).of(values.nbytes)
+        tried: set[int] = set()
+
+        def time_s(streams: int) -> float:
+            remote.use_streams(streams)
+            for _ in range(1 if streams in tried else 2):  # the first time, TCP still finds out how fast it can send
+                barrier(patience)
+                start = time.perf_counter()
+                self._reduce_values(values, "sum", way, patience)
+            taken = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+            tried.add(streams)
+            self._agree(taken, patience)
+            return float(taken[0])
+
+        quick = 8 * values.nbytes / bytes_per_s < _MEASURED_S
+        streams = streams_worth_it(remote.streams, _MEASURED_S, time_s) if quick and remote.streams > 1 else 1
+        remote.use_streams(streams)
+        barrier(patience)  # nobody looks at what somebody closes
+        remote.keep_streams(streams)
+        return streams
 
     def _time_shift(self, leaders: tuple[int, ...], shift: int, size_bytes: int, patience: Patience) -> float | None:
         """Each leader sends so many bytes to the one `shift` hosts on: how long it took to come; None for others."""

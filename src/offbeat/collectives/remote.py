@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from offbeat.collectives import memory
 from offbeat.collectives.memory import Segment
 from offbeat.network.addresses import Address
-from offbeat.network.streams import Link
+from offbeat.network.streams import Link, Outbox
 from offbeat.network.tcp_info import SendRate
 
 _FIRST_WORD, _WORDS = 8, 5  # BLAME, LEFT, WAITS_FOR, WAITS_MARK, DONE
@@ -55,13 +55,19 @@ class RemoteRanks:
     ) -> None:
         self.here = here
         self.hosts = tuple(hosts)  # of every rank of the group
+        self.streams = min((len(those) - 2 for those in connections.values()), default=1)  # to each, that can be used
+        alone = len(connections) == len(self.hosts) - 1  # on its host: then a call does nothing but send and receive
+        outbox = Outbox() if alone else None
         self._ranks: dict[int, _RemoteRank] = {}
         for rank, (control, messages, *streams) in connections.items():
             words, descriptor = memory.create(words_bytes, f"rank {rank}, which is on another host,")
             os.close(descriptor)
-            self._ranks[rank] = _RemoteRank(where[rank], Link(streams), control, messages, words, SendRate(streams))
+            self._ranks[rank] = _RemoteRank(
+                where[rank], Link(streams, outbox), control, messages, words, SendRate(streams)
+            )
         self._said = struct.Struct(f"<{_WORDS + len(hosts)}Q")
         self._rates_at = PER_RANK + 2 * len(hosts)
+        self.use_streams(1)
         self._lock = threading.Lock()
         self._closed = False
 
@@ -78,6 +84,17 @@ class RemoteRanks:
     def messages(self, rank: int) -> socket.socket:
         """The connection for messages, which does not block those who use it without waiting."""
         return self._ranks[rank].messages
+
+    def use_streams(self, count: int) -> None:
+        """So many of them from now on, on all ranks alike, between two calls."""
+        for one in self._ranks.values():
+            one.link.use(count)
+
+    def keep_streams(self, count: int) -> None:
+        """The same for good."""
+        self.streams = count
+        for one in self._ranks.values():
+            one.link.keep(count)
 
     def words(self, rank: int) -> Segment:
         return self._ranks[rank].words

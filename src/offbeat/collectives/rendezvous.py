@@ -27,7 +27,9 @@ from offbeat.collectives.remote import RemoteRanks
 from offbeat.errors import OffbeatError, PeerError
 from offbeat.network import connections
 from offbeat.network.addresses import INTERFACE, NETWORK, OPEN, Address, is_open, own_address
+from offbeat.network.streams import streams_for
 from offbeat.processes.child import state_of
+from offbeat.strategy import AUTO
 
 PROTOCOL = 1
 _HELLO = struct.Struct("<8sII16sQ")  # magic, protocol, rank, token, size of the segment whose descriptor comes along
@@ -35,7 +37,6 @@ _MAGIC = b"offbeat\0"
 _GLANCE_S = 0.2  # between two looks at who is still alive
 _GREETING_S = 1.0  # for whoever connects to say who it is
 _MEETING_S = 120.0  # for ranks on other hosts to connect, when all have said where they listen
-STREAMS = 1  # to each rank on another host, beside those for messages and for what little is said
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
@@ -275,7 +276,9 @@ def meet_remote(
         at = {peer: connections.Place(theirs[peer]["address"], theirs[peer]["port"]) for peer in far}
         where = {peer: f"{cards[peer]['hostname']}, {at[peer].address}" for peer in far}
         try:
-            met = listener.meet(rank, at, 2 + STREAMS, token, min(timeout_s, _MEETING_S))
+            # Beside those for messages and for what little is said. Whoever measures finds out how many of them are worth it.
+            streams = streams_for(len(cards) - 1) if cards[rank]["strategy"] == AUTO else 1
+            met = listener.meet(rank, at, 2 + streams, token, min(timeout_s, _MEETING_S))
         except connections.Unreachable as lost:
             name = f"rank {names[lost.peer]} ({where[lost.peer]})"
             raise PeerError(f"{name} cannot be reached: {lost}", ranks=(names[lost.peer],)) from None

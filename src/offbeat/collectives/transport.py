@@ -197,10 +197,10 @@ class SharedMemory:
 
     # --- across hosts --------------------------------------------------------------------------------------------
 
-    def send(self, peer: int, what: Tensor) -> None:
-        """Begin to send a flat tensor to a rank on another host; it stays as it is until `wait_sent`."""
+    def send(self, peer: int, what: memoryview, kept: object) -> None:
+        """Begin to send memory to a rank on another host; it stays as it is until `wait_sent`. `kept` owns it."""
         assert self.remote is not None
-        self.remote.link(peer).send(self._tag, bytes_view(what), what)
+        self.remote.link(peer).send(self._tag, what, kept)
 
     def sends(self, peer: int) -> int:
         assert self.remote is not None

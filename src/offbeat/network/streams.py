@@ -1,8 +1,10 @@
 """The streams that join two processes: memory goes out in pieces, and comes in as pieces, in the same order.
 
-What is sent is not copied: it is read when the kernel takes it, and `sent` says how many sends are through. Up to what
-the kernel takes at once, the caller sends by itself; the rest waits in one queue, from which each stream's thread takes
-the next piece when it is free, so that a slow stream does not hold up the others.
+What is sent is not copied: it is read when the kernel takes it, and `wait_sent` says when that is over. Up to what
+the kernel takes at once, the caller sends by itself. What is left waits in one queue. With one stream, and a caller
+that does nothing but send and receive (an `Outbox` for all of its links), the caller goes on with it whenever it waits
+for anything: no thread has to be woken. Otherwise each stream has a thread, which takes the next piece when it is free,
+so that a slow stream does not hold up the others.
 
 Before each piece goes a header: a tag of the caller, which must be the same on both sides; which send this is of all on
 this link; where in it the piece starts, and how long it is. The receiver asks for pieces in order and finds the stream
@@ -19,6 +21,7 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from statistics import median
 from typing import Any, NamedTuple
 
 PIECE_BYTES = 512 * 1024
@@ -26,6 +29,10 @@ TAG_BYTES = 40
 _HEADER = struct.Struct(f"<4sIQQ{TAG_BYTES}s")  # magic, size, send, offset, tag
 HEADER_BYTES = _HEADER.size
 _MAGIC = b"obp1"
+STREAMS = (1, 2, 4, 8)  # to one peer: what is tried
+_MOST_STREAMS = 64  # of a process, where more than one is tried
+_WORTH_IT = 1.05  # so much faster must twice as many streams be,
+_TURNS = 5  # each measured so often
 SLICE_S = 0.02  # how long to wait before looking around
 _SLICE = struct.pack("@ll", 0, int(SLICE_S * 1e6))
 
@@ -61,14 +68,73 @@ def pieces_of(size_bytes: int) -> list[tuple[int, int]]:
     return [(at, min(PIECE_BYTES, size_bytes - at)) for at in range(0, size_bytes, PIECE_BYTES)]
 
 
-class Link:
-    """The streams to one peer. One thread sends and receives; `shut` may be called by any."""
+def streams_for(peers: int) -> int:
+    """How many streams to each of so many peers are opened, of which some are kept."""
+    return max(count for count in STREAMS if count == 1 or count * peers <= _MOST_STREAMS)
 
-    def __init__(self, streams: Sequence[socket.socket]) -> None:
+
+def streams_worth_it(most: int, most_s: float, time_s: Callable[[int], float]) -> int:
+    """How many streams to use: twice as many as long as they are worth it, and while `most_s` of time is left.
+
+    `time_s(streams)` makes a measurement and says how long it took. The two that are compared take turns, and the
+    larger must win by its fastest and by its median: on a busy machine, one of them alone is chance.
+    """
+    best, spent_s = STREAMS[0], 0.0
+    for count in STREAMS[1:]:
+        if count > most or spent_s > most_s:
+            break
+        few_s: list[float] = []
+        many_s: list[float] = []
+        while len(few_s) < _TURNS and spent_s <= most_s:
+            few_s.append(time_s(best))
+            many_s.append(time_s(count))
+            spent_s += few_s[-1] + many_s[-1]
+        if min(few_s) < _WORTH_IT * min(many_s) or median(few_s) < _WORTH_IT * median(many_s):
+            break
+        best = count
+    return best
+
+
+class Outbox:
+    """The links on which the caller's own thread sends: while it waits for one of them it goes on with all."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Link] = []  # that have something to send
+
+    def push(self) -> bool:
+        """A piece of each, or what the kernel takes of it: whether anything is left."""
+        for link in tuple(self.waiting):
+            link.push()
+        return bool(self.waiting)
+
+    def wait(self, source: socket.socket | None) -> bool:
+        """Until more can be sent, or something has come from the source; False where a slice of time has passed."""
+        wanted = {link.filenos()[0]: select.POLLOUT for link in self.waiting}
+        if source is not None:  # which may be one of them
+            wanted[source.fileno()] = wanted.get(source.fileno(), 0) | select.POLLIN
+        watch = select.poll()
+        try:
+            for number, events in wanted.items():
+                watch.register(number, events)
+        except ValueError:  # another thread has closed one of them
+            return False
+        return bool(watch.poll(1000 * SLICE_S))
+
+
+class Link:
+    """The streams to one peer. One thread sends and receives; `shut` may be called by any.
+
+    With an outbox, that thread is where most of its time goes, and the first stream needs none of its own.
+    """
+
+    def __init__(self, streams: Sequence[socket.socket], outbox: Outbox | None = None) -> None:
         self.sends = 0  # begun
         self.received = 0  # sends of the peer that have wholly come
         self._streams = list(streams)
-        self._queue: deque[_Piece] = deque()
+        self._used = len(self._streams)
+        self._outbox = outbox
+        self._own: deque[_Piece] = deque()  # what the caller's thread has to send
+        self._queue: deque[_Piece] = deque()  # what threads have
         self._begun: deque[_Piece] = deque()  # what is left of a piece that the first stream has begun
         self._ended = False
         self._threads: list[threading.Thread] = []
@@ -76,11 +142,25 @@ class Link:
         self._left: dict[int, int] = {}  # send -> pieces that have not been handed to the kernel
         self._broken = ""
         self._headers: list[_Header | None] = [None] * len(self._streams)
+        self._closed: set[int] = set()  # streams that the peer has closed
         self._scratch = bytearray(HEADER_BYTES)
         for one in self._streams:
             one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _SLICE)
 
     # --- out --------------------------------------------------------------------------------------------------------
+
+    def use(self, streams: int) -> None:
+        """Send and receive on the first so many streams from now on; on both sides, while nothing is under way."""
+        self._used = streams
+
+    def keep(self, streams: int) -> None:
+        """The same for good: the others are closed."""
+        spare, self._streams = self._streams[streams:], self._streams[:streams]
+        self.use(streams)
+        with self._through:
+            self._through.notify_all()
+        for one in spare:
+            one.close()
 
     def send(self, tag: bytes, memory: memoryview, kept: object) -> None:
         """Begin to send memory, which stays as it is until `wait_sent`; `kept` is what it belongs to."""
@@ -89,6 +169,13 @@ class Link:
         for offset, size in pieces_of(len(memory)):
             header = _HEADER.pack(_MAGIC, size, number, offset, tag)
             pieces.append(_Piece(number, header, memory[offset : offset + size], kept))
+        if self._outbox is not None and self._used == 1:
+            idle = not self._own
+            self._own += pieces
+            if idle and pieces:
+                self._outbox.waiting.append(self)
+                self.push()
+            return
         with self._through:
             idle = not self._left
         rest: _Piece | None = None
@@ -109,6 +196,27 @@ class Link:
             self._through.notify_all()
         self._start()
 
+    @property
+    def _by_caller(self) -> Outbox | None:
+        """The outbox, where the caller's thread is the only one that sends."""
+        return self._outbox if self._used == 1 else None
+
+    def push(self) -> None:
+        """In the caller's thread: send a piece, or what the kernel takes of it at once.
+
+        Only one: what comes meanwhile is to be taken while it is in the processor's cache, and makes room for more.
+        """
+        assert self._outbox is not None
+        rest = self._send_now(self._own[0])
+        if rest is None:
+            self._own.popleft()
+        elif self._broken:
+            self._own.clear()  # whoever waits for it is told
+        else:
+            self._own[0] = rest
+        if not self._own:
+            self._outbox.waiting.remove(self)
+
     def _send_now(self, piece: _Piece) -> _Piece | None:
         """As much as the kernel takes at once: what is left of the piece."""
         try:
@@ -118,12 +226,14 @@ class Link:
         except OSError as error:
             self._break(error)
             return piece
+        if taken == len(piece.header) + len(piece.memory):
+            return None
         header, memory = piece.header[taken:], piece.memory[max(0, taken - len(piece.header)) :]
-        return _Piece(piece.send, header, memory, piece.kept) if header or len(memory) else None
+        return _Piece(piece.send, header, memory, piece.kept)
 
     def _start(self) -> None:
-        if not self._threads:
-            for stream in range(len(self._streams)):
+        if len(self._threads) < self._used:
+            for stream in range(len(self._threads), self._used):
                 thread = threading.Thread(target=self._run, args=(stream,), name="offbeat sender", daemon=True)
                 self._threads.append(thread)
                 thread.start()
@@ -147,7 +257,10 @@ class Link:
     def _next(self, stream: int) -> _Piece | None:
         """What this stream is to send next; None at the end."""
         with self._through:
-            while not self._ended:
+            while not self._ended and stream < len(self._streams):
+                if stream >= self._used:
+                    self._through.wait()
+                    continue
                 if stream == 0 and self._begun:
                     return self._begun.popleft()
                 if self._queue:
@@ -164,6 +277,14 @@ class Link:
 
     def wait_sent(self, sends: int, look: Callable[[], None]) -> None:
         """Until the first so many sends have left the caller's memory; `look()` is called between slices of time."""
+        while self._by_caller is not None:
+            if not self._own or self._own[0].send >= sends:
+                self._check()
+                return
+            self._by_caller.push()
+            if self._own and not self._by_caller.wait(None):
+                self._check()
+                look()
         while True:
             with self._through:
                 if self._is_through(sends) or (self._through.wait(SLICE_S) and self._is_through(sends)):
@@ -178,11 +299,10 @@ class Link:
 
     def receive(self, tag: bytes, offset: int, memory: memoryview, look: Callable[[], None]) -> None:
         """The next piece of the peer's current send, into memory of its size."""
-        wanted = _Header(len(memory), self.received, offset, tag)
-        if len(self._streams) == 1:
-            self._receive_next(wanted, memory, look)
+        if self._used == 1 and self._headers[0] is None:
+            self._receive_next(_HEADER.pack(_MAGIC, len(memory), self.received, offset, tag), memory, look)
             return
-        stream = self._find(wanted, look)
+        stream = self._find(_Header(len(memory), self.received, offset, tag), look)
         self._fill(self._streams[stream], memory, look)
         self._headers[stream] = None
 
@@ -190,29 +310,38 @@ class Link:
         """The current send has come wholly: the next piece is of the next one."""
         self.received += 1
 
-    def _receive_next(self, wanted: _Header, memory: memoryview, look: Callable[[], None]) -> None:
+    def _receive_next(self, wanted: bytes, memory: memoryview, look: Callable[[], None]) -> None:
         """The header and its piece at once, where there is one stream only."""
-        header, got, size = memoryview(self._scratch), 0, HEADER_BYTES + len(memory)
+        one, header, size = self._streams[0], memoryview(self._scratch), HEADER_BYTES + len(memory)
+        got = 0
+        while got < HEADER_BYTES:
+            got += self._take_in(one, [header[got:], memory], look)
+        if self._scratch != wanted:
+            raise MismatchError(self._parse_header().tag)
         while got < size:
-            before = got
-            got += self._take_in(self._streams[0], [header[got:], memory[max(0, got - HEADER_BYTES) :]], look)
-            if before < HEADER_BYTES <= got and (came := self._parse_header()) != wanted:
-                raise MismatchError(came.tag)
+            got += self._take_in(one, [memory[got - HEADER_BYTES :]], look)
 
     def _find(self, wanted: _Header, look: Callable[[], None]) -> int:
         """The stream that has this piece next."""
         while True:
-            for stream, header in enumerate(self._headers):
+            for stream, header in enumerate(self._headers[: self._used]):
                 if header == wanted:
                     return stream
                 if header is not None and (header.send < wanted.send or header[1:3] == wanted[1:3]):
                     raise MismatchError(header.tag)
-            free = [stream for stream, header in enumerate(self._headers) if header is None]
+            free = [stream for stream, header in enumerate(self._headers[: self._used]) if header is None]
             if not free:
                 raise MismatchError(next(header.tag for header in self._headers if header is not None))
-            readable = self._readable(free)
+            open_ones = [stream for stream in free if stream not in self._closed]
+            if not open_ones:
+                raise ClosedError("closed")
+            readable = self._readable(open_ones)
             for stream in readable:
-                self._fill(self._streams[stream], memoryview(self._scratch), look)
+                try:
+                    self._fill(self._streams[stream], memoryview(self._scratch), look)
+                except ClosedError:  # what is wanted may have come on another one before
+                    self._closed.add(stream)
+                    continue
                 self._headers[stream] = self._parse_header()
             if not readable:
                 self._check()
@@ -240,11 +369,13 @@ class Link:
     def _take_in(self, one: socket.socket, into: list[memoryview], look: Callable[[], None]) -> int:
         """Wait until all of it is filled, or time has passed: how many bytes came."""
         while True:
+            outbox = self._outbox if self._outbox and self._outbox.waiting and self._outbox.push() else None
             try:
-                got = one.recvmsg_into(into, 0, socket.MSG_WAITALL)[0]
+                got = one.recvmsg_into(into, 0, socket.MSG_DONTWAIT if outbox else socket.MSG_WAITALL)[0]
             except BlockingIOError:
-                self._check()
-                look()
+                if outbox is None or not outbox.wait(one):
+                    self._check()
+                    look()
                 continue
             except OSError as error:
                 raise ClosedError(_why(error)) from None

@@ -59,7 +59,8 @@ def _on_pieces(phase: Callable[..., Phase]) -> Callable[[Ranks, Chunks], Phase]:
     return lambda ranks, chunks: phase(ranks, pieces_of(chunks, len(ranks)))
 
 
-def ring(ranks: Ranks, chunks: Chunks, order: Orders | None = None) -> Phase:
+def ring(ranks: Ranks, chunks: Chunks, order: Orders | None = None, parts: int = 1) -> Phase:
+    """`parts` are the chunks of each piece: across hosts one goes on while the next is on its way."""
     orders = order or (tuple(range(len(ranks))),)
     rings = []
     for share, visited in zip(pieces_of(chunks, len(orders)), orders, strict=True):
@@ -153,13 +154,13 @@ def _as_many(ranks: int) -> int:
     return ranks
 
 
-def _ring_chunks(ranks: int, order: Orders | None) -> int:
+def _ring_chunks(ranks: int, order: Orders | None, parts: int) -> int:
     for visited in order or ():
         if sorted(visited) != list(range(ranks)):
             raise RequestError(
                 f"a ring's order must visit each of the ranks 0..{ranks - 1} once; got {format_orders((visited,))}"
             )
-    return ranks * len(order or ((),))
+    return parts * ranks * len(order or ((),))
 
 
 def _shape_chunks(ranks: int, shape: Shape) -> int:
@@ -307,10 +308,11 @@ _PLAIN = (
         phase=ring,
         params=(
             Param(name="order", read=parse_orders, help="ranks in ring order, like 0-3-2-1; join several rings with +"),
+            Param(name="parts", read=parse_count, default=1, help="chunks of a piece, each of which goes on by itself"),
         ),
         total_bytes=fewest_bytes,
         auto=3,
-        examples=("ring", "ring:order=0-2-1-3"),
+        examples=("ring", "ring:order=0-2-1-3", "ring:parts=2"),
         lineups={"race": ("ring",), "replay": ("ring",)},
     ),
     Algorithm(

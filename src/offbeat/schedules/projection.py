@@ -27,13 +27,15 @@ readers and writers apart is in the waits:
 - the last waits are for those who read from me: when they are over, my memory is mine again.
 
 What is sent is a reader of my memory like any other. The sends of a step are its first instructions, and what it
-receives into a chunk that is sent in this step waits in scratch, so here, too, nobody waits in a circle.
+receives into a chunk that is sent in this step waits in scratch, so here, too, nobody waits in a circle. Then each send
+is moved forward, to where its chunk was last written: a chunk goes on as soon as it has come, while the others of its
+step are still under way. The order of the sends stays.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -165,8 +167,39 @@ def project(schedule: Schedule, rank: int, hosts: Sequence[int] | None = None) -
         wait_for_readers(chunk, len(steps))
     return Program(
         rank=rank,
-        instructions=tuple(program),
+        instructions=tuple(_with_early_sends(program)),
         exposed=tuple(sorted(readers)),
         written=tuple(sorted(chunk for target, chunk in written if target == rank)),
         marks=2 * len(steps) + 1,
     )
+
+
+def _with_early_sends(program: Sequence[Instruction]) -> Iterator[Instruction]:
+    """The same program with each send as early as its chunk is what it sends, in the same order of sends."""
+    sends: deque[tuple[Send, int]] = deque()  # and how often its chunk has been written before
+    written: dict[int, int] = defaultdict(int)
+    for now in program:
+        if isinstance(now, Send):
+            sends.append((now, written[now.chunk]))
+        elif (chunk := _chunk_written(now)) is not None:
+            written[chunk] += 1
+    written.clear()
+
+    def ready() -> Iterable[Send]:
+        while sends and written[sends[0][0].chunk] == sends[0][1]:
+            yield sends.popleft()[0]
+
+    yield from ready()
+    for now in program:
+        if not isinstance(now, Send):
+            yield now
+            if (chunk := _chunk_written(now)) is not None:
+                written[chunk] += 1
+                yield from ready()
+
+
+def _chunk_written(now: Instruction) -> int | None:
+    """The chunk of mine that an instruction writes to."""
+    if isinstance(now, Put):
+        return now.chunk
+    return now.chunk if isinstance(now, Read | Receive) and now.scratch is None else None
