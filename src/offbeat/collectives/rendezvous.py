@@ -276,7 +276,7 @@ def meet_remote(
         at = {peer: connections.Place(theirs[peer]["address"], theirs[peer]["port"]) for peer in far}
         where = {peer: f"{cards[peer]['hostname']}, {at[peer].address}" for peer in far}
         try:
-            # Beside those for messages and for what little is said. Whoever measures finds out how many of them are worth it.
+            # Beside those for messages and for what little is said. Measuring finds how many are worth it.
             streams = streams_for(len(cards) - 1) if cards[rank]["strategy"] == AUTO else 1
             met = listener.meet(rank, at, 2 + streams, token, min(timeout_s, _MEETING_S))
         except connections.Unreachable as lost:
