@@ -9,7 +9,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -57,7 +57,11 @@ def sources(*folders: str) -> Sources:
 
 def imports(text: str) -> Iterator[str]:
     """Every module that is imported, wherever the statement stands; type-checking ones count too."""
-    for node in ast.walk(ast.parse(text)):
+    yield from imports_of(ast.walk(ast.parse(text)))
+
+
+def imports_of(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -124,7 +128,7 @@ def dotted(node: ast.expr) -> str:
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
-        return f"{dotted(node.value)}.{node.attr}" if dotted(node.value) else ""
+        return f"{of}.{node.attr}" if (of := dotted(node.value)) else ""
     return ""
 
 
@@ -140,10 +144,10 @@ def wrong_names(files: Sources) -> list[str]:
     """What executes bytes that came from elsewhere, and, in torch-free rooms, chance without a seed."""
     found = []
     for path, text in files.items():
-        names = set(imports(text))
-        tree = ast.parse(text)
-        safe = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call) and loads_weights_only(node)}
-        for node in ast.walk(tree):
+        nodes = list(ast.walk(ast.parse(text)))
+        names = set(imports_of(nodes))
+        safe = {id(node.func) for node in nodes if isinstance(node, ast.Call) and loads_weights_only(node)}
+        for node in nodes:
             if isinstance(node, ast.Attribute) and id(node) not in safe:
                 names.add(dotted(node))
             if isinstance(node, ast.Call):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils.data import DataLoader, Subset
 
@@ -200,7 +202,9 @@ def test_every_recipe_names_what_there_is(name: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(tasks.DATA, "images", tasks.DATA["images"]._replace(build=lambda **options: photos))
     task = task_of(recipe.config)
     if not name.startswith("synthetic"):
-        check(task)
+        # 124 million parameters are passed through whole, layer by layer, but as shapes and types: nothing is computed.
+        with FakeTensorMode(allow_non_fake_inputs=True) if name == "gpt2-small" else contextlib.nullcontext():
+            check(task)
     assert DEFAULT in RECIPES
 
 
