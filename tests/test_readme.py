@@ -64,17 +64,6 @@ def test_the_commands_of_the_tutorial_run_in_order_as_written(tmp_path: Path) ->
     run_in_order(TUTORIAL, tmp_path)
 
 
-def test_the_demo_names_the_strategy_that_is_faster_and_the_page(tmp_path: Path) -> None:
-    words = [sys.executable, str(HERE / "examples" / "slow_learner.py"), "--epochs", "2"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True)
-    title, *rows, ratio, page = done.stdout.splitlines()
-    assert title.startswith("4 learners, learner 3 is 3x slower")
-    assert [row.split()[0] for row in rows] == ["strategy", "ring", "k-sync:3"]
-    assert re.fullmatch(r"k-sync:3 is \d+\.\dx as fast as ring for the same samples\.", ratio)
-    assert page == "Open runs/slow-learner.html in a browser to see what each learner did."
-    assert "k-sync:3" in (tmp_path / "runs" / "slow-learner.html").read_text(encoding="utf-8")
-
-
 def test_the_readme_fits_on_a_screen_and_a_bit() -> None:
     assert len(README.read_text(encoding="utf-8").splitlines()) <= 160
 

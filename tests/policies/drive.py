@@ -160,9 +160,10 @@ class World:
                 self.wake_at_s = at_s
 
     def run(self, draw: Callable[..., Any], most: int) -> None:
-        for _ in range(draw(st.integers(0, most))):
+        length = draw(st.integers(0, most))
+        for byte in draw(st.binary(min_size=length, max_size=length)):  # drawn at once: a draw takes longer than an event
             options = self.choices()
             # Pushes are what makes things go on: half of the events.
             pushes: Iterable[Event] = [event for event in options if isinstance(event, Pushed)]
-            pool = list(pushes) if pushes and draw(st.booleans()) else options
-            self.happen(pool[draw(st.integers(0, len(pool) - 1))])
+            pool = list(pushes) if pushes and byte % 2 else options
+            self.happen(pool[byte // 2 % len(pool)])

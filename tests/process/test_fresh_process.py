@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -21,6 +25,13 @@ def run(*words: str, cwd: Path = HERE, **environment: str) -> subprocess.Complet
     return subprocess.run(
         words, cwd=cwd, env=clean | environment, capture_output=True, text=True, timeout=TIME_LIMIT_S, check=False
     )
+
+
+class Example(NamedTuple):
+    """How an example ended, and the folder in which it ran."""
+
+    done: subprocess.CompletedProcess[str]
+    folder: Path
 
 
 TORCH_FREE_COMMANDS = (
@@ -68,11 +79,38 @@ def test_a_reader_that_leaves_early_is_not_an_error() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("example", sorted((HERE / "examples").glob("*.py")), ids=lambda path: path.name)
-def test_every_example_runs(example: Path, tmp_path: Path) -> None:
-    done = run(sys.executable, str(example), cwd=tmp_path)
+SLOW_LEARNER = HERE / "examples" / "slow_learner.py"
+EXAMPLES: dict[Path, list[str]] = {example: [] for example in sorted((HERE / "examples").glob("*.py"))}
+EXAMPLES[SLOW_LEARNER] = ["--epochs", "2"]
+
+
+@pytest.fixture(scope="module")
+def run_example(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Example]:
+    """Runs an example in a folder of its own, and only once."""
+
+    @functools.cache
+    def run_once(example: Path) -> Example:
+        folder = tmp_path_factory.mktemp(example.stem)
+        return Example(run(sys.executable, str(example), *EXAMPLES[example], cwd=folder), folder)
+
+    return run_once
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+def test_every_example_runs(example: Path, run_example: Callable[[Path], Example]) -> None:
+    done, _ = run_example(example)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout
+
+
+def test_the_demo_names_the_strategy_that_is_faster_and_the_page(run_example: Callable[[Path], Example]) -> None:
+    done, folder = run_example(SLOW_LEARNER)
+    title, *rows, ratio, page = done.stdout.splitlines()
+    assert title.startswith("4 learners, learner 3 is 3x slower")
+    assert [row.split()[0] for row in rows] == ["strategy", "ring", "k-sync:3"]
+    assert re.fullmatch(r"k-sync:3 is \d+\.\dx as fast as ring for the same samples\.", ratio)
+    assert page == "Open runs/slow-learner.html in a browser to see what each learner did."
+    assert "k-sync:3" in (folder / "runs" / "slow-learner.html").read_text(encoding="utf-8")
 
 
 def test_the_wheel_works_where_it_is_installed(tmp_path: Path) -> None:
