@@ -4,8 +4,9 @@ PIP_FLAGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-# Tests run on two cores, file by file: most of a test's time is one process. More workers make timings unsteady.
-WORKERS ?= 2
+# Tests run on two cores, file by file: most of a test's time is one process. More that compute make timings unsteady;
+# the third runs only what mostly waits (tests/workers.py).
+WORKERS ?= 3
 
 .PHONY: setup demo docs test test-torch test-network test-ecosystem test-faults test-world test-matrix bench clean
 

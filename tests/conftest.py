@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 
 from lab.fixture import start_lab as start_lab
+from workers import WaitingAside
 
 settings.register_profile("offbeat", derandomize=True, deadline=None, database=None)
 settings.load_profile("offbeat")
@@ -40,3 +41,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if any(part in item.nodeid for part in LONG):
             item.add_marker(pytest.mark.skip(reason="takes long: make test-matrix"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config) -> WaitingAside | None:
+    return WaitingAside(config) if config.option.dist == "loadfile" else None

@@ -161,7 +161,8 @@ class World:
 
     def run(self, draw: Callable[..., Any], most: int) -> None:
         length = draw(st.integers(0, most))
-        for byte in draw(st.binary(min_size=length, max_size=length)):  # drawn at once: a draw takes longer than an event
+        # Drawn at once: a draw of its own would take longer than the event.
+        for byte in draw(st.binary(min_size=length, max_size=length)):
             options = self.choices()
             # Pushes are what makes things go on: half of the events.
             pushes: Iterable[Event] = [event for event in options if isinstance(event, Pushed)]

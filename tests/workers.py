@@ -1,0 +1,44 @@
+"""Which worker of pytest-xdist runs which file: two compute, and a third runs what mostly waits.
+
+A file of tests that start processes and then wait, for a time limit, a killed peer or a browser, leaves its core idle.
+With three workers (`make test`) the third has these files and no others, so that there are never more than two that
+compute; they still have the cores to themselves whenever it waits. Without a third all files are the two's.
+"""
+
+from __future__ import annotations
+
+from xdist.scheduler import LoadFileScheduling
+from xdist.workermanage import WorkerController
+
+# The longest first. Of each, on two cores: seconds, and of these how many a core computes.
+WAITING = (
+    "tests/process/test_server_faults.py",  # 66
+    "tests/process/test_endings.py",  # 60: 23
+    "tests/collectives/test_faults.py",  # 37: 14
+    "tests/report/test_browser.py",  # 35: 16
+    "tests/report/test_real_runs.py",  # 26: 10
+    "tests/collectives/test_odd_uses.py",  # 18
+    "tests/process/test_exits.py",  # 16
+    "tests/process/test_watching.py",  # 8
+    "tests/lab/test_hosts.py",  # 7
+    "tests/lab/test_lab_command.py",  # 6
+)
+
+
+THIRD = "gw2"
+
+
+class WaitingAside(LoadFileScheduling):
+    """Gives out whole files, as `--dist loadfile` does."""
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        waiting = [file for file in WAITING if file in self.workqueue]
+        others = (file for file in self.workqueue if file not in waiting)
+        if node.gateway.id != THIRD:
+            self.workqueue.move_to_end(next(others, None) or waiting[-1], last=False)
+        elif waiting:
+            self.workqueue.move_to_end(waiting[0], last=False)
+        else:
+            node.shutdown()
+            return
+        super()._assign_work_unit(node)
