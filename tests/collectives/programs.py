@@ -5,7 +5,10 @@ from __future__ import annotations
 import datetime
 import functools
 import itertools
+import os
 import random
+import runpy
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -407,3 +410,10 @@ def changes_strategy(rank: int, ranks: int, store: str, strategies: list[str]) -
         assert (tensor == ranks * (ranks + 1) / 2).all()
         said.append(group.why(4004))
     return said
+
+
+def run_script(rank: int, ranks: int, store: str, script: str, words: list[str], port: int) -> None:
+    """As a launcher would start it, with torch loaded already."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    sys.argv = [script, *words]
+    runpy.run_path(script, run_name="__main__")
