@@ -7,8 +7,8 @@ compute; they still have the cores to themselves whenever it waits. Without a th
 
 from __future__ import annotations
 
-from xdist.scheduler import LoadFileScheduling
-from xdist.workermanage import WorkerController
+from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]  # it has no types
+from xdist.workermanage import WorkerController  # type: ignore[import-untyped]  # nor here
 
 # The longest first. Of each, on two cores: seconds, and of these how many a core computes.
 WAITING = (
@@ -28,7 +28,7 @@ WAITING = (
 THIRD = "gw2"
 
 
-class WaitingAside(LoadFileScheduling):
+class WaitingAside(LoadFileScheduling):  # type: ignore[misc]  # nor has its base
     """Gives out whole files, as `--dist loadfile` does."""
 
     def _assign_work_unit(self, node: WorkerController) -> None:

@@ -518,6 +518,19 @@ KITS: dict[str, Kit] = {
 
 # Where it was seen first, for those that are rare.
 FOUND_AT = {
+    "nothing is pinned": 8,
+    "what is read is written": 8,
+    "the fence is not looked at": 44,
+    "the journal misses the last message": 7,
+    "cancels are forgotten": 3,
+    "an Ask is answered anew": 10,
+    "a lost give-back": 1,
+    "two seeders": 3,
+    "a push is said once": 6,
+    "who leads is told while updates run": 14,
+    "a call to pause is said once": 17,
+    "an epoch is ended in its pause": 2,
+    "what is out is saved as out": 4,
     "the slot of a silent learner is freed": 50,
     "a kept slot is forgotten": 51,
     "reads are not kept": 25,
