@@ -20,13 +20,13 @@ PACKAGE = HERE / "src" / "offbeat"
 # A room imports only rooms above it. Torch-free rooms and files use the standard library and numpy alone.
 TORCH_FREE = (
     "errors", "spec", "synonyms", "plugins", "topology", "schedules", "policies", "strategy", "runs", "leases", "chart",
-    "simulate", "datasets", "report", "predict/calibration", "predict/timelines",
+    "pipelines", "simulate", "datasets", "report", "predict/calibration", "predict/timelines",
     "predict/recorded_run", "predict/machines", "predict/race", "predict/replay_advice", "predict/roofline",
 )  # fmt: skip
 ROOMS = (
     "errors", "number_format", "spec", "synonyms", "plugins", "topology", "schedules", "policies", "strategy", "runs",
-    "leases", "charts", "simulate", "datasets", "report", "processes", "lab", "machine", "energy", "network",
-    "collectives",
+    "leases", "charts", "pipelines", "simulate", "datasets", "report", "processes", "lab", "machine", "energy",
+    "network", "collectives",
     "server", "integrations", "train", "predict", "measure", "commands", "cli", "__main__",
 )  # fmt: skip
 # These start processes and open sockets, and use the standard library and the rooms above all the same.

@@ -59,12 +59,14 @@ In this module:
     stats, Options              the torch.distributed backend "offbeat": counters and settings of a group
     register_policy,
     register_schedule           add a strategy of your own
+    register_pipeline           add a pipeline schedule of your own
 
 Subpackages and modules (each is imported when it is first used):
 
     offbeat.train               training from Python without a loop of your own: `offbeat.train.train(config, task)`
     offbeat.policies            parameter-server policies as state machines: events in, commands out
     offbeat.schedules           all-reduce algorithms as data: build, verify, price, draw
+    offbeat.pipelines           pipeline schedules as data: build, prove, price, draw; torch's CSV
     offbeat.topology            machines and links, which prices and simulations run on
     offbeat.simulate            the same policies and schedules in simulated time
     offbeat.strategy            the table of all strategies: `offbeat.strategy.strategies()`
@@ -84,6 +86,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from offbeat import datasets as datasets
     from offbeat import errors as errors
+    from offbeat import pipelines as pipelines
     from offbeat import policies as policies
     from offbeat import schedules as schedules
     from offbeat import simulate as simulate
@@ -92,13 +95,15 @@ if TYPE_CHECKING:
     from offbeat import train as train
     from offbeat.collectives.backend import stats
     from offbeat.collectives.options import Options
+    from offbeat.pipelines.pipeline_table import register_pipeline
     from offbeat.server.learner.interface import Learner, OpenMinibatch
     from offbeat.server.learner.join import join
     from offbeat.strategy import register_policy, register_schedule
 
 __version__ = "0.1.0"
 __all__ = [
-    "Learner", "OpenMinibatch", "Options", "__version__", "join", "register_policy", "register_schedule", "stats",
+    "Learner", "OpenMinibatch", "Options", "__version__", "join", "register_pipeline", "register_policy",
+    "register_schedule", "stats",
 ]  # fmt: skip
 
 # Where each name is defined; the module is imported when the name is first asked for.
@@ -107,11 +112,14 @@ _HOMES = {
     "OpenMinibatch": "offbeat.server.learner.interface",
     "Options": "offbeat.collectives.options",
     "join": "offbeat.server.learner.join",
+    "register_pipeline": "offbeat.pipelines.pipeline_table",
     "register_policy": "offbeat.strategy",
     "register_schedule": "offbeat.strategy",
     "stats": "offbeat.collectives.backend",
 }
-_SUBPACKAGES = ("datasets", "errors", "policies", "schedules", "simulate", "strategy", "topology", "train")
+_SUBPACKAGES = (
+    "datasets", "errors", "pipelines", "policies", "schedules", "simulate", "strategy", "topology", "train",
+)  # fmt: skip
 
 if not TYPE_CHECKING:  # a type checker sees the imports above, and refuses a name that is not there
 

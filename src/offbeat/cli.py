@@ -25,8 +25,8 @@ GROUPS = {
     "train": ("train", "run"),
     "look at runs": ("watch", "report", "evaluate"),
     "predict": ("replay", "compare", "simulate"),
-    "measure": ("bench", "profile", "calibrate", "lab"),
-    "reference": ("recipes", "strategies", "examples", "schedule", "topology"),
+    "measure": ("bench", "profile", "partition", "calibrate", "lab"),
+    "reference": ("recipes", "strategies", "examples", "schedule", "pipeline", "topology"),
 }
 COMMANDS = tuple(name for names in GROUPS.values() for name in names)
 # What to type first, in this order, in an empty folder; each is an example of its command, and tested as such.

@@ -23,7 +23,7 @@ class RequestError(OffbeatError, ValueError):
 
 
 class ScheduleError(OffbeatError):
-    """A schedule does not do what its collective promises; `grid` shows where.
+    """A schedule does not do what its collective promises, or a pipeline does not train; `grid` shows where.
 
     `step` and `rank` are the marked place; `step` equals the number of steps when the place is the
     end of the schedule, where something was still missing.

@@ -37,6 +37,8 @@ class Example(NamedTuple):
 TORCH_FREE_COMMANDS = (
     ["schedule", "ring"],
     ["schedule", "--topology", "dgx1"],
+    ["pipeline"],
+    ["pipeline", "1f1b", "--json"],
     ["strategies"],
     ["examples"],
     ["simulate", "k-sync:4"],

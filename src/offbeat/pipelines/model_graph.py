@@ -1,0 +1,85 @@
+"""A model as a graph: operations with their times and bytes, and which needs which.
+
+Laws. Nodes are in an order in which they can be computed: an edge goes from a lower to a higher number. A tensor that
+several nodes need is one output, and crosses a cut once. All numbers are of one microbatch.
+`ModelGraph.from_json(graph.to_json()) == graph`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from offbeat.errors import RequestError
+
+
+class GraphNode(NamedTuple):
+    """An operation: seconds of its passes, bytes of its parameters, of what it keeps for backward, of its output."""
+
+    name: str
+    forward_s: float
+    backward_s: float
+    parameter_bytes: int = 0
+    kept_bytes: int = 0
+    output_bytes: int = 0
+
+    @property
+    def compute_s(self) -> float:
+        return self.forward_s + self.backward_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelGraph:
+    """`edges`: (node, node that needs its output)."""
+
+    name: str
+    nodes: tuple[GraphNode, ...]
+    edges: tuple[tuple[int, int], ...]
+
+    def __post_init__(self) -> None:
+        if not self.nodes:
+            raise RequestError(f"the graph of '{self.name}' has no nodes")
+        for source, target in self.edges:
+            if not 0 <= source < target < len(self.nodes):
+                raise RequestError(f"the graph of '{self.name}' has a wrong edge from node {source} to {target}")
+        for node in self.nodes:
+            if min(node[1:]) < 0:
+                raise RequestError(f"node '{node.name}' of '{self.name}' has a time or size below 0")
+
+    @property
+    def compute_s(self) -> float:
+        return sum(node.compute_s for node in self.nodes)
+
+    @property
+    def parameter_bytes(self) -> int:
+        return sum(node.parameter_bytes for node in self.nodes)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "nodes": [node._asdict() for node in self.nodes],
+            "edges": [list(e) for e in self.edges],
+        }
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> ModelGraph:
+        try:
+            nodes = tuple(
+                GraphNode(
+                    str(node["name"]),
+                    float(node["forward_s"]),
+                    float(node["backward_s"]),
+                    *(int(node[key]) for key in ("parameter_bytes", "kept_bytes", "output_bytes")),
+                )
+                for node in told["nodes"]
+            )
+            edges = tuple((int(source), int(target)) for source, target in told["edges"])
+            return cls(name=str(told["name"]), nodes=nodes, edges=edges)
+        except (KeyError, TypeError, ValueError) as error:
+            raise RequestError(f"this is no graph of a model: {error}") from None
+
+
+def chain(name: str, nodes: Sequence[GraphNode]) -> ModelGraph:
+    """Each node needs the one before it."""
+    return ModelGraph(name=name, nodes=tuple(nodes), edges=tuple((at, at + 1) for at in range(len(nodes) - 1)))
