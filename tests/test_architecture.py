@@ -27,7 +27,7 @@ ROOMS = (
     "errors", "number_format", "spec", "synonyms", "plugins", "topology", "schedules", "policies", "strategy", "runs",
     "leases", "charts", "pipelines", "simulate", "datasets", "report", "processes", "lab", "machine", "energy",
     "network", "collectives",
-    "server", "integrations", "train", "predict", "measure", "commands", "cli", "__main__",
+    "server", "integrations", "parallel", "train", "predict", "measure", "commands", "cli", "__main__",
 )  # fmt: skip
 # These start processes and open sockets, and use the standard library and the rooms above all the same.
 WITHOUT_TORCH = ("lab", "network", "commands/lab")

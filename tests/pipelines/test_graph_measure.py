@@ -35,7 +35,7 @@ def test_a_chain_of_layers_is_a_chain_and_its_parameters_are_counted_once() -> N
     assert graph.parameter_bytes == 4 * sum(one.numel() for one in model.parameters())
     assert [node.output_bytes for node in graph.nodes if node.parameter_bytes] == [4 * 4 * 32, 4 * 4 * 32, 4 * 4 * 10]
     assert all(node.forward_s > 0 for node in graph.nodes)
-    trained = [node for node in graph.nodes if node.name != "0 Flatten"]  # before the first layer nothing is to be learnt
+    trained = [node for node in graph.nodes if node.name != "0 Flatten"]  # nothing is learnt before it
     assert all(node.backward_s > 0 for node in trained)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from offbeat import plugins
 from offbeat.commands.base import Command, Terminal, answer, busy, facts, heading, option, say
 from offbeat.commands.machine_options import MACHINE_OPTIONS, machines_of
+from offbeat.commands.model_parallel_curves import show_model_parallel
 from offbeat.commands.sweep import SWEEP_OPTIONS, batch_of, check_recipe_options, is_sweep, sweep
 from offbeat.commands.virtual_training import FIELDS, RECIPE_OPTIONS, SECTIONS, refuse_without_recipe, simulate_recipe
 from offbeat.errors import RequestError
@@ -28,6 +29,11 @@ _VERSION_STYLES = ("blue", "green", "magenta", "cyan", "yellow", "red")
 
 def _run(given: argparse.Namespace) -> None:
     lines = [*given.strategy, *given.learners.late_words]
+    if given.model_parallel:
+        if lines:
+            raise RequestError("simulate: --model-parallel takes no strategy")
+        show_model_parallel(given)
+        return
     if not lines:
         raise RequestError("simulate: the following arguments are required: strategy")
     if len(lines) > 1:
@@ -220,6 +226,11 @@ against simulated seconds, and the time to --target. The output folder holds the
             "--curve",
             action="store_true",
             help="all-reduce only: show the iteration time for ever smaller buckets",
+        ),
+        option(
+            "--model-parallel",
+            action="store_true",
+            help="instead of a strategy: one model cut over 1 to 128 machines, beside the speed-ups of DistBelief",
         ),
         *SWEEP_OPTIONS,
         *RECIPE_OPTIONS,

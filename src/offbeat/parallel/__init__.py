@@ -1,0 +1,1 @@
+"""A model on several processes: stages of a pipeline."""

@@ -1,0 +1,184 @@
+"""A pipeline on tensors equals one process that runs the same microbatches."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from offbeat.errors import RequestError, ScheduleError
+from offbeat.parallel.microbatches import split
+from offbeat.parallel.stage import LossSum, Stage
+from offbeat.parallel.stage_model import StagedModel
+from offbeat.pipelines import build, prove
+from offbeat.train.models import Transformer
+
+LINES = ("gpipe", "1f1b", "interleaved-1f1b:2", "zb-h1", "zb-v", "dualpipe-v")
+MICROBATCHES, SAMPLES = 8, 15  # the last microbatch has a sample less
+
+
+class Case(NamedTuple):
+    """A model as pieces, a minibatch, and its loss."""
+
+    pieces: list[nn.Module]
+    inputs: Tensor
+    targets: Tensor
+    loss: LossSum
+    weight_of: Callable[[Tensor], float]
+
+
+def labels_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(outputs, targets, reduction="sum")
+
+
+def mlp() -> Case:
+    pieces: list[nn.Module] = [nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.2)) for _ in range(9)]
+    return Case(pieces, torch.randn(SAMPLES, 6), torch.randint(0, 6, (SAMPLES,)), labels_loss, len)
+
+
+def cnn() -> Case:
+    block = [nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU()) for _ in range(7)]
+    pieces: list[nn.Module] = [*block, nn.Sequential(nn.Flatten(), nn.Linear(48, 5))]
+    return Case(pieces, torch.randn(SAMPLES, 3, 4, 4), torch.randint(0, 5, (SAMPLES,)), labels_loss, len)
+
+
+class _Embed(nn.Module):
+    def __init__(self, model: Transformer) -> None:
+        super().__init__()
+        self.characters, self.places = model.characters, model.places
+
+    def forward(self, characters: Tensor) -> Tensor:
+        found: Tensor = self.characters(characters) + self.places(torch.arange(characters.shape[1]))
+        return found
+
+
+IGNORED = -100
+
+
+def tokens_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(outputs.transpose(1, 2), targets, reduction="sum", ignore_index=IGNORED)
+
+
+def transformer() -> Case:
+    """Tied weights: those of the first piece and of the last. Samples have unequal numbers of tokens that count."""
+    model = Transformer(11, context=5, width=8, heads=2, layers=6, tied=True, dropout=0.1)
+    pieces = [_Embed(model), *model.layers, model.head]
+    inputs = torch.randint(0, 11, (SAMPLES, 5))
+    targets = torch.randint(0, 11, (SAMPLES, 5))
+    targets[torch.rand(SAMPLES, 5) < 0.4] = IGNORED
+    targets[:, 0] = 3
+    return Case(pieces, inputs, targets, tokens_loss, lambda some: float((some != IGNORED).sum()))
+
+
+CASES = {"mlp": mlp, "cnn": cnn, "transformer": transformer}
+
+
+def case_of(name: str, dtype: torch.dtype) -> Case:
+    torch.manual_seed(3)
+    made = CASES[name]()
+    whole = nn.ModuleList(made.pieces).to(dtype)
+    inputs = made.inputs.to(dtype) if made.inputs.is_floating_point() else made.inputs
+    return made._replace(pieces=list(whole), inputs=inputs)
+
+
+def whole_backward(case: Case, pieces: Sequence[nn.Module], update: int = 0) -> Tensor:
+    """One process, one microbatch after the other."""
+    stage = Stage(pieces, range(len(pieces)))
+    stage.update = update
+    total = case.weight_of(case.targets)
+    found = torch.zeros(())
+    microbatches = zip(split(case.inputs, MICROBATCHES), split(case.targets, MICROBATCHES), strict=True)
+    for number, (inputs, targets) in enumerate(microbatches):
+        found = found + stage.forward_to_loss(number, inputs, targets, case.loss, 1 / total)
+        stage.backward(number, None)
+    return found
+
+
+def staged(case: Case, line: str, stages: int) -> StagedModel:
+    schedule = build(line, stages=stages, microbatches=MICROBATCHES)
+    return StagedModel(case.pieces, schedule, loss=case.loss, weight_of=case.weight_of)
+
+
+def check_equal(found: Sequence[dict[str, Tensor]], whole: Sequence[nn.Module], within: float) -> None:
+    wanted = [{name: one.grad for name, one in piece.named_parameters()} for piece in whole]
+    largest = max(float(grad.abs().max()) for piece in wanted for grad in piece.values() if grad is not None)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours.keys() == {name for name, grad in theirs.items() if grad is not None}
+        for name, grad in ours.items():
+            other = theirs[name]
+            assert other is not None
+            assert float((grad - other).abs().max()) <= within * largest
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_those_of_one_process(name: str, line: str, stages: int) -> None:
+    for dtype, within in ((torch.float32, 1e-5), (torch.float64, 1e-12)):
+        case = case_of(name, dtype)
+        whole = copy.deepcopy(nn.ModuleList(case.pieces))
+        model = staged(case, line, stages)
+        loss = model.backward(case.inputs, case.targets)
+        assert float(loss) == pytest.approx(float(whole_backward(case, list(whole))), rel=1e-5)
+        check_equal(model.gradients(), list(whole), within)
+        for ours, theirs in zip(model.state(), whole, strict=True):  # batch norm's statistics
+            for key, value in theirs.state_dict().items():
+                assert torch.allclose(ours[key].double(), value.double(), rtol=1e-6)
+        assert model.peaks == prove(model.schedule).peak_activations
+
+
+@pytest.mark.parametrize("line", ["1f1b", "interleaved-1f1b:2", "zb-v"])
+@pytest.mark.parametrize("name", CASES)
+def test_twenty_updates_with_clipping_momentum_and_a_schedule_are_the_same(name: str, line: str) -> None:
+    case = case_of(name, torch.float64)
+    whole = copy.deepcopy(nn.ModuleList(case.pieces))
+    model = staged(case, line, 3)
+
+    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
+
+    optimizers = [make(list(whole.parameters())), *model.optimizers(make)]
+    rates = [torch.optim.lr_scheduler.StepLR(one, step_size=5, gamma=0.5) for one in optimizers]
+    for update in range(20):
+        whole.zero_grad()
+        model.zero_grad()
+        whole_backward(case, list(whole), update)
+        model.backward(case.inputs, case.targets)
+        norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.05)
+        assert float(model.clip(0.05)) == pytest.approx(float(norm), rel=1e-9)
+        assert float(norm) > 0.05
+        for one in (*optimizers, *rates):
+            one.step()
+    for ours, theirs in zip(model.state(), whole, strict=True):
+        for key, value in theirs.state_dict().items():
+            assert float((ours[key] - value).abs().max()) <= 1e-12 * max(1.0, float(value.abs().max()))
+
+
+def test_a_microbatch_draws_the_same_numbers_for_any_number_of_stages() -> None:
+    case = case_of("mlp", torch.float64)
+    torch.manual_seed(1)
+    losses = {float(staged(case, "1f1b", stages).backward(case.inputs, case.targets)) for stages in (1, 2, 4)}
+    torch.manual_seed(2)  # what was drawn elsewhere does not matter
+    assert float(staged(case, "gpipe", 3).backward(case.inputs, case.targets)) in losses
+    assert max(losses) - min(losses) < 1e-15
+
+
+def test_too_few_buffers_end_in_a_line_that_names_where_ranks_wait() -> None:
+    case = case_of("mlp", torch.float32)
+    schedule = build("1f1b", stages=3, microbatches=MICROBATCHES)
+    model = StagedModel(case.pieces, schedule, loss=case.loss, buffers=0)
+    with pytest.raises(ScheduleError, match="does not go on: rank 0 at '0SEND_F2'"):
+        model.backward(case.inputs, case.targets)
+
+
+def test_what_cannot_be_cut_is_refused() -> None:
+    case = case_of("mlp", torch.float32)
+    with pytest.raises(RequestError, match="a model of 9 pieces cannot be cut into 10 stages"):
+        staged(case, "1f1b", 10)
+    with pytest.raises(RequestError, match="a minibatch of 3 samples cannot be split into 8 microbatches"):
+        staged(case, "1f1b", 2).backward(case.inputs[:3], case.targets[:3])
