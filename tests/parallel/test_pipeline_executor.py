@@ -152,8 +152,9 @@ def test_twenty_updates_with_clipping_momentum_and_a_schedule_are_the_same(name:
         norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.05)
         assert float(model.clip(0.05)) == pytest.approx(float(norm), rel=1e-9)
         assert float(norm) > 0.05
-        for one in (*optimizers, *rates):
-            one.step()
+        for optimizer, rate in zip(optimizers, rates, strict=True):
+            optimizer.step()
+            rate.step()
     for ours, theirs in zip(model.state(), whole, strict=True):
         for key, value in theirs.state_dict().items():
             assert float((ours[key] - value).abs().max()) <= 1e-12 * max(1.0, float(value.abs().max()))

@@ -93,7 +93,7 @@ class StagedModel:
         """Scale all gradients so that their norm over all stages is at most that; the norm before."""
         seen: set[int] = {id(one) for same in self._shared for one in same[1:]}  # a shared weight counts once
         grads = [one.grad for one in self.parameters() if one.grad is not None and id(one) not in seen]
-        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads]))
+        norm: Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads]))
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for one in self.parameters():
             if one.grad is not None:

@@ -141,7 +141,7 @@ def _chain_below(
     ended: dict[int, list[_Entry]] = {0: starts}
     first = 1 if pace else 0  # where the limits begin among the rooms
     for stage in range(stages):
-        bounds = [*([pace] if pace else []), *limits]
+        bounds: list[Pace | Limit] = [*([pace] if pace else []), *limits]
         floors = [_least_above(bound.over[stage], downsets) for bound in bounds]
         fronts: list[list[_Entry]] = []
         reached: dict[int, list[_Entry]] = {}

@@ -29,8 +29,8 @@ WAYS = 3  # multiply-adds of a sample: once forward, twice backward
 class LayerPart(NamedTuple):
     """A layer on so many machines, for one sample: what the busiest machine computes, receives, and from how many."""
 
-    multiply_adds: float
-    received_items: float
+    multiply_adds: int
+    received_items: int
     messages: int
 
 
