@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import pytest
@@ -20,6 +20,15 @@ from offbeat.train.models import Transformer
 
 LINES = ("gpipe", "1f1b", "interleaved-1f1b:2", "zb-h1", "zb-v", "dualpipe-v")
 MICROBATCHES, SAMPLES = 8, 15  # the last microbatch has a sample less
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Operations are tiny: threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 class Case(NamedTuple):

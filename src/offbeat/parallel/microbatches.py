@@ -27,9 +27,13 @@ def split(batch: Tensor, microbatches: int) -> tuple[Tensor, ...]:
 def drawn_by_place(*place: int) -> Iterator[None]:
     """Random numbers inside are those of this place; outside they go on as if nothing was drawn."""
     digest = hashlib.blake2b(repr(place).encode(), digest_size=8).digest()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(int.from_bytes(digest, "big") >> 1)
+    generator = torch.default_generator  # torch.manual_seed would seed every device that may ever be used, each time
+    before = generator.get_state()
+    generator.manual_seed(int.from_bytes(digest, "big") >> 1)
+    try:
         yield
+    finally:
+        generator.set_state(before)
 
 
 def bounds(pieces: int, stages: int) -> list[range]:

@@ -114,11 +114,11 @@ def cheapest_chain(
 
     None where there is none that costs less than `below`.
     """
-    rests = _rests(downsets, stages, cost)
-    bound = rests[0][0] + (pace.turns * pace.least if pace else 0.0)
+    ahead = _costs_ahead(downsets, stages, cost)
+    bound = ahead[0][0] + (pace.turns * pace.least if pace else 0.0)
     # The less a chain may cost, the sooner most are dropped: a first guess is near the lower bound.
     for share in _GUESSES if bound < below < math.inf else (1.0,):
-        found = _chain_below(downsets, stages, cost, limits, pace, bound + share * (below - bound), rests)
+        found = _chain_below(downsets, stages, cost, limits, pace, bound + share * (below - bound), ahead)
         if found is not None:
             return found
     return None
@@ -131,7 +131,7 @@ def _chain_below(
     limits: Sequence[Limit],
     pace: Pace | None,
     below: float,
-    rests: Sequence[Sequence[float]],
+    ahead: Sequence[Sequence[float]],
 ) -> tuple[int, ...] | None:
     """By dynamic programming: what ends a stage is handed on to all larger downsets, as a front of entries of which
     none is better in every respect. What cannot become cheaper than `below` is dropped.
@@ -166,7 +166,7 @@ def _chain_below(
                 least = [floor[at] - room for floor, room in zip(floors, entry.rooms, strict=True)]
                 if any(took > limit.most[stage] for took, limit in zip(least[first:], limits, strict=True)):
                     continue
-                total = entry.cost + rests[stage][at]
+                total = entry.cost + ahead[stage][at]
                 if pace:
                     total += pace.turns * max(entry.slowest, least[0])
                 if total < below:
@@ -178,15 +178,15 @@ def _chain_below(
     return min(final, key=lambda one: one.cost + turns * one.slowest).ends if final else None
 
 
-def _rests(downsets: Downsets, stages: int, cost: Sequence[Sequence[float]]) -> list[list[float]]:
+def _costs_ahead(downsets: Downsets, stages: int, cost: Sequence[Sequence[float]]) -> list[list[float]]:
     """Of each stage and downset at which it may still go on: the least that this stage and those after it cost."""
     last = len(downsets.masks) - 1
     after = [math.inf] * last + [0.0]
-    rests = []
+    ahead = []
     for stage in reversed(range(stages)):
         after = _least_above([one + other for one, other in zip(cost[stage], after, strict=True)], downsets)
-        rests.append(after)
-    return rests[::-1]
+        ahead.append(after)
+    return ahead[::-1]
 
 
 def _least_above(values: Sequence[float], downsets: Downsets) -> list[float]:
