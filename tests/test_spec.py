@@ -152,5 +152,5 @@ def test_a_range_stands_for_a_line_of_each() -> None:
     assert expand("grace-sync:1..2,grace=0.5s") == ["grace-sync:1,grace=0.5s", "grace-sync:2,grace=0.5s"]
     with pytest.raises(RequestError, match=r"expected an increasing range, like 1\.\.3; got '3\.\.1'"):
         expand("k-sync:3..1")
-    with pytest.raises(RequestError, match="more than 1000 lines"):
+    with pytest.raises(RequestError, match="more than 1000 values"):
         expand("downpour:push=1..40,fetch=1..40")
