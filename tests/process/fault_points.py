@@ -18,7 +18,7 @@ import torch
 
 from offbeat.processes import child
 from offbeat.server import arena, handshake, wire
-from offbeat.server.coordinator import coordinator_process
+from offbeat.server.coordinator import coordinator_process, journal
 from offbeat.server.learner import connection, push_modes
 from offbeat.server.shard import server_process
 
@@ -201,17 +201,15 @@ def _servers(order: dict[str, Any], folder: Path) -> None:
 def _coordinator(order: dict[str, Any], folder: Path) -> None:
     points = Points(order, folder, "coordinator", 0)
 
-    def tell(
-        original: Any, self: coordinator_process.CoordinatorProcess, message: Any, data: bytes | None = None
-    ) -> None:
+    def tell(original: Any, self: coordinator_process.CoordinatorProcess, message: Any, *given: Any) -> None:
         if not isinstance(message, wire.Tick):
             points("hear")
         if isinstance(message, wire.Bye):
             points("hear-bye")
-        original(self, message, data)
+        original(self, message, *given)
 
-    def add(original: Any, self: coordinator_process.Journal, data: bytes, at_s: float) -> None:
-        points("torn-journal", lambda: os.write(self.descriptor, b"\1" * 15))
+    def add(original: Any, self: journal.Journal, data: bytes, at_s: float) -> None:
+        points("torn-journal", lambda: os.pwrite(self.descriptor, b"\1" * 15, self.end))
         original(self, data, at_s)
         points("journal")
 
@@ -231,7 +229,7 @@ def _coordinator(order: dict[str, Any], folder: Path) -> None:
         original(self, *given)
 
     wrap(coordinator_process.CoordinatorProcess, "_handle", tell)
-    wrap(coordinator_process.Journal, "add", add)
+    wrap(journal.Journal, "add", add)
     wrap(coordinator_process.CoordinatorProcess, "_deliver", carry)
     wrap(coordinator_process.CoordinatorProcess, "_admit", let_in)
 
@@ -252,11 +250,11 @@ def _one_copy_of_the_state() -> None:
 def _forget_pushes() -> None:
     """The coordinator that comes back does not know of pushes that were acknowledged."""
 
-    def add(original: Any, self: coordinator_process.Journal, data: bytes, at_s: float) -> None:
+    def add(original: Any, self: journal.Journal, data: bytes, at_s: float) -> None:
         if not isinstance(wire.decode_input(data), wire.Push):
             original(self, data, at_s)
 
-    wrap(coordinator_process.Journal, "add", add)
+    wrap(journal.Journal, "add", add)
 
 
 def _outlive_the_supervisor() -> None:

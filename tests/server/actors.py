@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from server.world import World
 
 Life = Iterator[float | None]
+SGD = dict.fromkeys(("momentum", "dampening", "weight_decay", "nesterov", "maximize"), 0.0)
 
 
 def numbers(leases: Iterable[Lease]) -> tuple[int, ...]:
@@ -322,7 +323,7 @@ class Learner:
                 self.say(client.stop(numbers(leases)))
                 return
         world.places[self.learner].left -= 1
-        hyper = ({"lr": lr},)
+        hyper = ({**SGD, "lr": lr},)
         loss = float(rng.randint(1, 3))
         self.say(
             client.push(

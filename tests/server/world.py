@@ -2,8 +2,9 @@
 
 Everything follows from a seed: the line, the sizes, which faults there are and when. Messages between any two are lost,
 doubled, delayed and overtaken; learners and servers are killed and stopped anywhere; the coordinator is killed and
-brought back from its journal. The outsider (`oracle`) looks at every event. After a while faults end, and then every
-run must come to its end.
+brought back from its last snapshot and its journal since, which must be what its whole journal gives. The outsider
+(`oracle`) looks at every event. Every message passes the gate, and what is honest is never refused there. After a while
+faults end, and then every run must come to its end.
 
 In some worlds all pause now and then, and in some of these a pause is the last one, and another world goes on from what
 was saved there.
@@ -25,20 +26,25 @@ from dataclasses import dataclass, field
 
 from offbeat.errors import EventError
 from offbeat.policies import POLICIES
+from offbeat.server.coordinator import snapshot
 from offbeat.server.coordinator.coordinator import Coordinator
+from offbeat.server.coordinator.gate import Sender, fault_of
 from offbeat.server.learner.connection import ConnectionState
+from offbeat.server.parameter_layout import ParameterLayout
 from offbeat.server.run_setting import RunSetting
 from offbeat.server.shard.server_process import Shard
 from offbeat.server.wire import (
     INPUT,
     TO_LEARNER,
     CancelWord,
+    Done,
     FenceWord,
     Finish,
     Gone,
     Hello,
     Message,
     Push,
+    Ready,
     Seeded,
     ShardJob,
     Silent,
@@ -51,7 +57,7 @@ from offbeat.server.wire import (
 )
 from server.actors import Learner, Memory, Server
 from server.oracle import WIDTH, Oracle
-from server.pause_oracle import LawError, Led, Vector
+from server.pause_oracle import LawError, Led, Vector, demand
 
 # The first example of every row; and, since weights that were read are kept then, rates of both kinds.
 LINES = (
@@ -87,10 +93,25 @@ FAULTS: dict[str, tuple[float, ...]] = {
     "coordinator dies": (0, 0, 0.003, 0.02),
     "line is cut": (0, 0, 0.02, 0.1),
 }
+SNAPSHOTS = (0.0, 0.02, 0.2, 1.0)  # chances, at each message
 PAUSING = 0.3  # of the worlds have pauses
 RETRY_S = 3.0
 TICK_S = 2.0
 MOST_CALM_EVENTS = 15_000  # that a run may take to its end when nothing goes wrong any more
+
+
+class WorldLayout(ParameterLayout, frozen=True):
+    """Each shard has `WIDTH` numbers, and each of them is a block."""
+
+    @property
+    def block(self) -> int:
+        return 1
+
+    def shard(self, shard: int, shards: int) -> tuple[int, int]:
+        return shard * WIDTH, (shard + 1) * WIDTH
+
+
+LAYOUT = WorldLayout((1,) * WIDTH, (0,) * WIDTH, 0, "float32", "float32", "sgd", (), 0.0, False, "table")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +189,7 @@ class World:
         self.story = Story()
         self.now = 0.0
         self.nonce = 0
-        self.stays: dict[int, int] = {}  # incarnation by nonce, as whoever carries the messages knows it
+        self.stays: dict[tuple[int, int], int] = {}  # incarnation by learner and nonce, as whoever carries them knows
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = 0
         shards, learners = self.setting.shards, self.setting.learners
@@ -182,6 +203,11 @@ class World:
             self.oracle.goes_on_from(after.oracle)
         self.down = False
         self.journal: list[tuple[INPUT, float]] = []
+        self.kept: tuple[bytes, int] = (b"", 0)  # a snapshot, and how long the journal was then
+        self.snapshots = random.Random(f"snapshots of {seed}")
+        self.snapshot_chance = self.snapshots.choice(SNAPSHOTS)
+        if self.kit.journal_lag or not self.kit.journals_wakes:
+            self.snapshot_chance = 0.0
         self.up_since_s = 0.0  # that this coordinator is there
         self.wake_planned_s: float | None = None  # the earliest at which somebody looks whether a wake is due
         self.coordinator = self.kit.coordinator(self.setting, self.oracle.decided)
@@ -272,9 +298,19 @@ class World:
 
         def arrive() -> None:
             if sender is None or not (sender.cut or self.now < self.cut_until[sender.learner]):
+                self._check_gate(told, sender)
                 self._handle(told)
 
         self._carry(arrive)
+
+    def _check_gate(self, told: INPUT, sender: Learner | None) -> None:
+        if isinstance(told, Ready | Done):
+            who = Sender("server", told.shard, generation=told.generation)
+        else:
+            assert sender is not None
+            who = Sender("learner", sender.learner, self.known_as(sender))
+        fault = fault_of(told, who, self.coordinator, self.now, LAYOUT)
+        demand(self.down or not fault, "what is honest is not refused", told, fault)
 
     def _from_coordinator(self, message: Message) -> None:
         if isinstance(message, CancelWord):
@@ -301,12 +337,14 @@ class World:
         elif isinstance(message, Want):
             self.oracle.pauses.wanted(message)
         was_seeded = self.coordinator.seeded
+        said = self.coordinator.handle(message, self.now)
         if self.kit.journals_wakes or not isinstance(message, WakeDue):
             self.journal.append((message, self.now))
-        said = self.coordinator.handle(message, self.now)
+        if self.snapshots.random() < self.snapshot_chance:
+            self.kept = self._state_bytes(self.coordinator), len(self.journal)
         if isinstance(message, Hello):
             session = self.coordinator.sessions[message.learner]
-            self.stays[session.nonce] = session.incarnation
+            self.stays[message.learner, session.nonce] = session.incarnation
         if isinstance(message, Seeded) and self.coordinator.seeded and not was_seeded:
             self.oracle.seed(self.initial_of(message.learner, message.incarnation))
         for one in said:
@@ -327,9 +365,12 @@ class World:
         """Another coordinator, from the journal."""
         if self.kit.journal_lag:
             del self.journal[-self.kit.journal_lag :]
-        self.coordinator = self.kit.coordinator(self.setting)
-        for message, at_s in self.journal:
-            self.coordinator.handle(message, at_s)
+        self.coordinator = self._brought_back(b"", 0)
+        state, length = self.kept
+        if state:
+            whole, self.coordinator = self.coordinator, self._brought_back(state, length)
+            same = self._state_bytes(whole) == self._state_bytes(self.coordinator)
+            demand(same, "a snapshot and what came since are the whole journal")
         self.coordinator.write = self.oracle.decided
         self.down = False
         for word in self.coordinator.shared_words():
@@ -339,6 +380,19 @@ class World:
         self.oracle.check_wake(self.coordinator, self.now, self.up_since_s)
         self.wake_planned_s = None
         self._plan_wake()
+
+    def _brought_back(self, state: bytes, length: int) -> Coordinator:
+        """A coordinator from a snapshot, if there is one, and from the journal since."""
+        coordinator = self.kit.coordinator(self.setting)
+        if state:
+            snapshot.restore(coordinator, snapshot.decode_state(state))
+        for message, at_s in self.journal[length:]:
+            coordinator.handle(message, at_s)
+        return coordinator
+
+    @staticmethod
+    def _state_bytes(coordinator: Coordinator) -> bytes:
+        return snapshot.encode_state(snapshot.take(coordinator))
 
     def _plan_wake(self) -> None:
         """Somebody looks when it is due; whoever carries the messages may be late, but not early."""
@@ -431,9 +485,13 @@ class World:
             self.after(1.0, lambda: self._gone(process))
             return
         process.cut = True
-        known = max((self.stays.get(nonce, 0) for nonce in process.nonces), default=0)
+        known = self.known_as(process)
         if known:
             self._handle(Gone(process.learner, known))
+
+    def known_as(self, process: Learner) -> int:
+        """The latest incarnation of a process, as whoever carries messages knows it."""
+        return max((self.stays.get((process.learner, nonce), 0) for nonce in process.nonces), default=0)
 
     def _stop(self, process: Learner) -> None:
         """SIGSTOP, and SIGCONT after a while."""

@@ -1,7 +1,8 @@
 """The learners of a run on this machine: started, watched, started again, and ended together.
 
 Laws: every line that a learner prints is passed on, with who printed it. After `close` no process is left. A learner
-that was killed is started again as often as the plan says; one that fails stays away.
+that was killed is started again as often as the plan says, in each `RESTARTS_S`; one that fails stays away, and so does
+one that was asked to end.
 
 A `RankLauncher` is for the ranks of a process group, which find each other through a store on loopback.
 """
@@ -9,7 +10,6 @@ A `RankLauncher` is for the ranks of a process group, which find each other thro
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import selectors
 import signal
@@ -22,6 +22,7 @@ from typing import Any, Self
 from offbeat.processes.child import ChildProcess, RestartLimit, describe_exit, fork, spawn
 
 POLL_S = 0.2
+RESTARTS_S = 600.0  # in which a learner is started again so often as the plan says
 GRACE_S = 3.0  # for learners to end when they are asked to
 SELF = "offbeat"  # who says what the launcher itself has to say
 SUMMARY = "offbeat/summary"  # the key under which ranks leave theirs in the store
@@ -30,7 +31,8 @@ SUMMARY = "offbeat/summary"  # the key under which ranks leave theirs in the sto
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchPlan:
     """What each learner runs: the words of a command, or a body that is called, with the learner's number, in a fork of
-    this process. Where there is neither, learners come by themselves. `restarts` are of a learner that was killed.
+    this process. Where there is neither, learners come by themselves. `restarts` are of a learner that was killed, in
+    `RESTARTS_S`: a long run survives more of them.
     """
 
     command: Sequence[str] = ()
@@ -56,10 +58,10 @@ class Launcher:
         self.learners: dict[int, ChildProcess] = {}  # those that run
         self.exits: dict[int, int] = {}  # learner -> exit code
         self.recoveries: list[dict[str, Any]] = []  # of what was started again, and is not a learner
-        self._limits = [RestartLimit(plan.restarts, math.inf) for _ in range(learners)]
+        self._limits = [RestartLimit(plan.restarts, RESTARTS_S) for _ in range(learners)]
         self._children: list[ChildProcess] = []
         self._selector = selectors.DefaultSelector()
-        self._closing = False
+        self._closing = self._ending = False
 
     def __enter__(self) -> Self:
         return self
@@ -137,7 +139,7 @@ class Launcher:
 
     def _learner_ended(self, learner: int, code: int) -> None:
         del self.learners[learner]
-        if code < 0 and not self._closing and self._limits[learner].take():
+        if code < 0 and not self._closing and not self._ending and self._limits[learner].take():
             self.on_line(SELF, f"learner {learner} died ({describe_exit(code)}) and is restarted")
             self._start_learner(learner)
             return
@@ -148,7 +150,8 @@ class Launcher:
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def ask_to_end(self) -> None:
-        """Learners are told that they should (SIGTERM); how they do is theirs."""
+        """Learners are told that they should (SIGTERM); how they do is theirs. None is started again."""
+        self._ending = True
         for child in self.learners.values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child.pid, signal.SIGTERM)

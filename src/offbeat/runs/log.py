@@ -14,10 +14,12 @@ drawing for a terminal. `pushed_spans` finds the span that made each push.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -106,14 +108,28 @@ def write_log(path: Path, log: RunLog) -> None:
 
 
 class LogWriter:
-    """A log that is written while the run goes on; it is under its name when all of it is there."""
+    """A log that is written while the run goes on; it is under its name when all of it is there.
 
-    def __init__(self, path: Path, run: Mapping[str, Any]) -> None:
+    `after`: one that was begun before is continued from there (`position`); what comes after that is forgotten.
+    """
+
+    def __init__(self, path: Path, run: Mapping[str, Any], *, after: int = 0) -> None:
         self.path = path
         self._unfinished = path.with_name(path.name + ".unfinished")
         head = _line({"kind": "run", "format": FORMAT, **run})
-        self._file = self._unfinished.open("w", encoding="utf-8")
-        self._file.write(head)
+        self._file = self._unfinished.open("r+" if after else "w", encoding="utf-8")
+        if not after:
+            self._file.write(head)
+        elif self.position() < after:
+            raise OSError(errno.EIO, "it was cut off")
+        else:
+            self._file.truncate(after)
+            self._file.seek(0, os.SEEK_END)
+
+    def position(self) -> int:
+        """How long it is, all of it written."""
+        self._file.flush()
+        return os.fstat(self._file.fileno()).st_size
 
     def decision(self, record: Mapping[str, Any]) -> None:
         self._file.write(_line({"kind": "decision", **record}))
@@ -124,6 +140,10 @@ class LogWriter:
     def close(self) -> None:
         self._file.close()
         self._unfinished.replace(self.path)
+
+    def leave(self) -> None:
+        """As it is: another writer goes on with it, or begins anew."""
+        self._file.close()
 
     def give_up(self) -> None:
         """Leave nothing behind."""
@@ -186,18 +206,22 @@ def chrome_trace(spans: Iterable[Span], *, name: str = "offbeat", process: int =
 
     The events of several runs can stand in one trace, if each has a `process` of its own.
     """
-    events: list[dict[str, Any]] = [{"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}}]
-    checked = [check_span(span) for span in spans]
-    events += [
-        {"ph": "M", "pid": process, "tid": learner, "name": key, "args": value}
-        for learner in sorted({span.learner for span in checked})
-        for key, value in (
-            ("thread_name", {"name": f"learner {learner}"}),
-            ("thread_sort_index", {"sort_index": learner}),
-        )
-    ]
-    events += [
-        {
+    return {"traceEvents": list(_trace_events(spans, name, process)), "displayTimeUnit": "ms"}
+
+
+def _trace_events(spans: Iterable[Span], name: str, process: int) -> Iterator[dict[str, Any]]:
+    """One by one: a learner is named before its first span."""
+    yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}}
+    named: set[int] = set()
+    for span in map(check_span, spans):
+        if span.learner not in named:
+            named.add(span.learner)
+            for key, value in (
+                ("thread_name", {"name": f"learner {span.learner}"}),
+                ("thread_sort_index", {"sort_index": span.learner}),
+            ):
+                yield {"ph": "M", "pid": process, "tid": span.learner, "name": key, "args": value}
+        yield {
             "ph": "X",
             "pid": process,
             "tid": span.learner,
@@ -207,19 +231,38 @@ def chrome_trace(spans: Iterable[Span], *, name: str = "offbeat", process: int =
             "dur": (span.end_s - span.start_s) * 1e6,
             "args": {"version": span.version, "cancelled": span.cancelled},
         }
-        for span in checked
-    ]
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def write_chrome_trace(path: Path, spans: Iterable[Span], *, name: str = "offbeat") -> None:
-    path.write_text(json.dumps(chrome_trace(spans, name=name), allow_nan=False), encoding="utf-8")
+    """Event by event: however many spans there are, they are not in memory together."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write('{"traceEvents": [')
+        for number, event in enumerate(_trace_events(spans, name, 0)):
+            file.write((", " if number else "") + json.dumps(event, allow_nan=False))
+        file.write('], "displayTimeUnit": "ms"}')
+
+
+def stream_spans(path: Path) -> Iterator[Span]:
+    """The spans of a log that was written here, one by one; other lines are not looked at. `LogError` for a wrong one.
+
+    However long the log is, it is never in memory.
+    """
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.startswith(_SPAN):
+                try:
+                    record = json.loads(line)
+                    del record["kind"]
+                    yield read_span(record)
+                except (ValueError, RequestError) as error:
+                    raise LogError(f"{path}, line {number}: {error}") from None
 
 
 def _line(record: Mapping[str, Any]) -> str:
     return json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n"
 
 
+_SPAN = b'{"kind":"span",'  # as `_line` writes it
 _FILL = {"compute": "█", "send": "─", "wait": "·", "apply": "▒", "evaluate": "▚"}
 _CANCELLED = "░"
 

@@ -2,18 +2,22 @@
 
 The socket is in the abstract name space, under a name that nobody can guess: it leaves no file behind. Whoever connects
 must be of the same user and know the run's token; it says who it is, and is given the arena's descriptor. From then on
-each packet is one message (`wire`).
+each packet is one message (`wire`). The token of a server is its own, made for its shard and generation: no learner has
+one.
 """
 
 from __future__ import annotations
 
+import hmac
 import os
 import secrets
 import socket
 import time
 from collections.abc import Callable
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from offbeat.collectives import memory
 from offbeat.collectives.rendezvous import credentials
@@ -21,11 +25,11 @@ from offbeat.errors import OffbeatError, PeerError, RequestError
 from offbeat.server.arena import Arena, ArenaLayout
 from offbeat.server.parameter_layout import ParameterLayout
 from offbeat.server.run_setting import RunSetting
-from offbeat.server.wire import MOST_BYTES, PROTOCOL
+from offbeat.server.wire import MOST_BYTES, PROTOCOL, JobNumber, LearnerNumber, Text
 
 GREETING_S = 5.0  # for an answer
 _PAUSE_S = 0.05  # between two attempts to connect
-HANDSHAKE_S = 0.5  # for whoever has connected to say who it is: the listener serves one at a time
+HANDSHAKE_S = 5.0  # for whoever has connected to say who it is; nobody waits for it meanwhile
 
 
 class RunGoneError(PeerError):
@@ -36,11 +40,12 @@ class Handshake(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ha
     """The first packet: who I am. A learner brings the table of its model."""
 
     protocol: int
-    token: str
-    role: str  # "learner" or "server"
-    number: int
-    version: str  # of offbeat and torch: all must be of one
+    token: Annotated[str, Meta(max_length=128)]
+    role: Literal["learner", "server"]
+    number: LearnerNumber
+    version: Text  # of offbeat and torch: all must be of one
     table: ParameterLayout | None = None
+    generation: JobNumber = 0  # of a server
 
 
 class Accept(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="accept"):
@@ -75,15 +80,29 @@ def versions() -> str:
     return f"offbeat {__version__}, torch {torch.__version__}"
 
 
-def read_handshake(one: socket.socket, token: str) -> Handshake:
-    """Who has connected. `RequestError` if its version is another; `OSError` for a stranger, who is told nothing."""
+def server_token(secret: str, shard: int, generation: int) -> str:
+    """What the server of a shard says; only who knows the secret can make one."""
+    return hmac.new(secret.encode(), f"{shard} {generation}".encode(), "sha256").hexdigest()
+
+
+def check_user(one: socket.socket) -> None:
+    """`OSError` if whoever has connected is another user."""
     if credentials(one)[1] != os.geteuid():
         raise PermissionError("the process belongs to another user")
+
+
+def read_handshake(one: socket.socket, token: str, server_secret: str = "") -> Handshake:
+    """Who has connected. `RequestError` if its version is another; `OSError` for a stranger, who is told nothing.
+
+    `BlockingIOError` where it has not spoken yet, on a socket that does not wait.
+    """
+    check_user(one)
     try:
         said = _handshakes.decode(one.recv(MOST_BYTES))
     except (msgspec.DecodeError, UnicodeDecodeError):
         raise PermissionError("not a handshake") from None
-    if not secrets.compare_digest(said.token.encode(), token.encode()):
+    due = token if said.role == "learner" else server_token(server_secret, said.number, said.generation)
+    if not secrets.compare_digest(said.token.encode(), due.encode()):
         raise PermissionError("another token")
     if said.protocol != PROTOCOL or said.version != versions():
         raise RequestError(

@@ -20,7 +20,6 @@ import secrets
 import select
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
@@ -34,6 +33,7 @@ from offbeat.processes.child import ChildProcess, RestartLimit, Stopwatch, descr
 from offbeat.processes.launcher import SELF, Launcher, LaunchPlan
 from offbeat.server import handshake
 from offbeat.server.coordinator import coordinator_process
+from offbeat.server.coordinator.journal import new_files
 from offbeat.server.parameter_layout import ParameterLayout
 from offbeat.server.run_setting import RunSetting
 from offbeat.server.shard import server_process
@@ -43,6 +43,7 @@ STOPPED_S = 2.0  # after which a stopped server or coordinator is replaced
 MOST_DRAIN_S = 600.0
 MOST_DEATHS, DEATHS_S = 8, 20.0  # of one server or of the coordinator: more than so many in so long, and the run ends
 MOST_RESTARTS = 3  # of a learner that was killed
+PIDS_KEPT = 64  # of each learner, those that came last
 _LINGER_S = 0.5  # for learners whose goodbye is on its way
 
 
@@ -66,8 +67,8 @@ class Supervisor(Launcher):
         super().__init__(plan, plan.setting.learners, on_line)
         self.token = secrets.token_hex(16)
         self.listener, self.address = handshake.new_listener()
-        self.journal, path = tempfile.mkstemp(prefix="offbeat-journal-")
-        Path(path).unlink()  # nobody else needs its name, and so nothing is left behind
+        self.server_secret = secrets.token_hex(16)  # which learners are not told
+        self.journal = new_files()
         self.start_s = time.monotonic()
         self.arena: tuple[ParameterLayout, int] | None = None  # the shared memory
         self.services: dict[str, ChildProcess] = {}
@@ -93,6 +94,7 @@ class Supervisor(Launcher):
         run = coordinator_process.CoordinatorOptions(
             setting=replace(self.plan.setting, start_by_s=self.begin_by_s or self.plan.setting.start_by_s),
             token=self.token,
+            server_secret=self.server_secret,
             seed=self.plan.seed,
             start_s=self.start_s,
             log=self.plan.log,
@@ -102,10 +104,10 @@ class Supervisor(Launcher):
 
         def body() -> None:
             coordinator_process.CoordinatorProcess(
-                run, self.listener, theirs, coordinator_process.Journal(self.journal), self.arena, self.pids
+                run, self.listener, theirs, self.journal, self.arena, self.pids
             ).serve()
 
-        keep = {theirs.fileno(), self.listener.fileno(), self.journal, *([self.arena[1]] if self.arena else [])}
+        keep = {theirs.fileno(), self.listener.fileno(), *self.journal, *([self.arena[1]] if self.arena else [])}
         self._add_service("coordinator", body, self._start_coordinator, keep)
         theirs.close()
         self._watch(mine.fileno(), lambda: self._receive(mine))
@@ -117,9 +119,10 @@ class Supervisor(Launcher):
     def _start_server(self, shard: int) -> None:
         self.generations[shard] += 1
         generation = self.generations[shard]
+        token = handshake.server_token(self.server_secret, shard, generation)
         self._add_service(
             f"server {shard}",
-            lambda: server_process.serve(self.address, self.token, shard, generation),
+            lambda: server_process.serve(self.address, token, shard, generation),
             lambda: self._start_server(shard),
         )
 
@@ -172,6 +175,12 @@ class Supervisor(Launcher):
             self._recovered(message.text)
         elif message.what == "learner":
             self.pids[message.nonce] = message.pid
+            if len(self.pids) > PIDS_KEPT * self.plan.setting.learners:
+                del self.pids[next(iter(self.pids))]
+        elif message.what == "replace":
+            child = self.services.get(f"server {message.number}")
+            if child is not None and child.pid == message.pid:
+                child.kill()
         elif message.what == "say":
             self.on_line(SELF, message.text)
         elif message.what == "summary":
@@ -238,7 +247,8 @@ class Supervisor(Launcher):
     def close(self) -> None:
         super().close()
         self.listener.close()
-        os.close(self.journal)
+        for file in self.journal:
+            os.close(file)
         if self.coordinator is not None:
             self.coordinator.close()
         if self.arena is not None:

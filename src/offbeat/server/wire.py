@@ -5,26 +5,56 @@ told to compute. Every message may be lost, doubled or overtaken: whoever receiv
 as before, or not at all. Gradients and weights are not in here: they lie in memory that both sides see (`arena`), and
 messages name places in it.
 
+A frame is a checksum and one message. Every field has its bounds in its type, and what is outside them is refused with
+the bytes; whether a message fits the session that it is from is for the gate (`coordinator.gate`).
+
 Law: decode(encode(x)) == x. Bytes that are no message of this version are refused, and nothing in a message sizes an
 allocation beyond the message itself.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from offbeat.errors import OffbeatError
 
-PROTOCOL = 4
+PROTOCOL = 5
 MOST_BYTES = 128 * 1024
 MOST_DATA_BYTES = MOST_BYTES // 2  # of all learners together, in one group call
+_CHECKSUM_BYTES = 4
 
-Hyper = dict[str, float]  # of a parameter group: plain numbers, bools as 0.0 and 1.0
-Lease = tuple[int, int, int, int]  # number, epoch, start, count
+# --- bounds ---------------------------------------------------------------------------------------------------------
+
+MOST_INCARNATIONS = 2**23  # with a seq in one word of shared memory: `arena.stamp`
+LATEST_S = 1e12  # no run lasts longer
+LearnerNumber = Annotated[int, Meta(ge=0, lt=2**20)]
+Incarnation = Annotated[int, Meta(ge=0, lt=MOST_INCARNATIONS)]
+Nonce = Annotated[int, Meta(ge=1, le=2**62)]
+Seq = Annotated[int, Meta(ge=0, lt=2**40)]
+Version = Annotated[int, Meta(ge=0, lt=2**32)]
+JobNumber = Annotated[int, Meta(ge=0, lt=2**31)]  # with a version in one word
+Number = Annotated[int, Meta(ge=0, lt=2**53)]  # of what one side counts: requests, pins, leases, samples, epochs
+Count = Annotated[int, Meta(ge=1, lt=2**53)]
+Place = Annotated[int, Meta(ge=0, lt=2**20)]  # of a buffer, slot, shard, group or parameter
+Finite = Annotated[float, Meta(gt=-1e308, lt=1e308)]  # nan and infinite are outside
+Seconds = Annotated[float, Meta(gt=-LATEST_S, lt=LATEST_S)]
+Text = Annotated[str, Meta(max_length=4000)]
+Digest = Annotated[str, Meta(max_length=64)]
+Hyper = Annotated[dict[Annotated[str, Meta(max_length=64)], Finite], Meta(max_length=32)]
+Hypers = Annotated[tuple[Hyper, ...], Meta(max_length=1024)]  # of each parameter group: bools as 0.0 and 1.0
+Numbers = Annotated[tuple[Number, ...], Meta(max_length=2**16)]
+Places = Annotated[tuple[Place, ...], Meta(max_length=2**16)]
+Sums = Annotated[tuple[float, ...], Meta(max_length=4096)]  # of weights that may be anything
+Lease = tuple[Number, Number, Number, Count]  # number, epoch, start, count
+Piece = tuple[Place, Version]  # a buffer, and the version in it
+Pieces = Annotated[tuple[Piece, ...], Meta(max_length=2**16)]
+Data = Annotated[bytes, Meta(max_length=MOST_DATA_BYTES)]
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
@@ -34,8 +64,8 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unk
 class SessionMessage(Message, frozen=True):
     """About, to or from a learner as one incarnation."""
 
-    learner: int
-    incarnation: int
+    learner: LearnerNumber
+    incarnation: Incarnation
 
 
 class FromSession(SessionMessage, frozen=True):
@@ -48,10 +78,10 @@ class FromSession(SessionMessage, frozen=True):
 class Hello(Message, frozen=True):
     """I want to be this learner. `nonce` names this session, `after` the incarnation that I was before, if I was."""
 
-    learner: int
-    nonce: int
-    table: str  # digest of the model's parameters: all learners must have the same
-    after: int = 0
+    learner: LearnerNumber
+    nonce: Nonce
+    table: Digest  # digest of the model's parameters: all learners must have the same
+    after: Incarnation = 0
 
 
 class Seeded(FromSession, frozen=True):
@@ -61,38 +91,38 @@ class Seeded(FromSession, frozen=True):
 class Push(FromSession, frozen=True):
     """The gradient of a minibatch is in my slot."""
 
-    seq: int
-    version: int
-    samples: int = 1
+    seq: Seq
+    version: Version
+    samples: Count = 1
     loss: float | None = None
     finite: bool = True
-    hyper: tuple[Hyper, ...] = ()  # of each parameter group; none: as in my push before
-    leases: tuple[int, ...] = ()
-    absent: tuple[int, ...] = ()  # parameters without a gradient
-    began_s: float = 0.0
-    ended_s: float = 0.0
+    hyper: Hypers = ()  # of each parameter group; none: as in my push before
+    leases: Numbers = ()
+    absent: Places = ()  # parameters without a gradient
+    began_s: Seconds = 0.0
+    ended_s: Seconds = 0.0
 
 
 class Stop(FromSession, frozen=True):
     """I have given up this minibatch: it was cancelled."""
 
-    seq: int
-    leases: tuple[int, ...] = ()
-    began_s: float = 0.0
-    ended_s: float = 0.0
-    version: int = 0
+    seq: Seq
+    leases: Numbers = ()
+    began_s: Seconds = 0.0
+    ended_s: Seconds = 0.0
+    version: Version = 0
 
 
 class Ask(FromSession, frozen=True):
     """I want the current weights, beside my work."""
 
-    number: int
+    number: Count
 
 
 class Fetched(FromSession, frozen=True):
     """I have read what was pinned for me under this number, and under all before."""
 
-    pin: int
+    pin: Number
 
 
 class Want(FromSession, frozen=True):
@@ -102,25 +132,25 @@ class Want(FromSession, frozen=True):
     minibatch that I answered last, if none is open: should that answer be lost, it has to come again before this.
     """
 
-    number: int
-    epoch: int
-    count: int
-    of: int
+    number: Count
+    epoch: Number
+    count: Count
+    of: Count
     wait: bool
-    seq: int = 0
+    seq: Seq = 0
 
 
 class GiveBack(FromSession, frozen=True):
     """I shall not compute these; with `unused` I was given them by my loader, and have no use for them."""
 
-    leases: tuple[int, ...]
+    leases: Numbers
     unused: bool = False
 
 
 class Paused(FromSession, frozen=True):
     """I have paused. With `led` I have led this pause to its end; with `stop` the run is to end."""
 
-    number: int
+    number: Number
     led: bool = False
     stop: bool = False
 
@@ -139,10 +169,10 @@ class GroupCall(FromSession, frozen=True):
     Without `what` I do not wait for its answer any more. `seq` is as in a `Want`.
     """
 
-    number: int
-    what: str
-    data: bytes = b""
-    seq: int = 0
+    number: Count
+    what: Text
+    data: Data = b""
+    seq: Seq = 0
 
 
 class Bye(FromSession, frozen=True):
@@ -158,6 +188,12 @@ class Gone(SessionMessage, frozen=True):
 
 class Silent(SessionMessage, frozen=True):
     """It gives no sign of life, but may still wake up."""
+
+
+class SentAway(SessionMessage, frozen=True):
+    """It has said what cannot be, again and again; it may still write to its memory."""
+
+    why: Text
 
 
 class Tick(Message, frozen=True):
@@ -178,16 +214,16 @@ class Finish(Message, frozen=True):
 class Welcome(Message, frozen=True):
     """You are this incarnation. With `seed`, put the initial weights into buffer 0 and say so."""
 
-    learner: int
-    nonce: int
-    incarnation: int
+    learner: LearnerNumber
+    nonce: Nonce
+    incarnation: Incarnation
     seed: bool = False
 
 
 class Refused(Message, frozen=True):
-    learner: int
-    nonce: int
-    why: str
+    learner: LearnerNumber
+    nonce: Nonce
+    why: Text
 
 
 class Fenced(SessionMessage, frozen=True):
@@ -200,29 +236,29 @@ class Go(SessionMessage, frozen=True):
     `pieces` are buffer and version of each commit group. An older minibatch that is still open is cancelled by this.
     """
 
-    seq: int
-    version: int
-    slot: int
-    pin: int = 0
-    pieces: tuple[tuple[int, int], ...] = ()
+    seq: Seq
+    version: Version
+    slot: Place
+    pin: Number = 0
+    pieces: Pieces = ()
 
 
 class Weights(SessionMessage, frozen=True):
     """What you asked for."""
 
-    number: int
-    version: int
-    pin: int
-    pieces: tuple[tuple[int, int], ...]
+    number: Number
+    version: Version
+    pin: Number
+    pieces: Pieces
 
 
 class Granted(SessionMessage, frozen=True):
     """The answer to a `Want`: a lease, or "ended" or "wait". Minibatches up to `void` are not waited for any more."""
 
-    number: int
-    answer: str
+    number: Number
+    answer: Literal["lease", "ended", "wait"]
     lease: Lease | None = None
-    void: int = 0
+    void: Seq = 0
 
 
 class EnterPause(SessionMessage, frozen=True):
@@ -231,15 +267,15 @@ class EnterPause(SessionMessage, frozen=True):
     `facts` are for the one who leads: where the run stands, as JSON.
     """
 
-    number: int
+    number: Number
     lead: bool = False
-    facts: str = ""
+    facts: Annotated[str, Meta(max_length=MOST_BYTES)] = ""
 
 
 class EndPause(SessionMessage, frozen=True):
     """All pauses up to this one have ended; with `over` the run has, too."""
 
-    number: int
+    number: Number
     over: bool = False
 
 
@@ -249,10 +285,10 @@ class GroupCallAnswer(SessionMessage, frozen=True):
     Minibatches up to `void` are not waited for any more.
     """
 
-    number: int
-    data: tuple[tuple[int, bytes], ...] = ()
-    error: str = ""
-    void: int = 0
+    number: Number
+    data: Annotated[tuple[tuple[LearnerNumber, Data], ...], Meta(max_length=2**16)] = ()
+    error: Text = ""
+    void: Seq = 0
 
 
 # --- words in shared memory, written by whoever carries the coordinator's messages ----------------------------------
@@ -261,7 +297,7 @@ class GroupCallAnswer(SessionMessage, frozen=True):
 class CancelWord(SessionMessage, frozen=True):
     """All minibatches of this learner up to `seq` are cancelled."""
 
-    seq: int
+    seq: Seq
 
 
 class FenceWord(SessionMessage, frozen=True):
@@ -271,9 +307,9 @@ class FenceWord(SessionMessage, frozen=True):
 class Committed(Message, frozen=True):
     """A commit group has this version now, in this buffer."""
 
-    commit_group: int
-    version: int
-    buffer: int
+    commit_group: Place
+    version: Version
+    buffer: Place
 
 
 # --- between coordinator and servers --------------------------------------------------------------------------------
@@ -282,8 +318,8 @@ class Committed(Message, frozen=True):
 class Ready(Message, frozen=True):
     """A server holds this shard now; `generation` says which process of those that have."""
 
-    shard: int
-    generation: int
+    shard: Place
+    generation: JobNumber
 
 
 class ShardJob(Message, frozen=True):
@@ -294,27 +330,27 @@ class ShardJob(Message, frozen=True):
     gives the same, until the coordinator has heard of it; after that `number` shows that it was done.
     """
 
-    shard: int
-    number: int
-    kind: str
-    version: int
-    source: int
-    target: int
-    slots: tuple[int, ...] = ()
-    scales: tuple[float, ...] = ()
-    reads: tuple[int, ...] = ()  # the buffer that each gradient was computed on, where a rate needs it
-    compensation: float = 0.0
-    clip: float = 1.0
-    damping: float = 1.0  # of the step; see `optimizers.damped`
-    hyper: tuple[Hyper, ...] = ()
-    skip: tuple[int, ...] = ()  # parameters without a gradient in all of them
+    shard: Place
+    number: JobNumber
+    kind: Literal["", "apply", "norm", "drift"]
+    version: Version
+    source: Place
+    target: Place
+    slots: Places = ()
+    scales: Annotated[tuple[Finite, ...], Meta(max_length=2**16)] = ()
+    reads: Places = ()  # the buffer that each gradient was computed on, where a rate needs it
+    compensation: Finite = 0.0
+    clip: Finite = 1.0
+    damping: Finite = 1.0  # of the step; see `optimizers.damped`
+    hyper: Hypers = ()
+    skip: Places = ()  # parameters without a gradient in all of them
 
 
 class Done(Message, frozen=True):
-    shard: int
-    generation: int
-    number: int
-    sums: tuple[float, ...] = ()
+    shard: Place
+    generation: JobNumber
+    number: JobNumber
+    sums: Sums = ()
 
 
 TO_LEARNER = Welcome | Refused | Fenced | Go | Weights | Granted | EnterPause | EndPause | GroupCallAnswer
@@ -334,6 +370,7 @@ INPUT = (
     | Bye
     | Gone
     | Silent
+    | SentAway
     | Tick
     | WakeDue
     | Finish
@@ -351,7 +388,8 @@ class WireError(OffbeatError):
 
 
 def encode(message: Message) -> bytes:
-    return _checked(_encoder.encode(message))
+    body = _encoder.encode(message)
+    return _checked(zlib.crc32(body).to_bytes(_CHECKSUM_BYTES, "little") + body)
 
 
 def _checked(data: bytes) -> bytes:
@@ -361,8 +399,11 @@ def _checked(data: bytes) -> bytes:
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:
+    body = memoryview(_checked(data))[_CHECKSUM_BYTES:]
+    if zlib.crc32(body).to_bytes(_CHECKSUM_BYTES, "little") != data[:_CHECKSUM_BYTES]:
+        raise WireError(f"{len(data)} bytes whose checksum is wrong")
     try:
-        return decoder.decode(_checked(data))
+        return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise WireError(f"not a message of protocol {PROTOCOL}: {error}") from None
 

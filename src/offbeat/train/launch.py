@@ -4,7 +4,8 @@
                 is their supervisor too
     learn       this process is one of the learners that torchrun has started
 
-Learners write records (JSON after a byte that no text begins with) among what they print. Model and data are made once,
+Learners write records (JSON after a byte that no text begins with and a word of this launch) among what they print:
+what a program prints by itself is never taken for one. Model and data are made once,
 before anything is started: what is wrong with them is said here, and the forks have them already.
 """
 
@@ -14,6 +15,7 @@ import importlib
 import json
 import math
 import os
+import secrets
 import sys
 import time
 import traceback
@@ -30,7 +32,7 @@ from offbeat.errors import OffbeatError, PeerError, RequestError
 from offbeat.processes.child import Stopwatch, describe_exit
 from offbeat.processes.launcher import SELF, Launcher, LaunchPlan, RankLauncher, thread_environment
 from offbeat.processes.signals import SignalHandler, ending_by, terminable
-from offbeat.runs.log import read_log, write_chrome_trace
+from offbeat.runs.log import stream_spans, write_chrome_trace
 from offbeat.runs.run_folder import TIME_STAMP, FolderLock, RunDir, check_free, new_run_dir
 from offbeat.server.learner.join import through_store
 from offbeat.server.run_setting import RunSetting
@@ -51,7 +53,7 @@ from offbeat.train.telemetry import Telemetry
 from offbeat.train.tensorboard import writer_class
 from offbeat.train.trainer import Report, device_of
 
-MARK = b"\x1e"  # before a record (RFC 7464)
+MARK = f"\x1e{secrets.token_hex(8)} "  # before a record (RFC 7464); forked learners know the word
 # After one of an all-reduce is lost: for the others to come to the same group, and to see it and save what they have.
 FORMING_S, PARTING_S = 1.0, 60.0
 _UNSAVED = (
@@ -250,7 +252,7 @@ class _ForkedTraining:
         self.start, self.telemetry, self.on_line = start, telemetry, on_line
         self.result = Result()
         self.failures: dict[int, str] = {}  # as they came
-        self.ready: set[int] = set()  # learners that know what to do when they are asked to end
+        self.ready: dict[int, int] = {}  # learners that know what to do when they are asked to end, and their processes
         self.was_asked = False  # they were
         self.halted = False  # all learners stand still, and one of them saves
         self.patience_s = FORMING_S
@@ -288,7 +290,12 @@ class _ForkedTraining:
     def _check_end(self, launcher: Launcher, signals: Sequence[int]) -> None:
         """Whether learners have to be asked to end, or made to."""
         self.telemetry.hear({"kind": "turn"})
-        if signals and not self.was_asked and len(self.ready | launcher.exits.keys()) == self.start.config.learners:
+        # One that has just been started again would be ended by the signal, and not save.
+        if (
+            signals
+            and not self.was_asked
+            and all(self.ready.get(learner) == child.pid for learner, child in launcher.learners.items())
+        ):
             self.was_asked = True
             self._note("asked to stop: writing a checkpoint (a second Ctrl-C ends the run at once)")
             launcher.ask_to_end()
@@ -304,7 +311,7 @@ class _ForkedTraining:
         if name == SELF:
             self._note(line)
             return
-        printed, mark, told = line.partition(MARK.decode())
+        printed, mark, told = line.partition(MARK)
         if printed or not mark:  # a program may have printed without an end of line
             self.on_line(name, printed)
         if not mark:
@@ -318,7 +325,7 @@ class _ForkedTraining:
     def _handle_record(self, name: str, record: dict[str, Any]) -> None:
         match record["kind"]:
             case "heeding":
-                self.ready.add(record["learner"])
+                self.ready[record["learner"]] = record["pid"]
                 return
             case "halted":
                 self.halted = record["now"]
@@ -367,7 +374,7 @@ def _run_learner(start: Start, number: int) -> int:
 
     def report(record: Mapping[str, Any]) -> None:
         sys.stdout.flush()
-        os.write(1, MARK + json.dumps(record, allow_nan=False).encode() + b"\n")
+        os.write(1, f"{MARK}{json.dumps(record, allow_nan=False)}\n".encode())
 
     # What torch keeps of NVML does not survive this fork, which closes files: it asks CUDA then, and need not say so.
     warnings.filterwarnings("ignore", "Can't initialize NVML")
@@ -401,7 +408,7 @@ def _fit(start: Start, number: int, learners: int, report: Report) -> None:
     signals = SignalHandler(math.inf)
     signals.install()
     if not under_torchrun():
-        report({"kind": "heeding", "learner": number})
+        report({"kind": "heeding", "learner": number, "pid": os.getpid()})
     kind = ReducedTrainer if start.reduces else ServedTrainer
     device, train = device_of(start.config.device, number), start.config.train
     with naming_memory(lambda: told_of_model(device)):
@@ -453,7 +460,7 @@ def conclude(start: Start, result: Result) -> None:
 
     log = start.run.log(start.segment)
     if log.exists():
-        write_chrome_trace(start.run.trace, read_log(log).spans, name=start.config.name)
+        write_chrome_trace(start.run.trace, stream_spans(log), name=start.config.name)
     start.run.summary.write_text(summary_of(start.config, result.end, start.run.read_metrics()), encoding="utf-8")
     start.run.tidy()
 

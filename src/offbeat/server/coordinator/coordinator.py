@@ -74,6 +74,7 @@ from offbeat.server.wire import (
     Ready,
     Refused,
     Seeded,
+    SentAway,
     Silent,
     Stop,
     Tick,
@@ -183,6 +184,7 @@ class Coordinator:
             Hello: self._hello,
             Gone: self._gone,
             Silent: self._silent,
+            SentAway: self._sent_away,
             Tick: self._tick,
             WakeDue: self._wake_due,
             Finish: self._finish,
@@ -362,6 +364,11 @@ class Coordinator:
         if session is not None and session.incarnation == message.incarnation:
             self._give_up(session, why="it sent no heartbeat", may_wake=True)
 
+    def _sent_away(self, message: SentAway) -> None:
+        session = self.sessions.get(message.learner)
+        if session is not None and session.incarnation == message.incarnation and session.here:
+            self._send_away(session, message.why, why="it said what cannot be")
+
     def _finish(self, message: Finish) -> None:
         """Gradients that still wait for others will wait for ever."""
         for session in self.sessions.values():
@@ -385,6 +392,7 @@ class Coordinator:
             self.counts["duplicate"] += 1
             self._repeat_answer(session)
             return
+        version = session.versions[message.seq]
         self._close(session, message.seq)
         session.hyper = message.hyper or session.hyper
         self.counts["received"] += 1
@@ -398,7 +406,7 @@ class Coordinator:
             pieces=session.pieces,
         )
         if not message.finite:
-            self._drop_non_finite(session, message, gradient)
+            self._drop_non_finite(session, message.seq, version, gradient)
             return
         session.non_finite = 0
         if message.seq > session.cancelled:  # a late one is dropped, and its slot is that of the next minibatch already
@@ -436,7 +444,7 @@ class Coordinator:
             self._release(self.ticket, "dropped: impossible")
             self._send_away(session, str(error), why="it sent an impossible message")
 
-    def _drop_non_finite(self, session: LearnerSession, message: Push, gradient: Gradient) -> None:
+    def _drop_non_finite(self, session: LearnerSession, seq: int, version: int, gradient: Gradient) -> None:
         """Not a number, or infinite: the whole push is dropped, and the learner tries another minibatch."""
         self._count_fate("dropped: not finite")
         self.leases.settle(gradient, "dropped: not finite")
@@ -444,8 +452,8 @@ class Coordinator:
         if session.non_finite >= MOST_NON_FINITE:
             told = f"its last {MOST_NON_FINITE} gradients were not finite"
             self._send_away(session, told, why="not finite")
-        elif message.seq <= session.cancelled:
-            self._tell_policy(Stopped(session.learner, message.version, self._at_s))
+        elif seq <= session.cancelled:
+            self._tell_policy(Stopped(session.learner, version, self._at_s))
         else:
             self._tell_policy(Asked(session.learner, self._at_s))
 
@@ -578,7 +586,7 @@ class Coordinator:
             return
         if message.number > session.asked:
             session.asked = message.number
-            if self.policy.rule.fetch_every and session.in_policy:
+            if self.policy.rule.fetch_every and session.in_policy and self.policy.started:
                 self._tell_policy(Asked(session.learner, self._at_s), fetches=session.learner)
             else:  # between epochs, or only to look at: the policy need not know
                 self._out.append(self.grants.send_weights(session, self.policy.version))
@@ -693,7 +701,7 @@ class Coordinator:
             "staleness": self.mean_staleness,
             "samples": dict(self.leases.samples),
             "held": sum(count for gradient in self.gradients.values() for _, count in gradient.epochs),
-            "seconds": pauses.began_s - self.begun_s - sum(end - start for start, end in pauses.times),
+            "seconds": pauses.began_s - self.begun_s - pauses.paused_s,
         }
 
     @property

@@ -1,20 +1,24 @@
 """The coordinator's process: carries messages between the state machine, the sockets and shared memory.
 
-It accepts connections. Every message that goes into the machine is written to the journal first; a coordinator that is
-started on a journal goes through all of it, in silence, and is then where its predecessor was. Learners and servers
-whose connection was cut connect again by themselves and ask again.
+It accepts connections, and waits for none of them. A message passes the gate, then the machine takes it, then it is
+written to the journal, and only then is anything said about it. A coordinator that is started on a journal restores its
+snapshot, goes through what came since, in silence, and is then where its predecessor was. Learners and servers whose
+connection was cut connect again by themselves and ask again.
+
+What makes the machine raise is not in the journal: machine and recorder are brought back from it as they were before,
+the message is refused, and the run goes on.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
-import os
 import selectors
 import socket
-import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,12 +33,16 @@ from offbeat.policies.damping import CORRECT, KEEP
 from offbeat.processes.child import Stopwatch, state_of
 from offbeat.server import handshake
 from offbeat.server.arena import Arena, ArenaLayout, stamp
+from offbeat.server.coordinator import snapshot
 from offbeat.server.coordinator.coordinator import Coordinator
+from offbeat.server.coordinator.gate import MOST_REFUSED, Sender, fault_of
 from offbeat.server.coordinator.invariants import stall_of
-from offbeat.server.coordinator.run_recorder import RunRecorder
+from offbeat.server.coordinator.journal import Journal, JournalError
+from offbeat.server.coordinator.run_recorder import RecorderState, RunRecorder
 from offbeat.server.coordinator.session import SessionName
 from offbeat.server.parameter_layout import ParameterLayout
 from offbeat.server.run_setting import RunSetting
+from offbeat.server.shard.optimizers import check_rule
 from offbeat.server.wire import (
     INPUT,
     MOST_BYTES,
@@ -46,12 +54,12 @@ from offbeat.server.wire import (
     Done,
     FenceWord,
     Finish,
-    FromSession,
     Gone,
     Hello,
     Paused,
     Ready,
     Refused,
+    SentAway,
     ShardJob,
     Silent,
     Tick,
@@ -68,7 +76,12 @@ BUSY_S = 60.0  # the same of one whose process runs
 TICK_S = 1.0
 STALL_S = 3.0  # in which nothing can happen any more, after which the run is ended; messages are said again every 2 s
 DRAIN_S = 5.0  # for the last updates, at the end
-_RECORD = struct.Struct("<dI")
+AGAIN_S = 1.0  # between two attempts to write a snapshot, where there is no room for it
+MOST_NEWCOMERS = 64  # that have connected and not said who they are; of more, the oldest are sent away
+MOST_OF_ONE = 8  # connections of one learner or server
+MOST_AT_ONCE = 64  # messages of one, or connections, before the others are looked at
+MOST_SET_ASIDE = 16  # entries of a journal; with more of them it is not to be trusted
+MOST_LETTERS = 500  # of what is told of a message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +90,7 @@ class CoordinatorOptions:
 
     setting: RunSetting
     token: str
+    server_secret: str
     seed: int
     start_s: float
     log: Path | None = None
@@ -88,9 +102,9 @@ class ToSupervisor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Between coordinator and supervisor.
 
     "arena": here is the memory, for this table. "ready": a server or the coordinator (`text`) works. "learner": this
-    process has come, under this nonce. "begin": not all learners will come; begin with those that are there. "ended":
-    this learner will not come again. "say": something worth knowing. "failed": the run cannot go on, and why. "finish":
-    the run is over. "summary": what there is to tell of it.
+    process has come, under this nonce. "replace": this server says what cannot be. "begin": not all learners will come;
+    begin with those that are there. "ended": this learner will not come again. "say": something worth knowing.
+    "failed": the run cannot go on, and why. "finish": the run is over. "summary": what there is to tell of it.
     """
 
     what: str
@@ -112,37 +126,24 @@ def say(connection: socket.socket, what: str, descriptors: Sequence[int] = (), *
         socket.send_fds(connection, [_encode(ToSupervisor(what=what, **fields))], descriptors)
 
 
-class Journal:
-    """All that the machine has been told, in a file that outlives the process."""
+class ProcessState(msgspec.Struct, kw_only=True):
+    """What a snapshot holds."""
 
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
+    machine: snapshot.MachineState
+    recorder: RecorderState
+    left: set[int]
+    pids: dict[SessionName, int]
 
-    def add(self, data: bytes, at_s: float) -> None:
-        os.write(self.descriptor, _RECORD.pack(at_s, len(data)) + data)
 
-    def read(self) -> Iterator[tuple[INPUT, float]]:
-        """From the start. A record that was being written when its writer was killed is not there."""
-        with os.fdopen(os.dup(self.descriptor), "rb") as file:
-            file.seek(0)
-            end = 0
-            while len(head := file.read(_RECORD.size)) == _RECORD.size:
-                at_s, size = _RECORD.unpack(head)
-                data = file.read(size)
-                if len(data) < size:
-                    break
-                end += _RECORD.size + size
-                yield decode_input(data), at_s
-        os.ftruncate(self.descriptor, end)
-        os.lseek(self.descriptor, end, os.SEEK_SET)
+_states = msgspec.msgpack.Decoder(ProcessState)
 
 
 class PeerConnection:
     """A learner or a server that was accepted."""
 
-    def __init__(self, one: socket.socket, role: str, number: int) -> None:
+    def __init__(self, one: socket.socket, role: str, number: int, generation: int) -> None:
         self.socket = one
-        self.role, self.number = role, number
+        self.role, self.number, self.generation = role, number, generation
         self.nonce = self.incarnation = 0
         self.pid = credentials(one)[0]
         self.beat = -1
@@ -152,6 +153,10 @@ class PeerConnection:
     @property
     def session(self) -> SessionName:
         return self.number, self.incarnation
+
+    @property
+    def sender(self) -> Sender:
+        return Sender(self.role, self.number, self.incarnation, self.generation)
 
     @property
     def patience_s(self) -> float:
@@ -167,15 +172,19 @@ class CoordinatorProcess:
         options: CoordinatorOptions,
         listener: socket.socket,
         supervisor: socket.socket,
-        journal: Journal,
+        journal: tuple[int, int],
         held: tuple[ParameterLayout, int] | None,
         pids: dict[int, int],  # of learners that came to a coordinator before, by nonce
     ) -> None:
-        self.options, self.supervisor, self.journal = options, supervisor, journal
+        self.options, self.supervisor = options, supervisor
         self.setting = options.setting
         self.listener = listener
         self.selector = selectors.DefaultSelector()
         self.connections: list[PeerConnection] = []
+        self.newcomers: dict[socket.socket, float] = {}  # that have not said who they are, and since when
+        self.refused: Counter[int] = Counter()  # messages, by the process that they were from
+        self.sent_away: dict[int, str] = {}  # processes, and why
+        self.set_aside = 0  # what this coordinator tells itself, and cannot take
         self.arena: Arena | None = None
         self.descriptor = -1
         self.machine: Coordinator | None = None
@@ -189,41 +198,126 @@ class CoordinatorProcess:
         self.missing_since_s: dict[SessionName, float] = {}
         self.pids = dict(pids)
         self.pids_by_session: dict[SessionName, int] = {}
-        if held is not None:
-            self._recover(self._open_arena(*held))
+        self.snapshot_from_s = 0.0  # not before
+        self.unsaved = ""  # why no snapshot can be taken
+        try:
+            self.journal = Journal(journal)
+            if held is not None:
+                self._open_arena(*held)
+                self._recover()
+        except (JournalError, msgspec.MsgspecError) as error:
+            self._fail(f"the coordinator cannot be brought back: {error}")
 
     # --- the machine and its memory ---------------------------------------------------------------------------------
 
-    def _open_arena(self, table: ParameterLayout, held: int | None = None) -> Coordinator:
+    def _open_arena(self, table: ParameterLayout, held: int | None = None) -> None:
         """There is a model: now there is memory for it, made here if nobody holds it yet, and a machine."""
         table.check()
+        check_rule(table)
         setting = replace(self.setting, clip_norm=table.clip_norm, in_place=table.in_place)
         size_bytes = ArenaLayout(table, setting).size_bytes
         self.descriptor = memory.create(size_bytes, "the parameter server")[1] if held is None else held
         arena = Arena(memory.Segment(self.descriptor, size_bytes), table, setting)
+        if held is None:
+            self._begin(arena, None)
+            say(self.supervisor, "arena", [self.descriptor], table=table)
+        self.arena = arena  # not before there is a machine: who comes after one that was refused here is refused too
+
+    def _begin(self, arena: Arena, state: ProcessState | None) -> Coordinator:
+        """A machine and a recorder: fresh ones, or as they were when the state was taken."""
+        table = arena.table
+        setting = replace(self.setting, clip_norm=table.clip_norm, in_place=table.in_place)
         facts = {"strategy": setting.line, "expect": setting.learners, "start_by_s": 0.0, "seed": self.options.seed}
         facts |= {"simulated": False, "rule": table.rule, "clip_norm": table.clip_norm, "gradients": table.gradients}
         facts |= {"staleness": CORRECT if setting.corrects else KEEP, "scaling": setting.scaling}
+        facts |= plugins.facts() | (self.options.facts or {})
+        self.recorder.leave()
+        self.recorder = RunRecorder(setting.learners)
         self.recorder.push_bytes = arena.slots[0].nbytes
         self.recorder.fetch_bytes = 0 if table.in_place else arena.weights[0].nbytes
-        self.recorder.open(self.options.log, facts | plugins.facts() | (self.options.facts or {}))
-        self.machine = Coordinator(setting, self.recorder.decision)
-        self.arena = arena  # not before there is a machine: who comes after one that was refused here is refused too
-        if held is None:
-            say(self.supervisor, "arena", [self.descriptor], table=table)
-        return self.machine
+        self.recorder.open(self.options.log, facts, None if state is None else state.recorder)
+        machine = Coordinator(setting, self.recorder.decision)
+        if state is not None:
+            snapshot.restore(machine, state.machine)
+            self.left, self.pids_by_session = state.left, state.pids
+        self.machine = machine
+        return machine
 
-    def _recover(self, machine: Coordinator) -> None:
-        for message, at_s in self.journal.read():
-            self.recorder.hear(message, at_s)
-            answers = machine.handle(message, at_s)
-            for answer in answers:
-                if isinstance(answer, Welcome) and self.pids.get(answer.nonce):
-                    self.pids_by_session[answer.learner, answer.incarnation] = self.pids[answer.nonce]
-            self._record(machine, message, answers, at_s)
+    def _recover(self) -> None:
+        """Be what the journal says. An entry that cannot be gone through is set aside, and all others are."""
+        assert self.arena is not None
+        aside: set[int] = set()
+        while True:
+            kept = self.journal.snapshot
+            machine = self._begin(self.arena, _states.decode(kept) if kept else None)
+            wrong = self._replay(machine, aside)
+            if wrong is None:
+                break
+            aside.add(wrong)
+            if len(aside) > MOST_SET_ASIDE:
+                raise JournalError(f"{len(aside)} entries of its journal cannot be gone through")
         for word in machine.shared_words():
             self._deliver(word)
         self._publish_quiet(machine)
+        if aside or self.journal.entries:
+            self._take_snapshot()
+
+    def _replay(self, machine: Coordinator, aside: set[int]) -> int | None:
+        """All since the snapshot; the number of the entry that cannot be, if there is one."""
+        for number, entry in enumerate(self.journal.read()):
+            if number in aside:
+                continue
+            try:
+                if not entry.whole:
+                    raise WireError("its checksum is wrong")
+                message = decode_input(entry.data)
+                self.recorder.hear(message, entry.at_s)
+                answers = machine.handle(message, entry.at_s)
+                self._record(machine, message, answers, entry.at_s)
+            except Exception as error:  # whatever it is, starting again would lead to the same place
+                self._tell(f"entry {number} of the journal was set aside: {type(error).__name__}: {error}")
+                return number
+            self._note(message)
+            for answer in answers:
+                if isinstance(answer, Welcome) and self.pids.get(answer.nonce):
+                    self.pids_by_session[answer.learner, answer.incarnation] = self.pids[answer.nonce]
+        return None
+
+    def _take_snapshot(self) -> bool:
+        """From now on nothing that came before is needed; False where there is no room for it, or no way."""
+        assert self.machine is not None
+        if not self.unsaved:
+            names = snapshot.unsaved_state(self.machine.policy, self.setting.policy())
+            if names:
+                self.unsaved = f"the policy changes {', '.join(names)}, which is not in its extra_state"
+                self._tell(f"{self.unsaved}: the journal of this run grows with it")
+        if self.unsaved:
+            return False
+        state = ProcessState(
+            machine=snapshot.take(self.machine),
+            recorder=self.recorder.state(),
+            left=self.left,
+            pids=self.pids_by_session,
+        )
+        if self.journal.renew(msgspec.msgpack.encode(state)):
+            return True
+        self.snapshot_from_s = time.monotonic() + AGAIN_S
+        return False
+
+    def _keep(self, data: bytes, at_s: float) -> None:
+        """Into the journal; a snapshot in its place where there is no room, or where it has become long."""
+        was_whole = not self.journal.degraded
+        try:
+            self.journal.add(data, at_s)
+        except OSError as error:
+            if not self._take_snapshot() and was_whole:
+                self._tell(
+                    f"cannot write the journal: {error.strerror}; the run goes on, but would end if its coordinator "
+                    "were killed now"
+                )
+        else:
+            if self.journal.due and not self.unsaved and time.monotonic() > self.snapshot_from_s:
+                self._take_snapshot()
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 
@@ -245,6 +339,11 @@ class CoordinatorProcess:
         """How long until the policy is to be woken."""
         due_s = None if self.machine is None else self.machine.next_wake_s
         return math.inf if due_s is None else due_s - (time.monotonic() - self.options.start_s)
+
+    def _tell(self, text: str) -> None:
+        """Something worth knowing, in one line."""
+        line = " ".join(text.split())
+        say(self.supervisor, "say", text=line if len(line) <= MOST_LETTERS else line[:MOST_LETTERS] + " ...")
 
     def _fail(self, why: str) -> None:
         """The run cannot go on, and starting again would not help: the supervisor ends it."""
@@ -286,13 +385,12 @@ class CoordinatorProcess:
                     one.beat, one.heard_s, one.silent = beat, now, False
                 elif now - one.heard_s > one.patience_s and not one.silent:
                     one.silent = True
-                    say(
-                        self.supervisor,
-                        "say",
-                        text=f"learner {one.number} has been silent for {now - one.heard_s:.0f} s and was dropped",
-                    )
+                    self._tell(f"learner {one.number} has been silent for {now - one.heard_s:.0f} s and was dropped")
                     self._handle(Silent(*one.session))
             self._check_missing(self.machine, now)
+        for newcomer, since_s in list(self.newcomers.items()):
+            if now - since_s > handshake.HANDSHAKE_S:
+                self._turn_away(newcomer)
         if now - self.ticked_s > TICK_S:
             self.ticked_s = now
             self._handle(Tick())
@@ -324,20 +422,53 @@ class CoordinatorProcess:
     # --- connections ------------------------------------------------------------------------------------------------
 
     def _accept(self) -> None:
-        try:
-            one, _ = self.listener.accept()
-        except OSError:
+        """All that have connected. Who has not said yet who it is is heard when it does: nobody waits for it."""
+        for _ in range(MOST_AT_ONCE):
+            try:
+                one, _ = self.listener.accept()
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    for newcomer in list(self.newcomers):
+                        self._turn_away(newcomer)
+                return
+            one.setblocking(False)
+            self.newcomers[one] = time.monotonic()
+            self.selector.register(one, selectors.EVENT_READ, lambda one=one: self._greet(one))
+            self._greet(one)
+            if len(self.newcomers) > MOST_NEWCOMERS:
+                self._turn_away(next(iter(self.newcomers)))
+
+    def _greet(self, one: socket.socket) -> None:
+        """If it has said who it is, it is let in or refused."""
+        if one not in self.newcomers:
             return
         try:
-            one.settimeout(handshake.HANDSHAKE_S)
-            self._admit(one, handshake.read_handshake(one, self.options.token))
-        except (OffbeatError, OSError) as error:
-            if isinstance(error, OffbeatError):
-                with contextlib.suppress(OSError):
-                    handshake.accept_peer(one, handshake.Accept(refused=str(error)), None)
+            said = handshake.read_handshake(one, self.options.token, self.options.server_secret)
+            self._admit(one, said)
+        except BlockingIOError:
+            return
+        except OffbeatError as error:
+            with contextlib.suppress(OSError):
+                handshake.accept_peer(one, handshake.Accept(refused=str(error)), None)
+            self._turn_away(one)
+        except OSError:
+            self._turn_away(one)
+
+    def _turn_away(self, one: socket.socket) -> None:
+        """A newcomer, unless it was let in."""
+        if self.newcomers.pop(one, None) is not None:
+            self.selector.unregister(one)
             one.close()
 
     def _admit(self, one: socket.socket, said: handshake.Handshake) -> None:
+        connection = PeerConnection(one, said.role, said.number, said.generation)
+        if self.failed:
+            raise OffbeatError("the run has failed")
+        if connection.pid in self.sent_away:
+            raise OffbeatError(f"it was sent away: {self.sent_away[connection.pid]}")
+        same = [other for other in self.connections if (other.role, other.number) == (said.role, said.number)]
+        if len(same) >= MOST_OF_ONE:
+            raise OffbeatError(f"{said.role} {said.number} has {len(same)} connections already")
         if self.arena is None:
             if said.table is None:
                 raise OffbeatError("no learner has sent a model yet")
@@ -356,69 +487,119 @@ class CoordinatorProcess:
             start_s=self.options.start_s,
         )
         handshake.accept_peer(one, accept, self.descriptor)
-        one.setblocking(False)
-        connection = PeerConnection(one, said.role, said.number)
+        del self.newcomers[one]
         self.connections.append(connection)
-        self.selector.register(one, selectors.EVENT_READ, lambda: self._receive(connection))
+        self.selector.modify(one, selectors.EVENT_READ, lambda: self._receive(connection))
 
     def _receive(self, connection: PeerConnection) -> None:
-        """All that it has said."""
-        while connection in self.connections:
+        """What it has said, up to a number: then the others are heard."""
+        for _ in range(MOST_AT_ONCE):
+            if connection not in self.connections:
+                return
             try:
                 data = connection.socket.recv(MOST_BYTES)
-                message = decode_input(data) if data else None
             except BlockingIOError:
                 return
-            except (OSError, WireError):
-                message = None
-            if message is None or not self._may_say(connection, message):
+            except OSError:
+                data = b""
+            if not data:
                 self._disconnect(connection)
                 return
-            if isinstance(message, Hello):
-                connection.nonce = message.nonce
-                self.pids[connection.nonce] = connection.pid
-                say(self.supervisor, "learner", nonce=connection.nonce, pid=connection.pid)
-            elif isinstance(message, Ready):
-                say(self.supervisor, "ready", text=f"server {message.shard}")
-            self._handle(message, data)
+            self._hear(connection, data)
 
-    def _may_say(self, connection: PeerConnection, message: INPUT) -> bool:
-        if connection.role == "learner":
-            return isinstance(message, Hello | FromSession) and message.learner == connection.number
-        return isinstance(message, Ready | Done) and message.shard == connection.number
+    def _hear(self, connection: PeerConnection, data: bytes) -> None:
+        """A message, through the gate."""
+        assert self.machine is not None and self.arena is not None
+        try:
+            message = decode_input(data)
+        except WireError as error:
+            self._refuse(connection, str(error))
+            return
+        at_s = time.monotonic() - self.options.start_s
+        fault = fault_of(message, connection.sender, self.machine, at_s, self.arena.table)
+        if fault:
+            self._refuse(connection, f"{type(message).__name__}: {fault}")
+            return
+        if isinstance(message, Hello):
+            connection.nonce = message.nonce
+            self.pids[connection.nonce] = connection.pid
+            say(self.supervisor, "learner", nonce=connection.nonce, pid=connection.pid)
+        elif isinstance(message, Ready):
+            say(self.supervisor, "ready", text=f"server {message.shard}")
+        self._handle(message, data, connection)
+
+    def _refuse(self, connection: PeerConnection, why: str) -> None:
+        """What it said cannot be: it changes nothing, and is counted. Who does so again and again is sent away."""
+        self.recorder.refused += 1
+        self.refused[connection.pid] += 1
+        who = f"{connection.role} {connection.number}"
+        if self.refused[connection.pid] <= MOST_REFUSED:
+            self._tell(f"refused what {who} said: {why}")
+        if self.refused[connection.pid] < MOST_REFUSED:
+            return
+        self.sent_away[connection.pid] = why[:MOST_LETTERS]
+        if connection.role == "server":
+            say(self.supervisor, "replace", number=connection.number, pid=connection.pid)
+        elif connection.incarnation and not self.failed:
+            self._handle(SentAway(*connection.session, why[:MOST_LETTERS]))
+        if connection in self.connections:
+            self._close(connection)  # it may still write to its memory: its process is watched until it ends
 
     def _disconnect(self, connection: PeerConnection) -> None:
-        """It is gone, or was sent away."""
-        self.selector.unregister(connection.socket)
-        connection.socket.close()
-        self.connections.remove(connection)
+        """It is gone."""
+        self._close(connection)
         if connection.role == "learner" and connection.incarnation:
             self.pids_by_session.pop(connection.session, None)
             self._handle(Gone(*connection.session))
 
+    def _close(self, connection: PeerConnection) -> None:
+        self.selector.unregister(connection.socket)
+        connection.socket.close()
+        self.connections.remove(connection)
+
     # --- in and out -------------------------------------------------------------------------------------------------
 
-    def _handle(self, message: INPUT, data: bytes | None = None) -> None:
-        """A message goes through the journal into the machine, and what it answers to whom it is for."""
+    def _handle(self, message: INPUT, data: bytes | None = None, sender: PeerConnection | None = None) -> None:
+        """A message goes into the machine and then to the journal, and what it answers to whom it is for."""
         machine = self.machine
         if machine is None or self.failed:
             return
         at_s = time.monotonic() - self.options.start_s
-        self.journal.add(encode(message) if data is None else data, at_s)
-        self._note(message, at_s)
         try:
+            self.recorder.hear(message, at_s)
             answers = machine.handle(message, at_s)
+            self._record(machine, message, answers, at_s)
         except PolicyError as error:
             self._fail(str(error))
             return
-        self._record(machine, message, answers, at_s)
+        except Exception as error:  # half of it may be done: all is brought back as it was before
+            self._undo(f"{type(message).__name__}: {type(error).__name__}: {error}", sender)
+            return
+        self._note(message)
+        self._keep(encode(message) if data is None else data, at_s)
         for answer in answers:
             self._deliver(answer)
         self._publish_quiet(machine)
 
-    def _note(self, message: INPUT, at_s: float) -> None:
-        """For the log, and who has said goodbye."""
-        self.recorder.hear(message, at_s)
+    def _undo(self, why: str, sender: PeerConnection | None) -> None:
+        """The machine could not take a message: be as before it came, and refuse it."""
+        left, pids, refused = self.left, self.pids_by_session, self.recorder.refused
+        try:
+            self._recover()
+        except JournalError as error:
+            self._fail(f"{why}; and {error}")
+            return
+        self.left, self.pids_by_session, self.recorder.refused = left, pids, refused
+        if sender is not None:
+            self._refuse(sender, why)
+            return
+        self.set_aside += 1
+        self._tell(f"set aside what the coordinator told itself: {why}")
+        if self.set_aside > MOST_SET_ASIDE:
+            self._fail(f"the coordinator cannot go on: {why}")
+
+    def _note(self, message: INPUT) -> None:
+        """Who has said goodbye, and whether updates go on."""
         if isinstance(message, Bye):
             self.left.add(message.learner)
         elif isinstance(message, Hello):
@@ -455,9 +636,15 @@ class CoordinatorProcess:
             version.set(message.version)
         else:
             for connection in [one for one in self.connections if self._is_for(message, one)]:
-                with contextlib.suppress(OSError):
+                try:
                     connection.socket.send(encode(message))
+                except OSError:
+                    pass
+                except WireError as error:
+                    self._fail(str(error))
                 if isinstance(message, Welcome):
+                    if connection.incarnation != message.incarnation:  # it has come again, and is that one no longer
+                        self.pids_by_session.pop(connection.session, None)
                     connection.incarnation = message.incarnation
                     self.pids_by_session[connection.session] = connection.pid
                     connection.heard_s, connection.silent = time.monotonic(), False

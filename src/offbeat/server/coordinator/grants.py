@@ -44,7 +44,11 @@ class PendingUpdate:
 
 def clip_of(sums: Iterable[float], most: float) -> float:
     """By what a gradient is to be multiplied so that its norm is at most this; as torch's clip_grad_norm_ does."""
-    return min(1.0, most / (math.sqrt(math.fsum(sums)) + 1e-6))
+    try:
+        norm = math.sqrt(math.fsum(sums))
+    except (OverflowError, ValueError):  # infinite, or what is no sum of squares
+        norm = math.inf
+    return min(1.0, most / (norm + 1e-6))
 
 
 class CommitGroup:

@@ -21,6 +21,8 @@ from offbeat.server.coordinator.session import LearnerSession, SessionName
 from offbeat.server.run_setting import RunSetting
 from offbeat.server.wire import EndPause, EnterPause
 
+TIMES_KEPT = 16
+
 
 class Pauses:
     """See the module's text."""
@@ -39,7 +41,8 @@ class Pauses:
         self.facts = ""  # that it was told
         self._told = (False, False)  # whether it knows that an epoch has ended, and that somebody wants the run to end
         self.began_s = 0.0
-        self.times: list[tuple[float, float]] = []  # from when to when everybody paused
+        self.times: list[tuple[float, float]] = []  # from when to when everybody paused: the last ones
+        self.paused_s = 0.0  # in all
 
     @property
     def holds_back(self) -> bool:
@@ -124,7 +127,8 @@ class Pauses:
 
     def _close(self, at_s: float) -> None:
         if self.lead is not None:
-            self.times.append((self.began_s, at_s))
+            self.times = [*self.times[1 - TIMES_KEPT :], (self.began_s, at_s)]
+            self.paused_s += at_s - self.began_s
         self.due = self.at_epoch_end = False
         self.lead = None
 

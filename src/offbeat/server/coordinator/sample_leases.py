@@ -59,8 +59,14 @@ class SampleLeases:
             return None
         session.want = None
         lease = None if isinstance(found, Answer) else (found.number, found.epoch, found.start, found.count)
-        said = found.value if isinstance(found, Answer) else "lease"
-        session.granted = Granted(session.learner, session.incarnation, want.number, said, lease, session.answered)
+        session.granted = Granted(
+            session.learner,
+            session.incarnation,
+            want.number,
+            "lease" if lease is not None else "ended" if found is Answer.ENDED else "wait",
+            lease,
+            session.answered,
+        )
         return session.granted
 
     def _find(self, learner: int, want: Want) -> Lease | Answer:
@@ -78,9 +84,9 @@ class SampleLeases:
         return self.book is not None and any(self.book.in_hand(session.learner) for session in sessions)
 
     def _mine(self, session: LearnerSession, leases: Iterable[int]) -> tuple[int, ...]:
-        """Those of the leases that the learner really has."""
+        """Those of the leases that the learner really has, each once."""
         have = () if self.book is None else {lease.number for lease in self.book.in_hand(session.learner)}
-        return tuple(number for number in leases if number in have)
+        return tuple(number for number in dict.fromkeys(leases) if number in have)
 
     def hand_in(self, session: LearnerSession, leases: Iterable[int]) -> tuple[int, ...]:
         """Those of the leases that this learner really has: from now on they are the run's."""

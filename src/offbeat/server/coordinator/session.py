@@ -10,39 +10,40 @@ NONCES_KEPT = 64  # of each learner: a Hello that was long on its way is no newc
 SessionName = tuple[int, int]  # a learner and its incarnation
 
 
+@dataclass(eq=False)
 class LearnerSession:
     """One incarnation of a learner: what it was told, what it has answered, and what it waits for."""
 
-    def __init__(self, learner: int) -> None:
-        self.learner = learner
-        self.nonce = 0
-        self.nonces: dict[int, int] = {}  # this one and those before, with their incarnations
-        self.incarnation = 0
-        self.here = False  # it is this incarnation still
-        self.in_policy = False  # the policy knows of it
-        self.seq = 0  # the latest minibatch that it was told, or is to be told, to compute
-        self.answered = 0
-        self.cancelled = 0
-        self.void = 0  # minibatches up to this one were open when the policy was told that it is gone
-        self.versions: dict[int, int] = {}  # of open minibatches
-        self.pieces: tuple[tuple[int, int], ...] = ()  # the weights that it has: buffer and version by commit group
-        self.slot: int | None = None
-        self.kept_slots: list[tuple[int, int]] = []  # incarnations that may still write to a slot, and that slot
-        self.grant: tuple[int, bool] | None = None  # a Go that waits: its version, and whether with weights
-        self.ready: tuple[tuple[int, int], ...] | None = None  # the weights for it, pinned
-        self.go: Go | None = None
-        self.pin = 0
-        self.read = 0  # the last of those that came with a Go and were read
-        self.asked = 0
-        self.weights: Weights | None = None
-        self.wanted = 0  # number of the latest Want
-        self.want: Want | None = None  # that waits
-        self.granted: Granted | None = None
-        self.call: GroupCall | None = None  # that waits
-        self.non_finite = 0
-        self.pause_announced = self.pause_entered = 0  # the last pauses that it was told of, and has entered
-        self.hyper: tuple[Hyper, ...] = ()
-        self.logged: tuple[Hyper, ...] = ()  # as the log has them
+    learner: int
+    nonce: int = 0
+    nonces: dict[int, int] = field(default_factory=dict)  # this one and those before, with their incarnations
+    incarnation: int = 0
+    here: bool = False  # it is this incarnation still
+    in_policy: bool = False  # the policy knows of it
+    seq: int = 0  # the latest minibatch that it was told, or is to be told, to compute
+    answered: int = 0
+    cancelled: int = 0
+    void: int = 0  # minibatches up to this one were open when the policy was told that it is gone
+    versions: dict[int, int] = field(default_factory=dict)  # of open minibatches
+    pieces: tuple[tuple[int, int], ...] = ()  # the weights that it has: buffer and version by commit group
+    slot: int | None = None
+    kept_slots: list[tuple[int, int]] = field(default_factory=list)  # incarnations that may still write, and where
+    grant: tuple[int, bool] | None = None  # a Go that waits: its version, and whether with weights
+    ready: tuple[tuple[int, int], ...] | None = None  # the weights for it, pinned
+    go: Go | None = None
+    pin: int = 0
+    read: int = 0  # the last of those that came with a Go and were read
+    asked: int = 0
+    weights: Weights | None = None
+    wanted: int = 0  # number of the latest Want
+    want: Want | None = None  # that waits
+    granted: Granted | None = None
+    call: GroupCall | None = None  # that waits
+    non_finite: int = 0
+    pause_announced: int = 0  # the last pause that it was told of,
+    pause_entered: int = 0  # and the last that it has entered
+    hyper: tuple[Hyper, ...] = ()
+    logged: tuple[Hyper, ...] = ()  # as the log has them
 
     @property
     def name(self) -> SessionName:

@@ -92,6 +92,7 @@ class ServedLearner(Learner):
         self._mode: PushMode | None = None
         self._hooks: Hooks | None = None
         self._outer_hyper: tuple[Hyper, ...] | None = None  # of the servers' own optimizer, if it is another
+        self._told_hyper: tuple[Hyper, ...] = ()  # that was last found to be one that servers can make a step with
         self._end_wanted = self._has_begun = False
         self._wants_state = False  # in the pause that it leads
         self._state: tuple[dict[str, Tensor], int] | None = None  # of the servers, and its version
@@ -306,6 +307,11 @@ class ServedLearner(Learner):
         hyper = self._outer_hyper
         if hyper is None:
             hyper = tuple(optimizers.describe(self._trained()[1])[1])
+            if hyper != self._told_hyper:
+                fault = optimizers.hyper_fault(mode.arena.table, hyper)
+                if fault:
+                    raise RequestError(f"the servers cannot make this step: {fault}")
+                self._told_hyper = hyper
         self.pushed_s = time.monotonic()
         mode.step(PushReport(hyper, samples, loss, mode.take_leases(), minibatch.began_s), absent)
 

@@ -75,6 +75,34 @@ def state_names(rule: str, hypers: Sequence[Hyper]) -> tuple[str, ...]:
     return tuple(name for name, option in vectors.items() if option is None or any(hyper[option] for hyper in hypers))
 
 
+def check_rule(table: ParameterLayout) -> None:
+    """`RequestError` where a layout, from whomever, names no optimizer, or keeps what it does not need."""
+    if not set(table.states) <= _rule(table.rule).vectors.keys():
+        raise RequestError(f"not the layout of a model: {table.rule} keeps no {', '.join(table.states)}")
+
+
+def hyper_fault(table: ParameterLayout, hypers: Sequence[Hyper]) -> str:
+    """Why a server cannot make a step with these hyperparameters, in words; nothing if it can."""
+    rule = _rule(table.rule)
+    names = {*rule.numbers, *(_FURTHER[table.rule])}
+    if len(hypers) <= max(table.groups):
+        return f"it has hyperparameters of {len(hypers)} parameter groups, and the model has {max(table.groups) + 1}"
+    for group, hyper in enumerate(hypers):
+        if hyper.keys() != names:
+            return f"parameter group {group} has the hyperparameters {sorted(hyper)}, and {table.rule} {sorted(names)}"
+        for name, value in hyper.items():
+            if not math.isfinite(value):
+                return f"{name} of parameter group {group} is {value}: it must be a finite number"
+            if name in _BETAS and not 0 <= value < 1:
+                return f"{name} of parameter group {group} is {value}: it must be at least 0 and below 1"
+            if name == "lr_decay" and value < 0:
+                return f"lr_decay of parameter group {group} is {value}: it must be at least 0"
+        for vector, option in rule.vectors.items():
+            if option is not None and hyper[option] and vector not in table.states:
+                return f"{option} of parameter group {group} is {hyper[option]:g}, and was 0 when the run began"
+    return ""
+
+
 def damped(rule: str, hyper: Hyper, damping: float) -> Hyper:
     """The hyperparameters with which a step is `damping` times as long in the end.
 
@@ -278,6 +306,8 @@ RULES = {
     "adam": Rule(torch.optim.Adam, _ADAM, _MOMENTS, _adam),
     "adamw": Rule(torch.optim.AdamW, _ADAM, _MOMENTS, _adam),
 }
+_BETAS = ("beta1", "beta2")
+_FURTHER = {"sgd": (), "adagrad": ("initial_accumulator_value",), "adam": _BETAS, "adamw": _BETAS}
 _NAMES = {rule.optimizer: name for name, rule in RULES.items()}  # exact types: a subclass may do anything
 
 # Options that no shard supports, and why. foreach and fused are no such options: they are other ways to the same step

@@ -99,7 +99,7 @@ class ShardMemory(Updates):
 def serve(name: str, token: str, shard: int, generation: int) -> None:
     """Until the coordinator is gone for good."""
     torch.set_num_threads(1)
-    own = handshake.Handshake(PROTOCOL, token, "server", shard, handshake.versions())
+    own = handshake.Handshake(PROTOCOL, token, "server", shard, handshake.versions(), generation=generation)
     machine: Shard | None = None
     while True:
         connection, arena = _connect(name, own)

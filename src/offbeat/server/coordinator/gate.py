@@ -1,0 +1,134 @@
+"""The gate: what a learner or a server says is held against what the coordinator knows, before anything else is done.
+
+A message has its bounds in its type (`wire`). Here it is checked against the session that it is from: no minibatch that
+was never handed out, no pin that was never given, no hyperparameter that the optimizer cannot take. What does not pass
+is refused and changes nothing; who says such things `MOST_REFUSED` times is sent away.
+
+The gate only looks. A message that is old, or was said before, passes: the machine answers it as before.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from offbeat.server.coordinator.coordinator import Coordinator
+from offbeat.server.coordinator.session import LearnerSession
+from offbeat.server.parameter_layout import ParameterLayout
+from offbeat.server.shard.optimizers import hyper_fault
+from offbeat.server.wire import (
+    INPUT,
+    MOST_INCARNATIONS,
+    Ask,
+    Done,
+    Fetched,
+    FromSession,
+    GroupCall,
+    Hello,
+    Push,
+    Ready,
+    Stop,
+    Want,
+)
+
+MOST_REFUSED = 3  # of one sender; more is no accident
+CLOCK_S = 1.0  # by which a learner's clock may be ahead: on one host there is just one
+
+
+class Sender(NamedTuple):
+    """Whom a message is from, as its connection knows it."""
+
+    role: str  # "learner" or "server"
+    number: int
+    incarnation: int = 0  # of a learner: as whom it was welcome last
+    generation: int = 0  # of a server
+
+
+def fault_of(
+    message: INPUT, sender: Sender, machine: Coordinator, at_s: float, table: ParameterLayout | None = None
+) -> str:
+    """Why a message is refused, in words; nothing if it is not."""
+    if isinstance(message, Hello | FromSession):
+        if sender.role != "learner" or message.learner != sender.number:
+            return f"{sender.role} {sender.number} speaks for learner {message.learner}"
+        if isinstance(message, Hello):
+            return _hello(message, sender, machine, table)
+        session = machine.sessions.get(message.learner)
+        if session is None or message.incarnation > session.incarnation:
+            return f"it says that it is incarnation {message.incarnation}, which there has not been"
+        if not session.here or message.incarnation < session.incarnation:
+            return ""  # it is told that it is given up
+        return _of_session(message, session, machine, at_s, table)
+    if isinstance(message, Ready | Done):
+        return _of_server(message, sender, machine, table)
+    return f"a {sender.role} says {type(message).__name__}, which is not for it to say"
+
+
+def _hello(message: Hello, sender: Sender, machine: Coordinator, table: ParameterLayout | None) -> str:
+    session = machine.sessions.get(message.learner)
+    if session is None or message.nonce in session.nonces:
+        return ""  # it is refused by the machine, or answered as before
+    if table is not None and message.table != table.digest:
+        return "it says another digest than the model that it has brought"
+    if session.incarnation + 1 >= MOST_INCARNATIONS:
+        return f"it has come {session.incarnation} times"
+    if message.after > session.incarnation:
+        return f"it was incarnation {message.after}, and {session.incarnation} is the last"
+    if sender.incarnation and message.after != sender.incarnation:
+        # Else the slot of each session would be kept back for one that may still write there.
+        return f"it comes again after incarnation {message.after}, and was {sender.incarnation}"
+    return ""
+
+
+def _of_session(
+    message: FromSession, session: LearnerSession, machine: Coordinator, at_s: float, table: ParameterLayout | None
+) -> str:
+    last = 0 if session.go is None else session.go.seq
+    if isinstance(message, Push | Stop | Want | GroupCall) and message.seq > last:
+        return f"it speaks of minibatch {message.seq}, and was told to compute {last}"
+    if isinstance(message, Push | Stop):
+        if not message.began_s <= message.ended_s <= at_s + CLOCK_S:
+            return f"its minibatch ran from {message.began_s:g} to {message.ended_s:g} s, and it is {at_s:g} s"
+        if message.version > machine.policy.version:
+            return f"it computed on version {message.version}, and {machine.policy.version} is the last"
+        told = session.versions.get(message.seq, message.version)
+        if message.version != told and isinstance(message, Push) and not machine.policy.rule.fetch_every:
+            return f"it computed minibatch {message.seq} on version {message.version}, and was told {told}"
+        return _push(message, session, table) if isinstance(message, Push) else ""
+    if isinstance(message, Fetched) and message.pin > session.pin:
+        return f"it has read what was pinned as {message.pin}, and {session.pin} is the last pin"
+    if isinstance(message, Want) and message.count > message.of:
+        return f"it wants {message.count} of {message.of} samples"
+    if isinstance(message, Ask) and not machine.seeded:
+        return "it asks for weights before there are any"
+    if isinstance(message, GroupCall) and message.number > machine.calls.last + 1:
+        return f"it makes call {message.number}, and {machine.calls.last} was the last"
+    return ""
+
+
+def _push(message: Push, session: LearnerSession, table: ParameterLayout | None) -> str:
+    if table is None:
+        return ""
+    if message.absent and max(message.absent) >= len(table.sizes):
+        return f"parameter {max(message.absent)} has no gradient, and there are {len(table.sizes)}"
+    if not message.hyper and not session.hyper:
+        return "it has never said its hyperparameters"
+    if message.hyper and message.hyper != session.hyper:
+        return hyper_fault(table, message.hyper)
+    return ""
+
+
+def _of_server(message: Ready | Done, sender: Sender, machine: Coordinator, table: ParameterLayout | None) -> str:
+    if sender.role != "server" or message.shard != sender.number or message.shard >= machine.setting.shards:
+        return f"{sender.role} {sender.number} speaks for server {message.shard}"
+    if message.generation != sender.generation:
+        return f"it says that it is generation {message.generation}, and is {sender.generation}"
+    if isinstance(message, Ready) or table is None:
+        return ""
+    job = next((job for job in machine.grants.repeat() if job.shard == message.shard), None)
+    if job is None or job.number != message.number:
+        return ""  # said before
+    start, end = table.shard(message.shard, machine.setting.shards)
+    sums = 0 if job.kind == "apply" else -(-(end - start) // table.block)
+    if len(message.sums) not in (0, sums):  # none: its predecessor has done it, and died
+        return f"it answers with {len(message.sums)} sums, and its shard has {sums} blocks"
+    return ""
