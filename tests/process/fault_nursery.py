@@ -24,7 +24,7 @@ import torch
 
 from offbeat import cli
 from offbeat.server import supervisor
-from offbeat.server.coordinator import coordinator_process
+from offbeat.server.coordinator import coordinator_process, journal
 from process import fault_points, fault_script
 from process.forked_scripts import as_program, end, fork_scripts
 
@@ -52,6 +52,7 @@ def _supervise(order: dict[str, Any], folder: Path) -> NoReturn:
     if order.get("program"):
         os.execv(sys.executable, [sys.executable, "-c", "import offbeat.cli as c; raise SystemExit(c.main())", *words])
     coordinator_process.SILENCE_S = order.get("silence_s", coordinator_process.SILENCE_S)
+    journal.SNAPSHOT_EVERY = 7  # these runs are short
     supervisor.STOPPED_S = order.get("stopped_s", supervisor.STOPPED_S)
     fork_scripts()
     fault_points.services(order, folder)

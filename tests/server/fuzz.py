@@ -53,6 +53,7 @@ from server.pause_oracle import Led, PauseOracle, Stay
 from server.world import LAYOUT, World
 
 MOST_STATE_BYTES = 64 * 1024  # of a coordinator in one of these worlds
+MOST_RATE = 0.01  # of a hostile learner: with a high one weights diverge, as it has said
 # What a hostile learner says most: else few messages are of use to anybody, and little happens.
 OFTEN = (Hello, Push, Push, Push, Stop, Ask, Fetched, Want, Want, GiveBack, Paused, GroupCall)
 
@@ -63,9 +64,9 @@ class Hostile(Learner):
     world: FuzzedWorld
 
     def _live(self) -> Life:
-        world, refused = self.world, self.rng.choice((20, 50, 200))
+        world, refused = self.world, self.rng.choice((20, 200, 1000))
         while world.now < world.quiet_from_s and refused > 0:
-            for _ in range(self.rng.choice((1, 3, 10))):
+            for _ in range(self.rng.choice((1, 10, 30))):
                 if not world.down:
                     refused -= world.attack(world.mutator.frame(self._kinds()), world.sender_of(self))
             yield self.rng.uniform(0.02, 0.3)
@@ -181,7 +182,7 @@ class FuzzedWorld(World):
         if isinstance(message, Want):
             return self.coordinator.leases.book is None and (message.of != self.samples or message.epoch > 0)
         if isinstance(message, Push):
-            return any(abs(value) > 1 for hyper in message.hyper for value in hyper.values())
+            return any(abs(value) > MOST_RATE for hyper in message.hyper for value in hyper.values())
         if isinstance(message, Done):
             return any(
                 (job.shard, job.number) == (message.shard, message.number) for job in self.coordinator.grants.repeat()
@@ -235,38 +236,45 @@ class FuzzedWorld(World):
         yield self.nonce
 
     def _suited_of(self, kind: type[Message], name: str, session: LearnerSession) -> Any:
-        rng, book = self.mutator.rng, self.coordinator.leases.book
-        leases = [] if book is None else [lease.number for lease in book.in_hand(session.learner)]
-        open_ = list(session.versions) or [session.seq]
-        seq = rng.choice(open_)
-        numbers = {
-            Want: session.wanted + 1,
-            Ask: session.asked + 1,
-            GroupCall: self.coordinator.calls.last + 1,
-            Paused: self.coordinator.pauses.number,
-        }
-        values: dict[str, Any] = {
-            "learner": session.learner,
-            "incarnation": session.incarnation,
-            "seq": seq,
-            "version": session.versions.get(open_[-1], self.coordinator.policy.version),
-            "samples": rng.randint(1, 3),
-            "hyper": [{**SGD, "lr": rng.choice((0.1, 0.0, 0.25))}] if rng.random() < 0.9 else [],
-            "leases": rng.sample(leases, rng.randint(0, len(leases))),
-            "absent": rng.choice(([], [0], [0, 1, 2], [2, 2])),
-            "began_s": 0.0,
-            "ended_s": rng.choice((0.0, self.now)),
-            "number": numbers.get(kind, 1),
-            "pin": session.pin,
-            "epoch": 0 if book is None else book.epoch,
-            "count": rng.randint(1, 3),
-            "of": self.samples or None,
-            "finite": rng.random() < 0.9,
-            "stop": rng.random() < 0.02,
-        }
-        if kind in (EndRequest, Bye, PauseRequest) and rng.random() < 0.9:
-            values["incarnation"] = session.incarnation + 1  # else little else happens
-        return values.get(name)
+        rng, machine = self.mutator.rng, self.coordinator
+        match name:
+            case "learner":
+                return session.learner
+            case "incarnation":  # one that has gone is answered so, and little else happens
+                seldom = kind in (EndRequest, Bye, PauseRequest) and rng.random() < 0.9
+                return max(0, session.incarnation - seldom)
+            case "seq":
+                return rng.choice(list(session.versions) or [session.seq])
+            case "version":
+                return max(session.versions.values(), default=machine.policy.version)
+            case "samples" | "count":
+                return rng.randint(1, 3)
+            case "hyper":
+                return [{**SGD, "lr": rng.choice((0.0, MOST_RATE))}] if rng.random() < 0.9 else []
+            case "leases":
+                book = machine.leases.book
+                mine = [] if book is None else [lease.number for lease in book.in_hand(session.learner)]
+                return rng.sample(mine, rng.randint(0, len(mine)))
+            case "absent":
+                return rng.choice(([], [0], [0, 1, 2], [2, 2]))
+            case "ended_s":
+                return rng.choice((0.0, self.now))
+            case "began_s":
+                return 0.0
+            case "number":
+                numbers = {Want: session.wanted, Ask: session.asked, GroupCall: machine.calls.last}
+                return machine.pauses.number if kind is Paused else numbers.get(kind, 0) + 1
+            case "pin":
+                return session.pin
+            case "epoch":
+                return 0 if machine.leases.book is None else machine.leases.book.epoch
+            case "of":
+                return self.samples or None
+            case "finite":
+                return rng.random() < 0.9
+            case "stop":
+                return rng.random() < 0.02
+        return None
 
 
 def run(seed: int) -> FuzzedWorld:

@@ -101,12 +101,13 @@ class Mutator:
         if name in ("leases", "absent"):
             return [self.rng.choice(WHOLE[:6]) for _ in range(self.rng.choice((0, 1, 3, 70)))]
         if name == "sums":
-            return [self.rng.choice(REAL) for _ in range(self.rng.choice((0, 1, 3, 5000)))]
+            return [self.rng.choice(REAL) for _ in range(self.rng.choice((0, 1, 3)))] * self.rng.choice((1, 1, 2000))
         if name == "hyper":
-            return [
+            groups = [
                 {self.rng.choice(NAMES): self.rng.choice(REAL) for _ in range(self.rng.randint(0, 7))}
-                for _ in range(self.rng.choice((0, 1, 1, 2, 2000)))
+                for _ in range(self.rng.choice((0, 1, 1, 2)))
             ]
+            return groups * 1000 if self.rng.random() < 0.05 else groups
         if name in ("table", "what", "why"):
             return self.rng.choice(("", "table", "barrier", "x" * 5000, "\0"))
         if name == "data":

@@ -82,7 +82,9 @@ class Oracle:
     def __init__(self, setting: RunSetting, initial: tuple[Vector, ...]) -> None:
         self.setting = setting
         self.policy: Policy = setting.policy()  # for what it is, not for what it says
-        self.commit_groups = setting.shards if setting.independent else 1
+        self.independent, self.keeps_reads = setting.independent, setting.keeps_reads
+        self.slots_made = setting.slots
+        self.commit_groups = setting.shards if self.independent else 1
         self.history: list[list[Vector]] = [[vector] for vector in initial]  # by shard, by version
         self.updates: list[Update] = []
         self.truth: dict[Key, Truth] = {}
@@ -114,10 +116,10 @@ class Oracle:
                     self.positions.update((epoch, at) for at in range(start, start + count))
 
     def group_of(self, shard: int) -> int:
-        return shard if self.setting.independent else 0
+        return shard if self.independent else 0
 
     def shards_of(self, group: int) -> range:
-        return range(group, group + 1) if self.setting.independent else range(self.setting.shards)
+        return range(group, group + 1) if self.independent else range(self.setting.shards)
 
     def seed(self, initial: tuple[Vector, ...]) -> None:
         self.history, self.seeded = [[vector] for vector in initial], True
@@ -173,11 +175,11 @@ class Oracle:
             self.slots[message.slot] = key
             if message.pieces:
                 self.given[message.learner, message.incarnation] = message.pieces
-                if not self.setting.independent:
+                if not self.independent:
                     versions = {version for _, version in message.pieces}
                     demand(versions == {message.version}, "a Go is sent with the weights of its version", message)
                 due = self.due.get(message.learner)
-                asked_since = self.setting.independent and due is not None and message.version < due
+                asked_since = self.independent and due is not None and message.version < due
                 law = "a fetch is no older than what was acknowledged"
                 demand(message.version == due or asked_since, law, message, due)
         elif isinstance(message, Weights):
@@ -187,7 +189,7 @@ class Oracle:
                 demand(self.weights[key] == message, "weights that are sent again are the same", message)
                 return
             self.weights[key] = message
-            if self.setting.independent:  # else it is only looked at
+            if self.independent:  # else it is only looked at
                 self.given[message.learner, message.incarnation] = message.pieces
             else:
                 demand(message.version == message.pieces[0][1], "weights are called what they are", message)
@@ -327,7 +329,7 @@ class Oracle:
         for index, (slot, key) in enumerate(zip(job.slots, update.keys, strict=True)):
             law = "what is applied is what its learner computed"
             demand(tuple(slots[slot][shard]) == self.truth[key].gradient[shard], law, shard, job, key)
-            if self.setting.keeps_reads:
+            if self.keeps_reads:
                 read = tuple(buffers[job.reads[index]])
                 version = update.reads[index][self.group_of(shard)]
                 demand(read == self.history[shard][version], "what a gradient was computed on is kept", shard, job, key)
@@ -349,7 +351,7 @@ class Oracle:
                     "parameters = initial - sum of applied updates",
                     *(shard, version, buffers[buffer], self.history[shard][version]),
                 )
-        learners, most = self.setting.learners, self.setting.slots
+        learners, most = self.setting.learners, self.slots_made
         demand(len(coordinator.gradients) + len(coordinator.unmeasured_pushes) <= most + learners, "few gradients wait")
         for group_ in coordinator.grants.commit_groups:
             demand(len(group_.queue) <= most + 1, "few updates wait", len(group_.queue))
