@@ -6,6 +6,7 @@ import os
 import signal
 import textwrap
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,16 @@ from typing import Any
 import pytest
 
 from offbeat import cli
+from offbeat.processes import launcher
+from offbeat.processes.launcher import Launcher
 from offbeat.server.coordinator import coordinator, coordinator_process
 from offbeat.server.run_setting import RunSetting
 from offbeat.server.supervisor import Supervisor
 from offbeat.simulate import server as simulator
+from offbeat.train import served_trainer
 from offbeat.train.served_trainer import ServedTrainer
 from plugins.loading import BROKEN, untouched
-from train.programs import Ended, Program, left_files, offbeat, resume_words, train_words
+from train.programs import Blow, Ended, Program, left_files, offbeat, resume_words, train_words
 
 PLUGIN = ("--plugin", str(BROKEN))
 SOON_S = 5.0  # promised, for the first signal
@@ -316,3 +320,58 @@ def test_a_signal_ends_a_run_whose_learners_all_wait(tmp_path: Path) -> None:
     assert left_files(tmp_path) == []
     goes_on = offbeat(tmp_path, *resume_words("run", "--json"))
     assert goes_on.code == 0, goes_on.err
+
+
+def _struck_after_restart(after_s: float) -> Callable[[], None]:
+    """In the program: it is sent SIGTERM so long after a learner was started again, which takes a while to begin."""
+
+    def plant() -> None:
+        start, begun = Launcher._start_learner, Counter[int]()
+        os.register_at_fork(after_in_child=lambda: time.sleep(0.05))
+
+        def patched(self: Launcher, learner: int) -> None:
+            start(self, learner)
+            begun[learner] += 1
+            if begun[learner] == 2:
+                time.sleep(after_s)
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        vars(launcher)["Launcher"]._start_learner = patched
+
+    return plant
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.01, 0.03])
+@pytest.mark.parametrize("learners", [1, 2])
+def test_a_signal_right_after_a_learner_was_started_again_is_heeded(
+    after_s: float, learners: int, tmp_path: Path
+) -> None:
+    """The new one does not know yet what to do when it is asked to end: it is asked when it does."""
+    blow = Blow(point="served", count=4, whom="self", learner=learners - 1)
+    words = train_words("async", learners, train__epochs=100_000, save__grace_s=10)
+    began_s = time.monotonic()
+    ended = offbeat(tmp_path, *words, blow=blow, before=_struck_after_restart(after_s))
+    assert time.monotonic() - began_s < 20.0
+    assert (ended.code, ended.left) == (143, []), ended.err
+    said = ended.out + ended.err
+    assert said.count("is restarted") == 1 and "writing a checkpoint" in said and "without saving" not in said
+    assert offbeat(tmp_path, *resume_words("run", "--train.epochs", "1", "--json")).code in (0, 2)
+
+
+PRINTED = ("\x1e{}", "\x1e[]", '\x1e{"kind": "end"}', "\x1eabc", "\x1e", 'a\x1e{"kind": 7}')
+
+
+def test_what_a_program_prints_is_never_taken_for_a_record(tmp_path: Path) -> None:
+    def plant() -> None:
+        original = ServedTrainer._minibatch
+
+        def patched(self: ServedTrainer, *given: Any, **named: Any) -> Any:
+            for line in PRINTED:
+                print(line, flush=True)
+            return original(self, *given, **named)
+
+        vars(served_trainer)["ServedTrainer"]._minibatch = patched
+
+    ended = offbeat(tmp_path, *train_words("async", 2), before=plant)
+    assert (ended.code, ended.left) == (0, []), ended.err
+    assert all(line in ended.out + ended.err for line in PRINTED)

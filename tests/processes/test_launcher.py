@@ -240,3 +240,25 @@ def test_close_inherited_leaves_the_standard_streams() -> None:
         return 0 if all(Path(f"/proc/self/fd/{number}").exists() for number in range(3)) else 1
 
     assert fork("child", body).wait() == 0
+
+
+def test_a_learner_is_started_again_in_a_long_run_more_often_than_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restarts are counted in a stretch of time, not over a learner's whole life."""
+    plan = LaunchPlan(command=["/bin/sh", "-c", "kill -9 $$"], environment={}, restarts=2)
+    _, lines = run(plan)
+    assert len([line for line in lines.of("offbeat") if line.endswith("and is restarted")]) == 2
+    monkeypatch.setattr(launcher, "RESTARTS_S", 0.0)
+    lines = Lines()
+    with Launcher(plan, 1, lines) as started:
+        started.start()
+        while len(lines.of("offbeat")) < 6:
+            started.poll()
+    assert started.exits.keys() <= {0}
+
+
+def test_one_that_was_asked_to_end_is_not_started_again() -> None:
+    with Launcher(LaunchPlan(command=["/bin/sleep", "60"], environment={}, restarts=3), 1, Lines()) as started:
+        started.start()
+        started.ask_to_end()
+        started.watch()
+    assert started.exits == {0: -signal.SIGTERM}

@@ -26,7 +26,7 @@ SGD = {"lr": 1.0, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "neste
 def _push(**fields: Any) -> Callable[[Connection], bytes]:
     def made(connection: Connection) -> bytes:
         state = connection.state
-        given = {"seq": state.seq, "version": state.version, "hyper": (SGD,)} | fields
+        given: Any = {"seq": state.seq, "version": state.version, "hyper": (SGD,)} | fields
         return encode(Push(state.learner, state.incarnation, **given))
 
     return made

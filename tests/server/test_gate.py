@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, get_args
 
+import msgspec
 import pytest
 
 from collectives.nursery import Nursery
@@ -62,12 +63,12 @@ def test_a_learner_cannot_pass_for_a_server(nursery: Nursery) -> None:
 def test_every_field_of_every_message_has_bounds() -> None:
     """All but what may be anything: flags, the loss of a minibatch, and sums over weights."""
     free = {("Push", "loss"), ("Done", "sums")}
-    messages = {*KINDS, *wire.OUTPUT.__args__}  # type: ignore[attr-defined]  # a union has them
-    hints = {kind: wire.msgspec.inspect.type_info(kind) for kind in messages}
+    messages = {*KINDS, *get_args(wire.OUTPUT)}
+    hints: dict[Any, Any] = {kind: msgspec.inspect.type_info(kind) for kind in messages}
     loose = [
         (kind.__name__, field.name)
         for kind, info in hints.items()
-        for field in info.fields  # type: ignore[attr-defined]  # it is of a struct
+        for field in info.fields
         if not _is_bounded(field.type)
     ]
     assert set(loose) <= free, sorted(loose)

@@ -171,7 +171,7 @@ class Desk:
             if isinstance(told, Go):
                 if told.pieces and told.pin:
                     self.hear(Fetched(told.learner, told.incarnation, told.pin))
-                spent = {"began_s": at_s, "ended_s": at_s + 0.0005}
+                spent: Any = {"began_s": at_s, "ended_s": at_s + 0.0005}
                 if told.seq <= self.machine.sessions[told.learner].cancelled:
                     return Stop(told.learner, told.incarnation, told.seq, version=told.version, **spent)
                 loss = 1.0 + 1.0 / told.seq
@@ -240,11 +240,14 @@ def test_recovery_goes_through_what_came_since_the_last_snapshot_alone(
     desk.start()
     taken: list[INPUT] = []
     handle = Coordinator.handle
+
+    def counted(self: Coordinator, message: INPUT, at_s: float) -> Any:
+        taken.append(message)
+        return handle(self, message, at_s)
+
     for _ in range(4):
         desk.work(900, random.Random(1))
-        monkeypatch.setattr(
-            Coordinator, "handle", lambda self, message, at_s: (taken.append(message), handle(self, message, at_s))[1]
-        )
+        monkeypatch.setattr(Coordinator, "handle", counted)
         updates = desk.machine.policy.version
         desk.restart()
         monkeypatch.setattr(Coordinator, "handle", handle)

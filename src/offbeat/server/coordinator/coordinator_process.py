@@ -33,9 +33,8 @@ from offbeat.policies.damping import CORRECT, KEEP
 from offbeat.processes.child import Stopwatch, state_of
 from offbeat.server import handshake
 from offbeat.server.arena import Arena, ArenaLayout, stamp
-from offbeat.server.coordinator import snapshot
+from offbeat.server.coordinator import gate, snapshot
 from offbeat.server.coordinator.coordinator import Coordinator
-from offbeat.server.coordinator.gate import MOST_REFUSED, Sender, fault_of
 from offbeat.server.coordinator.invariants import stall_of
 from offbeat.server.coordinator.journal import Journal, JournalError
 from offbeat.server.coordinator.run_recorder import RecorderState, RunRecorder
@@ -155,8 +154,8 @@ class PeerConnection:
         return self.number, self.incarnation
 
     @property
-    def sender(self) -> Sender:
-        return Sender(self.role, self.number, self.incarnation, self.generation)
+    def sender(self) -> gate.Sender:
+        return gate.Sender(self.role, self.number, self.incarnation, self.generation)
 
     @property
     def patience_s(self) -> float:
@@ -516,7 +515,7 @@ class CoordinatorProcess:
             self._refuse(connection, str(error))
             return
         at_s = time.monotonic() - self.options.start_s
-        fault = fault_of(message, connection.sender, self.machine, at_s, self.arena.table)
+        fault = gate.fault_of(message, connection.sender, self.machine, at_s, self.arena.table)
         if fault:
             self._refuse(connection, f"{type(message).__name__}: {fault}")
             return
@@ -533,9 +532,9 @@ class CoordinatorProcess:
         self.recorder.refused += 1
         self.refused[connection.pid] += 1
         who = f"{connection.role} {connection.number}"
-        if self.refused[connection.pid] <= MOST_REFUSED:
+        if self.refused[connection.pid] <= gate.MOST_REFUSED:
             self._tell(f"refused what {who} said: {why}")
-        if self.refused[connection.pid] < MOST_REFUSED:
+        if self.refused[connection.pid] < gate.MOST_REFUSED:
             return
         self.sent_away[connection.pid] = why[:MOST_LETTERS]
         if connection.role == "server":
