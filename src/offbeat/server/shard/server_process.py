@@ -59,7 +59,7 @@ class Shard:
         memory = self.memory
         if self._last is not None and job.number == self._last.number:
             return self._last
-        if job.number <= memory.finished:
+        if job.number <= max(memory.finished, 0 if self._last is None else self._last.number):  # said before, and late
             return Done(self.shard, self.generation, job.number)
         if job.version != memory.version + 1:
             raise EventError(f"shard {self.shard} is at version {memory.version}, but was asked to make {job.version}")
