@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/.installed
 # the third runs only what mostly waits (tests/workers.py).
 WORKERS ?= 3
 
-.PHONY: setup demo docs test test-torch test-network test-ecosystem test-faults test-world test-matrix bench clean
+.PHONY: setup demo docs test test-torch test-network test-ecosystem test-faults test-world test-fuzz test-matrix bench clean
 
 setup: $(INSTALLED)
 
@@ -58,6 +58,11 @@ test-faults: setup
 # Its state machines in 10,000 random worlds, and the seed at which each planted bug is found. Minutes.
 test-world: setup
 	@cd tests && ../$(BIN)/python -m server.world --seeds 10000 --planted
+
+# Learners and servers that say what they like: 2,000,000 messages in random worlds, 100,000 against real processes. Minutes.
+test-fuzz: setup
+	@cd tests && ../$(BIN)/python -m server.fuzz --messages 2000000
+	@cd tests && ../$(BIN)/python -m server.fuzz_processes --messages 100000
 
 # Every strategy trains the digits, and the ledger of samples is checked; then all that is too long for `make test`. Minutes.
 test-matrix: setup
