@@ -92,7 +92,10 @@ class LenientPauses(PauseOracle):
             super().said(message)
 
     def has_led(self, stay: Stay, *given: Any, **named: Any) -> None:
-        super().has_led(stay, *given, **named)
+        _, facts = self.reading.get(stay, (0, {"seeded": False}))
+        if facts["seeded"]:
+            super().has_led(stay, *given, **named)
+        self.reading.pop(stay, None)  # before there are weights, somebody may write them meanwhile
         self.led.clear()
 
     def _lends(self, granted: object) -> None:
