@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/.installed
 # the third runs only what mostly waits (tests/workers.py).
 WORKERS ?= 3
 
-.PHONY: setup demo docs test test-torch test-network test-ecosystem test-faults test-world test-fuzz test-matrix bench clean
+.PHONY: setup demo docs test test-torch test-network test-ecosystem test-faults test-world test-fuzz test-matrix test-last-second test-absurd bench clean
 
 setup: $(INSTALLED)
 
@@ -68,6 +68,14 @@ test-fuzz: setup
 test-matrix: setup
 	@cd tests && ../$(BIN)/python -m train.matrix
 	@OFFBEAT_MATRIX=1 $(BIN)/pytest tests/train tests/process tests/server tests/simulate/test_server.py tests/simulate/test_compare_networks.py tests/test_cli.py tests/collectives/test_odd_uses.py
+
+# A run is killed at 60 points over its last second, and resumed: the same bits. Minutes.
+test-last-second: setup
+	@$(BIN)/python benchmarks/last_second.py
+
+# Every command is asked for absurd sizes and files: an answer in 10 s and 1 GB, in one line. Minutes.
+test-absurd: setup
+	@$(BIN)/python benchmarks/absurd_requests.py
 
 bench: setup
 	@$(BIN)/python benchmarks/schedules.py

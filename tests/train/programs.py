@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from offbeat import cli
 from offbeat.processes.child import close_inherited
-from offbeat.train import checkpoint, launch
+from offbeat.train import checkpoint, launch, results, trainer
 from offbeat.train.reduced_trainer import ReducedTrainer
 from offbeat.train.served_trainer import ServedTrainer
 from offbeat.train.trainer import Trainer
@@ -110,7 +110,8 @@ class Blow:
 
     Points: `reduced`, `served` (a learner of an all-reduce, of a server, begins a minibatch), `build` (it makes its
     model), `evaluate`, `write` (a file of a checkpoint is about to be written), `place` (a whole checkpoint is about to
-    get its name), `born` (a learner was just forked). `learner` says whose point; None: anybody's. Whom: self,
+    get its name), `born` (a learner was just forked); and of its end: `end`, `weights`, `conclude`, `summary` (about to
+    be written). `learner` says whose point; None: anybody's. Whom: self,
     supervisor, everybody, group (the supervisor's, as Ctrl-C does), group twice (again when it has heeded).
     """
 
@@ -157,8 +158,8 @@ def strike(blow: Blow) -> Callable[[], None]:
 
 
 def _number(given: tuple[Any, ...]) -> int:
-    trainer: Trainer = given[0]
-    return trainer.number
+    learner: Trainer = given[0]
+    return learner.number
 
 
 _POINTS: dict[str, tuple[tuple[Any, ...], str, Callable[[tuple[Any, ...]], int | None]]] = {
@@ -169,6 +170,10 @@ _POINTS: dict[str, tuple[tuple[Any, ...], str, Callable[[tuple[Any, ...]], int |
     "reduced": ((ReducedTrainer,), "_update", _number),
     "served": ((ServedTrainer,), "_minibatch", _number),
     "born": ((launch,), "_run_learner", lambda given: int(given[1])),
+    "end": ((Trainer,), "_end", _number),
+    "weights": ((trainer,), "write_weights", lambda given: None),
+    "conclude": ((launch,), "conclude", lambda given: None),
+    "summary": ((results,), "summary_of", lambda given: None),
 }
 
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from offbeat.collectives import memory, rendezvous
+from offbeat.collectives.cards import secret_of_environment, token_of
 from offbeat.collectives.choice import Choice, check
 from offbeat.collectives.counters import Stats
 from offbeat.collectives.cuda import nccl_backend
@@ -98,7 +99,7 @@ def _join(
             raise
         cards = rendezvous.hand_out_card(store, rank, names, card, timeout_s)
         rendezvous.check_cards(cards, rank, names)
-        token = bytes.fromhex(cards[0]["token"])
+        token = token_of(cards, secret_of_environment())
         peers = listener.meet(rank, names, cards, token, descriptor, size_bytes, timeout_s)
         hosts = len(set(rendezvous.hosts_of(cards)))
         remote = None

@@ -9,7 +9,6 @@ socket between every two ranks: descriptors of memory travel over it, and its en
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import socket
@@ -17,12 +16,12 @@ import struct
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch._C._distributed_c10d import Store
 
+from offbeat.collectives.cards import CardError, CardExchange, CardMissingError, secret_of_environment, sign
 from offbeat.collectives.remote import RemoteRanks
 from offbeat.errors import OffbeatError, PeerError
 from offbeat.network import connections
@@ -61,7 +60,8 @@ def this_host() -> str:
 
 def say_why_not(store: Store, rank: int, why: str) -> None:
     """Tell the others, who wait for this rank's card, that it will not come."""
-    store.set(_key(store, rank), json.dumps({"protocol": PROTOCOL, "error": why}))
+    place = _key(store, rank)
+    store.set(place, sign({"protocol": PROTOCOL, "error": why}, place, secret_of_environment()))
 
 
 def _key(store: Store, rank: int) -> str:
@@ -77,16 +77,25 @@ def hand_out_card(
     key = _key(store, rank)
     where = {"host": this_host(), "hostname": socket.gethostname(), "pid": os.getpid(), "numbering": _numbering()}
     mine = {"protocol": PROTOCOL, "token": secrets.token_hex(16), **where, **card}
-    store.set(key, json.dumps(mine))
-    cards = []
+    exchange = CardExchange(store, key, mine, secret_of_environment())
+    found: list[dict[str, Any]] = []
+    places = [f"{key.rpartition('/')[0]}/{peer}" for peer in range(len(names))]
     for peer, name in enumerate(names):
-        theirs = f"{key.rpartition('/')[0]}/{peer}"
         try:
-            store.wait([theirs], timedelta(seconds=max(0.001, end - time.monotonic())))
-            cards.append(json.loads(store.get(theirs)))
-        except (RuntimeError, ValueError):
+            found.append(mine if peer == rank else exchange.wait_for(places[peer], end))
+        except CardMissingError:
             raise PeerError(f"rank {name} did not join the group within {timeout_s:g} s", ranks=(name,)) from None
-    return cards
+        except CardError as error:
+            raise PeerError(
+                f"the group cannot be created: the card of rank {name} in its store {error}; another process may "
+                "write to that store",
+                ranks=(name,),
+            ) from None
+    if not any("error" in one for one in found):  # else nobody stays
+        exchange.settle(
+            {peer: place for peer, place in enumerate(places) if peer != rank}, lambda peer: _is_dead(found[peer])
+        )
+    return found
 
 
 class Listener:

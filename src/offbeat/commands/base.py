@@ -7,6 +7,7 @@ import json
 import math
 import shutil
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -218,6 +219,17 @@ def print_params(out: Terminal, params: Sequence[grammar.Param]) -> None:
     for param in params:
         label = param.name.upper() if param.positional else f"{param.name}="
         say(out, f"    {label.ljust(17)} {param.help}", style="dim")
+
+
+def check_writable(path: Path) -> None:
+    """`RequestError` if a file of this name cannot be written, before the work that it is to hold."""
+    if path.is_dir() or not path.parent.is_dir():
+        raise RequestError(f"cannot write {path}: it is a folder, or its folder does not exist")
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):  # beside it: the file itself is replaced when all is there
+            pass
+    except OSError as error:
+        raise RequestError(f"cannot write {path}: {error.strerror}") from None
 
 
 def write_file(path: Path, text: str) -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from pathlib import Path
 
 from offbeat.commands.base import Command, answer, facts, option
 from offbeat.errors import RequestError
 from offbeat.runs.metrics import format_accuracy
+from offbeat.runs.run_folder import RunDir
 
 
 def _run(given: argparse.Namespace) -> None:
-    from offbeat.runs.run_folder import RunDir
     from offbeat.train.config_files import read_config
 
     run = RunDir(given.run)
@@ -38,9 +39,11 @@ def _run(given: argparse.Namespace) -> None:
         weights = load(run.checkpoints / given.checkpoint).files["weights"]
     elif run.weights.exists():
         weights = read_weights(run.weights)
+        _check_newest(run)
     else:
         raise RequestError(
-            f"{run.path} has no weights.safetensors: the run has not ended; choose a checkpoint with --checkpoint"
+            f"{run.path} has no weights.safetensors: the run has not ended; finish it with offbeat train --resume "
+            f"{run.path}, or choose a checkpoint with --checkpoint"
         )
     model = task.build()
     try:
@@ -55,6 +58,20 @@ def _run(given: argparse.Namespace) -> None:
     told = {"run_dir": str(run.path), "samples": samples, "loss": known_loss, "accuracy": accuracy}
     right = [] if accuracy is None else [("accuracy", format_accuracy(accuracy, tests))]
     answer(given, told, lambda out: facts(out, [*right, ("loss", f"{loss:.4f}"), ("samples", f"{samples:,}")]))
+
+
+def _check_newest(run: RunDir) -> None:
+    """A word where there are checkpoints of later updates than the weights."""
+    from offbeat.train.checkpoint import update_of_weights
+
+    update = update_of_weights(run.weights)
+    found = [int(path.name.removeprefix("update-")) for path in run.checkpoints.glob("update-" + "[0-9]" * 8)]
+    if update is not None and found and max(found) > update:
+        print(
+            f"offbeat: the weights are of update {update}, but the newest checkpoint is of update {max(found)}: the "
+            f"run was not finished; offbeat train --resume {run.path} finishes it",
+            file=sys.stderr,
+        )
 
 
 COMMAND = Command(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from offbeat.commands.base import Command, Terminal, answer, facts, line_printer, option, say
+from offbeat.commands.base import Command, Terminal, answer, check_writable, facts, line_printer, option, say
 from offbeat.errors import OffbeatError, RequestError
 from offbeat.number_format import format_seconds, percent
 from offbeat.policies.damping import CORRECT, KEEP
@@ -71,8 +71,8 @@ def _supervisor(given: argparse.Namespace, environment: Mapping[str, str]) -> La
         corrects=given.staleness == CORRECT,
     )
     log = None if given.log is None else given.log.absolute()
-    if log is not None and (log.is_dir() or not log.parent.is_dir()):
-        raise RequestError(f"cannot write {given.log}: it is a folder, or its folder does not exist")
+    if log is not None:
+        check_writable(log)
     corrected = setting.policy().staleness_note()
     if corrected:
         print(f"offbeat: {corrected}", file=sys.stderr)

@@ -9,7 +9,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from offbeat.commands.base import Command, option, print_json
-from offbeat.errors import RequestError
+from offbeat.errors import OffbeatError, RequestError
 from offbeat.runs.run_folder import RunDir
 from offbeat.train.arguments import SECTIONS, given
 from offbeat.train.config import Config
@@ -57,6 +57,8 @@ def _run(words: argparse.Namespace) -> None:
     if words.json and (result.end or not is_rank):
         told = {"name": config.name, **result.end}
         print_json({key: told.get(key) for key in _RESULT})
+    if result.failed:
+        raise OffbeatError(result.failed)
     if result.signal:
         raise SystemExit(128 + result.signal)
 

@@ -21,6 +21,7 @@ from offbeat.commands.base import print_line
 from offbeat.commands.progress import LearnerProgress, Progress, Record
 from offbeat.number_format import format_clock, format_joules, percent, whole_percent
 from offbeat.runs.metrics import format_accuracy, format_traffic
+from offbeat.runs.run_folder import resume_command
 from offbeat.spec import count_of
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ def summary(state: Progress) -> list[tuple[str, str]]:
     """Labels and facts for the end; of a run that broke off, how far it came, and how to resume it."""
     if not state.begin and state.end is None:
         return []
-    saved = state.saved or {}
+    saved, why = state.saved or {}, (state.end or {}).get("why") or ""
     folder = (state.end or {}).get("run_dir") or state.begin.get("run_dir")
     broken_off = f"in epoch {state.epoch} of {state.epochs}, after {_seconds(state.elapsed_s)}"
     rows = [
@@ -129,7 +130,7 @@ def summary(state: Progress) -> list[tuple[str, str]]:
         ("energy", _burnt(state.energy)),
         ("saved", _if_known("update {}", str, saved.get("update")) + _if_known("{}", _clean, saved.get("path"))),
         ("run", _if_known("{}", _clean, folder)),
-        ("resume", _if_known("offbeat train --resume {}", _clean, folder if _can_resume(state) else None)),
+        ("resume", _if_known("{}", _clean, resume_command(folder or "", why) if _can_resume(state) else None)),
     ]
     return [(label, ", ".join(texts)) for label, texts in rows if texts]
 

@@ -45,7 +45,7 @@ from offbeat.predict.timelines import (
 )
 from offbeat.runs.log import RunLog, read_log, write_chrome_trace, write_log
 from offbeat.runs.metrics import highest_reached, reached_at
-from offbeat.runs.run_folder import RunDir
+from offbeat.runs.run_folder import TARGET, RunDir
 from offbeat.schedules.algorithms import fewest_bytes
 from offbeat.server.parameter_layout import model_tensors
 from offbeat.simulate.cluster import Cluster
@@ -59,6 +59,7 @@ from offbeat.train.config_files import changed, read_config
 from offbeat.train.launch import check_device
 from offbeat.train.learner_snapshot import load_buffers
 from offbeat.train.learning_rate import correction_of, optimizer_of, pace_of
+from offbeat.train.results import end_record
 from offbeat.train.run_summary import summary_of
 from offbeat.train.sample_plan import cut, speeds_to_shares, updates
 from offbeat.train.tasks import Task, check, task_of
@@ -505,11 +506,11 @@ class VirtualTrainer(Trainer):
         if "sign" not in self.last:
             self.look_for_trouble(self._evaluations[:-1], ended=True)
         self._write_last()
-        self._ended = self._end_record(self.at, "target accuracy reached" if self._stops else "")
+        self._ended = end_record(self.config, self.run, self.at, self.last, why=TARGET if self._stops else "")
         self._ended["simulated"] = True
         if self._writes:
             self._write_log()
-            write_weights(self.run.weights, dict(self.twin.state_dict()))
+            write_weights(self.run.weights, dict(self.twin.state_dict()), update=self.at.update)
             self.run.summary.write_text(summary_of(self.config, self._ended, self.run.read_metrics()), encoding="utf-8")
         self.report(self._ended)
 

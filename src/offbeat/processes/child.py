@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from offbeat.errors import OffbeatError
-from offbeat.processes.signals import ENDING, kill_group, signals_deferred
+from offbeat.processes.signals import ENDING, is_ignored_hangup, kill_group, signals_deferred
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
@@ -73,9 +73,13 @@ class ChildProcess:
             os.close(self.output)
             self.output = -1
 
+    def is_stopped(self) -> bool:
+        """As by SIGSTOP."""
+        return state_of(self.pid) == "T"
+
     def stopped_s(self) -> float:
-        """For how long it has been stopped, as by SIGSTOP."""
-        return self._stopped.seconds(state_of(self.pid) == "T")
+        """For how long it has been stopped."""
+        return self._stopped.seconds(self.is_stopped())
 
     def kill(self) -> None:
         """It, and what it has started in its session."""
@@ -178,7 +182,7 @@ def fork(
         if pid == 0:
             if captured:
                 os.setsid()
-            for number in ENDING:
+            for number in (one for one in ENDING if not is_ignored_hangup(one)):
                 signal.signal(number, signal.SIG_IGN)  # forgets one that came before the session was its own
                 if captured:
                     signal.signal(number, signal.SIG_DFL)

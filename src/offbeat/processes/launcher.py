@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import selectors
 import signal
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -62,6 +64,7 @@ class Launcher:
         self._children: list[ChildProcess] = []
         self._selector = selectors.DefaultSelector()
         self._closing = self._ending = False
+        self._given_up: set[int] = set()  # learners that are not started again
 
     def __enter__(self) -> Self:
         return self
@@ -139,7 +142,8 @@ class Launcher:
 
     def _learner_ended(self, learner: int, code: int) -> None:
         del self.learners[learner]
-        if code < 0 and not self._closing and not self._ending and self._limits[learner].take():
+        ended = self._closing or self._ending or learner in self._given_up
+        if code < 0 and not ended and self._limits[learner].take():
             self.on_line(SELF, f"learner {learner} died ({describe_exit(code)}) and is restarted")
             self._start_learner(learner)
             return
@@ -149,12 +153,22 @@ class Launcher:
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
-    def ask_to_end(self) -> None:
-        """Learners are told that they should (SIGTERM); how they do is theirs. None is started again."""
+    def ask_to_end(self, processes: AbstractSet[int] | None = None) -> set[int]:
+        """Learners (of these processes, where they are named) are told that they should end (SIGTERM), and are given
+        back; how they do is theirs. None is started again.
+        """
         self._ending = True
-        for child in self.learners.values():
+        here = {child.pid for child in self.learners.values()}
+        told = here if processes is None else here & processes
+        for pid in told:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(child.pid, signal.SIGTERM)
+                os.kill(pid, signal.SIGTERM)
+        return told
+
+    def give_up(self, learner: int) -> None:
+        """Kill a learner, and do not start it again."""
+        self._given_up.add(learner)
+        self.learners[learner].kill()
 
     def kill_learners(self) -> None:
         """At once: they are not asked."""
@@ -183,12 +197,20 @@ class Launcher:
 
 
 class RankLauncher(Launcher):
-    """Learners that are the ranks of a process group. Their store is here, and listens on loopback alone."""
+    """Learners that are the ranks of a process group. Their store is here, and listens on loopback alone.
 
-    def __init__(self, plan: LaunchPlan, learners: int, on_line: Callable[[str, str], None]) -> None:
+    Other users of this host can reach it there: what ranks say of themselves is signed with a secret that they have
+    from here, in their environment. `private`: no store listens, and they have a file in memory for one.
+    """
+
+    def __init__(
+        self, plan: LaunchPlan, learners: int, on_line: Callable[[str, str], None], *, private: bool = False
+    ) -> None:
         super().__init__(plan, learners, on_line)
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._port: int = self._listener.getsockname()[1]
+        self._secret = secrets.token_hex(32)
+        self._file = os.memfd_create("offbeat-store") if private else -1
+        self._listener = None if private else socket.create_server(("127.0.0.1", 0))
+        self._port = 0 if self._listener is None else int(self._listener.getsockname()[1])
         self._store: Any = None
 
     def environment_of(self, learner: int) -> dict[str, str]:
@@ -198,28 +220,40 @@ class RankLauncher(Launcher):
             "LOCAL_RANK": str(learner),
             "WORLD_SIZE": ranks,
             "LOCAL_WORLD_SIZE": ranks,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self._port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there: no rank opens one
-            "OFFBEAT_SUMMARY": SUMMARY,
-        }
+            "OFFBEAT_SECRET": self._secret,
+        } | (
+            {"OFFBEAT_STORE": f"/proc/{os.getpid()}/fd/{self._file}"}
+            if self._listener is None
+            else {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(self._port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there: no rank opens one
+                "OFFBEAT_SUMMARY": SUMMARY,
+            }
+        )
 
     def start(self) -> None:
         """Ranks first: the store has a thread, and must not be forked. Those that come before it wait in its queue."""
+        super().start()
+        if self._listener is None:
+            return
         from torch._C._distributed_c10d import TCPStore
 
-        super().start()
         listening = os.dup(self._listener.fileno())
         self._store = TCPStore(
             "127.0.0.1", self._port, is_master=True, wait_for_workers=False, master_listen_fd=listening
         )
 
     def finish(self) -> str | None:
-        if not self._store.check([SUMMARY]):
+        if self._store is None or not self._store.check([SUMMARY]):
             return None
         return bytes(self._store.get(SUMMARY)).decode()
 
     def close(self) -> None:
         super().close()
         self._store = None
-        self._listener.close()
+        if self._listener is not None:
+            self._listener.close()
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first unwinds what runs, so that nothing is left behind; a second ends it at once.
+"""Ctrl-C, SIGTERM and SIGHUP: the first unwinds what runs, so that nothing is left behind; a second ends it at once.
 
 This is the only file that installs a handler. A handler may note the first signals instead of raising them, for those
 who end in order: a training that saves, a learner that stops after its minibatch.
@@ -7,8 +7,10 @@ who end in order: a training that saves, a learner that stops after its minibatc
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import signal
+import stat
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -21,7 +23,8 @@ from offbeat.errors import Terminated
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs
 
-ENDING = (signal.SIGINT, signal.SIGTERM)
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STACKS = signal.SIGRTMIN + 6  # asks a learner for its stacks; programs of one's own have SIGUSR1 and SIGUSR2
 
 
 class SignalHandler:
@@ -38,6 +41,8 @@ class SignalHandler:
         self._raised: BaseException | None = None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            leave_terminal()
         if self._raised is not None:
             end_at_once(number)
         self.received.append(number)
@@ -48,8 +53,8 @@ class SignalHandler:
         raise self._raised
 
     def install(self) -> dict[signal.Signals, Any]:
-        """From now on; the handlers before."""
-        return {number: signal.signal(number, self) for number in ENDING}
+        """From now on; the handlers before. Under nohup SIGHUP stays ignored."""
+        return {number: signal.signal(number, self) for number in ENDING if not is_ignored_hangup(number)}
 
     def raise_again(self, dropped: UnraisableHookArgs) -> bool:
         if self._raised is None or dropped.exc_value is not self._raised:
@@ -61,6 +66,21 @@ class SignalHandler:
         later.daemon = True
         later.start()
         return True
+
+
+def is_ignored_hangup(number: int) -> bool:
+    """Whether whoever started this process wants it to outlive its terminal."""
+    return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
+
+
+def leave_terminal() -> None:
+    """It is gone: what is still said goes nowhere, and must not fail."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    for number in (1, 2):
+        with contextlib.suppress(OSError):
+            if stat.S_ISCHR(os.fstat(number).st_mode):
+                os.dup2(nothing, number)
+    os.close(nothing)
 
 
 def ending_by(number: int) -> BaseException:
@@ -95,12 +115,17 @@ def terminable(noted: int = 0) -> Iterator[SignalHandler]:
 
 @contextlib.contextmanager
 def signals_deferred() -> Iterator[None]:
-    """Ctrl-C and SIGTERM come a little later: what they raise is lost in what Python calls around a fork."""
+    """Ctrl-C, SIGTERM and SIGHUP come a little later: what they raise is lost in what Python calls around a fork."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def write_stacks_on_signal(descriptor: int) -> None:
+    """When `STACKS` comes, write the Python stack of every thread there, whatever this process is doing."""
+    faulthandler.register(STACKS, file=descriptor, all_threads=True, chain=False)
 
 
 def ignore_interrupts() -> None:

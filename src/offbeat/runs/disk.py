@@ -89,6 +89,23 @@ def read_file(name: str, folder: int, most_bytes: int) -> bytes:
         raise OSError(error.errno, why, name) from None
 
 
+def cut_to_lines(path: Path) -> int:
+    """Cut off what stands behind the last end of a line, in place; the size that is left."""
+    with path.open("r+b") as file:
+        size = end = file.seek(0, os.SEEK_END)
+        while end:
+            start = max(0, end - _PIECE_BYTES)
+            file.seek(start)
+            found = file.read(end - start).rfind(b"\n")
+            if found >= 0:
+                end = start + found + 1
+                break
+            end = start
+        if end < size:
+            file.truncate(end)
+    return end
+
+
 def has_size(name: str, folder: int, size_bytes: int) -> bool:
     """Whether a plain file of this size is in an opened folder."""
     found = os.stat(name, dir_fd=folder, follow_symlinks=False)

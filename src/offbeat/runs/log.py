@@ -137,6 +137,10 @@ class LogWriter:
     def span(self, span: Span) -> None:
         self._file.write(_line({"kind": "span", **check_span(span)._asdict()}))
 
+    def flush(self) -> None:
+        """What was written can be read by others from now on."""
+        self._file.flush()
+
     def close(self) -> None:
         self._file.close()
         self._unfinished.replace(self.path)

@@ -11,6 +11,7 @@
         summary.txt            what came of it, in words
         energy.json            joules, as far as they could be measured; energy.2.json after a resume
         live.json              how far it is, for `offbeat watch`; at the end, how it ended
+        stacks.txt             where all learners were when one made no progress for too long
 
 Learners of one run are on one host, and share the folder; the one who leads writes, the others hand it their parts.
 """
@@ -27,13 +28,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from offbeat.errors import OffbeatError, RequestError
-from offbeat.runs.disk import opened_folder, read_file, remove, replace_file
+from offbeat.runs.disk import cut_to_lines, opened_folder, read_file, remove, replace_file
 from offbeat.runs.untrusted import JsonLines, UnusableFile, parse
 
 FOLDER = "runs"
 # Fields of the configurations that version 0.1 wrote. They are read; whoever writes one now is told the new name.
 RENAMED = {"train.rate": "train.lr", "train.rate_batch": "train.lr_batch"}
 TIME_STAMP = "%Y%m%d-%H%M%S"  # as `time.strftime` has it
+TARGET = "target accuracy reached"  # why a run has ended, before its last epoch
 MOST_LIVE_BYTES = 16 << 20  # of live.json: many times what thousands of learners tell
 
 
@@ -44,13 +46,18 @@ def new_run_dir(name: str, where: Path | None, stamp: str) -> Path:
     first = Path(FOLDER) / f"{name}-{stamp}"
     for path in [first, *(Path(f"{first}-{attempt}") for attempt in range(2, 100))] if where is None else [where]:
         try:
-            path.mkdir(parents=True, exist_ok=where is not None)
+            path.mkdir(mode=0o700, parents=True, exist_ok=where is not None)  # it holds data and weights of the user's
             return path
         except FileExistsError:
             continue
         except OSError as error:
             raise RequestError(f"cannot create the run's folder {path}: {error.strerror}") from None
     raise OffbeatError(f"cannot find a free name for a run in {FOLDER}")
+
+
+def resume_command(where: Path | str, why: str = "") -> str:
+    """What continues a run that has ended for this reason."""
+    return f"offbeat train --resume {where}" + (" --train.stop-at 0" if why == TARGET else "")
 
 
 def check_free(where: Path, *, resumes: bool = True) -> None:
@@ -169,6 +176,7 @@ class RunDir:
         self.summary = path / "summary.txt"
         self.machine = path / "machine.json"
         self.live = path / "live.json"
+        self.stacks = path / "stacks.txt"
         self._stop = path / ".stop"
         self._parts = path / ".parts"
 
@@ -199,11 +207,16 @@ class RunDir:
             return next(iter(JsonLines(self.log(1))), {}).get("simulated") is True
         return False
 
+    def forget_results(self) -> None:
+        """What the run has left at an earlier end: it goes on. The summary first, since it says that all is there."""
+        for path in (self.summary, self.trace, self.weights):
+            path.unlink(missing_ok=True)
+
     # --- config -----------------------------------------------------------------------------------------------------
 
     def write_config(self, text: str) -> None:
         try:
-            self.config.write_text(text, encoding="utf-8")
+            replace_file(self.config, text.encode(), durable=True)
         except OSError as error:
             raise RequestError(f"cannot write {self.config}: {error.strerror}") from None
 
@@ -256,16 +269,17 @@ class RunDir:
 
     def ask_to_stop(self, update: int) -> None:
         """After this update. Who is first says when."""
-        beside = self.path / f".stop.{os.getpid()}"
-        beside.write_text(str(update), encoding="utf-8")
-        with suppress(FileExistsError):
-            os.link(beside, self._stop)  # whole, and only if there is none
-        beside.unlink()
+        try:
+            self._stop.symlink_to(str(update))  # whole, only if there is none, and without a block of a full disk
+        except FileExistsError:
+            pass
+        except OSError as error:
+            raise OffbeatError(f"cannot stop together: cannot write {self._stop}: {error.strerror}") from None
 
     def stops_after(self) -> int | None:
         """The last update, if somebody wants to stop."""
         try:
-            return int(self._stop.read_text(encoding="utf-8"))
+            return int(self._stop.readlink().name)
         except FileNotFoundError:
             return None
 
@@ -293,14 +307,10 @@ class RunDir:
     def tidy(self) -> None:
         """Nothing stays that only a running run needs. A log that was cut off keeps its whole lines."""
         self.forget_stop()
-        for path in (
-            one for name in (".stop.*", ".metrics*.unfinished", ".live*.unfinished") for one in self.path.glob(name)
-        ):
+        for path in (one for name in (".stop.*", ".*.unfinished") for one in self.path.glob(name)):
             path.unlink(missing_ok=True)
         for path in self.path.glob("log*.jsonl.unfinished"):
-            whole = path.read_bytes().rpartition(b"\n")[0]
-            if whole:
-                path.write_bytes(whole + b"\n")
+            if cut_to_lines(path):
                 path.replace(path.with_suffix(""))
             else:
                 path.unlink()

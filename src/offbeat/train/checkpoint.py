@@ -154,7 +154,7 @@ def _as_bytes(files: Mapping[str, Mapping[str, Tensor] | bytes]) -> dict[str, by
     return made
 
 
-def _serialise(tensors: Mapping[str, Tensor]) -> bytes:
+def _serialise(tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> bytes:
     """One safetensors file. It takes only contiguous tensors that share no memory, so others are copied first."""
     plain: dict[str, Tensor] = {}
     seen: set[int] = set()
@@ -169,7 +169,7 @@ def _serialise(tensors: Mapping[str, Tensor]) -> bytes:
         plain[name] = own.clone() if at in seen else own
         seen.add(at)
     try:
-        return safetensors.torch.save(plain)
+        return safetensors.torch.save(plain, metadata)
     except KeyError as error:
         raise RequestError(f"tensors of {error} cannot be saved; convert them first") from None
 
@@ -270,6 +270,12 @@ def _put_right(folder: Path, update: int) -> None:
                 entry.replace(final)
             else:
                 remove(entry)
+
+
+def tidy(folder: Path, update: int, keep: int) -> None:
+    """What a save of this update had yet to do when it was killed."""
+    _put_right(folder, update)
+    _remove_older(folder, update, keep)
 
 
 def _remove_older(folder: Path, update: int, keep: int) -> None:
@@ -405,16 +411,25 @@ class Saver:
     """Saves in the background, one checkpoint at a time.
 
     A save that fails (a full disk, no permission) does not end the training: `tell` gets one line, from the saving
-    thread, and the earlier checkpoints stay.
+    thread, and the earlier checkpoints stay. `on_saved` is called, from that thread, when an update is on disk.
     """
 
-    def __init__(self, folder: Path, *, keep: int, tell: Callable[[str], None]) -> None:
-        self._folder, self._keep, self._tell = folder, keep, tell
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep: int,
+        tell: Callable[[str], None],
+        on_saved: Callable[[int], None] = lambda update: None,
+    ) -> None:
+        self._folder, self._keep, self._tell, self._on_saved = folder, keep, tell, on_saved
         self._thread: threading.Thread | None = None
+        self.failure = ""  # why the last save failed, if it did
 
     def save(self, update: int, state: Mapping[str, Any], files: Mapping[str, Mapping[str, Tensor] | bytes]) -> None:
         """As `save`, but return when all is copied, so that the caller may change it. Waits for the save before."""
         self.wait()
+        self.failure = ""
         _check(update, self._keep)
         copies = (update, _as_json(state), _as_bytes(files))
         # Not a daemon: a program that ends has its last checkpoint.
@@ -431,15 +446,21 @@ class Saver:
         try:
             _write(self._folder, update, state, files, self._keep)
         except Exception as error:  # whatever it is, training goes on, and the user reads of it
+            self.failure = _line(error)
             self._tell(f"saving update {update} failed; training continues, earlier checkpoints remain: {_line(error)}")
+        else:
+            self._on_saved(update)
 
 
 # --- single files -------------------------------------------------------------------------------------------------
 
 
-def write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write one safetensors file, CheckpointError if that fails; the one before stays until the new one is whole."""
-    content = _serialise(tensors)
+def write_weights(path: Path, tensors: Mapping[str, Tensor], *, update: int | None = None) -> None:
+    """Write one safetensors file, CheckpointError if that fails; the one before stays until the new one is whole.
+
+    Its metadata say of which update it is, where that is known.
+    """
+    content = _serialise(tensors, None if update is None else {"update": str(update)})
     try:
         replace_file(path, content, durable=True)
     except OSError as error:
@@ -453,6 +474,16 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {_reason(error)}") from error
     return _parse(content, f"{path} cannot be read")
+
+
+def update_of_weights(path: Path) -> int | None:
+    """The update that a safetensors file says it is of; None where it says none."""
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            told = (file.metadata() or {}).get("update", "")
+    except (OSError, safetensors.SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {_line(error)}") from None
+    return int(told) if told.isascii() and told.isdigit() else None
 
 
 # --- what errors say ----------------------------------------------------------------------------------------------

@@ -123,6 +123,9 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     loss: Annotated[str, "loss, module:function(outputs, targets), the mean over samples; empty: cross-entropy"] = ""
     stop_at: Annotated[Share, "stop when this accuracy is reached and held, like 0.97; 0: run all epochs"] = 0.0
     threads: Annotated[Count, "torch threads per learner"] = 1
+    watchdog_s: Annotated[
+        From0, "seconds without a minibatch, at the least, until a learner counts as hung; 0: it never does"
+    ] = 30.0
 
     def __post_init__(self) -> None:
         Section.__post_init__(self)

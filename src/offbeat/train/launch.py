@@ -11,6 +11,7 @@ before anything is started: what is wrong with them is said here, and the forks 
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import math
@@ -21,10 +22,10 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 
@@ -32,7 +33,7 @@ from offbeat.errors import OffbeatError, PeerError, RequestError
 from offbeat.processes.child import Stopwatch, describe_exit
 from offbeat.processes.launcher import SELF, Launcher, LaunchPlan, RankLauncher, thread_environment
 from offbeat.processes.signals import SignalHandler, ending_by, terminable
-from offbeat.runs.log import stream_spans, write_chrome_trace
+from offbeat.processes.watchdog import Phase, ProgressBoard, Silence, StackFiles, Watchdog, innermost
 from offbeat.runs.run_folder import TIME_STAMP, FolderLock, RunDir, check_free, new_run_dir
 from offbeat.server.learner.join import through_store
 from offbeat.server.run_setting import RunSetting
@@ -46,13 +47,15 @@ from offbeat.train.config_files import changed, read_config, write_config
 from offbeat.train.out_of_memory import naming_memory, told_of_batch, told_of_model
 from offbeat.train.recompute import recomputing
 from offbeat.train.reduced_trainer import ReducedTrainer
+from offbeat.train.results import are_complete, conclude, finish, why_ended
 from offbeat.train.sample_plan import updates
 from offbeat.train.served_trainer import ServedTrainer, setting_of
 from offbeat.train.tasks import PROGRAM, Task, check_apart, task_of
-from offbeat.train.telemetry import Telemetry
+from offbeat.train.telemetry import Live, Telemetry
 from offbeat.train.tensorboard import writer_class
-from offbeat.train.trainer import Report, device_of
+from offbeat.train.trainer import Report, TrainingState, device_of
 
+P = ParamSpec("P")
 MARK = f"\x1e{secrets.token_hex(8)} "  # before a record (RFC 7464); forked learners know the word
 # After one of an all-reduce is lost: for the others to come to the same group, and to see it and save what they have.
 FORMING_S, PARTING_S = 1.0, 60.0
@@ -60,6 +63,7 @@ _UNSAVED = (
     "the current minibatches did not finish in time (--save.grace-s), so the run ended without saving; --resume "
     "continues from the last checkpoint"
 )
+CHECK_S = 0.2  # between two checks of who makes progress
 MOST_LEARNERS = 256  # processes that one machine is asked for
 MOST_BY_DEFAULT = 4  # more take larger steps than small data sets bear
 # What learners load sooner or later, torch's first step of an optimizer the largest of it: a second of work.
@@ -73,11 +77,12 @@ AHEAD = (
 
 @dataclass(slots=True, kw_only=True)
 class Result:
-    """What came of a run."""
+    """What came of a run. One that came to its end may have failed all the same: then `failed` says how."""
 
     end: dict[str, Any] = field(default_factory=dict)  # as the one who led last told it
     signal: int = 0  # that ended it, if one did
     services: dict[str, Any] = field(default_factory=dict)  # what the parameter server has counted
+    failed: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +96,7 @@ class Start:
     segment: int = 1
     unused: bool = False  # some parameters get no gradient
     hold: FolderLock | None = None  # on the run's folder
+    ended: str | None = None  # nothing is left to train, and why; only the results are to be written
 
     @property
     def reduces(self) -> bool:
@@ -162,21 +168,36 @@ def prepare(
         writer_class()
     run = RunDir(new_run_dir(config.name, run_dir, time.strftime(TIME_STAMP)) if resume is None else resume)
     hold = FolderLock(run.path, time.sleep)
-    checkpoint = None
+    checkpoint, ended = None, None
     if resume is not None:
         run.tidy()
         checkpoint = newest(run.checkpoints, tell)
         if checkpoint is not None:
-            _check_resume(config, checkpoint, samples, tell)
+            _check_resume(config, run, checkpoint, samples)
+            ended = _ended(config, run, checkpoint)
+            if ended is None:
+                _check_rest(config, checkpoint, samples, tell)
         elif any(run.checkpoints.glob("update-*")):
             raise RequestError(f"all checkpoints of {resume} are corrupt; start a new run in another folder")
+        elif run.weights.exists():
+            raise RequestError(
+                f"{resume} has weights but no checkpoint to resume from; start a new run in another folder"
+            )
         else:
             tell(f"{resume} has no checkpoint; training starts from the beginning")
         run.forget_metrics_after(-1 if checkpoint is None else checkpoint.update)
+        run.forget_results()
         run.live.unlink(missing_ok=True)  # what it says is of the stretch before
     write_config(run, config)
     return Start(
-        config=config, task=made, run=run, checkpoint=checkpoint, segment=run.next_segment(), unused=unused, hold=hold
+        config=config,
+        task=made,
+        run=run,
+        checkpoint=checkpoint,
+        segment=run.next_segment(),
+        unused=unused,
+        hold=hold,
+        ended=ended,
     )
 
 
@@ -199,25 +220,52 @@ def _with_batch_of(config: Config, run: RunDir) -> Config:
     return changed(config, {"train": batch})
 
 
-def _check_resume(config: Config, checkpoint: Checkpoint, samples: int, tell: Callable[[str], None]) -> None:
+def _check_resume(config: Config, run: RunDir, checkpoint: Checkpoint, samples: int) -> None:
+    """`RequestError` if the run of this checkpoint was another one."""
     optimizer, reduces = checkpoint.state["optimizer"], family_of(config.sync) == ALL_REDUCE
     if optimizer != config.train.optimizer:
         raise RequestError(f"train.optimizer: the checkpoint has the state of {optimizer}; resume with that optimizer")
-    left = samples - checkpoint.state["standing"]["offset"]
-    if reduces and left < config.learners * config.train.accumulate:
+    seed = read_config(run).seed
+    if seed != config.seed:
         raise RequestError(
-            f"{count_of(left, 'sample')} of this epoch are left, too few for {config.learners} learners with "
-            f"train.accumulate = {config.train.accumulate}; resume with fewer learners"
+            f"seed: the run has seed {seed}, which decides the order of its samples; got {config.seed}, so resume "
+            f"without --seed"
+        )
+    before = checkpoint.state.get("samples", samples)
+    if before != samples:
+        raise RequestError(
+            f"the data set has {count_of(samples, 'sample')}, but had {before} when the checkpoint was saved; "
+            "restore the data, or start a new run"
         )
     if ("server" in checkpoint.files) == reduces:
         raise RequestError(
             f"{checkpoint.path.parent.parent} was saved under '{checkpoint.state['sync']}' and cannot be resumed under "
             f"'{config.sync}': all-reduce and parameter server store the optimizer's state differently"
         )
-    if checkpoint.state["standing"]["epoch"] >= config.train.epochs:
+
+
+def _ended(config: Config, run: RunDir, checkpoint: Checkpoint) -> str | None:
+    """Why nothing is left to train, if so: only the results are missing. `RequestError` if these are there too."""
+    why = why_ended(config, checkpoint, run)
+    if why is None:
+        return None
+    asked_for_less = checkpoint.state["standing"]["epoch"] > config.train.epochs
+    if not asked_for_less and not are_complete(run, checkpoint.update):
+        return why
+    if why:
         raise RequestError(
-            f"{checkpoint.path.parent.parent} has completed its {config.train.epochs} epochs; "
-            "ask for more with --train.epochs"
+            f"{run.path} has reached its accuracy of {config.train.stop_at:g}; go on with --train.stop-at 0"
+        )
+    raise RequestError(f"{run.path} has completed its {config.train.epochs} epochs; ask for more with --train.epochs")
+
+
+def _check_rest(config: Config, checkpoint: Checkpoint, samples: int, tell: Callable[[str], None]) -> None:
+    """Whether so many learners can go on from here."""
+    left = samples - checkpoint.state["standing"]["offset"]
+    if family_of(config.sync) == ALL_REDUCE and left < config.learners * config.train.accumulate:
+        raise RequestError(
+            f"{count_of(left, 'sample')} of this epoch are left, too few for {config.learners} learners with "
+            f"train.accumulate = {config.train.accumulate}; resume with fewer learners"
         )
     learners = checkpoint.state["learners"]
     if learners != config.learners:
@@ -233,12 +281,51 @@ def launch(start: Start, on_record: Report, on_line: Callable[[str, str], None])
 
     Ctrl-C or SIGTERM lets the learners save and end; a second one ends everything at once.
     """
+    on_record, on_line = _outlives_terminal(on_record), _outlives_terminal(on_line)
     try:
+        if start.ended is not None:
+            return _finish(start, on_record)
         with Telemetry(start.config, start.run, start.segment, on_record) as telemetry:
-            return _ForkedTraining(start, telemetry, on_line).run()
+            result = _ForkedTraining(start, telemetry, on_line).run()
+            telemetry.note_failure(result.failed)
+            return result
     finally:
         if start.hold is not None:
             start.hold.release()
+
+
+def _outlives_terminal(show: Callable[P, None]) -> Callable[P, None]:
+    """A terminal that is gone does not end a training that is about to save."""
+
+    def shown(*given: P.args, **named: P.kwargs) -> None:
+        try:
+            show(*given, **named)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+
+    return shown
+
+
+def _finish(start: Start, on_record: Report) -> Result:
+    """The run was killed between its last checkpoint and its results: these are written now."""
+    assert start.checkpoint is not None and start.ended is not None
+    checkpoint = start.checkpoint
+    at = TrainingState(**checkpoint.state["standing"])
+    end = finish(start.config, start.run, checkpoint, at, start.ended)
+    live = Live()
+    for record in (
+        {"kind": "note", "text": f"training had ended at update {checkpoint.update}; its results are written now"},
+        *([checkpoint.state["last"]] if checkpoint.state["last"] else []),
+        {"kind": "saved", "update": checkpoint.update, "path": str(start.run.checkpoints)},
+        end,
+    ):
+        on_record(record)
+        live.hear(record, time.time())
+    live.told["over"] = True
+    with suppress(OSError):  # it is for who watches
+        start.run.write_live(live.as_json(time.time()))
+    return Result(end=end)
 
 
 class _ForkedTraining:
@@ -252,17 +339,23 @@ class _ForkedTraining:
         self.start, self.telemetry, self.on_line = start, telemetry, on_line
         self.result = Result()
         self.failures: dict[int, str] = {}  # as they came
-        self.ready: dict[int, int] = {}  # learners that know what to do when they are asked to end, and their processes
-        self.was_asked = False  # they were
+        self.ready: set[int] = set()  # processes of learners that know what to do when they are asked to end
+        self.asked: set[int] = set()  # those that were
         self.halted = False  # all learners stand still, and one of them saves
         self.patience_s = FORMING_S
         self.exits: dict[int, int] = {}  # before the others were ended from here
         self._stopping, self._lost = Stopwatch(), Stopwatch()
+        learners, train = start.config.learners, start.config.train
+        self._board, self._stacks = ProgressBoard(learners), StackFiles(learners)
+        least_s = train.watchdog_s * (10.0 if start.config.slow else 1.0)  # slow on purpose: that is no hang
+        self._watchdog = Watchdog(self._board, learners, least_s=least_s, together=start.reduces)
+        self._next_check_s = 0.0
+        self._gave_time = False  # to save, when those that hung had been given up
 
     def run(self) -> Result:
         start, result = self.start, self.result
         with terminable(noted=1) as signals:
-            launcher = _launcher(start, self._read_line)
+            launcher = _launcher(start, self._run_learner, self._read_line)
             try:
                 for name in AHEAD:  # once, and not in each fork
                     importlib.import_module(name)
@@ -274,15 +367,24 @@ class _ForkedTraining:
                 raise
             finally:
                 launcher.close()
+                self._stacks.close()
                 start.run.tidy()
                 energy = self.telemetry.measure()
             result.signal = signals.received[0] if signals.received else 0
         if result.end:
             result.end["joules"] = energy.joules
         result.services = json.loads(said) if said else {}
-        _raise_failure(start, self.exits or launcher.exits, self.failures, result)
-        conclude(start, result)
+        exits = self.exits or launcher.exits
+        _raise_failure(start, exits, self.failures, result)
+        conclude(start.config, start.run, result.end)
+        result.failed = result.end["failed"] or _failures_of(exits, self.failures)
         return result
+
+    def _run_learner(self, number: int) -> int:
+        """In the learner's process."""
+        self._board.clear(number)
+        self._stacks.serve(number)
+        return _run_learner(self.start, number, lambda phase: self._board.note(number, phase))
 
     def _note(self, text: str) -> None:
         self.telemetry.hear({"kind": "note", "text": text})
@@ -290,22 +392,52 @@ class _ForkedTraining:
     def _check_end(self, launcher: Launcher, signals: Sequence[int]) -> None:
         """Whether learners have to be asked to end, or made to."""
         self.telemetry.hear({"kind": "turn"})
-        # One that has just been started again would be ended by the signal, and not save.
-        if (
-            signals
-            and not self.was_asked
-            and all(self.ready.get(learner) == child.pid for learner, child in launcher.learners.items())
-        ):
-            self.was_asked = True
-            self._note("asked to stop: writing a checkpoint (a second Ctrl-C ends the run at once)")
-            launcher.ask_to_end()
-        if self._stopping.seconds(bool(signals) and not self.halted) > self.start.config.save.grace_s:
-            self._note(_UNSAVED)
-            raise ending_by(signals[0])
+        if signals:
+            if not self.asked and self.ready:
+                self._note("asked to stop: writing a checkpoint (a second Ctrl-C ends the run at once)")
+            # One that was just started is asked when it can heed it: before, the signal would end it.
+            self.asked |= launcher.ask_to_end(self.ready - self.asked)
+        now_s = time.monotonic()
+        if now_s >= self._next_check_s:
+            self._next_check_s = now_s + CHECK_S
+            for silence in self._watchdog.check(_stopped(launcher), now_s):
+                self._give_up(launcher, silence)
+        grace_s = self.start.config.save.grace_s
+        if self._stopping.seconds(bool(signals) and not self.halted) > grace_s:
+            running = _stopped(launcher)
+            hung = self._watchdog.working(running, grace_s)
+            if self.start.reduces or self._gave_time or not 0 < len(hung) < len(running):
+                self._note(_UNSAVED)
+                raise ending_by(signals[0])
+            self._gave_time = True  # the others can save without those that hang
+            for silence in hung:
+                self._give_up(launcher, silence)
+            self._stopping.seconds(False)
         lost_s = self._lost.seconds(self.start.reduces and any(launcher.exits.values()) and not self.exits)
         if lost_s > self.patience_s:
             self.exits = dict(launcher.exits)
             launcher.kill_learners()
+
+    def _give_up(self, launcher: Launcher, silence: Silence) -> None:
+        """A learner makes no progress: say where it is, and go on without it, as far as that can be."""
+        learner = silence.learner
+        if learner in self.failures or learner not in launcher.learners:
+            return
+        stacks = {
+            one: "" if child.is_stopped() else self._stacks.ask(one, child.pid)
+            for one, child in sorted(launcher.learners.items())
+        }
+        path, written = self.start.run.stacks, ""
+        text = "\n".join(f"learner {one}:\n{stack}" for one, stack in stacks.items() if stack)
+        with suppress(OSError):  # it is told all the same
+            path.write_text(f"learner {learner} {silence}\n\n{text}", encoding="utf-8")
+            written = f"; the stacks of all learners are in {path}"
+        at = innermost(stacks[learner])
+        where = f", in {at}" if at else ""
+        self.failures[learner] = f"{silence}{where}{written}"
+        self._note(f"learner {learner} {self.failures[learner]}; it is given up")
+        self.halted = self.halted and silence.phase is not Phase.LEADING
+        launcher.give_up(learner)
 
     def _read_line(self, name: str, line: str) -> None:
         if name == SELF:
@@ -325,7 +457,7 @@ class _ForkedTraining:
     def _handle_record(self, name: str, record: dict[str, Any]) -> None:
         match record["kind"]:
             case "heeding":
-                self.ready[record["learner"]] = record["pid"]
+                self.ready.add(record["process"])
                 return
             case "halted":
                 self.halted = record["now"]
@@ -348,17 +480,19 @@ class _ForkedTraining:
             self._note(f"learner {learner}: {text}")
 
 
-def _launcher(start: Start, on_line: Callable[[str, str], None]) -> Launcher:
+def _stopped(launcher: Launcher) -> dict[int, bool]:
+    """Learners that run, and whether each is stopped."""
+    return {learner: child.is_stopped() for learner, child in launcher.learners.items()}
+
+
+def _launcher(start: Start, body: Callable[[int], int], on_line: Callable[[str, str], None]) -> Launcher:
     config = start.config
     environment = {**os.environ, **thread_environment(config.train.threads)}
-
-    def body(number: int) -> int:
-        return _run_learner(start, number)
-
     if start.reduces:
-        return RankLauncher(LaunchPlan(body=body, environment=environment), config.learners, on_line)
+        plan = LaunchPlan(body=body, environment=environment)
+        return RankLauncher(plan, config.learners, on_line, private=True)
     extra = setting_of(config, start.checkpoint)
-    plan = ServerPlan(
+    served = ServerPlan(
         setting=RunSetting(line=config.sync, learners=config.learners, shards=config.servers, **extra),
         body=body,
         environment=environment,
@@ -366,11 +500,11 @@ def _launcher(start: Start, on_line: Callable[[str, str], None]) -> Launcher:
         log=start.run.log(start.segment).absolute(),
         facts={"learners": config.learners, "servers": config.servers, "name": config.name},
     )
-    return Supervisor(plan, on_line)
+    return Supervisor(served, on_line)
 
 
-def _run_learner(start: Start, number: int) -> int:
-    """One learner, in a process of its own; its exit code."""
+def _run_learner(start: Start, number: int, beat: Callable[[Phase], None]) -> int:
+    """One learner, in a process of its own; its exit code. `beat` notes what it does."""
 
     def report(record: Mapping[str, Any]) -> None:
         sys.stdout.flush()
@@ -379,7 +513,7 @@ def _run_learner(start: Start, number: int) -> int:
     # What torch keeps of NVML does not survive this fork, which closes files: it asks CUDA then, and need not say so.
     warnings.filterwarnings("ignore", "Can't initialize NVML")
     try:
-        _fit(start, number, start.config.learners, report)
+        _fit(start, number, start.config.learners, report, beat)
     except Exception as error:
         report({"kind": "failed", "learner": number} | _failure_of(error))
         return error.exit_code if isinstance(error, OffbeatError) else 1
@@ -404,11 +538,17 @@ def _failure_of(error: Exception) -> dict[str, str]:
 _PEERS = ("PeerError: ", "Connection closed by peer", "Connection reset by peer", "remote process exited")
 
 
-def _fit(start: Start, number: int, learners: int, report: Report) -> None:
+def _fit(
+    start: Start,
+    number: int,
+    learners: int,
+    report: Report,
+    beat: Callable[[Phase], None] = lambda phase: None,
+) -> None:
     signals = SignalHandler(math.inf)
     signals.install()
     if not under_torchrun():
-        report({"kind": "heeding", "learner": number, "pid": os.getpid()})
+        report({"kind": "heeding", "learner": number, "process": os.getpid()})
     kind = ReducedTrainer if start.reduces else ServedTrainer
     device, train = device_of(start.config.device, number), start.config.train
     with naming_memory(lambda: told_of_model(device)):
@@ -423,6 +563,7 @@ def _fit(start: Start, number: int, learners: int, report: Report) -> None:
             segment=start.segment,
             unused=start.unused,
         )
+    trainer.beat = beat
     signals.on_noted = trainer.ask_to_stop
     if signals.received:  # one that came before there was a trainer
         trainer.ask_to_stop()
@@ -430,6 +571,7 @@ def _fit(start: Start, number: int, learners: int, report: Report) -> None:
         with naming_memory(lambda: told_of_batch(device, train.batch_size, recompute=train.recompute)):
             trainer.fit()
     finally:
+        beat(Phase.ENDED)
         trainer.saver.wait()
 
 
@@ -437,8 +579,8 @@ def _raise_failure(start: Start, exits: Mapping[int, int], failures: Mapping[int
     """An `OffbeatError` that says who is at fault, if the run did not come to its end."""
     if result.end and not (start.reduces and any(exits.values())):
         return
-    died = [learner for learner, code in sorted(exits.items()) if code < 0]
     failed = {learner: text for learner, text in failures.items() if not text.startswith(_OTHERS)}
+    died = [learner for learner, code in sorted(exits.items()) if code < 0 and learner not in failed]
     saved = start.run.checkpoints.is_dir() and any(start.run.checkpoints.glob("update-*"))
     onward = f"; continue from the last checkpoint with: offbeat train --resume {start.run.path}" if saved else ""
     if died:
@@ -448,21 +590,26 @@ def _raise_failure(start: Start, exits: Mapping[int, int], failures: Mapping[int
         learner, text = next(iter(failed.items()))
         kind = RequestError if exits.get(learner) == RequestError.exit_code else OffbeatError
         raise kind(f"learner {learner}: {text}{onward}")
-    broken = [learner for learner, code in sorted(exits.items()) if code]
+    # One that said nothing ended by itself, and the others have said that they miss it.
+    broken = sorted((learner in failures, learner) for learner, code in exits.items() if code)
     if broken or not result.end:
-        who = f"learner {broken[0]} failed" if broken else "the run ended without a result"
+        first = broken[0][1] if broken else 0
+        who = f"learner {first} ended ({describe_exit(exits[first])})" if broken else "the run ended without a result"
         raise OffbeatError(f"{who}{onward}")
 
 
-def conclude(start: Start, result: Result) -> None:
-    """What is written when all is over."""
-    from offbeat.train.run_summary import summary_of
-
-    log = start.run.log(start.segment)
-    if log.exists():
-        write_chrome_trace(start.run.trace, stream_spans(log), name=start.config.name)
-    start.run.summary.write_text(summary_of(start.config, result.end, start.run.read_metrics()), encoding="utf-8")
-    start.run.tidy()
+def _failures_of(exits: Mapping[int, int], failures: Mapping[int, str]) -> str:
+    """What is said of learners that failed in a run that the others brought to its end."""
+    failed = {
+        learner: failures.get(learner, f"ended ({describe_exit(code)})")
+        for learner, code in sorted(exits.items())
+        if code > 0 or (code and learner in failures)
+    }
+    if not failed:
+        return ""
+    learner, text = next(iter(failed.items()))
+    more = f", and {count_of(len(failed) - 1, 'other learner')} failed" if len(failed) > 1 else ""
+    return f"learner {learner}: {text}{more}; the other learners finished the run"
 
 
 def train(
@@ -502,9 +649,15 @@ def train(
     hear = hear or _print_evaluation
     where, before = (None if one is None else Path(one) for one in (run_dir, resume))
     if under_torchrun():
-        return learn(config, run_dir=where, resume=before, report=hear, task=task).end
+        result = learn(config, run_dir=where, resume=before, report=hear, task=task)
+        if result.failed:
+            raise OffbeatError(result.failed)
+        return result.end
     start = prepare(config, run_dir=where, resume=before, task=task, tell=print)
-    return launch(start, hear, lambda name, line: print(f"{name} | {line}", flush=True)).end
+    result = launch(start, hear, lambda name, line: print(f"{name} | {line}", flush=True))
+    if result.failed:
+        raise OffbeatError(result.failed)
+    return result.end
 
 
 def _print_evaluation(record: Mapping[str, Any]) -> None:
@@ -547,11 +700,15 @@ def learn(
             tell=lambda line: report({"kind": "note", "text": line}),
         )
         through_store("run-dir", str(start.run.path.absolute()))
-        through_store(f"ready-{again}", json.dumps([start.segment, start.unused]))
+        through_store(f"ready-{again}", json.dumps([start.segment, start.unused, start.ended]))
+        if start.ended is not None:
+            return _finish(start, report)
         config = start.config
         os.environ["OFFBEAT_LOG"] = str(start.run.log(start.segment).absolute())
     else:
-        segment, unused = json.loads(through_store(f"ready-{again}", None))
+        segment, unused, ended = json.loads(through_store(f"ready-{again}", None))
+        if ended is not None:
+            return Result()
         run = RunDir(Path(through_store("run-dir", None)))
         config = _with_batch_of(config, run)
         resumes = bool(again) or resume is not None
@@ -585,5 +742,6 @@ def learn(
             raise OffbeatError(f"rank {rank}: {told['text']}") from None
         if telemetry is not None and result.end:
             result.end["joules"] = telemetry.measure().joules
-            conclude(start, result)
+            conclude(config, start.run, result.end)
+            result.failed = result.end["failed"]
     return result

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import FileStore
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -29,6 +31,7 @@ from offbeat.collectives.backend import stats
 from offbeat.collectives.options import Options
 from offbeat.errors import OffbeatError, RequestError
 from offbeat.processes.slowness import Slowness
+from offbeat.processes.watchdog import Phase
 from offbeat.runs.log import LogWriter, Span
 from offbeat.server.learner.leased_loader import SampleOrder, seed_of
 from offbeat.server.learner.reduced_learner import gather_bytes
@@ -83,7 +86,7 @@ class ReducedTrainer(Trainer):
         if config.train.split == "auto" and len(self.at.shares) == self.learners:
             self._shares = self.at.shares  # found before the checkpoint
         self._order = SampleOrder(config.seed, self.samples)
-        self._grads = _LastGradient(self.model, self._be_slow)
+        self._grads = _LastGradient(self.model, self._on_last_gradient)
         self._input = input_of(
             self.task.train,
             self.device,
@@ -99,6 +102,7 @@ class ReducedTrainer(Trainer):
         self._under_way: deque[_Marks] = deque()  # updates that the device may not have finished
         self._ended_s: float | None = None  # when the last one ended there, if the next follows it at once
         self._busy_s = self._idle_s = 0.0  # of the device, in this epoch
+        self._is_last_pass = True
         self._update_s = self._began_s = 0.0  # when the update began, and the pass that is computed
         self._since_s = 0.0  # the end of the last pause
         self._spans: list[tuple[float, float, float, float]] = []
@@ -152,10 +156,14 @@ class ReducedTrainer(Trainer):
                 if self._train_epoch():
                     break
             if self._together:
+                self.beat(Phase.WAITING)
                 dist.barrier()
         finally:
             if self._log is not None:
-                self._log.close()
+                try:
+                    self._log.close()
+                except OSError as error:
+                    self._tell_unwritten(error)
             if self._together and dist.is_initialized():
                 dist.destroy_process_group()
 
@@ -195,6 +203,7 @@ class ReducedTrainer(Trainer):
         batches = self._input.batches(wanted, chance)
         for update in plan:
             self._update_s = time.monotonic()
+            self.beat(Phase.READING)
             passes = []
             for one in update.passes:
                 self.set_chance(self.at.epoch, one.start)
@@ -209,7 +218,9 @@ class ReducedTrainer(Trainer):
             self.set_chance(self.at.epoch, one.start)
             inputs, targets = batch
             many = one.end - one.start
-            with self._apart(is_last=at == len(batches) - 1):
+            self._is_last_pass = at == len(batches) - 1
+            with self._apart(is_last=self._is_last_pass):
+                self.beat(Phase.COMPUTING)
                 self._began_s = time.monotonic() if at else began_s
                 self._grads.begin()
                 loss = self.loss_of(inputs, targets)
@@ -218,6 +229,7 @@ class ReducedTrainer(Trainer):
             total += loss.detach() * many
             mine += many
             self._count_samples(one)
+        self.beat(Phase.READING)  # nobody is waited for any more
         reduced_s = time.monotonic()
         computed_s = min(self._grads.last_s or reduced_s, reduced_s)
         finite = self._step(update)
@@ -392,6 +404,7 @@ class ReducedTrainer(Trainer):
         step, clock = self._step_on_device, self._clock_there
         assert step is not None
         began, mine = clock.mark(), 0
+        self.beat(Phase.COMPUTING)
         total: Tensor | float = 0.0
         for at, (one, (inputs, targets)) in enumerate(batches):
             self.set_chance(self.at.epoch, one.start)
@@ -470,10 +483,14 @@ class ReducedTrainer(Trainer):
         self.optimizer.zero_grad(set_to_none=True)
         return finite
 
-    def _be_slow(self) -> None:
-        """When the last gradient is there: a slow learner would have taken longer until now, reading samples too."""
+    def _on_last_gradient(self) -> None:
+        """A slow learner would have taken longer until now, reading samples too. What is left of the last pass is to
+        wait for the others' gradients.
+        """
         if self._slowness is not None:
             self._slowness.act(time.monotonic() - self._began_s, lambda: False)
+        if self._together and self._is_last_pass:
+            self.beat(Phase.WAITING)
 
     # --- unequal machines -------------------------------------------------------------------------------------------
 
@@ -485,6 +502,7 @@ class ReducedTrainer(Trainer):
         recent = self._measured[1:]  # the first of a stretch warms up
         self._measured = []
         self._looks += 1
+        self.beat(Phase.WAITING)
         mine = torch.tensor([sum(took for took, _ in recent), float(sum(many for _, many in recent))]).double()
         all_of_them = [torch.zeros_like(mine) for _ in range(self.learners)]
         dist.all_gather(all_of_them, mine)
@@ -508,6 +526,7 @@ class ReducedTrainer(Trainer):
 
     def _check_ledger(self) -> None:
         """At an epoch's end: all learners together have computed every sample once."""
+        self.beat(Phase.WAITING)
         mine = torch.tensor(self._ledger)
         if self._together:
             dist.all_reduce(mine)
@@ -525,6 +544,7 @@ class ReducedTrainer(Trainer):
     def _pause(self, *, epoch_end: bool, halt: bool) -> bool:
         """All stand still; the first looks, saves and says whether the run ends."""
         self._finish_all()
+        self.beat(Phase.WAITING)
         if epoch_end:
             self._tell_idle()
         began_s = time.monotonic()
@@ -547,10 +567,20 @@ class ReducedTrainer(Trainer):
         return bool(stop)
 
     def _write_spans(self, log: LogWriter, parts: list[bytes]) -> None:
-        for learner, data in enumerate(parts):
-            for kind, start_s, end_s, version in decode(data).spans.tolist():
-                start, end = start_s - self._start_s, end_s - self._start_s
-                log.span(Span(learner, _KINDS[int(kind)], max(0.0, start), max(0.0, end), int(version)))
+        try:
+            for learner, data in enumerate(parts):
+                for kind, start_s, end_s, version in decode(data).spans.tolist():
+                    start, end = start_s - self._start_s, end_s - self._start_s
+                    log.span(Span(learner, _KINDS[int(kind)], max(0.0, start), max(0.0, end), int(version)))
+            log.flush()
+        except OSError as error:
+            self._tell_unwritten(error)
+
+    def _tell_unwritten(self, error: OSError) -> None:
+        """Training goes on without its log; what could be written of it stays."""
+        told = f"cannot write {self.run.log(self.segment)}: {error.strerror}"
+        if told not in self.notes:
+            self.note(told)
 
     def load_weights(self, twin: nn.Module) -> None:
         twin.load_state_dict(self.model.state_dict())
@@ -613,7 +643,9 @@ def _join_group(line: str, rank: int, ranks: int, device: torch.device) -> None:
         torch.cuda.set_device(device)
     options = replace(Options.of_environment(), strategy=line)
     limit = timedelta(minutes=30)
-    dist.init_process_group("offbeat", rank=rank, world_size=ranks, timeout=limit, pg_options=options)
+    path = os.environ.get("OFFBEAT_STORE")  # where learners were started from here: no store listens
+    store = None if path is None else FileStore(path, ranks)
+    dist.init_process_group("offbeat", store=store, rank=rank, world_size=ranks, timeout=limit, pg_options=options)
 
 
 def _in_ddp(model: nn.Module, *, unused: bool) -> DistributedDataParallel:

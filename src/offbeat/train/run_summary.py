@@ -7,6 +7,7 @@ from typing import Any
 
 from offbeat.number_format import format_seconds
 from offbeat.runs.metrics import format_accuracy, format_traffic
+from offbeat.runs.run_folder import resume_command
 from offbeat.spec import count_of
 from offbeat.strategy import ALL_REDUCE, family_of
 from offbeat.train.config import Config
@@ -49,5 +50,5 @@ def summary_of(config: Config, end: Mapping[str, Any], metrics: Sequence[Mapping
     if end.get("stopped"):
         lines.append(f"It ended before the last epoch: {end.get('why')}.")
         if not end.get("simulated"):
-            lines.append(f"Continue with: offbeat train --resume {end.get('run_dir')}")
+            lines.append(f"Continue with: {resume_command(end.get('run_dir', ''), end.get('why') or '')}")
     return "\n".join(lines) + "\n"

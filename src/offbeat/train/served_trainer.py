@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from offbeat.policies import create
+from offbeat.processes.watchdog import Phase
 from offbeat.server.learner.connection import RunOverError
 from offbeat.server.learner.join import join_run
 from offbeat.server.learner.served_learner import ServedLearner
@@ -74,6 +75,7 @@ class ServedTrainer(Trainer):
         config, learner = self.config, self.learner
         train = config.train
         learner.on_pause = self._on_pause
+        learner.on_lease = self._on_lease
         loader: Any = self._loader()
         learner.server_state = None if self.checkpoint is None else self.checkpoint.files["server"]
         self.set_rate(self._base)
@@ -119,7 +121,9 @@ class ServedTrainer(Trainer):
         paused_s, began_s = learner.paused_s, time.monotonic()
         many = size_of(batch)
         counted = False
+        self.beat(Phase.WAITING)
         with learner.minibatch() as minibatch:
+            self.beat(Phase.COMPUTING)
             epoch, place = learner.batch_position
             self.set_chance(epoch, place)
             total = torch.zeros((), device=self.device)
@@ -141,6 +145,7 @@ class ServedTrainer(Trainer):
             self.set_rate(update)
             self.count(total, many)  # before the step, in which an epoch may end
             counted = True
+            self.beat(Phase.WAITING)
             self.optimizer.step()  # pushes, waits as the policy says, fetches
         self.optimizer.zero_grad(set_to_none=True)
         if minibatch.cancelled:
@@ -152,6 +157,10 @@ class ServedTrainer(Trainer):
         self.compute_s += pushed_s - began_s
         self.wait_s += max(0.0, ended_s - pushed_s - (learner.paused_s - paused_s))
         self.tell_progress(update, total)
+
+    def _on_lease(self, *, waits: bool) -> None:
+        """The loader waits for a lease, or has one and reads its samples."""
+        self.beat(Phase.WAITING if waits else Phase.READING)
 
     # --- pauses -----------------------------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.parameter import is_lazy
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
 from offbeat import datasets
@@ -377,6 +378,12 @@ def check(task: Task) -> None:
             raise RequestError(f"the model cannot be built: {_cause(error)}") from error
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise RequestError(f"the model, {_kind(model)}, has no parameters to train")
+        lazy = next((name for name, one in model.named_parameters() if is_lazy(one)), None)
+        if lazy is not None:
+            raise RequestError(
+                f"parameter '{lazy}' of the model has no shape before its first batch (a lazy module); give its size, "
+                "or run a batch through the model where it is built"
+            )
         for which, dataset in (("train", task.train), ("test", task.test)):
             _check_pass(which, dataset, model, task.loss)
 
@@ -384,7 +391,7 @@ def check(task: Task) -> None:
 def check_apart(task: Task, *, backward: bool) -> bool:
     """`check` in a fork, so that nothing it starts (threads, compilers, GPUs) stands in the way of later forks.
 
-    With `backward`, whether some parameters get no gradient: DDP has to be told.
+    With `backward`, whether some parameters get no gradient: DDP has to be told. A sparse one is refused.
     """
     reader, writer = os.pipe()
     for stream in (sys.stdout, sys.stderr):
@@ -419,6 +426,12 @@ def _has_unused(task: Task) -> bool:
     model = task.build().eval()  # eval: batch norm minds two samples that are alike
     inputs, targets = _first_batch(task.train)
     task.loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call] # torch's own
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            raise RequestError(
+                f"the gradient of '{name}' is sparse, and an all-reduce trains dense ones; build its embedding with "
+                "sparse=False, or use a parameter server like --sync full-sync"
+            )
     return any(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
 
 

@@ -143,6 +143,10 @@ class Telemetry:
                 self._run.live.unlink(missing_ok=True)  # it says that the run goes on: who looks would think it killed
                 self._show()  # and now there may be room
 
+    def note_failure(self, why: str) -> None:
+        """The run came to its end, and has failed all the same, unless this is empty."""
+        self._live.told["failed"] = why or None
+
     def hear(self, record: Record) -> None:
         """Also `turn`, which says only that time goes on."""
         if self._begun:

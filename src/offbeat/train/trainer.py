@@ -12,6 +12,7 @@ In a pause all learners hand in their parts; the one who leads evaluates and sav
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import Counter
@@ -25,12 +26,13 @@ from torch import Tensor, nn
 
 from offbeat.number_format import finite_or_none
 from offbeat.policies.damping import CORRECT
+from offbeat.processes.watchdog import Phase
 from offbeat.runs.learning import Sign, sign_of, warning_of
 from offbeat.runs.metrics import reached_at
-from offbeat.runs.run_folder import RunDir
+from offbeat.runs.run_folder import TARGET, RunDir
 from offbeat.server.learner.leased_loader import seed_of
 from offbeat.strategy import SERVER, family_of
-from offbeat.train.checkpoint import Checkpoint, Saver, write_weights
+from offbeat.train.checkpoint import Checkpoint, CheckpointError, Saver, write_weights
 from offbeat.train.config import Config
 from offbeat.train.device_input import input_of, tensors_of
 from offbeat.train.learner_snapshot import LearnerSnapshot, Traffic, buffers_of, decode, load_buffers, snapshot_of
@@ -38,6 +40,7 @@ from offbeat.train.learning_rate import optimizer_of, pace_of, staleness_note, z
 from offbeat.train.norms import average_buffers
 from offbeat.train.out_of_memory import is_out_of_memory, release
 from offbeat.train.precision import Precision
+from offbeat.train.results import end_record
 from offbeat.train.tasks import Task, count_right
 from offbeat.train.tensorboard import write_scalars, writer_class
 
@@ -158,6 +161,7 @@ class Trainer:
         self.notes: list[str] = []
         self.begun_with: list[str] = []  # what was told at the beginning
         self.stop_wanted = False  # somebody has sent a signal
+        self.beat: Callable[[Phase], None] = lambda phase: None  # notes what is done now, for who watches
         self.compute_s = self.wait_s = 0.0
         self.seen = 0  # samples that this learner has computed
         self._traffic_before = Traffic()  # of the parts of the run before this one
@@ -165,7 +169,7 @@ class Trainer:
         self._losses: list[tuple[Tensor | float, int]] = []  # since the last pause, with their samples
         self._loss_sum, self._loss_of = 0.0, 0
         self._told_s = 0.0
-        self.saver = Saver(run.checkpoints, keep=config.save.keep, tell=self.note)
+        self.saver = Saver(run.checkpoints, keep=config.save.keep, tell=self.note, on_saved=self._tell_saved)
         has_board = config.save.tensorboard and number == 0
         self._board = writer_class()(str(run.path / "tensorboard")) if has_board else None
         self.last: dict[str, Any] = {}  # the latest evaluation
@@ -357,7 +361,9 @@ class Trainer:
     def evaluate_and_save(self, at: TrainingState, parts: Mapping[int, bytes]) -> bool:
         """Evaluate, save, tell; whether the run is to end now. Meanwhile all learners stand still."""
         self.report({"kind": "halted", "now": True})
+        self.beat(Phase.LEADING)
         over = self._evaluate_and_save(at, parts)
+        self.beat(Phase.WAITING)
         if not over:
             self.report({"kind": "halted", "now": False})
         return over
@@ -372,7 +378,7 @@ class Trainer:
         kept = self.optimizer_files()
         if not self.still_leads():
             return False
-        stop = at.halt
+        stop, failed = at.halt, ""
         if at.epoch_end or is_last or at.halt:
             before = self.run.read_metrics()  # also of learners that led before this one
             try:
@@ -389,6 +395,8 @@ class Trainer:
             self.last |= {"dropped": at.dropped, "held": at.held}
             self.look_for_trouble(before, ended=is_last or stop)
             self._name_slow_links(before)
+            failed = self._why_in_vain(at, mine)
+            stop = stop or bool(failed)
             if not self.still_leads():
                 return False
             self._add_metrics()
@@ -400,7 +408,8 @@ class Trainer:
         if due and self.still_leads():
             self._save(at, parts, kept)
         if is_last or stop:
-            self._end(at, "" if is_last else "asked to stop" if at.halt else "target accuracy reached")
+            why = "" if is_last else "asked to stop" if at.halt else "nothing was applied" if failed else TARGET
+            self._end(at, why, failed)
         return stop or is_last
 
     def look_for_trouble(self, before: Sequence[Mapping[str, Any]], *, ended: bool) -> None:
@@ -420,6 +429,16 @@ class Trainer:
             self.last["slow_links"] = slow
         if slow and not (before and before[-1].get("slow_links")):
             self.report({"kind": "note", "text": "; ".join(slow), "learner": self.number})
+
+    def _why_in_vain(self, at: TrainingState, parts: Mapping[int, LearnerSnapshot]) -> str:
+        """Why this training cannot go on: every update of an epoch was left out, and no loss scale is being found."""
+        bad = self.last.get("sign") == "nothing applied" and at.epoch_end and at.dropped.get("not finite")
+        if not bad or at.held or self.precision.scaler is not None:
+            return ""
+        names = [str(learner) for learner, part in parts.items() if not math.isfinite(part.loss)]
+        who = f"the loss of learner{'s' if len(names) > 1 else ''} {', '.join(names)} is" if names else "gradients are"
+        remedy = self._remedy(Sign("nothing applied", ""))
+        return f"no update of epoch {at.epoch} was applied, since {who} not finite; try {remedy}"
 
     def _remedy(self, sign: Sign) -> str:
         config, rate = self.config, self.config.train.lr
@@ -444,8 +463,14 @@ class Trainer:
         self, at: TrainingState, parts: Mapping[int, LearnerSnapshot], before: Sequence[Mapping[str, Any]]
     ) -> dict[str, Any]:
         loss, accuracy, tests, chance = evaluate(
-            self.twin, self.task, self.precision, self.moved, workers=self.config.data.workers
+            self.twin,
+            self.task,
+            self.precision,
+            self.moved,
+            workers=self.config.data.workers,
+            beat=lambda: self.beat(Phase.LEADING),
         )
+        self.beat(Phase.LEADING)
         busy = sum(part.compute_s for part in parts.values())
         waited = sum(part.wait_s for part in parts.values())
         counted = sum(part.samples for part in parts.values())
@@ -481,39 +506,28 @@ class Trainer:
             "sync": self.config.sync,
             "last": self.last,
             "optimizer": self.config.train.optimizer,
+            "samples": self.samples,
             "pace": {"per_epoch": self.pace.per_epoch, "shift": self.shift},
         }
         self.saver.save(at.update, state, files)
-        self.report({"kind": "saved", "update": at.update, "path": str(self.run.checkpoints)})
+        self.beat(Phase.LEADING)
 
-    def _end(self, at: TrainingState, why: str) -> None:
+    def _tell_saved(self, update: int) -> None:
+        """Only now: it is on disk."""
+        self.report({"kind": "saved", "update": update, "path": str(self.run.checkpoints)})
+
+    def _end(self, at: TrainingState, why: str, failed: str) -> None:
+        """The results come after the checkpoint that they are of. What cannot be written is a failure of the run."""
         self.saver.wait()
-        write_weights(self.run.weights, dict(self.twin.state_dict()))
-        self.report(self._end_record(at, why))
-
-    def _end_record(self, at: TrainingState, why: str) -> dict[str, Any]:
-        """`why` it ended before its last epoch, if it did."""
-        return {
-            "kind": "end",
-            "accuracy": self.last.get("accuracy"),
-            "test_samples": self.last.get("test_samples"),
-            "loss": self.last.get("loss"),
-            "warning": self.last.get("warning"),
-            "strategy": self.config.sync,
-            "learners": self.learners,
-            "updates": at.update,
-            "samples_per_s": self.last.get("samples_per_s", 0.0),
-            "seconds": at.seconds,
-            "staleness_mean": at.staleness,
-            "wait_share": self.last.get("wait_share", 0.0),
-            "sent_bytes": self.last.get("sent_bytes"),
-            "received_bytes": self.last.get("received_bytes"),
-            "epochs": at.epoch,
-            "run_dir": str(self.run.path),
-            "stopped": bool(why),
-            "why": why,
-            "process": os.getpid(),
-        }
+        self.beat(Phase.LEADING)
+        unsaved = self.saver.failure
+        try:
+            write_weights(self.run.weights, dict(self.twin.state_dict()), update=at.update)
+        except CheckpointError as error:
+            unsaved = unsaved or str(error)
+        if unsaved:
+            failed = failed or f"update {at.update}, the last one, was not saved: {unsaved}"
+        self.report(end_record(self.config, self.run, at, self.last, why=why, failed=failed))
 
     def fit(self) -> None:
         """Train, from where the checkpoint stands to the end."""
@@ -530,14 +544,20 @@ class ModelScore(NamedTuple):
 
 
 def evaluate(
-    model: nn.Module, task: Task, precision: Precision, moved: Callable[[Any], Any], *, workers: int = 0
+    model: nn.Module,
+    task: Task,
+    precision: Precision,
+    moved: Callable[[Any], Any],
+    *,
+    workers: int = 0,
+    beat: Callable[[], None] = lambda: None,
 ) -> ModelScore:
     """On the whole test set; `workers` read it, unless it is in memory. Where memory is too small beside a training's,
-    fewer samples are taken at a time."""
+    fewer samples are taken at a time. `beat` is called for each batch."""
     at_once = EVALUATED
     while True:
         try:
-            return _evaluate_by(at_once, model, task, precision, moved, workers)
+            return _evaluate_by(at_once, model, task, precision, moved, workers, beat)
         except Exception as error:
             if at_once == 1 or not is_out_of_memory(error):
                 raise
@@ -546,7 +566,13 @@ def evaluate(
 
 
 def _evaluate_by(
-    at_once: int, model: nn.Module, task: Task, precision: Precision, moved: Callable[[Any], Any], workers: int
+    at_once: int,
+    model: nn.Module,
+    task: Task,
+    precision: Precision,
+    moved: Callable[[Any], Any],
+    workers: int,
+    beat: Callable[[], None],
 ) -> ModelScore:
     """So many samples at a time."""
     device = next(model.parameters()).device
@@ -558,6 +584,7 @@ def _evaluate_by(
     model.eval()
     with torch.no_grad():
         for inputs, targets in samples.batches(wanted):
+            beat()
             with precision.computing():
                 outputs = model(inputs)
                 loss = task.loss(outputs, targets)

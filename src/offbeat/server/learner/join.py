@@ -25,7 +25,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from offbeat.collectives.options import mark_joined
-from offbeat.errors import OffbeatError, RequestError, unknown
+from offbeat.errors import OffbeatError, PeerError, RequestError, unknown
 from offbeat.policies import create
 from offbeat.policies.damping import CORRECT, KEEP
 from offbeat.server.learner.interface import Learner
@@ -123,7 +123,7 @@ def join_run(line: str, *, servers: int, slow: Sequence[str], seed: int, setting
         if learners > 1:
             said = through_store(f"{_KEY}/{told.get('TORCHELASTIC_RESTART_COUNT', '0')}", said)
         assert said is not None
-        found = json.loads(said)
+        found = _address_of(said)
     return ServedLearner(
         line=line,
         number=number,
@@ -144,11 +144,26 @@ def through_store(key: str, value: str | None) -> str:
     except (KeyError, ValueError):
         raise RequestError("WORLD_SIZE is set, but not MASTER_ADDR and MASTER_PORT: start with torchrun") from None
     owns = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    store = _store(host, port, learners, owns)
-    if value is not None:
-        store.set(f"offbeat/{key}", value)
-    found: bytes = store.get(f"offbeat/{key}")
-    return found.decode()
+    try:
+        store = _store(host, port, learners, owns)
+        if value is not None:
+            store.set(f"offbeat/{key}", value)
+        found: bytes = store.get(f"offbeat/{key}")
+        return found.decode()
+    except (RuntimeError, UnicodeDecodeError) as error:  # it does not answer, nobody has set it, or it is junk
+        why = str(error).splitlines()[0][:200]
+        raise PeerError(f"rank {rank}: the store at {host}:{port} does not have 'offbeat/{key}': {why}") from None
+
+
+def _address_of(said: str) -> dict[str, str]:
+    """Where the servers are, as the first rank has said in the store."""
+    try:
+        found = json.loads(said)
+        return {name: str(found[name]) for name in ("address", "token")}
+    except (ValueError, TypeError, KeyError):
+        raise PeerError(
+            "what the store says of the run's servers is not theirs; another process may write to that store"
+        ) from None
 
 
 @cache  # so that it is kept open for those who come later

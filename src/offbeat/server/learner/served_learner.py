@@ -22,7 +22,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,12 @@ from offbeat.server.parameter_layout import (
 )
 from offbeat.server.shard import optimizers
 from offbeat.server.wire import MOST_DATA_BYTES, EnterPause, Granted, GroupCallAnswer, Hyper, Message
+
+
+class LeaseHook(Protocol):
+    """Called when the loader begins to wait for samples, and when it has some to read."""
+
+    def __call__(self, *, waits: bool) -> None: ...
 
 
 class ServedLearner(Learner):
@@ -87,6 +93,7 @@ class ServedLearner(Learner):
         self._at_end = at_end
         self._policy = create(line, expect=learners)
         self.on_pause: Callable[[EnterPause], bool] | None = None  # what is to be done in a pause; True ends the run
+        self.on_lease: LeaseHook = _ignore_lease  # told when the loader waits for samples, and when it has some
         self.server_state: Mapping[str, Tensor] | None = None  # set before `prepare`: a `snapshot` to go on from
         self._connection: Connection | None = None
         self._mode: PushMode | None = None
@@ -521,6 +528,10 @@ def follow(scheduler: Any, progress: Callable[[], int]) -> Any:
     return scheduler
 
 
+def _ignore_lease(*, waits: bool) -> None:
+    """Nobody watches."""
+
+
 def _refuse_to_load(*_: Any) -> None:
     raise RequestError("the servers got their state in learner.prepare; call load_state_dict before it")
 
@@ -535,6 +546,7 @@ class _CoordinatorLeases:
     def take(self, epoch: int, count: int, *, wait: bool) -> Lease | Answer:
         learner = self.learner
         _, mode, _ = learner._ready()
+        learner.on_lease(waits=True)
         if wait:
             if learner._step_with_accumulated is not None and mode.leases:
                 learner._step_with_accumulated()
@@ -546,6 +558,7 @@ class _CoordinatorLeases:
             lambda state: state.request_samples(epoch=epoch, count=count, of=self.epoch_samples, wait=wait),
             pauses=wait,
         )
+        learner.on_lease(waits=False)
         if answer.answer == Answer.ENDED.value:
             mode.epoch_ended()
         return Lease(*answer.lease) if answer.lease is not None else Answer(answer.answer)
