@@ -392,6 +392,19 @@ def ranks_of(text: str) -> int | None:
     return prod(parse_shape(spec.args[0])) if shaped and spec.args else None
 
 
+def count_links(text: str, ranks: int) -> int:
+    """How many links a topology has, one way each, without building it; about so many where it is nested."""
+    spec = grammar.parse(text)
+    nested = _nested(spec)
+    if nested is not None:
+        nodes, node, _ = nested
+        return nodes * (count_links(str(node), max(1, ranks // nodes)) + 2)
+    if spec.name == "fully-connected":
+        return ranks * (ranks - 1)
+    sides = 1 + spec.args[0].count("x") if spec.name == "torus" and spec.args else 1
+    return 2 * ranks * sides
+
+
 def build(text: str, *, ranks: int) -> Topology:
     """The topology that a line like `cluster:4x8,across=1GB/s` names, for so many ranks."""
     spec = grammar.parse(text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 
+from offbeat.commands import estimates
 from offbeat.commands.base import Command, Terminal, answer, busy, heading, option, say, table
 from offbeat.commands.machine_options import MACHINE_OPTIONS, machines_of
 from offbeat.commands.sweep import SWEEP_OPTIONS, batch_of, check_recipe_options, is_sweep, lines_of, sweep
@@ -34,7 +35,9 @@ def _run(given: argparse.Namespace) -> None:
     refuse_without_recipe(given, batch_size=epoch is not None)
     machines = machines_of(given)
     cluster, size_bytes = machines.cluster, machines.network.size_bytes
-    setups = [machines.setup(name) for name in lines_of(lines) or line_up("compare", cluster.learners)]
+    names = lines_of(lines) or line_up("compare", cluster.learners)
+    estimates.check(given, estimates.of_comparison(machines, names, given.updates, given.minibatches))
+    setups = [machines.setup(name) for name in names]
     with busy("simulating"):
         learners = describe_machines(cluster)
         found = [diagnose(one, learners, given.updates or one.updates_for(given.minibatches)) for one in setups]
@@ -143,6 +146,7 @@ error against time is written to the output folder.""",
             help="minibatches per learner (default 500, less for large simulations)",
         ),
         *MACHINE_OPTIONS,
+        estimates.CONFIRM,
         *SWEEP_OPTIONS,
         *RECIPE_OPTIONS,
         option(

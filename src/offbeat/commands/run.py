@@ -14,7 +14,7 @@ from offbeat.commands.base import Command, Terminal, answer, check_writable, fac
 from offbeat.errors import OffbeatError, RequestError
 from offbeat.number_format import format_seconds, percent
 from offbeat.policies.damping import CORRECT, KEEP
-from offbeat.processes.launcher import Launcher, LaunchPlan, RankLauncher, thread_environment
+from offbeat.processes.launcher import Launcher, LaunchPlan, RankLauncher, check_processes, thread_environment
 from offbeat.runs.metrics import format_traffic
 from offbeat.spec import count_of, parse_count
 from offbeat.strategy import ALL_REDUCE, NATIVE, family_of
@@ -25,6 +25,7 @@ def _run(given: argparse.Namespace) -> None:
         raise RequestError(f"no such script: {given.script}")
     from offbeat.processes.slowness import parse
 
+    check_processes(learners=given.learners, servers=given.servers)
     parse(given.slow, given.learners)
     with os.fdopen(os.memfd_create("offbeat-joined"), "rb") as joined:  # nothing is left behind
         environment = {

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from offbeat import schedules, topology
 from offbeat import spec as grammar
+from offbeat.commands import estimates
 from offbeat.commands.base import (
     Command,
     Terminal,
@@ -47,6 +48,9 @@ def _run(given: argparse.Namespace) -> None:
         raise RequestError(
             f"schedule: --size {given.size} is not a whole number of items of {given.item_size} bytes (--item-size)"
         )
+    if ranks > topology.MOST_RANKS:
+        raise RequestError(f"schedule: expected at most {topology.MOST_RANKS:,} ranks; got {ranks:,}")
+    _weigh(given, ranks)
     if given.calibration is None:
         machine = topology.build(given.topology, ranks=ranks)
     elif given.topology != "uniform":
@@ -57,6 +61,18 @@ def _run(given: argparse.Namespace) -> None:
         _rank_all(given, machine)
     else:
         _one(given, machine)
+
+
+def _weigh(given: argparse.Namespace, ranks: int) -> None:
+    schedule = (
+        estimates.of_ranking(ranks)
+        if given.algorithm is None
+        else estimates.of_schedule(given.algorithm, ranks, given.collective)
+    )
+    parts = [schedule, *([estimates.of_topology(given.topology, ranks)] if given.calibration is None else [])]
+    largest = max(parts, key=lambda one: one.memory_bytes)
+    total = estimates.Estimate(largest.what, sum(one.seconds for one in parts), sum(one.memory_bytes for one in parts))
+    estimates.check(given, total)
 
 
 def _one(given: argparse.Namespace, machine: Topology) -> None:
@@ -226,6 +242,7 @@ COMMAND = Command(
         option("--root", type=int, default=0, metavar="RANK", help="root rank of a broadcast or reduce (default 0)"),
         option("--all", action="store_true", help="rank every shape, not only the best of each algorithm"),
         option("--svg", read=Path, metavar="FILE", help="write a drawing of the schedule"),
+        estimates.CONFIRM,
     ),
     run=_run,
 )

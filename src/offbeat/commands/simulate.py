@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from offbeat import plugins
+from offbeat.commands import estimates
 from offbeat.commands.base import Command, Terminal, answer, busy, facts, heading, option, say
 from offbeat.commands.machine_options import MACHINE_OPTIONS, machines_of
 from offbeat.commands.model_parallel_curves import show_model_parallel
@@ -51,6 +52,8 @@ def _run(given: argparse.Namespace) -> None:
     batch = batch_of(given)
     refuse_without_recipe(given, batch_size=True)
     machines = machines_of(given)
+    logged, spans = given.log is not None, given.trace is not None or (given.show or 0) > 1000
+    estimates.check(given, estimates.of_simulation(machines, strategy, given.updates, logged=logged, spans=spans))
     setup = machines.setup(strategy)
     updates = given.updates or setup.updates_for()
     if given.curve:
@@ -232,6 +235,7 @@ against simulated seconds, and the time to --target. The output folder holds the
             action="store_true",
             help="instead of a strategy: one model cut over 1 to 128 machines, beside the speed-ups of DistBelief",
         ),
+        estimates.CONFIRM,
         *SWEEP_OPTIONS,
         *RECIPE_OPTIONS,
     ),

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from offbeat.commands import estimates
 from offbeat.commands.base import Terminal, answer, busy, heading, option, refuse, say, table, write_file
 from offbeat.commands.machine_options import machines_of
 from offbeat.commands.virtual_training import refuse_without_recipe
@@ -92,13 +93,20 @@ def _setups(given: argparse.Namespace, lines: Sequence[str]) -> tuple[list[tuple
     """All that is to be simulated, by the line that asked for it, and what cannot be with so few learners."""
     setups: list[tuple[str, Setup]] = []
     left_out: list[str] = []
+    costs: list[estimates.Estimate] = []
     for line, learners in ((line, learners) for line in lines for learners in given.learners.counts):
         machines = machines_of(given, learners)
         for strategy in expand(line):
             try:
+                costs.append(estimates.of_simulation(machines, strategy, given.updates, careful=True))
+                # Before anything is built: all up to here.
+                total = estimates.together(f"a sweep up to {count_of(learners, 'learner')} of '{strategy}'", costs)
+                estimates.check(given, total)
                 setup = machines.setup(strategy)
                 setup.updates_for()
                 setups.append((line, setup))
+            except estimates.TooLargeError:
+                raise
             except RequestError as error:
                 if len(given.learners.counts) == 1:
                     raise

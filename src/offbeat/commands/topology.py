@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from offbeat.commands import estimates
 from offbeat.commands.base import Command, Terminal, answer, heading, option, print_params, ranks_of, row_json, say
 from offbeat.number_format import format_rate, format_seconds
 from offbeat.schedules.algorithms import format_orders
@@ -20,7 +21,9 @@ def _run(given: argparse.Namespace) -> None:
         rows = [row_json(row.name, row.summary, row.params) for row in TOPOLOGIES.values()]
         answer(given, {"topologies": rows}, _show_all)
         return
-    machine = build(given.topology, ranks=given.ranks or ranks_of([given.topology]) or 8)
+    ranks = given.ranks or ranks_of([given.topology]) or 8
+    estimates.check(given, estimates.of_topology(given.topology, ranks))
+    machine = build(given.topology, ranks=ranks)
     rings = rings_of(machine)
     links = [
         {"link": edge_name(edge), "latency_s": one.latency_s, "bytes_per_s": one.bytes_per_s, "lanes": one.lanes}
@@ -90,6 +93,7 @@ COMMAND = Command(
     options=(
         option("topology", nargs="?", help="dgx1, cluster:4x8,across=1GB/s, ... (default: list all)"),
         option("--ranks", read=parse_count, metavar="P", help="number of ranks (default: from the shape, else 8)"),
+        estimates.CONFIRM,
     ),
     run=_run,
 )

@@ -18,11 +18,13 @@ from typing import Any
 import torch
 
 from offbeat.errors import RequestError
+from offbeat.machine import available_bytes
 from offbeat.measure.benchmark import Progress, relative_error
 from offbeat.measure.child_requests import error_text
 from offbeat.measure.compute_learner import ComputeLearner, layers_of
 from offbeat.measure.device_learner import DeviceLearner
 from offbeat.measure.operation_counts import StepCounts, counted
+from offbeat.number_format import format_size
 from offbeat.predict.roofline import (
     GRADIENT_BYTES,
     Gpu,
@@ -165,6 +167,8 @@ def profile(request: ProfileRequest, progress: Progress = lambda text: None) -> 
     measured = None
     if request.gpu is None or here is not None:
         progress(f"measuring on {name}")
+        if device.type == "cpu":
+            _check_activations(batch, sum(layer.kept_bytes for layer in counts.layers))
         measured = _measured(config, name, request.seconds)
     state = _STATE.get(train.optimizer, 1)
 
@@ -184,6 +188,16 @@ def profile(request: ProfileRequest, progress: Progress = lambda text: None) -> 
         error_on="" if here is None else here.name,
         asked=request.gpu is not None,
     )
+
+
+def _check_activations(batch: int, kept_bytes: int) -> None:
+    """Before they are made: a step keeps them, and works on others beside them."""
+    here = available_bytes()
+    if here is not None and 2 * kept_bytes > here:
+        raise RequestError(
+            f"profile: minibatches of {batch} samples keep {format_size(kept_bytes)} of activations, and "
+            f"{format_size(here)} are free; choose a smaller --batch-size, or a --device of the table"
+        )
 
 
 def _measured(config: Config, name: str, seconds: float) -> MeasuredStep:

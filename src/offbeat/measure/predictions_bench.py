@@ -23,12 +23,12 @@ from offbeat.measure.benchmark import BenchResult, Progress, alternate, check_di
 from offbeat.measure.training_bench import train_for
 from offbeat.predict.calibration import Calibration
 from offbeat.predict.from_calibration import predict
+from offbeat.processes.launcher import MOST_PROCESSES
 from offbeat.processes.signals import terminable
 from offbeat.report.benchmark_fields import PREDICTIONS, Row
 from offbeat.spec import count_of
 from offbeat.train.config import Config
 from offbeat.train.config_files import changed
-from offbeat.train.launch import MOST_LEARNERS
 from offbeat.train.tasks import task_of
 
 LINES = ("ring", "k-sync:2", "k-batch-async:2")
@@ -62,8 +62,8 @@ class PredictionsRequest:
         check_distinct("--sync", self.lines, "strategy")
         check_distinct("--learners", self.learners, "number")
         check_distinct("--slow", self.slow, "rule")
-        if max(self.learners) > MOST_LEARNERS:
-            raise RequestError(f"bench: --learners: expected at most {MOST_LEARNERS}; got {max(self.learners)}")
+        if max(self.learners) > MOST_PROCESSES:
+            raise RequestError(f"bench: --learners: expected at most {MOST_PROCESSES}; got {max(self.learners)}")
         list(self.configurations())
         if all(self.calibration.has(one.sync, one.learners, not one.slow) for one in self.configurations()):
             raise RequestError("bench: all of these are probes of the calibration, so there is nothing to predict")

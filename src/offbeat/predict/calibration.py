@@ -26,6 +26,7 @@ import numpy as np
 from offbeat.errors import RequestError
 from offbeat.number_format import finite_or_none
 from offbeat.policies import create, simplest
+from offbeat.runs.untrusted import read_bytes
 from offbeat.schedules import build, price
 from offbeat.simulate.cluster import Cluster, Wires
 from offbeat.simulate.compute import Draws, Law
@@ -330,7 +331,7 @@ def as_json(calibration: Calibration) -> dict[str, Any]:
 def read_calibration(path: Path) -> Calibration:
     """A `RequestError` names the file and what is wrong in it."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(read_bytes(path).decode("utf-8"))
     except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not JSON"
         raise RequestError(f"cannot read the calibration {path}: {reason}; offbeat calibrate writes one") from None

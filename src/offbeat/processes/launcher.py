@@ -21,10 +21,12 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, Self
 
+from offbeat.errors import RequestError
 from offbeat.processes.child import ChildProcess, RestartLimit, describe_exit, fork, spawn
 
 POLL_S = 0.2
 RESTARTS_S = 600.0  # in which a learner is started again so often as the plan says
+MOST_PROCESSES = 256  # of one kind that one machine is asked for: learners, servers, readers of all learners
 GRACE_S = 3.0  # for learners to end when they are asked to
 SELF = "offbeat"  # who says what the launcher itself has to say
 SUMMARY = "offbeat/summary"  # the key under which ranks leave theirs in the store
@@ -45,6 +47,13 @@ class LaunchPlan:
     @property
     def launches(self) -> bool:
         return bool(self.command) or self.body is not None
+
+
+def check_processes(**asked: int) -> None:
+    """`RequestError` if more processes of a kind are asked for than one machine should start."""
+    for kind, many in asked.items():
+        if many > MOST_PROCESSES:
+            raise RequestError(f"expected at most {MOST_PROCESSES} {kind} on one machine; got {many}")
 
 
 def thread_environment(threads: int) -> dict[str, str]:

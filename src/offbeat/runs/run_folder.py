@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from offbeat.errors import OffbeatError, RequestError
 from offbeat.runs.disk import cut_to_lines, opened_folder, read_file, remove, replace_file
-from offbeat.runs.untrusted import JsonLines, UnusableFile, parse
+from offbeat.runs.untrusted import JsonLines, UnusableFile, parse, read_bytes
 
 FOLDER = "runs"
 # Fields of the configurations that version 0.1 wrote. They are read; whoever writes one now is told the new name.
@@ -223,7 +223,7 @@ class RunDir:
     def read_config(self) -> str:
         """Its JSON; `train.config_files.config_of_run` makes a `Config` of it."""
         try:
-            return self.config.read_text(encoding="utf-8")
+            return read_bytes(self.config).decode("utf-8")
         except (OSError, UnicodeDecodeError):
             raise RequestError(f"{self.path} is not the folder of a run: it has no config.json") from None
 

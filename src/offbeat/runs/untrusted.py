@@ -9,6 +9,7 @@ What it must not know: what a run is.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import stat
@@ -108,6 +109,22 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UnusableFile(path, f"expected a JSON object; got {_kind(value)}")
     return dict(plain(value))
+
+
+def read_bytes(path: Path, most_bytes: int = LARGEST_JSON) -> bytes:
+    """A plain file that is no larger than this; the system's `OSError` for any other."""
+    found = path.stat()
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(errno.EISDIR, "it is a folder", str(path))
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    if found.st_size > most_bytes:
+        raise OSError(errno.EFBIG, f"it is larger than {most_bytes >> 20} MiB", str(path))
+    with path.open("rb") as file:  # /proc has files that say 0
+        data = file.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        raise OSError(errno.EFBIG, f"it is larger than {most_bytes >> 20} MiB", str(path))
+    return data
 
 
 def parse(data: bytes) -> Any:

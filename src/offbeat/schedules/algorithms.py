@@ -558,6 +558,17 @@ def _check_bytes(row: Algorithm, schedule: Schedule) -> None:
             )
 
 
+def chunks_of(text: str, *, ranks: int, collective: str = "all-reduce") -> int:
+    """Into how many chunks the schedule of a line cuts a vector; as for `build`, which see."""
+    spec = grammar.parse(text)
+    row = find(spec.name, collective)
+    options: dict[str, Any] = grammar.bind(spec, row.params)
+    try:
+        return row.chunks(ranks, **options)
+    except RequestError as error:
+        raise RequestError(f"'{spec}': {error}") from None
+
+
 def build(text: str, *, ranks: int, collective: str = "all-reduce", root: int = 0) -> Schedule:
     """The schedule that a line like `ring` or `torus:4x2` names, for so many ranks.
 
@@ -570,10 +581,7 @@ def build(text: str, *, ranks: int, collective: str = "all-reduce", root: int = 
     if root and collective not in ("broadcast", "reduce"):
         raise RequestError(f"{collective} has no root; got root {root}")
     options: dict[str, Any] = grammar.bind(spec, row.params)
-    try:
-        chunks = row.chunks(ranks, **options)
-    except RequestError as error:
-        raise RequestError(f"'{spec}': {error}") from None
+    chunks = chunks_of(text, ranks=ranks, collective=collective)
     if ranks * chunks > MOST_PLACES:
         raise RequestError(
             f"'{spec}' on {ranks} ranks has {chunks} chunks: too large (ranks * chunks is at most {MOST_PLACES})"

@@ -26,6 +26,7 @@ import msgspec
 from offbeat import plugins
 from offbeat.errors import RequestError, nearest, unknown
 from offbeat.runs.run_folder import RENAMED, RunDir
+from offbeat.runs.untrusted import read_bytes
 from offbeat.train.config import FOLDER_NAME, SECTIONS, Config, all_fields
 from offbeat.train.fields import Field, FieldError, fields_of, shown
 from offbeat.train.recipes import RECIPES
@@ -122,7 +123,7 @@ def read_recipe(text_or_path: str) -> Config:
     path = Path(text_or_path)
     known = f"; built-in recipes: {', '.join(RECIPES)}"
     try:
-        data = path.read_bytes()
+        data = read_bytes(path)
     except IsADirectoryError:
         raise RequestError(f"{shown(text_or_path)} is a folder; expected a TOML file{known}") from None
     except (FileNotFoundError, NotADirectoryError, ValueError):

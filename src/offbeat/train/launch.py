@@ -30,8 +30,10 @@ from typing import Any, ParamSpec
 import torch
 
 from offbeat.errors import OffbeatError, PeerError, RequestError
+from offbeat.machine import available_bytes
+from offbeat.number_format import format_size
 from offbeat.processes.child import Stopwatch, describe_exit
-from offbeat.processes.launcher import SELF, Launcher, LaunchPlan, RankLauncher, thread_environment
+from offbeat.processes.launcher import MOST_PROCESSES, SELF, Launcher, LaunchPlan, RankLauncher, thread_environment
 from offbeat.processes.signals import SignalHandler, ending_by, terminable
 from offbeat.processes.watchdog import Phase, ProgressBoard, Silence, StackFiles, Watchdog, innermost
 from offbeat.runs.run_folder import TIME_STAMP, FolderLock, RunDir, check_free, new_run_dir
@@ -64,7 +66,6 @@ _UNSAVED = (
     "continues from the last checkpoint"
 )
 CHECK_S = 0.2  # between two checks of who makes progress
-MOST_LEARNERS = 256  # processes that one machine is asked for
 MOST_BY_DEFAULT = 4  # more take larger steps than small data sets bear
 # What learners load sooner or later, torch's first step of an optimizer the largest of it: a second of work.
 AHEAD = (
@@ -148,9 +149,14 @@ def prepare(
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # so that a look at the GPUs does not spoil a fork
     if not config.learners:
         config = changed(config, {"learners": learners_here(config)})
-    if config.learners > MOST_LEARNERS or config.servers > MOST_LEARNERS:
+    if config.learners > MOST_PROCESSES or config.servers > MOST_PROCESSES:
         many = max(config.learners, config.servers)
-        raise RequestError(f"expected at most {MOST_LEARNERS} learners and servers on one machine; got {many}")
+        raise RequestError(f"expected at most {MOST_PROCESSES} learners and servers on one machine; got {many}")
+    if config.learners * config.data.workers > MOST_PROCESSES:
+        raise RequestError(
+            f"data.workers: {config.data.workers} for each of {count_of(config.learners, 'learner')} are "
+            f"{config.learners * config.data.workers:,} processes; expected at most {MOST_PROCESSES} on one machine"
+        )
     device = check_device(config.device)
     if config.train.precision == "tf32" and device.type != "cuda":
         raise RequestError("train.precision: tf32 needs a GPU, and this machine has none; use fp32 or bf16")
@@ -159,6 +165,8 @@ def prepare(
     own = task is not None or ":" in config.model.name
     samples = len(made.train)  # type: ignore[arg-type] # a map-style set has a length
     _check_enough(config, samples)
+    if device.type == "cpu":
+        _check_memory(config, made)
     unused = check_apart(made, backward=own and family_of(config.sync) == ALL_REDUCE)
     if resume is not None and not config.train.batch_size:
         config = _with_batch_of(config, RunDir(resume))
@@ -199,6 +207,29 @@ def prepare(
         hold=hold,
         ended=ended,
     )
+
+
+# Vectors as large as the model: weights, gradients and what is evaluated, and the optimizer's own.
+_VECTORS, _STATES = 3, {"adagrad": 1, "adam": 2, "adamw": 2, "lamb": 2}
+
+
+def _check_memory(config: Config, task: Task) -> None:
+    """`RequestError` for a built-in model whose learners this machine's memory cannot hold, before one is built."""
+    here = available_bytes()
+    if here is None or ":" in config.model.name or config.model.name == PROGRAM:
+        return  # what one's own code does where there is no memory, nobody knows
+    try:
+        with torch.device("meta"):
+            parameters = sum(one.numel() for one in task.build().parameters())
+    except Exception:  # what is wrong with it is found where it is built
+        return
+    copies = config.learners + (0 if family_of(config.sync) == ALL_REDUCE else 1)
+    needed = 4 * parameters * copies * (_VECTORS + _STATES.get(config.train.optimizer, 1))
+    if needed > here:
+        raise RequestError(
+            f"the model has {parameters:,} parameters: {count_of(config.learners, 'learner')} need about "
+            f"{format_size(needed)} of memory, and {format_size(here)} are free; use fewer learners or a smaller model"
+        )
 
 
 def _check_enough(config: Config, samples: int) -> None:
