@@ -16,6 +16,7 @@ from offbeat.number_format import format_seconds, percent
 from offbeat.policies.damping import CORRECT, KEEP
 from offbeat.processes.launcher import Launcher, LaunchPlan, RankLauncher, check_processes, thread_environment
 from offbeat.runs.metrics import format_traffic
+from offbeat.runs.untrusted import LARGEST_JSON
 from offbeat.spec import count_of, parse_count
 from offbeat.strategy import ALL_REDUCE, NATIVE, family_of
 
@@ -23,6 +24,8 @@ from offbeat.strategy import ALL_REDUCE, NATIVE, family_of
 def _run(given: argparse.Namespace) -> None:
     if not Path(given.script).is_file():
         raise RequestError(f"no such script: {given.script}")
+    if Path(given.script).stat().st_size > LARGEST_JSON:
+        raise RequestError(f"{given.script} is larger than {LARGEST_JSON >> 20} MiB: expected a Python script")
     from offbeat.processes.slowness import parse
 
     check_processes(learners=given.learners, servers=given.servers)

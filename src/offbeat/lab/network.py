@@ -31,6 +31,11 @@ INTERFACE = "eth0"  # of every host
 _PLACEHOLDER = re.compile(r"\{host(\d*)\}")
 
 
+def _check_hosts(hosts: int) -> None:
+    if not 1 <= hosts <= MOST_HOSTS:
+        raise RequestError(f"a lab has 1 to {MOST_HOSTS} hosts; got {hosts}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
     """The bandwidth of each host's link, in bytes per second and alike both ways; None: not shaped."""
@@ -38,12 +43,12 @@ class Network:
     bandwidths: tuple[float | None, ...]
 
     def __post_init__(self) -> None:
-        if not 1 <= len(self.bandwidths) <= MOST_HOSTS:
-            raise RequestError(f"a lab has 1 to {MOST_HOSTS} hosts; got {len(self.bandwidths)}")
+        _check_hosts(len(self.bandwidths))
 
     @classmethod
     def of(cls, *, hosts: int, bandwidth: str | None = None, slow: Sequence[str] = ()) -> Self:
         """`slow` are links that differ, like `host=2,bandwidth=100Mbit/s`."""
+        _check_hosts(hosts)
         common = None if bandwidth is None else parse_bandwidth(bandwidth)
         bandwidths = [common] * hosts
         for text in slow:
