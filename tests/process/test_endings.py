@@ -225,8 +225,11 @@ def forever(folder: Path) -> dict[str, tuple[list[str], Callable[[], None]]]:
     return {
         "train": (train_words("async", 2, train__epochs=100_000), marked(ServedTrainer, "_minibatch")),
         "run": (["run", *run, str(script)], lambda: None),
-        "simulate": (["simulate", "async", "--updates", "100000000", "--json", *LONG], marked(simulator, "go_quickly")),
-        "compare": (["compare", "--minibatches", "100000000", *LONG], marked(simulator, "go_quickly")),
+        "simulate": (
+            ["simulate", "async", "--updates", "100000000", "--yes-large", "--json", *LONG],
+            marked(simulator, "go_quickly"),
+        ),
+        "compare": (["compare", "--minibatches", "100000000", "--yes-large", *LONG], marked(simulator, "go_quickly")),
         "bench": (["bench", "policies", "--learners", "2"], marked(Supervisor, "poll")),
         "watch": (["watch", "run"], marked(watch, "read_state", then_s=60.0)),
         "replay": (["replay", "run"], marked(replay, "read_run", then_s=60.0)),

@@ -76,7 +76,7 @@ def _supervisor(given: argparse.Namespace, environment: Mapping[str, str]) -> La
     )
     log = None if given.log is None else given.log.absolute()
     if log is not None:
-        check_writable(log)
+        check_writable(given.log)
     corrected = setting.policy().staleness_note()
     if corrected:
         print(f"offbeat: {corrected}", file=sys.stderr)
