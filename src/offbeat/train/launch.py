@@ -436,7 +436,7 @@ class _ForkedTraining:
         grace_s = self.start.config.save.grace_s
         if self._stopping.seconds(bool(signals) and not self.halted) > grace_s:
             running = _stopped(launcher)
-            hung = self._watchdog.working(running, grace_s)
+            hung = self._watchdog.working(running, grace_s / 2)  # on a busy machine fewer seconds are seen
             if self.start.reduces or self._gave_time or not 0 < len(hung) < len(running):
                 self._note(_UNSAVED)
                 raise ending_by(signals[0])
