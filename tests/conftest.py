@@ -4,6 +4,7 @@ What takes long and is looked at from another side too is left to `make test-mat
 """
 
 import os
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -44,5 +45,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config) -> WaitingAside | None:
-    return WaitingAside(config) if config.option.dist == "loadfile" else None
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> WaitingAside | None:
+    return WaitingAside(config, log) if config.option.dist == "loadfile" else None

@@ -248,7 +248,7 @@ WRONG = {
     "schedule ring --size 9007199254740992": "too large",
     "schedule ring --topology uniform:bandwidth=1gb/s": "did you mean 'GB/s' or 'Gb/s'?",
     "schedule ring --topology uniform:bandwidth=1e-305": "at least 1 byte per second",
-    "schedule ring --ranks 100000": "too large (ranks * chunks",
+    "schedule ring --ranks 100000": "'ring' on 100000 ranks takes about",
     f"schedule double-tree:{'9' * 5000}": "per-tree: expected a whole number",
     f"schedule torus:{'9' * 5000}x2": "a shape is whole numbers joined by 'x'",
     f"schedule ring:order={'9' * 5000}": "written like 0-3-2-1",

@@ -189,8 +189,8 @@ def test_what_may_be_chance_on_a_small_test_set_is_ranked() -> None:
 def test_another_precision_or_device_than_the_bases_is_not_ranked_and_sets_no_mark() -> None:
     other = row("ring", 2, (1, 1, 1), 0.999, precision="bf16")
     rows = judged([BASE, other, row("ring", 4, (1, 1, 1), device="cuda")], 0.01)
-    assert rows[1]["why_not"] == "it was computed in bf16, and the base in fp32"
-    assert rows[2]["why_not"] == "it was computed on cuda, and the base on cpu"
+    assert rows[1]["why_not"] == "it was computed in bf16, but the base in fp32"
+    assert rows[2]["why_not"] == "it was computed on cuda, but the base on cpu"
     assert rows[0]["why_not"] == ""  # 2.9 points below one that does not count
 
 

@@ -396,7 +396,7 @@ def test_a_calibration_is_of_what_the_run_trained(tmp_path: Path, capsys: pytest
     assert any("the calibration was measured on another machine: 4321 (cores)" in note for note in notes)
     write(replace(measured, settings={**settings, "model": "resnet"}))
     assert main(words) == 2
-    assert "the calibration is of model 'resnet'" in capsys.readouterr().err
+    assert "the calibration was measured with model 'resnet'" in capsys.readouterr().err
 
 
 def digits(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:

@@ -78,7 +78,7 @@ def test_too_many_bytes_together_are_refused() -> None:
     sessions = [session(learner, 1, data=bytes(40_000)) for learner in range(2)]
     calls.next(sessions)
     answer = calls.answer(sessions[0], 1)
-    assert "more than the 65536 bytes" in answer.error and answer.data == ()
+    assert "exceeds the limit of 65536 bytes" in answer.error and answer.data == ()
 
 
 # --- in a run ---------------------------------------------------------------------------------------------------------

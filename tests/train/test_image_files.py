@@ -18,9 +18,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from offbeat.datasets.image_folder import LabelledFiles, PathList
 from offbeat.errors import OffbeatError, RequestError
+from offbeat.runs.run_folder import RunDir
 from offbeat.train import device_input, launch
 from offbeat.train.config import Config, DataConfig, ModelConfig
-from offbeat.train.config_files import changed
+from offbeat.train.config_files import changed, read_config
 from offbeat.train.device_input import LoaderInput, readers_of
 from offbeat.train.image_files import BrokenImageError, ImageFiles, decode
 from offbeat.train.image_input import ImageInput
@@ -333,7 +334,15 @@ def test_an_epoch_is_not_lost_with_a_broken_image_of_the_test_set(tmp_path: Path
     Image.new("RGB", (9, 9)).save(bad)
     config = config_of(folder)
     run = next(path for path in tmp_path.iterdir() if path != folder)
-    how = changed(config, {"device": "cpu", "learners": 1, "train": {"epochs": 2, "batch_size": 6}})
+    how = changed(
+        config,
+        {
+            "device": "cpu",
+            "learners": 1,
+            "seed": read_config(RunDir(run)).seed,
+            "train": {"epochs": 2, "batch_size": 6},
+        },
+    )
     start = launch.prepare(how, resume=run, task=task_of(config))
     assert launch.launch(start, lambda record: None, lambda who, line: None).end["epochs"] == 2
 

@@ -19,12 +19,12 @@ from offbeat.errors import RequestError
 from offbeat.machine import available_bytes
 from offbeat.number_format import format_seconds, format_size
 from offbeat.predict.machines import Machines
-from offbeat.schedules.algorithms import algorithms, chunks_of
+from offbeat.schedules.algorithms import algorithms, chunks_of, sends_to_all
 from offbeat.simulate.cluster import LEARNER_BYTES
 from offbeat.simulate.setup import Setup
 from offbeat.spec import count_of
 
-MOST_S = 10.0
+MOST_S = 20.0
 MOST_BYTES = 800_000_000  # beside what every command takes
 CONFIRM = option(
     "--yes-large", action="store_true", help="begin although the estimated time or memory of the request is large"
@@ -38,7 +38,7 @@ _MINIBATCH_S, _SENT_S, _LOGGED_S = 8e-6, 40e-6, 50e-6  # free; over a network, o
 _SPAN_BYTES = 700
 _ROUND_S = 0.6e-6  # of one rank in an iteration of an all-reduce
 _LINES = 15  # that a ranking prices
-_CAUSES = 4  # of `compare`: a simulation, and some without one cause each
+_CAUSES = 1  # of `compare`: the simulations without one cause each are short
 
 
 class TooLargeError(RequestError):
@@ -85,7 +85,7 @@ def of_topology(line: str, ranks: int) -> Estimate:
 def of_schedule(line: str, ranks: int, collective: str = "all-reduce") -> Estimate:
     """Built, proved and priced on a topology that is there."""
     places = float(ranks) * chunks_of(line, ranks=ranks, collective=collective)
-    routes = float(ranks) * (ranks if grammar.parse(line).name == "direct" else 2 + math.log2(ranks))
+    routes = float(ranks) * (ranks if sends_to_all(line, collective) else 2 + math.log2(ranks))
     what = f"'{line}' on {count_of(ranks, 'rank')}"
     memory = places * _PLACE_BYTES + routes * _ROUTE_BYTES + ranks * float(_RANK_BYTES)
     return Estimate(what, places * _PLACE_S + routes * _ROUTE_S, memory)

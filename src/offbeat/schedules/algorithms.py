@@ -254,6 +254,7 @@ class Algorithm:
     least_sides: int = 0  # shapes with fewer sides are another row in other words
     most_shapes: int | None = None  # of which a ranking tries those with the fewest steps
     total_bytes: Callable[[int, int], int] | None = None
+    all_pairs: bool = False  # every rank sends to every other
     by_host: bool = False  # its shape is hosts x ranks of a host, if it is given none
     auto: int = 0  # whether `auto` considers it on one host, and before which others of the same price: the lower first
     examples: tuple[str, ...] = ()
@@ -298,6 +299,7 @@ _PLAIN = (
         chunks=_as_many,
         phase=and_back(_on_pieces(direct_reduce_scatter)),
         total_bytes=fewest_bytes,
+        all_pairs=True,
         auto=1,
         examples=("direct",),
     ),
@@ -457,25 +459,26 @@ def _exchanges(steps: Callable[[int], list[list[int]]]) -> Callable[[Ranks, Chun
 
 
 # The collectives that the runtime needs beside all-reduce: collective, name, summary, chunks, phase.
+_TO_ALL = "every rank to every other"
 _OTHERS: tuple[tuple[str, str, str, Callable[[int], int], Callable[..., Phase]], ...] = (
     ("reduce-scatter", "ring", "P-1 steps around a ring", _as_many, _on_pieces(ring_reduce_scatter)),
     (
         "reduce-scatter", "halving", "floor(log2 P) steps (+2 past a power of two)", _as_many,
         _on_pieces(halving_reduce_scatter),
     ),
-    ("reduce-scatter", "direct", "1 step, every rank to every other", _as_many, _on_pieces(direct_reduce_scatter)),
+    ("reduce-scatter", "direct", f"1 step, {_TO_ALL}", _as_many, _on_pieces(direct_reduce_scatter)),
     ("all-gather", "ring", "P-1 steps around a ring", _as_many, _on_pieces(ring_all_gather)),
     (
         "all-gather", "doubling", "floor(log2 P) steps (+2 past a power of two)", _as_many,
         _on_pieces(doubling_all_gather),
     ),
-    ("all-gather", "direct", "1 step, every rank to every other", _as_many, _on_pieces(direct_all_gather)),
+    ("all-gather", "direct", f"1 step, {_TO_ALL}", _as_many, _on_pieces(direct_all_gather)),
     ("reduce", "tree", "binomial tree, ceil(log2 P) steps", _one, tree_reduce),
     ("reduce", "central", "1 step, every rank to the root", _one, central_reduce),
     ("broadcast", "tree", "binomial tree, ceil(log2 P) steps", _one, mirrored(tree_reduce)),
     ("broadcast", "central", "1 step, the root to every rank", _one, mirrored(central_reduce)),
     (
-        "all-to-all", "direct", "1 step, every rank to every other", lambda ranks: ranks * ranks,
+        "all-to-all", "direct", f"1 step, {_TO_ALL}", lambda ranks: ranks * ranks,
         _exchanges(lambda ranks: [list(range(1, ranks))]),
     ),
     (
@@ -491,7 +494,10 @@ ALGORITHMS: dict[tuple[str, str], Algorithm] = {
         *_PLAIN,
         *_SHAPED,
         _FOLD,
-        *(Algorithm(collective=of, name=n, summary=s, chunks=c, phase=p) for of, n, s, c, p in _OTHERS),
+        *(
+            Algorithm(collective=of, name=n, summary=s, chunks=c, phase=p, all_pairs=s.endswith(_TO_ALL))
+            for of, n, s, c, p in _OTHERS
+        ),
     )
 }
 COLLECTIVES = tuple(dict.fromkeys(collective for collective, _ in ALGORITHMS))
@@ -567,6 +573,11 @@ def chunks_of(text: str, *, ranks: int, collective: str = "all-reduce") -> int:
         return row.chunks(ranks, **options)
     except RequestError as error:
         raise RequestError(f"'{spec}': {error}") from None
+
+
+def sends_to_all(text: str, collective: str = "all-reduce") -> bool:
+    """Whether every rank sends to every other in the schedule of a line."""
+    return find(grammar.parse(text).name, collective).all_pairs
 
 
 def build(text: str, *, ranks: int, collective: str = "all-reduce", root: int = 0) -> Schedule:

@@ -220,6 +220,9 @@ class Welcome(Message, frozen=True):
     seed: bool = False
 
 
+RUN_ENDED = "the run has ended"
+
+
 class Refused(Message, frozen=True):
     learner: LearnerNumber
     nonce: Nonce

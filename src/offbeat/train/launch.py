@@ -37,6 +37,7 @@ from offbeat.processes.launcher import MOST_PROCESSES, SELF, Launcher, LaunchPla
 from offbeat.processes.signals import SignalHandler, ending_by, terminable
 from offbeat.processes.watchdog import Phase, ProgressBoard, Silence, StackFiles, Watchdog, innermost
 from offbeat.runs.run_folder import TIME_STAMP, FolderLock, RunDir, check_free, new_run_dir
+from offbeat.server.learner.connection import RunOverError
 from offbeat.server.learner.join import through_store
 from offbeat.server.run_setting import RunSetting
 from offbeat.server.supervisor import ServerPlan, Supervisor
@@ -545,6 +546,8 @@ def _run_learner(start: Start, number: int, beat: Callable[[Phase], None]) -> in
     warnings.filterwarnings("ignore", "Can't initialize NVML")
     try:
         _fit(start, number, start.config.learners, report, beat)
+    except RunOverError:  # it was started again, and came when the others had finished
+        return 0
     except Exception as error:
         report({"kind": "failed", "learner": number} | _failure_of(error))
         return error.exit_code if isinstance(error, OffbeatError) else 1

@@ -53,6 +53,7 @@ from offbeat.server.run_setting import RunSetting
 from offbeat.server.wire import (
     INPUT,
     OUTPUT,
+    RUN_ENDED,
     Ask,
     Bye,
     CancelWord,
@@ -250,7 +251,7 @@ class Coordinator:
         elif self.table and message.table != self.table:
             why = "its model or optimizer differs from that of the other learners"
         elif self.finished and not (session.here and session.nonce == message.nonce):
-            why = "the run has ended"
+            why = RUN_ENDED
         if session is None or why:
             self._out.append(Refused(message.learner, message.nonce, why))
             return

@@ -37,6 +37,7 @@ from offbeat.server.parameter_layout import ParameterLayout
 from offbeat.server.wire import (
     MOST_BYTES,
     PROTOCOL,
+    RUN_ENDED,
     TO_LEARNER,
     Ask,
     Bye,
@@ -126,7 +127,9 @@ class ConnectionState:
         """Take a message in; what is to be said at once."""
         if isinstance(message, Welcome | Refused):
             if message.nonce == self.nonce:
-                if isinstance(message, Refused):
+                if isinstance(message, Refused) and message.why == RUN_ENDED:
+                    self.over = True
+                elif isinstance(message, Refused):
                     self.refused = message.why
                 else:
                     self._welcome(message)
@@ -428,7 +431,7 @@ class Connection:
         with self.changed:
             while True:
                 if state.over:
-                    raise RunOverError("the run has ended")
+                    raise RunOverError(RUN_ENDED)
                 if self.end_wanted and not state.wants_end and state.incarnation:
                     self._send(state.request_end())
                 if state.refused is not None:
