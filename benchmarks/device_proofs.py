@@ -97,7 +97,7 @@ class Setting(NamedTuple):
 
     def batches(self, seed: int, many: int) -> list[tuple[Tensor, Tensor]]:
         chance = torch.Generator().manual_seed(seed)
-        return [tuple(one.to(self.device) for one in self.case.batch(chance)) for _ in range(many)]  # type: ignore[misc] # two
+        return [tuple(one.to(self.device) for one in self.case.batch(chance)) for _ in range(many)]  # type: ignore[misc] # of two
 
     def model(self, seed: int) -> nn.Module:
         torch.manual_seed(seed)

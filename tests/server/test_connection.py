@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import count
 
 from offbeat.server.learner.connection import ConnectionState
-from offbeat.server.wire import Fenced, Go, Granted, Hello, Push, Stop, Want, Weights, Welcome
+from offbeat.server.wire import RUN_ENDED, Fenced, Go, Granted, Hello, Push, Refused, Stop, Want, Weights, Welcome
 
 
 def joined() -> ConnectionState:
@@ -44,6 +44,17 @@ def test_one_that_is_fenced_while_it_works_joins_again_when_it_has_stopped() -> 
     assert state.receive(Fenced(0, 1)) == [] and state.fenced and state.cancelled
     assert state.stop() == [Hello(0, 11, "t", 1)]
     assert state.incarnation == 0 and not state.fenced
+
+
+def test_one_that_comes_after_the_end_is_over_and_not_refused() -> None:
+    state = ConnectionState(0, "t", iter(count(10)))
+    state.join()
+    state.receive(Refused(0, 10, RUN_ENDED))
+    assert state.over and state.refused is None
+    other = ConnectionState(0, "t", iter(count(10)))
+    other.join()
+    other.receive(Refused(0, 10, "its model differs"))
+    assert other.refused == "its model differs" and not other.over
 
 
 def test_without_an_incarnation_nothing_is_requested() -> None:

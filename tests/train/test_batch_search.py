@@ -299,6 +299,10 @@ def test_what_is_out_of_memory() -> None:
         torch.empty(1 << 55)
     assert is_out_of_memory(error.value)
     assert is_out_of_memory(RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"))
+    without_nvml = (
+        'NVML_SUCCESS == DriverAPI::get()->nvmlInit_v2_() INTERNAL ASSERT FAILED at "CUDACachingAllocator.cpp"'
+    )
+    assert is_out_of_memory(RuntimeError(without_nvml))
     assert not is_out_of_memory(RuntimeError("shapes do not match"))
     with pytest.raises(KeyError), naming_memory(lambda: "memory"):
         raise KeyError("something else")

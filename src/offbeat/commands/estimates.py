@@ -38,7 +38,6 @@ _MINIBATCH_S, _SENT_S, _LOGGED_S = 8e-6, 40e-6, 50e-6  # free; over a network, o
 _SPAN_BYTES = 700
 _ROUND_S = 0.6e-6  # of one rank in an iteration of an all-reduce
 _LINES = 15  # that a ranking prices
-_CAUSES = 1  # of `compare`: the simulations without one cause each are short
 
 
 class TooLargeError(RequestError):
@@ -131,8 +130,7 @@ def of_simulation(
 def of_comparison(
     machines: Machines, strategies: Sequence[str], updates: int | None, minibatches: int | None
 ) -> Estimate:
-    """What `compare` does with each: simulate it, and again without each of the causes that slow it."""
+    """What `compare` does with each: simulate it. Again without each cause that slows it: these are short."""
     found = [of_simulation(machines, one, updates, minibatches=minibatches) for one in strategies]
     what = f"comparing {', '.join(strategies[:3])}{', ...' if len(strategies) > 3 else ''}"
-    whole = together(f"{what} with {count_of(machines.cluster.learners, 'learner')}", found)
-    return whole._replace(seconds=_CAUSES * whole.seconds)
+    return together(f"{what} with {count_of(machines.cluster.learners, 'learner')}", found)

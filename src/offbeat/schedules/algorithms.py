@@ -459,26 +459,25 @@ def _exchanges(steps: Callable[[int], list[list[int]]]) -> Callable[[Ranks, Chun
 
 
 # The collectives that the runtime needs beside all-reduce: collective, name, summary, chunks, phase.
-_TO_ALL = "every rank to every other"
 _OTHERS: tuple[tuple[str, str, str, Callable[[int], int], Callable[..., Phase]], ...] = (
     ("reduce-scatter", "ring", "P-1 steps around a ring", _as_many, _on_pieces(ring_reduce_scatter)),
     (
         "reduce-scatter", "halving", "floor(log2 P) steps (+2 past a power of two)", _as_many,
         _on_pieces(halving_reduce_scatter),
     ),
-    ("reduce-scatter", "direct", f"1 step, {_TO_ALL}", _as_many, _on_pieces(direct_reduce_scatter)),
+    ("reduce-scatter", "direct", "1 step, every rank to every other", _as_many, _on_pieces(direct_reduce_scatter)),
     ("all-gather", "ring", "P-1 steps around a ring", _as_many, _on_pieces(ring_all_gather)),
     (
         "all-gather", "doubling", "floor(log2 P) steps (+2 past a power of two)", _as_many,
         _on_pieces(doubling_all_gather),
     ),
-    ("all-gather", "direct", f"1 step, {_TO_ALL}", _as_many, _on_pieces(direct_all_gather)),
+    ("all-gather", "direct", "1 step, every rank to every other", _as_many, _on_pieces(direct_all_gather)),
     ("reduce", "tree", "binomial tree, ceil(log2 P) steps", _one, tree_reduce),
     ("reduce", "central", "1 step, every rank to the root", _one, central_reduce),
     ("broadcast", "tree", "binomial tree, ceil(log2 P) steps", _one, mirrored(tree_reduce)),
     ("broadcast", "central", "1 step, the root to every rank", _one, mirrored(central_reduce)),
     (
-        "all-to-all", "direct", f"1 step, {_TO_ALL}", lambda ranks: ranks * ranks,
+        "all-to-all", "direct", "1 step, every rank to every other", lambda ranks: ranks * ranks,
         _exchanges(lambda ranks: [list(range(1, ranks))]),
     ),
     (
@@ -495,7 +494,7 @@ ALGORITHMS: dict[tuple[str, str], Algorithm] = {
         *_SHAPED,
         _FOLD,
         *(
-            Algorithm(collective=of, name=n, summary=s, chunks=c, phase=p, all_pairs=s.endswith(_TO_ALL))
+            Algorithm(collective=of, name=n, summary=s, chunks=c, phase=p, all_pairs=n == "direct")
             for of, n, s, c, p in _OTHERS
         ),
     )
