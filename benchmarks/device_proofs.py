@@ -113,8 +113,8 @@ class Setting(NamedTuple):
         kind: type[DeviceStep] = DeviceStep,
     ) -> DeviceStep:
         made = optimizer or torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
-        forward = forward or (compiled_loss(model, functional.cross_entropy) if rung.compiled else None)
         precision = Precision(self.precision, self.device)
+        forward = forward or (compiled_loss(model, functional.cross_entropy, precision) if rung.compiled else None)
         return kind(
             model,
             made,

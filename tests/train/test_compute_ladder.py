@@ -155,12 +155,26 @@ def test_an_eager_step_is_proved_right(optimizer: str, precision: str) -> None:
     assert [str(one) for one in found if not one.holds] == []
 
 
+@pytest.fixture
+def own_cache_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "")
+
+
+def test_torchs_cache_of_compiled_code_is_another_for_each_precision(own_cache_key: None) -> None:
+    """torch 2.11 gave code that was compiled for bf16 to fp16."""
+    keys = set()
+    for name in ("fp32", "bf16", "fp16"):
+        compiled_loss(small(), nn.functional.cross_entropy, Precision(name, torch.device("cpu")))
+        keys.add(torch.compiler.config.cache_key_tag)
+    assert len(keys) == 3
+
+
 @pytest.mark.skipif(shutil.which("g++") is None and shutil.which("c++") is None, reason="there is no compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own modules
-def test_compiled_code_is_proved_right_dropout_and_norm_included() -> None:
+def test_compiled_code_is_proved_right_dropout_and_norm_included(own_cache_key: None) -> None:
     model = small()
     eager = step_of(model)
-    forward = compiled_loss(model, eager.loss)
+    forward = compiled_loss(model, eager.loss, eager.precision)
     compiled = DeviceStep(model, eager.optimizer, eager.loss, eager.precision, forward=forward)
     assert [str(one) for one in prove(compiled, eager, batches()) if not one.holds] == []
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from offbeat import spec as grammar
 from offbeat import topology
@@ -18,11 +18,11 @@ from offbeat.commands.base import option
 from offbeat.errors import RequestError
 from offbeat.machine import available_bytes
 from offbeat.number_format import format_seconds, format_size
-from offbeat.predict.machines import Machines
 from offbeat.schedules.algorithms import algorithms, chunks_of, sends_to_all
-from offbeat.simulate.cluster import LEARNER_BYTES
-from offbeat.simulate.setup import Setup
 from offbeat.spec import count_of
+
+if TYPE_CHECKING:
+    from offbeat.predict.machines import Machines
 
 MOST_S = 20.0
 MOST_BYTES = 800_000_000  # beside what every command takes
@@ -105,6 +105,9 @@ def of_simulation(
     careful: bool = False, logged: bool = False, spans: bool = False,
 ) -> Estimate:  # fmt: skip
     """One strategy; before anything of it is built."""
+    from offbeat.simulate.cluster import LEARNER_BYTES  # not for who draws a topology
+    from offbeat.simulate.setup import Setup
+
     cluster, network = machines.cluster, machines.network
     setup, learners = Setup(strategy=strategy, cluster=cluster), cluster.learners
     what = f"simulating '{strategy}' with {count_of(learners, 'learner')}"

@@ -32,6 +32,7 @@ from offbeat.train.trainer import built_on, device_of, mover, settle_cudnn
 ROUNDS = 5  # of steps that are timed: the parent takes the median; one, where a step takes as long as all may
 WARM_UP = 2  # steps before them, the first captures
 MOST_STEPS = 2000  # of a round
+ALGORITHMS = 4  # cuDNN tries for a convolution; 10 in training, which takes a minute for a large model in fp32
 
 
 class DeviceLearner:
@@ -45,6 +46,7 @@ class DeviceLearner:
         if self.has_gpu:
             torch.cuda.set_device(self.device)
             settle_cudnn(deterministic=config.deterministic)
+            torch.backends.cudnn.benchmark_limit = ALGORITHMS
         self.rung = next(rung for rung in LADDER if rung.name == rung_here(config.train.compute, self.device))
         self.task = task_of(config)
         self.model = built_on(self.device, self.task, config).train()
@@ -66,7 +68,7 @@ class DeviceLearner:
 
     def step(self) -> DeviceStep:
         if self.rung.compiled and self._compiled is None:
-            self._compiled = compiled_loss(self.model, self.task.loss)
+            self._compiled = compiled_loss(self.model, self.task.loss, self.precision)
         return DeviceStep(
             self.model,
             self.optimizer,

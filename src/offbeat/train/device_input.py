@@ -1,6 +1,6 @@
 """Minibatches on a device, in the order that is asked for.
 
-    ResidentInput    a data set that fits stays on the device, and minibatches are gathered there
+    ResidentInput    a data set that lies in memory: minibatches are gathered there, on a GPU too if it fits
     LoaderInput      torch's DataLoader; on a GPU a thread reads ahead and copies, on a stream of its own
     Gathered         the first as a data set, for a loader that somebody else goes through
 
@@ -56,6 +56,9 @@ def input_of(
     learners: int = 1,
 ) -> Input:
     """`place`: device, host, or auto: on the device if it fits there. `learners` share this machine's cores."""
+    held = tensors_of(dataset) if device.type == "cpu" and not workers else None
+    if held is not None:  # no loader is needed to gather what lies in memory
+        return ResidentInput(held, device)
     return resident_of(dataset, device, place=place) or LoaderInput(dataset, device, moved, workers, learners)
 
 
@@ -118,9 +121,9 @@ class ResidentInput:
     remedy = ""
 
     def __init__(self, held: _Held, device: torch.device) -> None:
-        images = held.inputs.dim() == 4
-        inputs = held.inputs.permute(0, 2, 3, 1) if images else held.inputs  # channels last
-        self._inputs, self._targets = inputs.contiguous().to(device), held.targets.to(device)
+        images = held.inputs.dim() == 4 and device.type == "cuda"
+        inputs = held.inputs.permute(0, 2, 3, 1).contiguous() if images else held.inputs  # channels last
+        self._inputs, self._targets = inputs.to(device), held.targets.to(device)
         self._images, self._device = images, device
 
     def batches(self, wanted: Sequence[Tensor], generator: torch.Generator | None = None) -> Iterator[tuple[Any, Any]]:

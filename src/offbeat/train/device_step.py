@@ -283,9 +283,11 @@ class _Captured:
         self.graph, self.batch, self.loss = graph, batch, loss
 
 
-def compiled_loss(model: nn.Module, loss: Loss) -> Loss:
+def compiled_loss(model: nn.Module, loss: Loss, precision: Precision) -> Loss:
     """The mean loss of a minibatch, compiled; it draws the random numbers that eager code draws, so that both can be
-    compared. Compiled when it is first called."""
+    compared. Compiled when it is first called, in this precision."""
+    # torch 2.11 takes what it compiled for bf16 from its cache when fp16 is asked for: the key lacks autocast's type.
+    torch.compiler.config.cache_key_tag = f"offbeat-{precision.name}"
 
     def forward(inputs: Any, targets: Any) -> Tensor:
         return loss(model(inputs), targets)

@@ -42,6 +42,7 @@ from offbeat.train.device_clock import DeviceClock, Mark
 from offbeat.train.device_input import AHEAD, input_of
 from offbeat.train.device_step import DeviceStep, Loss, clone_of, compiled_loss, leaves_of, repeated
 from offbeat.train.learner_snapshot import Traffic, decode, load_optimizer, optimizer_tensors
+from offbeat.train.learning_rate import step_fused
 from offbeat.train.norms import synchronise
 from offbeat.train.out_of_memory import is_out_of_memory, release
 from offbeat.train.sample_plan import Pass, Update, speeds_to_shares, updates
@@ -86,7 +87,10 @@ class ReducedTrainer(Trainer):
         if config.train.split == "auto" and len(self.at.shares) == self.learners:
             self._shares = self.at.shares  # found before the checkpoint
         self._order = SampleOrder(config.seed, self.samples)
-        self._grads = _LastGradient(self.model, self._on_last_gradient)
+        step_fused(self.optimizer, self.device)
+        self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        watched = self._trained if self._together or self._slowness is not None else []  # else nothing follows it
+        self._grads = _LastGradient(watched, self._on_last_gradient)
         self._input = input_of(
             self.task.train,
             self.device,
@@ -108,7 +112,7 @@ class ReducedTrainer(Trainer):
         self._spans: list[tuple[float, float, float, float]] = []
         self._log: LogWriter | None = None
         self._start_s = self._common_start()
-        self._ledger = (0, 0)  # samples of this epoch, and the sum of their numbers
+        self._computed: list[Pass] = []  # in this epoch
         self._measured: list[tuple[float, int]] = []  # seconds and samples, since the last look at speeds
         self._looks = 0
 
@@ -190,6 +194,8 @@ class ReducedTrainer(Trainer):
         """Whether all stop before this update. Nobody can be further: an update needs everybody."""
         if self.stop_wanted:
             self.run.ask_to_stop(self.at.update)
+        elif not self._together:
+            return False
         last = self.run.stops_after()
         return last is not None and self.at.update > last
 
@@ -198,7 +204,7 @@ class ReducedTrainer(Trainer):
         train = self.config.train
         batch = train.batch_size * train.accumulate * self.learners
         plan = list(updates(self.samples, batch, self.number, self._shares, train.accumulate, begin=self.at.offset))
-        wanted = [torch.as_tensor(self._samples_of(one)) for update in plan for one in update.passes]
+        wanted = [self._samples_of(one) for update in plan for one in update.passes]
         chance = torch.Generator().manual_seed(seed_of(self.config.seed, self.at.epoch))
         batches = self._input.batches(wanted, chance)
         for update in plan:
@@ -213,7 +219,7 @@ class ReducedTrainer(Trainer):
     def _update(self, update: Update, batches: list[tuple[Pass, Any]]) -> None:
         began_s = self._update_s  # reading the samples belongs to it
         mine = 0
-        total = torch.zeros((), device=self.device)
+        losses = []
         for at, (one, batch) in enumerate(batches):
             self.set_chance(self.at.epoch, one.start)
             inputs, targets = batch
@@ -224,11 +230,12 @@ class ReducedTrainer(Trainer):
                 self._began_s = time.monotonic() if at else began_s
                 self._grads.begin()
                 loss = self.loss_of(inputs, targets)
-                self.backward(loss * (many * self.learners / update.samples))
+                weight = many * self.learners / update.samples
+                self.backward(loss if weight == 1 else loss * weight)
                 self._grads.end()
-            total += loss.detach() * many
+            losses.append((loss.detach(), many))
             mine += many
-            self._count_samples(one)
+            self._computed.append(one)
         self.beat(Phase.READING)  # nobody is waited for any more
         reduced_s = time.monotonic()
         computed_s = min(self._grads.last_s or reduced_s, reduced_s)
@@ -240,7 +247,7 @@ class ReducedTrainer(Trainer):
         version = float(self.at.update)
         times = (began_s, computed_s, reduced_s, ended_s)
         self._spans += [(float(at), times[at], times[at + 1], version) for at in range(3)]
-        mean = total / mine
+        mean = losses[0][0] if len(losses) == 1 else torch.stack([loss * many for loss, many in losses]).sum() / mine
         self.count(mean, mine)
         if finite:
             self.at.applied += update.samples
@@ -290,7 +297,7 @@ class ReducedTrainer(Trainer):
             if self.number == 0:
                 told_first = "compiling, which takes about a minute (--compute graph avoids it)"
                 self.report({"kind": "note", "text": told_first})
-            self._compiled = compiled_loss(self.model, self.task.loss)
+            self._compiled = compiled_loss(self.model, self.task.loss, self.precision)
         batches = self._first_batches()
         seconds, failed = {}, {}
         for rung in rungs:
@@ -411,7 +418,7 @@ class ReducedTrainer(Trainer):
             many = one.end - one.start
             total = total + step.add(inputs, targets, weight=many / update.samples, first=at == 0) * many
             mine += many
-            self._count_samples(one)
+            self._computed.append(one)
         computed = clock.mark()
         if self._together:
             dist.all_reduce(step.gradient)
@@ -467,17 +474,17 @@ class ReducedTrainer(Trainer):
 
     def _step(self, update: Update) -> bool:
         """One step of the optimizer, unless a gradient is not finite: then all leave it out, since all see the sum."""
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        gradients = [p.grad for p in self._trained if p.grad is not None]
         scaler, train = self.precision.scaler, self.config.train
         finite = True
         if scaler is not None:
             finite = scaler.unscale(gradients)
             scaler.update(finite)
-        norm = nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
-        finite = finite and bool(norm.isfinite())
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))) if gradients else torch.zeros(())
+        finite = finite and math.isfinite(norm)
         if finite:
             if train.clip_norm:
-                nn.utils.clip_grads_with_norm_(self.model.parameters(), train.clip_norm, norm)
+                nn.utils.clip_grads_with_norm_(self._trained, train.clip_norm, norm)
             self.set_rate(self.at.update)
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -517,17 +524,14 @@ class ReducedTrainer(Trainer):
 
     # --- the books --------------------------------------------------------------------------------------------------
 
-    def _samples_of(self, one: Pass) -> list[int]:
-        return self._order.indices([(self.at.epoch, one.start, one.end - one.start)])
-
-    def _count_samples(self, one: Pass) -> None:
-        computed = self._samples_of(one)
-        self._ledger = self._ledger[0] + len(computed), self._ledger[1] + sum(computed)
+    def _samples_of(self, one: Pass) -> Tensor:
+        return self._order.stretch(self.at.epoch, one.start, one.end - one.start)
 
     def _check_ledger(self) -> None:
         """At an epoch's end: all learners together have computed every sample once."""
         self.beat(Phase.WAITING)
-        mine = torch.tensor(self._ledger)
+        computed = torch.cat([self._samples_of(one) for one in self._computed] or [torch.zeros(0, dtype=torch.int64)])
+        mine = torch.tensor([len(computed), int(computed.sum())])
         if self._together:
             dist.all_reduce(mine)
         count, total = mine.tolist()
@@ -537,7 +541,7 @@ class ReducedTrainer(Trainer):
             raise OffbeatError(
                 f"epoch {self.at.epoch}: {count} of {self.samples} samples, or some are missing or repeated"
             )
-        self._ledger = (0, 0)
+        self._computed.clear()
 
     # --- pauses -----------------------------------------------------------------------------------------------------
 
@@ -612,8 +616,7 @@ class _Marks(NamedTuple):
 class _LastGradient:
     """When the last gradient of a backward was there, before it is reduced; then `act` is called."""
 
-    def __init__(self, model: nn.Module, act: Callable[[], None]) -> None:
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    def __init__(self, trained: Sequence[nn.Parameter], act: Callable[[], None]) -> None:
         self.last_s = 0.0
         self._all = self._left = len(trained)
         self._act = act

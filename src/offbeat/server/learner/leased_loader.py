@@ -48,6 +48,7 @@ class LeaseSource(Protocol):
         """Whether the batch of the last `begin` was cancelled. Only a `LocalLoader` asks, when it wants the next."""
 
 
+@lru_cache(16)
 def seed_of(seed: int, epoch: int) -> int:
     """The seed of an epoch's permutation: the same for every learner, unrelated for another epoch or run."""
     return int.from_bytes(blake2b(f"{seed} {epoch}".encode(), digest_size=7).digest(), "big")
@@ -65,10 +66,14 @@ class SampleOrder:
     def indices(self, batch: Iterable[tuple[int, int, int]]) -> list[int]:
         """Of stretches (epoch, start, count)."""
         found: list[int] = []
-        for epoch, start, count in batch:
-            stretch = slice(start, start + count)
-            found += self._permutation(epoch)[stretch].tolist() if self.shuffled else range(self.samples)[stretch]
+        for one in batch:
+            found += self.stretch(*one).tolist()
         return found
+
+    def stretch(self, epoch: int, start: int, count: int) -> torch.Tensor:
+        if not self.shuffled:
+            return torch.arange(start, max(start, min(start + count, self.samples)), device="cpu")
+        return self._permutation(epoch)[start : start + count]
 
     def _shuffle(self, epoch: int) -> torch.Tensor:
         # On the CPU, whatever the default device: there the numbers are the same on every machine.
