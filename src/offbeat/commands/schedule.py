@@ -26,7 +26,6 @@ from offbeat.commands.base import (
 from offbeat.commands.topology import print_rings, rings_of
 from offbeat.errors import RequestError
 from offbeat.number_format import format_rate, format_seconds, format_size
-from offbeat.predict.calibration import read_calibration
 from offbeat.runs.metrics import BUS_FACTORS, bus_bandwidth
 from offbeat.schedules import Price, Schedule
 from offbeat.schedules.ranking import Ranked, advice, rank, recommended
@@ -56,6 +55,8 @@ def _run(given: argparse.Namespace) -> None:
     elif given.topology != "uniform":
         raise RequestError("schedule: --topology and --calibration exclude each other")
     else:
+        from offbeat.predict.calibration import read_calibration
+
         machine = read_calibration(given.calibration).topology(ranks)
     if given.algorithm is None:
         _rank_all(given, machine)

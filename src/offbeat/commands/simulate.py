@@ -12,7 +12,6 @@ from offbeat import plugins
 from offbeat.commands import estimates
 from offbeat.commands.base import Command, Terminal, answer, busy, facts, heading, option, say
 from offbeat.commands.machine_options import MACHINE_OPTIONS, machines_of
-from offbeat.commands.model_parallel_curves import show_model_parallel
 from offbeat.commands.sweep import SWEEP_OPTIONS, batch_of, check_recipe_options, is_sweep, sweep
 from offbeat.commands.virtual_training import FIELDS, RECIPE_OPTIONS, SECTIONS, refuse_without_recipe, simulate_recipe
 from offbeat.errors import RequestError
@@ -33,6 +32,8 @@ def _run(given: argparse.Namespace) -> None:
     if given.model_parallel:
         if lines:
             raise RequestError("simulate: --model-parallel takes no strategy")
+        from offbeat.commands.model_parallel_curves import show_model_parallel
+
         show_model_parallel(given)
         return
     if not lines:
