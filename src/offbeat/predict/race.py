@@ -16,7 +16,6 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from offbeat.charts import Line, line_chart
 from offbeat.errors import RequestError
 from offbeat.number_format import format_seconds, percent
 from offbeat.policies import create
@@ -390,6 +389,8 @@ def chart_of(
     if any(sum(0 < at <= x_max for at, _ in run) > PARTS // 2 for some in runs.values() for run in some):
         runs = {label: tuple(_evened(run, part) for run in some) for label, some in runs.items()}
         notes.append(f"means of {part:.2g} s")
+    from offbeat.charts import Line, line_chart  # only who draws loads them
+
     return line_chart(
         [Line(label, runs[label], marks[label]) for label, _ in lines],
         title=title,

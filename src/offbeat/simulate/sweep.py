@@ -10,11 +10,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from offbeat import spec as grammar
-from offbeat.charts import Line, Run, line_chart
 from offbeat.errors import RequestError
 from offbeat.policies.waiting import ComputeTimes, UpdateTime, of_barrier
 from offbeat.runs import metrics
@@ -23,6 +23,9 @@ from offbeat.simulate.compute import LAWS, Law
 from offbeat.simulate.engine import Floats
 from offbeat.simulate.result import Result
 from offbeat.simulate.setup import Setup
+
+if TYPE_CHECKING:
+    from offbeat.charts import Line, Run
 
 _GRID = 2**18  # points at which a law without a closed form is summed
 _UNITS = ((1.0, "seconds"), (1e-3, "milliseconds"), (1e-6, "microseconds"), (1e-9, "nanoseconds"))
@@ -242,6 +245,8 @@ def picture(points: Sequence[SweepPoint], *, title: str) -> str:
     all_x = sorted({x for _, x, _ in placed if x is not None})
     if not all_x:
         raise RequestError("--svg needs several --learners, or one range like k-sync:1..8")
+    from offbeat.charts import Line, line_chart  # only who draws loads them
+
     largest = max(point.result.seconds_per_update for point in points)
     scale, unit = next(((one, name) for one, name in _UNITS if largest > one), _UNITS[-1])
 
@@ -272,6 +277,8 @@ def picture(points: Sequence[SweepPoint], *, title: str) -> str:
 
 def _simulated(label: str, points: Run, *, beside_theory: bool) -> Line:
     """Dots on the line of the theory, or a line of their own where there is none."""
+    from offbeat.charts import Line
+
     return Line(label, tuple((point,) for point in points) if beside_theory else (points,))
 
 
@@ -284,6 +291,8 @@ def _place(point: SweepPoint, by_learners: bool) -> float | None:
 
 
 def _ratio_chart(compared: Sequence[Ratio]) -> str:
+    from offbeat.charts import Line, line_chart
+
     lines = []
     for name in dict.fromkeys(one.strategy for one in compared):
         own = [one for one in compared if one.strategy == name]

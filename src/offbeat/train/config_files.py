@@ -29,7 +29,6 @@ from offbeat.runs.run_folder import RENAMED, RunDir
 from offbeat.runs.untrusted import read_bytes
 from offbeat.train.config import FOLDER_NAME, SECTIONS, Config, all_fields
 from offbeat.train.fields import Field, FieldError, fields_of, shown
-from offbeat.train.recipes import RECIPES
 
 _YES = {"true": True, "yes": True, "false": False, "no": False}
 
@@ -118,6 +117,8 @@ def read_recipe(text_or_path: str) -> Config:
 
     A TOML file that gives no `name` is called after itself.
     """
+    from offbeat.train.recipes import RECIPES
+
     if text_or_path in RECIPES:
         return RECIPES[text_or_path].config
     path = Path(text_or_path)
@@ -151,6 +152,8 @@ def _parse_toml(data: bytes) -> dict[str, Any]:
 
 
 def _from_toml(said: dict[str, Any], stem: str) -> Config:
+    from offbeat.train.recipes import RECIPES
+
     base = said.pop("recipe", None)
     if base is None:
         config = Config()
