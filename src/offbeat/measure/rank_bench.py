@@ -67,6 +67,7 @@ _COPY_BYTES = 128 * 2**20  # well beyond the caches
 _COPIES = 3
 _WARM_UP = 5  # iterations: a buffer is moved to shared memory only when it has come back a few times
 _FEWEST, _MOST = 5, 100_000  # iterations of a round
+_LONG_S = 2.0  # an iteration that takes longer is a round of its own, and is warmed up by being checked
 _ROUND_S = 0.2
 _DDP_ROUND_S = 0.3
 _LAB_PORT = 29500  # of the store, on the first host of a lab
@@ -305,7 +306,8 @@ def _measure_size(
     fastest_s: dict[str, float] = {}
 
     def time(system: str, iterations: int, doing: str) -> float:
-        question = {"do": "time", "system": system, "untimed": 2, "iterations": iterations}
+        untimed = 2 if iterations > 1 else 0
+        question = {"do": "time", "system": system, "untimed": untimed, "iterations": iterations}
         return asked[system].slowest_s(question, doing)
 
     def copy(number: int, doing: str) -> tuple[float, float]:
@@ -315,7 +317,8 @@ def _measure_size(
 
     def turn(system: str, number: int, doing: str) -> tuple[float, float]:
         # By the fastest so far: a disturbed one would make the round too short.
-        iterations = min(_MOST, max(_FEWEST, math.ceil(_ROUND_S / fastest_s[system])))
+        fewest = 1 if fastest_s[system] > _LONG_S else _FEWEST
+        iterations = min(_MOST, max(fewest, math.ceil(_ROUND_S / fastest_s[system])))
         seconds = time(system, iterations, doing)
         fastest_s[system] = min(fastest_s[system], seconds)
         return iterations, seconds
@@ -323,8 +326,12 @@ def _measure_size(
     for system, harness in asked.items():
         doing = f"warming up {system} at {label}"
         progress(doing)
-        harness.ask({"do": "warm", "system": system, "size_bytes": size_bytes, "iterations": _WARM_UP}, doing)
-        fastest_s[system] = time(system, _FEWEST, doing)
+        warm = {"do": "warm", "system": system, "size_bytes": size_bytes, "iterations": 0}
+        harness.ask(warm, doing)
+        fastest_s[system] = time(system, 1, doing)
+        if fastest_s[system] <= _LONG_S:
+            harness.ask(warm | {"iterations": _WARM_UP}, doing)
+            fastest_s[system] = time(system, _FEWEST, doing)
     turns: dict[str, Turn[tuple[float, float]]] = {system: partial(turn, system) for system in asked}
     return alternate({"copying": copy, **turns}, request.rounds, progress, at=f"{label}, ")
 
