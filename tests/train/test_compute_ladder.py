@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -156,10 +156,12 @@ def test_an_eager_step_is_proved_right(optimizer: str, precision: str) -> None:
 
 
 @pytest.fixture
-def own_cache_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "")
+def own_cache_key() -> Iterator[None]:
+    with torch.compiler.config.patch(cache_key_tag=""):
+        yield
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own modules
 def test_torchs_cache_of_compiled_code_is_another_for_each_precision(own_cache_key: None) -> None:
     """torch 2.11 gave code that was compiled for bf16 to fp16."""
     keys = set()

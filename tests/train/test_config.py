@@ -18,7 +18,7 @@ from offbeat import cli
 from offbeat.commands import recipes as recipes_command
 from offbeat.commands.base import Command
 from offbeat.errors import RequestError
-from offbeat.train import arguments, config_files
+from offbeat.train import arguments, config_files, recipes
 from offbeat.train.config import (
     SECTIONS,
     Config,
@@ -49,7 +49,7 @@ STUBS = {
 @pytest.fixture(autouse=True)
 def stubs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The table of recipes is another file's; here it holds two."""
-    monkeypatch.setattr(config_files, "RECIPES", STUBS)
+    monkeypatch.setattr(recipes, "RECIPES", STUBS)
     monkeypatch.setattr(recipes_command, "RECIPES", STUBS)
 
 

@@ -48,8 +48,14 @@ def test_a_resident_set_gives_what_a_loader_gives(repeated: bool) -> None:
         assert inputs.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_on_a_cpu_samples_come_from_a_loader() -> None:
-    assert isinstance(input_of(images(), CPU, lambda batch: batch), LoaderInput)
+def test_on_a_cpu_samples_that_lie_in_memory_are_gathered_as_they_lie() -> None:
+    wanted = [torch.tensor([3, 1, 9])]
+    ours, loader = (input_of(images(), CPU, lambda batch: batch, workers=many) for many in (0, 1))
+    assert isinstance(ours, ResidentInput)
+    assert isinstance(loader, LoaderInput)  # reader processes were asked for
+    for one, same in zip(next(ours.batches(wanted)), next(loader.batches(wanted)), strict=True):
+        assert torch.equal(one, same)
+        assert one.is_contiguous()
 
 
 def test_torchs_own_tensors_can_be_resident_and_other_sets_cannot() -> None:

@@ -58,7 +58,7 @@ def input_of(
     """`place`: device, host, or auto: on the device if it fits there. `learners` share this machine's cores."""
     held = tensors_of(dataset) if device.type == "cpu" and not workers else None
     if held is not None:  # no loader is needed to gather what lies in memory
-        return ResidentInput(held, device)
+        return ResidentInput(held, device, channels_last=False)
     return resident_of(dataset, device, place=place) or LoaderInput(dataset, device, moved, workers, learners)
 
 
@@ -120,9 +120,9 @@ class ResidentInput:
 
     remedy = ""
 
-    def __init__(self, held: _Held, device: torch.device) -> None:
-        images = held.inputs.dim() == 4 and device.type == "cuda"
-        inputs = held.inputs.permute(0, 2, 3, 1).contiguous() if images else held.inputs  # channels last
+    def __init__(self, held: _Held, device: torch.device, *, channels_last: bool = True) -> None:
+        images = held.inputs.dim() == 4 and channels_last
+        inputs = held.inputs.permute(0, 2, 3, 1).contiguous() if images else held.inputs
         self._inputs, self._targets = inputs.to(device), held.targets.to(device)
         self._images, self._device = images, device
 
