@@ -188,7 +188,8 @@ class Replay:
                 break
         if last is None or applied < self.run.samples:
             raise RequestError(
-                f"'{line}' drops too many gradients: {self.run.samples:,} samples are not reached in {PLENTY}x epochs"
+                f"'{line}' drops too many gradients: it does not apply {self.run.samples:,} samples "
+                f"within {PLENTY} times the run's epochs"
             )
         spent = last.spent
         wait_s = spent.send_s + spent.wait_s

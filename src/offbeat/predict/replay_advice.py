@@ -99,7 +99,8 @@ def advice_on(
         lines.append(f"within {POINTS} of {percent(target)}, with one seed: {', '.join(near)}")
     if error is not None and abs(error) > TRUSTED:
         lines.append(
-            f"the replay of the run's own strategy is {percent(abs(error), 0)} off; the other numbers are no better"
+            f"the replay of the run's own strategy is {percent(abs(error), 0)} off; expect at least this "
+            "error in the other numbers"
         )
     return lines
 

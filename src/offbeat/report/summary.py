@@ -167,7 +167,7 @@ def _rankings(
     yield from once
     if len(groups) > 1:
         told = [names[group.members[0]] for group in groups]
-        why = _differing(runs, (*SAME, "simulated")) or ["what is recorded of them"]
+        why = _differing(runs, (*SAME, "simulated")) or ["their recorded data"]
         yield f"Not ranked against each other: {_listed(told)} differ in {', '.join(why)}."
 
 
@@ -372,7 +372,7 @@ def _of_result(result: BenchmarkResult) -> Iterator[str]:
             first = min(known, key=lambda row: row["seconds_to_target"])
             who = f"{first['strategy']} with {count_of(first['learners'], 'learner')}"
             when = format_seconds(first["seconds_to_target"])
-            yield f"In the race{of} to {percent(target)} {who} was first, after {when}."
+            yield f"In the accuracy benchmark{of}, {who} was the first to reach {percent(target)}, after {when}."
     elif result.kind == "predictions":
         errors = [abs(row["error"]) for row in result.rows if row["error"] is not None]
         if errors:

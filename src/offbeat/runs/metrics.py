@@ -25,22 +25,24 @@ class Definition(NamedTuple):
 SLOWER = 1.3  # times the others' time for a minibatch, from which on a learner is slow
 
 DEFINITIONS: Mapping[str, Definition] = {
-    "throughput": Definition("samples/s", "samples applied / seconds (cancelled and dropped ones do not count)"),
+    "throughput": Definition(
+        "samples/s", "samples whose gradients were applied / seconds (cancelled and dropped ones do not count)"
+    ),
     "speedup": Definition("", "n * T(1) / T(n), T = seconds per iteration, same batch per learner"),
     "efficiency": Definition("", "speedup / n = T(1) / T(n)"),
     "overhead": Definition("s", "T(n) - T(1), same batch per learner"),
-    "strong speedup": Definition("", "T(1) / T(n), same total batch"),
+    "strong speedup": Definition("", "T(1) / T(n), same global batch"),
     "strong efficiency": Definition("", "strong speedup / n"),
     "staleness": Definition(
-        "versions", "version before the update that applies the gradient - version it was computed at"
+        "versions", "version before the update that applies the gradient - version with which it was computed"
     ),
     "bus bandwidth": Definition(
         "bytes/s", "size / seconds * factor of the collective (BUS_FACTORS); all-to-all: size of one rank's part"
     ),
     "time to accuracy": Definition(
         "s",
-        "training seconds until the test metric reaches the target and holds it (the first evaluation that "
-        "reaches it, as does the median of it and the next two), evaluation left out",
+        "training seconds until the first evaluation that reaches the target, if the median of it and the next "
+        "two evaluations also does; the time for evaluation is left out",
     ),
     "accuracy": Definition(
         "",

@@ -58,7 +58,7 @@ def _constant(value: float) -> Law:
 
 def _uniform(low: float, high: float) -> Law:
     if low > high:
-        raise RequestError(f"LOW is {low}, above HIGH, {high}")
+        raise RequestError(f"LOW ({low}) exceeds HIGH ({high})")
     return Law(mean_s=(low + high) / 2, sample=lambda u: low + (high - low) * u(COMPUTE))
 
 
