@@ -102,7 +102,7 @@ def test_times_of_one_model_say_nothing_of_another() -> None:
         with pytest.raises(RequestError, match="measure again"):
             check(measured, changed(config("async", 4), change))
     with pytest.raises(
-        RequestError, match="the calibration was measured with precision 'fp32', but this training has 'bf16'"
+        RequestError, match="the calibration was measured with precision 'fp32', but this training run has 'bf16'"
     ):
         check(measured, config("async", 4, precision="bf16"))
 

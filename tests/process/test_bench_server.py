@@ -194,7 +194,7 @@ WRONG = {
     "bench server --learners 2 2": "--learners names a number twice",
     "bench server --parameters 25X": "expected a number like 25.6M, 100k or 5000; got '25X'",
     "bench server --parameters 10": "--parameters: expected 10000 or more; got 10",
-    "bench server --parameters 900G": "of memory, and",
+    "bench server --parameters 900G": "of memory, but only",
     "bench server --against rcp": "unknown system 'rcp'; did you mean 'rpc'?",
     "bench server --against rpc,rpc": "names a system twice",
     "bench server --against offbeat": "offbeat is always measured",

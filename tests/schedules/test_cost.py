@@ -160,7 +160,7 @@ def test_the_advice_states_its_rule_where_it_is_not_the_fastest() -> None:
     ranking = rank(machine, 3_000_000)
     assert (ranking[0].line, advised(ranking).line) == ("multiring:4x2x3", "torus:4x6")
     assert advice(ranking, machine)[1].endswith(
-        "faster; of shapes within 2 % of the fastest, one that fits this machine's groups of 4 ranks goes first, "
+        "faster; of shapes within 2 % of the fastest, one that fits this machine's groups of 4 ranks is preferred, "
         "then the one with fewer sides"
     )
 

@@ -44,12 +44,12 @@ BUGS: dict[str, tuple[str, Callable[[Lists], object], str]] = {
     "two overwrites of one place collide": (
         "tree",
         lambda s: s[3].append(Transfer(2, 1, 0, False)),
-        "write the same place",
+        "write the same chunk",
     ),
     "an addition and an overwrite collide": (
         "ring",
         lambda s: s[3].append(Transfer(2, s[3][0].target, s[3][0].chunk, True)),
-        "write the same place",
+        "write the same chunk",
     ),
     "a rank sends to itself": ("ring", lambda s: s[0].append(Transfer(2, 2, 1, True)), "sends to itself"),
     "the wrong chunk is sent": ("ring", lambda s: change(s, 0, chunk=0), "without rank 0"),
@@ -172,7 +172,7 @@ def test_every_algorithm_is_proved_by_trees_alone(collective: str, name: str) ->
 
 DAMAGE: dict[str, tuple[Callable[[Table, int], Table], str]] = {
     "lost": (lambda rows, at: np.delete(rows, at, axis=0), "without rank"),
-    "made twice": (lambda rows, at: np.insert(rows, at, rows[at], axis=0), "twice|write the same place"),
+    "made twice": (lambda rows, at: np.insert(rows, at, rows[at], axis=0), "twice|write the same chunk"),
     "added instead of copied, or copied instead of added": (
         lambda rows, at: _set(rows, at, 3, 1 - rows[at, 3]),
         "twice|without rank",

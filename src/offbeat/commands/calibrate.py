@@ -194,7 +194,7 @@ takes one or two minutes. Run it on an idle machine: the results do not hold if 
             help="number of parameter-server shards (default: from the recipe)",
         ),
         option("--device", metavar="NAME", help="device: auto (a GPU if available), cpu or cuda"),
-        option("--quick", action="store_true", help="skip the self-check and the measurements by size"),
+        option("--quick", action="store_true", help="skip the self-check, and all-reduces and pushes of several sizes"),
     ),
     sections=("model", "data", "train"),
     run=_run,

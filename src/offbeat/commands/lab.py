@@ -66,7 +66,7 @@ def _facts(lab: Lab) -> list[str]:
         f"bursts of {format_size(network.burst_bytes)}",
     ]
     for host, rate in enumerate(network.bandwidths):
-        shaped = "not shaped"
+        shaped = "bandwidth not limited"
         if rate is not None:
             shaped = f"{format_bandwidth(rate)} each way (tbf, queue {format_size(queue_bytes(rate))})"
         lines.append(f"{network.name(host)}  {network.address(host)}  {shaped}")

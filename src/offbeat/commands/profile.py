@@ -52,7 +52,7 @@ def _show(out: Terminal, found: Profile, told: Mapping[str, Any], most: int) -> 
     heading(out, f"{told['recipe']}: minibatch size {told['batch']}, {told['precision']}, on {where}{kind}")
     _print_layers(out, told["layers"], most, modelled=found.asked)
     rows = [
-        ("parameters", f"{counts.parameters:,}: {format_size(found.gradient_bytes)} of gradient"),
+        ("parameters", f"{counts.parameters:,}; their gradients take {format_size(found.gradient_bytes)}"),
         (
             "FLOPs",
             f"{_flops(told['multiply_adds_per_sample'])} multiply-adds per sample forward; "

@@ -79,7 +79,7 @@ def _weigh(given: argparse.Namespace, ranks: int) -> None:
 def _one(given: argparse.Namespace, machine: Topology) -> None:
     with stages(f"building the schedule of {given.algorithm} for {count_of(machine.ranks, 'rank')}") as tell:
         schedule = schedules.build(given.algorithm, ranks=machine.ranks, collective=given.collective, root=given.root)
-        tell(f"proving {len(schedule.steps.table):,} transfers")
+        tell(f"verifying {len(schedule.steps.table):,} transfers")
         schedules.verify(schedule)
         tell(f"pricing {len(schedule.steps.table):,} transfers on {machine.name}")
         cost = schedules.price(schedule, machine, given.size, given.item_size)

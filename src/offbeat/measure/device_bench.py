@@ -376,7 +376,7 @@ def measure(
         if not rows:
             raise
         ended_by = signal
-        notes.append(f"interrupted after {count_of(len(rows), 'point')}")
+        notes.append(f"interrupted after {count_of(len(rows), 'measurement')}")
     finally:
         programs.close()
     if facts["device"] == "cuda" and gpu is None:

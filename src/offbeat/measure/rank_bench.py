@@ -176,7 +176,7 @@ class LabRequest:
         common = max(set(rates), key=rates.count)
 
         def told(rate: float | None) -> str:
-            return "not shaped" if rate is None else f"{format_bandwidth(rate)} each way"
+            return "bandwidth not limited" if rate is None else f"{format_bandwidth(rate)} each way"
 
         others = [f"host {host} {told(rate)}" for host, rate in enumerate(rates) if rate != common]
         return ", ".join([told(common), *others])

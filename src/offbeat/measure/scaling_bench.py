@@ -233,7 +233,7 @@ def scaling_result(
     base = f"one learner alone on {machine['device']}, {count_of(machine['threads'], 'thread')}"
     defined = definitions(request)
     ranked = ranking(rows)
-    total = f"minibatches of {rows[0]['batch']}" + (" in all" if request.kind == STRONG else " of each learner")
+    total = f"{'global batch' if request.kind == STRONG else 'minibatch per learner'} of {rows[0]['batch']}"
     rounds = f"median of {count_of(request.rounds, 'round')}"
     tables = ((SCALING, rows), ((*SCALING_NAMES, *SCALING_MORE), rows))
     return BenchResult(

@@ -348,8 +348,8 @@ def _energies(facts: Sequence[Facts]) -> Iterator[str]:
 def _of_result(result: BenchmarkResult) -> Iterator[str]:
     recipe = result.said("recipe")
     of = f" of {recipe}" if recipe else ""
-    names = {"scaling": f"{result.said('kind') or 'weak'} scaling", "device": "benchmark of one device"}
-    what = names.get(result.kind, "race")
+    names = {"scaling": f"{result.said('kind') or 'weak'} scaling benchmark", "device": "benchmark of one device"}
+    what = names.get(result.kind, "accuracy benchmark")
     if result.ranking:
         told = [one.rstrip(". ") for one in result.ranking[:VERDICTS]]
         more = len(result.ranking) - len(told)
@@ -361,7 +361,7 @@ def _of_result(result: BenchmarkResult) -> Iterator[str]:
         if best is not None and most > 1:
             share = "" if best["efficiency"] is None else f" (efficiency {percent(best['efficiency'])})"
             yield (
-                f"In the {what}{of} {best['strategy']} was the fastest with {count_of(most, 'learner')}: "
+                f"In the {what}{of}, {best['strategy']} was the fastest with {count_of(most, 'learner')}: "
                 f"{best['speedup']:.2f}x one learner{share}."
             )
     elif result.kind == "accuracy":
