@@ -183,7 +183,7 @@ WRONG = {
     "bench policies async async": "policies names a strategy twice",
     "bench policies --slow exp:0.1 exp:0.1": "--slow names a law twice",
     "bench policies --slow expo:0.1": "unknown law 'expo'",
-    "bench policies --slow pareto:1,1": "'pareto:1,1' has no mean",
+    "bench policies --slow pareto:1,1": "'pareto:1,1' has no finite mean",
     "bench policies --updates 5": "--updates: expected 20 or more; got 5",
     "bench policies --learners 1 2": "--learners takes only one number with bench policies",
     "bench policies --learners 65": "from 1 to 64",

@@ -23,7 +23,7 @@ _WIDE = 140
 def _run(given: argparse.Namespace) -> None:
     lines = [*given.strategies, *given.learners.late_words]
     if given.updates is not None and given.minibatches is not None:
-        raise RequestError("compare: --minibatches and --updates exclude each other")
+        raise RequestError("compare: --minibatches and --updates cannot be used together")
     if given.recipe is not None:
         check_recipe_options(given)
         race_recipe(given, lines_of(lines))

@@ -26,7 +26,7 @@ def _run(given: argparse.Namespace) -> None:
     if given.seed < 0:
         raise RequestError(f"--seed is 0 or more; got {given.seed}")
     if given.no_accuracy and given.target is not None:
-        raise RequestError("--target and --no-accuracy exclude each other")
+        raise RequestError("--target and --no-accuracy cannot be used together")
     check_memory(given.learners or 0, available_bytes())
     calibration = None if given.calibration is None else read_calibration(given.calibration)
     run = read_run(given.run)

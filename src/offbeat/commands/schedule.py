@@ -53,7 +53,7 @@ def _run(given: argparse.Namespace) -> None:
     if given.calibration is None:
         machine = topology.build(given.topology, ranks=ranks)
     elif given.topology != "uniform":
-        raise RequestError("schedule: --topology and --calibration exclude each other")
+        raise RequestError("schedule: --topology and --calibration cannot be used together")
     else:
         from offbeat.predict.calibration import read_calibration
 

@@ -60,7 +60,7 @@ def _run(given: argparse.Namespace) -> None:
     if given.curve:
         if given.calibration is not None:
             raise RequestError(
-                "--curve and --calibration exclude each other; describe the layers and the topology instead"
+                "--curve and --calibration cannot be used together; describe the layers and the topology instead"
             )
         if not setup.reduces:
             raise RequestError(f"--curve needs an all-reduce like ring; '{strategy}' is a parameter-server strategy")

@@ -105,7 +105,7 @@ class PoliciesRequest:
                 raise RequestError(f"bench: '{line}': rate=drift needs weights, which a simulation does not have")
         for law in self.laws:
             if not math.isfinite(parse_law(law).mean_s):
-                raise RequestError(f"bench: '{law}' has no mean, so there is nothing to predict")
+                raise RequestError(f"bench: '{law}' has no finite mean, so there is nothing to predict")
         if self.updates is not None:
             check_least("--updates", self.updates, _FEWEST)
 
@@ -211,7 +211,7 @@ def policies_result(request: PoliciesRequest, machine: Mapping[str, Any], rows: 
             "definitions": dict(DEFINITIONS),
         },
         heading=f"real runs compared with the simulator, {count_of(request.learners, 'learner')}, "
-        "learners only wait for their delays",
+        "the learners compute nothing and only wait for their delays",
         tables=((FIELDS, rows),),
         verdict=(verdict,),
         terms=[

@@ -68,7 +68,7 @@ def _softsync(*, n: int, expect: int, **common: Any) -> Policy:
 
 def _backup(*, b: int, expect: int, **common: Any) -> Policy:
     if b >= expect:
-        raise RequestError(f"B={b} leaves no learner to wait for, since there are {expect}")
+        raise RequestError(f"B={b} leaves no learner to wait for, since there are only {expect}")
     return KSync(k=expect - b, expect=expect, **common)
 
 

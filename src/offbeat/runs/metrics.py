@@ -53,9 +53,10 @@ DEFINITIONS: Mapping[str, Definition] = {
     "cost": Definition("", "devices * hours * price of a device hour, as given by the user"),
     "base": Definition("", "what n = 1 means: one device or one node; runs with different bases are not ranked"),
     # of runs, in a report
-    "seconds": Definition("s", "training seconds at the last evaluation, evaluation left out; without one, from the "
-                               "first to the last span of each part of a resumed run, less the evaluations. After a "
-                               "resume, work that was lost between a checkpoint and a kill is not counted"),
+    "seconds": Definition("s", "training seconds at the last evaluation, evaluation left out; if none is recorded, "
+        "from the first to the last span of each part of a resumed run, less the "
+        "evaluations. After a resume, work that was lost between a checkpoint and a kill is "
+        "not counted"),
     "seconds per update": Definition("s", "seconds / updates, over the whole run"),
     "error": Definition("", "1 - accuracy on the test set"),
     "computing": Definition("s", "seconds of minibatches that were finished and not dropped"),
