@@ -53,10 +53,8 @@ class Price:
         text = f"{self.bottleneck} carries {carried} at {rate}{others}"
         own_s = self.bytes_per_link[self.bottleneck] / self.bottleneck_link.bytes_per_s
         if own_s < 0.6 * self.seconds:  # it is not one link that is full all the time
-            text += (
-                f": {format_seconds(own_s)}; links as busy as it are waited for one after the other, "
-                f"{format_seconds(self.bottleneck_s)} in total"
-            )
+            waits = f"waiting for such links takes {format_seconds(self.bottleneck_s)} in total"
+            text += f": {format_seconds(own_s)}; {waits}"
         return text
 
 
