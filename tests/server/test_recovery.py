@@ -278,7 +278,7 @@ def test_what_makes_the_machine_raise_is_refused_and_all_is_as_before(
         if number < MOST_REFUSED - 1:
             assert (desk.machine.policy.version, dict(desk.machine.counts)) == before
     desk.note()
-    assert desk.told == ["refused what learner 1 said: Want: ZeroDivisionError: by a message"] * MOST_REFUSED
+    assert desk.told == ["rejected a message from learner 1: Want: ZeroDivisionError: by a message"] * MOST_REFUSED
     assert "half done" not in desk.machine.counts
     assert desk.process.recorder.refused == MOST_REFUSED
     assert not desk.machine.sessions[1].here, "and its sender is sent away"

@@ -85,7 +85,7 @@ def test_with_two_learners_the_slower_one_is_the_slow_one() -> None:
 def test_what_cannot_run_without_the_slow_ones_is_not_said() -> None:
     cluster = Cluster(learners=4, law=parse_law("constant:1"), speeds=(1, 1, 0.25, 0.25))
     found = what_if("k-sync:4", cluster, describe_machines(cluster), 100)
-    assert found.without is None and found.advice[1].startswith("with 0.25")
+    assert found.without is None and found.advice[1].startswith("with minibatches of 0.25x the size")
 
 
 def test_removing_a_learner_leaves_the_draws_of_the_others() -> None:

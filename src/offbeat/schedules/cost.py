@@ -65,7 +65,9 @@ def price(schedule: Schedule, topology: Topology, size_bytes: int, item_bytes: i
             f"'{schedule.name}' has {schedule.ranks} ranks, topology '{topology.name}' has {topology.ranks}"
         )
     if size_bytes < 0 or item_bytes < 1 or size_bytes % item_bytes:
-        raise RequestError(f"a size must be 0 or a multiple of the item size, {item_bytes} bytes; got {size_bytes}")
+        raise RequestError(
+            f"a size must be 0 or more and a multiple of the item size, {item_bytes} bytes; got {size_bytes}"
+        )
     if size_bytes * schedule.ranks > MOST:
         raise RequestError(f"a size of {size_bytes} bytes on {schedule.ranks} ranks is too large to be counted exactly")
     lengths = np.array(chunk_sizes(size_bytes // item_bytes, schedule.chunks)) * item_bytes
