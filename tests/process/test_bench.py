@@ -207,7 +207,7 @@ WRONG = {
     "bench allreduce --against gluo": "unknown system 'gluo'; did you mean 'gloo'?",
     "bench allreduce --against gloo,": "expected names joined by commas",
     "bench allreduce --against gloo,gloo": "names a system twice",
-    "bench allreduce --against offbeat": "offbeat is always measured",
+    "bench allreduce --against offbeat": "leave offbeat out of --against: it is always measured",
     "bench allreduce --rounds 0": "--rounds: expected a whole number from 1",
     "bench allreduce --timeout 0": "--timeout: expected more than 0",
     "bench allreduce --strategy rign": "unknown strategy 'rign'; did you mean 'ring'?",
