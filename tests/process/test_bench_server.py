@@ -197,7 +197,7 @@ WRONG = {
     "bench server --parameters 900G": "of memory, but only",
     "bench server --against rcp": "unknown system 'rcp'; did you mean 'rpc'?",
     "bench server --against rpc,rpc": "names a system twice",
-    "bench server --against offbeat": "offbeat is always measured",
+    "bench server --against offbeat": "leave offbeat out of --against: it is always measured",
     "bench server --seconds 0s": "--seconds and --timeout: expected more than 0",
     "bench allreduce --learners 2": "--learners is not an option of bench allreduce",
 }
