@@ -278,7 +278,8 @@ def drawn(rows: Sequence[Row], device: str) -> str:
 
 DEFINITIONS = {
     "throughput": "samples / s of whole steps: forward, backward, gradient clipping and optimizer; the samples are "
-    "already on the device; on a GPU, cuDNN chooses among 4 algorithms for each convolution (among 10 in offbeat train)",
+    "already on the device; on a GPU, cuDNN chooses among 4 algorithms for each convolution (among 10 in "
+    "offbeat train)",
     "seconds": f"seconds of a step; median over rounds, {INTERVAL}",
     "memory_gb": "peak memory of tensors, including weights and optimizer state",
     "joules_per_sample": "energy from the counters of the device and, if they can be read, of the CPU",
