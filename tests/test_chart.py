@@ -360,7 +360,7 @@ def test_whatever_the_numbers_are_the_chart_is_sound_or_refused(
         ((Line("ring", (((0.0, math.nan),),)),), {}, "none of the 1 lines has a finite point"),
         ((Line("ring", (((5.0, 0.1),),)),), {"x_max": 3.0}, "up to x_max = 3"),
         ((Line("ring", (((5.0, 0.1),),)),), {"x_max": math.nan}, "must be a finite number"),
-        ((Line("ring", (((5.0, 0.1), (4.0, 0.1)),)),), {}, "x must rise"),
+        ((Line("ring", (((5.0, 0.1), (4.0, 0.1)),)),), {}, "x decreases"),
     ],
 )
 def test_nothing_to_draw_is_refused_in_one_line(lines: tuple[Line, ...], options: dict[str, float], words: str) -> None:

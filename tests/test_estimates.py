@@ -24,10 +24,14 @@ def test_what_is_large_needs_a_word_and_what_does_not_fit_is_refused(monkeypatch
     monkeypatch.setattr(estimates, "available_bytes", lambda: 8_000_000_000)
     estimates.check(SMALL, Estimate("this", 1.0, 1e6))
     for large in (Estimate("this", 3600.0), Estimate("this", 1.0, 2e9)):
-        with pytest.raises(TooLargeError, match=r"this takes about .*; ask for less, or confirm it with --yes-large"):
+        with pytest.raises(
+            TooLargeError, match=r"this takes about .*; make the request smaller, or confirm it with --yes-large"
+        ):
             estimates.check(SMALL, large)
         estimates.check(CONFIRMED, large)
-    with pytest.raises(TooLargeError, match="this takes about 9 GB of memory, and 8 GB are free; ask for less"):
+    with pytest.raises(
+        TooLargeError, match="this takes about 9 GB of memory, but only 8 GB are free; make the request smaller"
+    ):
         estimates.check(CONFIRMED, Estimate("this", 0.0, 9e9))
 
 

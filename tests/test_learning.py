@@ -112,4 +112,4 @@ def test_losses_alone_tell_too() -> None:
 
 def test_the_warning_is_one_line_with_what_to_try() -> None:
     line = warning_of(Sign("rising", "training loss rises: 1, then 2"), "--train.lr 0.01")
-    assert line == "this training does not learn: training loss rises: 1, then 2; try --train.lr 0.01"
+    assert line == "this run does not learn: training loss rises: 1, then 2; try --train.lr 0.01"

@@ -35,7 +35,7 @@ START = (
     ("report runs/digits", "write report.html: what each learner did, and when"),
     ("replay runs/digits --no-accuracy", "estimate the same run under other strategies"),
     ("compare --learners 8 --compute pareto:2,1", "simulate a cluster with stragglers"),
-    ("examples digits", "copy an example script of your own loop"),
+    ("examples digits", "copy an example script with its own training loop"),
     ("run --learners 2 --sync k-async:2 digits.py", "run it with a parameter server"),
 )
 

@@ -184,7 +184,7 @@ class LeaseBook:
             )
         _demand(
             self._holder.keys() <= self._out.keys(),
-            f"a lease that a learner holds must be open, but of {self._holder} some are not",
+            f"a lease that a learner holds must be open, but some of {self._holder} are not",
         )
         for epoch, fates in self.counts.items():
             due = self.samples if epoch < self.epoch else sum(stop - start for start, stop in self._settled)

@@ -50,7 +50,12 @@ def strategies() -> dict[str, Strategy]:
         for row in algorithms(ALL_REDUCE).values()
     ]
     reduces += [
-        Strategy(name=AUTO, family=ALL_REDUCE, summary="the fastest of these by size, as measured here", params=()),
+        Strategy(
+            name=AUTO,
+            family=ALL_REDUCE,
+            summary="for each tensor size, the algorithm that is fastest by measurements on these ranks",
+            params=(),
+        ),
         Strategy(name=NATIVE, family=ALL_REDUCE, summary="torch's own backend: Gloo, NCCL on GPUs", params=()),
     ]
     policies = [

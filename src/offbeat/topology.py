@@ -252,7 +252,7 @@ def _bandwidth(default: str, name: str = "bandwidth", help: str = "bandwidth of 
     return Param(name=name, read=parse_rate, default=parse_rate(default), help=f"{help} (default {default})")
 
 
-def _latency(default: str, name: str = "latency", help: str = "of a link") -> Param:
+def _latency(default: str, name: str = "latency", help: str = "latency of a link") -> Param:
     return Param(name=name, read=parse_seconds, default=parse_seconds(default), help=f"{help} (default {default})")
 
 
@@ -299,7 +299,7 @@ TOPOLOGIES: dict[str, Builder] = {
             name="box",
             summary="one machine: two sockets joined by QPI, half of the ranks behind the PCIe switch of each",
             build=_box,
-            params=(_PCIE, _QPI, _latency("1us", help="of a hop")),
+            params=(_PCIE, _QPI, _latency("1us", help="latency of a hop")),
             port="socket 0",
         ),
         Builder(

@@ -186,8 +186,8 @@ def test_a_card_that_stays_forged_is_told_in_one_line(monkeypatch: pytest.Monkey
     with pytest.raises(PeerError) as told:
         rendezvous.hand_out_card(store, 0, [0, 1], card, 20.0)
     assert str(told.value) == (
-        "the group cannot be created: the card of rank 1 in its store is not JSON; another process may write to "
-        "that store"
+        "the group cannot be created: the entry of rank 1 in the group's store is not JSON; another "
+        "process may have written to that store"
     )
     assert told.value.ranks == (1,)
 

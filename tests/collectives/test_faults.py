@@ -99,7 +99,7 @@ def test_a_forked_child_does_not_pass_for_its_parent(nursery: Nursery) -> None:
         ("sizes", "all_reduce(sum) of 4 float32"),
         ("types", "all_reduce(sum) of 4 float64"),
         ("kinds", "broadcast of 4 float32"),
-        ("roots", "with another root"),
+        ("roots", "with a different root"),
         ("schedules", "with a different schedule"),
     ],
 )
@@ -126,7 +126,7 @@ def test_a_wrong_strategy_fails_on_all_ranks_with_one_line(nursery: Nursery, str
 
 def test_ranks_that_want_different_strategies_are_told_on_all_ranks(nursery: Nursery) -> None:
     for outcome in nursery.run("joins", ranks=3, strategies=["ring", "ring", "tree"]):
-        assert outcome.error.startswith("PeerError: all ranks must use one strategy: rank ")
+        assert outcome.error.startswith("PeerError: all ranks must use the same strategy: rank ")
     wrong = nursery.run("joins", ranks=3, strategies=["ring", "ring", "torus:9x9"])
     assert wrong[2].error.startswith("RequestError: 'torus:9x9'")
     for outcome in wrong[:2]:
@@ -144,7 +144,7 @@ def test_memory_that_is_not_to_be_had_is_an_error_at_the_start(nursery: Nursery)
 def test_a_full_dev_shm_means_staging_not_failing(nursery: Nursery) -> None:
     for value in nursery.values("in_a_small_dev_shm", ranks=2, size="64k"):
         assert value["moved"] == 0 and value["left"] == []
-        assert value["notes"][0].startswith("tensors of 800 kB are staged: /dev/shm has only ")
+        assert value["notes"][0].startswith("tensors of 800 kB are copied through a staging buffer: /dev/shm has only ")
 
 
 def test_waiting_for_a_late_rank_costs_next_to_nothing(nursery: Nursery) -> None:

@@ -22,9 +22,9 @@ def test_a_second_call_in_flight_starts_from_what_the_first_gave(nursery: Nurser
 
 def test_a_call_that_was_broken_off_ends_the_group_on_all_ranks(nursery: Nursery) -> None:
     first, second = nursery.values("interrupted", ranks=2)
-    assert first.startswith("this group failed before: a call was aborted (KeyboardInterrupt in broadcast")
+    assert first.startswith("this group failed before: a collective was aborted (KeyboardInterrupt in broadcast")
     # What rank 0 had published of that call was whole, or rank 1 is told; never the next call's values.
-    assert second in ("got 100.0", "rank 0 gave up in the middle of a call while rank 1 was waiting")
+    assert second in ("got 100.0", "rank 0 was interrupted in a collective while rank 1 was waiting for it")
 
 
 def test_a_callback_of_a_future_may_make_calls_and_wait_for_them(nursery: Nursery) -> None:
@@ -135,7 +135,7 @@ def test_tensors_are_staged_before_descriptors_run_out(nursery: Nursery) -> None
 
 
 def test_a_send_that_waits_behind_another_has_its_timeout(nursery: Nursery) -> None:
-    assert nursery.values("a_send_behind_another", ranks=2)[0].startswith("rank 1 did nothing within")
+    assert nursery.values("a_send_behind_another", ranks=2)[0].startswith("rank 1 made no progress within")
 
 
 def test_a_move_that_failed_is_not_tried_again(nursery: Nursery) -> None:

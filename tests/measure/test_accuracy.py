@@ -114,12 +114,13 @@ def test_who_is_within_the_spread_is_called_alike_and_who_is_not_comes_after() -
     runs = MIXED | {("async", seed): Trained(accuracies=EARLY, slow=1.4) for seed in range(3)}
     lines = ranking(found(runs).rows, 0.9)
     assert lines == [
-        "first at 90.0 %: ring (2.5 s, 2 s to 3 s) and async (2.8 s, 2.8 s to 2.8 s): the same within the spread"
+        "first at 90.0 %: ring (2.5 s, 2 s to 3 s) and async (2.8 s, 2.8 s to 2.8 s): no clear "
+        "difference with these seeds"
     ]
     apart = MIXED | {("async", seed): Trained(accuracies=EARLY, slow=1.6) for seed in range(3)}
     assert ranking(found(apart).rows, 0.9)[1] == "then async (3.2 s, 3.2 s to 3.2 s)"
     one = ranking(found(apart, replace(REQUEST, seeds=1)).rows, 0.9)
-    assert len(one) == 1 and one[0].endswith("one seed is not enough to rank them (--seeds 3)")
+    assert len(one) == 1 and one[0].endswith("one seed is not enough to rank them; use --seeds 3 or more")
 
 
 def test_nobody_at_the_target_is_said_with_what_to_do() -> None:

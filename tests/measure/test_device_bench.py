@@ -183,7 +183,7 @@ def test_a_largest_minibatch_that_does_not_fit_or_needs_a_retry_is_made_smaller(
 def test_a_cpu_has_no_largest_minibatch() -> None:
     processes = Processes(lambda config, batch: {**fine(config, batch), "peak_bytes": None})
     result = found(request("max", 32), processes, {**MACHINE, "device": "cpu"})
-    assert result.rows[-1]["why_not"] == "max needs a GPU, whose memory is known; give the sizes as numbers"
+    assert result.rows[-1]["why_not"] == "--batch-sizes max needs a GPU; give the sizes as numbers"
 
 
 # --- interruption, files, pages --------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ def test_an_interruption_keeps_the_points_that_were_measured() -> None:
     assert [len(one.rows) for one in kept] == [1, 2]
     assert [len(one.json["rows"]) for one in kept] == [1, 2]
     assert result.json["interrupted"] and len(result.rows) == 2
-    assert result.json["notes"] == ["interrupted after 2 points"]
+    assert result.json["notes"] == ["interrupted after 2 measurements"]
     assert isinstance(result.ended_by, KeyboardInterrupt)
 
 

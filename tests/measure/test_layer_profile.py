@@ -108,7 +108,9 @@ def test_out_of_memory_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(layer_profile, "ComputeLearner", fails)
-    with pytest.raises(RequestError, match="out of memory on cpu with minibatches of 32; use a smaller --batch-size"):
+    with pytest.raises(
+        RequestError, match="out of memory on cpu with a minibatch size of 32; use a smaller --batch-size"
+    ):
         layer_profile.profile(ProfileRequest(config=CNN))
 
 

@@ -99,10 +99,10 @@ def test_times_of_one_model_say_nothing_of_another() -> None:
     measured = replace(EVEN, settings=settings_of(config("ring", 2)))
     check(measured, config("async", 4))
     for change in ({"servers": 2}, {"data": {"workers": 1}}, {"model": {"options": {"width": 5}}}):
-        with pytest.raises(RequestError, match="measure again"):
+        with pytest.raises(RequestError, match="run offbeat calibrate again"):
             check(measured, changed(config("async", 4), change))
     with pytest.raises(
-        RequestError, match="the calibration was measured with precision 'fp32', but this training has 'bf16'"
+        RequestError, match="the calibration was measured with precision 'fp32', but this training run has 'bf16'"
     ):
         check(measured, config("async", 4, precision="bf16"))
 

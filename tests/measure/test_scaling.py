@@ -208,12 +208,12 @@ def test_who_is_faster_in_some_rounds_only_is_alike() -> None:
     assert not are_alike(*five)
     assert are_alike(ring, row("async", 2, (1010, 1020, 1030)))  # always, and by next to nothing
     assert "async with 2 learners (1,500 samples/s, 1.50x) and ring with 2 learners" in ranking([ring, mixed])[0]
-    assert ranking([ring, mixed])[0].endswith(": the same within these rounds")
+    assert ranking([ring, mixed])[0].endswith(": no clear difference in these rounds")
 
 
 def test_one_round_tells_nobody_apart() -> None:
     lines = ranking([row("ring", 2, (1000,)), row("async", 2, (3000,))])
-    assert len(lines) == 1 and lines[0].endswith("one round is not enough to rank them (--rounds 5)")
+    assert len(lines) == 1 and lines[0].endswith("one round is not enough to rank them; use --rounds 5 or more")
 
 
 def test_a_ranking_has_a_sentence_for_each_group() -> None:

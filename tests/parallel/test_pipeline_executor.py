@@ -182,7 +182,7 @@ def test_too_few_buffers_end_in_a_line_that_names_where_ranks_wait() -> None:
     case = case_of("mlp", torch.float32)
     schedule = build("1f1b", stages=3, microbatches=MICROBATCHES)
     model = StagedModel(case.pieces, schedule, loss=case.loss, buffers=0)
-    with pytest.raises(ScheduleError, match="does not go on: rank 0 at '0SEND_F2'"):
+    with pytest.raises(ScheduleError, match="is stuck: rank 0 at '0SEND_F2'"):
         model.backward(case.inputs, case.targets)
 
 

@@ -215,8 +215,8 @@ def test_a_saved_graph_is_cut_without_measuring(tmp_path: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--parts", "2", "--devices", "1,1,1"], "--parts 2, but --devices names 3"),
-        (["--devices", "1,0"], "the speed of a device is a number above 0"),
+        (["--parts", "2", "--devices", "1,1,1"], "--parts is 2, but --devices names 3"),
+        (["--devices", "1,0"], "the speed of a device must be a number above 0"),
         (["--parts", "40"], "has 4 nodes: too few for 40 parts"),
         (["--memory", "1B"], "'1B' is ambiguous"),
     ],

@@ -144,16 +144,28 @@ def move(rows: Rows, rank: int, word: str, before: str) -> None:
 
 PLANTED: dict[str, tuple[str, Callable[[Rows], object], str]] = {
     "a backward pass before its forward pass": ("1f1b", lambda r: swap(r, 2, "2F0", "2B0"), "'2B0' comes before 2F0"),
-    "two actions of neighbours swapped": ("1f1b", lambda r: swap(r, 1, "1F0", "1F1"), "'1F1' needs what stage 0 made"),
-    "a lost receive": ("1f1b", lambda r: r[1].remove("1RECV_F2"), "'1F2' needs what stage 0 made, before '1RECV_F2'"),
-    "a lost send": ("1f1b", lambda r: r[0].remove("0SEND_F3"), "'1RECV_F3' waits for what is never sent"),
+    "two actions of neighbours swapped": (
+        "1f1b",
+        lambda r: swap(r, 1, "1F0", "1F1"),
+        "'1F1' needs the result of stage 0",
+    ),
+    "a lost receive": (
+        "1f1b",
+        lambda r: r[1].remove("1RECV_F2"),
+        "'1F2' needs the result of stage 0, but comes before '1RECV_F2'",
+    ),
+    "a lost send": ("1f1b", lambda r: r[0].remove("0SEND_F3"), "'1RECV_F3' waits for a message that is never sent"),
     "a lost forward pass": ("gpipe", lambda r: r[2].remove("2F3"), "'2B3' comes before 2F3"),
     "a lost backward pass": ("gpipe", lambda r: r[0].remove("0B3"), "stage 0 is updated after 3 of 4"),
     "a lost gradient of weights": ("zb-h1", lambda r: r[1].remove("1W2"), "stage 1 is updated after 3 of 4"),
-    "a forward pass twice": ("1f1b", lambda r: r[0].insert(1, "0F0"), "'0F0' comes after '0F0': that is twice"),
-    "both forms of a backward pass": ("1f1b", lambda r: r[2].insert(5, "2I0"), "that is twice"),
+    "a forward pass twice": ("1f1b", lambda r: r[0].insert(1, "0F0"), "'0F0' repeats work that '0F0' has already done"),
+    "both forms of a backward pass": ("1f1b", lambda r: r[2].insert(5, "2I0"), "repeats work"),
     "weights before inputs": ("zb-h1", lambda r: swap(r, 0, "0I1", "0W1"), "'0W1' comes before 0I1"),
-    "a send before its computation": ("1f1b", lambda r: swap(r, 0, "0F0", "0SEND_F0"), "before what it sends"),
+    "a send before its computation": (
+        "1f1b",
+        lambda r: swap(r, 0, "0F0", "0SEND_F0"),
+        "before the result that it sends",
+    ),
     "a receive after its use": ("1f1b", lambda r: swap(r, 1, "1RECV_F0", "1F0"), "before '1RECV_F0'"),
     "a receive twice": ("1f1b", lambda r: r[1].insert(1, "1RECV_F0"), "'1RECV_F0' comes twice"),
     "a send twice": ("1f1b", lambda r: r[0].insert(2, "0SEND_F0"), "'0SEND_F0' comes twice"),
@@ -328,7 +340,10 @@ def test_the_command_ranks_all(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["1f1c"], "unknown pipeline '1f1c'; did you mean '1f1b'?"),
         (["dualpipe-v", "--stages", "8"], "8 stages need at least 16 microbatches; got 8"),
-        (["interleaved-1f1b", "--microbatches", "9"], "9 microbatches are no whole rounds of 4 or more; use 8 or 12"),
+        (
+            ["interleaved-1f1b", "--microbatches", "9"],
+            "9 microbatches cannot be divided into equal rounds of 4 or more; use 8 or 12",
+        ),
         (["1f1b", "--forward", "1s,2s"], "give one time, or one for each of 4 stages; got 2"),
         (["1f1b", "--activation", "1MB"], "--activation needs a --topology"),
         (["--svg", "x.svg"], "--svg, --csv and --buffers need a schedule"),

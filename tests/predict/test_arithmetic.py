@@ -173,8 +173,8 @@ def test_what_is_asked_to_be_alone_is() -> None:
     [
         ({"train": {**PLAIN, "precision": "bf16"}}, "bf16"),
         ({"train": {**PLAIN, "precision": "fp16"}}, "fp16"),
-        ({"sync": "local-sgd:2"}, "by themselves"),
-        ({"sync": "downpour:push=2,fetch=2"}, "by themselves"),
+        ({"sync": "local-sgd:2"}, "local steps"),
+        ({"sync": "downpour:push=2,fetch=2"}, "local steps"),
     ],
 )
 def test_what_is_alone_for_another_reason_says_so(changes: Any, why: str) -> None:

@@ -142,11 +142,11 @@ def changed(**changes: Any) -> dict[str, Any]:
         ([], "not a calibration"),
         ({"measured": "scaling"}, "not a calibration"),
         (changed(calibration=2), "format 2"),
-        (changed(probes=[]), "without probes"),
-        (changed(probes=changed()["probes"][:1] * 2), "duplicate"),
+        (changed(probes=[]), "has no training runs"),
+        (changed(probes=changed()["probes"][:1] * 2), "twice"),
         (changed(machine={"cores": "many"}), "whole number"),
         (changed(reductions=[{"learners": 2, "size_bytes": 4, "seconds": 0}]), "above 0"),
-        (changed(reductions=[{"learners": 1, "size_bytes": 4, "seconds": 1}]), "of one learner"),
+        (changed(reductions=[{"learners": 1, "size_bytes": 4, "seconds": 1}]), "with one learner"),
         (changed(overlap_slowdown=10**400), "wrong type"),
         (changed(batch="32"), "whole number of 1 or more"),
         (changed(batch=True), "whole number of 1 or more"),
@@ -168,7 +168,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_a_family_that_was_not_probed_cannot_be_predicted() -> None:
-    with pytest.raises(RequestError, match="no probe"):
+    with pytest.raises(RequestError, match="no training run with a parameter server"):
         machine_of(replace(MADE_UP, probes=MADE_UP.probes[:3]), "async", 2)
 
 

@@ -213,7 +213,7 @@ def test_the_advice_says_what_to_use_how_sure_that_is_and_why() -> None:
         "use k-sync:6: 93.0 % after 2.2 s, seeds from 2 s to 2.4 s (500 samples/s, 1,100 samples to the target, "
         "25 % thrown away)",
         "1.10x as fast as k-sync:4 (2.42 s): 1.11x the samples per second, 1.01x the samples to reach the target; "
-        "within the spread of the seeds",
+        "the difference is within the spread of the seeds",
         "2.00x as fast as async (4.4 s): 0.50x the samples per second, 0.25x the samples to reach the target",
         "3.64x as fast as ring (8 s): 2.50x the samples per second, 0.69x the samples to reach the target",
         "the machines: equal learners",
@@ -224,7 +224,8 @@ def test_a_plain_all_reduce_is_called_plain_and_who_was_a_little_faster_is_told(
     racers = [racer("ring", 2.0, 2.2, 2.4), racer("k-async:2", 1.9, 2.0, 2.5, staleness=1.0)]
     assert advice(racers, 0.93, MACHINES) == [
         "use plain ring: 93.0 % after 2.2 s, seeds from 2 s to 2.4 s (454.5 samples/s, 1,000 samples to the target)",
-        "k-async:2 was 1.10x as fast (2 s), within the spread of the seeds, so use the simpler one",
+        "k-async:2 was 1.10x as fast (2 s), but the difference is within the spread of the seeds, so use "
+        "the simpler one",
         "the machines: equal learners",
     ]
 
@@ -233,7 +234,8 @@ def test_a_close_race_with_one_seed_has_no_spread_to_tell_of() -> None:
     racers = [racer("ring", 2.04), racer("async", 2.0, staleness=3.0), racer("k-sync:2", None, accuracy=0.8)]
     assert advice(racers, 0.93, MACHINES)[:2] == [
         "use plain ring: 93.0 % after 2.04 s (490.2 samples/s, 1,000 samples to the target)",
-        "async was 1.02x as fast (2 s), but one seed is not enough to decide (--seeds 3), so use the simpler one",
+        "async was 1.02x as fast (2 s), but one seed is not enough to decide (use --seeds 3 or more), so "
+        "use the simpler one",
     ]
 
 

@@ -162,7 +162,7 @@ def test_a_stream_that_does_not_give_again_counts_what_was_dropped() -> None:
     ("samples", "sizes", "epochs"), [(0, (1,), 1), (1, (1, 0), 1), (1, (), 1), (1, (1,), 0), (-3, (1,), 1)]
 )
 def test_a_stream_of_nothing_is_refused(samples: int, sizes: tuple[int, ...], epochs: int) -> None:
-    with pytest.raises(RequestError, match="all must be above 0"):
+    with pytest.raises(RequestError, match="must be above 0"):
         Stream(samples=samples, sizes=sizes, epochs=epochs)
 
 

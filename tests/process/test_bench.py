@@ -207,7 +207,7 @@ WRONG = {
     "bench allreduce --against gluo": "unknown system 'gluo'; did you mean 'gloo'?",
     "bench allreduce --against gloo,": "expected names joined by commas",
     "bench allreduce --against gloo,gloo": "names a system twice",
-    "bench allreduce --against offbeat": "offbeat is always measured",
+    "bench allreduce --against offbeat": "leave offbeat out of --against: it is always measured",
     "bench allreduce --rounds 0": "--rounds: expected a whole number from 1",
     "bench allreduce --timeout 0": "--timeout: expected more than 0",
     "bench allreduce --strategy rign": "unknown strategy 'rign'; did you mean 'ring'?",
@@ -215,7 +215,7 @@ WRONG = {
     "bench allreduce --strategy torus:3x3": "3x3 has 9 ranks, not 4",
     "bench allreduce --batch 2": "--batch is not an option of bench allreduce",
     "bench ddp --sizes 4KiB": "--sizes is not an option of bench ddp",
-    "bench ddp --against mpi": "mpi needs bench allreduce",
+    "bench ddp --against mpi": "mpi can be measured only by bench allreduce",
 }
 
 

@@ -215,7 +215,7 @@ def test_a_calibration_of_another_recipe_is_refused_before_anything_runs(
     monkeypatch.setattr(scaling_bench, "measure", lambda *words, **more: pytest.fail("it runs"))
     (tmp_path / "cnn.json").write_text(calibration(settings={"model": "cnn"}), encoding="utf-8")
     assert main(["bench", "scaling", "digits-mlp", "--calibration", str(tmp_path / "cnn.json")]) == 2
-    assert "the calibration was measured with model 'cnn', but this training has 'mlp'" in capsys.readouterr().err
+    assert "the calibration was measured with model 'cnn', but this training run has 'mlp'" in capsys.readouterr().err
 
 
 def test_the_help_lists_all_kinds() -> None:
@@ -280,7 +280,7 @@ def test_scaling_is_printed_with_its_base_its_ranking_and_its_notes(capsys: pyte
 def test_strong_scaling_is_printed_without_an_overhead(capsys: pytest.CaptureFixture[str]) -> None:
     print_narrow(made_up_scaling("strong"))
     out = capsys.readouterr().out
-    assert "minibatches of 32 in all" in out and "overhead" not in out and "1.50x" in out
+    assert "global batch of 32" in out and "overhead" not in out and "1.50x" in out
 
 
 def test_accuracy_is_printed_with_who_reached_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -104,7 +104,7 @@ def test_a_stopped_rank_of_ring_ends_the_run_in_one_line(tmp_path: Path) -> None
 
     ended = offbeat(tmp_path, *train_words("ring", 2), *LEAST, before=stop)
     assert (ended.code, ended.left) == (1, [])
-    assert ended.err.startswith("offbeat: learner 1: is stopped (SIGSTOP) for ")
+    assert ended.err.startswith("offbeat: learner 1: has been stopped (SIGSTOP) for ")
 
 
 def test_an_evaluation_that_hangs_ends_the_run_too(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_an_evaluation_that_hangs_ends_the_run_too(tmp_path: Path) -> None:
 
     ended = offbeat(tmp_path, *train_words("ring", 2), "--train.watchdog-s", "0.6", before=stick)
     assert (ended.code, ended.left) == (1, [])
-    assert "has not gone on with its evaluation or checkpoint" in ended.err
+    assert "has made no progress in its evaluation or checkpoint" in ended.err
 
 
 def test_a_slow_learner_is_not_given_up(tmp_path: Path) -> None:

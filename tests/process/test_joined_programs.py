@@ -78,7 +78,7 @@ def test_a_script_that_never_joins_is_told(run: Run, line: str, tmp_path: Path) 
 
 def test_a_fused_optimizer_runs_by_the_plain_rule_with_a_note(run: Run) -> None:
     code, out, _, _ = run("full-sync", "fused")
-    assert code == 0 and "offbeat: note: fused=True is for the learner's own device" in out
+    assert code == 0 and "offbeat: note: fused=True has no effect on the servers" in out
     assert "fused: 96 seen, 96 different" in out
 
 

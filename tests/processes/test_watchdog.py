@@ -124,7 +124,7 @@ def test_a_stopped_rank_is_found_while_it_waits_and_a_servers_learner_has_longer
         scene.running[1] = True
         assert scene.passes(most_s - 3) == []
         (found,) = scene.passes(5)
-        assert (found.learner, found.stopped) == (1, True) and "is stopped (SIGSTOP)" in str(found)
+        assert (found.learner, found.stopped) == (1, True) and "has been stopped (SIGSTOP)" in str(found)
 
 
 def test_ranks_that_cannot_be_told_apart_are_all_named() -> None:

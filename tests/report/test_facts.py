@@ -59,7 +59,10 @@ def test_updates_that_a_resume_made_again_are_told(tmp_path: Path) -> None:
     """A server has made 4 updates in each segment and stands at 7; an all-reduce computes version 1 in both."""
     folder = any_run(tmp_path / "a", metrics=[evaluation(7, 6.0, 0.5, samples=56)])
     (folder / "log.2.jsonl").write_bytes((folder / "log.jsonl").read_bytes())
-    said = "the run was resumed and repeated 1 update; gradients and times of learners count both times"
+    said = (
+        "the run was resumed and repeated 1 update; the counts of gradients and the times of the learners "
+        "include both attempts"
+    )
     assert (facts_of(read_run(folder)).notes, facts_of(read_run(folder)).problems) == ((said,), ())
     spans = [span(0, "compute", 0.0, 1.0, 0), span(0, "compute", 1.0, 2.0, 1)]
     folder = write_run(tmp_path / "b", config=config("ring", 1), log=spans)

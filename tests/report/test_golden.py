@@ -555,9 +555,9 @@ def test_the_summary_says_who_was_first_who_is_slow_and_what_was_lost(page: Page
         "Under k-sync:2 with 3 learners, 12 samples were computed but never applied.",
         "Gradients of async with 2 simulated learners were 0.75 versions old on average when they were applied; "
         "theory says 1 = P - 1.",
-        "In the weak scaling of tiny: fastest with comparable accuracy: ring x 2 (13 samples/s, 1.60x); "
+        "In the weak scaling benchmark of tiny: fastest with comparable accuracy: ring x 2 (13 samples/s, 1.60x); "
         "async x 2: not ranked: x.",
-        "In the race of tiny to 75.0 % ring with 2 learners was first, after 4 s.",
+        "In the accuracy benchmark of tiny, ring with 2 learners was the first to reach 75.0 %, after 4 s.",
         "2 predictions were off by 37.5 % on average, 50.0 % at worst.",
         "k-sync:2 with 3 learners ended at 75.0 % after 6 s (3 updates), 8 samples applied per second; it used 96 J "
         "or more (not measured: no counter of the GPU); it cost 18.",

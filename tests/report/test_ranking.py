@@ -167,15 +167,17 @@ def test_the_page_repeats_the_verdict_of_a_benchmark_and_makes_none_of_its_own(t
     race = write_result(tmp_path / "r.json", "accuracy", RACE, recipe="tiny", target=0.8, ranking=[*own, 7, None, " "])
     scale = write_result(tmp_path / "s.json", "scaling", SCALE, kind="strong", ranking=["nothing can be ranked"])
     assert page_of(race, scale).summary == (
-        f"In the race of tiny: {own[0]}; {own[1]}.",
-        "In the strong scaling: nothing can be ranked.",
+        f"In the accuracy benchmark of tiny: {own[0]}; {own[1]}.",
+        "In the strong scaling benchmark: nothing can be ranked.",
     )
 
 
 @pytest.mark.parametrize("ranking", [None, [], "ring", {"a": 1}, [1]])
 def test_in_an_old_file_who_reached_the_target_with_fewer_seeds_is_not_first(tmp_path: Path, ranking: Any) -> None:
     race = write_result(tmp_path / "r.json", "accuracy", RACE, target=0.8, ranking=ranking)
-    assert page_of(race).summary == ("In the race to 80.0 % ring with 2 learners was first, after 4 s.",)
+    assert page_of(race).summary == (
+        "In the accuracy benchmark, ring with 2 learners was the first to reach 80.0 %, after 4 s.",
+    )
 
 
 def test_a_very_long_verdict_is_cut_and_says_so(tmp_path: Path) -> None:

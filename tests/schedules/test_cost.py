@@ -160,7 +160,7 @@ def test_the_advice_states_its_rule_where_it_is_not_the_fastest() -> None:
     ranking = rank(machine, 3_000_000)
     assert (ranking[0].line, advised(ranking).line) == ("multiring:4x2x3", "torus:4x6")
     assert advice(ranking, machine)[1].endswith(
-        "faster; of shapes within 2 % of the fastest, one that fits this machine's groups of 4 ranks goes first, "
+        "faster; of shapes within 2 % of the fastest, one that fits this machine's groups of 4 ranks is preferred, "
         "then the one with fewer sides"
     )
 
@@ -214,7 +214,8 @@ def test_why_says_latency_where_latency_is_most_and_how_long_a_link_was_waited_f
     assert price(build("ring", ranks=16), uniform(16), 16).why() == "latency: 210 us over 30 steps"
     mixed = price(build("tree", ranks=8), topology("dgx1", ranks=8), 1_000_000_000)
     assert mixed.why() == (
-        "rank 0 > rank 1 carries 1 GB at 23.95 GB/s (as do 7 others): 41.75 ms; one after the other they take 167 ms"
+        "rank 0 > rank 1 carries 1 GB at 23.95 GB/s (as do 7 others): 41.75 ms; waiting for such links "
+        "takes 167 ms in total"
     )
 
 

@@ -32,34 +32,42 @@ def change(steps: Lists, step: int, **fields: int | bool) -> None:
 
 
 BUGS: dict[str, tuple[str, Callable[[Lists], object], str]] = {
-    "a chunk is lost": ("ring", lambda s: s[1].pop(2), "without rank"),
-    "a chunk is lost in the all-gather": ("ring", lambda s: s[4].pop(0), "without rank"),
+    "a chunk is lost": ("ring", lambda s: s[1].pop(2), "without the data of rank"),
+    "a chunk is lost in the all-gather": ("ring", lambda s: s[4].pop(0), "without the data of rank"),
     "a transfer is made twice in one step": ("ring", lambda s: s[0].append(s[0][0]), "twice"),
     "a reduction is repeated a step later": ("ring", lambda s: s[1].append(s[0][0]), "twice"),
     "the all-gather adds instead of overwriting": ("ring", lambda s: change(s, 3, reduce=True), "twice"),
-    "the reduce-scatter overwrites instead of adding": ("ring", lambda s: change(s, 0, reduce=False), "without rank"),
-    "two steps are in the wrong order": ("halving-doubling", lambda s: swap(s, 0, 1), "without rank"),
+    "the reduce-scatter overwrites instead of adding": (
+        "ring",
+        lambda s: change(s, 0, reduce=False),
+        "without the data of rank",
+    ),
+    "two steps are in the wrong order": ("halving-doubling", lambda s: swap(s, 0, 1), "without the data of rank"),
     "the all-gather comes first": ("ring", lambda s: s.insert(0, s.pop(3)), "twice"),
-    "the last step is missing": ("ring", lambda s: s.pop(), "without rank"),
+    "the last step is missing": ("ring", lambda s: s.pop(), "without the data of rank"),
     "two overwrites of one place collide": (
         "tree",
         lambda s: s[3].append(Transfer(2, 1, 0, False)),
-        "write the same place",
+        "write the same chunk",
     ),
     "an addition and an overwrite collide": (
         "ring",
         lambda s: s[3].append(Transfer(2, s[3][0].target, s[3][0].chunk, True)),
-        "write the same place",
+        "write the same chunk",
     ),
     "a rank sends to itself": ("ring", lambda s: s[0].append(Transfer(2, 2, 1, True)), "sends to itself"),
-    "the wrong chunk is sent": ("ring", lambda s: change(s, 0, chunk=0), "without rank 0"),
-    "the wrong rank receives": ("ring", lambda s: change(s, 3, target=2), "without rank"),
+    "the wrong chunk is sent": ("ring", lambda s: change(s, 0, chunk=0), "without the data of rank 0"),
+    "the wrong rank receives": ("ring", lambda s: change(s, 3, target=2), "without the data of rank"),
     "two steps are merged, so that a read comes before its write": (
         "tree",
         lambda s: s[0].extend(s.pop(1)),
-        "without rank",
+        "without the data of rank",
     ),
-    "a rank is never told": ("central", lambda s: s[1].pop(), "rank 3 ends with chunk 0 without ranks 0, 1, 2"),
+    "a rank is never told": (
+        "central",
+        lambda s: s[1].pop(),
+        "rank 3 ends with chunk 0 without the data of ranks 0, 1, 2",
+    ),
 }
 
 
@@ -159,7 +167,7 @@ def test_sums_that_are_used_twice_are_proved_by_counting_in_blocks(monkeypatch: 
     right = recursive_doubling(8, 7)
     assert not proof._in_trees(right).any()
     verify(right)
-    with pytest.raises(ScheduleError, match="rank 0 ends with chunk 5 without rank 7"):
+    with pytest.raises(ScheduleError, match="rank 0 ends with chunk 5 without the data of rank 7"):
         verify(planted(right, lambda s: s[0].remove(Transfer(7, 6, 5, True))))
 
 
@@ -171,14 +179,20 @@ def test_every_algorithm_is_proved_by_trees_alone(collective: str, name: str) ->
 
 
 DAMAGE: dict[str, tuple[Callable[[Table, int], Table], str]] = {
-    "lost": (lambda rows, at: np.delete(rows, at, axis=0), "without rank"),
-    "made twice": (lambda rows, at: np.insert(rows, at, rows[at], axis=0), "twice|write the same place"),
+    "lost": (lambda rows, at: np.delete(rows, at, axis=0), "without the data of rank"),
+    "made twice": (lambda rows, at: np.insert(rows, at, rows[at], axis=0), "twice|write the same chunk"),
     "added instead of copied, or copied instead of added": (
         lambda rows, at: _set(rows, at, 3, 1 - rows[at, 3]),
-        "twice|without rank",
+        "twice|without the data of rank",
     ),
-    "sent elsewhere": (lambda rows, at: _set(rows, at, 1, (rows[at, 1] + 77) % 256), "twice|without rank|same place"),
-    "of another chunk": (lambda rows, at: _set(rows, at, 2, (rows[at, 2] + 77) % 256), "twice|without rank|same place"),
+    "sent elsewhere": (
+        lambda rows, at: _set(rows, at, 1, (rows[at, 1] + 77) % 256),
+        "twice|without the data of rank|same chunk",
+    ),
+    "of another chunk": (
+        lambda rows, at: _set(rows, at, 2, (rows[at, 2] + 77) % 256),
+        "twice|without the data of rank|same chunk",
+    ),
 }
 
 

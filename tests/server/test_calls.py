@@ -115,7 +115,7 @@ def test_who_gives_up_waiting_is_told_to_compute() -> None:
     assert [one.learner for one in said if isinstance(one, Go)] == [0]
     told = run.say(GroupCall(1, 1, 1, "gather"))
     assert [one.error for one in told if isinstance(one, GroupCallAnswer)] == [
-        "learner 0 gave up waiting in call 1, so no learner gets its result"
+        "learner 0 gave up waiting in call 1, so no learner gets the result of this call"
     ]
     assert run.say(GroupCall(0, 1, 2, "gather", b"a")) == []
     said = run.say(GroupCall(1, 1, 2, "gather", b"b"))

@@ -33,7 +33,11 @@ def test_who_says_what_cannot_be_is_sent_away_and_the_others_train_on(nursery: N
     [
         ("lr", math.nan, "lr of parameter group 0 is nan: it must be a finite number"),
         ("weight_decay", math.inf, "weight_decay of parameter group 0 is inf: it must be a finite number"),
-        ("momentum", 0.9, "momentum of parameter group 0 is 0.9, and was 0 when the run began"),
+        (
+            "momentum",
+            0.9,
+            "momentum of parameter group 0 is 0.9, but was 0 when the run began, so the servers keep no state for it",
+        ),
     ],
 )
 def test_a_step_that_no_server_can_make_is_the_learners_own_error(

@@ -336,7 +336,7 @@ def test_a_subclass_is_refused_by_its_name() -> None:
     with pytest.raises(RequestError) as refusal:
         describe(Lookahead([torch.nn.Parameter(torch.zeros(2))]))
     who = "Lookahead, a subclass of AdamW, cannot run on shards of the parameters"
-    assert str(refusal.value) == f"{who}, since a subclass may compute anything{CAN}"
+    assert str(refusal.value) == f"{who}, since it may compute something else than its parent class{CAN}"
 
 
 @pytest.mark.parametrize(
@@ -359,7 +359,7 @@ def test_a_fused_optimizer_runs_by_its_plain_rule_with_a_note(rule: str) -> None
     plain, fused = (OPTIMIZERS[rule]([{"params": [torch.nn.Parameter(torch.zeros(2))]}]) for _ in range(2))
     fused.param_groups[0]["fused"] = True
     assert describe(fused) == describe(plain)
-    assert notes_of(plain) == () and "the servers run the plain rule" in notes_of(fused)[0]
+    assert notes_of(plain) == () and "they run the unfused update" in notes_of(fused)[0]
 
 
 def test_an_unknown_rule_is_refused_with_the_nearest() -> None:

@@ -278,7 +278,7 @@ def test_what_makes_the_machine_raise_is_refused_and_all_is_as_before(
         if number < MOST_REFUSED - 1:
             assert (desk.machine.policy.version, dict(desk.machine.counts)) == before
     desk.note()
-    assert desk.told == ["refused what learner 1 said: Want: ZeroDivisionError: by a message"] * MOST_REFUSED
+    assert desk.told == ["rejected a message from learner 1: Want: ZeroDivisionError: by a message"] * MOST_REFUSED
     assert "half done" not in desk.machine.counts
     assert desk.process.recorder.refused == MOST_REFUSED
     assert not desk.machine.sessions[1].here, "and its sender is sent away"
@@ -305,7 +305,7 @@ def test_an_entry_that_cannot_be_gone_through_is_set_aside_and_named(
     os.pwrite(written.descriptor, b"\xff", written.end - 2)  # and one whose bytes have changed since
     desk.restart()
     desk.note()
-    assert [text.partition(":")[0].split(" ", 2)[2] for text in desk.told] == ["of the journal was set aside"] * 2
+    assert [text.partition(":")[0].split(" ", 2)[2] for text in desk.told] == ["of the journal was skipped"] * 2
     assert "checksum is wrong" in desk.told[1]
     assert desk.machine.policy.version == version and desk.machine.sessions[0].here
     desk.restart()
@@ -320,7 +320,7 @@ def test_a_journal_full_of_nonsense_ends_the_run_in_one_line(tmp_path: Path, mon
         desk.process.journal.add(b"nonsense", 1.0)
     desk.restart()
     desk.note()
-    assert desk.failed.startswith("the coordinator cannot be brought back: ")
+    assert desk.failed.startswith("the coordinator cannot be restarted: ")
     desk.close()
 
 
@@ -342,7 +342,7 @@ def test_a_journal_that_cannot_be_written_is_told_once_and_the_run_goes_on(
         desk.work(100, random.Random(5))
     desk.note()
     assert desk.told == [
-        "cannot write the journal: No space left on device; the run goes on, but would end if its coordinator were "
+        "cannot write the journal: No space left on device; the run continues, but would end if its coordinator were "
         "killed now"
     ]
     assert desk.machine.policy.version > version + 10
@@ -377,7 +377,7 @@ def test_the_coordinators_own_messages_cannot_loop_for_ever(tmp_path: Path, monk
         assert not desk.failed
         desk.hear(Tick())
         desk.note()
-    assert desk.failed == "the coordinator cannot go on: Tick: ZeroDivisionError: division by zero"
+    assert desk.failed == "the coordinator cannot continue: Tick: ZeroDivisionError: division by zero"
     desk.close()
 
 

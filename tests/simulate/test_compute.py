@@ -110,7 +110,7 @@ def test_failures_have_their_means() -> None:
         ("exp:-1", "0 or more"),
         ("exp:0", "must be above 0"),
         ("exp", "MEAN is missing"),
-        ("uniform:3,1", "above HIGH"),
+        ("uniform:3,1", "exceeds HIGH"),
         ("gamma:1,0", "from 0.001 to 10"),
         ("gamma:1,nan", "from 0.001 to 10"),
         ("gamma:1,1e-200", "from 0.001 to 10"),

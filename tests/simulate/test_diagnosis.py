@@ -19,9 +19,11 @@ EQUAL = Cluster(learners=8, law=parse_law("gamma:1,0.1"), seed=1)
 
 
 def test_three_clusters_are_told_apart() -> None:
-    assert describe(describe_machines(HEAVY)).startswith("no learner is persistently slow, but times scatter")
+    assert describe(describe_machines(HEAVY)).startswith("no learner is persistently slow, but compute times vary")
     assert describe(describe_machines(STRAGGLER)).startswith("persistently slow: learner 3 (3.0x)")
-    assert describe(describe_machines(EQUAL)).startswith("equal learners (standard deviation 0.10x the mean)")
+    assert describe(describe_machines(EQUAL)).startswith(
+        "the learners are equally fast (standard deviation 0.10x the mean)"
+    )
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -48,7 +50,7 @@ def test_what_the_straggler_costs_is_what_the_arithmetic_says() -> None:
     assert found.lighter == pytest.approx((7 + 0.33) / 1, rel=0.02)
     assert found.as_fast_ideal == pytest.approx(8, rel=0.01)
     assert found.share_of_loss == pytest.approx(1.0, abs=0.02)
-    assert "that learner causes 100 % of the lost throughput" in found.advice[0]
+    assert "causes 100 % of the lost throughput" in found.advice[0]
 
 
 def test_with_chance_as_well_only_a_part_of_the_loss_is_the_stragglers() -> None:
@@ -68,7 +70,10 @@ def test_several_slow_learners_are_judged_together() -> None:
     assert found.as_fast == pytest.approx(8, rel=0.01)
     assert found.without == pytest.approx(4, rel=0.01)
     assert found.lighter == pytest.approx(5, rel=0.01)
-    assert "those learners cause " in found.advice[0] and "with 0.25 of the work given to each" in found.advice[1]
+    assert (
+        "So learners 4, 5, 6, 7 cause " in found.advice[0]
+        and "minibatches of 0.25x the size for them" in found.advice[1]
+    )
 
 
 def test_with_two_learners_the_slower_one_is_the_slow_one() -> None:
@@ -80,7 +85,7 @@ def test_with_two_learners_the_slower_one_is_the_slow_one() -> None:
 def test_what_cannot_run_without_the_slow_ones_is_not_said() -> None:
     cluster = Cluster(learners=4, law=parse_law("constant:1"), speeds=(1, 1, 0.25, 0.25))
     found = what_if("k-sync:4", cluster, describe_machines(cluster), 100)
-    assert found.without is None and found.advice[1].startswith("with 0.25")
+    assert found.without is None and found.advice[1].startswith("with minibatches of 0.25x the size")
 
 
 def test_removing_a_learner_leaves_the_draws_of_the_others() -> None:

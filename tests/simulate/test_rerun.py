@@ -279,9 +279,9 @@ def test_a_law_that_knows_each_minibatch_comes_before_chance_and_speeds_still_co
 
 def test_starts_that_were_measured_are_not_asked_for_beside_what_they_are_made_of() -> None:
     law = parse_law("constant:1")
-    with pytest.raises(RequestError, match="measured starts already include"):
+    with pytest.raises(RequestError, match="the measured times in starts already include"):
         Cluster(learners=1, law=law, starts=law, wires=Wires(size_bytes=1))
-    with pytest.raises(RequestError, match="measured starts already include"):
+    with pytest.raises(RequestError, match="the measured times in starts already include"):
         Cluster(learners=1, law=law, starts=law, cores=Cores(count=1, law=law))
 
 

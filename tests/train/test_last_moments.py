@@ -87,7 +87,7 @@ def test_a_run_that_has_reached_its_accuracy_is_not_trained_further_by_a_resume(
     assert (ended.code, ended.result["epochs"], ended.result["stopped"]) == (0, 2, True)
     assert "--resume run --train.stop-at 0\n" in (tmp_path / "run" / "summary.txt").read_text(encoding="utf-8")
     ended = offbeat(tmp_path, *resume_words())
-    assert (ended.code, ended.err.count("\n")) == (2, 1) and "go on with --train.stop-at 0" in ended.err
+    assert (ended.code, ended.err.count("\n")) == (2, 1) and "continue with --train.stop-at 0" in ended.err
     ended = offbeat(tmp_path, *resume_words("run", "--train.stop-at", "0", "--train.epochs", "3", "--json"))
     assert (ended.code, ended.result["epochs"]) == (0, 3)
 

@@ -203,7 +203,7 @@ def _read(number: int, line: Line, x_max: float | None) -> _Curve:
     )
     runs = [run for run in finite if run]
     if any(after[0] < before[0] for run in runs for before, after in pairwise(run)):
-        raise RequestError(f"x must rise along a run, but in one of line '{name}' it falls; sort the points by x")
+        raise RequestError(f"in one run of line '{name}', x decreases; sort the points of each run by x")
     end = math.inf if x_max is None else x_max
     seen = tuple(cut for run in runs if (cut := _cut(run, end)))
     note = "" if seen else "begins later" if runs else "not finite"

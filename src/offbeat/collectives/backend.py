@@ -62,7 +62,7 @@ def _options(given: Any, ranks: int) -> Options:
     if isinstance(given, str):
         return Options(strategy=given)
     if given is not None:
-        raise RequestError(f"pg_options must be offbeat.Options or a strategy's line; got {type(given).__name__}")
+        raise RequestError(f"pg_options must be offbeat.Options or a strategy like 'ring'; got {type(given).__name__}")
     if not dist.is_initialized():
         return Options.of_environment()
     first = dist.group.WORLD

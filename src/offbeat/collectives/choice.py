@@ -78,7 +78,9 @@ class Figures:
     def __str__(self) -> str:
         if self.network is not None and not self.latency_s:  # one rank on each host
             return str(self.network)
-        inside = f"{format_seconds(self.latency_s)} per step, {format_rate(self.bytes_per_s)} per rank while all read"
+        inside = (
+            f"{format_seconds(self.latency_s)} per step, {format_rate(self.bytes_per_s)} per rank while all ranks read"
+        )
         return inside if self.network is None else f"{inside} inside a host, {self.network}"
 
     def topology(self, hosts: Sequence[int]) -> topology.Topology:

@@ -436,7 +436,7 @@ class Executor:
         number, what, items, detail, _ = theirs
         said = [describe(what, items), describe(mine.what, mine.items)]
         if said[0] == said[1]:
-            why = "with another root or other sizes" if detail != mine.detail else "with a different schedule"
+            why = "with a different root or different sizes" if detail != mine.detail else "with a different schedule"
             said[0] += f" as call {number}" if number != self.calls else f" {why}"
         here = f"{t.name(t.rank)} {said[1]} (call {self.calls} of the group)"
         t.fail(f"{t.name(peer)} called {said[0]}, but {here}", ranks=())
@@ -476,7 +476,9 @@ class Executor:
             return max(1, -(-payload // _ROUND_BYTES))
         room = min(room, self.transport.arena_bytes - len(exposed) * item)
         if room < item:
-            self.transport.fail(f"the arena is too small for {len(exposed)} chunks", ranks=())
+            self.transport.fail(
+                f"arena_bytes is too small for {len(exposed)} chunks; use a larger value in offbeat.Options", ranks=()
+            )
         return max(1, -(-payload // room))
 
     def _bind(self, kind: _Kind, call: Call, rounds: int, places: tuple[Place, ...]) -> list[Bound]:

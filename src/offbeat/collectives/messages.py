@@ -449,7 +449,7 @@ class Messages:
             return PeerError("no message arrived: the other ranks are gone" if lost else "no message arrived in time")
         if not transport.own.words[BLAME]:
             transport.own.words[BLAME] = peer + 1  # whoever misses this rank later knows why
-        what = "is gone" if lost else f"did nothing within the group's {transport.timeout_s:g} s"
+        what = "is gone" if lost else f"made no progress within the group's timeout of {transport.timeout_s:g} s"
         me = transport.name(transport.rank)
         return PeerError(f"{transport.name(peer)} {what} while {me} was exchanging a message with it",
                          ranks=(transport.names[peer],))  # fmt: skip

@@ -106,7 +106,7 @@ class PendingCall(dist.Work):
 
     def source_rank(self) -> int:
         if self.source is None:
-            raise RuntimeError("the source is only known for a message received from any source")
+            raise RuntimeError("the source rank is only recorded for a receive from any source (recv without src)")
         return self.source
 
     _source_rank = source_rank

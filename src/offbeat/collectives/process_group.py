@@ -156,7 +156,9 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
             free = format_size(memory.free_in_dev_shm())
             wanted = format_size(self._placements.refused_bytes)
             why = "the process has used half of its file descriptors" if memory.descriptors_are_scarce() else ""
-            notes.append(f"tensors of {wanted} are staged: {why or f'/dev/shm has only {free} free'}")
+            notes.append(
+                f"tensors of {wanted} are copied through a staging buffer: {why or f'/dev/shm has only {free} free'}"
+            )
         remote = self._transport.remote
         rates, slow = self._links()
         notes += [str(link) for link in slow]
@@ -582,7 +584,10 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
         """`wholes` are what the inputs are parts of."""
         reduction, factor = _reduction(opts)
         if len(inputs) != self._ranks or inputs[self._rank].numel() != output.numel():
-            raise RequestError(f"reduce_scatter needs {self._ranks} inputs; this rank's needs {output.numel()} items")
+            raise RequestError(
+                f"reduce_scatter needs {self._ranks} inputs, one per rank; the one for this rank needs "
+                f"{output.numel()} items"
+            )
         if any(one.dtype != output.dtype for one in inputs):
             raise RequestError(f"reduce_scatter: the inputs must be {output.dtype} as the output is")
         apart = factor is not None or _in_the_way(inputs, [output], inputs[self._rank], output)
@@ -626,9 +631,9 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
         self, like: Tensor, outputs: list[Tensor], inputs: list[Tensor], loads: list[Flat], backs: list[Flat]
     ) -> Job:
         if len(outputs) != self._ranks or len(inputs) != self._ranks:
-            raise RequestError(f"all_to_all needs {self._ranks} outputs and inputs")
+            raise RequestError(f"all_to_all needs {self._ranks} outputs and {self._ranks} inputs, one per rank")
         if outputs[self._rank].numel() != inputs[self._rank].numel():
-            raise RequestError("all_to_all: the rank sends itself a different size than it expects")
+            raise RequestError("all_to_all: this rank's input and output for itself have different sizes")
         ranks = self._ranks
         sent = torch.tensor([one.numel() for one in inputs])
 
@@ -638,7 +643,7 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
                 if table[source][self._rank] != outputs[source].numel():
                     self._transport.fail(
                         f"{self._transport.name(source)} sends {table[source][self._rank]} bytes to"
-                        f" {self._transport.name(self._rank)}, who expects {outputs[source].numel()}",
+                        f" {self._transport.name(self._rank)}; that rank expects {outputs[source].numel()}",
                         ranks=(source,),
                     )
             call = self._call("all_to_all", like, tuple(size for row in table for size in row))

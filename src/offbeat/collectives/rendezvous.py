@@ -87,8 +87,8 @@ def hand_out_card(
             raise PeerError(f"rank {name} did not join the group within {timeout_s:g} s", ranks=(name,)) from None
         except CardError as error:
             raise PeerError(
-                f"the group cannot be created: the card of rank {name} in its store {error}; another process may "
-                "write to that store",
+                f"the group cannot be created: the entry of rank {name} in the group's store {error}; another "
+                "process may have written to that store",
                 ranks=(name,),
             ) from None
     if not any("error" in one for one in found):  # else nobody stays
@@ -238,7 +238,7 @@ def check_cards(cards: list[dict[str, Any]], rank: int, names: Sequence[int]) ->
         for what in ("strategy", "arena"):
             if card[what] != cards[rank][what]:
                 raise PeerError(
-                    f"all ranks must use one {what}: rank {names[peer]} has '{card[what]}', rank {names[rank]}"
+                    f"all ranks must use the same {what}: rank {names[peer]} has '{card[what]}', rank {names[rank]}"
                     f" '{cards[rank][what]}'",
                     ranks=(names[peer],),
                 )

@@ -394,7 +394,7 @@ class SharedMemory:
                 f"it{_state_of(self._pids.get(guilty[0]))}"
             )
         elif any(self.sides[peer].words[LEFT] == GAVE_UP for peer in guilty):
-            how = f"gave up in the middle of a call while {self.name(self.rank)} was waiting"
+            how = f"was interrupted in a collective while {self.name(self.rank)} was waiting for it"
         elif all(self.sides[peer].words[LEFT] for peer in guilty):
             how = f"left the group while {self.name(self.rank)} was waiting for it"
         elif self.remote is not None and set(guilty) <= set(self.remote.ranks):
@@ -417,7 +417,7 @@ class SharedMemory:
         """A call was broken off: what this rank published of it is not to be trusted. The others are told."""
         if self.broken is None:
             self.own.words[LEFT] = GAVE_UP
-            self.broken = PeerError(f"a call was aborted ({why})")
+            self.broken = PeerError(f"a collective was aborted ({why})")
             self.drop()
 
     def check(self) -> None:

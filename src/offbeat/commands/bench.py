@@ -205,7 +205,8 @@ def _measure_ranks(options: argparse.Namespace) -> Measurement:
     lab = None if not reduces or options.lab is None else rank_bench.LabRequest.parse(options.lab)
     if lab is not None and options.ranks not in (lab.ranks, _DEFAULTS["allreduce"]["ranks"]):
         raise RequestError(
-            f"bench: --ranks {options.ranks} contradicts --lab {options.lab}, which has {lab.ranks}; remove one"
+            f"bench: --ranks {options.ranks} contradicts --lab {options.lab}, which has {lab.ranks} "
+            "ranks; remove one of the two options"
         )
     request = rank_bench.RankRequest(
         ranks=options.ranks if lab is None else lab.ranks,
@@ -464,12 +465,12 @@ _MEASURE: dict[str, Callable[[argparse.Namespace], Measurement]] = {
     "predictions": _measure_predictions,
     "device": _measure_device,
 }
-_GROUP = "trainings: scaling, accuracy, predictions, device"
+_GROUP = "training runs: scaling, accuracy, predictions, device"
 _OPTIONS = (
     option("what", read=choice(*_DEFAULTS), metavar="|".join(_DEFAULTS), help="what to measure; see above"),
     option(
         "lines", nargs="*", default=(), metavar="LINES",
-        help="policies: strategies (default: six); device: recipes; trainings: one recipe (default digits-cnn)",
+        help="policies: strategies (default: six); device: recipes; training runs: one recipe (default digits-cnn)",
     ),
     option("--ranks", read=parse_count, metavar="P", help="number of processes (default 4; ddp: 2)"),
     option(
@@ -479,14 +480,14 @@ _OPTIONS = (
     option("--servers", read=parse_count, metavar="S", help="number of parameter-server shards (default 1; server: 2)"),
     option(
         "--slow", nargs="+", action="extend", metavar="LAW",
-        help="policies: delay laws (default exp:0.1 shifted-exp:0.05,0.05); trainings: also learner=1,factor=3; "
-        "repeatable",
+        help="policies: delay laws (default exp:0.1 shifted-exp:0.05,0.05); training runs: also "
+        "learner=1,factor=3; repeatable",
     ),
     option(
         "--updates", read=parse_count, metavar="N",
         help="policies: updates per run (default: about 10 s of updates)",
     ),
-    option("--seed", type=int, metavar="N", help="seed; with several trainings, the first one (default 0)"),
+    option("--seed", type=int, metavar="N", help="seed; with several training runs, that of the first one (default 0)"),
     option("--parameters", read=_number, metavar="N", help="server: parameters of the model (default 25.6M)"),
     option(
         "--tensors", read=parse_count, metavar="N",
@@ -494,7 +495,7 @@ _OPTIONS = (
     ),
     option(
         "--seconds", read=parse_seconds, metavar="TIME",
-        help="duration of one round of one system (server, default 3s) or of one point (device, default 1s)",
+        help="duration of one round of one system (server, default 3s) or of one measurement (device, default 1s)",
     ),
     option(
         "--batch-sizes", read=_batch_size, nargs="+", metavar="N|max",
@@ -502,7 +503,7 @@ _OPTIONS = (
     ),
     option(
         "--against", read=_words, metavar="NAMES",
-        help="systems to compare with: gloo,gloo:4 (4 groups at once),mpi (ddp: gloo); server: "
+        help="systems to compare with: gloo,gloo:4 (4 process groups at once),mpi (ddp: gloo); server: "
         "rpc,rpc-tuned,ray,ray-tuned (default: all installed)",
     ),
     option("--sizes", read=_sizes, metavar="SIZES", help="allreduce: tensor sizes (default 64KiB,4MiB,100MB)"),
@@ -513,13 +514,13 @@ _OPTIONS = (
     option("--batch", read=parse_count, metavar="N", help="ddp: samples per minibatch (default 64)"),
     option(
         "--rounds", read=parse_count, metavar="N",
-        help="rounds; all systems take turns in each (default 5; ddp: 10; server, predictions: 3)",
+        help="rounds; each system is measured once per round (default 5; ddp: 10; server, predictions: 3)",
     ),
     option("--threads", read=parse_count, metavar="N", help="torch threads per rank (default 1)"),
     option("--strategy", metavar="LINE", help="all-reduce algorithm that offbeat uses, like ring (default: auto)"),
     option(
         "--timeout", read=parse_seconds, metavar="TIME",
-        help="longest wait for an answer of a process (default 120s)",
+        help="longest wait for an answer from a process (default 120s)",
     ),
     option(
         "--sync", group=_GROUP, nargs="+", metavar="STRATEGY",
@@ -527,7 +528,7 @@ _OPTIONS = (
     ),
     option(
         "--kind", group=_GROUP, read=choice("weak", "strong"), metavar="weak|strong",
-        help="scaling: weak keeps the minibatch per learner constant (default), strong the total minibatch",
+        help="scaling: weak keeps the minibatch size per learner constant (default), strong the global batch size",
     ),
     option(
         "--accuracy-within", group=_GROUP, read=_share, metavar="X",
@@ -535,12 +536,12 @@ _OPTIONS = (
     ),
     option("--target", group=_GROUP, read=read_accuracy, metavar="X", help="accuracy: target accuracy, like 0.97"),
     option(
-        "--seeds", group=_GROUP, read=parse_count, metavar="N", help="accuracy: trainings per strategy (default 3)"
+        "--seeds", group=_GROUP, read=parse_count, metavar="N", help="accuracy: training runs per strategy (default 3)"
     ),
     option("--device", group=_GROUP, metavar="NAME", help="device: auto (a GPU if available), cpu or cuda"),
     option(
         "--calibration", group=_GROUP, read=Path, metavar="FILE",
-        help="also predict the results, from this file of offbeat calibrate",
+        help="also predict the results, from this file written by offbeat calibrate",
     ),
     option("--price", group=_GROUP, read=_price, metavar="X", help="price of one device hour; adds the cost"),
     option(
@@ -558,8 +559,8 @@ server       pushes and fetches per second of the parameter server, compared wit
 policies     real runs with artificial delays, compared with the simulator's prediction
 scaling      a recipe with several numbers of learners: speed-up, efficiency, overhead and accuracy
 accuracy     time and updates to a target accuracy, for several strategies and seeds
-predictions  trainings predicted from a calibration (offbeat calibrate), then measured
-device       recipes on one device, by precision and minibatch: samples/s, memory, energy, share of the peak
+predictions  training runs predicted from a calibration (offbeat calibrate), then measured
+device       recipes on one device, by precision and minibatch size: samples/s, memory, energy, share of the peak
 The systems or strategies that are compared take turns within one run. scaling, accuracy, predictions and device also
 take every option of a recipe.""",
     examples=(

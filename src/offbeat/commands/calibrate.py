@@ -77,7 +77,7 @@ def _config(given: argparse.Namespace) -> Config:
 def _show(out: Terminal, found: Calibration, path: Path) -> None:
     machine = found.machine
     load = machine["load"] or 0.0
-    heading(out, f"{found.recipe}: minibatches of {found.batch}, {format_size(found.size_bytes)} of gradient")
+    heading(out, f"{found.recipe}: minibatch size {found.batch}, gradients of {format_size(found.size_bytes)}")
     rows = [
         (
             probe.line,
@@ -89,7 +89,7 @@ def _show(out: Terminal, found: Calibration, path: Path) -> None:
         )
         for probe in found.probes
     ]
-    columns = ("probes", "learners", "computing", "deviation/mean", "communication", "per update")
+    columns = ("training run", "learners", "computing", "deviation/mean", "communication", "per update")
     table(out, columns, rows)
     layers = [
         (layer.name, format_seconds(layer.forward_s), format_seconds(layer.backward_s), format_size(layer.size_bytes))
@@ -103,14 +103,17 @@ def _show(out: Terminal, found: Calibration, path: Path) -> None:
     alone, together = (format_rate(rate) for rate in (found.copy_alone_bytes_per_s, found.copy_together_bytes_per_s))
     told = [
         ("batches", f"{batches} (one learner alone, forward and backward)"),
-        ("copies", f"{alone} alone, {together} all at once"),
+        ("copies", f"{alone} by one process alone, {together} by all processes at once"),
         ("overlap", f"computing takes {found.overlap_slowdown:.2f}x as long while gradients are being reduced"),
         (
             "server",
-            f"share of the round trip to the server that is work on the learners' cores: {found.server_work:.1f} per "
-            f"gradient, {found.update_work:.2g} per update",
+            f"share of a round trip to the server that occupies the learners' cores: {found.server_work:.1f} "
+            f"for each gradient, {found.update_work:.2g} for each update",
         ),
-        ("machine", f"{machine['cores']} cores, load {load:.1f} before; {machine['processor']}"),
+        (
+            "machine",
+            f"{machine['cores']} cores, load average {load:.1f} before the measurement; {machine['processor']}",
+        ),
     ]
     facts(out, told)
     if load > _BUSY * machine["cores"]:
@@ -125,7 +128,7 @@ def _over_sizes(what: str, timed: tuple[Timed, ...]) -> list[tuple[str, ...]]:
 
 def _print_check(out: Terminal, found: Calibration) -> None:
     if not found.self_check:
-        say(out, "No self-check: it needs 2 or more learners, and --quick leaves it out.")
+        say(out, "There was no self-check: it runs only with 2 or more learners and without --quick.")
         return
     from offbeat.measure.calibration_bench import mean_error
 
@@ -142,17 +145,21 @@ def _print_check(out: Terminal, found: Calibration) -> None:
     ]
     table(out, ("self-check", "learners", "measured", "predicted", "error"), rows)
     error = f"{100 * mean_error(found.self_check):.1f} %"
-    many = count_of(len(rows), "training")
-    say(out, f"self-check: predicted seconds per update of {many} that were not probes, {error} off on average")
+    many = count_of(len(rows), "training run")
+    say(
+        out,
+        f"self-check with {many} that the calibration does not use: predicted seconds per update {error} "
+        "off on average",
+    )
 
 
 COMMAND = Command(
     summary="measure this machine for a recipe, for predictions with --calibration",
     about="""Measure this machine for a recipe: compute time by layer and by minibatch size; memory copies; all-reduces,
-pushes and fetches of several sizes; and short real trainings (probes) with several numbers of learners, with an
-all-reduce and with a parameter server. It writes a JSON file, which simulate, compare, schedule, replay and bench read
-with --calibration. A self-check at the end predicts and measures some trainings that were not probes. It takes one or
-two minutes. Run it on an idle machine; the results do not transfer to another load.""",
+pushes and fetches of several sizes; and short training runs with several numbers of learners, with an all-reduce
+and with a parameter server. The results are written to a JSON file, which simulate, compare, schedule, replay and bench
+read with --calibration. A self-check at the end predicts some other training runs and measures them too. Calibration
+takes one or two minutes. Run it on an idle machine: the results do not hold if other programs load the machine.""",
     examples=("calibrate digits-mlp --learners 1 2 --rounds 1 --quick -o calibration.json",),
     usage="%(prog)s [RECIPE] [--learners 1 2 4] [-o FILE] [options]",
     options=(
@@ -163,7 +170,7 @@ two minutes. Run it on an idle machine; the results do not transfer to another l
             nargs="+",
             default=[1, 2],
             metavar="P",
-            help="learners of the probes (default 1 2)",
+            help="numbers of learners in the short training runs (default 1 2)",
         ),
         option(
             "-o",
@@ -173,7 +180,13 @@ two minutes. Run it on an idle machine; the results do not transfer to another l
             metavar="FILE",
             help="output file (default calibration.json)",
         ),
-        option("--rounds", read=parse_count, default=3, metavar="N", help="rounds of probes (default 3)"),
+        option(
+            "--rounds",
+            read=parse_count,
+            default=3,
+            metavar="N",
+            help="repetitions of each short training run (default 3)",
+        ),
         option(
             "--servers",
             read=parse_count,
@@ -181,7 +194,7 @@ two minutes. Run it on an idle machine; the results do not transfer to another l
             help="number of parameter-server shards (default: from the recipe)",
         ),
         option("--device", metavar="NAME", help="device: auto (a GPU if available), cpu or cuda"),
-        option("--quick", action="store_true", help="skip the self-check and the measurements by size"),
+        option("--quick", action="store_true", help="skip the self-check, and all-reduces and pushes of several sizes"),
     ),
     sections=("model", "data", "train"),
     run=_run,

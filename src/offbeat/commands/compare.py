@@ -23,7 +23,7 @@ _WIDE = 140
 def _run(given: argparse.Namespace) -> None:
     lines = [*given.strategies, *given.learners.late_words]
     if given.updates is not None and given.minibatches is not None:
-        raise RequestError("compare: --minibatches and --updates exclude each other")
+        raise RequestError("compare: --minibatches and --updates cannot be used together")
     if given.recipe is not None:
         check_recipe_options(given)
         race_recipe(given, lines_of(lines))
@@ -75,7 +75,7 @@ def _run(given: argparse.Namespace) -> None:
 
 def _network_words(network: Network) -> str:
     free = network.port_bytes_per_s == math.inf
-    links = "free communication" if free else "the links of --learner-, --server-bandwidth"
+    links = "free communication" if free else "the links of --learner-bandwidth and --server-bandwidth"
     return (
         f"the networks differ: servers use {links}, all-reduces use the topology {network.topology}; "
         "--network RATE,LATENCY sets the same network for both"
@@ -85,8 +85,8 @@ def _network_words(network: Network) -> str:
 def _memory_words(network: Network) -> str:
     shards = f"; each of the {network.shards} servers holds a part of each vector" if network.shards > 1 else ""
     return (
-        f"memory: vectors of {format_size(network.size_bytes)} that the server holds: gradients, weights, and 2 for "
-        f"momentum (SGD; 4 for Adam){shards}"
+        f"memory: number of vectors of {format_size(network.size_bytes)} that the server holds: gradients, "
+        f"weights, and 2 for SGD with momentum (4 for Adam){shards}"
     )
 
 
@@ -136,14 +136,14 @@ error against time is written to the output folder.""",
             "strategies",
             nargs="*",
             metavar="STRATEGY",
-            help="strategies (default: some of each kind); k-sync:1..8 stands for eight",
+            help="strategies (default: some of each kind); k-sync:1..8 stands for eight strategies",
         ),
         option("--updates", read=parse_count, metavar="N", help="updates per strategy, as in simulate"),
         option(
             "--minibatches",
             read=parse_count,
             metavar="N",
-            help="minibatches per learner (default 500, less for large simulations)",
+            help="minibatches per learner (default 500, fewer for large simulations)",
         ),
         *MACHINE_OPTIONS,
         estimates.CONFIRM,
@@ -153,7 +153,7 @@ error against time is written to the output folder.""",
             "--seeds",
             read=parse_count,
             metavar="N",
-            help="trainings per strategy, each with another seed (default 1)",
+            help="training runs per strategy, each with another seed (default 1)",
         ),
     ),
     sections=SECTIONS,

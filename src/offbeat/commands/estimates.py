@@ -61,9 +61,9 @@ def check(given: argparse.Namespace, estimate: Estimate) -> None:
     """`TooLargeError` for what is too large, or large and not confirmed."""
     here = available_bytes()
     if here is not None and estimate.memory_bytes > here:
-        raise TooLargeError(f"{estimate}, and {format_size(here)} are free; ask for less")
+        raise TooLargeError(f"{estimate}, but only {format_size(here)} are free; make the request smaller")
     if not given.yes_large and (estimate.seconds > MOST_S or estimate.memory_bytes > MOST_BYTES):
-        raise TooLargeError(f"{estimate}; ask for less, or confirm it with --yes-large")
+        raise TooLargeError(f"{estimate}; make the request smaller, or confirm it with --yes-large")
 
 
 def together(what: str, parts: Iterable[Estimate]) -> Estimate:

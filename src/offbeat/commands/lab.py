@@ -66,7 +66,7 @@ def _facts(lab: Lab) -> list[str]:
         f"bursts of {format_size(network.burst_bytes)}",
     ]
     for host, rate in enumerate(network.bandwidths):
-        shaped = "not shaped"
+        shaped = "bandwidth not limited"
         if rate is not None:
             shaped = f"{format_bandwidth(rate)} each way (tbf, queue {format_size(queue_bytes(rate))})"
         lines.append(f"{network.name(host)}  {network.address(host)}  {shaped}")
@@ -161,7 +161,7 @@ class _Relay:
 
 
 COMMAND = Command(
-    summary="run a command on several hosts that are namespaces of this machine",
+    summary="run a command on several virtual hosts (Linux namespaces) of this machine",
     about="""Create a small virtual cluster on this machine, run a command on each of its hosts, and remove it again.
 
 Each host is a set of Linux namespaces: it has its own network interface and address, hostname, processes and shared
@@ -189,7 +189,7 @@ passed on to the command. However the lab ends, it leaves nothing behind.""",
             action="append",
             default=[],
             metavar="HOW",
-            help="a link that differs: host=2,bandwidth=100Mbit/s; may be given several times",
+            help="a different bandwidth for one host's link: host=2,bandwidth=100Mbit/s; may be given several times",
         ),
         option(
             "--on",

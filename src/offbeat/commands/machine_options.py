@@ -86,7 +86,7 @@ def _calibrated(given: argparse.Namespace, learners: int) -> Machines:
     for (name,), keywords, _ in MACHINE_OPTIONS:
         value = getattr(given, name.removeprefix("--").replace("-", "_"))
         if name not in _BESIDE_CALIBRATION and value != keywords.get("default"):
-            raise RequestError(f"{name} and --calibration exclude each other")
+            raise RequestError(f"{name} and --calibration cannot be used together")
     speeds = [*given.speeds, *[1.0] * (learners - len(given.speeds))]
     if len(speeds) > learners or any(not 0 < speed <= 1 for speed in speeds):
         raise RequestError(

@@ -52,7 +52,7 @@ def _read_device(text: str) -> StageDevice:
     """`1`, `0.5`, `2@16GB`: how fast it is, and its memory."""
     speed, at, memory = text.partition("@")
     return StageDevice(
-        parse_number(speed, lambda x: 0 < x < math.inf, "the speed of a device is a number above 0, like 0.5"),
+        parse_number(speed, lambda x: 0 < x < math.inf, "the speed of a device must be a number above 0, like 0.5"),
         parse_size(memory) if at else math.inf,
     )
 
@@ -64,7 +64,9 @@ def _read_devices(text: str) -> tuple[StageDevice, ...]:
 def _run(given: argparse.Namespace) -> None:
     devices = given.devices or (StageDevice(),) * (given.parts or 2)
     if given.parts not in (None, len(devices)):
-        raise RequestError(f"partition: --parts {given.parts}, but --devices names {len(devices)}")
+        raise RequestError(
+            f"partition: --parts is {given.parts}, but --devices names {len(devices)}; give one device per part"
+        )
     if given.memory is not None:
         devices = tuple(device._replace(memory_bytes=min(device.memory_bytes, given.memory)) for device in devices)
     graph, way, samples = _graph(given)
@@ -160,16 +162,20 @@ def _print_parts(out: Terminal, graph: ModelGraph, problem: CutProblem, best: Cu
 def _facts(graph: ModelGraph, best: Cut, bound_s: float) -> list[tuple[str, str]]:
     price = best.price
     above = f"{price.seconds / bound_s:.3f}x the lower bound" if bound_s else "lower bound 0"
-    exact = f"exact: the best of {best.downsets:,} downsets" if best.exact else best.note
+    exact = f"exact: every cut was considered ({best.downsets:,} downsets of the graph)" if best.exact else best.note
     edges = [
         f"{graph.nodes[source].name} > {graph.nodes[target].name} {format_size(graph.nodes[source].output_bytes)}"
         for source, target in best.cut_edges
     ]
     more = f" and {len(edges) - _SHOWN_EDGES} more" if len(edges) > _SHOWN_EDGES else ""
     return [
-        ("update", f"{format_seconds(price.seconds)}, {above} of {format_seconds(bound_s)} (even shares, free sends)"),
+        (
+            "update",
+            f"{format_seconds(price.seconds)}, {above} of {format_seconds(bound_s)} (equal parts, no "
+            "communication time)",
+        ),
         ("search", exact),
-        ("slowest", f"part {price.slowest}, {format_seconds(price.stage_s[price.slowest])} a microbatch"),
+        ("slowest", f"part {price.slowest}, {format_seconds(price.stage_s[price.slowest])} per microbatch"),
         ("cut edges", (", ".join(edges[:_SHOWN_EDGES]) + more) or "none"),
     ]
 
@@ -216,10 +222,10 @@ def _json(graph: ModelGraph, cut: Cut) -> dict[str, Any]:
 
 COMMAND = Command(
     summary="where to cut a model into the stages of a pipeline",
-    about="""Measure each operation of a recipe's model, and cut its graph into parts so that a pipeline is fastest: the
-sum over the parts plus (microbatches - 1) times the slowest, sends included. The cut is exact up to 100,000 downsets of
-the graph. It is compared with equal layers, equal parameters and the minimum cut. Parts are in the order of the
-devices.""",
+    about="""Measure each operation of a recipe's model, and cut its graph into the stages of a pipeline so that an
+update is fastest. The time of an update is the sum over the stages plus (microbatches - 1) times the slowest stage,
+communication included. The search is exact if the graph has at most 100,000 downsets (sets of nodes that a cut can put
+first). The result is compared with equal layers, equal parameters and the minimum cut. Part i runs on device i.""",
     examples=(
         "partition digits-cnn --parts 2 --repeats 1",
         "partition text-transformer --devices 1,1,0.5 --microbatches 16 --svg parts.svg --repeats 1",
@@ -230,17 +236,24 @@ devices.""",
             "recipe",
             nargs="?",
             metavar="RECIPE",
-            help="a built-in one (offbeat recipes), a TOML file, or a graph that --save-graph wrote; digits-cnn",
+            help="built-in recipe, TOML file, or graph file written by --save-graph (default digits-cnn)",
         ),
-        option("--parts", read=parse_count, metavar="N", help="stages of the pipeline (default 2, or one a device)"),
+        option(
+            "--parts",
+            read=parse_count,
+            metavar="N",
+            help="number of stages of the pipeline (default 2, or one per device)",
+        ),
         option(
             "--devices",
             read=_read_devices,
             metavar="SPEED[@MEMORY],...",
-            help="of each part: how fast it is against the device here, and its memory: 1,1,0.5@16GB",
+            help="device of each part: its speed relative to this machine's device, and its memory: 1,1,0.5@16GB",
         ),
-        option("--memory", read=parse_size, metavar="SIZE", help="of every device (default: not limited)"),
-        option("--microbatches", read=parse_count, default=8, metavar="M", help="of a minibatch (default 8)"),
+        option("--memory", read=parse_size, metavar="SIZE", help="memory of every device (default: unlimited)"),
+        option(
+            "--microbatches", read=parse_count, default=8, metavar="M", help="microbatches per minibatch (default 8)"
+        ),
         option(
             "--topology", default="uniform", help="network between the parts, see offbeat topology (default uniform)"
         ),
@@ -249,9 +262,11 @@ devices.""",
             read=lambda text: parse_number(text, lambda x: 1 <= x < 100, "expected a number from 1 to 100"),
             default=4.0,
             metavar="N",
-            help="bytes held for each byte of parameters: weights, gradients, optimizer (default 4: Adam)",
+            help="bytes of memory per byte of parameters: weights, gradients, optimizer state (default 4: Adam)",
         ),
-        option("--repeats", read=parse_count, default=5, metavar="N", help="of each measurement (default 5)"),
+        option(
+            "--repeats", read=parse_count, default=5, metavar="N", help="repetitions of each measurement (default 5)"
+        ),
         option("--save-graph", read=Path, metavar="FILE", help="write the measured graph as JSON"),
         option("--svg", read=Path, metavar="FILE", help="write a drawing of the graph and its parts"),
     ),

@@ -70,7 +70,7 @@ def _costs(given: argparse.Namespace, ranks: int, stages: int) -> StageCosts:
     backward = spread(given.backward) if given.backward else tuple(2 * time for time in forward)
     weight = spread(given.weight) if given.weight else tuple(time / 2 for time in backward)
     if any(part > whole for part, whole in zip(weight, backward, strict=True)):
-        raise RequestError("pipeline: --weight is a part of --backward, and cannot be longer")
+        raise RequestError("pipeline: --weight is a part of --backward and cannot be longer than it")
     return StageCosts(
         forward_s=forward,
         input_s=tuple(whole - part for whole, part in zip(backward, weight, strict=True)),
@@ -141,7 +141,7 @@ def _facts(
         shares += f"; closed form {text} = {percent(formula)}"
     found = [
         ("proved", "each pass once and in order, sends and receives match, no deadlock, one version of the weights"),
-        ("buffers", f"{proof.buffers} for each stage and direction are enough"),
+        ("buffers", f"at least {count_of(proof.buffers, 'receive buffer')} per stage and direction"),
         ("time", f"{format_seconds(price.seconds)}, {price.steps} steps"),
         ("bubbles", shares),
         ("activations", ", ".join(f"{peak:.4g}" for peak in price.peak_activations) + " microbatches at most, by rank"),
@@ -217,7 +217,7 @@ def _coloured(text: str) -> Text:
 COMMAND = Command(
     summary="verify, price and draw a pipeline schedule, or rank all of them",
     about="Verify, price and draw a pipeline schedule: which stage computes which microbatch, and when. Without a "
-    "name, rank all schedules. Times are of one microbatch.",
+    "name, rank all schedules. All times are per microbatch.",
     examples=(
         "pipeline 1f1b --stages 4 --microbatches 8",
         "pipeline zb-v --stages 4 --microbatches 8 --svg zb-v.svg --csv zb-v.csv",
@@ -231,7 +231,12 @@ COMMAND = Command(
             metavar="P",
             help=f"ranks of the pipeline; some schedules cut the stage of each rank further (default {_STAGES})",
         ),
-        option("--microbatches", read=parse_count, metavar="M", help=f"of a minibatch (default {_MICROBATCHES})"),
+        option(
+            "--microbatches",
+            read=parse_count,
+            metavar="M",
+            help=f"microbatches per minibatch (default {_MICROBATCHES})",
+        ),
         option(
             "--forward",
             read=_read_times,
@@ -240,25 +245,35 @@ COMMAND = Command(
             help="time of a forward pass in a stage, or one for each stage (default 1s)",
         ),
         option(
-            "--backward", read=_read_times, metavar="TIME[,...]", help="of a backward pass (default: twice the forward)"
+            "--backward",
+            read=_read_times,
+            metavar="TIME[,...]",
+            help="time of a backward pass in a stage (default: twice --forward)",
         ),
         option(
             "--weight",
             read=_read_times,
             metavar="TIME[,...]",
-            help="the part of it that computes gradients of weights (default: half)",
+            help="part of --backward that computes the gradients of the weights (default: half)",
         ),
         option(
             "--activation",
             read=parse_size,
             default=0,
             metavar="SIZE",
-            help="size of what a stage sends to the next for a microbatch (default 0)",
+            help="size of the activations that a stage sends to the next one per microbatch (default 0)",
         ),
         option("--topology", metavar="TOPOLOGY", help="network between the ranks (default: messages take no time)"),
-        option("--buffers", read=parse_whole, metavar="N", help="verify with so many receive buffers for each stage"),
+        option(
+            "--buffers",
+            read=parse_whole,
+            metavar="N",
+            help="verify that this many receive buffers per stage are enough",
+        ),
         option("--svg", read=Path, metavar="FILE", help="write a drawing of the schedule"),
-        option("--csv", read=Path, metavar="FILE", help="write it as torch.distributed.pipelining reads it"),
+        option(
+            "--csv", read=Path, metavar="FILE", help="write the schedule as a CSV file for torch.distributed.pipelining"
+        ),
     ),
     run=_run,
 )

@@ -49,10 +49,10 @@ def _show(out: Terminal, found: Profile, told: Mapping[str, Any], most: int) -> 
     counts = found.counts
     where = found.model.gpu.name if found.asked and found.model else found.measured.device if found.measured else ""
     kind = f" ({_MODEL})" if found.asked else ""
-    heading(out, f"{told['recipe']}: minibatches of {told['batch']}, {told['precision']}, on {where}{kind}")
+    heading(out, f"{told['recipe']}: minibatch size {told['batch']}, {told['precision']}, on {where}{kind}")
     _print_layers(out, told["layers"], most, modelled=found.asked)
     rows = [
-        ("parameters", f"{counts.parameters:,}: {format_size(found.gradient_bytes)} of gradient"),
+        ("parameters", f"{counts.parameters:,}; their gradients take {format_size(found.gradient_bytes)}"),
         (
             "FLOPs",
             f"{_flops(told['multiply_adds_per_sample'])} multiply-adds per sample forward; "
@@ -82,8 +82,9 @@ def _show(out: Terminal, found: Profile, told: Mapping[str, Any], most: int) -> 
     table(out, columns, links)
     say(
         out,
-        "each sends: bytes per learner in a ring all-reduce, 2 (P - 1) / P of the gradient. link to hide it: bandwidth",
-        "at which all gradients but the last one are reduced before backward ends, without latency.",
+        "each sends: bytes per learner in a ring all-reduce, 2 (P - 1) / P times the size of the gradients.",
+        "link to hide it: bandwidth at which only the reduction of the last gradient ends after the backward pass, if",
+        "latency is 0.",
     )
 
 
@@ -184,9 +185,13 @@ error of the estimate is printed too. FLOPs are counted by torch's own counter."
             "--link", read=parse_rate, default=12.5e9, metavar="RATE",
             help="bandwidth of each learner's link, for the ratio (default 100Gbit/s)",
         ),
-        option("--seconds", read=parse_seconds, default=1.0, metavar="TIME", help="time to measure (default 1s)"),
         option(
-            "--layers", read=parse_count, default=20, metavar="N", help="layers to show, longest first (default 20)"
+            "--seconds", read=parse_seconds, default=1.0, metavar="TIME",
+            help="duration of the measurement (default 1s)",
+        ),
+        option(
+            "--layers", read=parse_count, default=20, metavar="N",
+            help="number of layers to show, slowest first (default 20)",
         ),
     ),
     sections=("model", "data", "train"),

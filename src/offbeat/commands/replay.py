@@ -26,7 +26,7 @@ def _run(given: argparse.Namespace) -> None:
     if given.seed < 0:
         raise RequestError(f"--seed is 0 or more; got {given.seed}")
     if given.no_accuracy and given.target is not None:
-        raise RequestError("--target and --no-accuracy exclude each other")
+        raise RequestError("--target and --no-accuracy cannot be used together")
     check_memory(given.learners or 0, available_bytes())
     calibration = None if given.calibration is None else read_calibration(given.calibration)
     run = read_run(given.run)
@@ -79,8 +79,9 @@ def _seconds(value: float | None, best: float | None = None) -> str:
 COMMAND = Command(
     summary="estimate how other strategies would have performed, from the compute times of a run",
     about="""Replay a finished run in virtual time, with its recorded compute times: under its own strategy, which shows
-the error of the replay, and under others. The table gives the time for the same number of samples and, unless
---no-accuracy is given, trains in virtual time and gives the time to the same accuracy. Evaluation is left out.""",
+the error of the replay, and under others. The table gives the time for the same number of samples. Unless
+--no-accuracy is given, each strategy also trains in virtual time, and the table gives the time to the same accuracy.
+The time for evaluation is left out.""",
     examples=(
         "replay runs/digits --no-accuracy",
         "replay runs/digits --sync async full-sync",
@@ -100,14 +101,14 @@ the error of the replay, and under others. The table gives the time for the same
             "--target",
             read=read_accuracy,
             metavar="X",
-            help="target accuracy (default: the highest that the run reached and held)",
+            help="target accuracy (default: the highest that the run reached and kept)",
         ),
         option("--no-accuracy", action="store_true", help="estimate times only; train nothing"),
         option(
             "--calibration",
             read=Path,
             metavar="FILE",
-            help="file of offbeat calibrate, for communication costs that the run did not measure",
+            help="file written by offbeat calibrate, for communication costs that the run did not measure",
         ),
         option(
             "--seed",

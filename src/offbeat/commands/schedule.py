@@ -53,7 +53,7 @@ def _run(given: argparse.Namespace) -> None:
     if given.calibration is None:
         machine = topology.build(given.topology, ranks=ranks)
     elif given.topology != "uniform":
-        raise RequestError("schedule: --topology and --calibration exclude each other")
+        raise RequestError("schedule: --topology and --calibration cannot be used together")
     else:
         from offbeat.predict.calibration import read_calibration
 
@@ -77,9 +77,9 @@ def _weigh(given: argparse.Namespace, ranks: int) -> None:
 
 
 def _one(given: argparse.Namespace, machine: Topology) -> None:
-    with stages(f"building {given.algorithm} for {count_of(machine.ranks, 'rank')}") as tell:
+    with stages(f"building the schedule of {given.algorithm} for {count_of(machine.ranks, 'rank')}") as tell:
         schedule = schedules.build(given.algorithm, ranks=machine.ranks, collective=given.collective, root=given.root)
-        tell(f"proving {len(schedule.steps.table):,} transfers")
+        tell(f"verifying {len(schedule.steps.table):,} transfers")
         schedules.verify(schedule)
         tell(f"pricing {len(schedule.steps.table):,} transfers on {machine.name}")
         cost = schedules.price(schedule, machine, given.size, given.item_size)

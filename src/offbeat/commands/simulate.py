@@ -60,7 +60,7 @@ def _run(given: argparse.Namespace) -> None:
     if given.curve:
         if given.calibration is not None:
             raise RequestError(
-                "--curve and --calibration exclude each other; describe the layers and the topology instead"
+                "--curve and --calibration cannot be used together; describe the layers and the topology instead"
             )
         if not setup.reduces:
             raise RequestError(f"--curve needs an all-reduce like ring; '{strategy}' is a parameter-server strategy")
@@ -117,7 +117,7 @@ def _facts(result: Result, took: float) -> list[tuple[str, str]]:
     each = format_seconds(result.seconds_per_update)
     found = [
         ("updates", f"{result.updates} in {format_seconds(result.seconds)}: {each} each"),
-        ("throughput", f"{result.minibatches_per_s:.4g} minibatches applied per second"),
+        ("throughput", f"gradients of {result.minibatches_per_s:.4g} minibatches applied per second"),
         ("staleness", f"{result.staleness_mean:.3f} on average, standard deviation {result.staleness_std:.3f}"),
         ("", f"gradients by staleness: {ages}{more}"),
         ("learners", ", ".join(f"{percent(share)} {name}" for name, share in shares if share > 0)),
@@ -215,7 +215,7 @@ against simulated seconds, and the time to --target. The output folder holds the
             "--updates",
             read=parse_count,
             metavar="N",
-            help="number of updates (default: from about 500 minibatches per learner); use --epochs with --recipe",
+            help="number of updates (default: about 500 minibatches per learner); with --recipe, use --epochs",
         ),
         *MACHINE_OPTIONS,
         option("--show", read=parse_whole, metavar="N", help="updates to show in the timeline (default 3)"),
@@ -229,12 +229,13 @@ against simulated seconds, and the time to --target. The output folder holds the
         option(
             "--curve",
             action="store_true",
-            help="all-reduce only: show the iteration time for ever smaller buckets",
+            help="all-reduce only: show how the iteration time depends on the bucket size",
         ),
         option(
             "--model-parallel",
             action="store_true",
-            help="instead of a strategy: one model cut over 1 to 128 machines, beside the speed-ups of DistBelief",
+            help="instead of a strategy: simulate one model split over 1 to 128 machines, and compare with "
+            "DistBelief's published speed-ups",
         ),
         estimates.CONFIRM,
         *SWEEP_OPTIONS,

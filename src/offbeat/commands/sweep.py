@@ -100,7 +100,7 @@ def _setups(given: argparse.Namespace, lines: Sequence[str]) -> tuple[list[tuple
             try:
                 costs.append(estimates.of_simulation(machines, strategy, given.updates, careful=True))
                 # Before anything is built: all up to here.
-                total = estimates.together(f"a sweep up to {count_of(learners, 'learner')} of '{strategy}'", costs)
+                total = estimates.together(f"a sweep of '{strategy}' up to {count_of(learners, 'learner')}", costs)
                 estimates.check(given, total)
                 setup = machines.setup(strategy)
                 setup.updates_for()
@@ -153,7 +153,8 @@ def _show(
     say(
         out,
         f"T(1) = {format_seconds(points[0].alone_s)}: one learner alone, which sends nothing",
-        "T(P): seconds to apply P minibatches; for a synchronous strategy, one iteration",
+        "T(P): seconds in which the gradients of P minibatches are applied; for a synchronous strategy, "
+        "the time of one iteration",
         *(f"{name} = {DEFINITIONS[name].formula}" for name in ("speedup", "efficiency", "overhead")),
         style="dim",
     )

@@ -64,7 +64,9 @@ def print_rings(out: Terminal, machine: Topology, rings: Rings | None) -> None:
         return
     part = ", ".join(map(str, rings.cut))
     lanes = count_of(rings.bound, "lane")
-    bound = f"cut bound: {lanes}, {format_rate(rings.cut_bytes_per_s)} in total, out of ranks {{{part}}}"
+    bound = (
+        f"cut bound: ranks {{{part}}} have {lanes} to the other ranks, {format_rate(rings.cut_bytes_per_s)} in total"
+    )
     out.print()
     if not rings.orders:
         how = "no directed ring" if rings.proved else "no directed ring was found that"

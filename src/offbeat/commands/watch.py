@@ -327,9 +327,9 @@ def as_json(run: RunDir, look: RunState) -> dict[str, Any]:
 
 
 COMMAND = Command(
-    summary="follow a running training from another terminal",
-    about="""Follow a training from another terminal, by reading the files in its folder: a live view on a terminal,
-plain lines in a pipe, until the run ends. Watching does not affect the training, and Ctrl-C stops only the view. For a
+    summary="follow a training run from another terminal",
+    about="""Follow a training run from another terminal, by reading the files in its folder: a live view on a terminal,
+plain lines in a pipe, until the run ends. Watching does not affect the run, and Ctrl-C stops only the view. For a
 finished run, the summary is printed. If the run was killed or failed, a message says so and the exit code is 1, also
 with --once and --json.
 The output of the learners is not shown. Runs in virtual time (offbeat simulate --recipe) cannot be watched.""",

@@ -58,8 +58,9 @@ class OffbeatCallback(TrainerCallback):
         epoch, within = divmod(state.global_step, self._an_epoch)
         if within and not args.ignore_data_skip:
             raise RequestError(
-                f"this checkpoint was saved in the middle of an epoch (step {within} of {self._an_epoch}); resume "
-                "from the end of an epoch (save_strategy='epoch'), or start this epoch again (ignore_data_skip=True)"
+                f"this checkpoint was saved in the middle of an epoch (step {within} of {self._an_epoch}); "
+                "resume from a checkpoint at the end of an epoch (save_strategy='epoch' writes such "
+                "checkpoints), or set ignore_data_skip=True to train the whole epoch again"
             )
         state.is_world_process_zero = self.learner.number == 0
         self._loader.prepare(given["model"], optimizer, scheduler, epoch=epoch)

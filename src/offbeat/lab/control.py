@@ -118,7 +118,9 @@ class HostProcess:
         if self._code is None:
             ready, _, _ = select.select([self._ended], [], [], max(0.0, timeout_s))
             if not ready:
-                raise TimeoutError(f"{self._init.name}: '{' '.join(self.words)}' runs for more than {timeout_s:g} s")
+                raise TimeoutError(
+                    f"{self._init.name}: '{' '.join(self.words)}' has been running for more than {timeout_s:g} s"
+                )
             text = os.read(self._ended, 32)
             self._code = int(text) if text else -signal.SIGKILL  # its host has ended, and it too
         return self._code

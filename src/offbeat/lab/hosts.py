@@ -246,7 +246,7 @@ class Lab:
         if missed:
             host = min(missed, key=lambda host: best[host] / expected[host])
             raise RequestError(
-                f"this machine does not carry {format_bandwidth(expected[host])} to {self.network.name(host)}: "
+                f"this machine cannot carry {format_bandwidth(expected[host])} to {self.network.name(host)}: "
                 f"{format_bandwidth(best[host])} were measured while {count_of(self.network.hosts, 'host')} sent at "
                 "once; ask for less bandwidth or fewer hosts, or wait until the machine is less busy"
             )

@@ -134,7 +134,11 @@ def ranking(rows: Sequence[Row], target: float) -> list[str]:
     lines = []
     if order:
         one = order[0]["seeds"] == 1
-        why = "one seed is not enough to rank them (--seeds 3)" if one else "the same within the spread"
+        why = (
+            "one seed is not enough to rank them; use --seeds 3 or more"
+            if one
+            else "no clear difference with these seeds"
+        )
         lines += ranked_sentences(order, are_alike, _time, f"first at {percent(target)}", why)
     elif not any(row["reached"] for row in rows):
         told = f"no strategy reached {percent(target)}"
@@ -237,15 +241,16 @@ def definitions(request: AccuracyRequest) -> dict[str, str]:
     return {
         "seconds_to_target": f"{definition('time to accuracy')}; evaluated at the end of each epoch; median over the "
         f"seeds that reached it, {INTERVAL}",
-        "updates_to_target": "updates made until the target, median over the seeds that reached it",
-        "reached": "seeds that reached the target; only strategies with all seeds are ranked",
+        "updates_to_target": "updates until the target was reached, median over the seeds that reached it",
+        "reached": "number of seeds that reached the target; only strategies that reached it with every seed are "
+        "ranked",
         "accuracy_mean": f"accuracy after {count_of(request.config.train.epochs, 'epoch')}, mean over seeds; "
         f"accuracy_std: their standard deviation (n - 1); {definition('accuracy')}",
-        "seconds": "seconds of training in a whole run, evaluation left out; median over seeds",
+        "seconds": "training seconds of a whole run, without evaluation; median over seeds",
         "joules": f"energy of a run, median over seeds; {definition('energy')}",
         "joules_to_target": "joules of the run * seconds to the target / seconds of the run, assuming constant power",
-        "cost": f"cost of a run: {definition('cost')}; one device per learner, hours of training; to the target: for "
-        "the time until the target",
+        "cost": f"cost of a run: {definition('cost')}; one device per learner, hours of training; cost to the "
+        "target: hours until the target was reached",
         "predicted_s": "seconds to the target, trained in virtual time on the calibrated machine, median over the "
         "seeds that reach it; error = predicted / measured - 1",
         "curves": "points [seconds, updates, accuracy] of every evaluation; the error is 1 - accuracy",

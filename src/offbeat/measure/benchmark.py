@@ -29,7 +29,9 @@ MOST_PROCESSES = 64
 ITEM_BYTES = 4  # float32
 FEW = 6  # values from which on an interval of 95 % is narrower than all of them
 CONFIDENCE = 0.95
-INTERVAL = f"low and high: the smallest and the largest value; of {FEW} or more values, the 95 % interval of the median"
+INTERVAL = (
+    f"low and high: the smallest and the largest value; with {FEW} or more values, the 95 % interval of the median"
+)
 
 
 # --- requests: numbers that are refused, in one line that says why ---------------------------------------------------
@@ -60,7 +62,7 @@ def check_against(systems: Sequence[str], known: Iterable[str], ours: Sequence[s
     """The systems that offbeat is compared with."""
     for name in systems:
         if name in ours:
-            raise RequestError(f"bench: {OURS} is always measured; --against names the others")
+            raise RequestError(f"bench: leave {OURS} out of --against: it is always measured")
         if name not in known:
             raise RequestError(f"bench: --against: {unknown('system', name, known)}")
     check_distinct("--against", systems, "system")
@@ -70,8 +72,8 @@ def check_memory(what: str, needed_bytes: int, remedy: str = "") -> None:
     available = available_bytes()
     if available is not None and needed_bytes > available:
         raise RequestError(
-            f"bench: {what} need about {format_size(needed_bytes)} of memory, and {format_size(available)} is "
-            f"available{remedy}"
+            f"bench: {what} need about {format_size(needed_bytes)} of memory, but only {format_size(available)} "
+            f"is available{remedy}"
         )
 
 

@@ -68,7 +68,9 @@ class CalibrationRequest:
             try:
                 changed(self.config, {"sync": line, "learners": max(self.learners)})
             except RequestError as error:
-                raise RequestError(f"calibrate: the probe with {line} is not possible: {error}") from None
+                raise RequestError(
+                    f"calibrate: the short training run with '{line}' is not possible: {error}"
+                ) from None
 
 
 def measure(request: CalibrationRequest, progress: Progress) -> Calibration:
@@ -183,7 +185,7 @@ def probe_of(trained: Trained, line: str, learners: int) -> Probe:
     spans = _settled(trained.log.spans)
     computed = [span for span in spans if span.what == "compute" and not span.cancelled]
     if not computed:
-        raise OffbeatError("bench: a probe finished no minibatch")
+        raise OffbeatError("calibrate: a short training run finished no minibatch")
     there_s, back_s = (_reduced if family_of(line) == ALL_REDUCE else _served)(spans, trained.seconds_per_update)
     return Probe(
         line=line,
@@ -216,7 +218,7 @@ def _served(spans: Sequence[Span], update_s: float) -> tuple[float, float]:
             waits += [] if since_s is None else [span.start_s - since_s]
             since_s = span.end_s
     if not waits:
-        raise OffbeatError("bench: a probe with a server recorded no waiting time")
+        raise OffbeatError("calibrate: a short training run with a parameter server recorded no waiting time")
     whole = _mean(waits)
     return whole / 2, whole / 2
 

@@ -165,11 +165,11 @@ class _Points:
                 if "failed" in found:
                     return None, found
         if len(self.memory) < 2:
-            return None, {"failed": "max needs a GPU, whose memory is known; give the sizes as numbers"}
+            return None, {"failed": "--batch-sizes max needs a GPU; give the sizes as numbers"}
         batch = largest_batch(self.memory, self.told["free_bytes"])
         for _ in range(TRIES):
             if batch <= max(self.memory):
-                return None, {"failed": f"a minibatch of {max(self.memory)} nearly fills the device"}
+                return None, {"failed": f"a minibatch of {max(self.memory)} samples nearly fills the device's memory"}
             tell(str(batch))
             found = self.ask(batch, seconds)
             if "failed" not in found and not found["retries"]:
@@ -257,8 +257,8 @@ def ranking(rows: Sequence[Row]) -> list[str]:
         best = max(known, key=lambda row: float(row["throughput"]))
         share = "" if best["peak_share"] is None else f", {percent(best['peak_share'])} of the device's peak"
         told.append(
-            f"{recipe}: {format_samples_per_s(best['throughput'])} samples/s at most, in {best['precision']} with "
-            f"minibatches of {best['batch']}{share}"
+            f"{recipe}: {format_samples_per_s(best['throughput'])} samples/s at most, in {best['precision']} "
+            f"with a minibatch size of {best['batch']}{share}"
         )
     return told
 
@@ -277,11 +277,12 @@ def drawn(rows: Sequence[Row], device: str) -> str:
 
 
 DEFINITIONS = {
-    "throughput": "samples / s of whole steps: forward, backward, clip and optimizer, on samples that are on the "
-    "device; on a GPU, cuDNN chooses among 4 algorithms for each convolution (among 10 in offbeat train)",
+    "throughput": "samples / s of whole steps: forward, backward, gradient clipping and optimizer; the samples are "
+    "already on the device; on a GPU, cuDNN chooses among 4 algorithms for each convolution (among 10 in "
+    "offbeat train)",
     "seconds": f"seconds of a step; median over rounds, {INTERVAL}",
     "memory_gb": "peak memory of tensors, including weights and optimizer state",
-    "joules_per_sample": "energy by the counters of the device and, if they are readable, of the CPU",
+    "joules_per_sample": "energy from the counters of the device and, if they can be read, of the CPU",
     "peak_share": "FLOPs of forward and backward (torch's counter) per second / dense peak of the data sheet",
     "epoch_s": "samples of the recipe / throughput",
 }
@@ -376,7 +377,7 @@ def measure(
         if not rows:
             raise
         ended_by = signal
-        notes.append(f"interrupted after {count_of(len(rows), 'point')}")
+        notes.append(f"interrupted after {count_of(len(rows), 'measurement')}")
     finally:
         programs.close()
     if facts["device"] == "cuda" and gpu is None:

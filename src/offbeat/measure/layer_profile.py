@@ -195,8 +195,9 @@ def _check_activations(batch: int, kept_bytes: int) -> None:
     here = available_bytes()
     if here is not None and 2 * kept_bytes > here:
         raise RequestError(
-            f"profile: minibatches of {batch} samples keep {format_size(kept_bytes)} of activations, and "
-            f"{format_size(here)} are free; choose a smaller --batch-size, or a --device of the table"
+            f"profile: minibatches of {batch} samples keep {format_size(kept_bytes)} of activations, but only "
+            f"{format_size(here)} are free; choose a smaller --batch-size, or estimate the times with another "
+            "--device (see --help)"
         )
 
 
@@ -209,7 +210,7 @@ def _measured(config: Config, name: str, seconds: float) -> MeasuredStep:
             raise
         batch = config.train.batch_size
         raise RequestError(
-            f"profile: out of memory on {name} with minibatches of {batch}; use a smaller --batch-size"
+            f"profile: out of memory on {name} with a minibatch size of {batch}; use a smaller --batch-size"
         ) from None
 
 

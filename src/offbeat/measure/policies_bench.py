@@ -43,13 +43,13 @@ _FEWEST = 20  # updates of a run
 _LEFT_OUT = 0.05  # of the updates, at the start
 
 DEFINITIONS: Mapping[str, str] = {
-    "seconds_per_update": "time between the first and the last counted update, divided by their number",
-    "staleness_mean": "versions between the weights a gradient was computed on and those it was applied to; of all "
-    "gradients applied in these updates",
+    "seconds_per_update": "time between the first and the last counted update, divided by the number of updates",
+    "staleness_mean": "versions between the weights that a gradient was computed with and those that it was "
+    "applied to; mean over all gradients applied in these updates",
     "measured": "real processes, including their own computation, messages and scheduling delays",
-    "predicted": "simulated with the same random delays over the same updates; computing is only the delay, and "
-    "messages are free",
-    "long_run": f"simulated over {MANY} updates; the difference to the others is chance",
+    "predicted": "simulated with the same random delays over the same updates; a minibatch takes only its delay, "
+    "and messages take no time",
+    "long_run": f"simulated over {MANY} updates, so that chance matters less than in the other columns",
     "difference": "measured / predicted - 1",
 }  # fmt: skip
 
@@ -105,7 +105,7 @@ class PoliciesRequest:
                 raise RequestError(f"bench: '{line}': rate=drift needs weights, which a simulation does not have")
         for law in self.laws:
             if not math.isfinite(parse_law(law).mean_s):
-                raise RequestError(f"bench: '{law}' has no mean, so there is nothing to predict")
+                raise RequestError(f"bench: '{law}' has no finite mean, so there is nothing to predict")
         if self.updates is not None:
             check_least("--updates", self.updates, _FEWEST)
 
@@ -211,7 +211,7 @@ def policies_result(request: PoliciesRequest, machine: Mapping[str, Any], rows: 
             "definitions": dict(DEFINITIONS),
         },
         heading=f"real runs compared with the simulator, {count_of(request.learners, 'learner')}, "
-        "learners only wait for their delays",
+        "the learners compute nothing and only wait for their delays",
         tables=((FIELDS, rows),),
         verdict=(verdict,),
         terms=[

@@ -38,10 +38,11 @@ DRAWN = 5  # predictions, each with delays drawn anew, of which the mean is take
 ORDERED_RATIO = 1.15  # two whose times differ by more have an order
 
 DEFINITIONS: Mapping[str, str] = {
-    "measured_s": "seconds per update of a real training after its first epoch, without evaluation; median over rounds",
+    "measured_s": "seconds per update of a real training run after its first epoch, without evaluation; median over "
+    "rounds",
     "predicted_s": "seconds per update, simulated from the calibration before the run",
     "error": "predicted / measured - 1",
-    "mean_error": "mean absolute error; probes of the calibration do not count",
+    "mean_error": "mean absolute error, without the training runs that the calibration was made from",
     "order": f"pairs whose measured times differ by more than {100 * (ORDERED_RATIO - 1):.0f} %, and how many are "
     "predicted in that order",
 }
@@ -66,7 +67,10 @@ class PredictionsRequest:
             raise RequestError(f"bench: --learners: expected at most {MOST_PROCESSES}; got {max(self.learners)}")
         list(self.configurations())
         if all(self.calibration.has(one.sync, one.learners, not one.slow) for one in self.configurations()):
-            raise RequestError("bench: all of these are probes of the calibration, so there is nothing to predict")
+            raise RequestError(
+                "bench: the calibration was made from all of these training runs, so there is nothing to "
+                "predict; choose another --sync or --learners"
+            )
 
     def configurations(self) -> Iterator[Config]:
         for slow, learners, line in product(self.slow, self.learners, self.lines):
@@ -109,7 +113,7 @@ def predictions_result(recipe: str, machine: Mapping[str, Any], rounds: int, row
     worst_first = sorted(rows, key=lambda row: -abs(row["error"]))
     verdict = (
         f"{len(counted)} predictions, {100 * mean_error:.1f} % off on average, {100 * worst_error:+.1f} % at worst; "
-        f"{pairs - len(wrong)} of {pairs} pairs that differ by more than 15 % are in the right order"
+        f"{pairs - len(wrong)} of {pairs} pairs that differ by more than 15 % are predicted in the right order"
     )
     return BenchResult(
         json={

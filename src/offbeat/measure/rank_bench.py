@@ -76,11 +76,11 @@ _CLOSE = 1e-3  # of parameters that were summed in another order
 DEFINITIONS: Mapping[str, str] = {
     "ms": "median over rounds; a round is the slowest rank's mean over its iterations, after a barrier",
     "bus_bytes_per_s": f"size / seconds * {BUS_FACTORS['all-reduce'].text}, as in NCCL's tests",
-    "spread": "slowest round / fastest round, the largest of all systems; far above 1: the machine was busy",
+    "spread": "slowest round / fastest round, the largest ratio of all systems; far above 1: the machine was busy",
     "ratio": f"ms / ms of {OURS}",
-    "copy_share": "bus bandwidth * P / copy bandwidth together",
+    "copy_share": "bus bandwidth * P / copy bandwidth of all ranks together",
     "copy_together_bytes_per_s": (
-        "bytes copied (each counted once) a second by all ranks at once, each copying a large private buffer "
+        "bytes per second (each byte counted once) that all ranks copy at once, each a large private buffer "
         "with tensor.copy_; P * buffer / seconds of the slowest rank; median over all rounds"
     ),
     "copy_alone_bytes_per_s": "the same, by rank 0 while the other ranks sleep",
@@ -176,7 +176,7 @@ class LabRequest:
         common = max(set(rates), key=rates.count)
 
         def told(rate: float | None) -> str:
-            return "not shaped" if rate is None else f"{format_bandwidth(rate)} each way"
+            return "bandwidth not limited" if rate is None else f"{format_bandwidth(rate)} each way"
 
         others = [f"host {host} {told(rate)}" for host, rate in enumerate(rates) if rate != common]
         return ", ".join([told(common), *others])
@@ -214,7 +214,9 @@ class RankRequest:
     def __post_init__(self) -> None:
         check_processes("--ranks", [self.ranks], 2)
         if MPI in self.against and MPI not in self.others:
-            raise RequestError(f"bench: mpi needs bench allreduce; --against here: {self.others[0]}")
+            raise RequestError(
+                f"bench: mpi can be measured only by bench allreduce; here use --against {self.others[0]}"
+            )
         several = [name for name in self.against if groups_of(name) > 1] if MPI in self.others else []
         check_against(self.against, (*self.others, *several))
         check_above_zero("--timeout", self.timeout_s)
@@ -247,7 +249,9 @@ def groups_of(system: str) -> int:
     if name != GLOO or not many:
         return 1
     if not many.isdecimal() or not 2 <= int(many) <= _MOST_GROUPS:
-        raise RequestError(f"bench: --against: gloo:N has 2 to {_MOST_GROUPS} groups, like gloo:4; got '{system}'")
+        raise RequestError(
+            f"bench: --against: gloo:N takes 2 to {_MOST_GROUPS} process groups, like gloo:4; got '{system}'"
+        )
     return int(many)
 
 
@@ -261,7 +265,7 @@ def why_no_mpi() -> str | None:
         said = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, timeout=30, check=False).stdout
     except (OSError, subprocess.TimeoutExpired):
         return "mpirun --version fails"
-    return None if "Open MPI" in said or "OpenRTE" in said else "mpirun is not Open MPI's"
+    return None if "Open MPI" in said or "OpenRTE" in said else "mpirun does not belong to Open MPI"
 
 
 def _with(about: Mapping[str, Any]) -> tuple[str, str]:
@@ -503,7 +507,11 @@ def ddp_result(about: Mapping[str, Any], systems: Sequence[str], rounds: Mapping
     added = [f"{row['system']} adds {format_ms(row['added_ms'])} ms" for row in rows]
     verdict = f"{format_ms(ms[none])} ms of compute: {', '.join(added)}"
     most = max(spread(found) for found in rounds.values())
-    same = "yes, bit for bit" if about["same_parameters"] else f"to {about['largest_difference']:.1g} of the largest"
+    same = (
+        "yes, bit for bit"
+        if about["same_parameters"]
+        else f"up to a difference of {about['largest_difference']:.1g} of the largest parameter"
+    )
     buckets = ", ".join(format_size(size) for size in about["bucket_bytes"])
     json = {
         "measured": "ddp",
@@ -525,9 +533,9 @@ def ddp_result(about: Mapping[str, Any], systems: Sequence[str], rounds: Mapping
         terms=(
             ("empty", DEFINITIONS["empty"]),
             ("alone", DEFINITIONS["alone_ms"]),
-            ("hidden", f"{DEFINITIONS['hidden_share']}; without a spare core nothing can overlap"),
+            ("hidden", f"{DEFINITIONS['hidden_share']}; without a free core, communication cannot overlap computation"),
             ("beyond", DEFINITIONS["hidden_beyond_ddp_share"]),
-            ("model", f"minibatches of {about['batch']}, buckets of {buckets}"),
+            ("model", f"minibatch size {about['batch']}, buckets of {buckets}"),
             _with(about),
         ),
         spread=most,
@@ -544,7 +552,7 @@ def _compared(ranks: int, answers: Sequence[Mapping[str, Any]]) -> tuple[bool, f
     if not difference <= _CLOSE or (ranks == 2 and not same):
         # Two numbers have one sum in either order; more ranks may add in another order, and round differently.
         raise OffbeatError(
-            f"bench: wrong result: parameters differ between systems, by {difference:.3g} of the largest"
+            f"bench: wrong result: parameters differ between systems, by {difference:.3g} of the largest parameter"
         )
     return same, difference
 

@@ -97,8 +97,8 @@ class ScalingRequest:
             return size
         if size % learners:
             raise RequestError(
-                f"bench: strong scaling divides the minibatch of {size} between learners, but {size} is not a "
-                f"multiple of {learners}; choose another --batch-size"
+                f"bench: strong scaling divides the global batch of {size} samples between the learners, "
+                f"but {size} is not a multiple of {learners}; choose another --batch-size"
             )
         return size // learners
 
@@ -213,7 +213,9 @@ def ranking(rows: Sequence[Row]) -> list[str]:
     if not order:
         return ["nothing can be ranked", *not_ranked]
     one = len(order[0]["seconds_of_rounds"]) == 1
-    why = "one round is not enough to rank them (--rounds 5)" if one else "the same within these rounds"
+    why = (
+        "one round is not enough to rank them; use --rounds 5 or more" if one else "no clear difference in these rounds"
+    )
     first = "fastest with comparable accuracy"
     return [*ranked_sentences(order, are_alike, _speed, first, why), *not_ranked]
 
@@ -231,7 +233,7 @@ def scaling_result(
     base = f"one learner alone on {machine['device']}, {count_of(machine['threads'], 'thread')}"
     defined = definitions(request)
     ranked = ranking(rows)
-    total = f"minibatches of {rows[0]['batch']}" + (" in all" if request.kind == STRONG else " of each learner")
+    total = f"{'global batch' if request.kind == STRONG else 'minibatch per learner'} of {rows[0]['batch']}"
     rounds = f"median of {count_of(request.rounds, 'round')}"
     tables = ((SCALING, rows), ((*SCALING_NAMES, *SCALING_MORE), rows))
     return BenchResult(
@@ -264,21 +266,25 @@ def definitions(request: ScalingRequest) -> dict[str, str]:
     strong = "strong " if request.kind == STRONG else ""
     within = percent(request.accuracy_within)
     ranked = (
-        f"ranked: same precision and device as the base, and an accuracy less than {within} (or insignificantly) below"
+        f"ranked: the precision and device of the base, and an accuracy that is less than {within}, or not "
+        "significantly, below"
     )
     return {
-        "seconds": "T(n): seconds to apply n minibatches, n * batch / throughput; for a synchronous "
-        f"strategy one iteration; median over rounds, {INTERVAL}",
+        "seconds": "T(n): seconds in which the gradients of n minibatches are applied, n * batch / throughput; for "
+        f"a synchronous strategy, the time of one iteration; median over rounds, {INTERVAL}",
         "batch": "samples in a minibatch of one learner"
-        + (f", {request.config.train.batch_size} / n: the total is the same" if strong else ""),
-        "throughput": f"{definition('throughput')}, after the first epoch if there are several; without evaluation",
+        + (f", {request.config.train.batch_size} / n: the global batch size stays the same" if strong else ""),
+        "throughput": f"{definition('throughput')}, measured after the first epoch if there are several; without "
+        "evaluation",
         "speedup": f"{definition(f'{strong}speedup')}; for each round with its own T(1), then the median",
         "efficiency": definition(f"{strong}efficiency"),
-        "overhead_s": "not defined if the batch per learner differs" if strong else definition("overhead"),
+        "overhead_s": "not defined, because the batch size per learner changes with n"
+        if strong
+        else definition("overhead"),
         "accuracy": f"accuracy after {count_of(request.config.train.epochs, 'epoch')}, mean over rounds; "
         f"{definition('accuracy')}",
         "base": definition("base"),
-        "ranked": f"{ranked} the best; others are only shown",
+        "ranked": f"{ranked} the best accuracy; other results are shown without a rank",
         "predicted_s": "T(n) simulated on the calibrated machine; error = predicted / measured - 1",
         "joules": f"energy of a run, median over rounds; {definition('energy')}",
         "cost": f"cost of a run: {definition('cost')}; one device per learner, hours of training",

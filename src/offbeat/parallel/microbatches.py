@@ -46,5 +46,5 @@ def bounds(pieces: int, stages: int) -> list[range]:
 def total_of(weights: Sequence[float]) -> float:
     total = sum(weights)
     if total <= 0:
-        raise RequestError("the weights of a minibatch add up to 0: there is nothing to learn from")
+        raise RequestError("the loss weights of a minibatch add up to 0, so there is nothing to learn from it")
     return total

@@ -162,7 +162,7 @@ def run_in_process(
                 del running[number], waits[number]
         if (len(running), waits) == before:
             where = ", ".join(f"rank {number} at '{action}'" for number, action in waits.items())
-            raise ScheduleError(f"pipeline '{schedule.name}' does not go on: {where}", step=0, rank=min(waits), grid="")
+            raise ScheduleError(f"pipeline '{schedule.name}' is stuck: {where}", step=0, rank=min(waits), grid="")
     losses = ranks[schedule.placement[schedule.stages - 1]].losses
     total = losses[0]
     for microbatch in range(1, schedule.microbatches):

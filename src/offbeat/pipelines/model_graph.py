@@ -42,7 +42,7 @@ class ModelGraph:
             raise RequestError(f"the graph of '{self.name}' has no nodes")
         for source, target in self.edges:
             if not 0 <= source < target < len(self.nodes):
-                raise RequestError(f"the graph of '{self.name}' has a wrong edge from node {source} to {target}")
+                raise RequestError(f"the graph of '{self.name}' has an invalid edge from node {source} to {target}")
         for node in self.nodes:
             if min(node[1:]) < 0:
                 raise RequestError(f"node '{node.name}' of '{self.name}' has a time or size below 0")
@@ -77,7 +77,7 @@ class ModelGraph:
             edges = tuple((int(source), int(target)) for source, target in told["edges"])
             return cls(name=str(told["name"]), nodes=nodes, edges=edges)
         except (KeyError, TypeError, ValueError) as error:
-            raise RequestError(f"this is no graph of a model: {error}") from None
+            raise RequestError(f"this is not the graph of a model: {error}") from None
 
 
 def chain(name: str, nodes: Sequence[GraphNode]) -> ModelGraph:

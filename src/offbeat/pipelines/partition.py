@@ -223,8 +223,9 @@ def best_partition(problem: CutProblem, *, most_downsets: int = MOST_DOWNSETS) -
     note = (
         ""
         if exact
-        else f"the graph has more than {most_downsets:,} downsets: only cuts of the order of its nodes were tried, "
-        f"this one is at most {100 * (price.seconds / lowest - 1):.1f} % above the lower bound"
+        else f"the graph has more than {most_downsets:,} downsets, too many to consider every cut: only cuts along "
+        f"the order of its nodes were tried; this one is at most {100 * (price.seconds / lowest - 1):.1f} % "
+        "above the lower bound"
     )
     return _cut("best", problem, parts, price, exact=exact, downsets=len(search.downsets.masks), note=note)
 

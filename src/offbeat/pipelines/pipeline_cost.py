@@ -39,7 +39,7 @@ class StageCosts:
         if not all(math.isfinite(s) and s >= 0 for some in (self.forward_s, self.input_s, self.weight_s) for s in some):
             raise RequestError("the times of a stage are 0 or more")
         if len(self.activation_bytes) not in (0, stages - 1) or any(size < 0 for size in self.activation_bytes):
-            raise RequestError(f"{stages} stages have {stages - 1} sizes of activations, 0 or more")
+            raise RequestError(f"{stages} stages need {stages - 1} activation sizes of 0 or more")
 
     @property
     def stages(self) -> int:
@@ -200,5 +200,5 @@ def _play(
                 send(message, now_s)
         start(rank)
     if any(step < len(row) for step, row in zip(at, schedule.rows, strict=True)):
-        raise RequestError(f"pipeline '{schedule.name}' does not come to the end: prove it first")
+        raise RequestError(f"pipeline '{schedule.name}' cannot be completed: verify it first")
     return spans, sent

@@ -146,13 +146,20 @@ class _Rank:
     def _needs(self, action: Action) -> Iterator[str]:
         stage, kind, microbatch, _ = action
         if stage in self.updated:
-            yield f"'{action}' uses the weights of stage {stage} after their update, other microbatches did before"
+            yield (
+                f"'{action}' uses the weights of stage {stage} after their update, but other microbatches "
+                "used them before it"
+            )
         if stage in self.sharded and stage not in self.gathered:
             yield f"'{action}' uses weights that are not gathered"
         message = needed_by(action, self.stages)
         if message is not None and message not in self.here:
-            missing = f"before '{message.receive}'" if crosses(message, self.placement) else "which is computed later"
-            yield f"'{action}' needs what stage {message.source} made, {missing}"
+            missing = (
+                f"but comes before '{message.receive}'"
+                if crosses(message, self.placement)
+                else "which is computed later"
+            )
+            yield f"'{action}' needs the result of stage {message.source}, {missing}"
         before = {BACKWARD: FORWARD, INPUT: FORWARD, WEIGHT: INPUT}.get(kind)
         if before is not None and (stage, before, microbatch) not in self.done:
             yield f"'{action}' comes before {Action(stage, before, microbatch)}"
@@ -161,7 +168,7 @@ class _Rank:
         stage, kind, microbatch, _ = action
         for other in _EXCLUDES[kind]:
             if (stage, other, microbatch) in self.done:
-                yield f"'{action}' comes after '{Action(stage, other, microbatch)}': that is twice"
+                yield f"'{action}' repeats work that '{Action(stage, other, microbatch)}' has already done"
         self.done.add((stage, kind, microbatch))
         self.gradients[stage] += kind in (BACKWARD, WEIGHT)
         made = made_by(action, self.stages)
@@ -175,7 +182,7 @@ class _Rank:
         elif not crosses(message, self.placement):
             yield f"'{action}': both stages are on this rank"
         elif action.kind in _SENDS and message not in self.here:
-            yield f"'{action}' comes before what it sends is computed"
+            yield f"'{action}' comes before the result that it sends is computed"
         elif action.kind not in _SENDS:
             if message in self.received:
                 yield f"'{action}' comes twice"
@@ -209,7 +216,7 @@ def _check_complete(schedule: PipelineSchedule) -> None:
                         one = f"'{Action(stage, BACKWARD, microbatch)}' or '{Action(stage, kind, microbatch)}'"
                         raise _wrong(schedule, rank, end, f"{one} is missing")
         if Action(stage, REDUCE_GRAD) not in singles and any(single.kind == REDUCE_GRAD for single in singles):
-            raise _wrong(schedule, rank, end, f"stage {stage} is never updated, others are")
+            raise _wrong(schedule, rank, end, f"stage {stage} is never updated, but other stages are")
 
 
 def _check_messages(schedule: PipelineSchedule) -> None:
@@ -226,7 +233,7 @@ def _check_messages(schedule: PipelineSchedule) -> None:
             raise _wrong(schedule, *place, f"'{message.send}' is never received")
     for message, place in received.items():
         if message not in sent:
-            raise _wrong(schedule, *place, f"'{message.receive}' waits for what is never sent")
+            raise _wrong(schedule, *place, f"'{message.receive}' waits for a message that is never sent")
 
 
 def _run(schedule: PipelineSchedule, buffers: int) -> dict[int, int] | None:

@@ -175,7 +175,8 @@ def _round_size(ranks: int, microbatches: int) -> int:
     if microbatches % rounds:
         below, above = ranks * rounds, ranks * (rounds + 1)
         raise RequestError(
-            f"{microbatches} microbatches are no whole rounds of {ranks} or more; use {below} or {above}"
+            f"{microbatches} microbatches cannot be divided into equal rounds of {ranks} or more; use "
+            f"{below} or {above}"
         )
     return microbatches // rounds
 
@@ -267,7 +268,7 @@ PIPELINES: dict[str, PipelineAlgorithm] = {
         ),
         PipelineAlgorithm(
             name="zb-h1",
-            summary="1F1B that computes gradients of weights later, in the bubble: a third of its idle time",
+            summary="1F1B that computes the gradients of the weights later, in the bubble: a third of 1F1B's idle time",
             rows=zb_h1,
             bubble=_zb_h1_bubble,
             bubble_text="(p-1)(F+I-W)/(m(F+I+W)+(p-1)(F+I-W)), m >= p and W <= F, I",
@@ -276,7 +277,8 @@ PIPELINES: dict[str, PipelineAlgorithm] = {
         ),
         PipelineAlgorithm(
             name="zb-v",
-            summary="two stages on each rank, there and back: no waiting between first and last action if F = I = W",
+            summary="two stages on each rank, placed in a V; no bubble between a rank's first and last action if "
+            "F = I = W",
             rows=zb_v,
             lines=("zb-v",),
             examples=("zb-v",),

@@ -39,7 +39,9 @@ class Barrier(Policy):
 
     def laws(self) -> dict[str, bool]:
         return {
-            "all held gradients are of the current version": all(h.version == self.version for h in self.held.values())
+            "every gradient that waits for the update was computed with the current version": all(
+                h.version == self.version for h in self.held.values()
+            )
         }
 
 

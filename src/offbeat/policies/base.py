@@ -244,7 +244,7 @@ class Policy:
             self.unsent.remove(learner)
         elif not self.rule.fetch_every:  # those fetch while they compute
             raise TypeError(
-                f"{type(self).__name__} sends weights to learner {learner}, which computes: cancel it first"
+                f"{type(self).__name__} sends weights to learner {learner}, which is computing: cancel it first"
             )
         seat.version = self.version
         self.issued += 1

@@ -68,7 +68,7 @@ def _softsync(*, n: int, expect: int, **common: Any) -> Policy:
 
 def _backup(*, b: int, expect: int, **common: Any) -> Policy:
     if b >= expect:
-        raise RequestError(f"B={b} leaves no learner to wait for, since there are {expect}")
+        raise RequestError(f"B={b} leaves no learner to wait for, since there are only {expect}")
     return KSync(k=expect - b, expect=expect, **common)
 
 
@@ -124,14 +124,15 @@ _ROWS = (
     ),
     PolicyRow(
         name="deadline-sync",
-        summary="apply the gradients that arrive within S seconds of the weights; cancel late ones, restart all",
+        summary="apply the gradients that arrive within S seconds after the weights were sent; cancel late ones, "
+        "restart all",
         create=lambda *, s, **common: DeadlineSync(seconds=s, **common),
         params=(Param(name="s", read=_positive_seconds, positional=True, required=True, help="seconds, like 200ms"),),
         examples=("deadline-sync:0.75s", "deadline-sync:3s"),
     ),
     PolicyRow(
         name="k-batch-sync",
-        summary="wait for the first K minibatches of any learners, cancel the rest, restart all",
+        summary="wait for the first K gradients from any learners (one may push several), cancel the rest, restart all",
         create=KBatchSync,
         params=(_k("number of minibatches to wait for"),),
         examples=("k-batch-sync:3", "k-batch-sync:9"),

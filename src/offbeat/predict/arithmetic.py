@@ -119,9 +119,9 @@ class Arithmetic:
         trainer, replica = self.trainer, self.replica
         size = min(trainer.config.train.batch_size * trainer.config.train.accumulate, trainer.samples // 2)
         if size < 1 or self._step_alone:
-            return "learners step by themselves" if size else "there are too few samples"
+            return "learners take local steps" if size else "there are too few samples"
         if self.buffers is not None:
-            return "minibatches change buffers, and each learner has its own"
+            return "each learner has its own model buffers, which every minibatch changes"
         if trainer.precision.name != "fp32":
             return f"the precision is {trainer.precision.name}"
         batches: list[Batch] = [((0, 0, size),), ((0, size, size),)]

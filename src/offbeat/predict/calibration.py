@@ -110,7 +110,10 @@ class Calibration:
         probes = (probe for probe in self.probes if probe.family == family and not probe.together)
         found = sorted(probes, key=lambda probe: probe.learners)
         if not found:
-            raise RequestError(f"the calibration of '{self.recipe}' has no probe of the family '{family}'")
+            kind = "an all-reduce" if family == ALL_REDUCE else "a parameter server"
+            raise RequestError(
+                f"the calibration of '{self.recipe}' has no training run with {kind}; run offbeat calibrate again"
+            )
         return found
 
     @property
@@ -152,7 +155,8 @@ class Calibration:
         """
         if not self.reductions:
             raise RequestError(
-                f"the calibration of '{self.recipe}' has no all-reduces; measure it with 2 or more learners"
+                f"the calibration of '{self.recipe}' has no measured all-reduce; run offbeat calibrate "
+                "again with 2 or more learners"
             )
         rows, ones = [], []
         for ranks, size, seconds in self.reductions:
@@ -343,9 +347,12 @@ def read_calibration(path: Path) -> Calibration:
 
 def from_json(data: Any) -> Calibration:
     if not isinstance(data, dict) or "calibration" not in data:
-        raise RequestError("not a calibration; offbeat calibrate writes one")
+        raise RequestError("the file is not a calibration; offbeat calibrate writes one")
     if data["calibration"] != FORMAT:
-        raise RequestError(f"a calibration of format {data['calibration']!r}; this version reads format {FORMAT}")
+        raise RequestError(
+            f"the calibration has format {data['calibration']!r}, but this version reads format {FORMAT}; "
+            "run offbeat calibrate again"
+        )
     try:
         copy = data["copy"]
         found = Calibration(
@@ -378,23 +385,23 @@ def from_json(data: Any) -> Calibration:
     except RequestError:
         raise
     except KeyError as error:
-        raise RequestError(f"a calibration without {error}; measure again with offbeat calibrate") from None
+        raise RequestError(f"the calibration lacks {error}; run offbeat calibrate again") from None
     except (TypeError, ValueError, AttributeError, OverflowError):
-        raise RequestError(
-            "a calibration with a value of the wrong type; measure again with offbeat calibrate"
-        ) from None
+        raise RequestError("the calibration has a value of the wrong type; run offbeat calibrate again") from None
     return found
 
 
 def _check_sound(found: Calibration) -> None:
     if not found.probes:
-        raise RequestError("a calibration without probes; measure again with offbeat calibrate")
+        raise RequestError("the calibration has no training runs ('probes' is empty); run offbeat calibrate again")
     names = [(probe.line, probe.learners) for probe in found.probes]
     sizes = [batch for batch, _ in found.batches]
     if len(set(names)) < len(names) or len(set(sizes)) < len(sizes):
-        raise RequestError("a calibration with a duplicate probe or batch; measure again with offbeat calibrate")
+        raise RequestError(
+            "the calibration has the same training run or minibatch size twice; run offbeat calibrate again"
+        )
     if any(timed.learners < 2 for timed in found.reductions):
-        raise RequestError("a calibration with an all-reduce of one learner; measure again with offbeat calibrate")
+        raise RequestError("the calibration has an all-reduce with one learner; run offbeat calibrate again")
     for key in ("cores", "gpus"):
         if key in found.machine:
             _whole(found.machine[key])
@@ -404,7 +411,7 @@ def _probe(one: Mapping[str, Any]) -> Probe:
     simulated_family_of(str(one["line"])[:200])
     times = tuple(_number(time) for time in one["compute_s"])
     if not times or not sum(times) > 0:
-        raise RequestError("a probe without compute times")
+        raise RequestError("a training run of the calibration has no compute times; run offbeat calibrate again")
     found = Probe(
         str(one["line"])[:200],
         _whole(one["learners"]),

@@ -17,8 +17,8 @@ def check(calibration: Calibration, config: Config) -> None:
     for key, now in settings_of(config).items():
         if key in measured and measured[key] != now:
             raise RequestError(
-                f"the calibration was measured with {key} {measured[key]!r}, but this training has {now!r}; "
-                "measure again with offbeat calibrate, for this recipe"
+                f"the calibration was measured with {key} {measured[key]!r}, but this training run has {now!r}; "
+                "run offbeat calibrate again for this recipe"
             )
 
 

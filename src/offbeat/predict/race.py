@@ -333,7 +333,7 @@ def _against(one: RaceResult, other: RaceResult) -> str:
     time = format_seconds(other.median_s)
     if other.median_s < one.median_s:
         ratio = one.median_s / other.median_s
-        return f"{other.label} was {ratio:.2f}x as fast ({time}), {_doubt(other, one)}, so use the simpler one"
+        return f"{other.label} was {ratio:.2f}x as fast ({time}), but {_doubt(other, one)}, so use the simpler one"
     ratio = other.median_s / one.median_s
     if ratio < 1.005:
         return f"{other.label} was as fast ({time})"
@@ -349,8 +349,12 @@ def _against(one: RaceResult, other: RaceResult) -> str:
 def _doubt(fast: RaceResult, slow: RaceResult) -> str:
     """Why two are not told apart."""
     if len(fast.times) == 1:
-        return "but one seed is not enough to decide (--seeds 3)"
-    return "within the spread of the seeds" if _overlap(fast, slow) else "a difference too small to decide"
+        return "one seed is not enough to decide (use --seeds 3 or more)"
+    return (
+        "the difference is within the spread of the seeds"
+        if _overlap(fast, slow)
+        else "the difference is too small to decide"
+    )
 
 
 def worth_drawing(order: Sequence[RaceResult]) -> list[RaceResult]:

@@ -188,7 +188,8 @@ class Replay:
                 break
         if last is None or applied < self.run.samples:
             raise RequestError(
-                f"'{line}' drops too many gradients: {self.run.samples:,} samples are not reached in {PLENTY}x epochs"
+                f"'{line}' drops too many gradients: it does not apply {self.run.samples:,} samples "
+                f"within {PLENTY} times the run's epochs"
             )
         spent = last.spent
         wait_s = spent.send_s + spent.wait_s
@@ -271,8 +272,9 @@ class Replay:
             return _Communication(beside_s, False, foreign, (note,))
         took = format_seconds(recorded.there_s + recorded.back_s)
         note = (
-            f"the run did not measure communication {'of an all-reduce' if reduces else 'with a server'}, so it is "
-            f"assumed to take as long as in the run, {took} on average; --calibration is more accurate"
+            f"the run did not measure communication {'of an all-reduce' if reduces else 'with a server'}, "
+            f"so it is assumed to take as long as the run's own communication, {took} on average; "
+            "--calibration FILE is more accurate"
         )
         return _Communication(recorded.there_s, True, foreign, (note,))
 

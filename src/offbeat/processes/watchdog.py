@@ -81,14 +81,14 @@ class Silence(NamedTuple):
 
     def __str__(self) -> str:
         if self.stopped:
-            return f"is stopped (SIGSTOP) for {self.seconds:.0f} s"
+            return f"has been stopped (SIGSTOP) for {self.seconds:.0f} s"
         usually = "" if self.usual_s is None else f" (usually one in {self.usual_s:.2g} s)"
         return {
             Phase.STARTING: f"did not start to train within {self.seconds:.0f} s",
             Phase.READING: f"has read no minibatch for {self.seconds:.0f} s{usually}",
             Phase.COMPUTING: f"has computed no minibatch for {self.seconds:.0f} s{usually}",
-            Phase.WAITING: f"waits for the other learners for {self.seconds:.0f} s",
-            Phase.LEADING: f"has not gone on with its evaluation or checkpoint for {self.seconds:.0f} s",
+            Phase.WAITING: f"has waited for the other learners for {self.seconds:.0f} s",
+            Phase.LEADING: f"has made no progress in its evaluation or checkpoint for {self.seconds:.0f} s",
             Phase.ENDED: f"has not ended for {self.seconds:.0f} s",
         }[self.phase]
 

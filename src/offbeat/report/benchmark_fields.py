@@ -129,12 +129,13 @@ SCALING_NAMES = (
 )
 SCALING = (
     BENCHMARK,
-    Field("kind", "computed", page="scaling", help="weak: the same batch per learner; strong: the same total batch"),
+    Field("kind", "computed", page="scaling", help="weak: the same batch per learner; strong: the same global batch"),
     *SCALING_NAMES,
     Field("batch", "count", "number", "batch of a learner"),
     Field(
         "seconds", "above zero", "seconds", "T(n) (s)",
-        "seconds to apply n minibatches; for a synchronous strategy, one iteration",
+        "seconds in which the gradients of n minibatches are applied; for a synchronous strategy, the "
+        "time of one iteration",
         title="T(n) ms", text=_ms("seconds"),
     ),
     Field(
@@ -220,7 +221,9 @@ PREDICTIONS = (
         text=lambda row: f"{format_seconds(min(row['rounds_s']))} to {format_seconds(max(row['rounds_s']))}",
     ),
     PREDICTED,
-    ERROR._replace(title="error", text=lambda row: "a probe" if row["probe"] else format_change(row["error"])),
+    ERROR._replace(
+        title="error", text=lambda row: "in the calibration" if row["probe"] else format_change(row["error"])
+    ),
     Field("probe", "computed"),
 )  # fmt: skip
 

@@ -189,8 +189,8 @@ def races(results: Sequence[BenchmarkResult]) -> list[Item]:
             low, high = known_interval(row["accuracy_mean"], row["test_samples"])
             more = {"benchmark": result.label, "target": target, "accuracy_low": low, "accuracy_high": high}
             rows.append({**row, **more})
-    curves = _table("race-curves", "Every evaluation of the races", _CURVES, points)
-    return [*items, _table("races", "Races to an accuracy", ACCURACY, rows), curves]
+    curves = _table("race-curves", "Every evaluation of the accuracy benchmarks", _CURVES, points)
+    return [*items, _table("races", "Time to accuracy", ACCURACY, rows), curves]
 
 
 # --- one device ----------------------------------------------------------------------------------------------------
@@ -221,8 +221,8 @@ def device(results: Sequence[BenchmarkResult]) -> PageSection:
         rows += [{**row, "benchmark": result.label} for row in result.rows]
         notes.append(_notes(result))
     table = _table("device", "One device", DEVICE, rows, " ".join(filter(None, notes)))
-    text = "Throughput of one device alone, by model, minibatch and precision. It limits every distributed run."
-    title = "Throughput by model, batch and precision"
+    text = "Throughput of one device alone, by model, minibatch size and precision. It limits every distributed run."
+    title = "Throughput by model, minibatch size and precision"
     return PageSection(key="device", title=title, items=(*items, table), about=text)
 
 

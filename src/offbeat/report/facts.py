@@ -243,8 +243,8 @@ def facts_of(run: RunRecord) -> Facts:
     again = _made_again(run.segments, gradients.applies, last.update if last is not None else None)
     if again:
         notes.append(
-            f"the run was resumed and repeated {again:,} update{'' if again == 1 else 's'}; gradients and times of "
-            "learners count both times"
+            f"the run was resumed and repeated {again:,} update{'' if again == 1 else 's'}; the counts of "
+            "gradients and the times of the learners include both attempts"
         )
     staleness, applied = gradients.staleness, gradients.applied
     if family == ALL_REDUCE and not gradients.applied:

@@ -370,7 +370,7 @@ const report = (() => {
     const media = { auto: dark.media, light: "not all", dark: "screen" };
     const names = Object.keys(media);
     let chosen = "auto";
-    const node = button("theme: auto", "as the system says, light or dark", () => {
+    const node = button("theme: auto", "light or dark, as set in the system", () => {
       chosen = names[(names.indexOf(chosen) + 1) % names.length];
       node.textContent = `theme: ${chosen}`;
       dark.media = media[chosen];

@@ -42,8 +42,8 @@ def timelines(runs: Sequence[RunRecord], known: Sequence[Facts], limit: int) -> 
         if spans
     ]
     text = (
-        "What each learner did, second by second. The colour of a bar is the version of the weights that the learner "
-        "computed on; cancelled minibatches are marked."
+        "What each learner did, second by second. The colour of a bar shows the version of the weights with "
+        "which the learner computed; cancelled minibatches are marked."
     )
     return PageSection(key="timeline", title="Timeline", items=tuple(items), about=text)
 
@@ -255,7 +255,7 @@ def staleness(known: Sequence[Facts]) -> PageSection:
         shares += [(one.label, *row) for row in rows]
         if largest > 0:
             charts.append(_staleness_chart(f"staleness-{at}", one, rows, theory))
-    said = "version before the update that applies a gradient, minus the version it was computed on"
+    said = "version before the update that applies a gradient, minus the version with which it was computed"
     tables = (
         Table(
             key="staleness",

@@ -167,7 +167,7 @@ def _rankings(
     yield from once
     if len(groups) > 1:
         told = [names[group.members[0]] for group in groups]
-        why = _differing(runs, (*SAME, "simulated")) or ["what is recorded of them"]
+        why = _differing(runs, (*SAME, "simulated")) or ["their recorded data"]
         yield f"Not ranked against each other: {_listed(told)} differ in {', '.join(why)}."
 
 
@@ -348,8 +348,8 @@ def _energies(facts: Sequence[Facts]) -> Iterator[str]:
 def _of_result(result: BenchmarkResult) -> Iterator[str]:
     recipe = result.said("recipe")
     of = f" of {recipe}" if recipe else ""
-    names = {"scaling": f"{result.said('kind') or 'weak'} scaling", "device": "benchmark of one device"}
-    what = names.get(result.kind, "race")
+    names = {"scaling": f"{result.said('kind') or 'weak'} scaling benchmark", "device": "benchmark of one device"}
+    what = names.get(result.kind, "accuracy benchmark")
     if result.ranking:
         told = [one.rstrip(". ") for one in result.ranking[:VERDICTS]]
         more = len(result.ranking) - len(told)
@@ -361,7 +361,7 @@ def _of_result(result: BenchmarkResult) -> Iterator[str]:
         if best is not None and most > 1:
             share = "" if best["efficiency"] is None else f" (efficiency {percent(best['efficiency'])})"
             yield (
-                f"In the {what}{of} {best['strategy']} was the fastest with {count_of(most, 'learner')}: "
+                f"In the {what}{of}, {best['strategy']} was the fastest with {count_of(most, 'learner')}: "
                 f"{best['speedup']:.2f}x one learner{share}."
             )
     elif result.kind == "accuracy":
@@ -372,7 +372,7 @@ def _of_result(result: BenchmarkResult) -> Iterator[str]:
             first = min(known, key=lambda row: row["seconds_to_target"])
             who = f"{first['strategy']} with {count_of(first['learners'], 'learner')}"
             when = format_seconds(first["seconds_to_target"])
-            yield f"In the race{of} to {percent(target)} {who} was first, after {when}."
+            yield f"In the accuracy benchmark{of}, {who} was the first to reach {percent(target)}, after {when}."
     elif result.kind == "predictions":
         errors = [abs(row["error"]) for row in result.rows if row["error"] is not None]
         if errors:

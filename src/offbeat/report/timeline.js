@@ -238,7 +238,7 @@
         legend(figure, keysOf(rows, shares), draw, hidden);
       }
       const digits = Math.max(0, 2 - exponent(to - from));
-      said.textContent = `${clock(from, digits)} to ${clock(to, digits)} of ${clock(total, digits)}${shares ? "; shares of each moment, zoom in to see versions" : ""}`;
+      said.textContent = `${clock(from, digits)} to ${clock(to, digits)} of ${clock(total, digits)}${shares ? "; bars show shares of the time, zoom in to see versions" : ""}`;
     }
 
     function drawBars(context, colours, row, first, last, top, tall) {

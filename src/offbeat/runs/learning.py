@@ -83,7 +83,7 @@ def sign_of_losses(losses: Sequence[float], first: int) -> Sign | None:
 
 def warning_of(sign: Sign, remedy: str) -> str:
     """The line that is told; `remedy` is what to try."""
-    return f"this training does not learn: {sign.text}; try {remedy}"
+    return f"this run does not learn: {sign.text}; try {remedy}"
 
 
 def warning_of_losses(sign: Sign) -> str:

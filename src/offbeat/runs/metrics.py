@@ -25,22 +25,24 @@ class Definition(NamedTuple):
 SLOWER = 1.3  # times the others' time for a minibatch, from which on a learner is slow
 
 DEFINITIONS: Mapping[str, Definition] = {
-    "throughput": Definition("samples/s", "samples applied / seconds (cancelled and dropped ones do not count)"),
+    "throughput": Definition(
+        "samples/s", "samples whose gradients were applied / seconds (cancelled and dropped ones do not count)"
+    ),
     "speedup": Definition("", "n * T(1) / T(n), T = seconds per iteration, same batch per learner"),
     "efficiency": Definition("", "speedup / n = T(1) / T(n)"),
     "overhead": Definition("s", "T(n) - T(1), same batch per learner"),
-    "strong speedup": Definition("", "T(1) / T(n), same total batch"),
+    "strong speedup": Definition("", "T(1) / T(n), same global batch"),
     "strong efficiency": Definition("", "strong speedup / n"),
     "staleness": Definition(
-        "versions", "version before the update that applies the gradient - version it was computed at"
+        "versions", "version before the update that applies the gradient - version with which it was computed"
     ),
     "bus bandwidth": Definition(
         "bytes/s", "size / seconds * factor of the collective (BUS_FACTORS); all-to-all: size of one rank's part"
     ),
     "time to accuracy": Definition(
         "s",
-        "training seconds until the test metric reaches the target and holds it (the first evaluation that "
-        "reaches it, as does the median of it and the next two), evaluation left out",
+        "training seconds until the first evaluation that reaches the target, if the median of it and the next "
+        "two evaluations also does; the time for evaluation is left out",
     ),
     "accuracy": Definition(
         "",
@@ -51,9 +53,10 @@ DEFINITIONS: Mapping[str, Definition] = {
     "cost": Definition("", "devices * hours * price of a device hour, as given by the user"),
     "base": Definition("", "what n = 1 means: one device or one node; runs with different bases are not ranked"),
     # of runs, in a report
-    "seconds": Definition("s", "training seconds at the last evaluation, evaluation left out; without one, from the "
-                               "first to the last span of each part of a resumed run, less the evaluations. After a "
-                               "resume, work that was lost between a checkpoint and a kill is not counted"),
+    "seconds": Definition("s", "training seconds at the last evaluation, evaluation left out; if none is recorded, "
+        "from the first to the last span of each part of a resumed run, less the "
+        "evaluations. After a resume, work that was lost between a checkpoint and a kill is "
+        "not counted"),
     "seconds per update": Definition("s", "seconds / updates, over the whole run"),
     "error": Definition("", "1 - accuracy on the test set"),
     "computing": Definition("s", "seconds of minibatches that were finished and not dropped"),

@@ -274,7 +274,9 @@ class RunDir:
         except FileExistsError:
             pass
         except OSError as error:
-            raise OffbeatError(f"cannot stop together: cannot write {self._stop}: {error.strerror}") from None
+            raise OffbeatError(
+                f"cannot stop all learners after the same update: cannot write {self._stop}: {error.strerror}"
+            ) from None
 
     def stops_after(self) -> int | None:
         """The last update, if somebody wants to stop."""

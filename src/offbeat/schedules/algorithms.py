@@ -280,7 +280,7 @@ _SHAPE = Param(
     read=parse_shape,
     positional=True,
     required=True,
-    help="sides; the first side groups consecutive ranks",
+    help="lengths of the sides, like 4x8; the first side groups consecutive ranks",
 )
 
 _PLAIN = (
@@ -310,7 +310,9 @@ _PLAIN = (
         phase=ring,
         params=(
             Param(name="order", read=parse_orders, help="ranks in ring order, like 0-3-2-1; join several rings with +"),
-            Param(name="parts", read=parse_count, default=1, help="chunks of a piece, each of which goes on by itself"),
+            Param(
+                name="parts", read=parse_count, default=1, help="number of chunks per piece, pipelined independently"
+            ),
         ),
         total_bytes=fewest_bytes,
         auto=3,

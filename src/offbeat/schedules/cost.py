@@ -53,7 +53,8 @@ class Price:
         text = f"{self.bottleneck} carries {carried} at {rate}{others}"
         own_s = self.bytes_per_link[self.bottleneck] / self.bottleneck_link.bytes_per_s
         if own_s < 0.6 * self.seconds:  # it is not one link that is full all the time
-            text += f": {format_seconds(own_s)}; one after the other they take {format_seconds(self.bottleneck_s)}"
+            waits = f"waiting for such links takes {format_seconds(self.bottleneck_s)} in total"
+            text += f": {format_seconds(own_s)}; {waits}"
         return text
 
 
@@ -64,7 +65,9 @@ def price(schedule: Schedule, topology: Topology, size_bytes: int, item_bytes: i
             f"'{schedule.name}' has {schedule.ranks} ranks, topology '{topology.name}' has {topology.ranks}"
         )
     if size_bytes < 0 or item_bytes < 1 or size_bytes % item_bytes:
-        raise RequestError(f"a size is a multiple of its items' {item_bytes} bytes, 0 or more; got {size_bytes}")
+        raise RequestError(
+            f"a size must be 0 or more and a multiple of the item size, {item_bytes} bytes; got {size_bytes}"
+        )
     if size_bytes * schedule.ranks > MOST:
         raise RequestError(f"a size of {size_bytes} bytes on {schedule.ranks} ranks is too large to be counted exactly")
     lengths = np.array(chunk_sizes(size_bytes // item_bytes, schedule.chunks)) * item_bytes

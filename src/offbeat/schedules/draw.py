@@ -27,7 +27,7 @@ def svg(schedule: Schedule) -> str:
     if cells > _MOST_CELLS:
         raise RequestError(
             f"'{schedule.name}' on {schedule.ranks} ranks is too large to draw "
-            f"({cells} cells, at most {_MOST_CELLS}): draw it on fewer ranks"
+            f"({cells} cells, at most {_MOST_CELLS}); use fewer ranks (--ranks)"
         )
     return _Picture(schedule).text()
 

@@ -53,7 +53,10 @@ class Transfer(NamedTuple):
     def parse(cls, text: str) -> Transfer:
         match = re.fullmatch(r"\s*(\d+)>(\d+)\s+c(\d+)\s+([+=])\s*", text, re.ASCII)
         if match is None:
-            raise RequestError(f"a transfer is written like '0>1 c3 +' or '0>1 c3 ='; got '{text.strip()}'")
+            raise RequestError(
+                "expected a transfer like '0>1 c3 +' (rank 0 sends chunk 3 to rank 1, which adds it to "
+                f"its own) or '0>1 c3 =' (which overwrites its own); got '{text.strip()}'"
+            )
         source, target, chunk, sign = match.groups()
         return cls(int(source), int(target), int(chunk), sign == "+")
 

@@ -208,7 +208,9 @@ def _check_collisions(schedule: Schedule, chunks: npt.NDArray[np.int64]) -> None
     if collides.size:
         first, *_ = pair = sorted(order[collides[0] : collides[0] + 2].tolist())
         what = " and ".join(f"'{Transfer(*table[one].tolist())}'" for one in pair)
-        raise _wrong(schedule, int(step[first]), table[first], f"{what} write the same place in one step")
+        raise _wrong(
+            schedule, int(step[first]), table[first], f"{what} write the same chunk of the same rank in one step"
+        )
 
 
 def _start(schedule: Schedule, chunks: int) -> Counts:
@@ -260,9 +262,9 @@ def _check_promise(schedule: Schedule, chunks: npt.NDArray[np.int64], counts: Co
     held, due = set(np.flatnonzero(counts[rank, at]).tolist()), set(np.flatnonzero(promised[at]).tolist())
     parts = []
     if due - held:
-        parts.append(f"without rank{_some(due - held)}")
+        parts.append(f"without the data of rank{_some(due - held)}")
     if held - due:
-        parts.append(f"with rank{_some(held - due)} that does not belong there")
+        parts.append(f"with data of rank{_some(held - due)} that does not belong there")
     chunk = int(chunks[at])
     raise _error(
         schedule,

@@ -99,7 +99,7 @@ def advice(ranking: Sequence[Ranked], topology: Topology) -> list[str]:
     reasons = [explain(best, _baseline(ranking))]
     if slower >= 0.0005:
         groups = " and ".join(str(group) for group in topology.groups)
-        fitting = f"one that fits this machine's groups of {groups} ranks goes first, then " if groups else ""
+        fitting = f"one that fits this machine's groups of {groups} ranks is preferred, then " if groups else ""
         reasons.append(
             f"{fastest.label} is {100 * slower:.1f} % faster; "
             f"of shapes within 2 % of the fastest, {fitting}the one with fewer sides"

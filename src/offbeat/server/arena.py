@@ -145,7 +145,7 @@ class Arena:
         states = {size for name, size in sizes.items() if name.startswith("state.")}
         right = sizes.get("weights") == self.table.items and sizes.get("steps") == len(self.table.sizes)
         if not right or states - {self.table.items}:
-            raise RequestError("the saved state is of a different model or optimizer")
+            raise RequestError("the saved state belongs to a different model or optimizer")
 
     def protect(self) -> None:
         """From now on this process can read the weights and not write them: whoever tries is ended by the kernel."""

@@ -103,7 +103,7 @@ def read_handshake(one: socket.socket, token: str, server_secret: str = "") -> H
         raise PermissionError("not a handshake") from None
     due = token if said.role == "learner" else server_token(server_secret, said.number, said.generation)
     if not secrets.compare_digest(said.token.encode(), due.encode()):
-        raise PermissionError("another token")
+        raise PermissionError("the token is wrong")
     if said.protocol != PROTOCOL or said.version != versions():
         raise RequestError(
             f"this run uses protocol {PROTOCOL} ({versions()}), but this process uses {said.protocol} ({said.version});"

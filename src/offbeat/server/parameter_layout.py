@@ -162,7 +162,7 @@ def layout_of(
             torch.float64 in types and len(types) > 1,
             "the model mixes float64 with other types; a server needs all float32 or all float64",
         ),
-        (travel not in DTYPES, f"gradients travel as {', '.join(DTYPES)}; got '{travel}'"),
+        (travel not in DTYPES, f"gradients can be sent as {', '.join(DTYPES)}; got '{travel}'"),
         (
             too_many,
             f"a model has at most {MOST_TENSORS} parameters in {MOST_GROUPS} groups here; this one has "

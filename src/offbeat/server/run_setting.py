@@ -39,7 +39,7 @@ class RunSetting:
             raise
         except Exception as error:  # in the code of a policy from outside
             said = f"with {self.learners} learners: {type(error).__name__}: {error}"
-            raise RequestError(f"'{self.line}' cannot say how many gradients it holds {said}") from error
+            raise RequestError(f"the number of gradients that '{self.line}' holds cannot be computed {said}") from error
         if slots > MOST_SLOTS:
             raise RequestError(
                 f"'{self.line}' holds up to {slots - self.learners + 1:,} gradients; the limit is {MOST_SLOTS:,}"

@@ -63,7 +63,9 @@ class Cluster:
         if self.learners < 1:
             raise RequestError(f"a cluster needs at least 1 learner; got {self.learners}")
         if self.starts is not None and (self.cores is not None or (self.wires is not None and self.wires.size_bytes)):
-            raise RequestError("measured starts already include sending and shared cores; give only one of them")
+            raise RequestError(
+                "the measured times in starts already include sending and shared cores; leave out wires and cores"
+            )
         for name, values in (("speeds", self.speeds), ("samples", self.samples)):
             if len(values) > self.learners:
                 raise RequestError(f"{len(values)} {name} for {self.learners} learners")

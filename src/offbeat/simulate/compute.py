@@ -58,7 +58,7 @@ def _constant(value: float) -> Law:
 
 def _uniform(low: float, high: float) -> Law:
     if low > high:
-        raise RequestError(f"LOW is {low}, above HIGH, {high}")
+        raise RequestError(f"LOW ({low}) exceeds HIGH ({high})")
     return Law(mean_s=(low + high) / 2, sample=lambda u: low + (high - low) * u(COMPUTE))
 
 
@@ -163,10 +163,10 @@ LAWS: dict[str, tuple[str, tuple[Param, ...], _Build]] = {
     ),
     "pareto": (
         "heavy tail",
-        (_number("shape", "above 1 for a finite mean", 0.1, 1e3), _time("scale", "the least")),
+        (_number("shape", "above 1 for a finite mean", 0.1, 1e3), _time("scale", "smallest time")),
         _pareto,
     ),
-    "gamma": ("a hump", (_time("mean", "seconds"), _CV), _gamma),
+    "gamma": ("gamma: skewed, with one peak", (_time("mean", "seconds"), _CV), _gamma),
     "lognormal": (
         "log-normal: skewed, with one peak",
         (_time("mean", "seconds"), _CV),
@@ -174,7 +174,7 @@ LAWS: dict[str, tuple[str, tuple[Param, ...], _Build]] = {
     ),
     "weibull": (
         "lighter or heavier tail than exp",
-        (_number("shape", "1 is exp", 0.1, 1e3), _time("scale", "seconds")),
+        (_number("shape", "1: the same as exp", 0.1, 1e3), _time("scale", "seconds")),
         _weibull,
     ),
     "bimodal": (
@@ -182,7 +182,7 @@ LAWS: dict[str, tuple[str, tuple[Param, ...], _Build]] = {
         (
             _time("fast", "seconds"),
             _time("slow", "seconds"),
-            _number("share-slow", "from 0 to 1", 0, 1),
+            _number("share-slow", "probability of the slow time, from 0 to 1", 0, 1),
         ),
         _bimodal,
     ),

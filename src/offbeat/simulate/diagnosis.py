@@ -114,17 +114,19 @@ def describe(machines: MachineSummary) -> str:
     ratio = max(machines.mean_s) / min(machines.mean_s)
     if ratio > SLOWER and machines.spread <= 0.5:
         return (
-            f"unequal learners (the slowest takes {ratio:.1f}x the time of the fastest): the slowest of all takes "
-            f"{machines.slowest_of_all:.2f}x the mean, and a barrier makes all learners wait for it"
+            f"the learners have unequal speeds (the slowest takes {ratio:.1f}x as long as the fastest): the "
+            f"last of them takes {machines.slowest_of_all:.2f}x the mean time, and a barrier makes all learners "
+            "wait for it"
         )
     if machines.spread > 0.5:
         return (
-            f"no learner is persistently slow, but times scatter (standard deviation {machines.spread:.1f}x the mean): "
-            f"the slowest takes {machines.slowest_of_all:.1f}x the mean, and it is another one each time"
+            "no learner is persistently slow, but compute times vary (standard deviation "
+            f"{machines.spread:.1f}x the mean): the last learner takes {machines.slowest_of_all:.1f}x the mean "
+            "time, and it is a different one in each update"
         )
     return (
-        f"equal learners (standard deviation {machines.spread:.2f}x the mean): the slowest of all takes "
-        f"{machines.slowest_of_all:.2f}x the mean, so a barrier adds little to computing"
+        f"the learners are equally fast (standard deviation {machines.spread:.2f}x the mean): the last of them "
+        f"takes {machines.slowest_of_all:.2f}x the mean time, so a barrier costs little"
     )
 
 
@@ -371,12 +373,13 @@ class WhatIf:
         least, most = min(self.shares), max(self.shares)
         work = f"{least:.2f}" if least == most else f"{least:.2f} to {most:.2f}"
         without = f"without {'it' if one else 'them'}: {gain(self.without)}; " if self.without is not None else ""
-        whose = "that learner causes" if one else "those learners cause"
+        names, causes = format_learners(self.slow, most=4), "causes" if one else "cause"
         return [
-            f"{self.strategy} applies {self.as_it_is:.2f} minibatches/s; with {format_learners(self.slow, most=4)} "
-            f"({slower}) like the others it would apply {self.as_fast:.2f}, and {self.as_fast_ideal:.2f} if no "
-            f"learner ever waited: {whose} {percent(self.share_of_loss, 0)} of the lost throughput",
-            f"{without}with {work} of the work given to {'it' if one else 'each'}: {gain(self.lighter)}",
+            f"{self.strategy} applies the gradients of {self.as_it_is:.2f} minibatches/s. If {names} ({slower}) "
+            f"were as fast as the others, it would be {self.as_fast:.2f} minibatches/s; if in addition no "
+            f"learner ever waited, {self.as_fast_ideal:.2f}. So {names} {causes} "
+            f"{percent(self.share_of_loss, 0)} of the lost throughput",
+            f"{without}with minibatches of {work}x the size for {'it' if one else 'them'}: {gain(self.lighter)}",
         ]
 
     def as_json(self) -> dict[str, Any]:

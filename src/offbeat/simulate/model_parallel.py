@@ -206,14 +206,16 @@ MACHINES = (1, 2, 4, 8, 16, 32, 64, 128)
 # These two and the spread were fitted to the 20 published points.
 CLUSTER = SpreadMachines(multiply_adds_per_s=30e9, bytes_per_s=40e6, overhead_s=200e-6, minibatch=100, spread=0.5)
 ASSUMPTIONS = (
-    "a machine computes 30 G multiply-adds a second and receives 40 MB/s beside other traffic (fitted: 750 "
-    "multiply-adds in the time of a byte)",
-    "a message costs its receiver 200 us, and brings what 100 samples need (fitted: 60,000 multiply-adds a sample)",
-    "compute times are half constant, half exponential, and each layer waits for the slowest machine (fitted: a half)",
+    "a machine computes 30 G multiply-adds per second and receives 40 MB/s while there is other traffic "
+    "(fitted: 750 multiply-adds in the time to receive a byte)",
+    "a message costs its receiver 200 us and carries the values for 100 samples (fitted: the time of "
+    "60,000 multiply-adds per sample)",
+    "compute times are half constant, half exponential, and each layer waits for the slowest machine "
+    "(the share of one half is fitted)",
     "the speech model is that of the paper: 440 inputs, 4 layers of 2560, 8192 outputs",
     "the image models are 3 stages of local fields of 10 x 10 without shared weights on 100 x 100 x 3 pixels, pooled "
     "2 x 2, and 21,000 classes; 16, 39 and 101 maps give about 80 M, 330 M and 1.7 B parameters",
-    "neurons are shared out evenly, planes in the most even grid of tiles; nothing is sent while a layer is computed",
+    "neurons are divided evenly, planes into the most even grid of tiles; communication does not overlap computation",
 )
 
 

@@ -31,7 +31,9 @@ class Epochs:
 
     def __init__(self, *, samples: int, sizes: tuple[int, ...], epochs: int, again: bool = True) -> None:
         if min(sizes, default=0) < 1 or samples < 1 or epochs < 1:
-            raise RequestError(f"minibatches of {sizes} samples, of {samples}, in {epochs} epochs: all must be above 0")
+            raise RequestError(
+                f"minibatch sizes, samples and epochs must be above 0; got {sizes}, {samples} and {epochs}"
+            )
         self.samples, self.sizes, self.epochs, self.again = samples, sizes, epochs, again
         self._leases = LeaseBook(samples=samples, again=again)
         self._out: dict[Batch, int] = {}  # the number of its lease

@@ -75,7 +75,7 @@ class DataConfig(Section, frozen=True, kw_only=True):
     ] = 0
     place: Annotated[
         Literal["auto", "device", "host"],
-        "memory for the data set while a GPU trains; auto: the GPU's if it fits",
+        "where the data set is kept while a GPU trains; auto: in GPU memory if it fits",
     ] = "auto"
 
     def __post_init__(self) -> None:
@@ -119,12 +119,16 @@ class TrainConfig(Section, frozen=True, kw_only=True):
         Literal["per-learner", "synchronised"],
         "batch norm statistics: per learner or over all learners; the latter needs an all-reduce",
     ] = "per-learner"
-    split: Annotated[str, "how an all-reduce splits an update between learners: equal, auto, or like 3:1"] = "equal"
+    split: Annotated[
+        str,
+        "how the samples of an update are split between learners (all-reduce only): equal, auto (by "
+        "speed), or like 3:1",
+    ] = "equal"
     loss: Annotated[str, "loss, module:function(outputs, targets), the mean over samples; empty: cross-entropy"] = ""
-    stop_at: Annotated[Share, "stop when this accuracy is reached and held, like 0.97; 0: run all epochs"] = 0.0
+    stop_at: Annotated[Share, "stop when this accuracy is reached and kept, like 0.97; 0: run all epochs"] = 0.0
     threads: Annotated[Count, "torch threads per learner"] = 1
     watchdog_s: Annotated[
-        From0, "seconds without a minibatch, at the least, until a learner counts as hung; 0: it never does"
+        From0, "shortest time in seconds without a minibatch after which a learner counts as hung; 0: never"
     ] = 30.0
 
     def __post_init__(self) -> None:

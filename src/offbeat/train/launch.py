@@ -286,7 +286,7 @@ def _ended(config: Config, run: RunDir, checkpoint: Checkpoint) -> str | None:
         return why
     if why:
         raise RequestError(
-            f"{run.path} has reached its accuracy of {config.train.stop_at:g}; go on with --train.stop-at 0"
+            f"{run.path} has reached its accuracy of {config.train.stop_at:g}; continue with --train.stop-at 0"
         )
     raise RequestError(f"{run.path} has completed its {config.train.epochs} epochs; ask for more with --train.epochs")
 
@@ -467,7 +467,7 @@ class _ForkedTraining:
         at = innermost(stacks[learner])
         where = f", in {at}" if at else ""
         self.failures[learner] = f"{silence}{where}{written}"
-        self._note(f"learner {learner} {self.failures[learner]}; it is given up")
+        self._note(f"learner {learner} {self.failures[learner]}; it was killed and is not restarted")
         self.halted = self.halted and silence.phase is not Phase.LEADING
         launcher.give_up(learner)
 

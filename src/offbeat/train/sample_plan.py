@@ -54,7 +54,10 @@ def updates(
     least = len(shares) * passes
     if samples - begin < least and begin < samples:
         what = "an epoch has" if begin == 0 else "the rest of this epoch has"
-        raise RequestError(f"{what} {samples - begin} samples, too few for {len(shares)} learners in {passes} passes")
+        raise RequestError(
+            f"{what} {samples - begin} samples, too few for {len(shares)} learners in {passes} passes "
+            "(train.accumulate)"
+        )
     start = begin
     while start < samples:
         end = min(start + batch, samples)

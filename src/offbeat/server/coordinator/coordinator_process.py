@@ -205,7 +205,7 @@ class CoordinatorProcess:
                 self._open_arena(*held)
                 self._recover()
         except (JournalError, msgspec.MsgspecError) as error:
-            self._fail(f"the coordinator cannot be brought back: {error}")
+            self._fail(f"the coordinator cannot be restarted: {error}")
 
     # --- the machine and its memory ---------------------------------------------------------------------------------
 
@@ -254,7 +254,7 @@ class CoordinatorProcess:
                 break
             aside.add(wrong)
             if len(aside) > MOST_SET_ASIDE:
-                raise JournalError(f"{len(aside)} entries of its journal cannot be gone through")
+                raise JournalError(f"{len(aside)} entries of its journal cannot be replayed")
         for word in machine.shared_words():
             self._deliver(word)
         self._publish_quiet(machine)
@@ -274,7 +274,7 @@ class CoordinatorProcess:
                 answers = machine.handle(message, entry.at_s)
                 self._record(machine, message, answers, entry.at_s)
             except Exception as error:  # whatever it is, starting again would lead to the same place
-                self._tell(f"entry {number} of the journal was set aside: {type(error).__name__}: {error}")
+                self._tell(f"entry {number} of the journal was skipped: {type(error).__name__}: {error}")
                 return number
             self._note(message)
             for answer in answers:
@@ -289,7 +289,7 @@ class CoordinatorProcess:
             names = snapshot.unsaved_state(self.machine.policy, self.setting.policy())
             if names:
                 self.unsaved = f"the policy changes {', '.join(names)}, which is not in its extra_state"
-                self._tell(f"{self.unsaved}: the journal of this run grows with it")
+                self._tell(f"{self.unsaved}, so no snapshot of it can be saved and the journal keeps growing")
         if self.unsaved:
             return False
         state = ProcessState(
@@ -311,8 +311,8 @@ class CoordinatorProcess:
         except OSError as error:
             if not self._take_snapshot() and was_whole:
                 self._tell(
-                    f"cannot write the journal: {error.strerror}; the run goes on, but would end if its coordinator "
-                    "were killed now"
+                    f"cannot write the journal: {error.strerror}; the run continues, but would end if its "
+                    "coordinator were killed now"
                 )
         else:
             if self.journal.due and not self.unsaved and time.monotonic() > self.snapshot_from_s:
@@ -464,7 +464,7 @@ class CoordinatorProcess:
         if self.failed:
             raise OffbeatError("the run has failed")
         if connection.pid in self.sent_away:
-            raise OffbeatError(f"it was sent away: {self.sent_away[connection.pid]}")
+            raise OffbeatError(f"it was removed from the run: {self.sent_away[connection.pid]}")
         same = [other for other in self.connections if (other.role, other.number) == (said.role, said.number)]
         if len(same) >= MOST_OF_ONE:
             raise OffbeatError(f"{said.role} {said.number} has {len(same)} connections already")
@@ -533,7 +533,7 @@ class CoordinatorProcess:
         self.refused[connection.pid] += 1
         who = f"{connection.role} {connection.number}"
         if self.refused[connection.pid] <= gate.MOST_REFUSED:
-            self._tell(f"refused what {who} said: {why}")
+            self._tell(f"rejected a message from {who}: {why}")
         if self.refused[connection.pid] < gate.MOST_REFUSED:
             return
         self.sent_away[connection.pid] = why[:MOST_LETTERS]
@@ -593,9 +593,9 @@ class CoordinatorProcess:
             self._refuse(sender, why)
             return
         self.set_aside += 1
-        self._tell(f"set aside what the coordinator told itself: {why}")
+        self._tell(f"ignored an internal message of the coordinator: {why}")
         if self.set_aside > MOST_SET_ASIDE:
-            self._fail(f"the coordinator cannot go on: {why}")
+            self._fail(f"the coordinator cannot continue: {why}")
 
     def _note(self, message: INPUT) -> None:
         """Who has said goodbye, and whether updates go on."""

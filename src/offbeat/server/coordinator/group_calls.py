@@ -52,7 +52,7 @@ class GroupCalls:
         """A learner waits no longer for this call. Who is told at once: all others who have made it."""
         if number <= self.last:
             return []
-        error = f"learner {learner} {GAVE_UP} in call {number}, so no learner gets its result"
+        error = f"learner {learner} {GAVE_UP} in call {number}, so no learner gets the result of this call"
         return self._answer(here, number, (), error)
 
     def _answer(

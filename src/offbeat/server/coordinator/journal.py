@@ -59,14 +59,14 @@ class Journal:
             self.degraded = bool(degraded)
             self.end = _HEADER.size + self._snapshot_bytes
             if zlib.crc32(self.snapshot) != checksum:
-                raise JournalError("the snapshot in the journal is not whole")
+                raise JournalError("the snapshot in the journal is incomplete")
             self.end = max((end for end, _ in self._records()), default=self.end)
             os.ftruncate(self.descriptor, self.end)  # what was being written when its writer was killed
         else:
             self.end = 0
             self.renew(b"")
             if not self.number:
-                raise JournalError("there is no memory for a journal")
+                raise JournalError("there is not enough memory for the journal")
 
     @property
     def descriptor(self) -> int:

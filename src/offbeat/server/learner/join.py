@@ -162,7 +162,7 @@ def _address_of(said: str) -> dict[str, str]:
         return {name: str(found[name]) for name in ("address", "token")}
     except (ValueError, TypeError, KeyError):
         raise PeerError(
-            "what the store says of the run's servers is not theirs; another process may write to that store"
+            "the store's entry about the run's servers cannot be read; another process may have written to that store"
         ) from None
 
 

@@ -267,7 +267,7 @@ class LocalLoader(LoaderWrapper):
         reason = f", since {why}" if why else ""
         self.notes = (
             f"every learner reads its own data{reason}; the remaining samples of a lost learner are not "
-            "computed, and learners with the same data all compute all of it",
+            "computed, and learners that have the same data each compute all of it",
         )
 
     def __iter__(self) -> Iterator[Any]:

@@ -65,7 +65,7 @@ def describe(optimizer: torch.optim.Optimizer) -> tuple[str, list[Hyper]]:
 def notes_of(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
     """What the servers do otherwise than this optimizer would."""
     if any(group.get("fused") for group in optimizer.param_groups):
-        return ("fused=True is for the learner's own device: the servers run the plain rule, which rounds differently",)
+        return ("fused=True has no effect on the servers: they run the unfused update, which rounds differently",)
     return ()
 
 
@@ -99,7 +99,10 @@ def hyper_fault(table: ParameterLayout, hypers: Sequence[Hyper]) -> str:
                 return f"lr_decay of parameter group {group} is {value}: it must be at least 0"
         for vector, option in rule.vectors.items():
             if option is not None and hyper[option] and vector not in table.states:
-                return f"{option} of parameter group {group} is {hyper[option]:g}, and was 0 when the run began"
+                return (
+                    f"{option} of parameter group {group} is {hyper[option]:g}, but was 0 when the run began, "
+                    "so the servers keep no state for it"
+                )
     return ""
 
 
@@ -313,15 +316,15 @@ _NAMES = {rule.optimizer: name for name, rule in RULES.items()}  # exact types: 
 # Options that no shard supports, and why. foreach and fused are no such options: they are other ways to the same step
 # (foreach gives the same bits on CPU, fused rounds otherwise: `notes_of`).
 _UNSUPPORTED = {
-    "differentiable": "no derivative can be taken through a server",
+    "differentiable": "autograd cannot differentiate through an update made by a server",
     "capturable": "it is made for CUDA graphs, and a shard is updated on CPU",
 }
 
 # Why some of torch's optimizers can run on no piece of a parameter.
 _WHOLE = {
     "LBFGS": "it evaluates the loss several times in a step, along directions made of the whole gradient",
-    "Adafactor": "it takes means over the rows and columns of whole matrices",
-    "Muon": "it makes whole matrices orthogonal",
+    "Adafactor": "it averages over the rows and columns of whole matrices",
+    "Muon": "it orthogonalises whole matrices",
     "SparseAdam": "it needs sparse gradients, and shards take dense ones",
 }
 
@@ -337,9 +340,9 @@ def _refusal(kind: type[torch.optim.Optimizer]) -> RequestError:
     parent = next((base.__name__ for base in kind.__mro__ if base in _NAMES), None)
     *most, last = (rule.optimizer.__name__ for rule in RULES.values())
     if parent is not None:
-        who, why = f"{kind.__name__}, a subclass of {parent},", "a subclass may compute anything"
+        who, why = f"{kind.__name__}, a subclass of {parent},", "it may compute something else than its parent class"
     else:
-        who, why = kind.__name__, _WHOLE.get(kind.__name__, "they have no update for it")
+        who, why = kind.__name__, _WHOLE.get(kind.__name__, "the servers do not implement it")
     return RequestError(f"{who} cannot run on shards of the parameters, since {why}; {', '.join(most)} and {last} can")
 
 
