@@ -45,7 +45,7 @@ def files() -> dict[str, str]:
     }
 
 
-@functools.lru_cache(maxsize=2)
+@functools.cache
 def parsed(text: str) -> ast.Module:
     return ast.parse(text)
 

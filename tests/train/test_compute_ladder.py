@@ -157,7 +157,7 @@ def test_an_eager_step_is_proved_right(optimizer: str, precision: str) -> None:
 
 @pytest.fixture
 def own_cache_key() -> Iterator[None]:
-    with torch.compiler.config.patch(cache_key_tag=""):
+    with torch.compiler.config.patch(cache_key_tag=""):  # type: ignore[attr-defined] # torch's stubs lack it
         yield
 
 
