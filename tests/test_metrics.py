@@ -175,5 +175,5 @@ def test_times_of_zero_are_refused() -> None:
 
 def test_traffic_is_told_with_what_was_computed_beside_it() -> None:
     assert metrics.format_traffic(21_450_000, 1000) == "sent 21.45 MB and received 1 kB of gradients and weights"
-    told = "sent 1 kB and received 2 kB of gradients and weights; computing : communication and waiting = 3 : 1"
+    told = "sent 1 kB and received 2 kB of gradients and weights; ratio of computing to communication and waiting: 3"
     assert metrics.format_traffic(1000, 2000, 0.25) == told

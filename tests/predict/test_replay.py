@@ -173,11 +173,15 @@ def test_the_advice_is_as_sure_as_the_runs_own_replay(runs: dict[str, Path]) -> 
     near = advice_on(run, own, [half, same], 0.02, None)
     assert "+2.0 %" in near[0] and len(near) == 2
     assert near[1].startswith("ring would have needed")
-    assert near[1].endswith("the replay of the run's own strategy is 2.0 % off, and ring communicates differently")
+    assert near[1].endswith(
+        "the replay of the run's own strategy differs from the run by 2.0 %, and ring communicates differently"
+    )
     assert "would have been at least 5 % faster than async" in advice_on(run, own, [same], 0.02, None)[1]
     off = advice_on(run, own, [half], -0.3, None)
     assert (
-        off[-1] == "the replay of the run's own strategy is 30 % off; expect at least this error in the other numbers"
+        off[-1]
+        == "the replay of the run's own strategy differs from the run by 30 %; expect at least this error in the other "
+        "numbers"
     )
     assert "at least 60 % faster" in advice_on(run, own, [half], -0.6, None)[1]
     unknown = advice_on(run, own, [half], None, None)

@@ -106,7 +106,7 @@ def _network(text: str) -> tuple[float, float]:
 def _layers(text: str) -> int:
     layers = parse_count(text)
     if layers > 100_000:
-        raise RequestError(f"--layers is at most 100000; got {layers}")
+        raise RequestError(f"--layers must be at most 100000; got {layers}")
     return layers
 
 
@@ -188,7 +188,8 @@ MACHINE_OPTIONS = (
     ),
     option(
         "--network", read=_network, metavar="RATE[,LATENCY]",
-        help="one port per machine, like 10Gbit/s,4us; sets bandwidths, latency and topology at once",
+        help="bandwidth and latency of each machine's one network port, like 10Gbit/s,4us; replaces the other options "
+        "for bandwidth, latency and topology",
     ),
     option("--topology", default="uniform", help="topology for an all-reduce (default uniform)"),
     option("--layers", read=_layers, default=50, metavar="N", help="layers of the model, for overlap (default 50)"),

@@ -33,7 +33,7 @@ def _run(given: argparse.Namespace) -> None:
 
 COMMAND = Command(
     summary="list the built-in recipes, or print one as a TOML file",
-    about="List the built-in recipes of offbeat train, or print one as a TOML file: save it, change it, train it.",
+    about="List the built-in recipes of offbeat train, or print one as a TOML file: save, change and train with it.",
     examples=("recipes", "recipes digits-cnn"),
     options=(option("name", nargs="?", help="recipe to print as a TOML file (default: list all)"),),
     run=_run,

@@ -277,7 +277,7 @@ def _left_lines(run: RunDir) -> list[str]:
     where = safe(str(run.summary if run.summary.is_file() else run.weights))
     return [
         *(evaluation_line(record, epochs) for record in found),
-        f"the run has ended without a live.json; see {where}",
+        f"the run has ended and left no live.json; see {where}",
     ]
 
 
@@ -341,7 +341,7 @@ The output of the learners is not shown. Runs in virtual time (offbeat simulate 
             nargs="?",
             default=Path(FOLDER),
             metavar="RUN",
-            help=f"folder of a run, or a folder of runs: the newest running one (default: {FOLDER})",
+            help=f"folder of one run, or of several, of which the newest that still runs is shown (default: {FOLDER})",
         ),
         option("--once", action="store_true", help="print the current state and exit"),
     ),

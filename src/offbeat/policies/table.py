@@ -132,7 +132,7 @@ _ROWS = (
     ),
     PolicyRow(
         name="k-batch-sync",
-        summary="wait for the first K gradients from any learners (one may push several), cancel the rest, restart all",
+        summary="wait for the first K gradients (a learner may push several), cancel the rest, restart all learners",
         create=KBatchSync,
         params=(_k("number of minibatches to wait for"),),
         examples=("k-batch-sync:3", "k-batch-sync:9"),

@@ -85,7 +85,7 @@ def advice_on(
             got = (run.highest_reached or 0.0) if measured else own.reached.best if own.reached else 0.0
             lines.append(f"{needed}; {own.strategy} reached only {percent(got)}")
         elif seconds < real_s * (1 - max(off, SURE)):
-            sure = f"; the replay of the run's own strategy is {percent(off)} off" if measured else ""
+            sure = f"; the replay of the run's own strategy differs from the run by {percent(off)}" if measured else ""
             sure += f", and {best.strategy} communicates differently" if best.foreign and measured else ""
             lines.append(f"{needed} instead of {format_seconds(real_s)}{sure}")
         else:
@@ -99,8 +99,8 @@ def advice_on(
         lines.append(f"within {POINTS} of {percent(target)}, with one seed: {', '.join(near)}")
     if error is not None and abs(error) > TRUSTED:
         lines.append(
-            f"the replay of the run's own strategy is {percent(abs(error), 0)} off; expect at least this "
-            "error in the other numbers"
+            f"the replay of the run's own strategy differs from the run by {percent(abs(error), 0)}; expect at least "
+            "this error in the other numbers"
         )
     return lines
 

@@ -201,7 +201,7 @@ def format_traffic(sent_bytes: int, received_bytes: int, idle_share: float | Non
     text = f"sent {format_size(sent_bytes)} and received {format_size(received_bytes)} of gradients and weights"
     if not idle_share:
         return text
-    return f"{text}; computing : communication and waiting = {(1 - idle_share) / idle_share:.2g} : 1"
+    return f"{text}; ratio of computing to communication and waiting: {(1 - idle_share) / idle_share:.2g}"
 
 
 class Score(NamedTuple):

@@ -99,7 +99,7 @@ class TrainConfig(Section, frozen=True, kw_only=True):
         Literal["sgd", "adagrad", "adam", "adamw", "lars", "lamb"], "optimizer; lars and lamb need an all-reduce"
     ] = "sgd"
     lr: Annotated[Above0, "learning rate for updates of lr_batch samples"] = 0.05
-    lr_batch: Annotated[Count, "samples per update that lr is chosen for"] = 32
+    lr_batch: Annotated[Count, "samples per update for which lr was chosen"] = 32
     momentum: Annotated[BelowOne, "momentum of sgd and lars"] = 0.9
     nesterov: Annotated[bool, "use Nesterov momentum"] = False
     weight_decay: Annotated[From0, "weight decay"] = 0.0

@@ -135,7 +135,7 @@ class Field:
             if isinstance(one, float):
                 _number(key, one)
             if isinstance(one, int) and abs(one) > LARGEST:
-                raise FieldError(key, f"expected a number of at most 63 bits; got {shown(one)}")
+                raise FieldError(key, f"expected an integer below 2^63; got {shown(one)}")
             if isinstance(one, str) and any("\ud800" <= letter <= "\udfff" for letter in one):
                 raise FieldError(key, f"expected text that UTF-8 can hold; got {shown(one)}")
         return dict(value)
