@@ -290,7 +290,7 @@ WRONG = {
     "simulate async --seed x": "--seed: a seed is a whole number; got 'x'",
     "simulate async:rate=drift:1": "needs weights, which a simulation does not have",
     "simulate ring --compute pareto:1,1 --curve": "is infinite",
-    "simulate ring --layers 999999999": "--layers is at most 100000",
+    "simulate ring --layers 999999999": "--layers must be at most 100000",
     "simulate async --show -3": "--show: expected a whole number",
     "simulate async --log /": "cannot write /: it is a folder",
     "simulate async --curve": "--curve needs an all-reduce like ring",

@@ -341,7 +341,8 @@ The output of the learners is not shown. Runs in virtual time (offbeat simulate 
             nargs="?",
             default=Path(FOLDER),
             metavar="RUN",
-            help=f"folder of one run, or of several, of which the newest that still runs is shown (default: {FOLDER})",
+            help="folder of a run, or a folder with several runs: then the newest run in progress is shown "
+            f"(default: {FOLDER})",
         ),
         option("--once", action="store_true", help="print the current state and exit"),
     ),

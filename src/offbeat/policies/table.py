@@ -132,7 +132,7 @@ _ROWS = (
     ),
     PolicyRow(
         name="k-batch-sync",
-        summary="wait for the first K gradients (a learner may push several), cancel the rest, restart all learners",
+        summary="update from the first K gradients (a learner may push several) and cancel all unfinished minibatches",
         create=KBatchSync,
         params=(_k("number of minibatches to wait for"),),
         examples=("k-batch-sync:3", "k-batch-sync:9"),

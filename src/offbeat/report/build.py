@@ -231,8 +231,9 @@ def _energy(
         items += [*_energy_charts(known), _energy_table(known, targets, price)]
     items.append(benchmarks.energies(results))
     text = (
-        "Energy comes from the counters of the machine. Cost is devices x hours of training x the given price. Energy "
-        "and cost to the target are proportional to the training time until the target."
+        "Energy is read from the machine's counters. Cost is devices x hours of training x the given price. Energy "
+        "and cost to the target are the totals times the share of the training time that had "
+        "passed when the target was reached."
     )
     return PageSection(key="energy", title="Energy and cost", items=tuple(items), about=text)
 
