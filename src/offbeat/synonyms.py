@@ -39,7 +39,11 @@ _GOSSIP_ASYNC = Synonym("asynchronous averaging with neighbours, without a serve
 _SHARDED = Synonym(
     "parameters and optimizer sharded over the ranks; here every learner holds the whole model", ("ring",), exact=False
 )
-_STAGES = Synonym("the model sharded over the ranks; here every learner holds the whole model", ("ring",), exact=False)
+_STAGES = Synonym(
+    "the model in stages: --parallel pipeline=2, beside a strategy for the replicas of each stage",
+    ("ring",),
+    exact=False,
+)
 
 SYNONYMS: dict[str, Synonym] = {
     "allreduce": _ALL_REDUCE,
@@ -88,7 +92,7 @@ SYNONYMS: dict[str, Synonym] = {
     "gpipe": _STAGES,
     "pipedream": _STAGES,
     "model-parallel": _STAGES,
-    "tensor-parallel": _STAGES,
+    "tensor-parallel": _SHARDED,
 }  # fmt: skip
 
 

@@ -29,7 +29,7 @@ from offbeat.report.benchmark_fields import Field, Row, printed
 from offbeat.runs.disk import replace_file
 from offbeat.spec import choice, count_of, parse_count, parse_number, parse_seconds, parse_size
 from offbeat.train.arguments import given as changes_of
-from offbeat.train.config import Config, check_batch_given
+from offbeat.train.config import Config, check_batch_given, check_whole
 from offbeat.train.config_files import changed, flag, override, read_recipe
 from offbeat.train.fields import FieldError
 from offbeat.train.recipes import DEFAULT
@@ -391,6 +391,7 @@ def _config(options: argparse.Namespace, recipe: str = "") -> Config:
             raise RequestError(f"bench: {flag(key)} does not apply: a benchmark always runs all epochs")
     config = override(read_recipe(recipe or (options.lines[0] if options.lines else DEFAULT)), changes)
     check_batch_given(config.train)
+    check_whole(config)
     try:
         return changed(
             config,

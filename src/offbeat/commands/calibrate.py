@@ -26,7 +26,7 @@ from offbeat.errors import RequestError
 from offbeat.number_format import format_rate, format_seconds, format_size
 from offbeat.spec import count_of, parse_count
 from offbeat.train.arguments import given as changes_of
-from offbeat.train.config import Config, check_batch_given
+from offbeat.train.config import Config, check_batch_given, check_whole
 from offbeat.train.config_files import changed, override, read_recipe
 from offbeat.train.recipes import DEFAULT
 
@@ -70,6 +70,7 @@ def _try_to_write(path: Path) -> None:
 def _config(given: argparse.Namespace) -> Config:
     config = override(read_recipe(given.recipe or DEFAULT), changes_of(given))
     check_batch_given(config.train)
+    check_whole(config)
     wanted = {"learners": 0, "sync": "ring", "slow": (), "servers": given.servers or config.servers}
     return changed(config, wanted | ({"device": given.device} if given.device else {}))
 

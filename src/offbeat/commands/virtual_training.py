@@ -35,7 +35,7 @@ from offbeat.runs.run_folder import TIME_STAMP, RunDir, check_free, new_run_dir
 from offbeat.simulate.diagnosis import describe, describe_machines
 from offbeat.spec import count_of, parse_count, parse_number
 from offbeat.train.arguments import given as changes_of
-from offbeat.train.config import Config, check_batch_given
+from offbeat.train.config import Config, check_batch_given, check_whole
 from offbeat.train.config_files import as_json, changed, flag, override, read_recipe, write_config
 
 if TYPE_CHECKING:
@@ -95,6 +95,7 @@ def _training(given: argparse.Namespace) -> RecipeTraining:
             )
     recipe = changed(override(read_recipe(given.recipe), changes), {"device": given.device or "cpu"})
     check_batch_given(recipe.train)
+    check_whole(recipe)
     if given.run_dir is not None:
         check_free(given.run_dir, resumes=False)
     return RecipeTraining(

@@ -22,17 +22,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from offbeat.errors import RequestError
 from offbeat.measure.child_requests import error_text
 from offbeat.measure.compute_learner import ComputeLearner
+from offbeat.parallel.model_pieces import by_sequence
 from offbeat.pipelines.model_graph import GraphNode, ModelGraph
 from offbeat.train.config import Config
 
 WARM_UP = 1
-
-
-class _Sequentials(fx.Tracer):
-    """Looks into nn.Sequential only."""
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return not isinstance(m, nn.Sequential)
 
 
 def _by_export(model: nn.Module, inputs: Any) -> fx.GraphModule:
@@ -40,14 +34,10 @@ def _by_export(model: nn.Module, inputs: Any) -> fx.GraphModule:
     return exported
 
 
-def _by_sequence(model: nn.Module, inputs: Any) -> fx.GraphModule:
-    return fx.GraphModule(model, _Sequentials().trace(model))
-
-
 WAYS: dict[str, Callable[[nn.Module, Any], fx.GraphModule]] = {
     "torch.fx": lambda model, inputs: fx.symbolic_trace(model),
     "torch.export": _by_export,
-    "modules in order": _by_sequence,
+    "modules in order": lambda model, inputs: fx.GraphModule(model, by_sequence(model)),
 }
 
 

@@ -1,13 +1,15 @@
 """A pipeline schedule carried out on tensors: each rank follows its row, messages go by a road.
 
 A rank is a generator: it yields where it has to wait, for a message or for a free buffer. Who drives it decides how
-that waiting is done: `run_in_process` drives all ranks in turn, in one process over an in-memory road.
+that waiting is done: `run_in_process` drives all ranks in turn, in one process over an in-memory road; a rank that is a
+process waits for the road (process_road.py).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
 
 from torch import Tensor
 
@@ -25,6 +27,19 @@ from offbeat.pipelines.actions import (
     PipelineSchedule,
 )
 from offbeat.pipelines.pipeline_messages import StageMessage, made_by, message_of, needed_by, with_messages
+
+
+class Road(Protocol):
+    """Carries messages between stages. Nothing here waits."""
+
+    def try_send(self, message: StageMessage, value: Tensor) -> bool:
+        """False where no buffer is free: then it is tried again."""
+
+    def ask(self, message: StageMessage) -> None:
+        """It is received from now on."""
+
+    def try_receive(self, message: StageMessage) -> Tensor | None:
+        """None where it has not come yet."""
 
 
 class InMemoryRoad:
@@ -63,7 +78,7 @@ class RankExecutor:
         schedule: PipelineSchedule,
         rank: int,
         stages: Mapping[int, Stage],
-        road: InMemoryRoad,
+        road: Road,
         *,
         loss: LossSum,
     ) -> None:
@@ -73,8 +88,12 @@ class RankExecutor:
         self.losses: dict[int, Tensor] = {}
         self.peak = 0  # microbatches that its stages held at most
 
-    def run(self, inputs: Sequence[Tensor], targets: Sequence[Tensor], share: float) -> Iterator[Action]:
-        """Yields the action that it waits at, again and again until it can go on. Losses are multiplied by `share`."""
+    def run(self, inputs: Sequence[Tensor], targets: Sequence[Tensor], shares: Sequence[float]) -> Iterator[Action]:
+        """Yields the action that it waits at, again and again until it can go on.
+
+        The loss of each microbatch is multiplied by its share. Ranks without the first stage need no inputs, those
+        without the last one no targets.
+        """
         made: dict[StageMessage, Tensor] = {}
         for action in self.schedule.rows[self.rank]:
             if action.kind in MESSAGES:
@@ -96,7 +115,7 @@ class RankExecutor:
                             yield action
                         given[single] = value
                 for single in action.singles:
-                    result = self._compute(single, given[single], inputs, targets, share)
+                    result = self._compute(single, given[single], inputs, targets, shares)
                     message_made = made_by(single, self.count)
                     if message_made is not None and result is not None:
                         made[message_made] = result
@@ -107,7 +126,7 @@ class RankExecutor:
         given: Tensor | None,
         inputs: Sequence[Tensor],
         targets: Sequence[Tensor],
-        share: float,
+        shares: Sequence[float],
     ) -> Tensor | None:
         stage, microbatch = self.stages[action.stage], action.microbatch
         if action.kind == FORWARD:
@@ -116,7 +135,7 @@ class RankExecutor:
             if action.stage < self.count - 1:
                 made = stage.forward(microbatch, value)
             else:
-                target = targets[microbatch]
+                target, share = targets[microbatch], shares[microbatch]
                 self.losses[microbatch] = stage.forward_to_loss(microbatch, value, target, self.loss, share)
             self.peak = max(self.peak, sum(len(one.held) for one in self.stages.values()))
             return made
@@ -151,7 +170,7 @@ def run_in_process(
         own[rank][stage] = stages[stage]
     ranks = [RankExecutor(schedule, rank, mine, road, loss=loss) for rank, mine in enumerate(own)]
     running: dict[int, Iterator[Action]] = {
-        number: rank.run(inputs, targets, share) for number, rank in enumerate(ranks)
+        number: rank.run(inputs, targets, [share] * schedule.microbatches) for number, rank in enumerate(ranks)
     }
     waits: dict[int, Action] = {}
     while running:

@@ -2,20 +2,24 @@
 
 Laws. Gradients add up in the order in which backward passes come. What a forward pass keeps is given back by the
 backward pass, or by the second half of it. A stage knows its pieces and their places, not its neighbours, ranks or
-messages. A piece does not write into its input.
+messages. A piece that writes into its input is given a copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from offbeat.parallel.microbatches import drawn_by_place
+from offbeat.parallel.model_pieces import writes_into_input
 
 LossSum = Callable[[Tensor, Tensor], Tensor]  # outputs and targets of a microbatch: the sum over what is learnt
+Around = Callable[[Tensor], AbstractContextManager[object]]  # what a microbatch is computed in: its precision
+Recompute = Callable[[Callable[[Tensor], Tensor], Iterable[nn.Module], Tensor], Tensor]
 
 
 class _Held(NamedTuple):
@@ -27,14 +31,25 @@ class _Held(NamedTuple):
 
 
 class Stage:
-    """`places` are those of its pieces in the model."""
+    """`places` are those of its pieces in the model. `recompute(forward, modules, value)` computes forward and keeps no
+    activations: backward computes them again."""
 
-    def __init__(self, pieces: Sequence[nn.Module], places: Sequence[int], *, seed: int = 0) -> None:
+    def __init__(
+        self,
+        pieces: Sequence[nn.Module],
+        places: Sequence[int],
+        *,
+        seed: int = 0,
+        around: Around = lambda given: nullcontext(),
+        recompute: Recompute | None = None,
+    ) -> None:
         self.pieces = nn.ModuleList(pieces)
         self.places = tuple(places)
-        self.seed = seed
+        self.seed, self.around, self.recompute = seed, around, recompute
         self.update = 0
+        self.numbers: Sequence[int] = ()  # by which microbatches draw, instead of by their places in the minibatch
         self.held: dict[int, _Held] = {}
+        self._writes = writes_into_input(self.pieces[0])
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -45,18 +60,27 @@ class Stage:
         given = given.detach()
         if self.places[0] > 0:  # what the first one is given is data
             given.requires_grad_()
-        value = given
-        for place, piece in zip(self.places, self.pieces, strict=True):
-            with drawn_by_place(self.seed, self.update, microbatch, place):
-                value = piece(value)
+        number = self.numbers[microbatch] if self.numbers else microbatch
+        update = self.update
+
+        def compute(value: Tensor) -> Tensor:
+            value = value.clone() if self._writes else value
+            for place, piece in zip(self.places, self.pieces, strict=True):
+                with drawn_by_place(self.seed, update, number, place):
+                    value = piece(value)
+            return value
+
+        with self.around(given):
+            value = compute(given) if self.recompute is None else self.recompute(compute, self.pieces, given)
         self.held[microbatch] = _Held(given, value)
-        return value.detach()
+        return value.detach() if isinstance(value, Tensor) else value
 
     def forward_to_loss(self, microbatch: int, given: Tensor, targets: Tensor, loss: LossSum, share: float) -> Tensor:
         """The last stage: the loss of a microbatch, of which `share` counts."""
         self.forward(microbatch, given)
         held = self.held[microbatch]
-        value = loss(held.made, targets) * share
+        with self.around(given):
+            value = loss(held.made, targets) * share
         self.held[microbatch] = held._replace(made=value)
         return value.detach()
 
@@ -65,7 +89,8 @@ class Stage:
         held = self.held.pop(microbatch)
         if held.made.requires_grad:
             torch.autograd.backward(held.made, gradient)
-        return held.given.grad
+        found = held.given.grad
+        return torch.zeros_like(held.given) if found is None and held.given.requires_grad else found
 
     def backward_input(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         """Only the gradients of its inputs; the weights follow in `backward_weight`."""

@@ -28,6 +28,7 @@ from offbeat.schedules import algorithms
 from offbeat.spec import count_of
 from offbeat.strategy import ALL_REDUCE, AUTO, NATIVE, SERVER, family_of, strategies
 from offbeat.train.fields import LARGEST, Field, FieldError, Options, Section, fields_of, shown
+from offbeat.train.layout import Layout, layout_of
 
 MANY = 999_999_999
 Count = Annotated[int, Meta(ge=1, le=MANY)]
@@ -171,6 +172,10 @@ class Config(Section, frozen=True, kw_only=True):
     name: Annotated[str, "name of the run and of its folder"] = "digits-cnn"
     sync: Annotated[str, "synchronisation strategy; `offbeat strategies` lists all"] = "ring"
     learners: Annotated[Whole, "number of learners; 0: one per GPU, or per core up to 4"] = 0
+    parallel: Annotated[
+        str,
+        "pipeline parallelism: pipeline=2[,schedule=1f1b][,microbatches=8]; learners are stages times replicas",
+    ] = ""
     servers: Annotated[Count, "parameter-server processes; each holds one shard"] = 1
     seed: Annotated[int, Meta(ge=0, le=LARGEST), "random seed of weights, sample order and delays"] = 0
     device: Annotated[str, "device: auto (a GPU if available), cpu, cuda or cuda:1"] = "auto"
@@ -199,10 +204,15 @@ class Config(Section, frozen=True, kw_only=True):
             raise FieldError("train.precision", "tf32 needs a GPU; use fp32 or bf16 on the device 'cpu'")
         _load_plugins(self)
         _check_strategy(self)
+        _check_parallel(self)
         try:
             parse_slowness(self.slow, self.learners or MANY)
         except RequestError as error:
             raise FieldError("slow", str(error)) from None
+
+    @property
+    def layout(self) -> Layout:
+        return layout_of(self.parallel)
 
 
 SECTIONS: dict[str, type[Section]] = {
@@ -220,11 +230,41 @@ def all_fields() -> Iterator[Field]:
         yield from fields_of(section)
 
 
+def check_whole(config: Config) -> None:
+    """RequestError where the model is in stages, which only a training on real devices has."""
+    if config.parallel:
+        raise RequestError(f"parallel: '{config.parallel}' is for `offbeat train` only; remove it")
+
+
 def check_batch_given(train: TrainConfig) -> None:
     """RequestError where the minibatch is still to be found, which only a training on real devices does."""
     if not train.batch_size or train.global_batch:
         what = "train.global_batch" if train.batch_size else "train.batch_size: auto"
         raise RequestError(f"{what} is for `offbeat train`; here give train.batch_size and train.accumulate as numbers")
+
+
+def _check_parallel(config: Config) -> None:
+    """Stages of a pipeline fit the learners, and nothing is asked for that they do not have."""
+    if not config.parallel:
+        return
+    train = config.train
+    try:
+        layout = layout_of(config.parallel)
+        layout.check(learners=config.learners, batch_size=train.batch_size)
+    except RequestError as error:
+        raise FieldError("parallel", str(error)) from None
+    not_yet = {
+        "sync": (family_of(config.sync) == SERVER, "needs an all-reduce like ring"),
+        "device": (config.device.startswith("cuda"), "runs on CPUs only, so far; use --device cpu"),
+        "slow": (bool(config.slow), "has no artificial delays"),
+        "train.batch_size": (not train.batch_size or bool(train.global_batch), "needs train.batch_size as a number"),
+        "train.split": (train.split != "equal", "splits an update equally between replicas"),
+        "train.batch_norm": (train.batch_norm == "synchronised", "has batch norm per learner only"),
+        "train.compute": (train.compute not in ("auto", "eager"), "computes eagerly only"),
+    }
+    for key, (is_wanted, why) in not_yet.items():
+        if is_wanted:
+            raise FieldError(key, f"a pipeline {why}")
 
 
 def shares_of(split: str) -> tuple[int, ...]:

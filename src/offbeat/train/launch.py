@@ -48,15 +48,17 @@ from offbeat.train.checkpoint import Checkpoint, newest
 from offbeat.train.config import Config
 from offbeat.train.config_files import changed, read_config, write_config
 from offbeat.train.out_of_memory import naming_memory, told_of_batch, told_of_model
+from offbeat.train.pipelined_trainer import PipelinedTrainer
 from offbeat.train.recompute import recomputing
 from offbeat.train.reduced_trainer import ReducedTrainer
 from offbeat.train.results import are_complete, conclude, finish, why_ended
 from offbeat.train.sample_plan import updates
 from offbeat.train.served_trainer import ServedTrainer, setting_of
+from offbeat.train.stage_plan import StagePlan, plan_stages
 from offbeat.train.tasks import PROGRAM, Task, check_apart, task_of
 from offbeat.train.telemetry import Live, Telemetry
 from offbeat.train.tensorboard import writer_class
-from offbeat.train.trainer import Report, TrainingState, device_of
+from offbeat.train.trainer import Report, Trainer, TrainingState, built_on, device_of
 
 P = ParamSpec("P")
 MARK = f"\x1e{secrets.token_hex(8)} "  # before a record (RFC 7464); forked learners know the word
@@ -97,6 +99,7 @@ class Start:
     checkpoint: Checkpoint | None = None
     segment: int = 1
     unused: bool = False  # some parameters get no gradient
+    plan: StagePlan | None = None  # where the model is cut into stages
     hold: FolderLock | None = None  # on the run's folder
     ended: str | None = None  # nothing is left to train, and why; only the results are to be written
 
@@ -106,7 +109,9 @@ class Start:
 
 
 def learners_here(config: Config) -> int:
-    """As many as make sense: one for each GPU, or for each core, up to a few."""
+    """As many as make sense: one for each GPU, or for each core, up to a few; one pipeline."""
+    if config.parallel:
+        return config.layout.stages
     if device_of(config.device, 0).type == "cuda":
         return max(1, torch.cuda.device_count())
     return max(1, min(len(os.sched_getaffinity(0)), MOST_BY_DEFAULT))
@@ -162,6 +167,8 @@ def prepare(
     if config.train.precision == "tf32" and device.type != "cuda":
         raise RequestError("train.precision: tf32 needs a GPU, and this machine has none; use fp32 or bf16")
     torch.set_num_threads(1)  # before anything is computed: threads do not survive a fork, and learners set their own
+    if config.parallel and device.type != "cpu":
+        raise RequestError("device: a pipeline runs on CPUs only, so far; use --device cpu")
     made = _task(config, task)
     own = task is not None or ":" in config.model.name
     samples = len(made.train)  # type: ignore[arg-type] # a map-style set has a length
@@ -175,6 +182,7 @@ def prepare(
     _check_enough(config, samples)  # again: accumulate may be another now
     if config.save.tensorboard:
         writer_class()
+    plan = plan_stages(config, made, built_on(device, made, config)) if config.parallel else None
     run = RunDir(new_run_dir(config.name, run_dir, time.strftime(TIME_STAMP)) if resume is None else resume)
     hold = FolderLock(run.path, time.sleep)
     checkpoint, ended = None, None
@@ -205,6 +213,7 @@ def prepare(
         checkpoint=checkpoint,
         segment=run.next_segment(),
         unused=unused,
+        plan=plan,
         hold=hold,
         ended=ended,
     )
@@ -224,7 +233,7 @@ def _check_memory(config: Config, task: Task) -> None:
             parameters = sum(one.numel() for one in task.build().parameters())
     except Exception:  # what is wrong with it is found where it is built
         return
-    copies = config.learners + (0 if family_of(config.sync) == ALL_REDUCE else 1)
+    copies = config.layout.replicas(config.learners) + (0 if family_of(config.sync) == ALL_REDUCE else 1)
     needed = 4 * parameters * copies * (_VECTORS + _STATES.get(config.train.optimizer, 1))
     if needed > here:
         raise RequestError(
@@ -236,13 +245,19 @@ def _check_memory(config: Config, task: Task) -> None:
 def _check_enough(config: Config, samples: int) -> None:
     """An epoch has a sample for every pass of an update."""
     if family_of(config.sync) == ALL_REDUCE:
-        next(updates(samples, 1, 0, (1.0,) * config.learners, config.train.accumulate))
+        replicas = config.layout.replicas(config.learners)
+        next(updates(samples, 1, 0, (1.0,) * replicas, _passes(config)))
+
+
+def _passes(config: Config) -> int:
+    """In which a replica computes its part of an update."""
+    return config.train.accumulate * config.layout.microbatches
 
 
 def _task(config: Config, task: Task | None) -> Task:
     """What is trained: as the program has made it, or as the config names it."""
     made = task_of(config) if task is None else task
-    return recomputing(made) if config.train.recompute else made
+    return recomputing(made) if config.train.recompute and not config.parallel else made  # stages do it themselves
 
 
 def _with_batch_of(config: Config, run: RunDir) -> Config:
@@ -294,10 +309,12 @@ def _ended(config: Config, run: RunDir, checkpoint: Checkpoint) -> str | None:
 def _check_rest(config: Config, checkpoint: Checkpoint, samples: int, tell: Callable[[str], None]) -> None:
     """Whether so many learners can go on from here."""
     left = samples - checkpoint.state["standing"]["offset"]
-    if family_of(config.sync) == ALL_REDUCE and left < config.learners * config.train.accumulate:
+    replicas = config.layout.replicas(config.learners)
+    if family_of(config.sync) == ALL_REDUCE and left < replicas * _passes(config):
+        how = f"microbatches={config.layout.microbatches} and " if config.parallel else ""
         raise RequestError(
             f"{count_of(left, 'sample')} of this epoch are left, too few for {config.learners} learners with "
-            f"train.accumulate = {config.train.accumulate}; resume with fewer learners"
+            f"{how}train.accumulate = {config.train.accumulate}; resume with fewer learners"
         )
     learners = checkpoint.state["learners"]
     if learners != config.learners:
@@ -583,7 +600,10 @@ def _fit(
     signals.install()
     if not under_torchrun():
         report({"kind": "heeding", "learner": number, "process": os.getpid()})
-    kind = ReducedTrainer if start.reduces else ServedTrainer
+    kind: type[Trainer] = ReducedTrainer if start.reduces else ServedTrainer
+    more: dict[str, Any] = {}
+    if start.plan is not None:
+        kind, more = PipelinedTrainer, {"plan": start.plan}
     device, train = device_of(start.config.device, number), start.config.train
     with naming_memory(lambda: told_of_model(device)):
         trainer = kind(
@@ -596,6 +616,7 @@ def _fit(
             checkpoint=start.checkpoint,
             segment=start.segment,
             unused=start.unused,
+            **more,
         )
     trainer.beat = beat
     signals.on_noted = trainer.ask_to_stop
@@ -618,7 +639,7 @@ def _raise_failure(start: Start, exits: Mapping[int, int], failures: Mapping[int
     saved = start.run.checkpoints.is_dir() and any(start.run.checkpoints.glob("update-*"))
     onward = f"; continue from the last checkpoint with: offbeat train --resume {start.run.path}" if saved else ""
     if died:
-        names = ", ".join(f"learner {learner} died ({describe_exit(exits[learner])})" for learner in died)
+        names = ", ".join(f"{_name(start, learner)} died ({describe_exit(exits[learner])})" for learner in died)
         raise OffbeatError(f"{names}{onward}")
     if failed:
         learner, text = next(iter(failed.items()))
@@ -630,6 +651,15 @@ def _raise_failure(start: Start, exits: Mapping[int, int], failures: Mapping[int
         first = broken[0][1] if broken else 0
         who = f"learner {first} ended ({describe_exit(exits[first])})" if broken else "the run ended without a result"
         raise OffbeatError(f"{who}{onward}")
+
+
+def _name(start: Start, learner: int) -> str:
+    """With what it had of the model, if that is in stages."""
+    if start.plan is None:
+        return f"learner {learner}"
+    rank = learner % start.config.layout.stages
+    own = [str(stage) for stage, place in start.plan.schedule.placement.items() if place == rank]
+    return f"learner {learner} (stage{'s' if len(own) > 1 else ''} {', '.join(own)})"
 
 
 def _failures_of(exits: Mapping[int, int], failures: Mapping[int, str]) -> str:
@@ -721,6 +751,8 @@ def learn(
         raise RequestError(f"torchrun started {learners} learners; remove --learners {config.learners}")
     if os.environ.get("LOCAL_WORLD_SIZE") != str(learners):
         raise RequestError("offbeat train works on one host only, but torchrun was started for several")
+    if config.parallel:
+        raise RequestError("parallel: not available under torchrun; start `offbeat train` without it")
     config = changed(config, {"learners": learners})
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 

@@ -149,20 +149,21 @@ class Pace:
 _SCHEDULES = ("constant", "steps", "cosine")
 
 
-def pace_of(train: TrainConfig, *, line: str, learners: int, samples: int, ends: bool = True) -> Pace:
+def pace_of(train: TrainConfig, *, line: str, learners: int, samples: int, ends: bool = True, parts: int = 1) -> Pace:
     """The pace of a training on so many samples an epoch.
 
     The factor is that of the samples averaged in an update, at most all there are, to `lr_batch`, or its square root.
     Updates are counted in versions (see `minibatches_per_version`). The last of an epoch may be a smaller one; with an
     all-reduce it is part of the one before if not everybody has a sample in it (see `plan`). The warm-up takes half of
-    the epochs at most. Without `ends` of epochs an update may have samples of two, and none is smaller.
+    the epochs at most. Without `ends` of epochs an update may have samples of two, and none is smaller. `parts`:
+    microbatches that a minibatch is split into.
     """
     minibatch = train.batch_size * train.accumulate
     if samples < 1:
         raise RequestError(f"expected 1 or more samples to train on; got {samples}")
     factor = factor_of(train, line=line, learners=learners, most=samples)
     whole, rest = divmod(samples, minibatches_per_version(line, learners) * minibatch)
-    least = 1 if family_of(line) == SERVER else learners * train.accumulate
+    least = 1 if family_of(line) == SERVER else learners * train.accumulate * parts
     per_epoch: float = max(1, whole + (rest >= least))
     if not ends:
         per_epoch = samples / (minibatches_per_version(line, learners) * minibatch)

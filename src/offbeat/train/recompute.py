@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -91,7 +91,7 @@ def _as_block(kind: type[nn.Module]) -> type[nn.Module]:
     """The same class, whose forward keeps nothing but what it is called with."""
 
     def forward(self: nn.Module, *given: Any, **named: Any) -> Any:
-        return _twice(partial(kind.forward, self), (self,), *given, **named)
+        return twice(partial(kind.forward, self), (self,), *given, **named)
 
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 
@@ -101,7 +101,7 @@ def _as_pieces(kind: type[nn.Sequential]) -> type[nn.Sequential]:
 
     def forward(self: nn.Sequential, value: Any) -> Any:
         for piece in _pieces(self):
-            value = _twice(partial(_run, piece), piece, value)
+            value = twice(partial(_run, piece), piece, value)
         return value
 
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
@@ -123,7 +123,8 @@ def _run(layers: Sequence[nn.Module], value: Any) -> Any:
     return value
 
 
-def _twice(forward: Any, modules: Sequence[nn.Module], *given: Any, **named: Any) -> Any:
+def twice(forward: Any, modules: Iterable[nn.Module], *given: Any, **named: Any) -> Any:
+    """Computes now, and again in backward instead of keeping activations."""
     if torch.compiler.is_compiling():  # the compiler knows which of a graph's effects to leave out
         return checkpoint(forward, *given, use_reentrant=False, **named)
 
@@ -134,7 +135,7 @@ def _twice(forward: Any, modules: Sequence[nn.Module], *given: Any, **named: Any
 
 
 @contextmanager
-def _statistics_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
+def _statistics_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Norms count the batch in copies of their running statistics, which are thrown away."""
     norms = [
         norm

@@ -14,7 +14,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -75,21 +75,22 @@ class ReducedTrainer(Trainer):
             self.model, _ = synchronise(self.model)
             self._norms = ()  # they know of the others' samples
         self._steps_here = self._can_step_on_device()
-        by_ddp = self._together and not self._steps_here
+        by_ddp = self._together and not self._steps_here and not config.parallel
         self.wrapped = _in_ddp(self.model, unused=self.unused) if by_ddp else self.model
         if self.checkpoint is not None:
-            if self.learners > 2 and self.at.update and not self._steps_here:
+            if self.learners > 2 and self.at.update and by_ddp:
                 self._arrange_buckets()
             self.load_own(self.checkpoint)  # again: DDP has made all buffers those of the first
-            load_optimizer(self.optimizer, self.checkpoint.files["optimizer"])
-        wanted = shares_of(config.train.split) or (1,) * self.learners
+            self.load_optimizer(self.checkpoint.files["optimizer"])
+        wanted = shares_of(config.train.split) or (1,) * self.replicas
         self._shares = tuple(share / sum(wanted) for share in wanted)
-        if config.train.split == "auto" and len(self.at.shares) == self.learners:
+        if config.train.split == "auto" and len(self.at.shares) == self.replicas:
             self._shares = self.at.shares  # found before the checkpoint
         self._order = SampleOrder(config.seed, self.samples)
         step_fused(self.optimizer, self.device)
         self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        watched = self._trained if self._together or self._slowness is not None else []  # else nothing follows it
+        follows = (self._together and not config.parallel) or self._slowness is not None
+        watched = self._trained if follows else []
         self._grads = _LastGradient(watched, self._on_last_gradient)
         self._input = input_of(
             self.task.train,
@@ -99,6 +100,7 @@ class ReducedTrainer(Trainer):
             workers=config.data.workers,
             learners=self.learners,
         )
+        self._reads = True  # samples: a stage between the first and the last needs none
         self._step_on_device: DeviceStep | None = None
         self._compiled: Loss | None = None
         self._lost = 0  # samples of updates that were left out, as far as they are counted
@@ -202,19 +204,20 @@ class ReducedTrainer(Trainer):
     def _stretch(self) -> Iterator[tuple[Update, list[tuple[Pass, Any]]]]:
         """The updates that are left of this epoch, each with its batches."""
         train = self.config.train
-        batch = train.batch_size * train.accumulate * self.learners
-        plan = list(updates(self.samples, batch, self.number, self._shares, train.accumulate, begin=self.at.offset))
-        wanted = [self._samples_of(one) for update in plan for one in update.passes]
+        batch = train.batch_size * train.accumulate * self.replicas
+        passes = train.accumulate * self.layout.microbatches
+        plan = list(updates(self.samples, batch, self.replica, self._shares, passes, begin=self.at.offset))
+        wanted = [self._samples_of(one) for update in plan for one in update.passes] if self._reads else []
         chance = torch.Generator().manual_seed(seed_of(self.config.seed, self.at.epoch))
         batches = self._input.batches(wanted, chance)
         for update in plan:
             self._update_s = time.monotonic()
             self.beat(Phase.READING)
-            passes = []
+            read = []
             for one in update.passes:
                 self.set_chance(self.at.epoch, one.start)
-                passes.append((one, next(batches)))
-            yield update, passes
+                read.append((one, next(batches) if self._reads else None))
+            yield update, read
 
     def _update(self, update: Update, batches: list[tuple[Pass, Any]]) -> None:
         began_s = self._update_s  # reading the samples belongs to it
@@ -230,7 +233,7 @@ class ReducedTrainer(Trainer):
                 self._began_s = time.monotonic() if at else began_s
                 self._grads.begin()
                 loss = self.loss_of(inputs, targets)
-                weight = many * self.learners / update.samples
+                weight = many * self.replicas / update.samples
                 self.backward(loss if weight == 1 else loss * weight)
                 self._grads.end()
             losses.append((loss.detach(), many))
@@ -478,9 +481,9 @@ class ReducedTrainer(Trainer):
         scaler, train = self.precision.scaler, self.config.train
         finite = True
         if scaler is not None:
-            finite = scaler.unscale(gradients)
+            finite = self.agree(scaler.unscale(gradients))
             scaler.update(finite)
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))) if gradients else torch.zeros(())
+        norm = self.norm_of(gradients)
         finite = finite and math.isfinite(norm)
         if finite:
             if train.clip_norm:
@@ -489,6 +492,14 @@ class ReducedTrainer(Trainer):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return finite
+
+    def agree(self, finite: bool) -> bool:
+        """What all learners find: without stages each has seen the sum of all gradients."""
+        return finite
+
+    def norm_of(self, gradients: list[Tensor]) -> Tensor:
+        """Of the whole model's gradient."""
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))) if gradients else torch.zeros(())
 
     def _on_last_gradient(self) -> None:
         """A slow learner would have taken longer until now, reading samples too. What is left of the last pass is to
@@ -558,6 +569,7 @@ class ReducedTrainer(Trainer):
         part.spans = torch.tensor(self._spans, dtype=torch.float64).reshape(-1, 4)
         self._spans = []
         parts = gather_bytes(part.encode()) if self._together else [part.encode()]
+        self.gather_model()
         stop = torch.zeros(1, dtype=torch.int64)
         if self._log is not None:  # this is the first learner
             self._write_spans(self._log, parts)
@@ -585,6 +597,13 @@ class ReducedTrainer(Trainer):
         told = f"cannot write {self.run.log(self.segment)}: {error.strerror}"
         if told not in self.notes:
             self.note(told)
+
+    def gather_model(self) -> None:
+        """By all, before the first learner evaluates or saves: it gets what others have of the model."""
+
+    def load_optimizer(self, state: Mapping[str, Tensor]) -> None:
+        """From a checkpoint's, which is that of the whole model."""
+        load_optimizer(self.optimizer, state)
 
     def load_weights(self, twin: nn.Module) -> None:
         twin.load_state_dict(self.model.state_dict())

@@ -141,19 +141,25 @@ class Trainer:
         torch.set_num_threads(train.threads)
         self.config, self.task, self.run, self.report = config, task, run, report
         self.number, self.learners, self.segment = number, learners, segment
+        self.layout = config.layout
+        self.replicas = self.layout.replicas(learners)  # of the model: as many as learners, unless it is in stages
+        self.replica, self.rank = divmod(number, self.layout.stages)  # which this is part of, and its rank in there
         self.unused = unused  # some parameters get no gradient
         self.device = device_of(config.device, number)
         self.samples = len(task.train)  # type: ignore[arg-type]  # a map-style set has a length: the task was checked
         self.moved = mover(self.device)
         if self.device.type == "cuda":
             settle_cudnn(deterministic=config.deterministic)
-        self.model = self.wrapped = self._build()
+        self.model = self.wrapped = self.build_trained()
         self._norms = tuple(one for one in self.model.modules() if isinstance(one, nn.modules.batchnorm._BatchNorm))
         self.optimizer = optimizer_of(self.model, train)
         self.precision = Precision(train.precision, self.device)
-        self.pace = pace_of(train, line=config.sync, learners=learners, samples=self.samples)
+        self.pace = pace_of(
+            train, line=config.sync, learners=self.replicas, samples=self.samples, parts=self.layout.microbatches
+        )
         self.checkpoint = checkpoint
-        own = None if checkpoint is None else checkpoint.files.get(f"learner-{number}")
+        same = checkpoint is not None and checkpoint.state.get("stages", 1) == self.layout.stages
+        own = checkpoint.files.get(f"learner-{number}") if checkpoint is not None and same else None
         self.part = None if own is None else snapshot_of(own)  # what this learner had for itself, if it was there
         self.at = TrainingState() if checkpoint is None else TrainingState(**checkpoint.state["standing"])
         self.at.epoch_end = self.at.halt = False
@@ -174,7 +180,7 @@ class Trainer:
         self._board = writer_class()(str(run.path / "tensorboard")) if has_board else None
         self.last: dict[str, Any] = {}  # the latest evaluation
         if checkpoint is not None:
-            self.model.load_state_dict(checkpoint.files["weights"])
+            self.load_trained(checkpoint.files["weights"])
             self.load_own(checkpoint)
         if self.part is not None:
             self.compute_s, self.wait_s = self.part.compute_s, self.part.wait_s
@@ -193,6 +199,18 @@ class Trainer:
 
     def _build(self) -> nn.Module:
         return built_on(self.device, self.task, self.config)
+
+    def build_trained(self) -> nn.Module:
+        """What this learner trains."""
+        return self._build()
+
+    def load_trained(self, weights: Mapping[str, Tensor]) -> None:
+        """From those of the whole model."""
+        self.model.load_state_dict(weights)
+
+    def count_parameters(self) -> int:
+        """Of the whole model."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
 
     def load_own(self, checkpoint: Checkpoint) -> None:
         """What each learner has for itself."""
@@ -297,7 +315,7 @@ class Trainer:
     def tell_beginning(self) -> None:
         """By the first learner, when all is ready."""
         config = self.config
-        told = self.pace.words(config.train, line=config.sync, learners=self.learners)
+        told = self.pace.words(config.train, line=config.sync, learners=self.replicas)
         stale = staleness_note(config, self.learners, self.optimizer)
         notes = self.begun_with = [*([told] if told else []), *([stale] if stale else []), *self.notes]
         self.report(
@@ -310,7 +328,7 @@ class Trainer:
                 "epochs": config.train.epochs,
                 "epoch": self.at.epoch,
                 "samples": self.samples,
-                "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+                "parameters": self.count_parameters(),
                 "device": str(self.device),
                 "precision": config.train.precision,
                 "run_dir": str(self.run.path),
@@ -373,8 +391,7 @@ class Trainer:
         is_last = at.epoch >= config.train.epochs
         mine = {learner: decode(data) for learner, data in sorted(parts.items())}
         self.load_weights(self.twin)
-        buffers = [part.buffers for part in mine.values() if part.buffers]
-        load_buffers(self.twin, average_buffers(buffers) if buffers else buffers_of(self.model))
+        load_buffers(self.twin, self._mean_buffers(mine))
         kept = self.optimizer_files()
         if not self.still_leads():
             return False
@@ -411,6 +428,15 @@ class Trainer:
             why = "" if is_last else "asked to stop" if at.halt else "nothing was applied" if failed else TARGET
             self._end(at, why, failed)
         return stop or is_last
+
+    def _mean_buffers(self, parts: Mapping[int, LearnerSnapshot]) -> dict[str, Tensor]:
+        """Over the replicas, of each stage."""
+        found: dict[str, Tensor] = {}
+        for rank in range(self.layout.stages):
+            own = [part.buffers for learner, part in parts.items() if learner % self.layout.stages == rank]
+            some = [buffers for buffers in own if buffers]
+            found |= average_buffers(some) if some else {}
+        return found or buffers_of(self.model)
 
     def look_for_trouble(self, before: Sequence[Mapping[str, Any]], *, ended: bool) -> None:
         """Says what the latest evaluation says, if the training does not learn; once, until it says something else."""
@@ -503,6 +529,7 @@ class Trainer:
         state = {
             "standing": asdict(at),
             "learners": self.learners,
+            "stages": self.layout.stages,
             "sync": self.config.sync,
             "last": self.last,
             "optimizer": self.config.train.optimizer,

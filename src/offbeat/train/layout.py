@@ -1,0 +1,72 @@
+"""How the processes of a training share its model: `--parallel pipeline=2,schedule=1f1b,microbatches=8`.
+
+Learners are processes. Those of a replica have one model together: `stages` of them follow the rows of a pipeline
+schedule. Learner n is rank n % stages of replica n // stages. Without --parallel a replica is one learner.
+
+Nothing here loads torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from offbeat.errors import RequestError, nearest
+from offbeat.spec import count_of
+
+KEYS = ("pipeline", "schedule", "microbatches")
+DEFAULT_SCHEDULE = "1f1b"
+BY_DEFAULT = 4  # microbatches for each stage: of 1F1B's time a fifth is bubbles then, at most
+_LARGEST = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """`stages`: ranks of the pipeline; a schedule may place several stages of the model on each."""
+
+    stages: int = 1
+    schedule: str = ""  # none: there is no pipeline
+    microbatches: int = 1  # that a replica's minibatch is split into
+
+    def replicas(self, learners: int) -> int:
+        return learners // self.stages
+
+    def check(self, *, learners: int, batch_size: int) -> None:
+        """A `RequestError` where that many learners, or so small a minibatch, do not fit. 0: not known yet."""
+        if learners % self.stages:
+            raise RequestError(
+                f"{count_of(learners, 'learner')} cannot form pipelines of {self.stages}: learners are stages times "
+                f"replicas, like {self.stages} or {2 * self.stages}"
+            )
+        if self.schedule and batch_size and self.microbatches > batch_size:
+            raise RequestError(
+                f"a minibatch of {count_of(batch_size, 'sample')} cannot be split into {self.microbatches} "
+                f"microbatches; use microbatches={batch_size} or a larger train.batch_size"
+            )
+
+
+def layout_of(text: str) -> Layout:
+    """Of what `--parallel` says; a `RequestError` where it cannot be read or the schedule is not defined for it."""
+    if not text:
+        return Layout()
+    given: dict[str, str] = {}
+    for word in text.split(","):
+        key, equals, value = (part.strip() for part in word.partition("="))
+        if key not in KEYS or not equals or key in given:
+            hint = nearest(key, KEYS)
+            raise RequestError(f"expected pipeline=2,schedule=1f1b,microbatches=8; got '{word.strip()}'{hint}")
+        given[key] = value
+    if "pipeline" not in given:
+        raise RequestError(f"the number of stages is missing; write pipeline=2,{text}")
+    stages = _count("pipeline", given["pipeline"])
+    microbatches = _count("microbatches", given.get("microbatches", str(BY_DEFAULT * stages)))
+    schedule = given.get("schedule", DEFAULT_SCHEDULE)
+    from offbeat.pipelines.pipeline_table import build_pipeline
+
+    build_pipeline(schedule, stages=stages, microbatches=microbatches)
+    return Layout(stages=stages, schedule=schedule, microbatches=microbatches)
+
+
+def _count(key: str, text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= _LARGEST:
+        raise RequestError(f"{key}: expected a whole number from 1 to {_LARGEST}; got '{text}'")
+    return int(text)

@@ -1,0 +1,197 @@
+"""A model in stages, each a process: the same training as one learner on the same microbatches."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from offbeat.errors import OffbeatError, RequestError
+from offbeat.train import launch
+from offbeat.train.config import Config
+from offbeat.train.config_files import changed, read_config
+from offbeat.train.layout import layout_of
+from offbeat.train.models import Transformer
+from offbeat.train.tasks import Task, Tensors, cross_entropy
+from train.runs import CLASSES, FEATURES, Outcome, small_task, trained
+
+HARD = {"clip_norm": 0.5, "schedule": "cosine", "weight_decay": 0.01, "lr": 0.1, "warmup_epochs": 1.0}
+
+
+def layers() -> nn.Module:
+    widths = [FEATURES, 10, 9, 8, CLASSES]
+    linear = [nn.Linear(one, other) for one, other in pairwise(widths)]
+    return nn.Sequential(*(part for one in linear[:-1] for part in (one, nn.ReLU(inplace=True))), linear[-1])
+
+
+def with_norms() -> nn.Module:
+    parts: list[nn.Module] = [nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.ReLU()]
+    return nn.Sequential(*parts, nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, CLASSES))
+
+
+def dropping() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(FEATURES, 16), nn.Dropout(0.5), nn.Linear(16, 16), nn.Dropout(0.2), nn.Linear(16, CLASSES)
+    )
+
+
+def tied() -> nn.Module:
+    return Transformer(7, context=6, width=8, heads=2, layers=2, tied=True, dropout=0.0)
+
+
+def text_task() -> Task:
+    chance = torch.Generator().manual_seed(1)
+    characters = torch.randint(0, 7, (60, 7), generator=chance)
+    data = Tensors(characters[:, :-1].contiguous(), characters[:, 1:].contiguous())
+    return Task(train=data, test=data, build=tied, loss=cross_entropy)
+
+
+def pipelined(folder: Path, task: Task, parallel: str, learners: int, **more: Any) -> Outcome:
+    train = {"batch_size": 8, "epochs": 2, **HARD, **more}
+    return trained(folder, task, learners=learners, parallel=parallel, train=train)
+
+
+def alone(folder: Path, task: Task, *, learners: int = 1, microbatches: int = 4, **more: Any) -> Outcome:
+    """The same microbatches, one after the other."""
+    train = {"batch_size": 8 // microbatches, "accumulate": microbatches, "epochs": 2, **HARD, **more}
+    return trained(folder, task, learners=learners, train=train)
+
+
+def difference(one: Outcome, other: Outcome) -> float:
+    assert one.weights.keys() == other.weights.keys()
+    return max(float((tensor - other.weights[name]).abs().max()) for name, tensor in one.weights.items())
+
+
+@pytest.mark.parametrize(
+    ("build", "parallel", "learners", "within"),
+    [
+        (layers, "pipeline=2,microbatches=4", 2, 0.0),
+        (layers, "pipeline=2,schedule=zb-v,microbatches=4", 2, 1e-6),  # four stages, two of them on the same rank
+        (with_norms, "pipeline=3,schedule=gpipe,microbatches=4", 3, 0.0),
+        (with_norms, "pipeline=1,schedule=zb-h1,microbatches=4", 1, 1e-6),
+    ],
+)
+def test_stages_train_like_one_learner_on_the_same_microbatches(
+    build: Callable[[], nn.Module], parallel: str, learners: int, within: float, tmp_path: Path
+) -> None:
+    """24 updates, with clipping, momentum, warm-up and a cosine schedule; the last update of an epoch is smaller."""
+    task = small_task(94, build)
+    ours, theirs = pipelined(tmp_path, task, parallel, learners), alone(tmp_path, task)
+    assert ours.end["updates"] == theirs.end["updates"] == 24
+    assert difference(ours, theirs) <= within
+    for one, other in zip(ours.metrics, theirs.metrics, strict=True):
+        assert one["train_loss"] == pytest.approx(other["train_loss"], rel=1e-5)
+        assert one["samples"] == other["samples"]
+
+
+def test_a_weight_that_two_stages_share_stays_one(tmp_path: Path) -> None:
+    ours = pipelined(tmp_path, text_task(), "pipeline=2,microbatches=4", 2)
+    theirs = alone(tmp_path, text_task())
+    assert torch.equal(ours.weights["characters.weight"], ours.weights["head.1.weight"])
+    assert difference(ours, theirs) < 1e-6
+
+
+def test_replicas_of_stages_train_like_two_learners(tmp_path: Path) -> None:
+    task = small_task(96, layers)
+    ours = pipelined(tmp_path, task, "pipeline=2,microbatches=4", 4)
+    theirs = alone(tmp_path, task, learners=2)
+    assert ours.end["updates"] == theirs.end["updates"] == 12
+    assert difference(ours, theirs) < 1e-6
+
+
+def test_dropout_is_the_same_for_any_number_of_stages_and_with_recompute(tmp_path: Path) -> None:
+    task = small_task(48, dropping)
+    one = pipelined(tmp_path, task, "pipeline=1,microbatches=4", 1)
+    assert difference(one, pipelined(tmp_path, task, "pipeline=3,microbatches=4", 3, recompute=True)) == 0.0
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_in_stages_is_that_of_one_learner(precision: str, tmp_path: Path) -> None:
+    task = small_task(48, layers)
+    ours = pipelined(tmp_path, task, "pipeline=2,microbatches=4", 2, precision=precision)
+    assert difference(ours, alone(tmp_path, task, precision=precision)) < 1e-6
+
+
+def test_a_run_goes_on_with_any_number_of_stages(tmp_path: Path) -> None:
+    """One epoch with two stages, one with three, one on a learner that accumulates: as three with two stages."""
+    task, plain = small_task(96, layers), {"schedule": "constant", "scaling": "none"}
+    whole = pipelined(tmp_path, task, "pipeline=2,microbatches=4", 2, epochs=3, **plain)
+    first = pipelined(tmp_path, task, "pipeline=2,microbatches=4", 2, epochs=1, **plain)
+    notes: list[str] = []
+    for changes in (
+        {"parallel": "pipeline=3,microbatches=4", "learners": 3, "train": {"epochs": 2}},
+        {"parallel": "", "learners": 1, "train": {"epochs": 3, "batch_size": 2, "accumulate": 4}},
+    ):
+        config = changed(read_config(first.run), changes)
+        start = launch.prepare(config, resume=first.run.path, task=task, tell=notes.append)
+        assert start.checkpoint is not None
+        result = launch.launch(start, lambda record: None, lambda who, line: notes.append(line))
+    assert result.end["updates"] == whole.end["updates"] == 36
+    ended = safetensors.torch.load_file(first.run.weights)
+    assert all(torch.equal(tensor, ended[name]) for name, tensor in whole.weights.items())
+
+
+HERE = os.getpid()
+
+
+def dying() -> Callable[[Tensor, Tensor], Tensor]:
+    """Only the last stage computes a loss; the process of the test computes some too, to measure."""
+    calls = [0]
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        calls[0] += os.getpid() != HERE
+        if calls[0] > 60:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return functional.cross_entropy(outputs, targets)
+
+    return loss
+
+
+def test_a_killed_stage_ends_the_run_in_a_line_that_names_it(tmp_path: Path) -> None:
+    task = small_task(96, layers, dying())
+    with pytest.raises(OffbeatError, match=r"^learner 1 \(stage 1\) died \(SIGKILL\); continue from .* --resume"):
+        train = {"batch_size": 8, "epochs": 3}
+        trained(tmp_path, task, parallel="pipeline=2,microbatches=4", train=train, save={"every_epochs": 1})
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"parallel": "pipeline=two"}, "pipeline: expected a whole number from 1 to 1024; got 'two'"),
+        ({"parallel": "schedule=1f1b"}, "the number of stages is missing"),
+        ({"parallel": "pipelines=2"}, "got 'pipelines=2'; did you mean 'pipeline'?"),
+        ({"parallel": "pipeline=2,schedule=2f2b"}, "2f2b"),
+        ({"parallel": "pipeline=2", "learners": 3}, "3 learners cannot form pipelines of 2"),
+        ({"parallel": "pipeline=2,microbatches=64", "learners": 2}, "cannot be split into 64 microbatches"),
+        ({"parallel": "pipeline=2", "sync": "async", "learners": 2}, "sync: a pipeline needs an all-reduce"),
+        ({"parallel": "pipeline=2", "train": {"split": "3:1"}, "learners": 2}, "train.split: "),
+        ({"parallel": "pipeline=2", "slow": ("exp:0.05",), "learners": 2}, "slow: a pipeline has no"),
+    ],
+)
+def test_what_a_pipeline_cannot_do_is_refused_in_one_line(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        changed(Config(), changes)
+    assert told in str(refused.value)
+
+
+def test_a_model_with_too_few_layers_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="has 3 stages, but this model can be cut into 2 at most"):
+        trained(tmp_path, parallel="pipeline=3,microbatches=4", learners=3)
+
+
+def test_microbatches_are_four_for_each_stage_by_default() -> None:
+    assert layout_of("pipeline=3").microbatches == 12
+    assert layout_of("").replicas(4) == 4
+    assert layout_of("pipeline=2,schedule=interleaved-1f1b:2").replicas(4) == 2
