@@ -32,6 +32,7 @@ from offbeat.pipelines import (
     with_messages,
     without_messages,
 )
+from offbeat.pipelines.pipeline_messages import with_early_receives
 from offbeat.pipelines.pipeline_ranking import advised_pipeline, costs_for, rank_pipelines
 
 EQUAL = Unit()
@@ -66,6 +67,15 @@ def test_every_pipeline_is_proved_for_all_sizes_for_which_it_is_defined(line: st
         assert sizes == {(p, m) for p, m in SIZES if m >= 2 * p}
     else:  # whole rounds of p or more, or one round
         assert sizes == {(p, m) for p, m in SIZES if m < p or m % (m // p) == 0}
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_receives_may_be_posted_one_computation_early(line: str) -> None:
+    for schedule in list(defined(line))[::9]:
+        early = with_early_receives(schedule)
+        before, after = prove(schedule), prove(early)
+        assert after.buffers <= before.buffers and after.peak_activations == before.peak_activations
+        assert without_messages(early) == without_messages(schedule)
 
 
 @pytest.mark.parametrize("line", LINES)

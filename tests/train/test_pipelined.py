@@ -77,7 +77,6 @@ def difference(one: Outcome, other: Outcome) -> float:
         (layers, "pipeline=2,microbatches=4", 2, 0.0),
         (layers, "pipeline=2,schedule=zb-v,microbatches=4", 2, 1e-6),  # four stages, two of them on the same rank
         (with_norms, "pipeline=3,schedule=gpipe,microbatches=4", 3, 0.0),
-        (with_norms, "pipeline=1,schedule=zb-h1,microbatches=4", 1, 1e-6),
     ],
 )
 def test_stages_train_like_one_learner_on_the_same_microbatches(
@@ -114,11 +113,10 @@ def test_dropout_is_the_same_for_any_number_of_stages_and_with_recompute(tmp_pat
     assert difference(one, pipelined(tmp_path, task, "pipeline=3,microbatches=4", 3, recompute=True)) == 0.0
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_half_precision_in_stages_is_that_of_one_learner(precision: str, tmp_path: Path) -> None:
+def test_half_precision_with_a_loss_scale_is_that_of_one_learner(tmp_path: Path) -> None:
     task = small_task(48, layers)
-    ours = pipelined(tmp_path, task, "pipeline=2,microbatches=4", 2, precision=precision)
-    assert difference(ours, alone(tmp_path, task, precision=precision)) < 1e-6
+    ours = pipelined(tmp_path, task, "pipeline=2,microbatches=4", 2, precision="fp16")
+    assert difference(ours, alone(tmp_path, task, precision="fp16")) < 1e-6
 
 
 def test_a_run_goes_on_with_any_number_of_stages(tmp_path: Path) -> None:

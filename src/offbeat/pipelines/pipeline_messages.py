@@ -103,6 +103,25 @@ def with_messages(schedule: PipelineSchedule) -> PipelineSchedule:
     return PipelineSchedule(name=schedule.name, microbatches=schedule.microbatches, rows=tuple(rows))
 
 
+def with_early_receives(schedule: PipelineSchedule) -> PipelineSchedule:
+    """The same with messages, and every receive posted before the computation that comes before the one that needs it:
+    then a message can arrive while its receiver computes."""
+    rows = []
+    for row in with_messages(schedule).rows:
+        early: list[Action] = []
+        last = 0  # the place of the latest computation
+        for action in row:
+            if action.kind in (RECV_F, RECV_B):
+                early.insert(last, action)
+                last += 1
+                continue
+            if action.computes:
+                last = len(early)
+            early.append(action)
+        rows.append(tuple(early))
+    return PipelineSchedule(name=schedule.name, microbatches=schedule.microbatches, rows=tuple(rows))
+
+
 def without_messages(schedule: PipelineSchedule) -> PipelineSchedule:
     """What is computed, and nothing else."""
     rows = tuple(tuple(action for action in row if action.computes) for row in schedule.rows)

@@ -25,6 +25,7 @@ SHORT = {
     "train.precision": "--precision",
     "train.compute": "--compute",
     "train.optimizer": "--optimizer",
+    "train.memory": "--memory",
     "data.workers": "--workers",
 }
 _TITLES = {"": "the run", "model": "the model", "data": "the data", "train": "the training", "save": "what is saved"}

@@ -128,6 +128,10 @@ class TrainConfig(Section, frozen=True, kw_only=True):
     loss: Annotated[str, "loss, module:function(outputs, targets), the mean over samples; empty: cross-entropy"] = ""
     stop_at: Annotated[Share, "stop when this accuracy is reached and kept, like 0.97; 0: run all epochs"] = 0.0
     threads: Annotated[Count, "torch threads per learner"] = 1
+    memory: Annotated[
+        str,
+        "memory limit of each learner on a CPU, like 2GB: refuses what needs more, ends what uses more; empty: none",
+    ] = ""
     watchdog_s: Annotated[
         From0, "shortest time in seconds without a minibatch after which a learner counts as hung; 0: never"
     ] = 30.0
@@ -142,6 +146,11 @@ class TrainConfig(Section, frozen=True, kw_only=True):
             )
         if self.schedule == "steps" and not self.steps:
             raise FieldError("train.steps", "is required with the schedule 'steps', like [30, 60]")
+        if self.memory:
+            try:
+                grammar.parse_size(self.memory)
+            except RequestError as error:
+                raise FieldError("train.memory", str(error)) from None
         if self.nesterov and not self.momentum:
             raise FieldError("train.nesterov", "needs train.momentum above 0; got 0")
         if self.recompute and self.batch_norm == "synchronised":
@@ -174,7 +183,7 @@ class Config(Section, frozen=True, kw_only=True):
     learners: Annotated[Whole, "number of learners; 0: one per GPU, or per core up to 4"] = 0
     parallel: Annotated[
         str,
-        "pipeline parallelism: pipeline=2[,schedule=1f1b][,microbatches=8]; learners are stages times replicas",
+        "pipeline parallelism: pipeline=2[,schedule=1f1b|auto|...][,microbatches=8]; learners = stages x replicas",
     ] = ""
     servers: Annotated[Count, "parameter-server processes; each holds one shard"] = 1
     seed: Annotated[int, Meta(ge=0, le=LARGEST), "random seed of weights, sample order and delays"] = 0

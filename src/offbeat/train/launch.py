@@ -47,6 +47,8 @@ from offbeat.train.batch_probe import settle_batch
 from offbeat.train.checkpoint import Checkpoint, newest
 from offbeat.train.config import Config
 from offbeat.train.config_files import changed, read_config, write_config
+from offbeat.train.learning_rate import STATES
+from offbeat.train.memory_limit import check_need, room_of
 from offbeat.train.out_of_memory import naming_memory, told_of_batch, told_of_model
 from offbeat.train.pipelined_trainer import PipelinedTrainer
 from offbeat.train.recompute import recomputing
@@ -54,7 +56,7 @@ from offbeat.train.reduced_trainer import ReducedTrainer
 from offbeat.train.results import are_complete, conclude, finish, why_ended
 from offbeat.train.sample_plan import updates
 from offbeat.train.served_trainer import ServedTrainer, setting_of
-from offbeat.train.stage_plan import StagePlan, plan_stages
+from offbeat.train.stage_plan import StagePlan, measure_pieces, plan_stages
 from offbeat.train.tasks import PROGRAM, Task, check_apart, task_of
 from offbeat.train.telemetry import Live, Telemetry
 from offbeat.train.tensorboard import writer_class
@@ -167,9 +169,11 @@ def prepare(
     if config.train.precision == "tf32" and device.type != "cuda":
         raise RequestError("train.precision: tf32 needs a GPU, and this machine has none; use fp32 or bf16")
     torch.set_num_threads(1)  # before anything is computed: threads do not survive a fork, and learners set their own
-    if config.parallel and device.type != "cpu":
-        raise RequestError("device: a pipeline runs on CPUs only, so far; use --device cpu")
-    made = _task(config, task)
+    if device.type != "cpu" and (config.parallel or config.train.memory):
+        key = "parallel" if config.parallel else "train.memory"
+        raise RequestError(f"{key}: for CPUs only, so far; use --device cpu")
+    plain = task_of(config) if task is None else task
+    made = _task(config, plain)
     own = task is not None or ":" in config.model.name
     samples = len(made.train)  # type: ignore[arg-type] # a map-style set has a length
     _check_enough(config, samples)
@@ -182,7 +186,7 @@ def prepare(
     _check_enough(config, samples)  # again: accumulate may be another now
     if config.save.tensorboard:
         writer_class()
-    plan = plan_stages(config, made, built_on(device, made, config)) if config.parallel else None
+    plan = _plan_stages(config, plain, tell) if config.parallel or config.train.memory else None
     run = RunDir(new_run_dir(config.name, run_dir, time.strftime(TIME_STAMP)) if resume is None else resume)
     hold = FolderLock(run.path, time.sleep)
     checkpoint, ended = None, None
@@ -219,8 +223,7 @@ def prepare(
     )
 
 
-# Vectors as large as the model: weights, gradients and what is evaluated, and the optimizer's own.
-_VECTORS, _STATES = 3, {"adagrad": 1, "adam": 2, "adamw": 2, "lamb": 2}
+_VECTORS = 3  # as large as the model, beside the optimizer's own: weights, gradients and what is evaluated
 
 
 def _check_memory(config: Config, task: Task) -> None:
@@ -234,12 +237,22 @@ def _check_memory(config: Config, task: Task) -> None:
     except Exception:  # what is wrong with it is found where it is built
         return
     copies = config.layout.replicas(config.learners) + (0 if family_of(config.sync) == ALL_REDUCE else 1)
-    needed = 4 * parameters * copies * (_VECTORS + _STATES.get(config.train.optimizer, 1))
+    needed = 4 * parameters * copies * (_VECTORS + STATES.get(config.train.optimizer, 1))
     if needed > here:
         raise RequestError(
             f"the model has {parameters:,} parameters: {count_of(config.learners, 'learner')} need about "
             f"{format_size(needed)} of memory, and {format_size(here)} are free; use fewer learners or a smaller model"
         )
+
+
+def _plan_stages(config: Config, task: Task, tell: Callable[[str], None]) -> StagePlan | None:
+    """Where the model is cut, if it is; and whether learners have the memory that they need."""
+    measured = measure_pieces(config, task, built_on(torch.device("cpu"), task, config))
+    plan = plan_stages(config, measured, room_of(config)) if config.parallel else None
+    if config.train.memory:
+        need = check_need(config, measured, plan)
+        tell(f"memory that learners need, predicted: {', '.join(map(format_size, need))}")
+    return plan
 
 
 def _check_enough(config: Config, samples: int) -> None:

@@ -14,7 +14,7 @@ from offbeat.errors import RequestError, nearest
 from offbeat.spec import count_of
 
 KEYS = ("pipeline", "schedule", "microbatches")
-DEFAULT_SCHEDULE = "1f1b"
+DEFAULT_SCHEDULE, AUTO = "1f1b", "auto"  # auto: the fastest that fits the memory, by what was measured
 BY_DEFAULT = 4  # microbatches for each stage: of 1F1B's time a fifth is bubbles then, at most
 _LARGEST = 1024
 
@@ -62,7 +62,8 @@ def layout_of(text: str) -> Layout:
     schedule = given.get("schedule", DEFAULT_SCHEDULE)
     from offbeat.pipelines.pipeline_table import build_pipeline
 
-    build_pipeline(schedule, stages=stages, microbatches=microbatches)
+    if schedule != AUTO:
+        build_pipeline(schedule, stages=stages, microbatches=microbatches)
     return Layout(stages=stages, schedule=schedule, microbatches=microbatches)
 
 

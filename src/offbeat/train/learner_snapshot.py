@@ -36,6 +36,7 @@ class LearnerSnapshot:
     scaler: dict[str, float] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     optimizer: dict[str, Tensor] = field(default_factory=dict)
+    used_bytes: int = 0  # of memory, at most; 0: not asked for
     spans: Tensor = field(default_factory=lambda: torch.zeros(0, 4, dtype=torch.float64))  # what, start, end, version
 
     def encode(self) -> bytes:
@@ -45,6 +46,8 @@ class LearnerSnapshot:
         }
         if self.traffic is not None:
             tensors["traffic"] = torch.tensor(self.traffic, dtype=torch.int64)
+        if self.used_bytes:
+            tensors["memory"] = torch.tensor([self.used_bytes])
         for name, number in self.scaler.items():
             tensors[f"scaler.{name}"] = torch.tensor(float(number), dtype=torch.float64)
         for kind, group in (("buffer", self.buffers), ("optimizer", self.optimizer)):
@@ -73,6 +76,7 @@ def snapshot_of(tensors: Mapping[str, Tensor]) -> LearnerSnapshot:
         scaler={name: float(number) for name, number in under("scaler.").items()},
         buffers=under("buffer."),
         optimizer=under("optimizer."),
+        used_bytes=int(tensors["memory"]) if "memory" in tensors else 0,
         spans=tensors["spans"],
     )
 

@@ -232,6 +232,8 @@ def step_fused(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
             group["fused"] = not group["nesterov"]
 
 
+STATES = {"adagrad": 1, "adam": 2, "adamw": 2, "lamb": 2}  # vectors as large as the weights; others: their momentum
+
 # The rules of an update, and whether each has a momentum.
 _OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], bool]] = {
     "sgd": (torch.optim.SGD, True),

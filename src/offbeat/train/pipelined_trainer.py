@@ -32,6 +32,7 @@ from offbeat.parallel.model_pieces import joined, pieces_of
 from offbeat.parallel.pipeline_executor import RankExecutor
 from offbeat.parallel.process_road import ProcessRoad
 from offbeat.parallel.stage import Stage
+from offbeat.pipelines.pipeline_messages import with_early_receives
 from offbeat.processes.watchdog import Phase
 from offbeat.train.learner_snapshot import load_optimizer, optimizer_tensors
 from offbeat.train.learning_rate import groups_of
@@ -56,7 +57,8 @@ class PipelinedTrainer(ReducedTrainer):
         self._first, self._last = 0 in self._stages, schedule.stages - 1 in self._stages
         self._reads = self._first or self._last
         self._road = ProcessRoad(places, plan.boundaries, buffers=plan.buffers)
-        self._executor = RankExecutor(schedule, self.rank, self._stages, self._road, loss=self.task.loss)
+        early = with_early_receives(schedule)
+        self._executor = RankExecutor(early, self.rank, self._stages, self._road, loss=self.task.loss)
         self._pipeline, self._replicas_group, self._sharing = self._groups()
         self._loss = 0.0  # of the update, as its last stage found it
         self._model_parts: list[dict[str, Tensor]] = []

@@ -1,6 +1,7 @@
 """Where a training's model is cut into stages: its pieces are measured on one microbatch, and the fastest cut is taken.
 
-`plan_stages` is called once, before the learners are started; all of them follow its plan.
+measured = measure_pieces(config, task, model)      once, before the learners are started
+plan = plan_stages(config, measured, room_bytes)    all of them follow it
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,29 +22,60 @@ from offbeat.errors import RequestError
 from offbeat.number_format import format_seconds, percent
 from offbeat.parallel.model_pieces import check_pieces, pieces_of, writes_into_input
 from offbeat.parallel.process_road import Boundary
-from offbeat.pipelines.actions import PipelineSchedule
+from offbeat.pipelines.actions import WEIGHT, PipelineSchedule
 from offbeat.pipelines.model_graph import GraphNode, chain
 from offbeat.pipelines.partition import CutProblem, StageDevice, best_partition
 from offbeat.pipelines.pipeline_cost import StageCosts, price_pipeline
 from offbeat.pipelines.pipeline_proof import prove
-from offbeat.pipelines.pipeline_table import build_pipeline
+from offbeat.pipelines.pipeline_table import PIPELINES, build_pipeline
 from offbeat.spec import count_of
-from offbeat.train.config import Config
-from offbeat.train.layout import Layout
+from offbeat.train.config import Config, TrainConfig
+from offbeat.train.layout import AUTO
+from offbeat.train.learning_rate import STATES
 from offbeat.train.precision import Precision
 from offbeat.train.tasks import Task, collate_of
 
 REPEATS, MOST_S = 3, 3.0  # of the measurement: passes over the model, and when no further one is begun
+MOST_MEASURED = 64  # samples
+
+
+class MeasuredPieces(NamedTuple):
+    """The pieces of a model, measured on so many samples, and what lies behind each: None where it cannot be sent."""
+
+    nodes: tuple[GraphNode, ...]
+    boundaries: tuple[Boundary | None, ...]
+    samples: int
+
+    def scaled(self, samples: float) -> MeasuredPieces:
+        """As if measured on so many: seconds and activations grow with them, weights do not."""
+        factor = samples / self.samples
+        nodes = (
+            GraphNode(
+                one.name,
+                one.forward_s * factor,
+                one.backward_s * factor,
+                one.parameter_bytes,
+                int(one.kept_bytes * factor),
+                int(one.output_bytes * factor),
+            )
+            for one in self.nodes
+        )
+        return MeasuredPieces(tuple(nodes), self.boundaries, max(1, round(samples)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
-    """`starts[stage]` is the first piece of a stage; `boundaries[stage]` is what it hands on."""
+    """`starts[stage]` is the first piece of a stage; `boundaries[stage]` is what it hands on.
+
+    `seconds` of an update, and `need_bytes` of each rank beside what a process has before it trains, are predicted.
+    """
 
     schedule: PipelineSchedule
     buffers: int
     starts: tuple[int, ...]
     boundaries: tuple[Boundary, ...]
+    seconds: float
+    need_bytes: tuple[int, ...]
     words: str = ""
 
     def places(self, pieces: int) -> list[range]:
@@ -51,49 +83,152 @@ class StagePlan:
         return _ranges(self.starts, pieces)
 
 
-def schedule_of(layout: Layout) -> PipelineSchedule:
-    return build_pipeline(layout.schedule, stages=layout.stages, microbatches=layout.microbatches)
-
-
-def plan_stages(config: Config, task: Task, model: nn.Module) -> StagePlan:
-    """Cut this model, which is measured here and not to be used afterwards."""
-    layout = config.layout
-    schedule = schedule_of(layout)
-    pieces = pieces_of(model)
-    if schedule.stages > len(pieces):
-        raise RequestError(
-            f"parallel: '{schedule.name}' on {count_of(layout.stages, 'rank')} has {schedule.stages} stages, but this "
-            f"model can be cut into {len(pieces)} at most"
-        )
-    samples = min(len(task.train), max(2, math.ceil(config.train.batch_size / layout.microbatches)))  # type: ignore[arg-type] # map-style
+def measure_pieces(config: Config, task: Task, model: nn.Module) -> MeasuredPieces:
+    """On samples of one microbatch, on a model that is not to be used afterwards."""
+    try:
+        parts: list[nn.Module] = list(pieces_of(model))
+    except RequestError:
+        if config.parallel:
+            raise
+        parts = [model]  # it is not to be cut, only its memory is asked for
+    wanted = math.ceil(config.train.batch_size / config.layout.microbatches)
+    samples = min(len(task.train), MOST_MEASURED, max(2, wanted))  # type: ignore[arg-type] # map-style
     loader: DataLoader[Any] = DataLoader(task.train, batch_size=samples, collate_fn=collate_of(task.train))
     inputs, targets = next(iter(loader))
     precision = Precision(config.train.precision, torch.device("cpu"))
     with precision.computing():
-        passed = check_pieces(model, pieces, inputs)
-    nodes = _measured(pieces, inputs, targets, task, precision)
-    problem = CutProblem(
-        graph=chain(config.name, nodes), devices=(StageDevice(),) * schedule.stages, microbatches=layout.microbatches
-    )
-    parts = best_partition(problem).parts
+        boundaries = [_boundary(value, samples) for value in check_pieces(model, parts, inputs)]
+    nodes = _measured(parts, inputs, targets, task, precision)
+    return MeasuredPieces(tuple(nodes), tuple(boundaries), samples).scaled(wanted)
+
+
+def plan_stages(config: Config, measured: MeasuredPieces, room_bytes: float = math.inf) -> StagePlan:
+    """Where to cut. With schedule=auto the fastest schedule that leaves each learner in `room_bytes`, else the one that
+    needs the least; a `RequestError` where the model has too few pieces.
+    """
+    layout = config.layout
+    lines = [layout.schedule] if layout.schedule != AUTO else [line for row in PIPELINES.values() for line in row.lines]
+    plans, refused = [], None
+    for line in lines:
+        try:
+            schedule = build_pipeline(line, stages=layout.stages, microbatches=layout.microbatches)
+            plans.append(_plan(config, schedule, measured, room_bytes))
+        except RequestError as error:
+            refused = refused or error
+    if not plans:
+        raise refused or RequestError("parallel: there is no schedule")
+    fits = [plan for plan in plans if max(plan.need_bytes) <= room_bytes]
+    if fits:
+        return min(fits, key=lambda plan: plan.seconds)
+    return min(plans, key=lambda plan: max(plan.need_bytes))
+
+
+def _plan(config: Config, schedule: PipelineSchedule, measured: MeasuredPieces, room_bytes: float) -> StagePlan:
+    layout, nodes = config.layout, measured.nodes
+    if schedule.stages > len(nodes):
+        raise RequestError(
+            f"parallel: '{schedule.name}' on {count_of(layout.stages, 'rank')} has {schedule.stages} stages, but this "
+            f"model can be cut into {len(nodes)} at most"
+        )
+    state = state_vectors(config.train)
+    parts = _cut(config, schedule, measured, room_bytes, state)
     starts = tuple(parts.index(stage) for stage in range(schedule.stages))
-    boundaries = tuple(_boundary(passed[start - 1], samples) for start in starts[1:])
-    proof = prove(schedule)
+    boundaries = [measured.boundaries[start - 1] for start in starts[1:]]
+    if None in boundaries:
+        raise RequestError(
+            "parallel: between two stages of this model there is no tensor of floating-point numbers whose first "
+            "dimension is the samples"
+        )
+    own = _ranges(starts, len(nodes))
+    splits = any(single.kind == WEIGHT for _, _, action in schedule.places() for single in action.singles)
+    backward = tuple(math.fsum(nodes[at].backward_s for at in pieces) for pieces in own)
     costs = StageCosts(
-        forward_s=tuple(math.fsum(nodes[at].forward_s for at in own) for own in _ranges(starts, len(nodes))),
-        input_s=tuple(math.fsum(nodes[at].backward_s / 2 for at in own) for own in _ranges(starts, len(nodes))),
-        weight_s=tuple(math.fsum(nodes[at].backward_s / 2 for at in own) for own in _ranges(starts, len(nodes))),
+        forward_s=tuple(math.fsum(nodes[at].forward_s for at in pieces) for pieces in own),
+        input_s=tuple(one / 2 for one in backward),
+        weight_s=backward if splits else tuple(one / 2 for one in backward),  # a second half goes through all again
     )
-    price = price_pipeline(schedule, costs)
+    price, proof = price_pipeline(schedule, costs), prove(schedule)
     held = ", ".join(str(peak) for peak in proof.peak_activations)
-    ranks = count_of(layout.stages, "learner")
     words = (
-        f"pipeline {schedule.name}: {count_of(schedule.stages, 'stage')} on {ranks}, "
-        f"microbatches: {layout.microbatches} of about {count_of(samples, 'sample')}; predicted: "
-        f"{format_seconds(price.seconds)} an update, {percent(price.bubble_share)} bubbles, activations of at most "
-        f"{held} microbatches, by rank"
+        f"pipeline {schedule.name}: {count_of(schedule.stages, 'stage')} on {count_of(layout.stages, 'learner')}, "
+        f"{layout.microbatches} microbatches of about {count_of(measured.samples, 'sample')}; predicted: "
+        f"{format_seconds(price.seconds)} per update, {percent(price.bubble_share)} bubbles, activations of at most "
+        f"{held} microbatches by learner"
     )
-    return StagePlan(schedule=schedule, buffers=proof.buffers, starts=starts, boundaries=boundaries, words=words)
+    return StagePlan(
+        schedule=schedule,
+        buffers=proof.buffers,
+        starts=starts,
+        boundaries=tuple(one for one in boundaries if one is not None),
+        seconds=price.seconds,
+        need_bytes=tuple(
+            rank_need(
+                measured,
+                [own[stage] for stage, place in schedule.placement.items() if place == rank],
+                held=proof.peak_activations[rank],
+                state=state,
+                recompute=config.train.recompute,
+                leads=rank == 0,
+            )
+            for rank in range(schedule.ranks)
+        ),
+        words=words,
+    )
+
+
+def _cut(
+    config: Config, schedule: PipelineSchedule, measured: MeasuredPieces, room_bytes: float, state: int
+) -> tuple[int, ...]:
+    """The stage of each piece: the fastest cut inside the memory, or, where none is, the fastest."""
+
+    def best(memory_bytes: float) -> tuple[int, ...]:
+        problem = CutProblem(
+            graph=chain(config.name, measured.nodes),
+            devices=(StageDevice(memory_bytes=memory_bytes),) * schedule.stages,
+            microbatches=schedule.microbatches,
+            state=state,
+        )
+        return best_partition(problem).parts
+
+    try:
+        return best(max(1.0, room_bytes))
+    except RequestError:
+        return best(math.inf)
+
+
+def rank_need(
+    measured: MeasuredPieces,
+    stages: Sequence[Sequence[int]],
+    *,
+    held: int,
+    state: int,
+    recompute: bool,
+    leads: bool,
+) -> int:
+    """Bytes that a rank with these stages (numbers of pieces) needs: weights, gradients and optimizer, activations of
+    `held` microbatches in one of its stages, and what two operations work on. The learner that leads has the model that
+    is evaluated too, and a checkpoint while that is written.
+    """
+    nodes = measured.nodes
+    weights = sum(nodes[at].parameter_bytes for pieces in stages for at in pieces)
+    kept = sum(nodes[at].kept_bytes for pieces in stages for at in pieces)
+    given = sum(nodes[pieces[0] - 1].output_bytes for pieces in stages if pieces[0])
+    each = held / len(stages)
+    activations = each * given + kept if recompute else each * (given + kept)
+    work = 2 * max(nodes[at].output_bytes for pieces in stages for at in pieces)
+    whole = sum(node.parameter_bytes for node in nodes)
+    return int(state * weights + activations + work + (state * whole if leads else 0))
+
+
+def state_vectors(train: TrainConfig) -> int:
+    """Bytes that a learner holds for a byte of weights: themselves, their gradients, the optimizer's state."""
+    return 2 + STATES.get(train.optimizer, 1 if train.momentum else 0)
+
+
+def _boundary(value: object, samples: int) -> Boundary | None:
+    if not isinstance(value, Tensor) or not value.is_floating_point() or len(value) != samples:
+        return None
+    return Boundary(tuple(value.shape[1:]), value.dtype)
 
 
 def _ranges(starts: Sequence[int], pieces: int) -> list[range]:
@@ -169,12 +304,3 @@ def _keep(found: dict[int, Tensor], one: Tensor) -> Tensor:
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def _boundary(value: object, samples: int) -> Boundary:
-    if not isinstance(value, Tensor) or not value.is_floating_point() or len(value) != samples:
-        raise RequestError(
-            "parallel: between two stages of this model there is no tensor of floating-point numbers whose first "
-            "dimension is the samples"
-        )
-    return Boundary(tuple(value.shape[1:]), value.dtype)

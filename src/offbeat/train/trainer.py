@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from offbeat.number_format import finite_or_none
+from offbeat.number_format import finite_or_none, format_size
 from offbeat.policies.damping import CORRECT
 from offbeat.processes.watchdog import Phase
 from offbeat.runs.learning import Sign, sign_of, warning_of
@@ -37,6 +37,7 @@ from offbeat.train.config import Config
 from offbeat.train.device_input import input_of, tensors_of
 from offbeat.train.learner_snapshot import LearnerSnapshot, Traffic, buffers_of, decode, load_buffers, snapshot_of
 from offbeat.train.learning_rate import optimizer_of, pace_of, staleness_note, zero_last_norms
+from offbeat.train.memory_limit import check_use, limit_of, used_bytes
 from offbeat.train.norms import average_buffers
 from offbeat.train.out_of_memory import is_out_of_memory, release
 from offbeat.train.precision import Precision
@@ -175,6 +176,7 @@ class Trainer:
         self._losses: list[tuple[Tensor | float, int]] = []  # since the last pause, with their samples
         self._loss_sum, self._loss_of = 0.0, 0
         self._told_s = 0.0
+        self.memory_limit = limit_of(config)
         self.saver = Saver(run.checkpoints, keep=config.save.keep, tell=self.note, on_saved=self._tell_saved)
         has_board = config.save.tensorboard and number == 0
         self._board = writer_class()(str(run.path / "tensorboard")) if has_board else None
@@ -296,6 +298,7 @@ class Trainer:
         self._losses.clear()
 
     def tell_progress(self, update: int, loss: Tensor) -> None:
+        check_use(self.memory_limit)
         now = time.monotonic()
         if now - self._told_s >= PROGRESS_S:
             self._told_s = now
@@ -348,6 +351,7 @@ class Trainer:
             traffic=self._traffic_before.plus(self.traffic()),
             scaler=self.scale_state(),
             buffers={name: buffer.clone() for name, buffer in buffers_of(self.model).items()},
+            used_bytes=used_bytes() if self.memory_limit else 0,
         )
 
     def scale_state(self) -> dict[str, float | int]:
@@ -424,6 +428,9 @@ class Trainer:
         due = not at.epoch_end or is_last or stop or (every > 0 and at.epoch % every == 0)
         if due and self.still_leads():
             self._save(at, parts, kept)
+        if (is_last or stop) and self.memory_limit:
+            used = ", ".join(format_size(part.used_bytes) for part in mine.values())
+            self.report({"kind": "note", "text": f"memory that learners used at most: {used}", "learner": self.number})
         if is_last or stop:
             why = "" if is_last else "asked to stop" if at.halt else "nothing was applied" if failed else TARGET
             self._end(at, why, failed)
@@ -495,6 +502,7 @@ class Trainer:
             self.moved,
             workers=self.config.data.workers,
             beat=lambda: self.beat(Phase.LEADING),
+            at_once=self._evaluated_at_once(),
         )
         self.beat(Phase.LEADING)
         busy = sum(part.compute_s for part in parts.values())
@@ -522,6 +530,11 @@ class Trainer:
             "staleness": at.staleness,
             "rate": self.pace.rate(max(0, at.update - 1 + self.shift)),
         }
+
+    def _evaluated_at_once(self) -> int:
+        """With a limit of memory no more samples than are trained on at once."""
+        trained = self.config.train.batch_size // self.layout.microbatches
+        return EVALUATED if self.memory_limit is None else max(1, min(EVALUATED, trained))
 
     def _save(self, at: TrainingState, parts: Mapping[int, bytes], kept: Mapping[str, Mapping[str, Tensor]]) -> None:
         files: dict[str, Mapping[str, Tensor] | bytes] = {"weights": dict(self.twin.state_dict()), **kept}
@@ -578,10 +591,10 @@ def evaluate(
     *,
     workers: int = 0,
     beat: Callable[[], None] = lambda: None,
+    at_once: int = EVALUATED,
 ) -> ModelScore:
     """On the whole test set; `workers` read it, unless it is in memory. Where memory is too small beside a training's,
-    fewer samples are taken at a time. `beat` is called for each batch."""
-    at_once = EVALUATED
+    fewer samples are taken at a time than `at_once`. `beat` is called for each batch."""
     while True:
         try:
             return _evaluate_by(at_once, model, task, precision, moved, workers, beat)
