@@ -22,7 +22,9 @@ MB = 1_000_000
 
 def eight_pieces(*, weights: int, kept: int, output: int, samples: int = 32) -> MeasuredPieces:
     node = GraphNode("piece", 1.0, 2.0, weights, kept, output)
-    return MeasuredPieces((node,) * 8, (Boundary((1,), torch.float32),) * 7, samples)
+    return MeasuredPieces(
+        (node,) * 8, (Boundary((1,), torch.float32),) * 7, samples, 0.0, resident_bytes() or 0, blocks=4
+    )
 
 
 def config_of(**changes: object) -> Config:
@@ -37,10 +39,16 @@ def limit_above_this_process(megabytes: int) -> str:
 def test_a_learner_needs_its_state_and_the_activations_that_it_holds() -> None:
     measured = eight_pieces(weights=10 * MB, kept=100 * MB, output=5 * MB)
     second = [range(4, 8)]
-    need = rank_need(measured, second, held=3, state=3, recompute=False, leads=False)
-    assert need == (3 * 40 + 3 * (5 + 400) + 2 * 5) * MB
-    assert rank_need(measured, second, held=3, state=3, recompute=False, leads=True) == need + 3 * 80 * MB
-    assert rank_need(measured, second, held=3, state=3, recompute=True, leads=False) == (120 + 3 * 5 + 400 + 10) * MB
+    need = rank_need(measured, second, held=3, state=3, recompute=False, leads=False, data_bytes=0)
+    assert need == (3 * 40 + 3 * (5 + 400) + 2 * 5) * MB  # the last: gradients at the end of the stage
+    assert (
+        rank_need(measured, second, held=3, state=3, recompute=False, leads=True, data_bytes=7)
+        == need + 3 * 80 * MB + 7
+    )
+    assert (
+        rank_need(measured, second, held=3, state=3, recompute=True, leads=False, data_bytes=0)
+        == (120 + 3 * 5 + 400 + 10) * MB
+    )
 
 
 def test_what_does_not_fit_is_refused_with_what_would() -> None:

@@ -48,7 +48,7 @@ from offbeat.train.checkpoint import Checkpoint, newest
 from offbeat.train.config import Config
 from offbeat.train.config_files import changed, read_config, write_config
 from offbeat.train.learning_rate import STATES
-from offbeat.train.memory_limit import check_need, room_of
+from offbeat.train.memory_limit import check_need, give_back, room_of
 from offbeat.train.out_of_memory import naming_memory, told_of_batch, told_of_model
 from offbeat.train.pipelined_trainer import PipelinedTrainer
 from offbeat.train.recompute import recomputing
@@ -245,10 +245,19 @@ def _check_memory(config: Config, task: Task) -> None:
         )
 
 
+def _import_ahead() -> None:
+    """Once, and not in each fork."""
+    for name in AHEAD:
+        importlib.import_module(name)
+
+
 def _plan_stages(config: Config, task: Task, tell: Callable[[str], None]) -> StagePlan | None:
     """Where the model is cut, if it is; and whether learners have the memory that they need."""
-    measured = measure_pieces(config, task, built_on(torch.device("cpu"), task, config))
-    plan = plan_stages(config, measured, room_of(config)) if config.parallel else None
+    if config.train.memory:
+        _import_ahead()  # learners will have these too
+    measured = measure_pieces(config, task, lambda: built_on(torch.device("cpu"), task, config))
+    give_back()
+    plan = plan_stages(config, measured, room_of(config, measured)) if config.parallel else None
     if config.train.memory:
         need = check_need(config, measured, plan)
         tell(f"memory that learners need, predicted: {', '.join(map(format_size, need))}")
@@ -419,8 +428,7 @@ class _ForkedTraining:
         with terminable(noted=1) as signals:
             launcher = _launcher(start, self._run_learner, self._read_line)
             try:
-                for name in AHEAD:  # once, and not in each fork
-                    importlib.import_module(name)
+                _import_ahead()
                 launcher.start()
                 self.telemetry.begin()
                 said = launcher.watch(lambda: self._check_end(launcher, signals.received))

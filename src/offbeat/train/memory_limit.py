@@ -6,35 +6,39 @@ refused with what would: more stages, or activations that are computed again.
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import math
 import resource
+from contextlib import suppress
+from itertools import pairwise
 
 from offbeat.errors import OffbeatError, RequestError
-from offbeat.machine import resident_bytes
 from offbeat.number_format import format_size
 from offbeat.spec import parse_size
 from offbeat.train.config import Config
 from offbeat.train.config_files import changed
 from offbeat.train.layout import BY_DEFAULT
-from offbeat.train.stage_plan import MeasuredPieces, StagePlan, plan_stages, rank_need, state_vectors
+from offbeat.train.stage_plan import MeasuredPieces, StagePlan, data_bytes, plan_stages, rank_need, state_vectors
 
 TRIED = (2, 3, 4)  # stages that are tried for an advice
+ROUGH = 1.2  # blocks are not the pieces that were measured: recompute is advised where there is room
 
 
 def limit_of(config: Config) -> int | None:
     return parse_size(config.train.memory) if config.train.memory else None
 
 
-def room_of(config: Config) -> float:
-    """What a learner may need beside what this process, from which it is forked, has now."""
+def room_of(config: Config, measured: MeasuredPieces) -> float:
+    """What a learner may need beside what this process has, from which it is forked."""
     limit = limit_of(config)
-    return math.inf if limit is None else max(1, limit - (resident_bytes() or 0))
+    return math.inf if limit is None else max(1, limit - measured.base_bytes)
 
 
 def check_need(config: Config, measured: MeasuredPieces, plan: StagePlan | None) -> tuple[int, ...]:
     """Bytes that each learner of a replica needs; a `RequestError` where that is more than the limit."""
-    limit, base = limit_of(config), resident_bytes() or 0
-    whole = _whole_need(measured, state_vectors(config.train), recompute=config.train.recompute)
+    limit, base = limit_of(config), measured.base_bytes
+    whole = _whole_need(config, measured, recompute=config.train.recompute)
     need = tuple(base + size for size in ((whole,) if plan is None else plan.need_bytes))
     if limit is None or max(need) <= limit:
         return need
@@ -45,13 +49,25 @@ def check_need(config: Config, measured: MeasuredPieces, plan: StagePlan | None)
     )
 
 
-def _whole_need(measured: MeasuredPieces, state: int, *, recompute: bool) -> int:
-    """Of a learner with the whole model. With recompute it keeps about what lies between the pieces, and computes one
-    of them at a time again."""
-    need = rank_need(measured, [range(len(measured.nodes))], held=1, state=state, recompute=False, leads=True)
-    if recompute:
-        kept = [node.kept_bytes for node in measured.nodes]
-        need += min(0, sum(node.output_bytes for node in measured.nodes) + max(kept) - sum(kept))
+def _whole_need(config: Config, measured: MeasuredPieces, *, recompute: bool) -> int:
+    """Of a learner with the whole model. With recompute it keeps what lies between its blocks, here as many pieces in
+    each, and the activations of one block at a time."""
+    nodes = measured.nodes
+    need = rank_need(
+        measured,
+        [range(len(nodes))],
+        held=1,
+        state=state_vectors(config.train),
+        recompute=False,
+        leads=True,
+        data_bytes=data_bytes(config, measured),
+    )
+    if recompute and measured.blocks:
+        cuts = [len(nodes) * at // measured.blocks for at in range(measured.blocks + 1)]
+        blocks = [nodes[start:end] for start, end in pairwise(cuts) if start < end]
+        between = sum(block[-1].output_bytes for block in blocks[:-1])
+        largest = max(sum(node.kept_bytes for node in block) for block in blocks)
+        need += min(0, between + largest - sum(node.kept_bytes for node in nodes))
     return need
 
 
@@ -76,9 +92,16 @@ def _fitting(config: Config, measured: MeasuredPieces, base: int, limit: int) ->
     if not train.recompute:
         again = changed(config, {"train": {"recompute": True}})
         needs = plan_stages(again, measured).need_bytes if config.parallel else ()
-        need = base + max(needs or (_whole_need(measured, state_vectors(train), recompute=True),))
-        found += [f"--train.recompute true needs {format_size(need)}"] if need <= limit else []
+        need = base + max(needs or (_whole_need(config, measured, recompute=True),))
+        found += [f"--train.recompute true needs {format_size(need)}"] if ROUGH * need <= limit else []
     return found
+
+
+def give_back() -> None:
+    """Memory that this process has no more use for, and that its forks would have too."""
+    gc.collect()
+    with suppress(OSError, AttributeError):  # another C library keeps it
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def check_use(limit: int | None) -> None:

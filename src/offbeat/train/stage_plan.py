@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from offbeat.errors import RequestError
+from offbeat.machine import resident_bytes
 from offbeat.number_format import format_seconds, percent
 from offbeat.parallel.model_pieces import check_pieces, pieces_of, writes_into_input
 from offbeat.parallel.process_road import Boundary
@@ -30,9 +31,11 @@ from offbeat.pipelines.pipeline_proof import prove
 from offbeat.pipelines.pipeline_table import PIPELINES, build_pipeline
 from offbeat.spec import count_of
 from offbeat.train.config import Config, TrainConfig
+from offbeat.train.device_step import leaves_of
 from offbeat.train.layout import AUTO
 from offbeat.train.learning_rate import STATES
 from offbeat.train.precision import Precision
+from offbeat.train.recompute import recompute_blocks
 from offbeat.train.tasks import Task, collate_of
 
 REPEATS, MOST_S = 3, 3.0  # of the measurement: passes over the model, and when no further one is begun
@@ -45,6 +48,9 @@ class MeasuredPieces(NamedTuple):
     nodes: tuple[GraphNode, ...]
     boundaries: tuple[Boundary | None, ...]
     samples: int
+    sample_bytes: float = 0.0  # of a sample as it is read
+    base_bytes: int = 0  # of the process before it was measured
+    blocks: int = 0  # that `train.recompute` computes again one by one, without a pipeline; 0: it cannot
 
     def scaled(self, samples: float) -> MeasuredPieces:
         """As if measured on so many: seconds and activations grow with them, weights do not."""
@@ -60,7 +66,7 @@ class MeasuredPieces(NamedTuple):
             )
             for one in self.nodes
         )
-        return MeasuredPieces(tuple(nodes), self.boundaries, max(1, round(samples)))
+        return self._replace(nodes=tuple(nodes), samples=max(1, round(samples)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +89,10 @@ class StagePlan:
         return _ranges(self.starts, pieces)
 
 
-def measure_pieces(config: Config, task: Task, model: nn.Module) -> MeasuredPieces:
-    """On samples of one microbatch, on a model that is not to be used afterwards."""
+def measure_pieces(config: Config, task: Task, build: Callable[[], nn.Module]) -> MeasuredPieces:
+    """On samples of one microbatch."""
+    base = resident_bytes() or 0
+    model = build()
     try:
         parts: list[nn.Module] = list(pieces_of(model))
     except RequestError:
@@ -95,11 +103,16 @@ def measure_pieces(config: Config, task: Task, model: nn.Module) -> MeasuredPiec
     samples = min(len(task.train), MOST_MEASURED, max(2, wanted))  # type: ignore[arg-type] # map-style
     loader: DataLoader[Any] = DataLoader(task.train, batch_size=samples, collate_fn=collate_of(task.train))
     inputs, targets = next(iter(loader))
+    read = sum(_bytes(one) for one in leaves_of((inputs, targets)))
     precision = Precision(config.train.precision, torch.device("cpu"))
     with precision.computing():
         boundaries = [_boundary(value, samples) for value in check_pieces(model, parts, inputs)]
     nodes = _measured(parts, inputs, targets, task, precision)
-    return MeasuredPieces(tuple(nodes), tuple(boundaries), samples).scaled(wanted)
+    try:
+        blocks = recompute_blocks(model)
+    except RequestError:
+        blocks = 0
+    return MeasuredPieces(tuple(nodes), tuple(boundaries), samples, read / samples, base, blocks).scaled(wanted)
 
 
 def plan_stages(config: Config, measured: MeasuredPieces, room_bytes: float = math.inf) -> StagePlan:
@@ -148,6 +161,7 @@ def _plan(config: Config, schedule: PipelineSchedule, measured: MeasuredPieces, 
         weight_s=backward if splits else tuple(one / 2 for one in backward),  # a second half goes through all again
     )
     price, proof = price_pipeline(schedule, costs), prove(schedule)
+    ends = (schedule.placement[0], schedule.placement[schedule.stages - 1])  # who reads samples
     held = ", ".join(str(peak) for peak in proof.peak_activations)
     words = (
         f"pipeline {schedule.name}: {count_of(schedule.stages, 'stage')} on {count_of(layout.stages, 'learner')}, "
@@ -169,6 +183,7 @@ def _plan(config: Config, schedule: PipelineSchedule, measured: MeasuredPieces, 
                 state=state,
                 recompute=config.train.recompute,
                 leads=rank == 0,
+                data_bytes=data_bytes(config, measured) if rank in ends else 0,
             )
             for rank in range(schedule.ranks)
         ),
@@ -204,20 +219,31 @@ def rank_need(
     state: int,
     recompute: bool,
     leads: bool,
+    data_bytes: int,
 ) -> int:
     """Bytes that a rank with these stages (numbers of pieces) needs: weights, gradients and optimizer, activations of
-    `held` microbatches in one of its stages, and what two operations work on. The learner that leads has the model that
-    is evaluated too, and a checkpoint while that is written.
+    `held` microbatches in one of its stages, and gradients of the activations at hand. The learner that leads has the
+    model that is evaluated too, and a checkpoint while that is written.
     """
     nodes = measured.nodes
     weights = sum(nodes[at].parameter_bytes for pieces in stages for at in pieces)
     kept = sum(nodes[at].kept_bytes for pieces in stages for at in pieces)
     given = sum(nodes[pieces[0] - 1].output_bytes for pieces in stages if pieces[0])
     each = held / len(stages)
-    activations = each * given + kept if recompute else each * (given + kept)
-    work = 2 * max(nodes[at].output_bytes for pieces in stages for at in pieces)
+    before = (each - 1) * (given + (0 if recompute else kept))  # of the microbatches that wait for backward
+    now, peak = given, 0
+    for pieces in stages:
+        for at in pieces:
+            now += nodes[at].kept_bytes
+            peak = max(peak, now + 2 * nodes[at].output_bytes)  # backward has come to here: later ones are free again
     whole = sum(node.parameter_bytes for node in nodes)
-    return int(state * weights + activations + work + (state * whole if leads else 0))
+    return int(state * weights + before + peak + (state * whole if leads else 0)) + data_bytes
+
+
+def data_bytes(config: Config, measured: MeasuredPieces) -> int:
+    """Samples of an update, and of the one before, which are given back when these have been read."""
+    train = config.train
+    return int(2 * measured.sample_bytes * train.batch_size * train.accumulate)
 
 
 def state_vectors(train: TrainConfig) -> int:
