@@ -40,7 +40,7 @@ _SHARDED = Synonym(
     "parameters and optimizer sharded over the ranks; here every learner holds the whole model", ("ring",), exact=False
 )
 _STAGES = Synonym(
-    "the model in stages: --parallel pipeline=2, beside a strategy for the replicas of each stage",
+    "the model in stages: --parallel stages=2, beside a strategy for the replicas of each stage",
     ("ring",),
     exact=False,
 )

@@ -74,9 +74,9 @@ def difference(one: Outcome, other: Outcome) -> float:
 @pytest.mark.parametrize(
     ("build", "parallel", "learners", "within"),
     [
-        (layers, "pipeline=2,microbatches=4", 2, 0.0),
-        (layers, "pipeline=2,schedule=zb-v,microbatches=4", 2, 1e-6),  # four stages, two of them on the same rank
-        (with_norms, "pipeline=3,schedule=gpipe,microbatches=4", 3, 0.0),
+        (layers, "stages=2,microbatches=4", 2, 0.0),
+        (layers, "stages=2,schedule=zb-v,microbatches=4", 2, 1e-6),  # four stages, two of them on the same rank
+        (with_norms, "stages=3,schedule=gpipe,microbatches=4", 3, 0.0),
     ],
 )
 def test_stages_train_like_one_learner_on_the_same_microbatches(
@@ -93,7 +93,7 @@ def test_stages_train_like_one_learner_on_the_same_microbatches(
 
 
 def test_a_weight_that_two_stages_share_stays_one(tmp_path: Path) -> None:
-    ours = pipelined(tmp_path, text_task(), "pipeline=2,microbatches=4", 2)
+    ours = pipelined(tmp_path, text_task(), "stages=2,microbatches=4", 2)
     theirs = alone(tmp_path, text_task())
     assert torch.equal(ours.weights["characters.weight"], ours.weights["head.1.weight"])
     assert difference(ours, theirs) < 1e-6
@@ -101,7 +101,7 @@ def test_a_weight_that_two_stages_share_stays_one(tmp_path: Path) -> None:
 
 def test_replicas_of_stages_train_like_two_learners(tmp_path: Path) -> None:
     task = small_task(96, layers)
-    ours = pipelined(tmp_path, task, "pipeline=2,microbatches=4", 4)
+    ours = pipelined(tmp_path, task, "stages=2,microbatches=4", 4)
     theirs = alone(tmp_path, task, learners=2)
     assert ours.end["updates"] == theirs.end["updates"] == 12
     assert difference(ours, theirs) < 1e-6
@@ -109,24 +109,24 @@ def test_replicas_of_stages_train_like_two_learners(tmp_path: Path) -> None:
 
 def test_dropout_is_the_same_for_any_number_of_stages_and_with_recompute(tmp_path: Path) -> None:
     task = small_task(48, dropping)
-    one = pipelined(tmp_path, task, "pipeline=1,microbatches=4", 1)
-    assert difference(one, pipelined(tmp_path, task, "pipeline=3,microbatches=4", 3, recompute=True)) == 0.0
+    one = pipelined(tmp_path, task, "stages=1,microbatches=4", 1)
+    assert difference(one, pipelined(tmp_path, task, "stages=3,microbatches=4", 3, recompute=True)) == 0.0
 
 
 def test_half_precision_with_a_loss_scale_is_that_of_one_learner(tmp_path: Path) -> None:
     task = small_task(48, layers)
-    ours = pipelined(tmp_path, task, "pipeline=2,microbatches=4", 2, precision="fp16")
+    ours = pipelined(tmp_path, task, "stages=2,microbatches=4", 2, precision="fp16")
     assert difference(ours, alone(tmp_path, task, precision="fp16")) < 1e-6
 
 
 def test_a_run_goes_on_with_any_number_of_stages(tmp_path: Path) -> None:
     """One epoch with two stages, one with three, one on a learner that accumulates: as three with two stages."""
     task, plain = small_task(96, layers), {"schedule": "constant", "scaling": "none"}
-    whole = pipelined(tmp_path, task, "pipeline=2,microbatches=4", 2, epochs=3, **plain)
-    first = pipelined(tmp_path, task, "pipeline=2,microbatches=4", 2, epochs=1, **plain)
+    whole = pipelined(tmp_path, task, "stages=2,microbatches=4", 2, epochs=3, **plain)
+    first = pipelined(tmp_path, task, "stages=2,microbatches=4", 2, epochs=1, **plain)
     notes: list[str] = []
     for changes in (
-        {"parallel": "pipeline=3,microbatches=4", "learners": 3, "train": {"epochs": 2}},
+        {"parallel": "stages=3,microbatches=4", "learners": 3, "train": {"epochs": 2}},
         {"parallel": "", "learners": 1, "train": {"epochs": 3, "batch_size": 2, "accumulate": 4}},
     ):
         config = changed(read_config(first.run), changes)
@@ -158,7 +158,7 @@ def test_a_killed_stage_ends_the_run_in_a_line_that_names_it(tmp_path: Path) -> 
     task = small_task(96, layers, dying())
     with pytest.raises(OffbeatError, match=r"^learner 1 \(stage 1\) died \(SIGKILL\); continue from .* --resume"):
         train = {"batch_size": 8, "epochs": 3}
-        trained(tmp_path, task, parallel="pipeline=2,microbatches=4", train=train, save={"every_epochs": 1})
+        trained(tmp_path, task, parallel="stages=2,microbatches=4", train=train, save={"every_epochs": 1})
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------
@@ -167,15 +167,15 @@ def test_a_killed_stage_ends_the_run_in_a_line_that_names_it(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"parallel": "pipeline=two"}, "pipeline: expected a whole number from 1 to 1024; got 'two'"),
+        ({"parallel": "stages=two"}, "stages: expected a whole number from 1 to 1024; got 'two'"),
         ({"parallel": "schedule=1f1b"}, "the number of stages is missing"),
-        ({"parallel": "pipelines=2"}, "got 'pipelines=2'; did you mean 'pipeline'?"),
-        ({"parallel": "pipeline=2,schedule=2f2b"}, "2f2b"),
-        ({"parallel": "pipeline=2", "learners": 3}, "3 learners cannot form pipelines of 2"),
-        ({"parallel": "pipeline=2,microbatches=64", "learners": 2}, "cannot be split into 64 microbatches"),
-        ({"parallel": "pipeline=2", "sync": "async", "learners": 2}, "sync: a pipeline needs an all-reduce"),
-        ({"parallel": "pipeline=2", "train": {"split": "3:1"}, "learners": 2}, "train.split: "),
-        ({"parallel": "pipeline=2", "slow": ("exp:0.05",), "learners": 2}, "slow: a pipeline has no"),
+        ({"parallel": "stage=2"}, "got 'stage=2'; did you mean 'stages'?"),
+        ({"parallel": "stages=2,schedule=2f2b"}, "2f2b"),
+        ({"parallel": "stages=2", "learners": 3}, "3 learners cannot form pipelines of 2"),
+        ({"parallel": "stages=2,microbatches=64", "learners": 2}, "cannot be split into 64 microbatches"),
+        ({"parallel": "stages=2", "sync": "async", "learners": 2}, "sync: a pipeline needs an all-reduce"),
+        ({"parallel": "stages=2", "train": {"split": "3:1"}, "learners": 2}, "train.split: "),
+        ({"parallel": "stages=2", "slow": ("exp:0.05",), "learners": 2}, "slow: a pipeline has no"),
     ],
 )
 def test_what_a_pipeline_cannot_do_is_refused_in_one_line(changes: dict[str, Any], told: str) -> None:
@@ -186,10 +186,10 @@ def test_what_a_pipeline_cannot_do_is_refused_in_one_line(changes: dict[str, Any
 
 def test_a_model_with_too_few_layers_is_refused_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="has 3 stages, but this model can be cut into 2 at most"):
-        trained(tmp_path, parallel="pipeline=3,microbatches=4", learners=3)
+        trained(tmp_path, parallel="stages=3,microbatches=4", learners=3)
 
 
 def test_microbatches_are_four_for_each_stage_by_default() -> None:
-    assert layout_of("pipeline=3").microbatches == 12
+    assert layout_of("stages=3").microbatches == 12
     assert layout_of("").replicas(4) == 4
-    assert layout_of("pipeline=2,schedule=interleaved-1f1b:2").replicas(4) == 2
+    assert layout_of("stages=2,schedule=interleaved-1f1b:2").replicas(4) == 2

@@ -183,7 +183,7 @@ class Config(Section, frozen=True, kw_only=True):
     learners: Annotated[Whole, "number of learners; 0: one per GPU, or per core up to 4"] = 0
     parallel: Annotated[
         str,
-        "pipeline parallelism: pipeline=2[,schedule=1f1b|auto|...][,microbatches=8]; learners = stages x replicas",
+        "pipeline parallelism: stages=2[,schedule=1f1b|auto|...][,microbatches=8]; learners = stages x replicas",
     ] = ""
     servers: Annotated[Count, "parameter-server processes; each holds one shard"] = 1
     seed: Annotated[int, Meta(ge=0, le=LARGEST), "random seed of weights, sample order and delays"] = 0

@@ -1,4 +1,4 @@
-"""How the processes of a training share its model: `--parallel pipeline=2,schedule=1f1b,microbatches=8`.
+"""How the processes of a training share its model: `--parallel stages=2,schedule=1f1b,microbatches=8`.
 
 Learners are processes. Those of a replica have one model together: `stages` of them follow the rows of a pipeline
 schedule. Learner n is rank n % stages of replica n // stages. Without --parallel a replica is one learner.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from offbeat.errors import RequestError, nearest
 from offbeat.spec import count_of
 
-KEYS = ("pipeline", "schedule", "microbatches")
+KEYS = ("stages", "schedule", "microbatches")
 DEFAULT_SCHEDULE, AUTO = "1f1b", "auto"  # auto: the fastest that fits the memory, by what was measured
 BY_DEFAULT = 4  # microbatches for each stage: of 1F1B's time a fifth is bubbles then, at most
 _LARGEST = 1024
@@ -53,11 +53,11 @@ def layout_of(text: str) -> Layout:
         key, equals, value = (part.strip() for part in word.partition("="))
         if key not in KEYS or not equals or key in given:
             hint = nearest(key, KEYS)
-            raise RequestError(f"expected pipeline=2,schedule=1f1b,microbatches=8; got '{word.strip()}'{hint}")
+            raise RequestError(f"expected stages=2,schedule=1f1b,microbatches=8; got '{word.strip()}'{hint}")
         given[key] = value
-    if "pipeline" not in given:
-        raise RequestError(f"the number of stages is missing; write pipeline=2,{text}")
-    stages = _count("pipeline", given["pipeline"])
+    if "stages" not in given:
+        raise RequestError(f"the number of stages is missing; write stages=2,{text}")
+    stages = _count("stages", given["stages"])
     microbatches = _count("microbatches", given.get("microbatches", str(BY_DEFAULT * stages)))
     schedule = given.get("schedule", DEFAULT_SCHEDULE)
     from offbeat.pipelines.pipeline_table import build_pipeline

@@ -79,7 +79,7 @@ def _fitting(config: Config, measured: MeasuredPieces, base: int, limit: int) ->
         for more in TRIED
         if more > stages
         for microbatches in [min(BY_DEFAULT * more, train.batch_size)]
-        for words in [f"pipeline={more},microbatches={microbatches}"]
+        for words in [f"stages={more},microbatches={microbatches}"]
     ]
     for words, changes, samples in ways:
         try:

@@ -1,6 +1,6 @@
 """Learners that are stages of a pipeline: each has a part of the model, and replicas of a stage share its gradients.
 
-    learner      0        1        2        3         --parallel pipeline=2 --learners 4
+    learner      0        1        2        3         --parallel stages=2 --learners 4
     replica      0        0        1        1
     rank         0        1        0        1         of the pipeline
 
