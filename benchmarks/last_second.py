@@ -1,9 +1,10 @@
 """Kill a training at many points over its last second, resume it, and compare the bits of its weights.
 
-    python benchmarks/last_second.py [--points 60] [--sync ring]
+    python benchmarks/last_second.py [--points 60] [--sync ring] [--whole]
 
 A run is killed with SIGKILL, it and all that it has started, at a point between its last evaluation but one and its
-end, and resumed until it says that it is complete. Prints how many came to the same bits.
+end (with `--whole` at any point after its first checkpoint), and resumed until it says that it is complete. Prints how
+many came to the same bits.
 """
 
 from __future__ import annotations
@@ -58,10 +59,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--points", type=int, default=60)
     parser.add_argument("--sync", default="ring")
+    parser.add_argument("--whole", action="store_true", help="points over the whole of the run")
     given = parser.parse_args()
+    epochs = 1 if given.whole else 3
     with tempfile.TemporaryDirectory() as made:
         first = start(Path(made, "whole"), given.sync)
-        wait_for_epochs(Path(made, "whole"), 3, first)
+        wait_for_epochs(Path(made, "whole"), epochs, first)
         began = time.monotonic()
         assert first.wait(LIMIT_S) == 0
         last_s = time.monotonic() - began
@@ -70,7 +73,7 @@ def main() -> int:
         for at in range(given.points):
             folder = Path(made, f"run-{at}")
             process = start(folder, given.sync)
-            wait_for_epochs(folder, 3, process)
+            wait_for_epochs(folder, epochs, process)
             time.sleep(at / given.points * last_s)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

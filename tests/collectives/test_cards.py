@@ -37,7 +37,7 @@ def test_a_card_without_the_secret_of_another_place_or_changed_is_refused() -> N
     forged: list[tuple[str, str]] = [
         (sign(CARD, "card/1/0", None), "card/1/0"),
         (sign(CARD, "card/1/0", bytes(32)), "card/1/0"),
-        (signed, "card/1/1"),
+        (signed, "card/1"),
         (signed, "card/2/0"),
         (json.dumps(changed), "card/1/0"),
         (json.dumps(json.loads(signed) | {"mac": "é"}), "card/1/0"),
@@ -101,6 +101,8 @@ def exchange(
     *,
     ranks: int = 3,
     most_s: float = 20.0,
+    name: str = "listener",
+    failing: int | None = None,
 ) -> list[Any]:
     """Each rank's cards, or its error."""
     found: list[Any] = [None] * ranks
@@ -108,8 +110,11 @@ def exchange(
 
     def one(rank: int) -> None:
         time.sleep(0.2 * rank)
-        card = {"strategy": "ring", "arena": 4096, "listener": f"listener {rank}"}
+        card: dict[str, Any] = {"strategy": "ring", "arena": 4096, "listener": f"{name} {rank}"}
         try:
+            if rank == failing:
+                rendezvous.say_why_not(store, rank, "no memory")
+                return
             found[rank] = rendezvous.hand_out_card(store, rank, list(range(ranks)), card, most_s)
             rendezvous.check_cards(found[rank], rank, list(range(ranks)))
         except Exception as error:
@@ -139,7 +144,7 @@ def overwrite(store: HashStore, over: threading.Event) -> None:
     chance = random.Random(1)
     for _ in range(15):
         for rank in range(3):
-            store.set(f"card/1/{rank}", junk(chance).decode("latin-1"))
+            store.set(f"card/{rank}", junk(chance).decode("latin-1"))
         if over.wait(0.1):
             return
 
@@ -147,15 +152,15 @@ def overwrite(store: HashStore, over: threading.Event) -> None:
 def delete(store: HashStore, over: threading.Event) -> None:
     for _ in range(15):
         for rank in range(3):
-            store.delete_key(f"card/1/{rank}")
+            store.delete_key(f"card/{rank}")
         if over.wait(0.1):
             return
 
 
 def forge(store: HashStore, over: threading.Event) -> None:
-    forged = sign({**CARD, "error": "go home"}, "card/1/1", None)
+    forged = sign({**CARD, "error": "go home"}, "card/1", None)
     for _ in range(15):
-        store.set("card/1/1", forged)
+        store.set("card/1", forged)
         if over.wait(0.1):
             return
 
@@ -177,11 +182,32 @@ def test_and_without_one_as_long_as_it_is_junk(attack: Any, monkeypatch: pytest.
         assert isinstance(one, (list, PeerError)), one
 
 
+@pytest.mark.parametrize("deleted", ["nothing", "the mark of one", "all marks"])
+def test_a_store_serves_one_group_after_another_and_old_cards_are_not_taken(
+    deleted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SECRET, KEY.hex())
+    store = HashStore()
+    assert listeners_of(exchange(store, None)) == ALL
+    for rank in {"nothing": (), "the mark of one": (0,), "all marks": range(3)}[deleted]:
+        store.delete_key(f"card/{rank}/read")
+    again = exchange(store, None, name="another")
+    assert listeners_of(again) == [[f"another {rank}" for rank in range(3)]] * 3, again
+
+
+def test_a_group_is_made_in_the_store_of_one_that_could_not_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SECRET, KEY.hex())
+    store = HashStore()
+    failed = exchange(store, None, failing=2)
+    assert [str(failed[rank]) for rank in (0, 1)] == ["rank 2 cannot start: no memory"] * 2
+    assert listeners_of(exchange(store, None)) == ALL
+
+
 def test_a_card_that_stays_forged_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SECRET, KEY.hex())
     monkeypatch.setattr(cards, "REPAIR_S", 0.3)
     store = HashStore()
-    store.set("card/1/1", "junk")
+    store.set("card/1", "junk")
     card = {"strategy": "ring", "arena": 4096, "listener": "l"}
     with pytest.raises(PeerError) as told:
         rendezvous.hand_out_card(store, 0, [0, 1], card, 20.0)

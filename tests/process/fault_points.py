@@ -7,9 +7,12 @@ the warden says so (`fault_nursery`), which finds its number in the marker.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-from collections import Counter
+import socket
+import time
+from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,12 +47,17 @@ class Points:
         self.folder = folder
         self.blows = [blow for blow in order["blows"] if (blow["who"], blow.get("number", 0)) == (who, number)]
         self.calls: Counter[str] = Counter()
+        self.slow_s = 0.0  # that each minibatch takes longer
+        self.packets = ""  # what becomes of those that are sent
+        self.held: list[socket.socket] = []  # connections of strangers
 
     def __call__(
         self, at: str, before: Callable[[], object] | None = None, pids: Callable[[], list[int]] = list
     ) -> None:
         """A point is reached. `before` does half of the work, if this is where it is struck."""
         self.calls[at] += 1
+        if at == "compute":
+            time.sleep(self.slow_s)
         for blow in self.blows:
             if blow["at"] == at and blow["call"] <= self.calls[at]:
                 marker = self.folder / f"struck-{blow['name']}"
@@ -61,7 +69,10 @@ class Points:
                     continue
                 if before is not None:
                     before()
-                _strike(blow["what"], victims)
+                if blow["what"] in HARM:
+                    HARM[blow["what"]](self)
+                else:
+                    _strike(blow["what"], victims)
                 (self.folder / f"continued-{blow['name']}").touch()
 
 
@@ -78,6 +89,89 @@ def _strike(what: str, victims: list[int]) -> None:
         os.kill(os.getppid(), signal.SIGKILL)
     else:  # as a terminal does: to the supervisor and all in its group
         os.killpg(os.getpgid(os.getppid()), signal.Signals[what])
+
+
+def _be_slow(points: Points) -> None:
+    points.slow_s = 0.05  # a minibatch takes a few milliseconds
+
+
+def _jump(points: Points) -> None:
+    """The wall clock of this process: by a day, to and fro."""
+    real, calls = time.time, Counter[str]()
+
+    def jumping() -> float:
+        calls["all"] += 1
+        return real() + (86_400.0 if calls["all"] % 3 else -86_400.0)
+
+    time.time = jumping
+
+
+def _take_all_memory(points: Points) -> None:
+    torch.empty(1 << 50)
+
+
+def _intrude(points: Points) -> None:
+    """Connections of the same user without a token: silent ones, noise, and a packet that is too large."""
+    said = (b"", b"\xff" * 64, b"\0" * 200_000, b"\x95\x01", bytes(range(256)) * 8)
+    for number in range(300):
+        one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        one.settimeout(0.05)
+        with contextlib.suppress(OSError):
+            one.connect(b"\0" + os.environ["OFFBEAT_ADDRESS"].encode())
+            if said[number % len(said)]:
+                one.send(said[number % len(said)])
+        points.held.append(one)
+
+
+def _other_version(points: Points) -> None:
+    handshake.versions = lambda: "offbeat 0.0.1, torch 1.0"
+
+
+def _kill_loaders(points: Points) -> None:
+    for task in Path("/proc/self/task").iterdir():
+        for pid in (task / "children").read_text(encoding="ascii").split():
+            os.kill(int(pid), signal.SIGKILL)
+
+
+def _packets(kind: str) -> Callable[[Points], None]:
+    def strike(points: Points) -> None:
+        points.packets = kind
+
+    return strike
+
+
+HARM: dict[str, Callable[[Points], None]] = {
+    "nothing more": lambda points: None,
+    "slow": _be_slow,
+    "clock": _jump,
+    "memory": _take_all_memory,
+    "strangers": _intrude,
+    "version": _other_version,
+    "loaders": _kill_loaders,
+    "twice": _packets("twice"),
+    "old": _packets("old"),
+    "late": _packets("late"),
+    "lost": _packets("lost"),
+    "torn": _packets("torn"),
+}
+
+
+def _garble(points: Points, connection: connection.Connection, messages: list[Any]) -> list[Any]:
+    """What is sent of these, by the harm that was done: the n-th packet from then on counts."""
+    points.calls["packets"] += 1
+    nth = points.calls["packets"]
+    if points.packets == "twice":
+        return [one for message in messages for one in (message, message)]
+    if points.packets == "late" and nth % 4 == 0:
+        time.sleep(0.02)
+    if points.packets in ("lost", "torn") and nth <= 2:  # the learner says it again
+        for message in messages if points.packets == "torn" else ():
+            frame = bytearray(wire.encode(message))
+            frame[nth % len(frame)] ^= 0x10
+            with contextlib.suppress(OSError):
+                connection.socket.send(bytes(frame))
+        return []
+    return messages
 
 
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
@@ -130,7 +224,16 @@ def learner(order: dict[str, Any], folder: Path, number: int) -> Points:
         (folder / "prepared").touch()
         return found
 
+    sent: deque[Any] = deque(maxlen=4)
+
+    def send(original: Any, self: connection.Connection, messages: Any) -> None:
+        messages = list(messages)
+        old = [sent[0]] if points.packets == "old" and len(sent) == sent.maxlen else []
+        original(self, [*_garble(points, self, messages), *old] if points.packets else messages)
+        sent.extend(messages)
+
     for owner, name, around in (
+        (connection.Connection, "_send", send),
         (arena.Arena, "fill", fill),
         (arena.Arena, "fetch", fetch),
         (arena.Arena, "seed", seed),

@@ -66,6 +66,13 @@ def digest_of(weights: list[float]) -> str:
     return blake2b(array("d", weights).tobytes(), digest_size=8).hexdigest()
 
 
+def spoil(model: Model) -> None:
+    """One number of a gradient is not finite."""
+    gradient = model.parts[1].grad
+    assert gradient is not None
+    gradient[3] = float("nan")
+
+
 def await_file(path: Path) -> None:
     end = time.monotonic() + LIMIT_S
     while not path.exists():
@@ -110,7 +117,7 @@ def main(order_path: Path) -> None:
                 optimizer.zero_grad()
                 loss = model(batch)
                 loss.backward()
-                points("computed")
+                points("computed", lambda: spoil(model))
                 optimizer.step()
                 if fallen:
                     mine.touch()

@@ -40,7 +40,7 @@ class ForkedLearner:
         if self.pid:
             return
         os.setsid()
-        as_program(stdout, stderr)
+        as_program(stdout, stderr, keep=pass_fds)
         preexec_fn()
         os.environ.clear()
         os.environ.update(env)
@@ -50,12 +50,15 @@ class ForkedLearner:
         end(lambda: runpy.run_path(script[0], run_name="__main__"))
 
 
-def as_program(stdout: int, stderr: int) -> None:
+def as_program(stdout: int, stderr: int, *, keep: Sequence[int] = ()) -> None:
     """As if just started: nothing open but these, and signals as they are by default."""
-    null = os.open(os.devnull, os.O_RDONLY)
+    null = os.open(os.devnull, os.O_RDWR)
     for number, descriptor in enumerate((null, stdout, stderr)):
-        os.dup2(descriptor, number)
-    os.closerange(3, 1024)
+        os.dup2(null if descriptor < 0 else descriptor, number)
+    start = 3
+    for number in (*sorted(keep), 1024):
+        os.closerange(start, number)
+        start = number + 1
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -97,9 +97,10 @@ class Ended:
 
 
 class Nursery:
-    """The program that forks runs; see `fault_nursery`."""
+    """The program that forks runs; see `fault_nursery`. `over` are those that have ended."""
 
     def __init__(self) -> None:
+        self.over: list[Ended] = []
         environment = {key: value for key, value in os.environ.items() if not key.startswith("OFFBEAT_")}
         environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
         self.program = subprocess.Popen(
@@ -125,7 +126,9 @@ class Nursery:
                 f"the nursery is gone, or its warden: {order}"
             )
             time.sleep(0.01)
-        return Ended(order, folder, json.loads((folder / "result").read_text(encoding="utf-8")))
+        found = Ended(order, folder, json.loads((folder / "result").read_text(encoding="utf-8")))
+        self.over.append(found)
+        return found
 
     def run(self, folder: Path, *orders: Order, at_once: int = 1) -> list[Ended]:
         """All of these, so many at a time."""
@@ -172,7 +175,7 @@ def check(ended: Ended, *, code: int = 0) -> RunLog:
     replay(log.run, log.decisions)
     try:
         applied, held = check_pushes(log, ended.summary)
-        check_samples(log, applied, held)
+        check_samples(log, applied, held, ended.summary)
         check_weights(ended, log)
     except AssertionError as error:
         raise AssertionError(f"{error}\n{ended}") from None
@@ -221,25 +224,64 @@ def check_pushes(log: RunLog, summary: Mapping[str, Any]) -> tuple[set[int], set
     assert all(many == 1 for many in fates.values()), f"gradients with two fates: {fates.most_common(3)}"
     assert fates.keys() <= pushes.keys()
     books, held = summary["pushes"], pushes.keys() - fates.keys()
+    spoilt = summary["dropped"].get("not finite", 0)  # no policy is asked about these
     assert books["applied"] == len(applied), books
-    assert books["dropped"] == len(dropped) + len(held), books
-    assert books["received"] == books["applied"] + books["dropped"] == len(pushes), books
+    assert books["dropped"] == len(dropped) + len(held) + spoilt, books
+    assert books["received"] == books["applied"] + books["dropped"] == len(pushes) + spoilt, books
     return set(applied), set(held)
 
 
-def check_samples(log: RunLog, applied: set[int], held: set[int]) -> None:
-    """Every sample of every epoch is in one update, or in a gradient that waited for others when the run ended."""
+def check_samples(log: RunLog, applied: set[int], held: set[int], summary: Mapping[str, Any]) -> None:
+    """Every sample of every epoch is in one update, or in a gradient that waited for others when the run ended.
+
+    Those of gradients that were not finite are in none, and are counted.
+    """
+    seen = samples_of(log, applied | held)
+    lost, unknown, doubled = fates_of_samples(seen)
+    assert 1 + max(epoch for epoch, _ in seen) >= fault_script.MORE
+    assert not unknown, f"unknown: {unknown[:5]}"
+    assert len(lost) == summary["samples"].get("dropped: not finite", 0), f"never applied: {lost[:5]}"
+    assert not doubled, f"applied more than once: {doubled[:5]}"
+
+
+def samples_of(log: RunLog, tickets: set[int]) -> Counter[tuple[int, int]]:
+    """Epoch and place of every sample in these pushes."""
     seen: Counter[tuple[int, int]] = Counter()
     for ticket, decision in pushes_of(log).items():
-        if ticket in applied | held:
-            seen.update(position for position in positions(decision))
-    epochs = 1 + max(epoch for epoch, _ in seen)
+        if ticket in tickets:
+            seen.update(positions(decision))
+    return seen
+
+
+def fates_of_samples(seen: Counter[tuple[int, int]]) -> tuple[list[Any], list[Any], list[Any]]:
+    """Samples that are in no update, that are none of the data's, and that are in several."""
+    epochs = 1 + max((epoch for epoch, _ in seen), default=-1)
     due = {(epoch, place) for epoch in range(epochs) for place in range(fault_script.SAMPLES)}
-    assert epochs >= fault_script.MORE
-    assert seen.keys() == due, (
-        f"never applied: {sorted(due - seen.keys())[:5]}, unknown: {sorted(seen.keys() - due)[:5]}"
-    )
-    assert all(many == 1 for many in seen.values()), f"applied more than once: {seen.most_common(3)}"
+    return sorted(due - seen.keys()), sorted(seen.keys() - due), sorted(one for one, many in seen.items() if many > 1)
+
+
+def tally(ended: Ended) -> dict[str, Any]:
+    """For the table of faults: samples lost and doubled, as the log has it, and the seconds to come back.
+
+    Of a run that was ended on purpose the last epochs are not whole: there None is lost.
+    """
+    found: dict[str, Any] = {"lost": None, "doubled": None, "back_s": []}
+    if ended.code in (0, 1, 2) and (ended.folder / "log").exists() and ended.text("out"):
+        log, summary = read_log(ended.folder / "log"), ended.summary
+        gone = {ticket for one in log.decisions for ticket in _dropped(one)}
+        lost, _, doubled = fates_of_samples(samples_of(log, pushes_of(log).keys() - gone))
+        spoilt = summary.get("samples", {}).get("dropped: not finite", 0)
+        found |= {"lost": abs(len(lost) - spoilt), "doubled": len(doubled)}
+        found["back_s"] = [one["seconds"] for one in summary.get("restarts", ())]
+    elif ended.code is not None:
+        found["back_s"] = [ended.result["gone_s"]]
+    return found
+
+
+def _dropped(decision: Mapping[str, Any]) -> Iterator[int]:
+    for command in map(from_text, decision["commands"]):
+        if isinstance(command, Drop):
+            yield command.ticket
 
 
 def positions(decision: Mapping[str, Any]) -> list[tuple[int, int]]:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 import random
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ from offbeat.policies import Pushed
 from offbeat.policies.events import from_text
 from offbeat.runs.log import read_log
 from offbeat.server.supervisor import MOST_DEATHS, MOST_RESTARTS
-from process.server_faults import Blow, Ended, Nursery, Order, check, check_nothing_left, nursery, pushes_of
+from process.server_faults import Blow, Ended, Nursery, Order, check, check_nothing_left, nursery, pushes_of, tally
 
 REPEATS = int(os.environ.get("OFFBEAT_REPEATS", "1"))
 BACK_S = 2.0  # promised: in which a server that was killed is back
@@ -35,6 +36,15 @@ MOST_CALLS = {"learner": 5, "server": 12, "coordinator": 50}  # so often at leas
 def runs() -> Iterator[Nursery]:
     with nursery() as one:
         yield one
+
+
+@pytest.fixture(autouse=True)
+def _tell_the_table(runs: Nursery, record_property: Callable[[str, object], None]) -> Iterator[None]:
+    """What became of the runs of each test; see `fault_table`."""
+    before = len(runs.over)
+    yield
+    if "OFFBEAT_REPEATS" in os.environ:
+        record_property("runs", [tally(one) for one in runs.over[before:]])
 
 
 def timed(order: Order) -> Order:
@@ -202,18 +212,21 @@ def test_a_coordinator_that_is_stopped_is_replaced(runs: Nursery, tmp_path: Path
 # --- a learner that fails --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sync", ["async", "full-sync"])
-def test_a_learner_whose_script_raises_stays_away_and_the_others_go_on(
-    runs: Nursery, tmp_path: Path, sync: str
-) -> None:
+def few(count: int = 1, **given: Any) -> list[Order]:
+    """Runs of three learners in which one stays away, with all kinds of policies."""
+    seeds = range(count if REPEATS == 1 else REPEATS)
+    return [Order(sync=("async", "full-sync", "k-async:2", "ssp:2")[seed % 4], learners=3, **given) for seed in seeds]
+
+
+def test_a_learner_whose_script_raises_stays_away_and_the_others_go_on(runs: Nursery, tmp_path: Path) -> None:
     blow = Blow("learner", "compute", 3, "raise", 1)
-    ended = runs.run(tmp_path, Order(sync=sync, learners=3, blows=(blow,), absent=(1,)))[0]
-    check(ended, code=1)
-    said = ended.text("err").splitlines()
-    assert "learner 1 | RuntimeError: struck on purpose" in said
-    assert "offbeat   | learner 1 ended: exit code 1" in said
-    assert said[-1] == "offbeat: run: 1 learner failed: 1"
-    assert ended.summary["exits"] == {"0": 0, "1": 1, "2": 0}
+    for ended in runs.run(tmp_path, *few(2, blows=(blow,), absent=(1,))):
+        check(ended, code=1)
+        said = ended.text("err").splitlines()
+        assert "learner 1 | RuntimeError: struck on purpose" in said
+        assert "offbeat   | learner 1 ended: exit code 1" in said
+        assert said[-1] == "offbeat: run: 1 learner failed: 1"
+        assert ended.summary["exits"] == {"0": 0, "1": 1, "2": 0}
 
 
 def test_a_learner_that_raises_before_it_has_joined_does_not_keep_the_others_waiting(
@@ -225,15 +238,109 @@ def test_a_learner_that_raises_before_it_has_joined_does_not_keep_the_others_wai
     assert ended.summary["exits"] == {"0": 1, "1": 0, "2": 0}
 
 
+def test_a_learner_without_memory_stays_away_and_the_others_go_on(runs: Nursery, tmp_path: Path) -> None:
+    blow = Blow("learner", "compute", 4, "memory", 2)
+    for ended in runs.run(tmp_path, *few(blows=(blow,), absent=(2,))):
+        check(ended, code=1)
+        assert "can't allocate memory" in ended.text("err")
+        assert ended.summary["exits"] == {"0": 0, "1": 0, "2": 1}
+
+
+def test_a_learner_whose_loader_dies_stays_away_and_the_others_go_on(runs: Nursery, tmp_path: Path) -> None:
+    blow = Blow("learner", "compute", 4, "loaders", 1)
+    for ended in runs.run(tmp_path, *few(blows=(blow,), absent=(1,), workers=1)):
+        check(ended, code=1)
+        assert "DataLoader worker" in ended.text("err")
+        assert ended.summary["exits"] == {"0": 0, "1": 1, "2": 0}
+
+
 def test_a_learner_with_another_model_is_refused_in_one_line_and_the_others_go_on(
     runs: Nursery, tmp_path: Path
 ) -> None:
-    ended = runs.run(tmp_path, Order(learners=3, odd=1, absent=(1,)))[0]
-    check(ended, code=2)
-    said = [line for line in ended.text("err").splitlines() if line.startswith("learner 1 | ")]
-    assert len(said) == 1
-    assert "the run refused this learner: its model or optimizer is not that of the others" in said[0]
-    assert ended.summary["exits"] == {"0": 0, "1": 2, "2": 0}
+    for ended in runs.run(tmp_path, *few(odd=1, absent=(1,))):
+        check(ended, code=2)
+        said = [line for line in ended.text("err").splitlines() if line.startswith("learner 1 | ")]
+        assert len(said) == 1
+        assert "the run refused this learner: its model or optimizer is not that of the others" in said[0]
+        assert ended.summary["exits"] == {"0": 0, "1": 2, "2": 0}
+
+
+def test_a_learner_of_another_version_is_refused_in_one_line_and_the_others_go_on(
+    runs: Nursery, tmp_path: Path
+) -> None:
+    blow = Blow("learner", "start", 1, "version", 1)
+    for ended in runs.run(tmp_path, *few(blows=(blow,), absent=(1,))):
+        check(ended, code=2)
+        said = [line for line in ended.text("err").splitlines() if line.startswith("learner 1 | ")]
+        assert len(said) == 1
+        assert "but this process uses" in said[0] and "(offbeat 0.0.1, torch 1.0)" in said[0]
+
+
+def test_a_wrong_request_is_refused_before_anything_starts(runs: Nursery, tmp_path: Path) -> None:
+    wrong = ("k-sync:9", "asinc", "ssp:-1", "k-batch-sync:0", "local-sgd:x", "k-async:", "full-sync:2")
+    for ended in runs.run(tmp_path, *(Order(sync=wrong[seed % len(wrong)]) for seed in range(max(2, REPEATS)))):
+        assert ended.code == 2 and ended.result["left"] == [], str(ended)
+        said = ended.text("err").strip().splitlines()
+        assert len(said) == 1 and said[0].startswith("offbeat: "), str(ended)
+        assert not list(ended.folder.glob("life-*")), str(ended)
+
+
+# --- slow, strange and spoilt -----------------------------------------------------------------------------------------
+
+
+def test_a_slow_learner_is_waited_for_and_not_given_up(runs: Nursery, tmp_path: Path) -> None:
+    for ended in runs.run(tmp_path, *orders("learner", "compute", "slow"), at_once=AT_ONCE):
+        check(ended)
+        assert ended.summary["gone"] == {}, str(ended)
+
+
+@pytest.mark.parametrize("what", ["twice", "old", "late", "lost", "torn"])
+def test_packets_said_twice_late_never_or_torn_change_nothing(runs: Nursery, tmp_path: Path, what: str) -> None:
+    for ended in runs.run(tmp_path, *orders("learner", "pushed", what), at_once=AT_ONCE):
+        check(ended)
+        assert ended.summary["gone"] == {}, str(ended)
+
+
+def test_the_wall_clock_may_jump(runs: Nursery, tmp_path: Path) -> None:
+    found = []
+    for seed, order in enumerate(orders("learner", "compute", "clock")):
+        others = Blow("server", "idle", 2, "clock", name="server"), Blow("coordinator", "hear", 5, "clock", name="hear")
+        found.append(replace(order, blows=(*order.blows, others[seed % 2])))
+    for ended in runs.run(tmp_path, *found):
+        check(ended)
+        assert ended.summary["gone"] == {}, str(ended)
+
+
+def test_a_gradient_that_is_not_finite_is_dropped_and_counted(runs: Nursery, tmp_path: Path) -> None:
+    spoilt = [
+        one for one in orders("learner", "computed", "nothing more") if one.sync not in ("downpour", "local-sgd:2")
+    ]
+    for ended in runs.run(tmp_path, *spoilt):
+        check(ended)
+        assert ended.summary["dropped"]["not finite"] == 1, str(ended)
+
+
+def test_strangers_at_the_listener_hold_nobody_up(runs: Nursery, tmp_path: Path) -> None:
+    for ended in runs.run(tmp_path, *orders("learner", "compute", "strangers")):
+        check(ended)
+        assert ended.summary["gone"] == {}, str(ended)
+
+
+def test_learners_that_come_and_go_all_the_time_lose_nothing(runs: Nursery, tmp_path: Path) -> None:
+    found = []
+    for order in orders("learner", "compute"):
+        blows = tuple(
+            Blow("learner", "compute", 2 + life % 2, number=number, name=f"{number}-{life}")
+            for number in range(order.learners)
+            for life in range(MOST_RESTARTS)
+        )
+        found.append(replace(order, blows=blows))
+    for ended in runs.run(tmp_path, *found):
+        check(ended)
+        assert ended.text("err").count("(SIGKILL) and is restarted") == MOST_RESTARTS * ended.order.learners
+
+
+# --- again and again --------------------------------------------------------------------------------------------------
 
 
 def test_a_learner_that_dies_again_and_again_stays_away_and_the_others_go_on(runs: Nursery, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from offbeat.errors import OffbeatError
 from offbeat.processes import child, launcher
 from offbeat.processes.child import RestartLimit, Stopwatch, close_inherited, describe_exit, fork, state_of
-from offbeat.processes.launcher import SUMMARY, Launcher, LaunchPlan, RankLauncher
+from offbeat.processes.launcher import SELF, Launcher, LaunchPlan, RankLauncher
 
 LIMIT_S = 20.0
 
@@ -157,7 +157,7 @@ def test_ranks_find_each_other_through_a_store_on_loopback() -> None:
         store.set(f"rank {rank}", os.environ["WORLD_SIZE"])
         store.get(f"rank {1 - rank}")  # which waits for it
         if rank == 0:
-            store.set(SUMMARY, '{"updates": 3}')
+            Path(os.environ["OFFBEAT_SUMMARY"]).write_text('{"updates": 3}', encoding="utf-8")
         return 0
 
     with RankLauncher(LaunchPlan(body=body), 2, Lines()) as started:
@@ -165,6 +165,33 @@ def test_ranks_find_each_other_through_a_store_on_loopback() -> None:
         started.start()
         assert started.watch() == '{"updates": 3}'
     assert started.exits == {0: 0, 1: 0}
+
+
+def test_ranks_go_on_when_the_store_that_others_can_reach_has_ended() -> None:
+    lines = Lines()
+
+    def body(rank: int) -> int:
+        from torch._C._distributed_c10d import FileStore
+
+        os.read(sys.stdin.fileno(), 1)  # nothing: there is no input
+        store = FileStore(os.environ["OFFBEAT_STORE"], 2)
+        store.set(f"rank {rank}", "here")
+        end = time.monotonic() + LIMIT_S
+        while not store.check(["store killed"]) and time.monotonic() < end:
+            time.sleep(0.01)
+        return 0 if store.get(f"rank {1 - rank}") == b"here" else 1
+
+    with RankLauncher(LaunchPlan(body=body), 2, lines) as started:
+        started.start()
+        from torch._C._distributed_c10d import FileStore
+
+        own = FileStore(started.environment_of(0)["OFFBEAT_STORE"], 2)
+        next(one for one in started._children if one.name == "store").kill()
+        started.poll()
+        own.set("store killed", "yes")
+        assert started.watch() is None
+    assert started.exits == {0: 0, 1: 0}
+    assert [line for line in lines.of(SELF) if "torch's store on port" in line and "ended (SIGKILL)" in line]
 
 
 def test_inherited_descriptors_are_closed_and_their_numbers_stay_taken() -> None:

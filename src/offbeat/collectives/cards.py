@@ -5,8 +5,9 @@ in their environment (`OFFBEAT_SECRET`), which no other user can read; it never 
 carries an HMAC of itself and of the place where it stands, and the group's token is made of the secret.
 
 Laws. Nothing that stands in the store is believed before it is checked, and nothing there makes anything but a
-`CardError`. A rank puts its own card back until all have read it (each says so by a mark), so one that was changed or
-deleted comes again; a card that stays wrong for `REPAIR_S` is told as such.
+`CardError`. Each rank marks which cards it has read, by their tokens, and stays until all marks are the same. Until
+then it puts its own card back, so one that was changed or deleted comes again. A card that stays wrong for `REPAIR_S`
+is told as such. A store may serve one group after another: a rank's own mark says which cards were those of the last.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import hmac
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -29,10 +30,12 @@ from offbeat.errors import OffbeatError
 SECRET = "OFFBEAT_SECRET"
 MOST_BYTES = 16 * 1024  # of a card
 REPAIR_S = 10.0  # for a rank to put back its card
+AGAIN_S = 1.0  # for a rank that was started again to put its card in the place of that of the dead
 _SLICE_S = 0.5  # between two looks at one's own card
 _GLANCE_S = 0.2  # between two looks at who is still alive
-_RETRY_S = 0.05
+_RETRY_S = 0.02
 _TOKEN_BYTES = 16
+_MARK_DIGITS = 12  # of a token, in a mark
 _FIELDS: Mapping[str, tuple[type, bool]] = {  # the type, and whether every card has it
     "protocol": (int, True),
     "token": (str, False),
@@ -79,8 +82,13 @@ def sign(card: Mapping[str, Any], place: str, secret: bytes | None) -> str:
 
 def read(data: bytes, place: str, secret: bytes | None) -> dict[str, Any]:
     """The card that stands at this place; `CardError` for anything else."""
-    if len(data) > MOST_BYTES:
-        raise CardError(f"is larger than {MOST_BYTES >> 10} KiB")
+    return _checked(_opened(data, place, secret, MOST_BYTES))
+
+
+def _opened(data: bytes, place: str, secret: bytes | None, most_bytes: int) -> dict[str, Any]:
+    """The object that was signed for this place."""
+    if len(data) > most_bytes:
+        raise CardError(f"is larger than {most_bytes >> 10} KiB")
     try:
         card = json.loads(data)
     except (ValueError, RecursionError):
@@ -92,7 +100,7 @@ def read(data: bytes, place: str, secret: bytes | None) -> dict[str, Any]:
         signed = isinstance(told, str) and told.isascii() and hmac.compare_digest(told, _mac(card, place, secret))
         if not signed:
             raise CardError("is not signed with the secret of this group")
-    return _checked(card)
+    return card
 
 
 def _mac(card: Mapping[str, Any], place: str, secret: bytes) -> str:
@@ -131,25 +139,41 @@ def token_of(cards: list[dict[str, Any]], secret: bytes | None) -> bytes:
 
 
 class CardExchange:
-    """One rank's card in a store, and those of the others."""
+    """One rank's card in a store, and those of the others. `places` are of all ranks, in order.
 
-    def __init__(self, store: Store, place: str, card: Mapping[str, Any], secret: bytes | None) -> None:
-        self._store, self._place, self._secret = store, place, secret
-        self._mine = sign(card, place, secret)
-        self._read = False  # it has all cards
-        store.set(place, self._mine)
+    `is_gone` tells of a card whether the process that wrote it has ended.
+    """
 
-    def wait_for(self, place: str, end_s: float) -> dict[str, Any]:
-        """The card at another place. `CardMissingError` if none comes in time, `CardError` for one that stays wrong."""
+    def __init__(
+        self,
+        store: Store,
+        places: Sequence[str],
+        rank: int,
+        card: Mapping[str, Any],
+        secret: bytes | None,
+        is_gone: Callable[[Mapping[str, Any]], bool],
+    ) -> None:
+        self._store, self._places, self._rank, self._secret = store, places, rank, secret
+        self._is_gone = is_gone
+        self._own = {places[rank]: sign(card, places[rank], secret)}  # what this rank puts back
+        self._old = frozenset(self._mark_of(rank) or ())  # tokens of an earlier group
+        self.put_back()
+
+    def wait_for(self, peer: int, end_s: float) -> dict[str, Any]:
+        """The card of another rank. `CardMissingError` if none comes in time, `CardError` for one that stays wrong."""
         wrong: CardError | None = None
-        wrong_since_s = 0.0
+        wrong_since_s, began_s = 0.0, time.monotonic()
         while True:
             left_s = end_s - time.monotonic()
             if left_s <= 0:
                 raise wrong or CardMissingError("did not come")
             try:
-                self._store.wait([place], timedelta(seconds=max(0.001, min(left_s, _SLICE_S))))
-                return read(bytes(self._store.get(place)), place, self._secret)
+                self._store.wait([self._places[peer]], timedelta(seconds=max(0.001, min(left_s, _SLICE_S))))
+                card = self._card_of(peer)
+                gone = "error" not in card and self._is_gone(card)  # and may have been started again
+                if _token(card) not in self._old and not (gone and time.monotonic() - began_s < AGAIN_S):
+                    return card
+                time.sleep(_RETRY_S)
             except CardError as error:
                 wrong, wrong_since_s = error, wrong_since_s or time.monotonic()
                 if time.monotonic() - wrong_since_s > REPAIR_S:
@@ -163,40 +187,73 @@ class CardExchange:
                 pass
             self.put_back()
 
-    def settle(self, places: Mapping[int, str], is_gone: Callable[[int], bool]) -> None:
-        """This rank has all cards. Stay until the others, by their places, have them too, or will never."""
-        self._read = True
+    def mark(self, found: Sequence[Mapping[str, Any]]) -> None:
+        """Say which cards this rank has read."""
+        place = _mark(self._places[self._rank])
+        self._own[place] = sign({"read": [_token(card) for card in found]}, place, self._secret)
         self.put_back()
-        end_s = time.monotonic() + REPAIR_S
-        left = dict(places)
-        while left and time.monotonic() < end_s:
-            peer, place = next(iter(left.items()))
-            try:
-                self._store.wait([_mark(place)], timedelta(seconds=_GLANCE_S))
-                if hmac.compare_digest(bytes(self._store.get(_mark(place))), self._mark_of(place)):
-                    del left[peer]
-                    continue
-                time.sleep(_RETRY_S)
-            except RuntimeError:
-                pass
-            if is_gone(peer):
-                del left[peer]
-            self.put_back()
 
-    def _mark_of(self, place: str) -> bytes:
-        return b"read" if self._secret is None else _mac({}, _mark(place), self._secret).encode()
+    def settle(self, found: list[dict[str, Any]]) -> None:
+        """Stay until the others have read the same cards, or will never. A card that is another by now is taken."""
+        self.mark(found)
+        end_s = time.monotonic() + REPAIR_S
+        everybody = [peer for peer in range(len(found)) if peer != self._rank]
+        left = list(everybody)
+        while left and time.monotonic() < end_s:
+            peer = left[0]
+            if self._mark_of(peer, _GLANCE_S) == [_token(card) for card in found]:
+                left.remove(peer)
+                continue
+            newer = {other: card for other in everybody if (card := self._newer(other, found[other])) is not None}
+            if newer:
+                for other, card in newer.items():
+                    found[other] = card
+                left = list(everybody)
+                self.mark(found)
+                continue
+            if self._is_gone(found[peer]):
+                left.remove(peer)
+            self.put_back()
+            time.sleep(_RETRY_S)
+
+    def _newer(self, peer: int, known: Mapping[str, Any]) -> dict[str, Any] | None:
+        """A rank's card that has come in the place of the known one, which was of an earlier group then."""
+        try:
+            card = self._card_of(peer) if self._store.check([self._places[peer]]) else known
+        except (CardError, RuntimeError):
+            return None
+        return dict(card) if _token(card) not in {*self._old, _token(known)} else None
+
+    def _card_of(self, peer: int) -> dict[str, Any]:
+        return read(bytes(self._store.get(self._places[peer])), self._places[peer], self._secret)
+
+    def _mark_of(self, peer: int, wait_s: float = 0.0) -> list[str] | None:
+        """The tokens that a rank says it has read; None where it has said nothing that can be believed."""
+        place = _mark(self._places[peer])
+        most_bytes = MOST_BYTES + 2 * _MARK_DIGITS * len(self._places)
+        try:
+            if wait_s:
+                self._store.wait([place], timedelta(seconds=wait_s))
+            elif not self._store.check([place]):
+                return None
+            told = _opened(bytes(self._store.get(place)), place, self._secret, most_bytes).get("read")
+        except (CardError, RuntimeError):
+            return None
+        return told if isinstance(told, list) and all(isinstance(one, str) for one in told) else None
 
     def put_back(self) -> None:
         """One's own card and mark, if somebody has changed or deleted them."""
-        own = {self._place: self._mine}
-        if self._read:
-            own[_mark(self._place)] = self._mark_of(self._place).decode()
         with suppress(RuntimeError):  # whoever waits for a card finds out
-            for place, text in own.items():
+            for place, text in self._own.items():
                 if not self._store.check([place]) or bytes(self._store.get(place)) != text.encode():
                     self._store.set(place, text)
 
 
 def _mark(place: str) -> str:
-    """Where a rank says that it has read all cards."""
+    """Where a rank says which cards it has read."""
     return f"{place}/read"
+
+
+def _token(card: Mapping[str, Any]) -> str:
+    """A card's name in a mark."""
+    return str(card.get("token", ""))[:_MARK_DIGITS]

@@ -15,7 +15,7 @@ import socket
 import struct
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,29 +60,32 @@ def this_host() -> str:
 
 def say_why_not(store: Store, rank: int, why: str) -> None:
     """Tell the others, who wait for this rank's card, that it will not come."""
-    place = _key(store, rank)
-    store.set(place, sign({"protocol": PROTOCOL, "error": why}, place, secret_of_environment()))
+    card = {"protocol": PROTOCOL, "token": secrets.token_hex(16), "error": why}
+    with suppress(RuntimeError):  # the store is gone: they find out
+        store.set(_place(rank), sign(card, _place(rank), secret_of_environment()))
 
 
-def _key(store: Store, rank: int) -> str:
-    """Where a rank's card is. A store may serve one group after another, which all ranks count alike."""
-    return f"card/{store.add(f'groups/{rank}', 1)}/{rank}"
+def _place(rank: int, kind: str = "card") -> str:
+    """Where a rank's card is."""
+    return f"{kind}/{rank}"
 
 
 def hand_out_card(
-    store: Store, rank: int, names: Sequence[int], card: Mapping[str, Any], timeout_s: float
+    store: Store, rank: int, names: Sequence[int], card: Mapping[str, Any], timeout_s: float, kind: str = "card"
 ) -> list[dict[str, Any]]:
-    """Everybody's card, in order of rank. A card with an `error` tells the others why a rank cannot come."""
+    """Everybody's card, in order of rank. A card with an `error` tells the others why a rank cannot come.
+
+    A group that hands out several has a kind for each.
+    """
     end = time.monotonic() + timeout_s
-    key = _key(store, rank)
     where = {"host": this_host(), "hostname": socket.gethostname(), "pid": os.getpid(), "numbering": _numbering()}
     mine = {"protocol": PROTOCOL, "token": secrets.token_hex(16), **where, **card}
-    exchange = CardExchange(store, key, mine, secret_of_environment())
+    everywhere = [_place(peer, kind) for peer in range(len(names))]
+    exchange = CardExchange(store, everywhere, rank, mine, secret_of_environment(), _is_dead)
     found: list[dict[str, Any]] = []
-    places = [f"{key.rpartition('/')[0]}/{peer}" for peer in range(len(names))]
     for peer, name in enumerate(names):
         try:
-            found.append(mine if peer == rank else exchange.wait_for(places[peer], end))
+            found.append(mine if peer == rank else exchange.wait_for(peer, end))
         except CardMissingError:
             raise PeerError(f"rank {name} did not join the group within {timeout_s:g} s", ranks=(name,)) from None
         except CardError as error:
@@ -91,10 +94,10 @@ def hand_out_card(
                 "process may have written to that store",
                 ranks=(name,),
             ) from None
-    if not any("error" in one for one in found):  # else nobody stays
-        exchange.settle(
-            {peer: place for peer, place in enumerate(places) if peer != rank}, lambda peer: _is_dead(found[peer])
-        )
+    if any("error" in one for one in found):  # nobody stays
+        exchange.mark(found)
+    else:
+        exchange.settle(found)
     return found
 
 
@@ -276,10 +279,10 @@ def meet_remote(
     try:
         if wrong is not None:
             places["error"] = str(wrong).splitlines()[0]
-            hand_out_card(store, rank, names, places, timeout_s)
+            hand_out_card(store, rank, names, places, timeout_s, "address")
             raise wrong
         assert listener is not None
-        theirs = hand_out_card(store, rank, names, places, timeout_s)
+        theirs = hand_out_card(store, rank, names, places, timeout_s, "address")
         check_cards(theirs, rank, names)
         far = [peer for peer in range(len(cards)) if hosts[peer] != hosts[rank]]
         at = {peer: connections.Place(theirs[peer]["address"], theirs[peer]["port"]) for peer in far}

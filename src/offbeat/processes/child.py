@@ -157,10 +157,22 @@ def start_program(
         )
 
 
-def spawn(name: str, words: Sequence[str], environment: Mapping[str, str]) -> ChildProcess:
-    """A program whose output is read here."""
+def spawn(
+    name: str,
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    pass_fds: Sequence[int] = (),
+    is_read: bool = True,
+) -> ChildProcess:
+    """A program whose output is read here, or by nobody."""
+    if not is_read:
+        null = subprocess.DEVNULL
+        process = start_program(words, environment, stdout=null, stderr=null, pass_fds=pass_fds)
+        process.returncode = 0
+        return ChildProcess(name, process.pid)
     reader, writer = os.pipe()
-    process = start_program(words, environment, stdout=writer, stderr=writer)
+    process = start_program(words, environment, stdout=writer, stderr=writer, pass_fds=pass_fds)
     process.returncode = 0  # it is waited for by its descriptor
     os.close(writer)
     return ChildProcess(name, process.pid, reader)

@@ -4,7 +4,7 @@ Laws: every line that a learner prints is passed on, with who printed it. After 
 that was killed is started again as often as the plan says, in each `RESTARTS_S`; one that fails stays away, and so does
 one that was asked to end.
 
-A `RankLauncher` is for the ranks of a process group, which find each other through a store on loopback.
+A `RankLauncher` is for the ranks of a process group, which find each other through a file in memory.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ import secrets
 import selectors
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 from offbeat.errors import RequestError
@@ -29,7 +31,7 @@ RESTARTS_S = 600.0  # in which a learner is started again so often as the plan s
 MOST_PROCESSES = 256  # of one kind that one machine is asked for: learners, servers, readers of all learners
 GRACE_S = 3.0  # for learners to end when they are asked to
 SELF = "offbeat"  # who says what the launcher itself has to say
-SUMMARY = "offbeat/summary"  # the key under which ranks leave theirs in the store
+MOST_SUMMARY_BYTES = 1 << 20  # that ranks leave
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,10 +208,11 @@ class Launcher:
 
 
 class RankLauncher(Launcher):
-    """Learners that are the ranks of a process group. Their store is here, and listens on loopback alone.
+    """Learners that are the ranks of a process group. They meet through a file in memory, which no other user can open.
 
-    Other users of this host can reach it there: what ranks say of themselves is signed with a secret that they have
-    from here, in their environment. `private`: no store listens, and they have a file in memory for one.
+    A program that makes its group itself meets in a store of torch's, unless `private`. That listens on loopback, where
+    other users of this host reach it: it is a process of its own, which may end without harm to those who have met, and
+    what ranks say of themselves there is signed with a secret that they have from here, in their environment.
     """
 
     def __init__(
@@ -217,52 +220,54 @@ class RankLauncher(Launcher):
     ) -> None:
         super().__init__(plan, learners, on_line)
         self._secret = secrets.token_hex(32)
-        self._file = os.memfd_create("offbeat-store") if private else -1
+        self._file, self._summary = (os.memfd_create(f"offbeat-{name}") for name in ("store", "summary"))
         self._listener = None if private else socket.create_server(("127.0.0.1", 0))
         self._port = 0 if self._listener is None else int(self._listener.getsockname()[1])
-        self._store: Any = None
 
     def environment_of(self, learner: int) -> dict[str, str]:
-        ranks = str(len(self._limits))
-        return {
+        ranks, here = str(len(self._limits)), f"/proc/{os.getpid()}/fd"
+        found = {
             "RANK": str(learner),
             "LOCAL_RANK": str(learner),
             "WORLD_SIZE": ranks,
             "LOCAL_WORLD_SIZE": ranks,
             "OFFBEAT_SECRET": self._secret,
-        } | (
-            {"OFFBEAT_STORE": f"/proc/{os.getpid()}/fd/{self._file}"}
-            if self._listener is None
-            else {
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(self._port),
-                "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there: no rank opens one
-                "OFFBEAT_SUMMARY": SUMMARY,
-            }
-        )
+            "OFFBEAT_STORE": f"{here}/{self._file}",
+        }
+        if self._listener is None:
+            return found
+        return found | {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there: no rank opens one
+            "OFFBEAT_SUMMARY": f"{here}/{self._summary}",
+        }
 
     def start(self) -> None:
-        """Ranks first: the store has a thread, and must not be forked. Those that come before it wait in its queue."""
+        """Ranks first: those that come before the store wait in its queue."""
         super().start()
         if self._listener is None:
             return
-        from torch._C._distributed_c10d import TCPStore
+        number = self._listener.fileno()
+        program = Path(__file__).with_name("torch_store.py")
+        words = [sys.executable, "-P", "-u", str(program), str(number), str(self._port)]
+        self._add(spawn("store", words, os.environ, pass_fds=(number,), is_read=False), self._store_ended)
+        self._listener.close()  # else ranks that connect when the store is gone would wait in its queue
 
-        listening = os.dup(self._listener.fileno())
-        self._store = TCPStore(
-            "127.0.0.1", self._port, is_master=True, wait_for_workers=False, master_listen_fd=listening
-        )
+    def _store_ended(self, code: int) -> None:
+        if not self._closing:
+            told = "programs that make their process group themselves cannot do so any more"
+            self.on_line(SELF, f"torch's store on port {self._port} ended ({describe_exit(code)}): {told}")
 
     def finish(self) -> str | None:
-        if self._store is None or not self._store.check([SUMMARY]):
-            return None
-        return bytes(self._store.get(SUMMARY)).decode()
+        found = os.pread(self._summary, MOST_SUMMARY_BYTES, 0)
+        return found.decode() if found else None
 
     def close(self) -> None:
         super().close()
-        self._store = None
         if self._listener is not None:
             self._listener.close()
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        for file in (self._file, self._summary):
+            if file >= 0:
+                os.close(file)
+        self._file = self._summary = -1

@@ -9,12 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import cycle, islice
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import HashStore, TCPStore
+from torch._C._distributed_c10d import FileStore, HashStore, Store
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
@@ -45,7 +46,7 @@ class ReducedLearner(Learner):
         self._forwards = 0  # of the model in DDP, since the last step
         self._owns_group = not dist.is_initialized()
         if self._owns_group:
-            store = None if "MASTER_ADDR" in os.environ else HashStore()  # alone
+            store = _store(ranks)
             options = replace(Options.of_environment(), strategy=line)
             dist.init_process_group("offbeat", rank=rank, world_size=ranks, store=store, pg_options=options)
 
@@ -151,13 +152,12 @@ class ReducedLearner(Learner):
     def finish(self) -> None:
         """Wait until all learners are done; they have the same weights. Call it once, after the last epoch."""
         dist.barrier()
-        key = os.environ.get("OFFBEAT_SUMMARY")  # `offbeat run` reads it
-        if key is None or not self._owns_group:
+        path = os.environ.get("OFFBEAT_SUMMARY")  # `offbeat run` reads it
+        if path is None or not self._owns_group:
             return
         summary = self._summary()
         if self.number == 0:
-            store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-            store.set(key, json.dumps(summary))
+            Path(path).write_text(json.dumps(summary), encoding="utf-8")
 
     def _summary(self) -> dict[str, Any]:
         """What all ranks have done together. Waiting: for ranks that came later, as far as this backend sees it."""
@@ -186,6 +186,14 @@ class ReducedLearner(Learner):
         super().close()
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _store(ranks: int) -> Store | None:
+    """Where the ranks meet: in a file of `offbeat run`; None for the store that torch finds by the environment."""
+    path = os.environ.get("OFFBEAT_STORE")
+    if path is not None:
+        return FileStore(path, ranks)
+    return None if "MASTER_ADDR" in os.environ else HashStore()  # alone
 
 
 def gather_bytes(data: bytes) -> list[bytes]:
