@@ -1,16 +1,22 @@
 """Ask every command for absurd sizes and files, and see that each answer comes soon, is small, and is one line.
 
     python benchmarks/absurd_requests.py [--jobs 2] [--only WORD] [--show]
+    python benchmarks/absurd_requests.py --estimates
 
 Each request must be refused (exit code 2), ask for confirmation with its estimate (exit code 2, `--yes-large`), fail in
 one line (exit code 1) or come to its end, in under 10 s and 1 GB of memory of all its processes together, without a
 traceback. Prints a table by command.
+
+With `--estimates`, 30 requests that take seconds or hundreds of megabytes are run, and the estimate that each would be
+refused with is set beside what it took: processor time and memory from there on. Each must be within a factor of 3,
+where the estimate or what it took is at least a second, or 100 MB.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -136,6 +142,90 @@ def requests() -> Iterator[str]:
     yield "examples ../../etc/passwd"
 
 
+LARGE = (
+    "simulate async --learners 4 --updates 300000",
+    "simulate async --learners 200 --updates 300000",
+    "simulate full-sync --learners 4 --updates 100000",
+    "simulate full-sync --learners 64 --updates 6000",
+    "simulate k-sync:2 --learners 4 --updates 100000",
+    "simulate k-async:2 --learners 8 --updates 150000",
+    "simulate k-batch-sync:4 --learners 4 --updates 100000",
+    "simulate k-batch-async:4 --learners 8 --updates 100000",
+    "simulate local-sgd:4 --learners 4 --updates 30000",
+    "simulate downpour --learners 4 --updates 100000",
+    "simulate ssp:2 --learners 8 --updates 300000",
+    "simulate async --learners 4 --updates 80000 --size 100MB --learner-bandwidth 1GB/s",
+    "simulate full-sync --learners 8 --updates 10000 --size 100MB --learner-bandwidth 1GB/s",
+    "simulate k-sync:2 --learners 4 --updates 20000 --size 10MB --learner-bandwidth 1GB/s",
+    "simulate async --learners 4 --updates 60000 --log async.jsonl",
+    "simulate full-sync --learners 8 --updates 8000 --log full.jsonl",
+    "simulate ring --learners 64 --updates 60000",
+    "simulate ring --learners 800 --updates 2000",
+    "compare async full-sync --learners 16 --updates 10000",
+    "topology fully-connected --ranks 1000",
+    "topology uniform --ranks 300000",
+    "topology ring --ranks 300000",
+    "topology torus:400x400",
+    "topology cluster:20000x8",
+    "schedule ring --ranks 2000",
+    "schedule direct --ranks 600",
+    "schedule torus:40x40",
+    "schedule hierarchical:40x40",
+    "schedule halving-doubling --ranks 2048",
+    "schedule --ranks 256",
+)
+FACTOR = 3.0
+PROBE = """
+import json, resource, sys, time
+from offbeat import cli
+from offbeat.commands import estimates
+
+def rss():
+    told = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in told if line.startswith("VmRSS:"))
+
+def check(given, estimate):
+    found.setdefault("estimate", [estimate.seconds, estimate.memory_bytes])
+    found.setdefault("at", [time.process_time(), rss()])
+
+found = {}
+estimates.check = check
+code = cli.main(sys.argv[1:])
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+found["took"] = [time.process_time() - found["at"][0], max(0, peak - found["at"][1])]
+print(json.dumps(found | {"code": code or 0}), file=sys.stderr)
+"""
+
+
+def weigh(folder: Path, only: str) -> int:
+    """Estimates beside what was taken; 1 where one is wrong."""
+    wrong = 0
+    print(f"{'request':74}{'estimated':>18}{'took':>18}{'factor':>14}")
+    lines = [line for line in LARGE if only in line]
+    for line in lines:
+        ended = subprocess.run(
+            [sys.executable, "-c", PROBE, *line.split()], cwd=folder, capture_output=True, text=True, check=False
+        )
+        try:
+            found = json.loads(ended.stderr.strip().splitlines()[-1])
+            (seconds, size), (took_s, took_bytes) = found["estimate"], found["took"]
+        except (ValueError, KeyError, IndexError):
+            print(f"{line:74}  failed: {(ended.stderr.strip().splitlines() or [''])[-1][:100]}", flush=True)
+            wrong += 1
+            continue
+        shares = [
+            max(estimated, 1e-9) / max(taken, 1e-9) if max(estimated, taken) >= least else None
+            for estimated, taken, least in ((seconds, took_s, 1.0), (size, took_bytes, 100e6))
+        ]
+        bad = any(share is not None and not 1 / FACTOR <= share <= FACTOR for share in shares)
+        wrong += bad or found["code"] != 0
+        told = " ".join("-" if share is None else f"{share:.2f}" for share in shares)
+        costs = [f"{one_s:.1f} s {size / 1e6:,.0f} MB" for one_s, size in ((seconds, size), (took_s, took_bytes))]
+        print(f"{line:74}{costs[0]:>18}{costs[1]:>18}{told:>14}{'  WRONG' if bad else ''}", flush=True)
+    print(f"{len(lines) - wrong} of {len(lines)} within a factor of {FACTOR:g}")
+    return 1 if wrong else 0
+
+
 def prepare(folder: Path) -> None:
     """Files that requests name."""
     (folder / "hello.py").write_text("import offbeat\noffbeat.join()\n", encoding="utf-8")
@@ -234,7 +324,11 @@ def main() -> int:
     parser.add_argument("--only", default="")
     parser.add_argument("--cpu", action="store_true", help="judge by processor time: on a busy machine")
     parser.add_argument("--show", action="store_true", help="print every answer")
+    parser.add_argument("--estimates", action="store_true", help="run 30 large requests beside their estimates")
     given = parser.parse_args()
+    if given.estimates:
+        with tempfile.TemporaryDirectory() as made:
+            return weigh(Path(made), given.only)
     lines = [line for line in dict.fromkeys(requests()) if given.only in line]
     with tempfile.TemporaryDirectory() as made, ThreadPoolExecutor(given.jobs) as pool:
         prepare(Path(made))

@@ -160,6 +160,7 @@ def _garble(points: Points, connection: connection.Connection, messages: list[An
     """What is sent of these, by the harm that was done: the n-th packet from then on counts."""
     points.calls["packets"] += 1
     nth = points.calls["packets"]
+    (points.folder / "garbled").touch()
     if points.packets == "twice":
         return [one for message in messages for one in (message, message)]
     if points.packets == "late" and nth % 4 == 0:

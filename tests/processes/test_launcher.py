@@ -173,7 +173,6 @@ def test_ranks_go_on_when_the_store_that_others_can_reach_has_ended() -> None:
     def body(rank: int) -> int:
         from torch._C._distributed_c10d import FileStore
 
-        os.read(sys.stdin.fileno(), 1)  # nothing: there is no input
         store = FileStore(os.environ["OFFBEAT_STORE"], 2)
         store.set(f"rank {rank}", "here")
         end = time.monotonic() + LIMIT_S

@@ -17,8 +17,8 @@ import hmac
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -33,7 +33,7 @@ REPAIR_S = 10.0  # for a rank to put back its card
 AGAIN_S = 1.0  # for a rank that was started again to put its card in the place of that of the dead
 _SLICE_S = 0.5  # between two looks at one's own card
 _GLANCE_S = 0.2  # between two looks at who is still alive
-_RETRY_S = 0.02
+_RETRY_S, _SHORTEST_S = 0.02, 0.0005  # between two looks at a store
 _TOKEN_BYTES = 16
 _MARK_DIGITS = 12  # of a token, in a mark
 _FIELDS: Mapping[str, tuple[type, bool]] = {  # the type, and whether every card has it
@@ -168,7 +168,9 @@ class CardExchange:
             if left_s <= 0:
                 raise wrong or CardMissingError("did not come")
             try:
-                self._store.wait([self._places[peer]], timedelta(seconds=max(0.001, min(left_s, _SLICE_S))))
+                if not self._is_there(self._places[peer], min(left_s, _SLICE_S)):
+                    self.put_back()
+                    continue
                 card = self._card_of(peer)
                 gone = "error" not in card and self._is_gone(card)  # and may have been started again
                 if _token(card) not in self._old and not (gone and time.monotonic() - began_s < AGAIN_S):
@@ -232,21 +234,39 @@ class CardExchange:
         place = _mark(self._places[peer])
         most_bytes = MOST_BYTES + 2 * _MARK_DIGITS * len(self._places)
         try:
-            if wait_s:
-                self._store.wait([place], timedelta(seconds=wait_s))
-            elif not self._store.check([place]):
+            if not self._is_there(place, wait_s):
                 return None
             told = _opened(bytes(self._store.get(place)), place, self._secret, most_bytes).get("read")
         except (CardError, RuntimeError):
             return None
         return told if isinstance(told, list) and all(isinstance(one, str) for one in told) else None
 
+    def _is_there(self, place: str, most_s: float) -> bool:
+        """Looked for again and again: where a wait takes too long, torch's store prints two lines."""
+        end_s, pause_s = time.monotonic() + most_s, _SHORTEST_S
+        while not self._store.check([place]):
+            if time.monotonic() > end_s:
+                return False
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _RETRY_S)
+        return True
+
     def put_back(self) -> None:
-        """One's own card and mark, if somebody has changed or deleted them."""
+        """One's own card and mark, whatever has become of them. They are not read: torch waits for what is deleted."""
         with suppress(RuntimeError):  # whoever waits for a card finds out
             for place, text in self._own.items():
-                if not self._store.check([place]) or bytes(self._store.get(place)) != text.encode():
-                    self._store.set(place, text)
+                self._store.set(place, text)
+
+
+@contextmanager
+def bounded(store: Store) -> Iterator[None]:
+    """Inside, no wait of the store is long: `get` waits for a key that was deleted since it was seen."""
+    before = store.timeout
+    store.set_timeout(timedelta(seconds=_SLICE_S))
+    try:
+        yield
+    finally:
+        store.set_timeout(before)
 
 
 def _mark(place: str) -> str:

@@ -21,7 +21,14 @@ from typing import Any, NamedTuple
 
 from torch._C._distributed_c10d import Store
 
-from offbeat.collectives.cards import CardError, CardExchange, CardMissingError, secret_of_environment, sign
+from offbeat.collectives.cards import (
+    CardError,
+    CardExchange,
+    CardMissingError,
+    bounded,
+    secret_of_environment,
+    sign,
+)
 from offbeat.collectives.remote import RemoteRanks
 from offbeat.errors import OffbeatError, PeerError
 from offbeat.network import connections
@@ -81,23 +88,24 @@ def hand_out_card(
     where = {"host": this_host(), "hostname": socket.gethostname(), "pid": os.getpid(), "numbering": _numbering()}
     mine = {"protocol": PROTOCOL, "token": secrets.token_hex(16), **where, **card}
     everywhere = [_place(peer, kind) for peer in range(len(names))]
-    exchange = CardExchange(store, everywhere, rank, mine, secret_of_environment(), _is_dead)
-    found: list[dict[str, Any]] = []
-    for peer, name in enumerate(names):
-        try:
-            found.append(mine if peer == rank else exchange.wait_for(peer, end))
-        except CardMissingError:
-            raise PeerError(f"rank {name} did not join the group within {timeout_s:g} s", ranks=(name,)) from None
-        except CardError as error:
-            raise PeerError(
-                f"the group cannot be created: the entry of rank {name} in the group's store {error}; another "
-                "process may have written to that store",
-                ranks=(name,),
-            ) from None
-    if any("error" in one for one in found):  # nobody stays
-        exchange.mark(found)
-    else:
-        exchange.settle(found)
+    with bounded(store):
+        exchange = CardExchange(store, everywhere, rank, mine, secret_of_environment(), _is_dead)
+        found: list[dict[str, Any]] = []
+        for peer, name in enumerate(names):
+            try:
+                found.append(mine if peer == rank else exchange.wait_for(peer, end))
+            except CardMissingError:
+                raise PeerError(f"rank {name} did not join the group within {timeout_s:g} s", ranks=(name,)) from None
+            except CardError as error:
+                raise PeerError(
+                    f"the group cannot be created: the entry of rank {name} in the group's store {error}; another "
+                    "process may have written to that store",
+                    ranks=(name,),
+                ) from None
+        if any("error" in one for one in found):  # nobody stays
+            exchange.mark(found)
+        else:
+            exchange.settle(found)
     return found
 
 

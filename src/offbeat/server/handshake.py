@@ -126,6 +126,7 @@ def connect(name: str, own: Handshake, timeout_s: float) -> tuple[socket.socket,
     try:
         one.settimeout(timeout_s)
         one.connect(b"\0" + name.encode())
+        check_user(one)  # its name may have come through a store that others write to
         one.send(_encode(own))
         data, descriptors, _, _ = socket.recv_fds(one, MOST_BYTES, 4)
         if not data:
