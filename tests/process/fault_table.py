@@ -11,6 +11,7 @@ one fault was not survived as promised.
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 import re
 import statistics
@@ -117,7 +118,7 @@ class Table:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Tests of the server's runs repeat themselves. Of the others two in a row are never the same."""
+        """Tests of the server's runs repeat themselves; the others are repeated here."""
         chosen: list[pytest.Item] = []
         files = dict.fromkeys(item.nodeid.partition("::")[0] for item in items)
         for file in files:
@@ -126,7 +127,7 @@ class Table:
                 chosen += [item for item in here if any(row.has(item.nodeid) for row in self.table)]
                 continue
             turns = [
-                list(islice(cycle(mine), max(len(mine), self.repeats)))
+                [_again(item) for item in islice(cycle(mine), max(len(mine), self.repeats))]
                 for row in self.table
                 if (mine := [item for item in here if row.has(item.nodeid)])
             ]
@@ -152,6 +153,13 @@ class Table:
                     row.back_s += run["back_s"]
         if report.failed:
             self._failed.add(report.nodeid)
+
+
+def _again(item: pytest.Item) -> pytest.Item:
+    """The same test, to be run once more: pytest keeps what is set up by the object."""
+    other: Any = copy.copy(item)
+    other._initrequest()
+    return other  # type: ignore[no-any-return] # as it was
 
 
 def _interleaved(turns: list[list[Any]]) -> Iterator[list[Any]]:
