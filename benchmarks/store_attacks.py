@@ -115,7 +115,7 @@ class Intruder:
         """The keys that are in the store, again and again; with cards of ranks that have not come."""
         while time.monotonic() < self.end_s:
             keys = [key for key in self.store.list_keys() if not key.startswith("flood/")]
-            head = next((key[: key.index("card/")] for key in keys if "card/" in key), "default_pg/0//")
+            head = next((key[: key.index("card/")] for key in keys if "card/" in key), "default_pg/0//cpu//")
             names = [f"{head}card/{rank}{more}" for rank in range(3) for more in ("", "/read")]
             yield list(dict.fromkeys([*keys, *names]))
             time.sleep(self.pause_s)
@@ -152,7 +152,7 @@ class Intruder:
     def count(self) -> None:
         """Numbers that torch and older versions of offbeat count with."""
         for keys in self.rounds():
-            for key in [*keys, *(f"default_pg/0//groups/{rank}" for rank in range(3)), "init/"]:
+            for key in [*keys, *(f"default_pg/0//cpu//groups/{rank}" for rank in range(3)), "init/"]:
                 with contextlib.suppress(RuntimeError):
                     self.store.add(key, self.chance.randint(-5, 5))
 

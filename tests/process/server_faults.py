@@ -279,7 +279,7 @@ def tally(ended: Ended) -> dict[str, Any]:
         spoilt = summary.get("samples", {}).get("dropped: not finite", 0)
         found |= {"lost": abs(len(lost) - spoilt), "doubled": len(doubled)}
         found["back_s"] = [one["seconds"] for one in summary.get("restarts", ())]
-    elif ended.code is not None:
+    elif ended.code not in (0, 1, 2):  # by a signal
         found["back_s"] = [ended.result["gone_s"]]
     return found
 

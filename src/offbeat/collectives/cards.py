@@ -261,7 +261,7 @@ class CardExchange:
 @contextmanager
 def bounded(store: Store) -> Iterator[None]:
     """Inside, no wait of the store is long: `get` waits for a key that was deleted since it was seen."""
-    before = store.timeout
+    before: timedelta = getattr(store, "timeout")  # noqa: B009 - torch's stubs do not have it
     store.set_timeout(timedelta(seconds=_SLICE_S))
     try:
         yield
