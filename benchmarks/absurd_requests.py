@@ -200,7 +200,7 @@ print(json.dumps(found | {"code": code or 0}), file=sys.stderr)
 def weigh(folder: Path, only: str) -> int:
     """Estimates beside what was taken; 1 where one is wrong."""
     wrong = 0
-    print(f"{'request':74}{'estimated':>18}{'took':>18}{'factor':>14}")
+    print(f"{'request':90}{'estimated':>18}{'took':>18}{'factor':>14}")
     lines = [line for line in LARGE if only in line]
     for line in lines:
         ended = subprocess.run(
@@ -210,7 +210,7 @@ def weigh(folder: Path, only: str) -> int:
             found = json.loads(ended.stderr.strip().splitlines()[-1])
             (seconds, size), (took_s, took_bytes) = found["estimate"], found["took"]
         except (ValueError, KeyError, IndexError):
-            print(f"{line:74}  failed: {(ended.stderr.strip().splitlines() or [''])[-1][:100]}", flush=True)
+            print(f"{line:90}  failed: {(ended.stderr.strip().splitlines() or [''])[-1][:100]}", flush=True)
             wrong += 1
             continue
         shares = [
@@ -221,7 +221,7 @@ def weigh(folder: Path, only: str) -> int:
         wrong += bad or found["code"] != 0
         told = " ".join("-" if share is None else f"{share:.2f}" for share in shares)
         costs = [f"{one_s:.1f} s {size / 1e6:,.0f} MB" for one_s, size in ((seconds, size), (took_s, took_bytes))]
-        print(f"{line:74}{costs[0]:>18}{costs[1]:>18}{told:>14}{'  WRONG' if bad else ''}", flush=True)
+        print(f"{line:90}{costs[0]:>18}{costs[1]:>18}{told:>14}{'  WRONG' if bad else ''}", flush=True)
     print(f"{len(lines) - wrong} of {len(lines)} within a factor of {FACTOR:g}")
     return 1 if wrong else 0
 
