@@ -186,6 +186,7 @@ class CoordinatorProcess:
         self.setting = options.setting
         self.listener = listener
         self.selector = selectors.DefaultSelector()
+        self.inbox = handshake.Inbox()
         self.connections: list[PeerConnection] = []
         self.newcomers: dict[socket.socket, float] = {}  # that have not said who they are, and since when
         self.refused: Counter[int] = Counter()  # messages, by the process that they were from
@@ -527,7 +528,7 @@ class CoordinatorProcess:
             if connection not in self.connections:
                 return
             try:
-                data = connection.socket.recv(MOST_BYTES)
+                data = self.inbox.receive(connection.socket)
             except BlockingIOError:
                 return
             except OSError:

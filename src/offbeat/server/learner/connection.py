@@ -36,7 +36,6 @@ from offbeat.server import handshake
 from offbeat.server.arena import Arena, stamp
 from offbeat.server.parameter_layout import ParameterLayout
 from offbeat.server.wire import (
-    MOST_BYTES,
     PROTOCOL,
     RUN_ENDED,
     TO_LEARNER,
@@ -385,6 +384,7 @@ class Connection:
         self.changed = threading.Condition()
         self.failed: OffbeatError | None = None
         self._unsaid: list[Message] = []  # which goes with the next that is said
+        self._inbox = handshake.Inbox()
         self._reading = False  # somebody who waits does
         self._broken = False  # the socket was closed, and there is no other yet
         self._alarm = threading.Event()  # the thread has something to do at once
@@ -524,7 +524,7 @@ class Connection:
     def _receive(self, flags: int) -> bytes | None:
         """A packet; none where none has come, and nothing in it where the socket is closed."""
         try:
-            return self.socket.recv(MOST_BYTES, flags)
+            return self._inbox.receive(self.socket, flags)
         except BlockingIOError:
             return None
         except OSError:
