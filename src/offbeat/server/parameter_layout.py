@@ -105,7 +105,7 @@ def write_tensors(vector: Tensor, tensors: Sequence[Tensor]) -> None:
 def copy_tensors(sources: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     """Each into its own; by one call for all, since for small ones the calls are what takes the time."""
     if tensors:
-        torch._foreach_copy_(tensors, sources)
+        torch._foreach_copy_(tuple(tensors), tuple(sources))
 
 
 def _refuse(*faults: tuple[object, str]) -> None:
