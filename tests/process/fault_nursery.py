@@ -53,6 +53,8 @@ def _supervise(order: dict[str, Any], folder: Path) -> NoReturn:
         os.execv(sys.executable, [sys.executable, "-c", "import offbeat.cli as c; raise SystemExit(c.main())", *words])
     coordinator_process.SILENCE_S = order.get("silence_s", coordinator_process.SILENCE_S)
     journal.SNAPSHOT_EVERY = 7  # these runs are short
+    if not order.get("inside"):
+        supervisor.INSIDE_ITEMS = 0
     supervisor.STOPPED_S = order.get("stopped_s", supervisor.STOPPED_S)
     fork_scripts()
     fault_points.services(order, folder)

@@ -61,6 +61,7 @@ class Order:
     absent: tuple[int, ...] = ()  # learners that nobody waits for
     odd: int | None = None  # a learner with another model
     workers: int = 0
+    inside: bool = False  # the coordinator makes the updates itself, as with any model of this size; else a server does
     planted: str = ""  # a bug of `fault_points.PLANTED`, to see it found
     program: bool = False
     words: tuple[str, ...] = field(init=False)

@@ -152,6 +152,29 @@ def test_training_goes_on_when_the_coordinator_is_killed(runs: Nursery, tmp_path
     tell(f"coordinator killed, {at}", seconds)
 
 
+INSIDE_POINTS = {
+    "mid-apply": ("server", "mid-apply"),
+    "applied": ("server", "applied"),
+    "finished": ("server", "finished"),
+    "journal": ("coordinator", "journal"),
+    "carried": ("coordinator", "carried"),
+}
+
+
+@pytest.mark.parametrize("point", INSIDE_POINTS)
+def test_an_update_is_made_once_when_the_coordinator_that_makes_it_itself_is_killed(
+    runs: Nursery, tmp_path: Path, point: str
+) -> None:
+    given = []
+    for order in orders(*INSIDE_POINTS[point]):
+        given.append(replace(order, servers=1, inside=True, blows=(replace(order.blows[0], number=0),)))
+    found = runs.run(tmp_path, *given)
+    for ended in found:
+        check(ended)
+    assert len(restarts(found, "coordinator")) == len(found)
+    assert not restarts(found, "server"), "there is no process of a server"
+
+
 def test_a_learner_that_dies_with_the_coordinator_is_found_dead_by_the_next(runs: Nursery, tmp_path: Path) -> None:
     """Else its slot would be kept back for ever: it might still write there."""
     first, *others = orders("coordinator", "with-learner")

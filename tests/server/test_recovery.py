@@ -31,6 +31,7 @@ from offbeat.server.coordinator.journal import new_files
 from offbeat.server.coordinator.snapshot import unsaved_state
 from offbeat.server.parameter_layout import layout_of, model_tensors
 from offbeat.server.run_setting import RunSetting
+from offbeat.server.shard.server_process import Shard, ShardMemory
 from offbeat.server.wire import (
     INPUT,
     Done,
@@ -70,7 +71,9 @@ class Clock:
 class Desk:
     """A coordinator's process without sockets: what it says is kept, and learners and a server answer from here."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, line: str = "async", learners: int = 2) -> None:
+    def __init__(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, line: str = "async", learners: int = 2, inside: int = 0
+    ) -> None:
         self.clock = Clock()
         monkeypatch.setattr(coordinator_process, "time", self.clock)
         model = torch.nn.Linear(4, 2)
@@ -84,6 +87,7 @@ class Desk:
             seed=0,
             start_s=100.0,
             log=folder / "log",
+            inside_items=inside,
         )
         self.files = new_files()
         self.mine, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -94,7 +98,8 @@ class Desk:
         self.process = CoordinatorProcess(self.options, self.listener, self.theirs, self.files, None, {})
         self._wrap()
         self.process._open_arena(self.table)
-        self.hear(Ready(0, 1))
+        if not inside:
+            self.hear(Ready(0, 1))
 
     def _wrap(self) -> None:
         deliver = self.process._deliver
@@ -164,7 +169,7 @@ class Desk:
         at_s = self.clock.now_s - 100.0
         while self.said:
             told = self.said.popleft()
-            if isinstance(told, ShardJob):
+            if isinstance(told, ShardJob) and self.process.inside is None:
                 return Done(told.shard, 1, told.number)
             if isinstance(told, EnterPause):
                 return Paused(told.learner, told.incarnation, told.number, told.lead)
@@ -231,6 +236,59 @@ def test_log_and_summary_of_a_run_with_restarts_are_those_of_one_without(
         found.append(((folder / "log").read_bytes(), json.loads(summary)))
     assert found[0][1]["updates"] > 20
     assert found[0] == found[1]
+
+
+class Killed(BaseException):
+    """In the place of a signal."""
+
+
+@pytest.mark.usefixtures("often")
+@pytest.mark.parametrize("line", ["async", "k-sync:1", "k-async:2", "async:rate=drift:1.0"])
+def test_an_update_that_the_coordinator_makes_itself_is_made_once_however_often_it_is_killed(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk = Desk(tmp_path, monkeypatch, line, inside=100)
+    assert desk.process.inside is not None and desk.process.arena is not None
+    for slot in desk.process.arena.slots:  # all gradients, and the learning rate, are 1
+        slot.fill_(1.0)
+    desk.start()
+    chance, handle, apply = random.Random(5), Shard.handle, ShardMemory.apply
+
+    def sometimes() -> None:
+        if chance.random() < 0.05:
+            raise Killed
+
+    def struck_after(self: Shard, job: ShardJob) -> Done:
+        done = handle(self, job)
+        sometimes()
+        return done
+
+    def struck_before(self: ShardMemory, job: ShardJob) -> None:
+        apply(self, job)  # the new weights are there, and nobody knows
+        sometimes()
+
+    monkeypatch.setattr(Shard, "handle", struck_after)
+    monkeypatch.setattr(ShardMemory, "apply", struck_before)
+    kills = 0
+    for _ in range(400):
+        try:
+            answer = desk._answer()
+            desk.hear(Tick() if answer is None else answer)
+        except Killed:
+            kills += 1
+            with monkeypatch.context() as patched:
+                patched.setattr(chance, "random", lambda: 1.0)
+                desk.restart()
+                for learner in range(2):  # they connect again, and ask
+                    desk.hear(Hello(learner, 10 + learner, desk.table.digest))
+    updates = desk.machine.policy.version
+    version, buffer = desk.process.arena.committed[0]
+    assert kills > 10 and updates > 60
+    assert version.get() + len(desk.machine.grants.commit_groups[0].queue) == updates
+    weights = desk.process.arena.weights[buffer.get()]
+    if "rate" not in line:
+        assert torch.equal(weights, torch.full_like(weights, -float(version.get())))
+    desk.close()
 
 
 def test_recovery_goes_through_what_came_since_the_last_snapshot_alone(

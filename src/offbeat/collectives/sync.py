@@ -80,6 +80,11 @@ class Word:
         if _futex_number is not None:
             _futex(_futex_number, self.address, _FUTEX_WAKE, _EVERYBODY, None, None, 0)
 
+    def write(self, value: int) -> None:
+        """As `set`, for a word that nobody sleeps on: without a system call."""
+        fence()
+        self.view[self.index] = value
+
     def sleep(self, seen: int, most_s: float = SLICE_S) -> None:
         """Until the word is no longer what was seen, or a slice of time has passed, or for no reason."""
         if _futex_number is None:

@@ -19,12 +19,21 @@ from offbeat.collectives import memory
 from offbeat.collectives.sync import Word
 from offbeat.errors import RequestError
 from offbeat.policies.memory import STATE_COPIES
-from offbeat.server.parameter_layout import DTYPES, ModelTensors, ParameterLayout, read_tensors, write_tensors
+from offbeat.server.parameter_layout import (
+    DTYPES,
+    ModelTensors,
+    ParameterLayout,
+    copy_tensors,
+    read_tensors,
+    views,
+    write_tensors,
+)
 from offbeat.server.run_setting import RunSetting
 from offbeat.server.shard.optimizers import CHUNK
 
 _PAGE = 4096
 _LEARNER_WORDS = 8  # a cache line each
+_MOST_VIEWS = 10_000
 
 
 class ArenaLayout:
@@ -67,6 +76,8 @@ class Arena:
         self.extra = segment.tensor(dtype, table.extra, layout.extra)
         self.offsets = table.offsets()
         self.segment = segment
+        self._kept_views: dict[int, list[Tensor]] = {}  # by buffer,
+        self._seen_as: tuple[Tensor, ...] = ()  # of a model with these parameters
         self._weights_at = layout.weights[0], layout.slots[0]
         lines = iter(range(1 + 2 * setting.shards + setting.learners))
 
@@ -90,12 +101,14 @@ class Arena:
 
     def fill(self, slot: int, index: int, gradient: Tensor) -> float:
         """A parameter's gradient, into its place; its squared norm, which costs little while it is in the cache."""
-        start, size = self.offsets[index], self.table.sizes[index]
-        place = self.slots[slot][start : start + size]
+        size = self.table.sizes[index]
+        place = self.slots[slot][self.offsets[index] : self.offsets[index] + size]
         if not gradient.is_contiguous():
             place.view(gradient.shape).copy_(gradient)
             return _square(place)
         flat = gradient.view(-1)
+        if size <= CHUNK:
+            return _square(place.copy_(flat))
         return sum((_square(place[part].copy_(flat[part])) for part in _parts(size)), 0.0)
 
     def square(self, gradient: Tensor) -> float | None:
@@ -103,7 +116,7 @@ class Arena:
         if gradient.device.type != "cpu" or gradient.dtype != self.slots[0].dtype:
             return None
         flat = gradient.reshape(-1)
-        if not gradient.is_contiguous():
+        if flat.numel() <= CHUNK or not gradient.is_contiguous():
             return _square(flat)
         return sum((_square(flat[part]) for part in _parts(flat.numel())), 0.0)
 
@@ -154,10 +167,23 @@ class Arena:
 
     def fetch(self, parts: ModelTensors, pieces: Sequence[tuple[int, int]], *, extra: bool) -> None:
         """The weights, into the model; with `extra` what is not trained too."""
-        same = len({buffer for buffer, _ in pieces}) == 1
-        write_tensors(self.weights[pieces[0][0]] if same else self.gather(pieces), parts.trained)
+        if len({buffer for buffer, _ in pieces}) == 1:
+            copy_tensors(self._views(pieces[0][0], parts.trained), parts.trained)
+        else:
+            write_tensors(self.gather(pieces), parts.trained)
         if extra:
             write_tensors(self.extra, parts.extra)
+
+    def _views(self, buffer: int, trained: tuple[Tensor, ...]) -> list[Tensor]:
+        """A buffer in the shapes of the model's parameters. They are kept, unless they are very many."""
+        if self._seen_as is not trained:  # another model
+            self._kept_views, self._seen_as = {}, trained
+        found = self._kept_views.get(buffer)
+        if found is None:
+            found = views(self.weights[buffer], trained)
+            if len(trained) * len(self.weights) <= _MOST_VIEWS:
+                self._kept_views[buffer] = found
+        return found
 
     def gather(self, pieces: Sequence[tuple[int, int]], out: Tensor | None = None) -> Tensor:
         """The weights as one vector, each shard's from its own buffer."""

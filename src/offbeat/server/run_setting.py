@@ -24,7 +24,7 @@ class RunSetting:
     again: bool = True  # what was cancelled is computed later; else it is counted as dropped
     clip_norm: float = 0.0  # 0: no clipping
     start_by_s: float | None = None  # begin with whoever is there by then
-    in_place: bool = False  # learners compute on the servers' weights themselves, and copy nothing
+    in_place: bool = False  # each learner has a buffer of weights of its own to read, until it is given another
     pause_every: int = 0  # updates, after which all stand still for a while; 0: never
     pause_epochs: bool = False  # the same at the end of each epoch
     book: dict[str, Any] | None = None  # of the samples, where a run goes on that was saved

@@ -10,6 +10,8 @@ can be reached, as one line of JSON, and ends when standard input is closed and 
     supervisor --- coordinator --- learners
         |              |
         +---------- servers
+
+With one server and a small model there is no process for the server: the coordinator makes its updates.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ MOST_DRAIN_S = 600.0
 MOST_DEATHS, DEATHS_S = 8, 20.0  # of one server or of the coordinator: more than so many in so long, and the run ends
 MOST_RESTARTS = 3  # of a learner that was killed
 PIDS_KEPT = 64  # of each learner, those that came last
+INSIDE_ITEMS = 2**16  # of a model on one server: up to so many, the coordinator makes the updates itself
 _LINGER_S = 0.5  # for learners whose goodbye is on its way
 
 
@@ -100,6 +103,7 @@ class Supervisor(Launcher):
             log=self.plan.log,
             launched=self.plan.launches,
             facts=dict(self.plan.facts or {}),
+            inside_items=INSIDE_ITEMS,
         )
 
         def body() -> None:
@@ -169,7 +173,7 @@ class Supervisor(Launcher):
         if message.what == "arena" and self.arena is None and message.table is not None:
             self.arena = (message.table, descriptors.pop(0))
             self._quiet = memory.Segment(self.arena[1], 4096)  # its first word says whether anybody is there
-            for shard in range(self.plan.setting.shards):
+            for shard in range(message.number):
                 self._start_server(shard)
         elif message.what == "ready":
             self._recovered(message.text)

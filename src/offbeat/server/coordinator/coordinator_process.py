@@ -7,6 +7,9 @@ connection was cut connect again by themselves and ask again.
 
 What makes the machine raise is not in the journal: machine and recorder are brought back from it as they were before,
 the message is refused, and the run goes on.
+
+The shard of a small model is in this process too (`inside`): telling another one would take longer than its update.
+It is told and heard as one in a process of its own, but for the sockets; it is replaced together with the coordinator.
 """
 
 from __future__ import annotations
@@ -17,13 +20,14 @@ import math
 import selectors
 import socket
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 
 from offbeat import plugins
 from offbeat.collectives import memory
@@ -42,6 +46,7 @@ from offbeat.server.coordinator.session import SessionName
 from offbeat.server.parameter_layout import ParameterLayout
 from offbeat.server.run_setting import RunSetting
 from offbeat.server.shard.optimizers import check_rule
+from offbeat.server.shard.server_process import Shard, ShardMemory
 from offbeat.server.wire import (
     INPUT,
     MOST_BYTES,
@@ -95,15 +100,17 @@ class CoordinatorOptions:
     log: Path | None = None
     facts: dict[str, Any] | None = None  # of the run, for its log
     launched: bool = False  # learners are started, and started again, by the supervisor
+    inside_items: int = 0  # a model of so many items or fewer, on one shard, is updated by the coordinator itself
 
 
 class ToSupervisor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Between coordinator and supervisor.
 
-    "arena": here is the memory, for this table. "ready": a server or the coordinator (`text`) works. "learner": this
-    process has come, under this nonce. "replace": this server says what cannot be. "begin": not all learners will come;
-    begin with those that are there. "ended": this learner will not come again. "say": something worth knowing.
-    "failed": the run cannot go on, and why. "finish": the run is over. "summary": what there is to tell of it.
+    "arena": here is the memory, for this table; `number` servers are to be started. "ready": a server or the
+    coordinator (`text`) works. "learner": this process has come, under this nonce. "replace": this server says what
+    cannot be. "begin": not all learners will come; begin with those that are there. "ended": this learner will not come
+    again. "say": something worth knowing. "failed": the run cannot go on, and why. "finish": the run is over.
+    "summary": what there is to tell of it.
     """
 
     what: str
@@ -179,6 +186,7 @@ class CoordinatorProcess:
         self.setting = options.setting
         self.listener = listener
         self.selector = selectors.DefaultSelector()
+        self.inbox = handshake.Inbox()
         self.connections: list[PeerConnection] = []
         self.newcomers: dict[socket.socket, float] = {}  # that have not said who they are, and since when
         self.refused: Counter[int] = Counter()  # messages, by the process that they were from
@@ -187,9 +195,11 @@ class CoordinatorProcess:
         self.arena: Arena | None = None
         self.descriptor = -1
         self.machine: Coordinator | None = None
+        self.inside: Shard | None = None
+        self.jobs: deque[ShardJob] = deque()  # for it
         self.recorder = RunRecorder(options.setting.learners)
         self.finishing_by_s: float | None = None
-        self.ticked_s = 0.0
+        self.ticked_s = self.checked_s = 0.0
         self.stalled = Stopwatch()
         self.failed = False
         self.left: set[int] = set()  # learners that have said goodbye
@@ -204,6 +214,7 @@ class CoordinatorProcess:
             if held is not None:
                 self._open_arena(*held)
                 self._recover()
+                self._start_inside()
         except (JournalError, msgspec.MsgspecError) as error:
             self._fail(f"the coordinator cannot be restarted: {error}")
 
@@ -213,19 +224,38 @@ class CoordinatorProcess:
         """There is a model: now there is memory for it, made here if nobody holds it yet, and a machine."""
         table.check()
         check_rule(table)
-        setting = replace(self.setting, clip_norm=table.clip_norm, in_place=table.in_place)
+        setting = self._setting_for(table)
         size_bytes = ArenaLayout(table, setting).size_bytes
         self.descriptor = memory.create(size_bytes, "the parameter server")[1] if held is None else held
         arena = Arena(memory.Segment(self.descriptor, size_bytes), table, setting)
         if held is None:
             self._begin(arena, None)
-            say(self.supervisor, "arena", [self.descriptor], table=table)
+            servers = 0 if self._is_inside(table) else setting.shards
+            say(self.supervisor, "arena", [self.descriptor], table=table, number=servers)
         self.arena = arena  # not before there is a machine: who comes after one that was refused here is refused too
+        if held is None:
+            self._start_inside()
+
+    def _setting_for(self, table: ParameterLayout) -> RunSetting:
+        """With a buffer of weights for each learner where the model asks for it, or where that costs little."""
+        own = table.in_place or (self._is_inside(table) and not self.setting.independent)
+        return replace(self.setting, clip_norm=table.clip_norm, in_place=own)
+
+    def _is_inside(self, table: ParameterLayout) -> bool:
+        return self.setting.shards == 1 and table.items <= self.options.inside_items
+
+    def _start_inside(self) -> None:
+        """The shard in this process, if there is to be one; it says that it is ready, as another server would."""
+        assert self.arena is not None and self.machine is not None
+        if self._is_inside(self.arena.table):
+            generation = self.machine.grants.generations.get(0, 0) + 1
+            self.inside = Shard(0, generation, ShardMemory(self.arena, 0))
+            self._handle(self.inside.ready())
 
     def _begin(self, arena: Arena, state: ProcessState | None) -> Coordinator:
         """A machine and a recorder: fresh ones, or as they were when the state was taken."""
         table = arena.table
-        setting = replace(self.setting, clip_norm=table.clip_norm, in_place=table.in_place)
+        setting = self._setting_for(table)
         facts = {"strategy": setting.line, "expect": setting.learners, "start_by_s": 0.0, "seed": self.options.seed}
         facts |= {"simulated": False, "rule": table.rule, "clip_norm": table.clip_norm, "gradients": table.gradients}
         facts |= {"staleness": CORRECT if setting.corrects else KEEP, "scaling": setting.scaling}
@@ -235,7 +265,7 @@ class CoordinatorProcess:
         self.recorder.push_bytes = arena.slots[0].nbytes
         self.recorder.fetch_bytes = 0 if table.in_place else arena.weights[0].nbytes
         self.recorder.open(self.options.log, facts, None if state is None else state.recorder)
-        machine = Coordinator(setting, self.recorder.decision)
+        machine = Coordinator(setting, None if self.options.log is None else self.recorder.decision)
         if state is not None:
             snapshot.restore(machine, state.machine)
             self.left, self.pids_by_session = state.left, state.pids
@@ -322,6 +352,7 @@ class CoordinatorProcess:
 
     def serve(self) -> None:
         """Until the supervisor says that the run is over, or is gone."""
+        torch.set_num_threads(1)  # of the updates that are made here
         self.listener.setblocking(False)
         self.selector.register(self.listener, selectors.EVENT_READ, self._accept)
         self.selector.register(self.supervisor, selectors.EVENT_READ, self._hear_supervisor)
@@ -331,7 +362,8 @@ class CoordinatorProcess:
                 key.data()
             if self._wake_in_s() <= 0:
                 self._handle(WakeDue())
-            self._check_liveness()
+            if time.monotonic() - self.checked_s >= LIVENESS_S:
+                self._check_liveness()
         say(self.supervisor, "summary", text=self.recorder.close(self.machine))
 
     def _wake_in_s(self) -> float:
@@ -376,7 +408,7 @@ class CoordinatorProcess:
     # --- who still lives --------------------------------------------------------------------------------------------
 
     def _check_liveness(self) -> None:
-        now = time.monotonic()
+        now = self.checked_s = time.monotonic()
         if self.arena is not None and self.machine is not None:
             for one in [one for one in self.connections if one.role == "learner" and one.incarnation]:
                 beat = self.arena.learner_words[one.number][2].get()
@@ -496,7 +528,7 @@ class CoordinatorProcess:
             if connection not in self.connections:
                 return
             try:
-                data = connection.socket.recv(MOST_BYTES)
+                data = self.inbox.receive(connection.socket)
             except BlockingIOError:
                 return
             except OSError:
@@ -559,6 +591,12 @@ class CoordinatorProcess:
     # --- in and out -------------------------------------------------------------------------------------------------
 
     def _handle(self, message: INPUT, data: bytes | None = None, sender: PeerConnection | None = None) -> None:
+        """A message goes into the machine, and then what the shard in this process makes of the answers."""
+        self._take(message, data, sender)
+        while self.inside is not None and self.jobs:
+            self._take(self.inside.handle(self.jobs.popleft()))
+
+    def _take(self, message: INPUT, data: bytes | None = None, sender: PeerConnection | None = None) -> None:
         """A message goes into the machine and then to the journal, and what it answers to whom it is for."""
         machine = self.machine
         if machine is None or self.failed:
@@ -614,10 +652,13 @@ class CoordinatorProcess:
     def _publish_quiet(self, machine: Coordinator) -> None:
         """In shared memory, whether all learners have left for good and the weights are the last ones."""
         assert self.arena is not None
-        here = any(one.here for one in machine.sessions.values())
-        # Whether they will not come again: they said goodbye, or whoever starts learners says so.
-        ended = not self.options.launched or machine.sessions.keys() <= self.left | self.ended
-        quiet = machine.seeded and machine.grants.idle and not here and ended
+        quiet = (
+            not any(one.here for one in machine.sessions.values())
+            and machine.seeded
+            and machine.grants.idle
+            # They will not come again: they said goodbye, or whoever starts learners says so.
+            and (not self.options.launched or machine.sessions.keys() <= self.left | self.ended)
+        )
         if self.arena.quiet_word.get() != quiet:
             self.arena.quiet_word.set(int(quiet))
 
@@ -628,13 +669,18 @@ class CoordinatorProcess:
         if isinstance(message, CancelWord):
             arena.learner_words[message.learner][0].set(stamp(message.incarnation, message.seq))
         elif isinstance(message, FenceWord):
-            arena.learner_words[message.learner][1].set(message.incarnation)
+            arena.learner_words[message.learner][1].write(message.incarnation)
         elif isinstance(message, Committed):
             version, buffer = arena.committed[message.commit_group]
-            buffer.set(message.buffer)
-            version.set(message.version)
+            buffer.write(message.buffer)
+            version.write(message.version)
+        elif self.inside is not None and isinstance(message, ShardJob):
+            self.jobs.append(message)
         else:
-            for connection in [one for one in self.connections if self._is_for(message, one)]:
+            number = message.shard if isinstance(message, ShardJob) else message.learner
+            for connection in [one for one in self.connections if one.number == number]:
+                if not self._is_for(message, connection):
+                    continue
                 try:
                     connection.socket.send(encode(message))
                 except OSError:

@@ -166,7 +166,6 @@ def _header(number: int, snapshot: bytes, *, degraded: bool) -> bytes:
 
 def _write_all(file: int, data: bytes, at: int) -> None:
     """All of it, however many writes that takes; `OSError` where it cannot be."""
-    rest = memoryview(data)
-    while rest:
-        written = os.pwrite(file, rest, at)
-        at, rest = at + written, rest[written:]
+    written = os.pwrite(file, data, at)
+    while written < len(data):
+        written += os.pwrite(file, memoryview(data)[written:], at + written)

@@ -176,7 +176,8 @@ class RunRecorder:
             self.losses.append(message.loss)
         stopped, version = isinstance(message, Stop), message.version
         self._between(session, began, version)
-        self._write(LogWriter.span, Span(learner, "compute", began, ended, version, stopped))
+        if self._writer is not None:
+            self._write(LogWriter.span, Span(learner, "compute", began, ended, version, stopped))
         self._ended_s[session] = ended, ended if stopped else at_s
         if stopped:
             self.stops += 1
@@ -195,9 +196,11 @@ class RunRecorder:
         update = self._begins_after.pop(session, (0.0, 0.0))
         times = [ended_s, *(min(max(at_s, there_s), began_s) for at_s in (there_s, *update)), began_s]
         for what, (start_s, end_s) in zip(("send", "wait", "apply", "wait"), pairwise(times), strict=True):
-            for start, end in self._awake(start_s, end_s):
-                self._write(LogWriter.span, Span(session[0], what, start, end, version))
-                self.wait_s[session[0]] += end - start
+            if start_s < end_s:
+                for start, end in self._awake(start_s, end_s):
+                    if self._writer is not None:
+                        self._write(LogWriter.span, Span(session[0], what, start, end, version))
+                    self.wait_s[session[0]] += end - start
 
     def answered(self, answers: Iterable[OUTPUT], at_s: float) -> None:
         """What the coordinator said: which update is under way, and whose weights a learner is sent."""

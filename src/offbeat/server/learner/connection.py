@@ -10,9 +10,10 @@ socket was closed. Saying something twice does no harm.
 A newer Go cancels the minibatch that is open. After `Fenced` the learner has no incarnation, and joins again by itself
 as a new one.
 
-`Connection` drives it over a socket. Its thread reads messages, gives a sign of life, and connects again when the
-socket was closed (a coordinator that was killed comes back). Whoever waits for an answer waits on a condition, and is
-told when the run is gone for good.
+`Connection` drives it over a socket. Whoever waits for an answer reads the socket itself: no other thread has to be
+woken first. While several wait, one of them reads, and the others wait on a condition. A thread of its own gives a sign
+of life, reads now and then while nobody waits, and connects again when the socket was closed (a coordinator that was
+killed comes back). Whoever waits is told when the run is gone for good.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ import contextlib
 import math
 import os
 import secrets
-import select
 import socket
+import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Concatenate, Literal, ParamSpec, TypeVar
 
 from offbeat.errors import OffbeatError, PeerError, RequestError
@@ -35,7 +36,6 @@ from offbeat.server import handshake
 from offbeat.server.arena import Arena, stamp
 from offbeat.server.parameter_layout import ParameterLayout
 from offbeat.server.wire import (
-    MOST_BYTES,
     PROTOCOL,
     RUN_ENDED,
     TO_LEARNER,
@@ -70,6 +70,7 @@ from offbeat.server.wire import (
 )
 
 BEAT_S = 0.2
+_LOOK_S = 1  # how long one waits before it looks around
 RETRY_S = 2.0  # an answer that takes longer may have been lost
 _RECONNECT_S = 600.0  # for a coordinator that goes through its journal
 _GONE_S = 1.0  # for a listener that is not there any more
@@ -382,6 +383,11 @@ class Connection:
         self.socket, self.accepted, self.arena = self._connect(_FIRST_S)
         self.changed = threading.Condition()
         self.failed: OffbeatError | None = None
+        self._unsaid: list[Message] = []  # which goes with the next that is said
+        self._inbox = handshake.Inbox()
+        self._reading = False  # somebody who waits does
+        self._broken = False  # the socket was closed, and there is no other yet
+        self._alarm = threading.Event()  # the thread has something to do at once
         self.paused_s = 0.0
         self.end_wanted = False  # whoever waits says so; may be set by a signal handler
         self.on_pause = on_pause
@@ -396,7 +402,7 @@ class Connection:
     def _connect(
         self, most_s: float, gone_s: float = _FIRST_S, answer_s: float = _FIRST_S
     ) -> tuple[socket.socket, handshake.Accept, Arena]:
-        return handshake.keep_connecting(
+        found, accepted, arena = handshake.keep_connecting(
             self.listener,
             self.handshake,
             most_s=most_s,
@@ -404,6 +410,9 @@ class Connection:
             answer_s=answer_s,
             closed=lambda: self.closed or self.state.left,
         )
+        # By the kernel: with Python's own timeout each `recv` would be two calls.
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", _LOOK_S, 0))
+        return found, accepted, arena
 
     # --- speaking ---------------------------------------------------------------------------------------------------
 
@@ -413,6 +422,13 @@ class Connection:
         """Send what a method of the state has to say: `connection.say(ConnectionState.fetched, pin)`."""
         with self.changed:
             self._send(make(self.state, *given, **named))
+
+    def say_with_next(
+        self, make: Callable[Concatenate[ConnectionState, P], list[Message]], *given: P.args, **named: P.kwargs
+    ) -> None:
+        """As `say`, for what nobody waits for: it is sent before whatever is said next, and wakes nobody by itself."""
+        with self.changed:
+            self._unsaid += make(self.state, *given, **named)
 
     def wait(
         self,
@@ -446,7 +462,7 @@ class Connection:
                     raise self.failed
                 if time.monotonic() > end:
                     raise PeerError(f"waited {timeout_s:g} s for {what}")
-                self.changed.wait(1.0)
+                self._await_news()
 
     def _pause(self, pause: EnterPause) -> None:
         """Stand still until the pause ends. `on_pause` runs without the lock: the other threads go on."""
@@ -458,10 +474,12 @@ class Connection:
             self.changed.acquire()
         self._send(self.state.paused(pause, stop=stop))
         while self.state.must_wait and self.failed is None:
-            self.changed.wait(1.0)
+            self._await_news()
         self.paused_s += time.monotonic() - began_s
 
-    def _send(self, messages: Iterable[Message]) -> None:
+    def _send(self, messages: list[Message]) -> None:
+        if messages and self._unsaid:
+            messages, self._unsaid = [*self._unsaid, *messages], []
         for message in messages:
             with contextlib.suppress(OSError):  # the thread sees that the socket is closed, and all is said again
                 self.socket.send(encode(message))
@@ -488,14 +506,58 @@ class Connection:
 
     # --- listening --------------------------------------------------------------------------------------------------
 
+    def _await_news(self) -> None:
+        """Until a message was taken in, or for a while. The lock is held, and let go while nothing comes."""
+        if self._reading or self._broken or self.closed:
+            self.changed.wait(_LOOK_S)
+            return
+        self._reading = True
+        self.changed.release()
+        try:
+            data = self._receive(0)
+        finally:
+            self.changed.acquire()
+            self._reading = False
+            self.changed.notify_all()  # another may read now
+        self._take(data)
+
+    def _receive(self, flags: int) -> bytes | None:
+        """A packet; none where none has come, and nothing in it where the socket is closed."""
+        try:
+            return self._inbox.receive(self.socket, flags)
+        except BlockingIOError:
+            return None
+        except OSError:
+            return b""
+
+    def _take(self, data: bytes | None) -> None:
+        """Under the lock: what `_receive` gave."""
+        if data is None:
+            return
+        if not data:
+            self._broken = True
+            self._alarm.set()
+            return
+        try:
+            message = decode_output(data)
+            if not isinstance(message, TO_LEARNER):
+                raise WireError(f"a learner received an unexpected message: {message}")
+        except WireError as error:
+            self.failed = error
+            return
+        if not isinstance(message, EnterPause):  # that is no answer, and is said again and again
+            self._heard_s = time.monotonic()
+        self._send(self.state.receive(message))
+
     def _listen(self) -> None:
         try:
-            while not self.closed:
-                readable, _, _ = select.select([self.socket], [], [], BEAT_S)
+            while not self.closed and self.failed is None:
+                self._alarm.wait(BEAT_S)
+                self._alarm.clear()
                 self._beat.view[self._beat.index] = (self._beat.get() + 1) & 0xFFFFFFFF
-                if readable:
-                    self._read()
-                elif time.monotonic() - self._heard_s > RETRY_S:
+                if self._broken and not self.closed:
+                    self._reconnect()
+                elif not self._read_beside() and time.monotonic() - self._heard_s > RETRY_S:
                     self._heard_s = time.monotonic()
                     self.say(ConnectionState.retry)
         except (OffbeatError, OSError, ValueError) as error:
@@ -505,22 +567,17 @@ class Connection:
                     self.failed = known or PeerError(f"the connection to the run broke: {error}")
                 self.changed.notify_all()
 
-    def _read(self) -> None:
-        try:
-            data = self.socket.recv(MOST_BYTES)
-        except OSError:
-            data = b""
-        if not data:
-            self._reconnect()
-            return
-        message = decode_output(data)
-        if not isinstance(message, TO_LEARNER):
-            raise WireError(f"a learner received an unexpected message: {message}")
-        if not isinstance(message, EnterPause):  # that is no answer, and is said again and again
-            self._heard_s = time.monotonic()
+    def _read_beside(self) -> bool:
+        """Take in all that has come while nobody waits; whether there was anything."""
         with self.changed:
-            self._send(self.state.receive(message))
-            self.changed.notify_all()
+            heard = False
+            while not self._reading and (data := self._receive(socket.MSG_DONTWAIT)) is not None:
+                heard = True
+                self._take(data)
+                self.changed.notify_all()
+                if not data or self.failed is not None:
+                    break
+            return heard
 
     def _reconnect(self) -> None:
         """The coordinator is gone; perhaps another takes its place."""
@@ -530,8 +587,9 @@ class Connection:
         except PeerError:
             raise PeerError("the run is gone: its coordinator no longer answers") from None
         with self.changed:
-            self.socket = found
+            self.socket, self._broken = found, False
             self._send([*self.state.hello(), *self.state.retry()])
+            self.changed.notify_all()
 
     def close(self) -> None:
         """Say goodbye and close the socket."""
@@ -539,6 +597,7 @@ class Connection:
             return
         self.say(ConnectionState.bye)
         self.closed = True
+        self._alarm.set()
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
         self._thread.join(2.0)

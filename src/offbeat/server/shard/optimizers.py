@@ -187,7 +187,7 @@ def update(
     (momentum in another group only) is zeros at first and then carried on, so that momentum which is switched on
     later starts as torch starts it, unless dampened.
     """
-    _rule(rule).update(hyper, step, weights, gradient, out, state, new_state, scratch[: out.numel()])
+    _rule(rule).update(hyper, step, weights, gradient, out, state, new_state, _cut(scratch, slice(0, out.numel())))
 
 
 def _sgd(
@@ -346,6 +346,11 @@ def _refusal(kind: type[torch.optim.Optimizer]) -> RequestError:
     return RequestError(f"{who} cannot run on shards of the parameters, since {why}; {', '.join(most)} and {last} can")
 
 
+def _cut(vector: Tensor, part: slice) -> Tensor:
+    """A part of a vector, or the vector itself where that is all of it: of a small one cutting is half of the work."""
+    return vector if part.stop - part.start == vector.numel() else vector[part]
+
+
 # --- on a stretch of the flat vector ----------------------------------------------------------------------------------
 
 
@@ -376,7 +381,7 @@ class Updates:
         """Compute the update into the target buffer. The state goes to its other copy, by odd and even versions."""
         old, new = (job.version + 1) % 2, job.version % 2
         steps, new_steps = self.steps[old], self.steps[new]
-        new_steps.copy_(steps).add_(1)
+        torch.add(steps, 1, out=new_steps)
         for index in job.skip:
             new_steps[index] = steps[index]
         source, target = self.weights[job.source], self.weights[job.target]
@@ -384,8 +389,8 @@ class Updates:
         for start, end, group, step in self._runs(new_steps, job.skip):
             for first in range(start, end, CHUNK):
                 part = slice(first, min(end, first + CHUNK))
-                states = {name: vector[part] for name, vector in before.items()}
-                new_states = {name: vector[part] for name, vector in after.items()}
+                states = {name: _cut(vector, part) for name, vector in before.items()}
+                new_states = {name: _cut(vector, part) for name, vector in after.items()}
                 if step == 0:  # without a gradient: as it was
                     target[part] = source[part]
                     for name, vector in states.items():
@@ -395,9 +400,9 @@ class Updates:
                     self.table.rule,
                     damped(self.table.rule, job.hyper[group], job.damping),
                     step,
-                    source[part],
+                    _cut(source, part),
                     self._gradient(job, part, source),
-                    target[part],
+                    _cut(target, part),
                     states,
                     new_states,
                     self._scratch,
@@ -405,10 +410,13 @@ class Updates:
 
     def _runs(self, steps: Tensor, skip: Sequence[int]) -> list[tuple[int, int, int, int]]:
         """Stretches of this shard that are updated alike: (start, end, group, step), step 0 for what is skipped."""
-        runs: list[tuple[int, int, int, int]] = []
-        absent = set(skip)
         table = self.table
-        for index, (offset, size, step) in enumerate(zip(self.offsets, table.sizes, steps.tolist(), strict=True)):
+        runs: list[tuple[int, int, int, int]] = []
+        counts = steps.tolist()
+        if not skip and len(set(counts)) == 1 and len(set(table.groups)) == 1:
+            return [(self.start, self.end, table.groups[0], counts[0])] if self.start < self.end else runs
+        absent = set(skip)
+        for index, (offset, size, step) in enumerate(zip(self.offsets, table.sizes, counts, strict=True)):
             start, end = max(offset, self.start), min(offset + size, self.end)
             if start >= end:
                 continue
@@ -421,13 +429,13 @@ class Updates:
 
     def _gradient(self, job: ShardJob, part: slice, source: Tensor) -> Tensor:
         """(1/n) * sum(scale * gradient) of a part, compensated and clipped as the job says."""
-        count = part.stop - part.start
-        mean, wide = self._mean[:count], self._wide[:count]
         slots, scales = job.slots, job.scales
         plain = job.compensation == 0 and job.clip == 1.0
-        first = self.slots[slots[0]][part]
-        if plain and len(slots) == 1 and scales[0] == 1.0 and first.dtype == mean.dtype:
+        first = _cut(self.slots[slots[0]], part)
+        if plain and len(slots) == 1 and scales[0] == 1.0 and first.dtype == self._mean.dtype:
             return first
+        count = part.stop - part.start
+        mean, wide = self._mean[:count], self._wide[:count]
         for number, (slot, scale) in enumerate(zip(slots, scales, strict=True)):
             one = self.slots[slot][part]
             if one.dtype != mean.dtype:

@@ -93,7 +93,7 @@ class ShardMemory(Updates):
         return self._word.get() & 0xFFFFFFFF
 
     def finish(self, number: int, version: int) -> None:
-        self._word.set(number << 32 | version)
+        self._word.write(number << 32 | version)
 
 
 def serve(name: str, token: str, shard: int, generation: int) -> None:
