@@ -75,9 +75,7 @@ def test_auto_takes_the_fastest_schedule_that_fits() -> None:
     assert (
         max(narrow.need_bytes)
         <= 160 * MB
-        < max(
-            plan_stages(changed(config, {"parallel": "stages=2,schedule=gpipe,microbatches=8"}), measured).need_bytes
-        )
+        < max(plan_stages(changed(config, {"parallel": "stages=2,schedule=gpipe,microbatches=8"}), measured).need_bytes)
     )
 
 
