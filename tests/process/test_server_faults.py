@@ -277,6 +277,7 @@ def test_a_learner_whose_loader_dies_stays_away_unless_it_had_read_all_and_the_o
 ) -> None:
     blow = Blow("learner", "compute", 2, "loaders", 1)
     for ended in runs.run(tmp_path, *few(blows=(blow,), absent=(1,), workers=1)):
+        assert ended.text("out"), str(ended)
         failed = ended.summary["exits"]["1"]
         check(ended, code=failed)
         assert any(told in ended.text("err") for told in LOADER_GONE) or not failed, str(ended)
