@@ -250,6 +250,23 @@ def test_the_tree_of_the_architecture_page_is_the_disk() -> None:
     assert tree_drift((HERE / "docs" / "architecture.md").read_text(encoding="utf-8"), files_on_disk()) == []
 
 
+def walks(page: str) -> dict[str, list[str]]:
+    """The files of each walk of a gradient, in order; a name without a folder is in that of the one before it."""
+    found: dict[str, list[str]] = {}
+    for part in page.split("## How a gradient travels")[1].split("\n## ")[0].split("\n### ")[1:]:
+        files: list[str] = []
+        for path in re.findall(r"`([\w/]+\.py)`", "\n".join(row for row in part.splitlines() if row.startswith("|"))):
+            files.append(path if "/" in path else f"{files[-1].rpartition('/')[0]}/{path}")
+        found[part.splitlines()[0]] = files
+    return found
+
+
+def test_the_walks_of_a_gradient_name_files_that_are_there_and_few() -> None:
+    found = walks((HERE / "docs" / "architecture.md").read_text(encoding="utf-8"))
+    assert [path for files in found.values() for path in files if not (PACKAGE / path).is_file()] == []
+    assert [len(set(found[walk])) for walk in ("All-reduce (`ring`)", "Parameter server (`k-async:2`)")] == [10, 13]
+
+
 def test_in_a_fresh_process_torch_free_rooms_load_nothing_banned() -> None:
     """What numpy itself loads is numpy's; everything else must come from the standard library."""
     modules = sorted(

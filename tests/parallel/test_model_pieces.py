@@ -24,7 +24,9 @@ def names_of(pieces: list[torch.fx.GraphModule]) -> list[set[str]]:
         ("alexnet", (3, 63, 63), {}, 8),
     ],
 )
-def test_pieces_compute_what_the_model_computes(name: str, shape: tuple[int, ...], options: dict, count: int) -> None:  # type: ignore[type-arg]
+def test_pieces_compute_what_the_model_computes(
+    name: str, shape: tuple[int, ...], options: dict[str, int], count: int
+) -> None:
     torch.manual_seed(0)
     model = build_model(name, shape, 4, options)
     pieces = pieces_of(model)
