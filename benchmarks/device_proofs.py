@@ -111,6 +111,7 @@ class Setting(NamedTuple):
         forward: Loss | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         kind: type[DeviceStep] = DeviceStep,
+        reduced: bool = False,
     ) -> DeviceStep:
         made = optimizer or torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
         precision = Precision(self.precision, self.device)
@@ -123,6 +124,7 @@ class Setting(NamedTuple):
             clip_norm=self.clip,
             forward=forward,
             captured=rung.captured,
+            reduced=reduced,
         )
 
 
@@ -134,9 +136,11 @@ def proved(setting: Setting, rung: Rung, kind: type[DeviceStep] = DeviceStep) ->
         return prove(step, eager, setting.batches(1, 2))
 
 
-def trained(setting: Setting, rung: Rung, seed: int, updates: int, *, broken_at: int = -1) -> tuple[DeviceStep, float]:
+def trained(
+    setting: Setting, rung: Rung, seed: int, updates: int, *, broken_at: int = -1, reduced: bool = False
+) -> tuple[DeviceStep, float]:
     """The step after so many updates, and its loss, the mean over the last ten."""
-    step = setting.step(setting.model(seed), rung)
+    step = setting.step(setting.model(seed), rung, reduced=reduced)
     losses = []
     batches = setting.batches(100 + seed, updates * PASSES)
     for number in range(updates):
@@ -145,7 +149,9 @@ def trained(setting: Setting, rung: Rung, seed: int, updates: int, *, broken_at:
             loss = step.add(*batches[number * PASSES + at], weight=1 / PASSES, first=at == 0)
         losses.append(loss)
         if number == broken_at:
-            step.gradient[5] = float("inf")
+            broken = step.read_gradient()
+            broken[5] = float("inf")
+            step.write_gradient(broken)
         step.update(setting.case.lr * (1 - number / updates))
     return step, float(torch.stack(losses[-10:]).float().mean())
 
@@ -159,11 +165,12 @@ def same_bits(setting: Setting, rung: Rung) -> bool:
     torch.backends.cudnn.deterministic = True
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        ends = [weights(trained(setting, one, 0, 20, broken_at=7)[0]) for one in (rung, EAGER)]
+        kinds = ((rung, False), (rung, True), (EAGER, True))  # the gradient in pieces, and in one flat tensor
+        ends = [weights(trained(setting, one, 0, 20, broken_at=7, reduced=reduced)[0]) for one, reduced in kinds]
     finally:
         torch.backends.cudnn.deterministic = before
         torch.use_deterministic_algorithms(False)
-    return torch.equal(*ends)
+    return all(torch.equal(one, ends[-1]) for one in ends)
 
 
 class FrozenRate(DeviceStep):

@@ -26,7 +26,7 @@ from offbeat.train.compute_ladder import (
     told,
     try_rung,
 )
-from offbeat.train.device_step import DeviceStep, compiled_loss
+from offbeat.train.device_step import DeviceStep, compiled_loss, settled
 from offbeat.train.precision import Precision
 
 CPU = torch.device("cpu")
@@ -109,6 +109,28 @@ def test_parameters_without_a_gradient_have_zeros_in_it() -> None:
     step.add(*batches()[0])
     assert step.gradient[:36].abs().sum() > 0
     assert step.gradient[36:].abs().sum() == 0
+
+
+def test_a_gradient_stays_where_it_was_computed_unless_something_else_lies_there() -> None:
+    parameters = [torch.zeros(4, 3) for _ in range(6)]
+    own, twice, batch = torch.randn(4, 3), torch.randn(4, 3), torch.randn(4, 3)
+    other_layout = torch.randn(3, 4).t()
+    gradients = [own, twice, twice, batch, other_layout, None]
+    places = settled(gradients, parameters, [*parameters, batch])
+    for place, gradient in zip(places, gradients, strict=True):
+        assert torch.equal(place, torch.zeros(4, 3) if gradient is None else gradient)
+    assert places[0] is own
+    assert len({one.untyped_storage().data_ptr() for one in [*places, twice, batch, other_layout]}) == 9
+    assert all(place.stride() == (3, 1) for place in places)
+
+
+def test_a_gradient_that_is_read_and_written_is_the_same() -> None:
+    step = step_of(small())
+    step.add(*batches()[0])
+    flat = step.read_gradient()
+    assert torch.equal(flat, step.gradient)
+    step.write_gradient(2 * flat)
+    assert torch.equal(step.gradient, 2 * flat)
 
 
 def test_an_update_that_is_not_finite_is_left_out_and_halves_the_loss_scale() -> None:

@@ -77,6 +77,7 @@ class DeviceLearner:
             clip_norm=self.config.train.clip_norm,
             forward=self._compiled,
             captured=self.rung.captured,
+            reduced=False,
             benchmark=not self.config.deterministic,
         )
 

@@ -252,7 +252,8 @@ class _Wide:
             loss = step.loss(self.model(inputs), targets)
             with precision.differentiating():
                 parts = torch.autograd.grad(loss, parameters, allow_unused=True)
-        flat = torch.zeros_like(step.gradient, dtype=parts[0].dtype if parts[0] is not None else torch.float64)
+        dtype = parts[0].dtype if parts[0] is not None else torch.float64
+        flat = torch.zeros(sum(one.numel() for one in parameters), dtype=dtype, device=step.device)
         start = 0
         for parameter, part in zip(parameters, parts, strict=True):
             if part is not None:
@@ -276,7 +277,7 @@ def _gradient(step: DeviceStep, batch: Batch, seed: int, scale: float, weight: f
         step.scale.fill_(scale)
         torch.manual_seed(seed)
         step.add(*batch, weight=weight)
-        return step.gradient / (scale * weight)
+        return step.read_gradient() / (scale * weight)
 
 
 def _change(step: DeviceStep, gradient: Tensor, lr: float, decay: float) -> Tensor:
@@ -285,7 +286,7 @@ def _change(step: DeviceStep, gradient: Tensor, lr: float, decay: float) -> Tens
     decays = [group["weight_decay"] for group in groups]
     with step.kept():
         before = torch.cat([one.detach().flatten().clone() for one in step.parameters])
-        step.gradient.copy_(gradient)
+        step.write_gradient(gradient)
         step.scale.fill_(1.0)
         try:
             for group in groups:
@@ -304,7 +305,7 @@ def _not_finite(step: DeviceStep, gradient: Tensor) -> float:
     broken[len(broken) // 2] = math.inf
     moved = _change(step, broken, 0.1, 0.0)
     with step.kept():
-        step.gradient.copy_(broken)
+        step.write_gradient(broken)
         step.update(0.1)
         counted = step.lost == before + 1
     return float(moved.abs().max()) if counted else math.inf

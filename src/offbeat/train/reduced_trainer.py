@@ -401,6 +401,7 @@ class ReducedTrainer(Trainer):
             forward=self._compiled if rung.compiled else None,
             captured=rung.captured,
             other=self.loss_of,
+            reduced=self._together,
             benchmark=not self.config.deterministic if benchmark is None else benchmark,
         )
 
