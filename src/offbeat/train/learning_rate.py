@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -225,11 +226,43 @@ def optimizer_of(model: nn.Module, train: TrainConfig) -> torch.optim.Optimizer:
     return kind(groups, lr=train.lr, **more)
 
 
-def step_fused(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """One kernel for all parameters, where that gives the bits of one after the other: a third of the time."""
-    if device.type == "cpu" and type(optimizer) is torch.optim.SGD:
-        for group in optimizer.param_groups:
-            group["fused"] = not group["nesterov"]
+def step_of(optimizer: torch.optim.Optimizer, device: torch.device) -> Callable[[], object]:
+    """What makes an update. For SGD on a CPU it is torch's fused kernel, called directly: the bits of `optimizer.step`
+    with it (other last digits than one parameter after the other), in a quarter of the time for a small model."""
+    if device.type != "cpu" or type(optimizer) is not torch.optim.SGD:
+        return optimizer.step
+    for group in optimizer.param_groups:
+        group["fused"] = not group["nesterov"]  # whose digits differ further
+    return partial(_step_sgd, optimizer)
+
+
+@torch.no_grad()
+def _step_sgd(optimizer: torch.optim.SGD) -> None:
+    calls = []
+    for group in optimizer.param_groups:
+        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        states = [optimizer.state[parameter].get("momentum_buffer") for parameter in parameters]
+        buffers = [one for one in states if one is not None] if group["momentum"] else []
+        is_begun = len(buffers) == len(parameters) or not group["momentum"]
+        hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+        if not group["fused"] or not is_begun or hooks:
+            optimizer.step()
+            return
+        if parameters:
+            calls.append((group, parameters, buffers))
+    for group, parameters, buffers in calls:
+        torch._fused_sgd_(
+            parameters,
+            [parameter.grad for parameter in parameters],
+            buffers,
+            weight_decay=group["weight_decay"],
+            momentum=group["momentum"],
+            lr=group["lr"],
+            dampening=group["dampening"],
+            nesterov=False,
+            maximize=group["maximize"],
+            is_first_step=False,
+        )
 
 
 STATES = {"adagrad": 1, "adam": 2, "adamw": 2, "lamb": 2}  # vectors as large as the weights; others: their momentum
