@@ -122,7 +122,9 @@ def main() -> int:
     wrong = 0
     for shape in given.shapes:
         since = time.monotonic()
-        right, told = check_program(ranks_of(shape), "collectives,messages,all_sums", "lines are right")
+        right, told = check_program(
+            ranks_of(shape), "collectives,every_collective,messages,all_sums", "lines are right"
+        )
         wrong += not right
         lines = re.search(r"(\d+) lines are right: (\d+) sums", told)
         found = f"{lines[1]} lines, {lines[2]} sums right, in {time.monotonic() - since:.0f} s" if lines else told

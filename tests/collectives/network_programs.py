@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import offbeat
 from offbeat.collectives.backend import group_of
@@ -243,6 +244,61 @@ def collectives(rank: int, ranks: int) -> None:
     print("all collectives are right")
 
 
+def every_collective(rank: int, ranks: int) -> None:
+    """Each collective with each root, in sizes from nothing to more than the shared memory holds, against what one
+    process computes; what a rank gives stays as it was."""
+
+    def given(who: int, items: int, dtype: torch.dtype) -> Tensor:
+        chance = torch.Generator().manual_seed(1000 * items + who)
+        return torch.randint(-50, 50, (items,), generator=chance).to(dtype)
+
+    checked = 0
+    for items, dtype in ((0, torch.float32), (1, torch.int64), (1_003, torch.float32), (700_001, torch.float64)):
+        mine = given(rank, items, dtype)
+        before = mine.clone()
+        everybody = [given(who, items, dtype) for who in range(ranks)]
+        total = torch.stack(everybody).sum(0)
+        for root in range(ranks):
+            got = mine.clone()
+            dist.broadcast(got, root)
+            assert torch.equal(got, everybody[root]), (rank, "broadcast", root, items)
+            got = mine.clone()
+            dist.reduce(got, root)
+            assert torch.equal(got, total if rank == root else mine), (rank, "reduce", root, items)
+            outputs = [torch.empty_like(mine) for _ in range(ranks)] if rank == root else None
+            dist.gather(mine, outputs, dst=root)
+            assert outputs is None or all(map(torch.equal, outputs, everybody)), (rank, "gather", root, items)
+            got = torch.empty_like(mine)
+            dist.scatter(got, [one + root for one in everybody] if rank == root else None, src=root)
+            assert torch.equal(got, mine + root), (rank, "scatter", root, items)
+            checked += 4
+        gathered = torch.empty(ranks * items, dtype=dtype)
+        dist.all_gather_into_tensor(gathered, mine)
+        assert torch.equal(gathered, torch.cat(everybody)), (rank, "all_gather", items)
+        apart = [torch.empty_like(mine) for _ in range(ranks)]
+        dist.all_gather(apart, mine)
+        assert all(map(torch.equal, apart, everybody)), (rank, "all_gather of a list", items)
+        whole = [given(100 + who, ranks * items, dtype) for who in range(ranks)]
+        sent = whole[rank].clone()
+        part = torch.empty_like(mine)
+        for op, right in (
+            (dist.ReduceOp.SUM, torch.stack(whole).sum(0)),
+            (dist.ReduceOp.MAX, torch.stack(whole).amax(0)),
+        ):
+            dist.reduce_scatter_tensor(part, sent, op=op)
+            assert torch.equal(part, right[rank * items : (rank + 1) * items]), (rank, "reduce_scatter", items)
+        out = torch.empty_like(sent)
+        dist.all_to_all_single(out, sent)
+        parts = [one[rank * items : (rank + 1) * items] for one in whole]
+        assert torch.equal(out, torch.cat(parts)), (rank, "all_to_all", items)
+        assert torch.equal(mine, before) and torch.equal(sent, whole[rank]), (rank, "what was given has changed", items)
+        checked += 5
+    uneven = [torch.empty(3 * who + 1) for who in range(ranks)]
+    dist.all_gather(uneven, torch.full((3 * rank + 1,), float(rank)))
+    assert all(one.eq(who).all() for who, one in enumerate(uneven))
+    print(f"{checked + 1} calls of every collective are right")
+
+
 def messages(rank: int, ranks: int) -> None:
     """Every rank with every other, whichever road joins them."""
     others = [peer for peer in range(ranks) if peer != rank]
@@ -347,7 +403,8 @@ def main() -> None:
     except OffbeatError as error:
         print(error)
         return
-    whole = {one.__name__: one for one in (sums, all_sums, interface, collectives, messages, slow_link)}
+    right = (sums, all_sums, interface, collectives, every_collective, messages, slow_link)
+    whole = {one.__name__: one for one in right}
     broken = {one.__name__: one for one in (reduce_for_ever, other_call, broken_messages)}
     for each in name.split(","):
         (whole | broken)[each](int(rank), int(ranks))

@@ -27,12 +27,14 @@ DDP_SCRIPT = Path(ddp_script.__file__)
 
 
 def start(
-    lab: Lab, ranks: Sequence[int], program: str, *, store: str = "{host0}", **environment: str
+    lab: Lab, ranks: Sequence[int], program: str, *, store: str = "{host0}", by_turns: bool = False, **environment: str
 ) -> list[HostProcess]:
-    """`ranks[h]` ranks on host h, that run a program of `network_programs`."""
+    """`ranks[h]` ranks on host h, that run a program of `network_programs`; `by_turns`: not host by host."""
     given = {"OFFBEAT_NETWORK": "open", "OFFBEAT_STRATEGY": "ring", "OMP_NUM_THREADS": "1", **environment}
     own = {name: value for name, value in {**os.environ, **given}.items() if value}
     hosts = [host for host, count in enumerate(ranks) for _ in range(count)]
+    if by_turns:
+        hosts.sort(key=[place for count in ranks for place in range(count)].__getitem__)
     return [
         lab.start(
             host,
@@ -56,6 +58,12 @@ def test_every_line_gives_the_plain_sum_and_the_same_bits_on_all_ranks(start_lab
         assert all(told in text for text in printed)
     assert "OFFBEAT_NETWORK=open: 3 ranks on 2 hosts talk over TCP" in printed[0]
     assert "neither encrypted nor authenticated" in printed[0] and "encrypted" not in printed[1] + printed[2]
+
+
+def test_every_collective_is_right_wherever_the_ranks_are(start_lab: StartLab) -> None:
+    lab = start_lab(hosts=2)
+    for text in finish(start(lab, [2, 2], "every_collective", by_turns=True)):
+        assert "calls of every collective are right" in text
 
 
 def test_leaving_the_host_needs_leave(start_lab: StartLab) -> None:

@@ -52,6 +52,10 @@ def is_correct(schedule: Schedule) -> bool:
                 due = {rank: Counter([schedule.root]) for rank in ranks}
             case "reduce":
                 due = {schedule.root: everybody}
+            case "gather":
+                due = {schedule.root: Counter([owner])}
+            case "scatter":
+                due = {owner: Counter([schedule.root])}
             case "all-to-all":
                 due = {chunk % schedule.ranks: Counter([chunk // schedule.ranks])}
             case other:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from math import ceil, log2, prod
 
 import pytest
 
 from offbeat.errors import RequestError
 from offbeat.schedules import ALGORITHMS, algorithms, build, verify
+from offbeat.schedules.ir import renumbered
 from offbeat.schedules.phases import in_order_tree
+from offbeat.schedules.proof import ROOTED
 from offbeat.spec import parse, parse_shape
 from schedules.oracle import all_reduce, bytes_sent, is_correct
 
@@ -99,12 +102,37 @@ def test_steps_of_the_other_collectives(ranks: int) -> None:
         ("reduce", "central"): 1,
         ("broadcast", "tree"): ceil(log2(ranks)),
         ("broadcast", "central"): 1,
+        ("gather", "direct"): 1,
+        ("scatter", "direct"): 1,
         ("all-to-all", "direct"): 1,
         ("all-to-all", "pairwise"): ranks - 1,
     }
     for (collective, name), steps in expected.items():
         assert len(build(name, ranks=ranks, collective=collective).steps) == steps, (collective, name)
-    assert set(expected) == {key for key in ALGORITHMS if key[0] != "all-reduce"}
+    assert set(expected) == {key for key in ALGORITHMS if key[0] != "all-reduce" and key[1] != "hierarchical"}
+
+
+@pytest.mark.parametrize(("nodes", "each"), [(1, 4), (2, 1), (2, 2), (2, 4), (3, 2), (4, 3), (5, 1)])
+def test_on_two_levels_nothing_crosses_nodes_twice(nodes: int, each: int) -> None:
+    ranks = nodes * each
+    crossing = {  # chunks
+        "reduce-scatter": nodes * (nodes - 1) * each,
+        "all-gather": nodes * (nodes - 1) * each,
+        "reduce": nodes - 1,
+        "broadcast": nodes - 1,
+        "gather": (nodes - 1) * each,
+        "scatter": (nodes - 1) * each,
+        "all-to-all": ranks**2 - nodes * each**2,
+    }
+    assert set(crossing) == {of for of, name in ALGORITHMS if name == "hierarchical"} - {"all-reduce"}
+    shuffled = random.Random(ranks).sample(range(ranks), ranks)
+    for collective, chunks in crossing.items():
+        for root in range(ranks) if collective in ROOTED else (0,):
+            schedule = build(f"hierarchical:{nodes}x{each}", ranks=ranks, collective=collective, root=root)
+            verify(schedule)
+            verify(renumbered(schedule, shuffled))
+            across = [move for step in schedule.steps for move in step if move.source // each != move.target // each]
+            assert len(across) == chunks, (collective, root)
 
 
 def test_steps_of_the_large_published_shapes() -> None:

@@ -80,8 +80,9 @@ class Call:
     """One call of a collective on one rank.
 
     Chunk c has `sizes[c]` items (bytes, where they are only moved). What this rank starts with in chunk c is
-    `give[c]`, what it ends with goes to `take[c]`, which a reduction starts from; both flat. Where one flat tensor is
-    both, cut as the schedule cuts, it is `whole`, and `place` says where it is in shared memory (buffer, bytes), if so.
+    `give[c]`, what it ends with goes to `take[c]`, which a reduction starts from; both flat. `take` also has the chunks
+    that this rank only passes on. Where one flat tensor is both, cut as the schedule cuts, it is `whole`, and `place`
+    says where it is in shared memory (buffer, bytes), if so.
     """
 
     plan: Plan
@@ -95,7 +96,7 @@ class Call:
     whole: Tensor | None = None
     place: tuple[int, int] | None = None
     give: Mapping[int, Tensor] = field(default_factory=dict)
-    take: Mapping[int, Tensor] = field(default_factory=dict)
+    take: dict[int, Tensor] = field(default_factory=dict)
     since_ns: int = 0
     iteration: int = -1
 
@@ -149,18 +150,11 @@ def exposed_by(way: Plan, rank: int, hosts: tuple[int, ...] | None = None) -> tu
 
 @cache
 def plan(line: str, collective: str, ranks: int, root: int = 0, order: tuple[int, ...] | None = None) -> Plan:
-    """The plan of a line. What the table of algorithms does not have is one step: everybody to the root, or back.
-
-    Where an `order` is given, rank order[r] does what the schedule has rank r do.
-    """
-    if collective in ("gather", "scatter"):
-        others = [rank for rank in range(ranks) if rank != root]
-        gather = collective == "gather"
-        steps = [[Transfer(r, root, r, False) if gather else Transfer(root, r, r, False) for r in others]]
-        return Plan(Schedule("direct", collective, ranks, ranks, steps, root))
+    """The plan of a line. Where an `order` is given, rank order[r] does what the schedule has rank r do."""
     if collective == "barrier":
         return Plan(Schedule("direct", "barrier", ranks, 1, []))
-    schedule = build(line, ranks=ranks, collective=collective, root=root)
+    place = root if order is None else order.index(root)
+    schedule = build(line, ranks=ranks, collective=collective, root=place)
     if order is not None:
         schedule = renumbered(schedule, order)
     verify(schedule)

@@ -152,6 +152,19 @@ def _in_a_row(way: Plan) -> int:
     return min((min(row.values()) for row in rows if row), default=1)
 
 
+def line_of(collective: str, hosts: Sequence[int] | None) -> tuple[str, tuple[int, ...] | None]:
+    """The line of a collective that is no all-reduce, and the order of its ranks.
+
+    Inside a host all read each other's memory, and 1 step is the fastest. Across hosts what all of a host need, or have
+    added up, crosses once; what each needs for itself goes straight there.
+    """
+    plain = "central" if collective in ("broadcast", "reduce") else "direct"
+    if hosts is None or collective in ("gather", "scatter", "all-to-all", "barrier"):
+        return plain, None
+    each = math.gcd(*(hosts.count(host) for host in set(hosts)))
+    return f"{HIERARCHICAL}:{len(hosts) // each}x{each}", hosts_in_order(hosts)
+
+
 class Choice:
     """The way of each all-reduce of a group. Across hosts, schedules go through the ranks host by host."""
 

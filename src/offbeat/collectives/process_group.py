@@ -37,9 +37,10 @@ from offbeat.collectives.calls import (
     mean_of,
     number_of,
     plan,
+    program_of,
     shifted,
 )
-from offbeat.collectives.choice import Choice, Figures, NetworkFigures
+from offbeat.collectives.choice import Choice, Figures, NetworkFigures, line_of
 from offbeat.collectives.counters import Arrivals, Stats
 from offbeat.collectives.cuda import Gpus, first_tensor, or_nccl
 from offbeat.collectives.executor import Executor
@@ -224,12 +225,13 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
     # --- from a call to its work ------------------------------------------------------------------------------------
 
     def _call(self, kind: str, tensor: Tensor, sizes: tuple[int, ...], *, reduction: str = "", root: int = 0) -> Call:
-        line = "central" if kind in ("broadcast", "reduce") else "direct"
+        collective = kind.replace("_", "-")
+        line, order = line_of(collective, self._transport.hosts)
         detail = root
         if len(set(sizes)) > 1:
             detail = detail << 32 | zlib.crc32(repr(sizes).encode())
         return Call(
-            plan=plan(line, kind.replace("_", "-"), self._ranks, root),
+            plan=plan(line, collective, self._ranks, root, order),
             dtype=tensor.dtype if reduction else torch.uint8,
             what=number_of(kind, reduction, tensor.dtype),
             items=sum(sizes) // (1 if reduction else tensor.itemsize),  # what is only moved is cut by bytes
@@ -239,6 +241,10 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
             detail=detail,
             since_ns=now()[0],
         )
+
+    def _written(self, call: Call) -> tuple[int, ...]:
+        """The chunks that this rank writes: its own, and those that it passes on."""
+        return program_of(call.plan, self._rank, self._transport.hosts).written
 
     def _job(self, call: Call, loads: Sequence[Flat], backs: Sequence[Flat], factor: float | None = None) -> Job:
         return partial(self._run, call, loads, backs, factor)
@@ -252,6 +258,10 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
         if factor is not None:
             for tensor in call.give.values() if call.whole is None else [call.whole]:
                 tensor.mul_(factor)
+        if call.whole is None:
+            for chunk in self._written(call):
+                if chunk not in call.take:
+                    call.take[chunk] = torch.empty(call.sizes[chunk], dtype=call.dtype)
         for chunk in call.give.keys() & call.take.keys():
             if call.take[chunk].data_ptr() != call.give[chunk].data_ptr():
                 call.take[chunk].copy_(call.give[chunk])
@@ -490,8 +500,9 @@ class OffbeatGroup(_ProcessGroup):  # type: ignore[misc] # torch types it by ove
         written = self._rank == root
         jobs = []
         for tensor in tensors:
-            flat = flat_of(tensor, on_cpu=True, apart=factor is not None, written=written)
-            call = self._call("reduce", tensor, (flat.tensor.numel(),), reduction=reduction, root=root)
+            call = self._call("reduce", tensor, (tensor.numel(),), reduction=reduction, root=root)
+            apart = factor is not None or (not written and bool(self._written(call)))  # a sum that is passed on
+            flat = flat_of(tensor, on_cpu=True, apart=apart, written=written)
             call.whole = flat.tensor
             jobs.append(self._job(call, [flat], [flat] if written else [], factor))
         return self._submit(jobs, tensors, opts)

@@ -28,7 +28,7 @@ from offbeat.errors import RequestError
 from offbeat.number_format import format_rate, format_seconds, format_size
 from offbeat.runs.metrics import BUS_FACTORS, bus_bandwidth
 from offbeat.schedules import Price, Schedule
-from offbeat.schedules.ranking import Ranked, advice, rank, recommended
+from offbeat.schedules.ranking import Ranked, advice, baseline, rank, recommended
 from offbeat.spec import count_of, parse_count, parse_size
 from offbeat.topology import Topology
 
@@ -148,15 +148,20 @@ def _price_json(name: str, ranks: int, cost: Price) -> dict[str, Any]:
 
 
 def _rank_all(given: argparse.Namespace, machine: Topology) -> None:
-    if given.svg is not None or given.collective != "all-reduce" or given.root:
-        raise RequestError("schedule: --svg, --collective and --root need an algorithm, like ring")
-    with stages(f"pricing every all-reduce on {count_of(machine.ranks, 'rank')}") as tell:
+    if given.svg is not None or given.root:
+        raise RequestError("schedule: --svg and --root need an algorithm, like ring")
+    with stages(f"pricing every {given.collective} on {count_of(machine.ranks, 'rank')}") as tell:
         ranking = rank(
-            machine, given.size, given.item_size, every_shape=given.all, tell=lambda line: tell(f"pricing {line}")
+            machine,
+            given.size,
+            given.item_size,
+            collective=given.collective,
+            every_shape=given.all,
+            tell=lambda line: tell(f"pricing {line}"),
         )
-        rings = rings_of(machine)
-    flat = next(ranked for ranked in ranking if ranked.line == schedules.BASELINE)
-    columns = ("algorithm", "steps", "busiest rank sends", "time", f"vs {schedules.BASELINE}", "where the time goes")
+        rings = rings_of(machine) if given.collective == "all-reduce" else None
+    flat = baseline(ranking)
+    columns = ("algorithm", "steps", "busiest rank sends", "time", f"vs {flat.line}", "where the time goes")
     rows = [
         (
             _best_of(ranked, given.all),
@@ -170,7 +175,9 @@ def _rank_all(given: argparse.Namespace, machine: Topology) -> None:
     ]
 
     def show(out: Terminal) -> None:
-        heading(out, f"all-reduce of {format_size(given.size)} on {count_of(machine.ranks, 'rank')}, {machine.name}")
+        heading(
+            out, f"{given.collective} of {format_size(given.size)} on {count_of(machine.ranks, 'rank')}, {machine.name}"
+        )
         shown = range(len(columns)) if out.width >= _WIDE else (0, 1, 3, 4)
         cells = [[row[at] for at in shown] for row in rows]
         table(out, [columns[at] for at in shown], cells, text=(0, 5), wrapped=(5,))
@@ -179,6 +186,7 @@ def _rank_all(given: argparse.Namespace, machine: Topology) -> None:
 
     told = {
         "topology": machine.name,
+        "collective": given.collective,
         "ranks": machine.ranks,
         "size_bytes": given.size,
         "advised": recommended(ranking).line,
@@ -205,12 +213,13 @@ def _coloured(grid: str) -> Text:
 
 
 COMMAND = Command(
-    summary="verify, price and draw a collective, or rank all all-reduces on a topology",
-    about="Verify, price and draw a collective. Without an algorithm, rank every all-reduce on the topology.",
+    summary="verify, price and draw a collective, or rank its algorithms on a topology",
+    about="Verify, price and draw a collective. Without an algorithm, rank all algorithms of the collective.",
     examples=(
         "schedule torus:4x2 --size 100MB --svg torus.svg",
         "schedule --topology cluster:4x8,inside=50GB/s,across=1GB/s --size 100MB",
         "schedule tree --collective broadcast --ranks 6 --root 2",
+        "schedule --collective all-gather --topology cluster:2x4,inside=50GB/s,across=1GB/s",
     ),
     options=(
         option("algorithm", nargs="?", help="ring, torus:4x2, hierarchical:2x4, ... (default: rank all)"),
@@ -238,9 +247,15 @@ COMMAND = Command(
         option(
             "--collective",
             default="all-reduce",
-            help="collective: all-reduce (default), all-gather, broadcast, ...",
+            help=f"collective: {', '.join(schedules.COLLECTIVES)} (default all-reduce)",
         ),
-        option("--root", type=int, default=0, metavar="RANK", help="root rank of a broadcast or reduce (default 0)"),
+        option(
+            "--root",
+            type=int,
+            default=0,
+            metavar="RANK",
+            help="root of a broadcast, reduce, gather or scatter (default 0)",
+        ),
         option("--all", action="store_true", help="rank every shape, not only the best of each algorithm"),
         option("--svg", read=Path, metavar="FILE", help="write a drawing of the schedule"),
         estimates.CONFIRM,

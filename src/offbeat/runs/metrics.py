@@ -129,6 +129,8 @@ BUS_FACTORS: Mapping[str, BusFactor] = {
     "reduce-scatter": _SHARE,
     "all-gather": _SHARE,
     "all-to-all": _SHARE,
+    "gather": _SHARE,
+    "scatter": _SHARE,
     "broadcast": _WHOLE,
     "reduce": _WHOLE,
 }

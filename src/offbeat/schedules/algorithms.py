@@ -26,6 +26,7 @@ from offbeat.schedules.phases import (
     Ranks,
     and_back,
     backwards,
+    central_gather,
     central_reduce,
     direct_all_gather,
     direct_reduce_scatter,
@@ -44,8 +45,12 @@ from offbeat.schedules.phases import (
     staggered,
     together,
     tree_reduce,
+    two_level_exchange,
+    two_level_gather,
+    two_level_reduce,
+    two_level_reduce_scatter,
 )
-from offbeat.schedules.proof import verify
+from offbeat.schedules.proof import ROOTED, verify
 from offbeat.spec import Param, choice, format_shape, parse_count, parse_shape
 from offbeat.synonyms import unknown_strategy
 
@@ -283,6 +288,8 @@ _SHAPE = Param(
     help="lengths of the sides, like 4x8; the first side groups consecutive ranks",
 )
 
+_NODES = Param(name="shape", read=parse_shape, positional=True, required=True, help="NODESxPER_NODE")
+
 _PLAIN = (
     Algorithm(
         name="central",
@@ -422,7 +429,7 @@ _SHAPED = (
         chunks=_hierarchical_chunks,
         phase=hierarchical,
         params=(
-            Param(name="shape", read=parse_shape, positional=True, required=True, help="NODESxPER_NODE"),
+            _NODES,
             Param(
                 name="form",
                 read=choice("scatter", "leader"),
@@ -478,6 +485,8 @@ _OTHERS: tuple[tuple[str, str, str, Callable[[int], int], Callable[..., Phase]],
     ("reduce", "central", "1 step, every rank to the root", _one, central_reduce),
     ("broadcast", "tree", "binomial tree, ceil(log2 P) steps", _one, mirrored(tree_reduce)),
     ("broadcast", "central", "1 step, the root to every rank", _one, mirrored(central_reduce)),
+    ("gather", "direct", "1 step, every rank to the root", _as_many, central_gather),
+    ("scatter", "direct", "1 step, the root to every rank", _as_many, mirrored(central_gather)),
     (
         "all-to-all", "direct", "1 step, every rank to every other", lambda ranks: ranks * ranks,
         _exchanges(lambda ranks: [list(range(1, ranks))]),
@@ -485,6 +494,44 @@ _OTHERS: tuple[tuple[str, str, str, Callable[[int], int], Callable[..., Phase]],
     (
         "all-to-all", "pairwise", "P-1 steps, one partner in each", lambda ranks: ranks * ranks,
         _exchanges(lambda ranks: [[distance] for distance in range(1, ranks)]),
+    ),
+)  # fmt: skip
+
+
+def _on_nodes(phase: Callable[..., Phase], *, pieces: bool = False) -> Callable[..., Phase]:
+    def on_nodes(ranks: Ranks, chunks: Chunks, shape: Shape) -> Phase:
+        return phase(ranks.reshape(shape), pieces_of(chunks, len(ranks)) if pieces else chunks)
+
+    return on_nodes
+
+
+def _node_chunks(chunks: Callable[[int], int]) -> Callable[..., int]:
+    def of_shape(ranks: int, shape: Shape) -> int:
+        if len(shape) != 2:
+            raise RequestError(f"hierarchical needs NODESxPER_NODE, like 4x8; got {format_shape(shape)}")
+        _shape_chunks(ranks, shape)
+        return chunks(ranks)
+
+    return of_shape
+
+
+# The same on two levels: collective, summary, chunks, phase.
+_TWO_LEVEL: tuple[tuple[str, str, Callable[[int], int], Callable[..., Phase]], ...] = (
+    (
+        "reduce-scatter", "add up inside nodes, then across: 2 steps, each sum crosses nodes once", _as_many,
+        _on_nodes(two_level_reduce_scatter, pieces=True),
+    ),
+    (
+        "all-gather", "across nodes, then inside: 2 steps, each piece enters a node once", _as_many,
+        _on_nodes(mirrored(two_level_reduce_scatter), pieces=True),
+    ),
+    ("reduce", "inside nodes, then over a tree across nodes", _one, _on_nodes(two_level_reduce)),
+    ("broadcast", "over a tree across nodes, then inside", _one, _on_nodes(mirrored(two_level_reduce))),
+    ("gather", "inside nodes, then one message from each node", _as_many, _on_nodes(two_level_gather)),
+    ("scatter", "one message to each node, then inside", _as_many, _on_nodes(mirrored(two_level_gather))),
+    (
+        "all-to-all", "3 steps, one message between each two nodes", lambda ranks: ranks * ranks,
+        _on_nodes(lambda nodes, chunks: two_level_exchange(nodes)),
     ),
 )  # fmt: skip
 
@@ -498,6 +545,21 @@ ALGORITHMS: dict[tuple[str, str], Algorithm] = {
         *(
             Algorithm(collective=of, name=n, summary=s, chunks=c, phase=p, all_pairs=n == "direct")
             for of, n, s, c, p in _OTHERS
+        ),
+        *(
+            Algorithm(
+                collective=of,
+                name="hierarchical",
+                summary=s,
+                chunks=_node_chunks(c),
+                phase=p,
+                params=(_NODES,),
+                shapes=lambda ranks: [format_shape(shape) for shape in _splits(ranks)],
+                consecutive_first=lambda ranks, shape: shape[::-1],
+                by_host=True,
+                examples=("hierarchical:2x2",),
+            )
+            for of, s, c, p in _TWO_LEVEL
         ),
     )
 }
@@ -581,16 +643,23 @@ def sends_to_all(text: str, collective: str = "all-reduce") -> bool:
     return find(grammar.parse(text).name, collective).all_pairs
 
 
+def _from_root(ranks: Ranks, root: int, nodes: Shape | None) -> Ranks:
+    """The ranks, the root first; on nodes its node first, and in each node the rank that has its place."""
+    if nodes is None or not root:
+        return np.roll(ranks, -root)
+    return np.roll(ranks.reshape(nodes), (-(root // nodes[1]), -(root % nodes[1])), (0, 1)).ravel()
+
+
 def build(text: str, *, ranks: int, collective: str = "all-reduce", root: int = 0) -> Schedule:
     """The schedule that a line like `ring` or `torus:4x2` names, for so many ranks.
 
-    A `RequestError` says which word is wrong, or which shapes would fit. `root` is for broadcast and reduce.
+    A `RequestError` says which word is wrong, or which shapes would fit. `root` is for collectives that have one.
     """
     spec = grammar.parse(text)
     row = find(spec.name, collective)
     if ranks < 1:
         raise RequestError(f"ranks must be 1 or more; got {ranks}")
-    if root and collective not in ("broadcast", "reduce"):
+    if root and collective not in ROOTED:
         raise RequestError(f"{collective} has no root; got root {root}")
     options: dict[str, Any] = grammar.bind(spec, row.params)
     chunks = chunks_of(text, ranks=ranks, collective=collective)
@@ -598,6 +667,6 @@ def build(text: str, *, ranks: int, collective: str = "all-reduce", root: int = 
         raise RequestError(
             f"'{spec}' on {ranks} ranks has {chunks} chunks: too large (ranks * chunks is at most {MOST_PLACES})"
         )
-    order = np.roll(np.arange(ranks, dtype=np.int32), -root)
+    order = _from_root(np.arange(ranks, dtype=np.int32), root, options.get("shape") if row.by_host else None)
     steps = Steps(row.phase(order, np.arange(chunks, dtype=np.int32), **options))
     return Schedule(str(spec), collective, ranks, chunks, steps, root)

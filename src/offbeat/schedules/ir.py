@@ -182,12 +182,28 @@ class Schedule:
         return cls(name, collective, int(ranks), int(chunks), steps, int(root or 0))
 
 
+_OWNED = ("reduce-scatter", "all-gather", "gather", "scatter")  # each chunk is one rank's
+
+
+def _renumbered_chunks(schedule: Schedule, order: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """The new number of each chunk."""
+    chunks = np.arange(schedule.chunks, dtype=np.int32)
+    if schedule.collective == "all-to-all":
+        return order[chunks // schedule.ranks] * schedule.ranks + order[chunks % schedule.ranks]
+    if schedule.collective in _OWNED:
+        each = schedule.chunks // schedule.ranks
+        return order[chunks // each] * each + chunks % each
+    return chunks
+
+
 def renumbered(schedule: Schedule, order: Sequence[int]) -> Schedule:
-    """The same schedule, with rank order[r] in the place of rank r."""
+    """The same schedule, with rank order[r] in the place of rank r; a chunk that is a rank's own is its successor's."""
     if sorted(order) != list(range(schedule.ranks)):
         raise RequestError(f"an order names each of the ranks 0..{schedule.ranks - 1} once")
     table = schedule.steps.table.copy()
-    table[:, :2] = np.asarray(order, np.int32)[table[:, :2]]
+    new = np.asarray(order, np.int32)
+    table[:, :2] = new[table[:, :2]]
+    table[:, 2] = _renumbered_chunks(schedule, new)[table[:, 2]]
     bounds = schedule.steps.bounds
     steps = Steps(table[start:end] for start, end in pairwise(bounds.tolist()))
     return Schedule(

@@ -266,3 +266,77 @@ def exchange(ranks: Ranks, distances: Sequence[int]) -> Table:
     source = np.repeat(np.arange(count, dtype=np.int32), len(distances))
     target = (source + np.tile(np.asarray(distances, np.int32), count)) % count
     return sends(ranks[source], ranks[target], (source * count + target)[:, None], reduce=False)
+
+
+# --- gathers to the first rank of the list; backwards, scatters from it ---------------------------------------------
+
+
+def central_gather(ranks: Ranks, chunks: Chunks) -> Phase:
+    """1 step: everybody sends its piece to the first. Pieces are numbered by rank, wherever it is in the list."""
+    own = pieces_of(chunks, len(ranks))[ranks]
+    return [sends(ranks[1:], np.repeat(ranks[:1], len(ranks) - 1), own[1:], reduce=False)] if len(ranks) > 1 else []
+
+
+# --- on two levels: `nodes` has a row of ranks for each node; what crosses nodes crosses once ------------------------
+
+
+def two_level_reduce_scatter(nodes: Ranks, pieces: Pieces) -> Phase:
+    """2 steps: in a node, the pieces of every other node are added up by the rank that has the place of the owner;
+    then these sums go to their owners, one from each node, and so does what the owner's own node has.
+    """
+    many, each = nodes.shape
+    own = pieces.reshape(many, each, -1)
+    at_home = [direct_reduce_scatter(row, mine) for row, mine in zip(nodes, own, strict=True)]
+    across = [direct_reduce_scatter(nodes[:, place], own[:, place]) for place in range(each)]
+    elsewhere = [np.delete(own, node, axis=0).transpose(1, 0, 2).reshape(each, -1) for node in range(many)]
+    inside = [direct_reduce_scatter(row, theirs) for row, theirs in zip(nodes, elsewhere, strict=True)]
+    return (together(inside) if many > 1 else []) + together([*at_home, *across])
+
+
+def two_level_reduce(nodes: Ranks, chunks: Chunks) -> Phase:
+    """To the first rank of each node in 1 step; from these to the first of all over a tree."""
+    return together([central_reduce(row, chunks) for row in nodes]) + tree_reduce(nodes[:, 0], chunks)
+
+
+def two_level_gather(nodes: Ranks, chunks: Chunks) -> Phase:
+    """To the first rank of each node, which sends all of them on as one message."""
+    own = pieces_of(chunks, nodes.size)[nodes]
+    root = nodes[0, 0]
+    inside = [_moves(row[1:], row[:1], mine[1:]) for row, mine in zip(nodes, own, strict=True)]
+    across = [_moves(row[:1], root, mine.reshape(1, -1)) for row, mine in zip(nodes[1:], own[1:], strict=True)]
+    return _steps(inside, across)
+
+
+def two_level_exchange(nodes: Ranks) -> Phase:
+    """All-to-all in 3 steps: what goes to another node is put together by one rank, goes there as one message, and is
+    handed out. Chunk s*n + t goes from position s to position t.
+    """
+    many, each = nodes.shape
+    positions = np.arange(nodes.size, dtype=np.int32).reshape(many, each)
+    put_together: list[Table] = []
+    across: list[Table] = []
+    handed_out: list[Table] = []
+    for one in range(many):
+        for other in range(many):
+            bundle = positions[one][:, None] * nodes.size + positions[other]  # from, to
+            if one == other:
+                for to in range(each):
+                    rest = np.delete(nodes[one], to)
+                    put_together.append(_moves(rest, nodes[one][to], np.delete(bundle, to, 0)[:, [to]]))
+                continue
+            packs, hands = other % each, one % each  # who puts together, and who hands out
+            put_together.append(_moves(np.delete(nodes[one], packs), nodes[one][packs], np.delete(bundle, packs, 0)))
+            across.append(_moves(nodes[one][[packs]], nodes[other][hands], bundle.reshape(1, -1)))
+            rest = np.delete(nodes[other], hands)
+            handed_out.append(_moves(np.full_like(rest, nodes[other][hands]), rest, np.delete(bundle.T, hands, 0)))
+    return _steps(put_together, across, handed_out)
+
+
+def _moves(sources: Ranks, targets: Ranks | np.int32, chunks: Pieces) -> Table:
+    return sends(sources, np.broadcast_to(targets, sources.shape), chunks, reduce=False)
+
+
+def _steps(*steps: list[Table]) -> Phase:
+    """Those in which something is sent."""
+    joined = [np.concatenate(step) for step in steps if step]
+    return [step for step in joined if len(step)]

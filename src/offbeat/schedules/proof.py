@@ -50,8 +50,11 @@ PROMISES = {
     "all-gather": ("all", "owner"),
     "broadcast": ("all", "root"),
     "reduce": ("root", "all"),
+    "gather": ("root", "owner"),
+    "scatter": ("owner", "root"),
     "all-to-all": ("receiver", "sender"),
 }
+ROOTED = tuple(name for name, who in PROMISES.items() if "root" in who)
 
 
 def _promise(schedule: Schedule, chunks: npt.NDArray[np.int64]) -> Promise:
@@ -96,7 +99,7 @@ def progress(schedule: Schedule) -> Iterator[tuple[npt.NDArray[np.int64], npt.ND
 def _check_chunks(schedule: Schedule) -> None:
     ranks, chunks = schedule.ranks, schedule.chunks
     wrong = ""
-    if schedule.collective in ("reduce-scatter", "all-gather") and chunks % ranks:
+    if "owner" in PROMISES[schedule.collective] and chunks % ranks:
         wrong = f"a multiple of {ranks}"
     if schedule.collective == "all-to-all" and chunks != ranks * ranks:
         wrong = f"{ranks * ranks}"

@@ -1,4 +1,4 @@
-"""Every all-reduce priced on one topology, fastest first.
+"""Every algorithm of a collective priced on one topology, fastest first.
 
 A family (torus, hierarchical, ...) is tried in every shape that has so many ranks and is not a simpler family in other
 words. Of a family that may have too many shapes, those that fit the machine and have the fewest steps are tried.
@@ -54,23 +54,26 @@ def rank(
     size_bytes: int,
     item_bytes: int = 1,
     *,
+    collective: str = "all-reduce",
     every_shape: bool = False,
     tell: Callable[[str], object] = lambda line: None,
 ) -> list[Ranked]:
     """The best shape of each family, or every shape that was tried, fastest first.
 
-    On a mesh of direct links the rings found there are a family of their own, `ring:order=...`. `tell` is given each
-    line before it is priced.
+    On a mesh of direct links the rings found there are a family of all-reduces of their own, `ring:order=...`. `tell`
+    is given each line before it is priced.
     """
     plugins.load_known()
-    families = [_lines(row, topology) for row in algorithms().values()]
-    families.append(_ordered_rings(topology))
+    families = [_lines(row, topology) for row in algorithms(collective).values()]
+    if collective == "all-reduce":
+        families.append(_ordered_rings(topology))
     found: list[Ranked] = []
     for shapes, lines in families:
         priced = []
         for line, fits in lines.items():
             tell(line)
-            cost = price(build(line, ranks=topology.ranks), topology, size_bytes, item_bytes)
+            schedule = build(line, ranks=topology.ranks, collective=collective)
+            cost = price(schedule, topology, size_bytes, item_bytes)
             priced.append(Ranked(line=line, price=cost, tried=len(lines), shapes=shapes, fits=fits))
         found += priced if every_shape or not priced else [advised(priced)]
     return sorted(found, key=lambda ranked: ranked.price.seconds)
@@ -85,7 +88,7 @@ def advised(ranking: Sequence[Ranked]) -> Ranked:
 
 def recommended(ranking: Sequence[Ranked]) -> Ranked:
     """The baseline where it is within 2 % of the best, since it is the simplest; else the best."""
-    flat, best = _baseline(ranking), advised(ranking)
+    flat, best = baseline(ranking), advised(ranking)
     return flat if flat.price.seconds <= CLOSE * best.price.seconds else best
 
 
@@ -93,10 +96,10 @@ def advice(ranking: Sequence[Ranked], topology: Topology) -> list[str]:
     """What to use and why; a second sentence where another is faster by so little that it does not count."""
     best, fastest = recommended(ranking), ranking[0]
     slower = best.price.seconds / fastest.price.seconds - 1 if fastest.price.seconds else 0.0
-    if best.line == BASELINE:
+    if best.line == baseline(ranking).line:
         near = f"within {100 * slower:.1f} % of {fastest.label}, the fastest" if slower else "the fastest"
         return [f"use {best.label}, {near}"]
-    reasons = [explain(best, _baseline(ranking))]
+    reasons = [explain(best, baseline(ranking))]
     if slower >= 0.0005:
         groups = " and ".join(str(group) for group in topology.groups)
         fitting = f"one that fits this machine's groups of {groups} ranks is preferred, then " if groups else ""
@@ -127,8 +130,10 @@ def explain(better: Ranked, worse: Ranked) -> str:
     return f"{better.label} is {times:.2f}x as fast as {worse.label}: {'; '.join(reasons)}"
 
 
-def _baseline(ranking: Sequence[Ranked]) -> Ranked:
-    return next(ranked for ranked in ranking if ranked.line == BASELINE)
+def baseline(ranking: Sequence[Ranked]) -> Ranked:
+    """With what the others are compared: the ring, or for a collective that has none the plainest."""
+    by_line = {ranked.line: ranked for ranked in ranking}
+    return next(by_line[line] for line in (BASELINE, "central", "direct") if line in by_line)
 
 
 def _lines(row: Algorithm, topology: Topology) -> tuple[int, dict[str, int]]:
