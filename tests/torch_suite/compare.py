@@ -3,6 +3,7 @@
     cd tests; python -m torch_suite.compare                          # both lists; some five minutes on two cores
     cd tests; python -m torch_suite.compare --only 'all_reduce|send'   # a part of them
     cd tests; python -m torch_suite.compare --backend offbeat          # offbeat alone
+    cd tests; python -m torch_suite.compare --hosts 2                  # the ranks are on two hosts of a lab
 
 Each test runs in the smallest world in which upstream does not skip it for the size: 3 ranks (as in PyTorch's CI for
 Gloo), 4 (some want exactly 4) or 8 (those of sub-groups). It ends with 1 if a test that is executed with Gloo is not
@@ -19,10 +20,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from offbeat.lab import Lab, Network
+from offbeat.lab.control import HostProcess
 
 WORLDS = (3, 4, 8)
 SECONDS_PER_TEST = 60  # what hangs is stopped after this; with Gloo no test takes 3 s
@@ -170,10 +175,37 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--only", metavar="PATTERN", default="", help="only tests whose name matches")
     parser.add_argument("--backend", choices=("gloo", "offbeat"), help="run this one alone, and compare nothing")
     parser.add_argument("--spawn", action="store_true", help="spawn the ranks, do not fork them: far slower")
+    parser.add_argument("--hosts", type=int, default=1, help="hosts of a lab that the ranks are on")
     parser.add_argument("--json", action="store_true", help="print all outcomes as JSON")
     given = parser.parse_args(arguments)
-    exceptions = {name for name in EXCEPTIONS if re.search(given.only, name)}
+    if given.hosts > 1:
+        with Lab(Network.of(hosts=given.hosts)) as lab:
+            os.environ["SUITE_HOSTS"] = " ".join(str(process_on(lab, host)) for host in range(given.hosts))
+            os.environ |= {"OFFBEAT_NETWORK": "open", "OFFBEAT_INTERFACE": "eth0", "GLOO_SOCKET_IFNAME": "eth0"}
+            return compare(given)
+    return compare(given)
 
+
+def process_on(lab: Lab, host: int) -> int:
+    """A process on a host of the lab, by the number that it has outside."""
+    there = lab.start(host, ["sh", "-c", "readlink /proc/self/ns/net; exec sleep 7200"])
+    network = _first_line(there)
+    for one in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if str((one / "ns" / "net").readlink()) == network:
+                return int(one.name)
+    raise RuntimeError(f"no process of host {host} is seen from outside")
+
+
+def _first_line(process: HostProcess) -> str:
+    end = time.monotonic() + 10
+    while "]" not in process.output and time.monotonic() < end:
+        time.sleep(0.05)
+    return process.output.strip()
+
+
+def compare(given: argparse.Namespace) -> int:
+    exceptions = {name for name in EXCEPTIONS if re.search(given.only, name)}
     if given.backend:
         alone = run_suite(given.backend, only=given.only, spawn=given.spawn)
         good = not any(ended.outcome == "fail" and ended.name not in exceptions for ended in alone.values())

@@ -14,7 +14,8 @@ How a test that upstream wrote for Gloo comes to run on another backend, its bod
   run the same operations under the profiler and have their results checked, but not the names of the events.
 
 The ranks are forked, not spawned: to import torch anew in each rank of each test would take a tenfold of the time.
-`SUITE_START=spawn` does it nevertheless, which also shows how an interpreter with the backend in it ends.
+`SUITE_START=spawn` does it nevertheless, which also shows how an interpreter with the backend in it ends. With
+`SUITE_HOSTS`, numbers of processes on the hosts of a lab, each rank is moved to the network of one of them.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from unittest import mock
 
 BACKEND = os.environ.get("SUITE_BACKEND", "offbeat")
 START = os.environ.get("SUITE_START", "fork")
+HOSTS = [int(number) for number in os.environ.get("SUITE_HOSTS", "").split()]
 SECONDS_PER_TEST = int(os.environ.get("SUITE_SECONDS", "60"))
 
 os.environ["BACKEND"] = "gloo"  # for the decorators
@@ -75,12 +77,23 @@ NAME_CHECKED = {
 }
 LEFT_TO_MPI = "Only MPI supports"  # how the reason of the skip begins
 PR_SET_PDEATHSIG = 1
+CLONE_NEWNET = 0x40000000
 
 
 def die_with_parent() -> None:
     """However the parent ends, this process does not outlive it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def move_to_host(rank: int, ranks: int) -> None:
+    """From here on this process's network is that of its host; the ranks are there host by host."""
+    if not HOSTS:
+        return
+    network = os.open(f"/proc/{HOSTS[rank * len(HOSTS) // ranks]}/ns/net", os.O_RDONLY)
+    if ctypes.CDLL(None, use_errno=True).setns(network, CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "setns")
+    os.close(network)
 
 
 class Suite(upstream.TestDistBackend, upstream.DistributedTest._DistTestBase):
@@ -108,6 +121,7 @@ class Suite(upstream.TestDistBackend, upstream.DistributedTest._DistTestBase):
     @classmethod
     def _run(cls, *args: Any, **kwargs: Any) -> None:
         die_with_parent()
+        move_to_host(args[0], int(os.environ["WORLD_SIZE"]))
         upstream.INIT_METHOD = os.environ["INIT_METHOD"]  # that of this test, for a forked rank too
         try:
             super()._run(*args, **kwargs)  # type: ignore[no-untyped-call]  # upstream has no types
