@@ -20,7 +20,7 @@ from offbeat.train.launch import launch, prepare
 
 WAYS = {
     "one process, 1 thread": {"learners": 1, "train": {"batch_size": 64, "accumulate": 8}},
-    "2 stages, 1f1b": {"learners": 2, "parallel": "stages=2,microbatches=8"},
+    "2 stages, 1f1b": {"learners": 1, "parallel": "stages=2,microbatches=8"},
     "one process, 2 threads": {"learners": 1, "train": {"threads": 2}},
     "2 DDP replicas": {"learners": 2, "train": {"batch_size": 64, "accumulate": 4}},
 }

@@ -61,7 +61,7 @@ def test_what_does_not_fit_is_refused_with_what_would() -> None:
     told = str(refused.value)
     assert told.startswith("train.memory: a learner needs about ")
     assert "--parallel stages=2,microbatches=8 needs " in told and "--train.recompute true needs " in told
-    config = config_of(train=train, parallel="stages=2,microbatches=8", learners=2)
+    config = config_of(train=train, parallel="stages=2,microbatches=8")
     plan = plan_stages(config, measured.scaled(4))
     first, second = check_need(config, measured.scaled(4), plan)
     assert second < first < int(limit)
@@ -69,7 +69,7 @@ def test_what_does_not_fit_is_refused_with_what_would() -> None:
 
 def test_auto_takes_the_fastest_schedule_that_fits() -> None:
     measured = eight_pieces(weights=MB, kept=10 * MB, output=MB, samples=4)
-    config = config_of(parallel="stages=2,schedule=auto,microbatches=8", learners=2)
+    config = config_of(parallel="stages=2,schedule=auto,microbatches=8")
     roomy, narrow = plan_stages(config, measured), plan_stages(config, measured, 160 * MB)
     assert roomy.seconds <= narrow.seconds
     assert (
@@ -80,7 +80,7 @@ def test_auto_takes_the_fastest_schedule_that_fits() -> None:
 
 
 def test_learners_say_what_they_used_and_end_where_that_is_too_much(tmp_path: Path) -> None:
-    ended = trained(tmp_path, parallel="stages=2,microbatches=4", train={"memory": "64GB", "epochs": 1})
+    ended = trained(tmp_path, learners=1, parallel="stages=2,microbatches=4", train={"memory": "64GB", "epochs": 1})
     told = next(note for note in ended.notes if note.startswith("memory that learners used at most: "))
     assert told.count("MB") + told.count("GB") == 2
     with pytest.raises(OffbeatError, match=r"of memory, more than --memory 1 MB"):

@@ -17,9 +17,10 @@ from torch.nn import functional
 
 from offbeat.errors import OffbeatError, RequestError
 from offbeat.train import launch
+from offbeat.train.checkpoint import newest, save
 from offbeat.train.config import Config
 from offbeat.train.config_files import changed, read_config
-from offbeat.train.layout import layout_of
+from offbeat.train.layout import layout_of, process_names
 from offbeat.train.models import Transformer
 from offbeat.train.tasks import Task, Tensors, cross_entropy
 from train.runs import CLASSES, FEATURES, Outcome, small_task, trained
@@ -55,7 +56,7 @@ def text_task() -> Task:
     return Task(train=data, test=data, build=tied, loss=cross_entropy)
 
 
-def pipelined(folder: Path, task: Task, parallel: str, learners: int, **more: Any) -> Outcome:
+def pipelined(folder: Path, task: Task, parallel: str, *, learners: int = 1, **more: Any) -> Outcome:
     train = {"batch_size": 8, "epochs": 2, **HARD, **more}
     return trained(folder, task, learners=learners, parallel=parallel, train=train)
 
@@ -72,19 +73,19 @@ def difference(one: Outcome, other: Outcome) -> float:
 
 
 @pytest.mark.parametrize(
-    ("build", "parallel", "learners", "within"),
+    ("build", "parallel", "within"),
     [
-        (layers, "stages=2,microbatches=4", 2, 0.0),
-        (layers, "stages=2,schedule=zb-v,microbatches=4", 2, 1e-6),  # four stages, two of them on the same rank
-        (with_norms, "stages=3,schedule=gpipe,microbatches=4", 3, 0.0),
+        (layers, "stages=2,microbatches=4", 0.0),
+        (layers, "stages=2,schedule=zb-v,microbatches=4", 1e-6),  # four stages, two of them on the same rank
+        (with_norms, "stages=3,schedule=gpipe,microbatches=4", 0.0),
     ],
 )
 def test_stages_train_like_one_learner_on_the_same_microbatches(
-    build: Callable[[], nn.Module], parallel: str, learners: int, within: float, tmp_path: Path
+    build: Callable[[], nn.Module], parallel: str, within: float, tmp_path: Path
 ) -> None:
     """24 updates, with clipping, momentum, warm-up and a cosine schedule; the last update of an epoch is smaller."""
     task = small_task(94, build)
-    ours, theirs = pipelined(tmp_path, task, parallel, learners), alone(tmp_path, task)
+    ours, theirs = pipelined(tmp_path, task, parallel), alone(tmp_path, task)
     assert ours.end["updates"] == theirs.end["updates"] == 24
     assert difference(ours, theirs) <= within
     for one, other in zip(ours.metrics, theirs.metrics, strict=True):
@@ -93,7 +94,7 @@ def test_stages_train_like_one_learner_on_the_same_microbatches(
 
 
 def test_a_weight_that_two_stages_share_stays_one(tmp_path: Path) -> None:
-    ours = pipelined(tmp_path, text_task(), "stages=2,microbatches=4", 2)
+    ours = pipelined(tmp_path, text_task(), "stages=2,microbatches=4")
     theirs = alone(tmp_path, text_task())
     assert torch.equal(ours.weights["characters.weight"], ours.weights["head.1.weight"])
     assert difference(ours, theirs) < 1e-6
@@ -101,7 +102,7 @@ def test_a_weight_that_two_stages_share_stays_one(tmp_path: Path) -> None:
 
 def test_replicas_of_stages_train_like_two_learners(tmp_path: Path) -> None:
     task = small_task(96, layers)
-    ours = pipelined(tmp_path, task, "stages=2,microbatches=4", 4)
+    ours = pipelined(tmp_path, task, "stages=2,microbatches=4", learners=2)
     theirs = alone(tmp_path, task, learners=2)
     assert ours.end["updates"] == theirs.end["updates"] == 12
     assert difference(ours, theirs) < 1e-6
@@ -109,24 +110,25 @@ def test_replicas_of_stages_train_like_two_learners(tmp_path: Path) -> None:
 
 def test_dropout_is_the_same_for_any_number_of_stages_and_with_recompute(tmp_path: Path) -> None:
     task = small_task(48, dropping)
-    one = pipelined(tmp_path, task, "stages=1,microbatches=4", 1)
-    assert difference(one, pipelined(tmp_path, task, "stages=3,microbatches=4", 3, recompute=True)) == 0.0
+    one = pipelined(tmp_path, task, "stages=1,microbatches=4")
+    assert difference(one, pipelined(tmp_path, task, "stages=3,microbatches=4", recompute=True)) == 0.0
 
 
 def test_half_precision_with_a_loss_scale_is_that_of_one_learner(tmp_path: Path) -> None:
     task = small_task(48, layers)
-    ours = pipelined(tmp_path, task, "stages=2,microbatches=4", 2, precision="fp16")
+    ours = pipelined(tmp_path, task, "stages=2,microbatches=4", precision="fp16")
     assert difference(ours, alone(tmp_path, task, precision="fp16")) < 1e-6
 
 
 def test_a_run_goes_on_with_any_number_of_stages(tmp_path: Path) -> None:
     """One epoch with two stages, one with three, one on a learner that accumulates: as three with two stages."""
-    task, plain = small_task(96, layers), {"schedule": "constant", "scaling": "none"}
-    whole = pipelined(tmp_path, task, "stages=2,microbatches=4", 2, epochs=3, **plain)
-    first = pipelined(tmp_path, task, "stages=2,microbatches=4", 2, epochs=1, **plain)
+    task = small_task(96, layers)
+    plain: dict[str, Any] = {"schedule": "constant", "scaling": "none"}
+    whole = pipelined(tmp_path, task, "stages=2,microbatches=4", epochs=3, **plain)
+    first = pipelined(tmp_path, task, "stages=2,microbatches=4", epochs=1, **plain)
     notes: list[str] = []
     for changes in (
-        {"parallel": "stages=3,microbatches=4", "learners": 3, "train": {"epochs": 2}},
+        {"parallel": "stages=3,microbatches=4", "train": {"epochs": 2}},
         {"parallel": "", "learners": 1, "train": {"epochs": 3, "batch_size": 2, "accumulate": 4}},
     ):
         config = changed(read_config(first.run), changes)
@@ -156,9 +158,9 @@ def dying() -> Callable[[Tensor, Tensor], Tensor]:
 
 def test_a_killed_stage_ends_the_run_in_a_line_that_names_it(tmp_path: Path) -> None:
     task = small_task(96, layers, dying())
-    with pytest.raises(OffbeatError, match=r"^learner 1 \(stage 1\) died \(SIGKILL\); continue from .* --resume"):
+    with pytest.raises(OffbeatError, match=r"^stage 1 died \(SIGKILL\); continue from .* --resume"):
         train = {"batch_size": 8, "epochs": 3}
-        trained(tmp_path, task, parallel="stages=2,microbatches=4", train=train, save={"every_epochs": 1})
+        trained(tmp_path, task, learners=1, parallel="stages=2,microbatches=4", train=train, save={"every_epochs": 1})
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------
@@ -171,7 +173,7 @@ def test_a_killed_stage_ends_the_run_in_a_line_that_names_it(tmp_path: Path) -> 
         ({"parallel": "schedule=1f1b"}, "the number of stages is missing"),
         ({"parallel": "stage=2"}, "got 'stage=2'; did you mean 'stages'?"),
         ({"parallel": "stages=2,schedule=2f2b"}, "2f2b"),
-        ({"parallel": "stages=2", "learners": 3}, "3 learners cannot form pipelines of 2"),
+        ({"parallel": "stages=2", "learners": 2, "sync": "hierarchical:2x1"}, "sync: 'hierarchical:2x1'"),
         ({"parallel": "stages=2,microbatches=64", "learners": 2}, "cannot be split into 64 microbatches"),
         ({"parallel": "stages=2", "sync": "async", "learners": 2}, "sync: a pipeline needs an all-reduce"),
         ({"parallel": "stages=2", "train": {"split": "3:1"}, "learners": 2}, "train.split: "),
@@ -186,10 +188,32 @@ def test_what_a_pipeline_cannot_do_is_refused_in_one_line(changes: dict[str, Any
 
 def test_a_model_with_too_few_layers_is_refused_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="has 3 stages, but this model can be cut into 2 at most"):
-        trained(tmp_path, parallel="stages=3,microbatches=4", learners=3)
+        trained(tmp_path, parallel="stages=3,microbatches=4")
 
 
 def test_microbatches_are_four_for_each_stage_by_default() -> None:
     assert layout_of("stages=3").microbatches == 12
-    assert layout_of("").replicas(4) == 4
-    assert layout_of("stages=2,schedule=interleaved-1f1b:2").replicas(4) == 2
+
+
+def test_learners_are_replicas_each_of_a_process_for_every_stage() -> None:
+    assert changed(Config(), {"learners": 4}).processes == 4
+    config = changed(Config(), {"learners": 2, "parallel": "stages=2,schedule=zb-v"})
+    assert config.processes == 4
+    assert launch.learners_here(changed(Config(), {"parallel": "stages=3"})) == 1
+    placement = {0: 0, 1: 1, 2: 1, 3: 0}
+    assert process_names(1, placement) == ("stages 0, 3", "stages 1, 2")
+    assert process_names(2, {0: 0, 1: 1})[2:] == ("replica 1 stage 0", "replica 1 stage 1")
+
+
+def test_a_run_saved_when_learners_were_processes_goes_on_with_as_many_replicas(tmp_path: Path) -> None:
+    task = small_task(48, layers)
+    first = pipelined(tmp_path, task, "stages=2,microbatches=4", epochs=1)
+    found = newest(first.run.checkpoints, lambda line: None)
+    assert found is not None and found.state["learners"] == 1 and found.state.pop("processes") == 2
+    save(first.run.checkpoints, found.update, found.state | {"learners": 2}, found.files, keep=1)
+    config = changed(read_config(first.run), {"learners": 2, "train": {"epochs": 2}})
+    notes: list[str] = []
+    start = launch.prepare(config, resume=first.run.path, task=task, tell=notes.append)
+    assert start.hold is not None
+    start.hold.release()
+    assert (start.config.learners, notes) == (1, [])

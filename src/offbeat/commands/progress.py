@@ -99,7 +99,9 @@ class Progress:
         self.epochs: int = record.get("epochs") or 0
         self.epoch_samples: int = record.get("samples") or 0
         self.began = now
-        self.rows = {learner: LearnerProgress(learner) for learner in range(record.get("learners") or 0)}
+        self.names: list[str] = record.get("names") or []  # of processes, where a learner has several
+        many = len(self.names) or record.get("learners") or 0
+        self.rows = {learner: LearnerProgress(learner) for learner in range(many)}
         self.evaluations: list[Record] = []
         self.saved: Record | None = None
         self.end: Record | None = None
@@ -162,6 +164,9 @@ class Progress:
     def epoch(self) -> int:
         """The one under way, counted from 1."""
         return min(self.reached + 1, self.epochs)
+
+    def name_of(self, learner: int) -> str:
+        return self.names[learner] if learner < len(self.names) else str(learner)
 
     @property
     def samples(self) -> int:

@@ -75,6 +75,7 @@ def _about(begin: Record) -> list[Piece]:
         (_clean(begin.get("name") or ""), "bold"),
         (_clean(begin.get("strategy") or ""), "bold cyan"),
         *((count_of(begin[name], name[:-1]), "") for name in ("learners", "servers") if begin.get(name)),
+        (f"{len(begin['names'])} processes" if begin.get("names") else "", ""),
         (" ".join(_clean(begin[name]) for name in ("device", "precision") if begin.get(name)), ""),
         (f"{begin['parameters']:,} parameters" if begin.get("parameters") else "", ""),
         (count_of(begin["epochs"], "epoch") + of if begin.get("epochs") else "", ""),
@@ -321,7 +322,7 @@ def _learners(state: Progress, width: int, most: int) -> list[Line]:
     shares = [row.samples / whole if whole and len(rows) > 1 else None for row in shown]
     lines = _table(
         [
-            _Column(title="learner", cells=[(str(row.learner), "bold") for row in shown]),
+            _Column(title="learner", cells=[(_clean(state.name_of(row.learner)), "bold") for row in shown]),
             _Column(title=f"{_BUSY * 2} busy {_IDLE * 2} waiting", bars=[_work_bar(row) for row in shown], rank=2),
             _Column(title="waiting", cells=[_cell(whole_percent, row.wait_share()) for row in shown], rank=3),
             _Column(title="samples/s", cells=[_cell(_number, row.samples_per_s(now)) for row in shown], rank=1),

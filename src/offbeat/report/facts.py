@@ -65,8 +65,13 @@ class Facts:
     sent_bytes: int | None = None  # by all learners
     wait_share: float | None = None  # of the learners' time, as the run itself has counted it
     received_bytes: int | None = None
+    names: tuple[str, ...] = ()  # of processes, where a learner has one for each stage of a pipeline
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()  # what to keep in mind; nothing is wrong with the files
+
+    def name_of(self, learner: int) -> str:
+        """Of a row of the log."""
+        return self.names[learner] if learner < len(self.names) else f"learner {learner}"
 
     @property
     def throughput(self) -> float | None:
@@ -181,7 +186,9 @@ class Straggler(NamedTuple):
 
 
 def straggler(facts: Facts) -> Straggler | None:
-    """The slowest learner, if it is a straggler as `metrics.DEFINITIONS` has it."""
+    """The slowest learner, if it is a straggler as `metrics.DEFINITIONS` has it. Stages have different work."""
+    if facts.names:
+        return None
     known = [one for one in facts.by_learner if one.typical_s is not None or one.at_least_s is not None]
     if not known:
         return None
@@ -280,6 +287,7 @@ def facts_of(run: RunRecord) -> Facts:
         sent_bytes=None if last is None else last.sent_bytes,
         received_bytes=None if last is None else last.received_bytes,
         wait_share=None if last is None else last.wait_share,
+        names=_names(run),
         problems=tuple(gradients.problems),
         notes=tuple(notes),
     )
@@ -324,6 +332,12 @@ def _family(strategy: str) -> str:
 def _said(run: RunRecord, key: str) -> int | None:
     found = [untrusted.count(segment.run.get(key)) for segment in run.segments] + [untrusted.count(run.config.get(key))]
     return next((one for one in found if one), None)
+
+
+def _names(run: RunRecord) -> tuple[str, ...]:
+    """As the last part of the run has them."""
+    told = run.segments[-1].run.get("names") if run.segments else None
+    return tuple(untrusted.text(one) for one in told) if isinstance(told, list) else ()
 
 
 def updates_of(segment: RunSegment, applies: int) -> int:

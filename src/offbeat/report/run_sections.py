@@ -99,7 +99,7 @@ def _timeline(key: str, one: Facts, spans: Sequence[Span], most: int) -> Timelin
     return TimelineChart(
         key=key,
         title=_title(one),
-        learners=tuple(f"learner {learner}" for learner in numbers),
+        learners=tuple(one.name_of(learner) for learner in numbers),
         whats=WHAT,
         bars=tuple(bars),
         note=" ".join(notes),
@@ -107,7 +107,8 @@ def _timeline(key: str, one: Facts, spans: Sequence[Span], most: int) -> Timelin
 
 
 def _title(one: Facts) -> str:
-    learners = [count_of(one.learners, "learner")] if one.learners else []
+    noun = "stage" if one.names else "learner"
+    learners = [count_of(one.learners, noun)] if one.learners else []
     strategy = one.strategy if one.strategy != one.label else ""
     return ", ".join(filter(None, [one.label, strategy, *learners, "simulated" if one.simulated else ""]))
 
@@ -349,7 +350,7 @@ def shares(known: Sequence[Facts]) -> PageSection:
             times = f"{'at least ' if slow.at_least else ''}{slow.factor:.1f}x slower than the others"
             said.append(f"{one.label}: learner {slow.learner} is a straggler, {times}.")
         shares = [learner.shares() for learner in one.by_learner]
-        drawn = [(f"learner {learner.learner}", share) for learner, share in zip(one.by_learner, shares, strict=True)
+        drawn = [(one.name_of(learner.learner), share) for learner, share in zip(one.by_learner, shares, strict=True)
                  if share is not None]  # fmt: skip
         if drawn:
             there = [part for part in range(len(SHARES)) if drawn[0][1][part] is not None]

@@ -180,10 +180,12 @@ class Config(Section, frozen=True, kw_only=True):
 
     name: Annotated[str, "name of the run and of its folder"] = "digits-cnn"
     sync: Annotated[str, "synchronisation strategy; `offbeat strategies` lists all"] = "ring"
-    learners: Annotated[Whole, "number of learners; 0: one per GPU, or per core up to 4"] = 0
+    learners: Annotated[
+        Whole, "number of learners (model replicas); 0: one per GPU, or per core up to 4; 1 with parallel"
+    ] = 0
     parallel: Annotated[
         str,
-        "pipeline parallelism: stages=2[,schedule=1f1b|auto|...][,microbatches=8]; learners = stages x replicas",
+        "pipeline parallelism: stages=2[,schedule=1f1b|auto|...][,microbatches=8]; a learner has a process per stage",
     ] = ""
     servers: Annotated[Count, "parameter-server processes; each holds one shard"] = 1
     seed: Annotated[int, Meta(ge=0, le=LARGEST), "random seed of weights, sample order and delays"] = 0
@@ -223,6 +225,11 @@ class Config(Section, frozen=True, kw_only=True):
     def layout(self) -> Layout:
         return layout_of(self.parallel)
 
+    @property
+    def processes(self) -> int:
+        """Of all learners: with stages each has several."""
+        return self.learners * self.layout.stages
+
 
 SECTIONS: dict[str, type[Section]] = {
     "model": ModelConfig,
@@ -259,7 +266,7 @@ def _check_parallel(config: Config) -> None:
     train = config.train
     try:
         layout = layout_of(config.parallel)
-        layout.check(learners=config.learners, batch_size=train.batch_size)
+        layout.check(batch_size=train.batch_size)
     except RequestError as error:
         raise FieldError("parallel", str(error)) from None
     not_yet = {
@@ -274,6 +281,14 @@ def _check_parallel(config: Config) -> None:
     for key, (is_wanted, why) in not_yet.items():
         if is_wanted:
             raise FieldError(key, f"a pipeline {why}")
+    spec = grammar.parse(config.sync)
+    if spec.name not in (AUTO, NATIVE):
+        options = grammar.bind(spec, strategies()[spec.name].params)
+        for ranks in {layout.stages, config.processes} - {0, 1}:  # they have groups of their own
+            try:
+                _check_ranks(spec, options, ranks)
+            except RequestError as error:
+                raise FieldError("sync", str(error)) from None
 
 
 def shares_of(split: str) -> tuple[int, ...]:

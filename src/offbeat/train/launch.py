@@ -111,9 +111,9 @@ class Start:
 
 
 def learners_here(config: Config) -> int:
-    """As many as make sense: one for each GPU, or for each core, up to a few; one pipeline."""
+    """As many as make sense: one for each GPU, or for each core, up to a few; one where it has several processes."""
     if config.parallel:
-        return config.layout.stages
+        return 1
     if device_of(config.device, 0).type == "cuda":
         return max(1, torch.cuda.device_count())
     return max(1, min(len(os.sched_getaffinity(0)), MOST_BY_DEFAULT))
@@ -157,13 +157,15 @@ def prepare(
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # so that a look at the GPUs does not spoil a fork
     if not config.learners:
         config = changed(config, {"learners": learners_here(config)})
-    if config.learners > MOST_PROCESSES or config.servers > MOST_PROCESSES:
-        many = max(config.learners, config.servers)
-        raise RequestError(f"expected at most {MOST_PROCESSES} learners and servers on one machine; got {many}")
-    if config.learners * config.data.workers > MOST_PROCESSES:
+    if config.processes > MOST_PROCESSES or config.servers > MOST_PROCESSES:
+        many = max(config.processes, config.servers)
+        what = "stages of all learners" if config.parallel else "learners and servers"
+        raise RequestError(f"expected at most {MOST_PROCESSES} {what} on one machine; got {many}")
+    if config.processes * config.data.workers > MOST_PROCESSES:
+        whose = count_of(config.processes, "stage" if config.parallel else "learner")
         raise RequestError(
-            f"data.workers: {config.data.workers} for each of {count_of(config.learners, 'learner')} are "
-            f"{config.learners * config.data.workers:,} processes; expected at most {MOST_PROCESSES} on one machine"
+            f"data.workers: {config.data.workers} for each of {whose} are "
+            f"{config.processes * config.data.workers:,} processes; expected at most {MOST_PROCESSES} on one machine"
         )
     device = check_device(config.device)
     if config.train.precision == "tf32" and device.type != "cuda":
@@ -194,6 +196,7 @@ def prepare(
         run.tidy()
         checkpoint = newest(run.checkpoints, tell)
         if checkpoint is not None:
+            config = _counting_replicas(config, checkpoint)
             _check_resume(config, run, checkpoint, samples)
             ended = _ended(config, run, checkpoint)
             if ended is None:
@@ -236,7 +239,7 @@ def _check_memory(config: Config, task: Task) -> None:
             parameters = sum(one.numel() for one in task.build().parameters())
     except Exception:  # what is wrong with it is found where it is built
         return
-    copies = config.layout.replicas(config.learners) + (0 if family_of(config.sync) == ALL_REDUCE else 1)
+    copies = config.learners + (0 if family_of(config.sync) == ALL_REDUCE else 1)
     needed = 4 * parameters * copies * (_VECTORS + STATES.get(config.train.optimizer, 1))
     if needed > here:
         raise RequestError(
@@ -267,8 +270,7 @@ def _plan_stages(config: Config, task: Task, tell: Callable[[str], None]) -> Sta
 def _check_enough(config: Config, samples: int) -> None:
     """An epoch has a sample for every pass of an update."""
     if family_of(config.sync) == ALL_REDUCE:
-        replicas = config.layout.replicas(config.learners)
-        next(updates(samples, 1, 0, (1.0,) * replicas, _passes(config)))
+        next(updates(samples, 1, 0, (1.0,) * config.learners, _passes(config)))
 
 
 def _passes(config: Config) -> int:
@@ -331,17 +333,28 @@ def _ended(config: Config, run: RunDir, checkpoint: Checkpoint) -> str | None:
 def _check_rest(config: Config, checkpoint: Checkpoint, samples: int, tell: Callable[[str], None]) -> None:
     """Whether so many learners can go on from here."""
     left = samples - checkpoint.state["standing"]["offset"]
-    replicas = config.layout.replicas(config.learners)
-    if family_of(config.sync) == ALL_REDUCE and left < replicas * _passes(config):
+    if family_of(config.sync) == ALL_REDUCE and left < config.learners * _passes(config):
         how = f"microbatches={config.layout.microbatches} and " if config.parallel else ""
         raise RequestError(
             f"{count_of(left, 'sample')} of this epoch are left, too few for {config.learners} learners with "
             f"{how}train.accumulate = {config.train.accumulate}; resume with fewer learners"
         )
-    learners = checkpoint.state["learners"]
+    learners = _learners_of(checkpoint)
     if learners != config.learners:
         many = count_of(config.learners, "learner")
         tell(f"the run continues with {many} instead of {learners}, so the result is not bit-identical")
+
+
+def _learners_of(checkpoint: Checkpoint) -> int:
+    """Replicas; a checkpoint that does not tell its processes counted these as learners."""
+    state = checkpoint.state
+    return int(state["learners"]) if "processes" in state else int(state["learners"]) // int(state.get("stages", 1))
+
+
+def _counting_replicas(config: Config, checkpoint: Checkpoint) -> Config:
+    """The config of such a run says processes, too."""
+    unchanged = config.parallel and config.learners == checkpoint.state["learners"]
+    return changed(config, {"learners": _learners_of(checkpoint)}) if unchanged else config
 
 
 # --- learners that are forked from here ------------------------------------------------------------------------------
@@ -416,10 +429,10 @@ class _ForkedTraining:
         self.patience_s = FORMING_S
         self.exits: dict[int, int] = {}  # before the others were ended from here
         self._stopping, self._lost = Stopwatch(), Stopwatch()
-        learners, train = start.config.learners, start.config.train
-        self._board, self._stacks = ProgressBoard(learners), StackFiles(learners)
+        processes, train = start.config.processes, start.config.train
+        self._board, self._stacks = ProgressBoard(processes), StackFiles(processes)
         least_s = train.watchdog_s * (10.0 if start.config.slow else 1.0)  # slow on purpose: that is no hang
-        self._watchdog = Watchdog(self._board, learners, least_s=least_s, together=start.reduces)
+        self._watchdog = Watchdog(self._board, processes, least_s=least_s, together=start.reduces)
         self._next_check_s = 0.0
         self._gave_time = False  # to save, when those that hung had been given up
 
@@ -498,14 +511,14 @@ class _ForkedTraining:
             for one, child in sorted(launcher.learners.items())
         }
         path, written = self.start.run.stacks, ""
-        text = "\n".join(f"learner {one}:\n{stack}" for one, stack in stacks.items() if stack)
+        text = "\n".join(f"{_name(self.start, one)}:\n{stack}" for one, stack in stacks.items() if stack)
         with suppress(OSError):  # it is told all the same
-            path.write_text(f"learner {learner} {silence}\n\n{text}", encoding="utf-8")
+            path.write_text(f"{_name(self.start, learner)} {silence}\n\n{text}", encoding="utf-8")
             written = f"; the stacks of all learners are in {path}"
         at = innermost(stacks[learner])
         where = f", in {at}" if at else ""
         self.failures[learner] = f"{silence}{where}{written}"
-        self._note(f"learner {learner} {self.failures[learner]}; it was killed and is not restarted")
+        self._note(f"{_name(self.start, learner)} {self.failures[learner]}; it was killed and is not restarted")
         self.halted = self.halted and silence.phase is not Phase.LEADING
         launcher.give_up(learner)
 
@@ -547,7 +560,7 @@ class _ForkedTraining:
                 self.on_line(name, line)
         self.failures[learner] = text
         if not self.start.reduces:  # there the others go on, and this is all that is heard of it
-            self._note(f"learner {learner}: {text}")
+            self._note(f"{_name(self.start, learner)}: {text}")
 
 
 def _stopped(launcher: Launcher) -> dict[int, bool]:
@@ -560,7 +573,7 @@ def _launcher(start: Start, body: Callable[[int], int], on_line: Callable[[str, 
     environment = {**os.environ, **thread_environment(config.train.threads)}
     if start.reduces:
         plan = LaunchPlan(body=body, environment=environment)
-        return RankLauncher(plan, config.learners, on_line, private=True)
+        return RankLauncher(plan, config.processes, on_line, private=True)
     extra = setting_of(config, start.checkpoint)
     served = ServerPlan(
         setting=RunSetting(line=config.sync, learners=config.learners, shards=config.servers, **extra),
@@ -665,22 +678,22 @@ def _raise_failure(start: Start, exits: Mapping[int, int], failures: Mapping[int
     if failed:
         learner, text = next(iter(failed.items()))
         kind = RequestError if exits.get(learner) == RequestError.exit_code else OffbeatError
-        raise kind(f"learner {learner}: {text}{onward}")
+        raise kind(f"{_name(start, learner)}: {text}{onward}")
     # One that said nothing ended by itself, and the others have said that they miss it.
     broken = sorted((learner in failures, learner) for learner, code in exits.items() if code)
     if broken or not result.end:
         first = broken[0][1] if broken else 0
-        who = f"learner {first} ended ({describe_exit(exits[first])})" if broken else "the run ended without a result"
+        who = (
+            f"{_name(start, first)} ended ({describe_exit(exits[first])})"
+            if broken
+            else "the run ended without a result"
+        )
         raise OffbeatError(f"{who}{onward}")
 
 
 def _name(start: Start, learner: int) -> str:
-    """With what it had of the model, if that is in stages."""
-    if start.plan is None:
-        return f"learner {learner}"
-    rank = learner % start.config.layout.stages
-    own = [str(stage) for stage, place in start.plan.schedule.placement.items() if place == rank]
-    return f"learner {learner} (stage{'s' if len(own) > 1 else ''} {', '.join(own)})"
+    """Of a process."""
+    return f"learner {learner}" if start.plan is None else start.plan.names(start.config.learners)[learner]
 
 
 def _failures_of(exits: Mapping[int, int], failures: Mapping[int, str]) -> str:

@@ -1,13 +1,14 @@
 """How the processes of a training share its model: `--parallel stages=2,schedule=1f1b,microbatches=8`.
 
-Learners are processes. Those of a replica have one model together: `stages` of them follow the rows of a pipeline
-schedule. Learner n is rank n % stages of replica n // stages. Without --parallel a replica is one learner.
+A learner is a replica of the model. Without --parallel it is one process; with it, it is one for each of `stages`,
+which follow the rows of a pipeline schedule. Process n is rank n % stages of replica n // stages.
 
 Nothing here loads torch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from offbeat.errors import RequestError, nearest
@@ -27,21 +28,23 @@ class Layout:
     schedule: str = ""  # none: there is no pipeline
     microbatches: int = 1  # that a replica's minibatch is split into
 
-    def replicas(self, learners: int) -> int:
-        return learners // self.stages
-
-    def check(self, *, learners: int, batch_size: int) -> None:
-        """A `RequestError` where that many learners, or so small a minibatch, do not fit. 0: not known yet."""
-        if learners % self.stages:
-            raise RequestError(
-                f"{count_of(learners, 'learner')} cannot form pipelines of {self.stages}: learners are stages times "
-                f"replicas, like {self.stages} or {2 * self.stages}"
-            )
+    def check(self, *, batch_size: int) -> None:
+        """A `RequestError` where so small a minibatch does not fit. 0: not known yet."""
         if self.schedule and batch_size and self.microbatches > batch_size:
             raise RequestError(
                 f"a minibatch of {count_of(batch_size, 'sample')} cannot be split into {self.microbatches} "
                 f"microbatches; use microbatches={batch_size} or a larger train.batch_size"
             )
+
+
+def process_names(learners: int, placement: Mapping[int, int]) -> tuple[str, ...]:
+    """What the processes of these replicas are called, by the rank of each stage: "replica 1 stage 0"."""
+    own: dict[int, list[str]] = {}
+    for stage, rank in sorted(placement.items()):
+        own.setdefault(rank, []).append(str(stage))
+    stages = [f"stage{'s' if len(some) > 1 else ''} {', '.join(some)}" for _, some in sorted(own.items())]
+    replicas = [f"replica {replica} " for replica in range(learners)] if learners > 1 else [""]
+    return tuple(replica + name for replica in replicas for name in stages)
 
 
 def layout_of(text: str) -> Layout:

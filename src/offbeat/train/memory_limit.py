@@ -36,14 +36,14 @@ def room_of(config: Config, measured: MeasuredPieces) -> float:
 
 
 def check_need(config: Config, measured: MeasuredPieces, plan: StagePlan | None) -> tuple[int, ...]:
-    """Bytes that each learner of a replica needs; a `RequestError` where that is more than the limit."""
+    """Bytes that each process of a learner needs; a `RequestError` where that is more than the limit."""
     limit, base = limit_of(config), measured.base_bytes
     whole = _whole_need(config, measured, recompute=config.train.recompute)
     need = tuple(base + size for size in ((whole,) if plan is None else plan.need_bytes))
     if limit is None or max(need) <= limit:
         return need
     advice = "; ".join(_fitting(config, measured, base, limit)) or "use smaller minibatches or a smaller model"
-    who = "a learner" if len(need) == 1 else f"learner {need.index(max(need))}"
+    who = "a learner" if plan is None else plan.names(1)[need.index(max(need))]
     raise RequestError(
         f"train.memory: {who} needs about {format_size(max(need))}, more than {config.train.memory}; {advice}"
     )
@@ -75,7 +75,7 @@ def _fitting(config: Config, measured: MeasuredPieces, base: int, limit: int) ->
     """Other ways to train it, each with what it needs."""
     found, train, stages = [], config.train, config.layout.stages
     ways = [
-        (f"--parallel {words}", {"parallel": words, "learners": more}, train.batch_size / microbatches)
+        (f"--parallel {words}", {"parallel": words}, train.batch_size / microbatches)
         for more in TRIED
         if more > stages
         for microbatches in [min(BY_DEFAULT * more, train.batch_size)]

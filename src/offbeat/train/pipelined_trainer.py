@@ -1,6 +1,6 @@
-"""Learners that are stages of a pipeline: each has a part of the model, and replicas of a stage share its gradients.
+"""Learners in stages of a pipeline: each process has a part of the model, and replicas of a stage share its gradients.
 
-    learner      0        1        2        3         --parallel stages=2 --learners 4
+    process      0        1        2        3         --parallel stages=2 --learners 2
     replica      0        0        1        1
     rank         0        1        0        1         of the pipeline
 
@@ -8,7 +8,7 @@ The passes of an update (`sample_plan`) are the microbatches: one learner that a
 Activations and gradients of activations go from rank to rank inside a replica; gradients of weights are summed over
 the replicas of a rank, and over the ranks that have the same weight (a transformer's characters, where they are tied).
 
-Laws. Every learner builds the whole model once, so that first weights are those of any other layout, and keeps its own
+Laws. Every process builds the whole model once, so that first weights are those of any other layout, and keeps its own
 stages. Checkpoints are of the whole model: a run goes on with any number of stages. One norm over all stages is
 clipped, from the norms of single parameters as one learner would have them; an update that is not finite is left out by
 all. What a microbatch draws at random depends on its place in the epoch and on the piece of the model, not on stages.
@@ -52,6 +52,7 @@ class PipelinedTrainer(ReducedTrainer):
         self.plan = plan
         self._counted = 0
         super().__init__(*given, **named)
+        self.names = plan.names(self.learners)
         schedule, first = plan.schedule, self.replica * self.layout.stages
         places = {stage: first + rank for stage, rank in schedule.placement.items()}
         self._first, self._last = 0 in self._stages, schedule.stages - 1 in self._stages
@@ -121,7 +122,7 @@ class PipelinedTrainer(ReducedTrainer):
     def _groups(self) -> tuple[Any, Any, list[tuple[Any, list[nn.Parameter]]]]:
         """The ranks of this replica, the replicas of this rank, and with whom weights are shared. All learners make all
         groups, in the same order."""
-        stages, replicas = self.layout.stages, self.replicas
+        stages, replicas = self.layout.stages, self.learners
         options = replace(Options.of_environment(), strategy=self.config.sync)
         mine: dict[str, Any] = {}
 
@@ -176,7 +177,7 @@ class PipelinedTrainer(ReducedTrainer):
         self.beat(Phase.WAITING)
         self._sum_gradients()
         scale = 1.0 if self.precision.scaler is None else self.precision.scaler.scale
-        self._loss = total / scale * update.samples / (self.replicas * mine)
+        self._loss = total / scale * update.samples / (self.learners * mine)
         reduced_s = time.monotonic()
         finite = self._step(update)
         ended_s = time.monotonic()
@@ -202,7 +203,7 @@ class PipelinedTrainer(ReducedTrainer):
         """Forward and backward of all its microbatches; yields where this rank has to wait."""
         scale = 1.0 if self.precision.scaler is None else self.precision.scaler.scale
         sizes = [one.end - one.start for one, _ in batches]
-        shares = [size * self.replicas / update.samples * scale for size in sizes]
+        shares = [size * self.learners / update.samples * scale for size in sizes]
         self._road.samples = sizes
         self._executor.losses.clear()
         for stage in self._stages.values():
@@ -217,7 +218,7 @@ class PipelinedTrainer(ReducedTrainer):
         for group, parameters in self._sharing:
             self._reduce(group, parameters, 1)
         if self._replicas_group is not None:
-            self._reduce(self._replicas_group, self._in_order(), self.replicas)
+            self._reduce(self._replicas_group, self._in_order(), self.learners)
 
     def _reduce(self, group: Any, parameters: Sequence[nn.Parameter], share: int) -> None:
         """One all-reduce of all of them; the sum is divided by `share`."""

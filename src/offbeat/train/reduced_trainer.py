@@ -68,9 +68,9 @@ class ReducedTrainer(Trainer):
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         config = self.config
-        self._together = self.learners > 1
+        self._together = self.processes > 1
         if self._together:
-            _join_group(config.sync, self.number, self.learners, self.device)
+            _join_group(config.sync, self.number, self.processes, self.device)
         slow = config.slow
         self._slowness = Slowness(slow, learner=self.number, learners=self.learners, seed=config.seed) if slow else None
         if config.train.batch_norm == "synchronised" and self._together:
@@ -84,9 +84,9 @@ class ReducedTrainer(Trainer):
                 self._arrange_buckets()
             self.load_own(self.checkpoint)  # again: DDP has made all buffers those of the first
             self.load_optimizer(self.checkpoint.files["optimizer"])
-        wanted = shares_of(config.train.split) or (1,) * self.replicas
+        wanted = shares_of(config.train.split) or (1,) * self.learners
         self._shares = tuple(share / sum(wanted) for share in wanted)
-        if config.train.split == "auto" and len(self.at.shares) == self.replicas:
+        if config.train.split == "auto" and len(self.at.shares) == self.learners:
             self._shares = self.at.shares  # found before the checkpoint
         self._order = SampleOrder(config.seed, self.samples)
         self._make_update = step_of(self.optimizer, self.device)
@@ -101,7 +101,7 @@ class ReducedTrainer(Trainer):
             self.moved,
             place=config.data.place,
             workers=config.data.workers,
-            learners=self.learners,
+            learners=self.processes,
         )
         self._reads = True  # samples: a stage between the first and the last needs none
         self._step_on_device: DeviceStep | None = None
@@ -151,8 +151,9 @@ class ReducedTrainer(Trainer):
                 self.tell_beginning()
                 facts = {
                     "strategy": config.sync,
-                    "expect": self.learners,
-                    "learners": self.learners,
+                    "expect": self.processes,
+                    "learners": self.processes,
+                    **({"names": list(self.names)} if self.names else {}),
                     "simulated": False,
                     "seed": config.seed,
                     "name": config.name,
@@ -207,7 +208,7 @@ class ReducedTrainer(Trainer):
     def _stretch(self) -> Iterator[tuple[Update, list[tuple[Pass, Any]]]]:
         """The updates that are left of this epoch, each with its batches."""
         train = self.config.train
-        batch = train.batch_size * train.accumulate * self.replicas
+        batch = train.batch_size * train.accumulate * self.learners
         passes = train.accumulate * self.layout.microbatches
         plan = list(updates(self.samples, batch, self.replica, self._shares, passes, begin=self.at.offset))
         wanted = [self._samples_of(one) for update in plan for one in update.passes] if self._reads else []
@@ -236,7 +237,7 @@ class ReducedTrainer(Trainer):
                 self._began_s = time.monotonic() if at else began_s
                 self._grads.begin()
                 loss = self.loss_of(inputs, targets)
-                weight = many * self.replicas / update.samples
+                weight = many * self.learners / update.samples
                 self.backward(loss if weight == 1 else loss * weight)
                 self._grads.end()
             losses.append((loss.detach(), many))

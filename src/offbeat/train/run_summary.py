@@ -15,7 +15,8 @@ from offbeat.train.config import Config
 
 def summary_of(config: Config, end: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> str:
     """Some sentences. What is not known is not said."""
-    strategy = f"{count_of(config.learners, 'learner')} under '{config.sync}'"
+    stages = f" in {count_of(config.layout.stages, 'stage')}" if config.parallel else ""
+    strategy = f"{count_of(config.learners, 'learner')}{stages} under '{config.sync}'"
     if family_of(config.sync) != ALL_REDUCE:
         strategy += f" with {count_of(config.servers, 'server')}"
     lines = [f"{config.name}: {config.model.name} on {config.data.name}, {strategy}, {config.train.precision}."]

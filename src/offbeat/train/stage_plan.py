@@ -32,7 +32,7 @@ from offbeat.pipelines.pipeline_table import PIPELINES, build_pipeline
 from offbeat.spec import count_of
 from offbeat.train.config import Config, TrainConfig
 from offbeat.train.device_step import leaves_of
-from offbeat.train.layout import AUTO
+from offbeat.train.layout import AUTO, process_names
 from offbeat.train.learning_rate import STATES
 from offbeat.train.precision import Precision
 from offbeat.train.recompute import recompute_blocks
@@ -83,6 +83,10 @@ class StagePlan:
     seconds: float
     need_bytes: tuple[int, ...]
     words: str = ""
+
+    def names(self, learners: int) -> tuple[str, ...]:
+        """What the processes of so many replicas are called."""
+        return process_names(learners, self.schedule.placement)
 
     def places(self, pieces: int) -> list[range]:
         """The pieces of each stage."""
@@ -164,10 +168,10 @@ def _plan(config: Config, schedule: PipelineSchedule, measured: MeasuredPieces, 
     ends = (schedule.placement[0], schedule.placement[schedule.stages - 1])  # who reads samples
     held = ", ".join(str(peak) for peak in proof.peak_activations)
     words = (
-        f"pipeline {schedule.name}: {count_of(schedule.stages, 'stage')} on {count_of(layout.stages, 'learner')}, "
+        f"pipeline {schedule.name}: {count_of(schedule.stages, 'stage')} on {count_of(layout.stages, 'rank')}, "
         f"{layout.microbatches} microbatches of about {count_of(measured.samples, 'sample')}; predicted: "
         f"{format_seconds(price.seconds)} per update, {percent(price.bubble_share)} bubbles, activations of at most "
-        f"{held} microbatches by learner"
+        f"{held} microbatches by rank"
     )
     return StagePlan(
         schedule=schedule,

@@ -107,7 +107,7 @@ class Telemetry:
     ) -> None:
         self._config, self._run, self._segment, self._hear = config, run, segment, hear
         self._clock, self._worked = clock, worked
-        devices = {device_of(config.device, learner) for learner in range(config.learners)}
+        devices = {device_of(config.device, learner) for learner in range(config.processes)}
         gpus = sorted(device.index or 0 for device in devices if device.type == "cuda")  # as CUDA counts them
         self._meter = Meter(gpus) if meter is None else meter
         self._live = Live()

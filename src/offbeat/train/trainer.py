@@ -143,7 +143,8 @@ class Trainer:
         self.config, self.task, self.run, self.report = config, task, run, report
         self.number, self.learners, self.segment = number, learners, segment
         self.layout = config.layout
-        self.replicas = self.layout.replicas(learners)  # of the model: as many as learners, unless it is in stages
+        self.processes = learners * self.layout.stages  # this is `number` of them
+        self.names: tuple[str, ...] = ()  # of the processes, where they are stages
         self.replica, self.rank = divmod(number, self.layout.stages)  # which this is part of, and its rank in there
         self.unused = unused  # some parameters get no gradient
         self.device = device_of(config.device, number)
@@ -156,7 +157,7 @@ class Trainer:
         self.optimizer = optimizer_of(self.model, train)
         self.precision = Precision(train.precision, self.device)
         self.pace = pace_of(
-            train, line=config.sync, learners=self.replicas, samples=self.samples, parts=self.layout.microbatches
+            train, line=config.sync, learners=self.learners, samples=self.samples, parts=self.layout.microbatches
         )
         self.checkpoint = checkpoint
         same = checkpoint is not None and checkpoint.state.get("stages", 1) == self.layout.stages
@@ -318,7 +319,7 @@ class Trainer:
     def tell_beginning(self) -> None:
         """By the first learner, when all is ready."""
         config = self.config
-        told = self.pace.words(config.train, line=config.sync, learners=self.replicas)
+        told = self.pace.words(config.train, line=config.sync, learners=self.learners)
         stale = staleness_note(config, self.learners, self.optimizer)
         notes = self.begun_with = [*([told] if told else []), *([stale] if stale else []), *self.notes]
         self.report(
@@ -327,6 +328,7 @@ class Trainer:
                 "name": config.name,
                 "strategy": config.sync,
                 "learners": self.learners,
+                "names": list(self.names),
                 "servers": config.servers if family_of(config.sync) == SERVER else 0,
                 "epochs": config.train.epochs,
                 "epoch": self.at.epoch,
@@ -543,6 +545,7 @@ class Trainer:
             "standing": asdict(at),
             "learners": self.learners,
             "stages": self.layout.stages,
+            "processes": self.processes,
             "sync": self.config.sync,
             "last": self.last,
             "optimizer": self.config.train.optimizer,
