@@ -3,16 +3,19 @@
     python benchmarks/pipeline_speed.py
 
 Eight equal layers, 8 microbatches: with 1F1B on two ranks a ninth of the time is bubbles, so at most 1.78 times the
-samples per second of one process with one thread. Beside it one process with two threads and two DDP replicas. Run it
-on an idle machine with two cores or more; about 2 minutes.
+samples per second of one process with one thread. Beside it ZB-H1, one process with two threads and two DDP replicas.
+For stages, the time of an update that was predicted before the run stands beside the measured one. Run it on an idle
+machine with two cores or more; about 2 minutes.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 from offbeat.train.config import Config
 from offbeat.train.config_files import changed
@@ -21,6 +24,7 @@ from offbeat.train.launch import launch, prepare
 WAYS = {
     "one process, 1 thread": {"learners": 1, "train": {"batch_size": 64, "accumulate": 8}},
     "2 stages, 1f1b": {"learners": 1, "parallel": "stages=2,microbatches=8"},
+    "2 stages, zb-h1": {"learners": 1, "parallel": "stages=2,microbatches=8,schedule=zb-h1"},
     "one process, 2 threads": {"learners": 1, "train": {"threads": 2}},
     "2 DDP replicas": {"learners": 2, "train": {"batch_size": 64, "accumulate": 4}},
 }
@@ -41,12 +45,21 @@ def config_of(given: argparse.Namespace, way: dict[str, object]) -> Config:
     return changed(changed(Config(), base), way)
 
 
-def samples_per_s(config: Config) -> tuple[float, float]:
-    """And the share of the learners' time in waiting."""
+class Measured(NamedTuple):
+    """A run: samples per second, the share of the learners' time in waiting, seconds per update, and as predicted."""
+
+    samples_per_s: float
+    wait_share: float
+    update_s: float
+    predicted_s: float
+
+
+def measure(config: Config) -> Measured:
     with tempfile.TemporaryDirectory() as folder:
         start = prepare(config, run_dir=Path(folder) / "run")
         end = launch(start, lambda record: None, lambda who, line: print(f"{who} | {line}")).end
-    return float(end["samples_per_s"]), float(end["wait_share"])
+    predicted_s = math.nan if start.plan is None else start.plan.seconds
+    return Measured(end["samples_per_s"], end["wait_share"], end["seconds"] / end["updates"], predicted_s)
 
 
 def main() -> None:
@@ -55,14 +68,18 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=10)
     parser.add_argument("--width", type=int, default=1024)
     given = parser.parse_args()
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in WAYS}
+    found: dict[str, list[Measured]] = {name: [] for name in WAYS}
     for _ in range(given.rounds):
         for name, way in WAYS.items():
-            found[name].append(samples_per_s(config_of(given, way)))
-    alone = statistics.median(speed for speed, _ in found["one process, 1 thread"])
+            found[name].append(measure(config_of(given, way)))
+    alone = statistics.median(one.samples_per_s for one in found["one process, 1 thread"])
     for name, rounds in found.items():
-        speed, waiting = (statistics.median(column) for column in zip(*rounds, strict=True))
-        print(f"{name:24} {speed:8.0f} samples/s  {speed / alone:5.2f}x  waiting {100 * waiting:4.1f} %", flush=True)
+        speed, waiting, took_s, predicted_s = (statistics.median(column) for column in zip(*rounds, strict=True))
+        line = f"{name:24} {speed:8.0f} samples/s  {speed / alone:5.2f}x  waiting {100 * waiting:4.1f} %"
+        line += f"  update {1e3 * took_s:6.1f} ms"
+        if not math.isnan(predicted_s):
+            line += f", predicted {1e3 * predicted_s:6.1f} ms ({100 * (predicted_s / took_s - 1):+.0f} %)"
+        print(line, flush=True)
 
 
 if __name__ == "__main__":

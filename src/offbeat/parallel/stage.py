@@ -13,9 +13,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from offbeat.parallel.microbatches import drawn_by_place
 from offbeat.parallel.model_pieces import writes_into_input
+from offbeat.parallel.split_backward import WeightPart, backward_inputs, backward_weights
 
 LossSum = Callable[[Tensor, Tensor], Tensor]  # outputs and targets of a microbatch: the sum over what is learnt
 Around = Callable[[Tensor], AbstractContextManager[object]]  # what a microbatch is computed in: its precision
@@ -27,7 +29,7 @@ class _Held(NamedTuple):
 
     given: Tensor
     made: Tensor
-    gradient: Tensor | None = None  # of what was made; from the first half of a backward pass to the second
+    parts: Sequence[WeightPart] = ()  # of the second half of a backward pass, after the first
 
 
 class Stage:
@@ -95,18 +97,18 @@ class Stage:
     def backward_input(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         """Only the gradients of its inputs; the weights follow in `backward_weight`."""
         held = self.held[microbatch]
-        known = torch.ones_like(held.made) if gradient is None else gradient
-        self.held[microbatch] = held._replace(gradient=known)
-        if not held.given.requires_grad:
+        if not held.given.requires_grad:  # data: all is left for the second half
+            known = torch.ones_like(held.made) if gradient is None else gradient
+            parts = [WeightPart((get_gradient_edge(held.made),), (known,))]
+            self.held[microbatch] = held._replace(parts=parts if held.made.requires_grad else ())
             return None
-        (found,) = torch.autograd.grad(held.made, [held.given], known, retain_graph=True)
+        if self.recompute is not None:  # each half would compute the activations again: both are done here
+            found = self.backward(microbatch, gradient)
+            self.held[microbatch] = _Held(held.given, held.given)
+            return found
+        found, parts = backward_inputs(held.made, held.given, gradient)
+        self.held[microbatch] = held._replace(parts=parts)
         return found
 
     def backward_weight(self, microbatch: int) -> None:
-        held = self.held.pop(microbatch)
-        own = self.parameters if held.made.requires_grad else []
-        if not own:
-            return
-        for one, found in zip(own, torch.autograd.grad(held.made, own, held.gradient, allow_unused=True), strict=True):
-            if found is not None:
-                one.grad = found if one.grad is None else one.grad + found
+        backward_weights(self.held.pop(microbatch).parts)

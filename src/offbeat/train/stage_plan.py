@@ -23,7 +23,7 @@ from offbeat.machine import resident_bytes
 from offbeat.number_format import format_seconds, percent
 from offbeat.parallel.model_pieces import check_pieces, pieces_of, writes_into_input
 from offbeat.parallel.process_road import Boundary
-from offbeat.pipelines.actions import WEIGHT, PipelineSchedule
+from offbeat.pipelines.actions import PipelineSchedule
 from offbeat.pipelines.model_graph import GraphNode, chain
 from offbeat.pipelines.partition import CutProblem, StageDevice, best_partition
 from offbeat.pipelines.pipeline_cost import StageCosts, price_pipeline
@@ -157,13 +157,9 @@ def _plan(config: Config, schedule: PipelineSchedule, measured: MeasuredPieces, 
             "dimension is the samples"
         )
     own = _ranges(starts, len(nodes))
-    splits = any(single.kind == WEIGHT for _, _, action in schedule.places() for single in action.singles)
-    backward = tuple(math.fsum(nodes[at].backward_s for at in pieces) for pieces in own)
-    costs = StageCosts(
-        forward_s=tuple(math.fsum(nodes[at].forward_s for at in pieces) for pieces in own),
-        input_s=tuple(one / 2 for one in backward),
-        weight_s=backward if splits else tuple(one / 2 for one in backward),  # a second half goes through all again
-    )
+    halves = tuple(math.fsum(nodes[at].backward_s for at in pieces) / 2 for pieces in own)
+    forward = tuple(math.fsum(nodes[at].forward_s for at in pieces) for pieces in own)
+    costs = StageCosts(forward_s=forward, input_s=halves, weight_s=halves)
     price, proof = price_pipeline(schedule, costs), prove(schedule)
     ends = (schedule.placement[0], schedule.placement[schedule.stages - 1])  # who reads samples
     held = ", ".join(str(peak) for peak in proof.peak_activations)
