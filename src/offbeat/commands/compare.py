@@ -8,14 +8,21 @@ import math
 from offbeat.commands import estimates
 from offbeat.commands.base import Command, Terminal, answer, busy, heading, option, say, table
 from offbeat.commands.machine_options import MACHINE_OPTIONS, machines_of
-from offbeat.commands.sweep import SWEEP_OPTIONS, batch_of, check_recipe_options, is_sweep, lines_of, sweep
+from offbeat.commands.sweep import (
+    SWEEP_OPTIONS,
+    batch_of,
+    check_recipe_options,
+    default_lines,
+    is_sweep,
+    lines_of,
+    sweep,
+)
 from offbeat.commands.virtual_training import FIELDS, RECIPE_OPTIONS, SECTIONS, race_recipe, refuse_without_recipe
 from offbeat.errors import RequestError
 from offbeat.number_format import format_seconds, format_size, percent
 from offbeat.simulate.diagnosis import Diagnosis, describe, describe_machines, diagnose, typical_of, what_helps
 from offbeat.simulate.setup import Network
 from offbeat.spec import count_of, parse_count
-from offbeat.strategy import line_up
 
 _WIDE = 140
 
@@ -35,7 +42,7 @@ def _run(given: argparse.Namespace) -> None:
     refuse_without_recipe(given, batch_size=epoch is not None)
     machines = machines_of(given)
     cluster, size_bytes = machines.cluster, machines.network.size_bytes
-    names = lines_of(lines) or line_up("compare", cluster.learners)
+    names = lines_of(lines) or default_lines(given, cluster.learners)
     estimates.check(given, estimates.of_comparison(machines, names, given.updates, given.minibatches))
     setups = [machines.setup(name) for name in names]
     with busy("simulating"):
@@ -49,6 +56,8 @@ def _run(given: argparse.Namespace) -> None:
     def show(out: Terminal) -> None:
         heading(out, f"{count_of(cluster.learners, 'learner')}, {cluster.law.text}, seed {given.seed}")
         say(out, headline, describe(learners), *([] if helps is None else helps.advice), "")
+        if machines.staged is not None:
+            say(out, f"each learner in stages: {machines.staged.text}", "")
         wide = out.width >= _WIDE
         columns = ["strategy", "gradients/s", "s/update", "staleness", "waiting", "wasted"]
         columns += (["epoch"] if epoch else []) + (["memory"] if size_bytes else []) + (["why"] if wide else [])
@@ -69,6 +78,7 @@ def _run(given: argparse.Namespace) -> None:
         "machines": describe(learners),
         "strategies": [one.as_json(size_bytes, _epoch_s(one, epoch)) for one in found],
         "slow_learners": None if helps is None else helps.as_json(),
+        **({} if machines.staged is None else {"parallel": machines.staged.as_json()}),
     }
     answer(given, told, show)
 

@@ -19,6 +19,7 @@ from offbeat.simulate.cluster import Cluster, check_memory
 from offbeat.simulate.compute import LAWS, Failures, SlowPeriods, parse_law
 from offbeat.simulate.setup import Network
 from offbeat.spec import parse_count, parse_rate, parse_seconds, parse_size
+from offbeat.train.layout import layout_of
 
 
 class Learners(NamedTuple):
@@ -48,6 +49,15 @@ class _LearnersAction(argparse.Action):
 
 def machines_of(given: argparse.Namespace, learners: int | None = None) -> Machines:
     """The machines that were described. `learners`: another number of them than the first that was given."""
+    machines = _described(given, learners)
+    if given.parallel is None:
+        if given.activation:
+            raise RequestError("--activation needs --parallel, like --parallel stages=4")
+        return machines
+    return machines.in_stages(given.parallel, given.activation)
+
+
+def _described(given: argparse.Namespace, learners: int | None) -> Machines:
     learners = learners or given.learners.counts[0]
     check_memory(learners, available_bytes())
     if given.calibration is not None:
@@ -205,5 +215,14 @@ MACHINE_OPTIONS = (
         "--no-overlap", action="store_true", default=False,
         help="start the all-reduce only after the backward pass",
     ),
+    option(
+        "--parallel", read=layout_of, metavar="stages=N[,...]",
+        help="each learner is a pipeline: stages=4[,schedule=1f1b|auto|...][,microbatches=16], as for offbeat train",
+    ),
+    option(
+        "--activation", read=parse_size, default=0,
+        help="size of the activations that a stage sends to the next one per microbatch (default 0)",
+    ),
 )  # fmt: skip
-_BESIDE_CALIBRATION = ("--learners", "--compute", "--calibration", "--seed", "--speeds")  # the rest it has measured
+# The rest it has measured.
+_BESIDE_CALIBRATION = ("--learners", "--compute", "--calibration", "--seed", "--speeds", "--parallel")

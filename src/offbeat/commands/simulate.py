@@ -80,11 +80,14 @@ def _run(given: argparse.Namespace) -> None:
     point = point_of(strategy, setup, result, batch=batch) if alone_s(cluster) < math.inf else None
     scaling = {} if point is None else point.as_json(given.epoch_samples)
     told = result.as_json() | result.network_json() | scaling | {"events_per_s": result.events / took}
+    staged = machines.staged
+    told |= {} if staged is None else {"parallel": staged.as_json()}
 
     def show_result(out: Terminal) -> None:
         heading(out, f"{strategy}, {count_of(cluster.learners, 'learner')}, {cluster.law.text}, seed {given.seed}")
         _timeline(out, result, show)
-        facts(out, _facts(result, took) + ([] if point is None else _scaling(point, given.epoch_samples)))
+        more = [] if point is None else _scaling(point, given.epoch_samples)
+        facts(out, ([] if staged is None else [("stages", staged.text)]) + _facts(result, took) + more)
 
     answer(given, told, show_result)
 

@@ -36,6 +36,11 @@ def lines_of(lines: Sequence[str]) -> list[str]:
     return [one for line in lines for one in expand(line)]
 
 
+def default_lines(given: argparse.Namespace, learners: int) -> list[str]:
+    """What is compared where no strategy is named; pipelines have no parameter server."""
+    return ["ring"] if given.parallel is not None else line_up("compare", learners)
+
+
 def is_sweep(given: argparse.Namespace, lines: Sequence[str]) -> bool:
     if len(given.learners.counts) > 1 or any(len(expand(line)) > 1 for line in lines):
         return True
@@ -49,6 +54,7 @@ def check_recipe_options(given: argparse.Namespace) -> None:
     counts = given.learners.counts
     if len(counts) > 1:
         raise RequestError(f"--recipe takes one number of learners; got {', '.join(map(str, counts))}")
+    refuse(given, ("parallel",), "does not apply with --recipe: training in virtual time has no stages")
     refuse(given, ("svg", "epoch_samples"), "does not apply with --recipe, which writes its own chart")
     refuse(given, ("updates", "minibatches"), "does not apply with --recipe; use --epochs")
     refuse(given, _FILES, "does not apply with --recipe: these files are in the output folder (--run-dir)")
@@ -71,7 +77,7 @@ def sweep(given: argparse.Namespace, lines: Sequence[str]) -> None:
     refuse(given, (*_FILES, "minibatches"), why)
     counts = given.learners.counts
     if not lines:  # those that are written the same whatever the number of learners
-        tried = [line_up("compare", learners) for learners in counts]
+        tried = [default_lines(given, learners) for learners in counts]
         lines = [line for line in tried[0] if all(line in others for others in tried)]
     setups, left_out = _setups(given, lines)
     with busy("simulating"):

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from offbeat.errors import RequestError
 from offbeat.pipelines.actions import BACKWARD, FORWARD, INPUT, WEIGHT, Action, PipelineSchedule
+from offbeat.pipelines.model_graph import GraphNode
 from offbeat.pipelines.pipeline_messages import StageMessage, made_by, needed_by, without_messages
 from offbeat.pipelines.pipeline_proof import peak_activations
 from offbeat.topology import Edge, Topology
@@ -40,6 +41,18 @@ class StageCosts:
             raise RequestError("the times of a stage are 0 or more")
         if len(self.activation_bytes) not in (0, stages - 1) or any(size < 0 for size in self.activation_bytes):
             raise RequestError(f"{stages} stages need {stages - 1} activation sizes of 0 or more")
+
+    @classmethod
+    def of(cls, nodes: Sequence[GraphNode], parts: Sequence[int], *, sends: bool = False) -> StageCosts:
+        """Of a chain of which node n is in stage `parts[n]`; the two halves of a backward pass are taken as equal."""
+        own = [[node for node, part in zip(nodes, parts, strict=True) if part == at] for at in range(max(parts) + 1)]
+        halves = tuple(math.fsum(node.backward_s for node in some) / 2 for some in own)
+        return cls(
+            forward_s=tuple(math.fsum(node.forward_s for node in some) for some in own),
+            input_s=halves,
+            weight_s=halves,
+            activation_bytes=tuple(some[-1].output_bytes for some in own[:-1]) if sends else (),
+        )
 
     @property
     def stages(self) -> int:

@@ -26,6 +26,7 @@ import numpy as np
 from offbeat.errors import RequestError
 from offbeat.number_format import finite_or_none
 from offbeat.policies import create, simplest
+from offbeat.predict.staged import StagedLearner
 from offbeat.runs.untrusted import read_bytes
 from offbeat.schedules import build, price
 from offbeat.simulate.cluster import Cluster, Wires
@@ -147,6 +148,12 @@ class Calibration:
             return 0.0
         return _line(self.batches, batch) - _line(self.batches, self.batch)
 
+    def slower_by(self, microbatches: int) -> float:
+        """How many times longer a minibatch takes in so many pieces, one learner alone."""
+        if len(self.batches) < 2:
+            return 1.0
+        return microbatches * _line(self.batches, self.batch / microbatches) / _line(self.batches, self.batch)
+
     def network(self) -> tuple[float, float]:
         """Bytes a second and latency of one port of every rank, from the reductions: the line that fits them best.
 
@@ -223,9 +230,22 @@ class Machine:
 
 
 def machine_of(
-    calibration: Calibration, line: str, learners: int, *, delays: Delays | None = None, batch: int = 0, seed: int = 0
+    calibration: Calibration,
+    line: str,
+    learners: int,
+    *,
+    delays: Delays | None = None,
+    batch: int = 0,
+    seed: int = 0,
+    staged: StagedLearner | None = None,
 ) -> Machine:
-    """The machine with so many learners under a strategy; `batch`: samples of a minibatch, if not the calibrated."""
+    """The machine with so many learners under a strategy; `batch`: samples of a minibatch, if not the calibrated.
+
+    Learners in stages share the cores that their stages leave each other.
+    """
+    share, stages, size_share = (
+        (1.0, 1, 1.0) if staged is None else (staged.time_share, staged.layout.stages, staged.size_share)
+    )
     family = simulated_family_of(line)
     probe = calibration.nearest(family, learners)
     delays = delays or Delays()
@@ -241,15 +261,15 @@ def machine_of(
             speeds=tuple(1 / one for one in delays.factors),
             wires=None if reduces else Wires(size_bytes=0, latency_s=max(0.0, 1 - work) * way_s / 2),
             cores=Cores(
-                count=calibration.cores,
-                law=law_of([max(time + more_s, time / 10) for time in probe.compute_s]),
+                count=max(1.0, calibration.cores / stages),
+                law=law_of([share * max(time + more_s, time / 10) for time in probe.compute_s]),
                 push_s=min(1.0, work) * way_s / 2,
                 fetch_s=min(1.0, work) * way_s / 2,
                 behind_s=max(0.0, work - 1) * way_s,
                 update_s=calibration.update_work * way_s,
             ),
         ),
-        reduce_s=_reduce_s(calibration, line, learners) if reduces else 0.0,
+        reduce_s=size_share * _reduce_s(calibration, line, learners) if reduces else 0.0,
     )
 
 

@@ -12,14 +12,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from offbeat.errors import RequestError
 from offbeat.number_format import format_rate, format_seconds
+from offbeat.pipelines.model_graph import GraphNode
 from offbeat.predict.calibration import Calibration, Delays, Machine, machine_of
+from offbeat.predict.staged import StagedLearner, stage_learner
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.collective import Model
 from offbeat.simulate.setup import Network, Setup
 from offbeat.spec import count_of
 from offbeat.strategy import ALL_REDUCE, simulated_family_of
 from offbeat.topology import Topology, build
+from offbeat.train.layout import Layout
 
 NOTHING_TO_SEND = Model.even(layers=1, size_bytes=0, forward_share=1 / 3)
 _FASTEST = 1e15  # bytes a second of a port that nothing was said of
@@ -55,17 +59,44 @@ class Machines:
     network: Network
     calibration: Calibration | None = None
     delays: Delays | None = None
+    staged: StagedLearner | None = None  # each learner is a pipeline
 
     def setup(self, strategy: str) -> Setup:
         """The strategy on the cluster, and on its network if it is an all-reduce."""
-        setup, learners = Setup(strategy=strategy, cluster=self.cluster), self.cluster.learners
+        setup, learners, staged = Setup(strategy=strategy, cluster=self.cluster), self.cluster.learners, self.staged
         if not setup.reduces:
+            if staged is not None:
+                raise RequestError(f"--parallel needs an all-reduce like ring; '{strategy}' is a parameter server's")
             return setup
-        setup = replace(setup, model=self.network.model(), topology=build(self.network.topology, ranks=learners))
+        network = self.network
+        if staged is not None:  # each process reduces its own part, when the last microbatch has come back
+            network = replace(network, size_bytes=round(network.size_bytes * staged.size_share), bucket_bytes=None)
+        setup = replace(setup, model=network.model(), topology=build(network.topology, ranks=learners))
         if self.calibration is None:
-            return replace(setup, bucket_bytes=self.network.bucket_bytes)
-        own = machine_of(self.calibration, strategy, learners, delays=self.delays, seed=self.cluster.seed)
+            return replace(setup, bucket_bytes=network.bucket_bytes)
+        own = machine_of(
+            self.calibration, strategy, learners, delays=self.delays, seed=self.cluster.seed, staged=staged
+        )
         return replace(setup, cluster=own.cluster, reduce_s=lambda size_bytes: own.reduce_s)
+
+    def in_stages(self, layout: Layout, activation_bytes: int = 0) -> Machines:
+        """Each learner a pipeline. Its layers are those that were measured, or equal ones; `activation_bytes` go from
+        each stage to the next for a microbatch."""
+        network, calibration = self.network, self.calibration
+        if calibration is not None:
+            layers = [GraphNode(one.name, one.forward_s, one.backward_s, one.size_bytes) for one in calibration.layers]
+            slower = calibration.slower_by(layout.microbatches)
+            return replace(self, staged=stage_learner(layout, layers, slower=slower, cores=calibration.cores))
+        mean_s, forward = self.cluster.law.mean_s, network.forward_share
+        if mean_s == math.inf:
+            law = self.cluster.law.text
+            raise RequestError(f"--parallel needs a finite mean compute time; that of '{law}' is infinite")
+        each_s, size = mean_s / network.layers, network.size_bytes // network.layers
+        layer = GraphNode("layer", forward * each_s, (1 - forward) * each_s, size, 0, activation_bytes)
+        topology = build(network.topology, ranks=layout.stages) if activation_bytes and layout.stages > 1 else None
+        staged = stage_learner(layout, [layer] * network.layers, topology=topology)
+        cluster = replace(self.cluster, law=self.cluster.law.scaled(staged.time_share))
+        return replace(self, cluster=cluster, staged=staged)
 
     @property
     def communicates(self) -> bool:

@@ -51,6 +51,18 @@ class Law:
     by_learner: Callable[[Ints, Chance], Floats] | None = None
     at: Callable[[Ints, Ints], Floats] | None = None
 
+    def scaled(self, factor: float) -> Law:
+        """All times multiplied. What is known of the law by its text does not hold for it, so each learner has it for
+        itself."""
+        by_learner, sample, at = self.by_learner, self.sample, self.at
+        return replace(
+            self,
+            mean_s=factor * self.mean_s,
+            sample=lambda chance: factor * sample(chance),
+            by_learner=lambda learners, u: factor * (sample(u) if by_learner is None else by_learner(learners, u)),
+            at=None if at is None else lambda learners, minibatches: factor * at(learners, minibatches),
+        )
+
 
 def _constant(value: float) -> Law:
     return Law(mean_s=value, sample=lambda u: np.full_like(u(COMPUTE), value))

@@ -157,10 +157,7 @@ def _plan(config: Config, schedule: PipelineSchedule, measured: MeasuredPieces, 
             "dimension is the samples"
         )
     own = _ranges(starts, len(nodes))
-    halves = tuple(math.fsum(nodes[at].backward_s for at in pieces) / 2 for pieces in own)
-    forward = tuple(math.fsum(nodes[at].forward_s for at in pieces) for pieces in own)
-    costs = StageCosts(forward_s=forward, input_s=halves, weight_s=halves)
-    price, proof = price_pipeline(schedule, costs), prove(schedule)
+    price, proof = price_pipeline(schedule, StageCosts.of(nodes, parts)), prove(schedule)
     ends = (schedule.placement[0], schedule.placement[schedule.stages - 1])  # who reads samples
     held = ", ".join(str(peak) for peak in proof.peak_activations)
     words = (
