@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -16,6 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from offbeat.errors import OffbeatError, RequestError
+from offbeat.pipelines import build
+from offbeat.predict.recorded_run import read_recorded
+from offbeat.report.facts import facts_of
+from offbeat.report.inputs import read_inputs
+from offbeat.report.page_model import TimelineChart
+from offbeat.report.run_sections import timelines
+from offbeat.runs.log import read_log
 from offbeat.train import launch
 from offbeat.train.checkpoint import newest, save
 from offbeat.train.config import Config
@@ -217,3 +225,23 @@ def test_a_run_saved_when_learners_were_processes_goes_on_with_as_many_replicas(
     assert start.hold is not None
     start.hold.release()
     assert (start.config.learners, notes) == (1, [])
+
+
+def test_the_log_has_every_action_of_a_pipeline_under_the_names_of_its_stages(tmp_path: Path) -> None:
+    ended = pipelined(tmp_path, small_task(48, layers), "stages=2,microbatches=4", learners=2, epochs=1)
+    names = ["replica 0 stage 0", "replica 0 stage 1", "replica 1 stage 0", "replica 1 stage 1"]
+    log = read_log(ended.run.log(1))
+    assert log.run["names"] == names
+    row = build("1f1b", stages=2, microbatches=4).rows[1]
+    ours = [span.label for span in log.spans if (span.learner, span.version, span.what) == (3, 0, "compute")]
+    assert ours == [str(action) for action in row]
+    assert json.loads(ended.run.trace.read_text())["traceEvents"][1]["args"]["name"] == names[0]
+    (run,) = read_inputs([ended.run.path]).runs
+    facts = facts_of(run)
+    assert [facts.name_of(one.learner) for one in facts.by_learner] == names
+    assert {one.minibatches for one in facts.by_learner} == {3} == {ended.end["updates"]}
+    (chart,) = timelines([run], [facts], 10_000).items
+    assert isinstance(chart, TimelineChart)
+    assert chart.learners == tuple(names) and "compute 1B3" in chart.whats
+    with pytest.raises(RequestError, match="in stages"):
+        read_recorded(log)

@@ -8,7 +8,7 @@ process waits for the road (process_road.py).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -81,7 +81,9 @@ class RankExecutor:
         road: Road,
         *,
         loss: LossSum,
+        on_computed: Callable[[Action], None] = lambda action: None,
     ) -> None:
+        self.on_computed = on_computed  # called after each action that computes
         self.schedule = with_messages(schedule)
         self.rank, self.stages, self.road, self.loss = rank, stages, road, loss
         self.count = schedule.stages
@@ -119,6 +121,7 @@ class RankExecutor:
                     message_made = made_by(single, self.count)
                     if message_made is not None and result is not None:
                         made[message_made] = result
+                self.on_computed(action)
 
     def _compute(
         self,

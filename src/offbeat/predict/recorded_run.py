@@ -92,6 +92,8 @@ def read_recorded(log: RunLog) -> Recorded:
     """`RequestError` where the log is not one of a real run that has computed something."""
     if log.run.get("simulated") is not False:
         raise RequestError("it was trained in virtual time and has no measured compute times; use offbeat simulate")
+    if log.run.get("names"):
+        raise RequestError("its learners are in stages (--parallel), which cannot be replayed; use offbeat simulate")
     spans = sorted(log.spans, key=lambda span: (span.start_s, span.learner))
     computed = [span for span in spans if span.what == "compute" and span.end_s > span.start_s]
     if all(span.cancelled for span in computed):

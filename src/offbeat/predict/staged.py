@@ -1,8 +1,8 @@
 """Learners in stages, for predictions: how long a minibatch takes a pipeline, beside one process with the whole model.
 
 The layers of a model, measured (a calibration) or assumed, are cut as `offbeat train --parallel` cuts its pieces, and
-the schedule is priced. A learner then is like any other, but its minibatches take `time_share` of what they took, and its
-processes each reduce a part of the gradient, `size_share` at most.
+the schedule is priced. A learner then is like any other, but its minibatches take `time_share` of what they took, and
+its processes each reduce a part of the gradient, `size_share` at most.
 
 What it must not know: torch, and the command line.
 """

@@ -254,13 +254,16 @@ def facts_of(run: RunRecord) -> Facts:
             "gradients and the times of the learners include both attempts"
         )
     staleness, applied = gradients.staleness, gradients.applied
+    names = _names(run)
     if family == ALL_REDUCE and not gradients.applied:
-        applied = sum(
-            1 for segment in run.segments for span in segment.spans if span.what == "compute" and not span.cancelled
-        )
+        done = [span for segment in run.segments for span in segment.spans if span.what == "compute"]
+        applied = sum(not span.cancelled for span in done)
+        if names:
+            applied = len({(span.learner, span.version) for span in done})
         staleness = Counter({0: applied}) if applied else Counter()
     expect = _said(run, "expect") or _said(run, "learners") or 1
-    learners = by_learner(run.segments, gradients.dropped_spans, minibatches_of(run.segments, strategy, expect))
+    held = minibatches_of(run.segments, strategy, expect)
+    learners = by_learner(run.segments, gradients.dropped_spans, held, in_pieces=bool(names))
     ended = _ended(run)
     return Facts(
         name=run.name,
@@ -287,7 +290,7 @@ def facts_of(run: RunRecord) -> Facts:
         sent_bytes=None if last is None else last.sent_bytes,
         received_bytes=None if last is None else last.received_bytes,
         wait_share=None if last is None else last.wait_share,
-        names=_names(run),
+        names=names,
         problems=tuple(gradients.problems),
         notes=tuple(notes),
     )

@@ -93,9 +93,14 @@ def _minibatches(segment: RunSegment, every: int) -> Mapping[int, int]:
 
 
 def by_learner(
-    segments: Sequence[RunSegment], dropped: Sequence[frozenset[int]], minibatches: Sequence[Mapping[int, int]]
+    segments: Sequence[RunSegment],
+    dropped: Sequence[frozenset[int]],
+    minibatches: Sequence[Mapping[int, int]],
+    *,
+    in_pieces: bool = False,
 ) -> tuple[LearnerFacts, ...]:
-    """`dropped` are the places of spans whose gradient was dropped, of each segment."""
+    """`dropped` are the places of spans whose gradient was dropped, of each segment. `in_pieces`: a minibatch has
+    several spans, all of its version."""
     there = {span.what for segment in segments for span in segment.spans}
     never = dict.fromkeys((_SECONDS[what] for what in ("send", "apply") if what not in there), None)
     seconds: defaultdict[int, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -104,13 +109,21 @@ def by_learner(
     before = 0.0
     for segment, void, held in zip(segments, dropped, minibatches, strict=True):
         begin = min((span.start_s for span in segment.spans), default=0.0)
-        for at, (learner, what, start, end, _, stopped) in enumerate(segment.spans):
+        pieces: dict[tuple[int, int], _Took] = {}  # of minibatches that are computed in pieces
+        for at, (learner, what, start, end, version, stopped, _) in enumerate(segment.spans):
             if what != "compute":
                 seconds[learner][_SECONDS[what]] += end - start
+                continue
+            if in_pieces:
+                seconds[learner]["compute_s"] += end - start
+                spent = pieces[learner, version].seconds if (learner, version) in pieces else 0.0
+                pieces[learner, version] = _Took(before + end - begin, spent + end - start, 1)
                 continue
             seconds[learner]["thrown_away_s" if stopped or at in void else "compute_s"] += end - start
             took = _Took(before + end - begin, end - start, held.get(at, 1))
             (cancelled if stopped else finished)[learner].append(took)
+        for (learner, _), took in pieces.items():
+            finished[learner].append(took)
         before += max((span.end_s for span in segment.spans), default=0.0) - begin
     return tuple(
         _learner_facts(learner, {**never, **seconds[learner]}, finished[learner], cancelled[learner], before)

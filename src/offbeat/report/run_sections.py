@@ -23,6 +23,7 @@ from offbeat.spec import count_of
 MOST_POINTS = 2_000  # of a curve
 MOST_AGES = 24  # columns of a histogram
 MOST_LEARNERS = 256  # rows of a timeline
+MOST_LABELS = 4_000  # different actions of a pipeline
 INSIDE_WAITING = (
     "With a parameter server, waiting includes pushing and updating, because a learner's log does not separate them; "
     "the columns for these two show a dash."
@@ -45,6 +46,11 @@ def timelines(runs: Sequence[RunRecord], known: Sequence[Facts], limit: int) -> 
         "What each learner did, second by second. The colour of a bar shows the version of the weights with "
         "which the learner computed; cancelled minibatches are marked."
     )
+    if any(one.names for one in known):
+        text += (
+            " In a pipeline, bars are actions, for some updates of each epoch: 1F3 is the forward pass of microbatch 3 "
+            "in stage 1, B its backward pass, I and W its two halves. Waiting is what is called a bubble."
+        )
     return PageSection(key="timeline", title="Timeline", items=tuple(items), about=text)
 
 
@@ -55,7 +61,7 @@ def one_clock(run: RunRecord) -> list[Span]:
     for segment in run.segments:
         if segment.spans:
             shift = before - min(span.start_s for span in segment.spans)
-            moved = [Span(who, what, a + shift, b + shift, v, c) for who, what, a, b, v, c in segment.spans]
+            moved = [one._replace(start_s=one.start_s + shift, end_s=one.end_s + shift) for one in segment.spans]
             found += sorted(moved, key=lambda span: span.start_s)
             before = max(span.end_s for span in moved)
     return found
@@ -76,11 +82,13 @@ def _timeline(key: str, one: Facts, spans: Sequence[Span], most: int) -> Timelin
         spans = [span for span in spans if span.learner <= numbers[-1]]
         most = min(most, len(spans))
     place = {learner: at for at, learner in enumerate(numbers)}
-    kinds = {what: at for at, what in enumerate(WHAT)}
+    labels = sorted({span.label for span in spans[:most] if span.label})
+    whats = (*WHAT, *(f"compute {label}" for label in labels[:MOST_LABELS]))
+    kinds = {what: at for at, what in enumerate(whats)}
     ends = [0.0] * len(numbers)
     bars: list[Bar] = []
     hidden = 0
-    for learner, what, start, end, version, cancelled in spans[:most]:
+    for learner, what, start, end, version, cancelled, label in spans[:most]:
         row = place[learner]
         if start < ends[row]:  # clocks of processes differ by a little; and a log may be wrong
             start = ends[row]
@@ -88,7 +96,7 @@ def _timeline(key: str, one: Facts, spans: Sequence[Span], most: int) -> Timelin
                 hidden += 1
                 continue
         ends[row] = end
-        bars.append((row, kinds[what], start, end, version, cancelled))
+        bars.append((row, kinds.get(f"{what} {label}", kinds[what]), start, end, version, cancelled))
     notes = ["Time starts when the first learner starts."]
     if left_out:
         notes.append(f"Only the first {len(numbers)} of {len(everybody):,} learners are shown.")
@@ -100,7 +108,7 @@ def _timeline(key: str, one: Facts, spans: Sequence[Span], most: int) -> Timelin
         key=key,
         title=_title(one),
         learners=tuple(one.name_of(learner) for learner in numbers),
-        whats=WHAT,
+        whats=whats,
         bars=tuple(bars),
         note=" ".join(notes),
     )

@@ -59,7 +59,7 @@
     const parts = chart.whats.map((what) => PARTS.indexOf(partOf(what)));
     let bar = 0;
     return chart.counts.map((count) => {
-      const row = { count, start: new Float64Array(count), end: new Float64Array(count), version: new Float64Array(count), what: new Uint8Array(count), part: new Uint8Array(count), thrown: new Uint8Array(count), spent: PARTS.map(() => null) };
+      const row = { count, start: new Float64Array(count), end: new Float64Array(count), version: new Float64Array(count), what: new Uint16Array(count), part: new Uint8Array(count), thrown: new Uint8Array(count), spent: PARTS.map(() => null) };
       let [time, version] = [0, 0];
       for (let n = 0; n < count; n += 1, bar += 1) {
         const start = time + gaps[bar];
@@ -266,7 +266,7 @@
           if (part === "thrown") { context.fillStyle = colours.hatch; context.fillRect(a, top, b - a - gap, tall); }
           context.globalAlpha = 1;
           if (b - a > 16 && tall >= 13 && part === "computing") {
-            const words = String(row.version[n]);
+            const words = (chart.whats[row.what[n]] ?? "").split(" ")[1] ?? String(row.version[n]);
             const half = context.measureText(words).width / 2;
             context.fillStyle = colours.inks[version];
             if (2 * half + 5 <= b - a) context.fillText(words, (a + b - gap) / 2 - half, top + tall / 2 + 0.5);

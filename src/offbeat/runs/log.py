@@ -6,6 +6,8 @@ A log is JSON lines. The first line describes the run, each further line is a de
     {"kind": "decision", "event": "pushed 2 t7 v3 n1 @1.25", "commands": ["apply t7", "send 2"], "why": [...]}
     {"kind": "span", "learner": 2, "what": "compute", "start_s": 0.0, "end_s": 1.25, "version": 3, "cancelled": false}
 
+A span of a pipeline also has a label, the action that was computed: {..., "label": "1F3"}.
+
 Laws: what `write_log` wrote, `read_log` gives back, and the same log gives the same bytes. One reader: strict, it
 refuses the first line that is wrong and names it; lenient, it skips such lines and counts them. `chrome_trace` gives
 the trace-event form that Perfetto and chrome://tracing open, `text_rows` a
@@ -39,7 +41,8 @@ WHAT = ("compute", "send", "wait", "apply", "evaluate")
 class Span(NamedTuple):
     """One bar of a timeline: what a learner did, in seconds since the run's start.
 
-    `version` is the version of the parameters it worked on. A cancelled span was given up at `end_s`.
+    `version` is the version of the parameters it worked on. A cancelled span was given up at `end_s`. `label` is the
+    action of a pipeline, where it is one.
     """
 
     learner: int
@@ -48,6 +51,7 @@ class Span(NamedTuple):
     end_s: float
     version: int
     cancelled: bool = False
+    label: str = ""
 
 
 def check_span(span: Span) -> Span:
@@ -69,11 +73,13 @@ def read_span(record: Mapping[str, Any]) -> Span:
     for key in record:
         if key not in _FIELDS:
             raise RequestError(f"a span has no '{key}'{nearest(key, _FIELDS)}")
-    return check_span(Span(*(record.get(key) for key in _FIELDS)))  # type: ignore[arg-type]  # that is what is checked
+    given = (record.get(key, "" if key == "label" else None) for key in _FIELDS)
+    return check_span(Span(*given))
 
 
 _FIELDS: Mapping[str, type | tuple[type, ...]] = {
     "learner": int, "what": str, "start_s": (int, float), "end_s": (int, float), "version": int, "cancelled": bool,
+    "label": str,
 }  # fmt: skip
 
 
@@ -135,7 +141,10 @@ class LogWriter:
         self._file.write(_line({"kind": "decision", **record}))
 
     def span(self, span: Span) -> None:
-        self._file.write(_line({"kind": "span", **check_span(span)._asdict()}))
+        record = check_span(span)._asdict()
+        if not span.label:
+            del record["label"]
+        self._file.write(_line({"kind": "span", **record}))
 
     def flush(self) -> None:
         """What was written can be read by others from now on."""
@@ -213,7 +222,9 @@ def chrome_trace(spans: Iterable[Span], *, name: str = "offbeat", process: int =
     return {"traceEvents": list(_trace_events(spans, name, process)), "displayTimeUnit": "ms"}
 
 
-def _trace_events(spans: Iterable[Span], name: str, process: int) -> Iterator[dict[str, Any]]:
+def _trace_events(
+    spans: Iterable[Span], name: str, process: int, learners: Sequence[str] = ()
+) -> Iterator[dict[str, Any]]:
     """One by one: a learner is named before its first span."""
     yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}}
     named: set[int] = set()
@@ -221,7 +232,7 @@ def _trace_events(spans: Iterable[Span], name: str, process: int) -> Iterator[di
         if span.learner not in named:
             named.add(span.learner)
             for key, value in (
-                ("thread_name", {"name": f"learner {span.learner}"}),
+                ("thread_name", {"name": dict(enumerate(learners)).get(span.learner, f"learner {span.learner}")}),
                 ("thread_sort_index", {"sort_index": span.learner}),
             ):
                 yield {"ph": "M", "pid": process, "tid": span.learner, "name": key, "args": value}
@@ -229,7 +240,7 @@ def _trace_events(spans: Iterable[Span], name: str, process: int) -> Iterator[di
             "ph": "X",
             "pid": process,
             "tid": span.learner,
-            "name": f"{span.what} v{span.version}" + (" (cancelled)" if span.cancelled else ""),
+            "name": f"{span.label or span.what} v{span.version}" + (" (cancelled)" if span.cancelled else ""),
             "cat": span.what,
             "ts": span.start_s * 1e6,
             "dur": (span.end_s - span.start_s) * 1e6,
@@ -237,13 +248,25 @@ def _trace_events(spans: Iterable[Span], name: str, process: int) -> Iterator[di
         }
 
 
-def write_chrome_trace(path: Path, spans: Iterable[Span], *, name: str = "offbeat") -> None:
-    """Event by event: however many spans there are, they are not in memory together."""
+def write_chrome_trace(
+    path: Path, spans: Iterable[Span], *, name: str = "offbeat", learners: Sequence[str] = ()
+) -> None:
+    """Event by event: however many spans there are, they are not in memory together. `learners` are their names."""
     with path.open("w", encoding="utf-8") as file:
         file.write('{"traceEvents": [')
-        for number, event in enumerate(_trace_events(spans, name, 0)):
+        for number, event in enumerate(_trace_events(spans, name, 0, learners)):
             file.write((", " if number else "") + json.dumps(event, allow_nan=False))
         file.write('], "displayTimeUnit": "ms"}')
+
+
+def names_in(path: Path) -> Sequence[str]:
+    """The names of the learners in a log that was written here, where they have names."""
+    with path.open("rb") as file:
+        try:
+            named = json.loads(file.readline()).get("names")
+        except (ValueError, AttributeError):
+            return ()
+    return tuple(map(str, named)) if isinstance(named, list) else ()
 
 
 def stream_spans(path: Path) -> Iterator[Span]:

@@ -32,6 +32,7 @@ from offbeat.parallel.model_pieces import joined, pieces_of
 from offbeat.parallel.pipeline_executor import RankExecutor
 from offbeat.parallel.process_road import ProcessRoad
 from offbeat.parallel.stage import Stage
+from offbeat.pipelines.actions import Action
 from offbeat.pipelines.pipeline_messages import with_early_receives
 from offbeat.processes.watchdog import Phase
 from offbeat.train.learner_snapshot import load_optimizer, optimizer_tensors
@@ -43,6 +44,8 @@ from offbeat.train.stage_plan import StagePlan
 from offbeat.train.trainer import size_of
 
 _COMPUTE, _WAIT, _APPLY = 0.0, 1.0, 2.0  # kinds of spans
+_ACTION = 16  # from here on: an action of the schedule
+SHOWN = 20  # updates of each epoch of which every action is in the log; of the others, what lies between two waits
 
 
 class PipelinedTrainer(ReducedTrainer):
@@ -59,7 +62,13 @@ class PipelinedTrainer(ReducedTrainer):
         self._reads = self._first or self._last
         self._road = ProcessRoad(places, plan.boundaries, buffers=plan.buffers)
         early = with_early_receives(schedule)
-        self._executor = RankExecutor(early, self.rank, self._stages, self._road, loss=self.task.loss)
+        self._executor = RankExecutor(
+            early, self.rank, self._stages, self._road, loss=self.task.loss, on_computed=self._note_action
+        )
+        self._actions = sorted({action for _, _, action in schedule.places() if action.computes}, key=str)
+        self._kinds = {action: float(_ACTION + place) for place, action in enumerate(self._actions)}
+        self._mark_s = 0.0  # up to here all spans of this update are noted
+        self._shown, self._epoch = 0, -1  # updates of this epoch whose actions are still to be noted
         self._pipeline, self._replicas_group, self._sharing = self._groups()
         self._loss = 0.0  # of the update, as its last stage found it
         self._model_parts: list[dict[str, Tensor]] = []
@@ -155,8 +164,10 @@ class PipelinedTrainer(ReducedTrainer):
     # --- an update ----------------------------------------------------------------------------------------------------
 
     def _update(self, update: Update, batches: list[tuple[Pass, Any]]) -> None:
-        began_s = mark_s = self._update_s
+        began_s = self._mark_s = self._update_s
         version = float(self.at.update)
+        if self._epoch != self.at.epoch:
+            self._epoch, self._shown = self.at.epoch, SHOWN
         many = self.layout.microbatches
         total, mine, waited_s = 0.0, 0, 0.0
         self.beat(Phase.COMPUTING)
@@ -167,8 +178,9 @@ class PipelinedTrainer(ReducedTrainer):
                 self._road.wait()
                 self.beat(Phase.COMPUTING)
                 now_s = time.monotonic()
-                self._spans += [(_COMPUTE, mark_s, wait_s, version), (_WAIT, wait_s, now_s, version)]
-                mark_s, waited_s = now_s, waited_s + now_s - wait_s
+                self._spans += [(_COMPUTE, self._mark_s, wait_s, version)] if self._shown <= 0 else []
+                self._spans.append((_WAIT, wait_s, now_s, version))
+                self._mark_s, waited_s = now_s, waited_s + now_s - wait_s
             total += sum(map(float, self._executor.losses.values()))
             mine += sum(one.end - one.start for one, _ in batches[start : start + many])
         if self._first:
@@ -185,10 +197,11 @@ class PipelinedTrainer(ReducedTrainer):
         self.wait_s += waited_s + reduced_s - computed_s
         self._measured.append((computed_s - began_s, mine))
         self._spans += [
-            (_COMPUTE, mark_s, computed_s, version),
+            *([(_COMPUTE, self._mark_s, computed_s, version)] if self._shown <= 0 else []),
             (_WAIT, computed_s, reduced_s, version),
             (_APPLY, reduced_s, ended_s, version),
         ]
+        self._shown -= 1
         mean = torch.tensor(self._loss)
         self.count(mean, mine)
         if not self._last:
@@ -198,6 +211,15 @@ class PipelinedTrainer(ReducedTrainer):
         else:
             self.at.dropped["not finite"] = self.at.dropped.get("not finite", 0) + update.samples
         self.tell_progress(self.at.update, mean)
+
+    def _note_action(self, action: Action) -> None:
+        if self._shown > 0:
+            now_s = time.monotonic()
+            self._spans.append((self._kinds[action], self._mark_s, now_s, float(self.at.update)))
+            self._mark_s = now_s
+
+    def kind_of(self, kind: int) -> tuple[str, str]:
+        return super().kind_of(kind) if kind < _ACTION else ("compute", str(self._actions[kind - _ACTION]))
 
     def _minibatch(self, update: Update, batches: Sequence[tuple[Pass, Any]]) -> Iterator[object]:
         """Forward and backward of all its microbatches; yields where this rank has to wait."""

@@ -597,10 +597,15 @@ class ReducedTrainer(Trainer):
             for learner, data in enumerate(parts):
                 for kind, start_s, end_s, version in decode(data).spans.tolist():
                     start, end = start_s - self._start_s, end_s - self._start_s
-                    log.span(Span(learner, _KINDS[int(kind)], max(0.0, start), max(0.0, end), int(version)))
+                    what, label = self.kind_of(int(kind))
+                    log.span(Span(learner, what, max(0.0, start), max(0.0, end), int(version), label=label))
             log.flush()
         except OSError as error:
             self._tell_unwritten(error)
+
+    def kind_of(self, kind: int) -> tuple[str, str]:
+        """What a span is, by the number that it has in memory, and its label."""
+        return _KINDS[kind], ""
 
     def _tell_unwritten(self, error: OSError) -> None:
         """Training goes on without its log; what could be written of it stays."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from offbeat.errors import LogError, OffbeatError
 from offbeat.runs.disk import replace_file
-from offbeat.runs.log import stream_spans, write_chrome_trace
+from offbeat.runs.log import names_in, stream_spans, write_chrome_trace
 from offbeat.runs.metrics import reached_at
 from offbeat.runs.run_folder import TARGET, RunDir
 from offbeat.train.checkpoint import Checkpoint, tidy, update_of_weights, write_weights
@@ -85,7 +85,8 @@ def conclude(config: Config, run: RunDir, end: Mapping[str, Any]) -> None:
     wrong: OffbeatError | None = None
     if logs and logs[-1].finished:
         try:
-            write_chrome_trace(run.trace, stream_spans(logs[-1].path), name=config.name)
+            path = logs[-1].path
+            write_chrome_trace(run.trace, stream_spans(path), name=config.name, learners=names_in(path))
         except LogError as error:
             wrong = error
         except OSError as error:
