@@ -115,8 +115,8 @@ def _timeline(key: str, one: Facts, spans: Sequence[Span], most: int) -> Timelin
 
 
 def _title(one: Facts) -> str:
-    noun = "stage" if one.names else "learner"
-    learners = [count_of(one.learners, noun)] if one.learners else []
+    learners = [count_of(one.learners, "learner")] if one.learners else []
+    learners = [f"{len(one.names)} processes"] if one.names else learners
     strategy = one.strategy if one.strategy != one.label else ""
     return ", ".join(filter(None, [one.label, strategy, *learners, "simulated" if one.simulated else ""]))
 

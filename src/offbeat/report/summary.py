@@ -44,6 +44,7 @@ def names_of(facts: Sequence[Facts]) -> tuple[str, ...]:
     for one in facts:
         kind = "simulated learner" if one.simulated else "learner"
         learners = f" with {count_of(one.learners, kind)}" if one.learners and not alike else ""
+        learners = f" with {len(one.names)} processes" if one.names and not alike else learners
         short.append(f"{one.strategy or one.label}{learners}")
     many = Counter(short)
     return tuple(
