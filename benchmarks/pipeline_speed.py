@@ -14,9 +14,11 @@ import argparse
 import math
 import statistics
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+from offbeat.runs.log import read_log
 from offbeat.train.config import Config
 from offbeat.train.config_files import changed
 from offbeat.train.launch import launch, prepare
@@ -46,11 +48,13 @@ def config_of(given: argparse.Namespace, way: dict[str, object]) -> Config:
 
 
 class Measured(NamedTuple):
-    """A run: samples per second, the share of the learners' time in waiting, seconds per update, and as predicted."""
+    """A run: samples per second, the share of the learners' time in waiting, seconds of an update (the median, and the
+    fastest, which other programs have disturbed least), and as predicted."""
 
     samples_per_s: float
     wait_share: float
     update_s: float
+    fastest_s: float
     predicted_s: float
 
 
@@ -58,8 +62,10 @@ def measure(config: Config) -> Measured:
     with tempfile.TemporaryDirectory() as folder:
         start = prepare(config, run_dir=Path(folder) / "run")
         end = launch(start, lambda record: None, lambda who, line: print(f"{who} | {line}")).end
+        ends = [span.end_s for span in read_log(start.run.log(1)).spans if (span.learner, span.what) == (0, "apply")]
+    took = [end - begin for begin, end in pairwise(ends)]
     predicted_s = math.nan if start.plan is None else start.plan.seconds
-    return Measured(end["samples_per_s"], end["wait_share"], end["seconds"] / end["updates"], predicted_s)
+    return Measured(end["samples_per_s"], end["wait_share"], statistics.median(took), min(took), predicted_s)
 
 
 def main() -> None:
@@ -74,11 +80,13 @@ def main() -> None:
             found[name].append(measure(config_of(given, way)))
     alone = statistics.median(one.samples_per_s for one in found["one process, 1 thread"])
     for name, rounds in found.items():
-        speed, waiting, took_s, predicted_s = (statistics.median(column) for column in zip(*rounds, strict=True))
+        speed, waiting, took_s, _, predicted_s = (statistics.median(column) for column in zip(*rounds, strict=True))
+        fastest_s = min(one.fastest_s for one in rounds)
         line = f"{name:24} {speed:8.0f} samples/s  {speed / alone:5.2f}x  waiting {100 * waiting:4.1f} %"
-        line += f"  update {1e3 * took_s:6.1f} ms"
+        line += f"  update {1e3 * took_s:6.1f} ms, fastest {1e3 * fastest_s:6.1f}"
         if not math.isnan(predicted_s):
-            line += f", predicted {1e3 * predicted_s:6.1f} ms ({100 * (predicted_s / took_s - 1):+.0f} %)"
+            off, at_best = (100 * (predicted_s / one_s - 1) for one_s in (took_s, fastest_s))
+            line += f", predicted {1e3 * predicted_s:6.1f} ms ({off:+.0f} %; of the fastest {at_best:+.0f} %)"
         print(line, flush=True)
 
 
