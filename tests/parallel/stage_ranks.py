@@ -53,7 +53,9 @@ class StageRank:
         self.inputs, self.targets = split(case.inputs, MICROBATCHES), split(case.targets, MICROBATCHES)
         passed = boundaries_of(case)
         between = [passed[places[0] - 1] for places in parts[1:]]
-        self.road = ProcessRoad(schedule.placement, between, buffers=prove(schedule).buffers)
+        proof = prove(schedule)
+        self.proven_peak = proof.peak_activations[rank]
+        self.road = ProcessRoad(schedule.placement, between, buffers=proof.buffers)
         self.road.samples = [len(some) for some in self.inputs]
         early = with_early_receives(schedule)
         self.executor = RankExecutor(early, rank, self.stages, self.road, loss=case.loss)
@@ -150,6 +152,7 @@ def compare(line: str, name: str, rank: int, ranks: int, dtype: torch.dtype) -> 
         mine.clip()
         optimizer.step()
         rate.step()
+    assert mine.executor.peak == mine.proven_peak
     worst = torch.tensor([differs, difference(mine.places, mine.pieces, state_of, states)], dtype=torch.float64)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     return float(worst[0]), float(worst[1])

@@ -91,7 +91,9 @@ class ReducedTrainer(Trainer):
         self._order = SampleOrder(config.seed, self.samples)
         self._make_update = step_of(self.optimizer, self.device)
         self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self._is_small = sum(map(torch.numel, self._trained)) <= SMALL and len({p.dtype for p in self._trained}) == 1
+        is_small = sum(map(torch.numel, self._trained)) <= SMALL and len({p.dtype for p in self._trained}) == 1
+        # What is clipped has the bits of a sum of norms, which stages compute too.
+        self._is_small = is_small and not config.train.clip_norm
         follows = (self._together and not config.parallel) or self._slowness is not None
         watched = self._trained if follows else []
         self._grads = _LastGradient(watched, self._on_last_gradient)
