@@ -41,9 +41,12 @@ def available_bytes() -> int | None:
     return next((int(line.split()[1]) * 1024 for line in told), None)
 
 
-def resident_bytes() -> int | None:
-    """Memory that this process has now, what it shares with others included; None where the system does not tell."""
-    told = (line for line in _lines("/proc/self/status") if line.startswith("VmRSS:"))
+def forked_bytes() -> int | None:
+    """Memory that a fork of this process has from the start; None where the system does not tell.
+
+    Files that are mapped, like libraries, are not in it: a fork maps them again as it uses them.
+    """
+    told = (line for line in _lines("/proc/self/status") if line.startswith("RssAnon:"))
     return next((int(line.split()[1]) * 1024 for line in told), None)
 
 

@@ -24,6 +24,10 @@ _RESULT = (
 
 def _run(words: argparse.Namespace) -> None:
     config = _config(words)
+    if (
+        config.train.memory
+    ):  # torch looks at it when it is loaded: large pages, for blocks that are mapped again and again
+        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     from offbeat.commands.report import write_report
     from offbeat.commands.view import view_for
     from offbeat.train.launch import launch, learn, prepare, under_torchrun

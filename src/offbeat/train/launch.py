@@ -48,7 +48,7 @@ from offbeat.train.checkpoint import Checkpoint, newest
 from offbeat.train.config import Config
 from offbeat.train.config_files import changed, read_config, write_config
 from offbeat.train.learning_rate import STATES
-from offbeat.train.memory_limit import check_need, give_back, room_of
+from offbeat.train.memory_limit import check_need, give_back, map_large_blocks, room_of
 from offbeat.train.out_of_memory import naming_memory, told_of_batch, told_of_model
 from offbeat.train.pipelined_trainer import PipelinedTrainer
 from offbeat.train.recompute import recomputing
@@ -257,6 +257,7 @@ def _import_ahead() -> None:
 def _plan_stages(config: Config, task: Task, tell: Callable[[str], None]) -> StagePlan | None:
     """Where the model is cut, if it is; and whether learners have the memory that they need."""
     if config.train.memory:
+        map_large_blocks()
         _import_ahead()  # learners will have these too
     measured = measure_pieces(config, task, lambda: built_on(torch.device("cpu"), task, config))
     give_back()

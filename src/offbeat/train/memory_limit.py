@@ -22,6 +22,8 @@ from offbeat.train.layout import BY_DEFAULT
 from offbeat.train.stage_plan import MeasuredPieces, StagePlan, data_bytes, plan_stages, rank_need, state_vectors
 
 TRIED = (2, 3, 4)  # stages that are tried for an advice
+SPARE = 0.05  # of the limit, that what is predicted leaves free
+LARGE_BYTES, _M_MMAP_THRESHOLD = 4 << 20, -3
 ROUGH = 1.2  # blocks are not the pieces that were measured: recompute is advised where there is room
 
 
@@ -29,15 +31,20 @@ def limit_of(config: Config) -> int | None:
     return parse_size(config.train.memory) if config.train.memory else None
 
 
+def _usable(config: Config) -> int | None:
+    limit = limit_of(config)
+    return None if limit is None else int((1 - SPARE) * limit)
+
+
 def room_of(config: Config, measured: MeasuredPieces) -> float:
     """What a learner may need beside what this process has, from which it is forked."""
-    limit = limit_of(config)
+    limit = _usable(config)
     return math.inf if limit is None else max(1, limit - measured.base_bytes)
 
 
 def check_need(config: Config, measured: MeasuredPieces, plan: StagePlan | None) -> tuple[int, ...]:
     """Bytes that each process of a learner needs; a `RequestError` where that is more than the limit."""
-    limit, base = limit_of(config), measured.base_bytes
+    limit, base = _usable(config), measured.base_bytes
     whole = _whole_need(config, measured, recompute=config.train.recompute)
     need = tuple(base + size for size in ((whole,) if plan is None else plan.need_bytes))
     if limit is None or max(need) <= limit:
@@ -45,7 +52,8 @@ def check_need(config: Config, measured: MeasuredPieces, plan: StagePlan | None)
     advice = "; ".join(_fitting(config, measured, base, limit)) or "use smaller minibatches or a smaller model"
     who = "a learner" if plan is None else plan.names(1)[need.index(max(need))]
     raise RequestError(
-        f"train.memory: {who} needs about {format_size(max(need))}, more than {config.train.memory}; {advice}"
+        f"train.memory: {who} needs about {format_size(max(need))}, more than {100 * (1 - SPARE):.0f} % of "
+        f"{config.train.memory}; {advice}"
     )
 
 
@@ -95,6 +103,13 @@ def _fitting(config: Config, measured: MeasuredPieces, base: int, limit: int) ->
         need = base + max(needs or (_whole_need(config, measured, recompute=True),))
         found += [f"--train.recompute true needs {format_size(need)}"] if ROUGH * need <= limit else []
     return found
+
+
+def map_large_blocks() -> None:
+    """In this process and its forks: a large block that is freed goes back to the system at once. Otherwise the C
+    library keeps holes between blocks, up to a third of what is used."""
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)
 
 
 def give_back() -> None:

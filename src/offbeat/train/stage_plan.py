@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from offbeat.errors import RequestError
-from offbeat.machine import resident_bytes
+from offbeat.machine import forked_bytes
 from offbeat.number_format import format_seconds, percent
 from offbeat.parallel.model_pieces import check_pieces, pieces_of, writes_into_input
 from offbeat.parallel.process_road import Boundary
@@ -49,7 +49,7 @@ class MeasuredPieces(NamedTuple):
     boundaries: tuple[Boundary | None, ...]
     samples: int
     sample_bytes: float = 0.0  # of a sample as it is read
-    base_bytes: int = 0  # of the process before it was measured
+    base_bytes: int = 0  # that a fork of the process has, before it was measured
     blocks: int = 0  # that `train.recompute` computes again one by one, without a pipeline; 0: it cannot
 
     def scaled(self, samples: float) -> MeasuredPieces:
@@ -95,7 +95,7 @@ class StagePlan:
 
 def measure_pieces(config: Config, task: Task, build: Callable[[], nn.Module]) -> MeasuredPieces:
     """On samples of one microbatch."""
-    base = resident_bytes() or 0
+    base = forked_bytes() or 0
     model = build()
     try:
         parts: list[nn.Module] = list(pieces_of(model))

@@ -140,6 +140,7 @@ class Trainer:
     ) -> None:
         train = config.train
         torch.set_num_threads(train.threads)
+        self.memory_limit = limit_of(config)
         self.config, self.task, self.run, self.report = config, task, run, report
         self.number, self.learners, self.segment = number, learners, segment
         self.layout = config.layout
@@ -177,7 +178,6 @@ class Trainer:
         self._losses: list[tuple[Tensor | float, int]] = []  # since the last pause, with their samples
         self._loss_sum, self._loss_of = 0.0, 0
         self._told_s = 0.0
-        self.memory_limit = limit_of(config)
         self.saver = Saver(run.checkpoints, keep=config.save.keep, tell=self.note, on_saved=self._tell_saved)
         has_board = config.save.tensorboard and number == 0
         self._board = writer_class()(str(run.path / "tensorboard")) if has_board else None
