@@ -2,6 +2,7 @@
 
     python benchmarks/network_check.py                                     # all
     python benchmarks/network_check.py --shapes 2+1 4x2 --bytes --points 2 --faults kill-rank cut-out
+    python benchmarks/network_check.py --shapes --bytes --key              # faults, with TLS
 
 sums     On hosts x ranks of a lab: every line of all-reduce gives the plain sum of 9 types at each of 8 sizes (0 to
          20,011 items, 5 MB) and the same bits on all ranks; what goes over each socket is what the schedule costs and a
@@ -23,7 +24,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from offbeat.lab import Lab, Network
@@ -34,6 +35,7 @@ SHAPES = ("2x1", "2x2", "2+1", "3x1", "3x2", "4x1", "4x2")
 COUNTED = ("4x1", "2x2")
 CUT_S = 10.0
 GROUP_TIMEOUT_S = 8.0
+OPEN, WITH_KEY = {"OFFBEAT_NETWORK_TRUST": "open"}, {"OFFBEAT_SECRET": "5e" * 32}  # of which a key is made
 BOUNDS_S = {
     "kill-rank": 1.0, "kill-host": 1.0, "cut-both": CUT_S, "cut-out": CUT_S, "cut-in": CUT_S,
     "stop-rank": GROUP_TIMEOUT_S + 1,
@@ -44,7 +46,7 @@ LEFT = "for p in /proc/[0-9]*; do case ${p#/proc/} in 1|$$) ;; *) echo $p;; esac
 
 
 def start(lab: Lab, ranks: Sequence[int], program: str, **own: str) -> list[HostProcess]:
-    environment = {**os.environ, "OFFBEAT_NETWORK": "open", "OFFBEAT_STRATEGY": "ring", "OMP_NUM_THREADS": "1", **own}
+    environment = {**os.environ, "OFFBEAT_STRATEGY": "ring", "OMP_NUM_THREADS": "1", **own}
     hosts = [host for host, count in enumerate(ranks) for _ in range(count)]
     words = [sys.executable, "-W", "ignore", str(PROGRAMS), program]
     return [
@@ -62,17 +64,17 @@ def ranks_of(shape: str) -> list[int]:
 def check_program(ranks: Sequence[int], programs: str, told: str, bandwidth: str | None = None) -> tuple[bool, str]:
     """Whether a program ends well on all ranks, and what it says there, or what is wrong."""
     with Lab(Network.of(hosts=len(ranks), bandwidth=bandwidth)) as lab:
-        processes = start(lab, ranks, programs, TIMEOUT_S="200")
+        processes = start(lab, ranks, programs, TIMEOUT_S="200", **OPEN)
         for rank, process in enumerate(processes):
             if process.wait(timeout_s=1500) != 0 or told not in process.output:
                 return False, f"rank {rank}: {process.output[-300:]}"
     return True, processes[0].output
 
 
-def check_fault(fault: str, rng: random.Random) -> tuple[float, str, str | None]:
+def check_fault(fault: str, rng: random.Random, trust: Mapping[str, str]) -> tuple[float, str, str | None]:
     """The seconds until the last survivor had raised, whom it named, and what is wrong."""
     with Lab(Network.of(hosts=3, bandwidth="300Mbit/s")) as lab:
-        processes = start(lab, [2, 1, 1], "reduce_for_ever", TIMEOUT_S=str(GROUP_TIMEOUT_S))
+        processes = start(lab, [2, 1, 1], "reduce_for_ever", TIMEOUT_S=str(GROUP_TIMEOUT_S), **trust)
         deadline = time.monotonic() + 60
         while not all("started" in process.output for process in processes):
             if time.monotonic() > deadline:
@@ -118,6 +120,7 @@ def main() -> int:
     parser.add_argument("--faults", nargs="*", default=list(BOUNDS_S), choices=list(BOUNDS_S))
     parser.add_argument("--points", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--key", action="store_true", help="faults of a group with a key (the rest counts bytes)")
     given = parser.parse_args()
     wrong = 0
     for shape in given.shapes:
@@ -139,7 +142,7 @@ def main() -> int:
     if given.faults:
         print(f"{'fault':<10} {'right':>8} {'bound':>7} {'slowest':>8}  named")
     for fault in given.faults:
-        points = [check_fault(fault, rng) for _ in range(given.points)]
+        points = [check_fault(fault, rng, WITH_KEY if given.key else OPEN) for _ in range(given.points)]
         failures = [why for *_, why in points if why is not None]
         wrong += len(failures)
         most = max((seconds for seconds, *_ in points), default=0.0)

@@ -30,7 +30,9 @@ ROOMS = (
     "server", "integrations", "parallel", "train", "predict", "measure", "commands", "cli", "__main__",
 )  # fmt: skip
 # These start processes and open sockets, and use the standard library and the rooms above all the same.
-WITHOUT_TORCH = ("lab", "network", "commands/lab")
+WITHOUT_TORCH = ("lab", "network", "commands/lab", "commands/keys")
+# and what one of their files may import besides, where it is needed.
+BESIDES = {"src/offbeat/network/keys.py": ("cryptography",)}
 # What a torch-free room must not know: torch, the clock, sockets, threads, processes, unseeded randomness.
 BANNED_MODULES = {
     "asyncio", "concurrent", "datetime", "multiprocessing", "queue", "random", "secrets", "select", "selectors",
@@ -118,7 +120,7 @@ def wrong_imports(files: Sources) -> list[str]:
                 allowed = top in ("offbeat", "numpy") or (top in sys.stdlib_module_names and top not in BANNED_MODULES)
                 if not allowed:
                     found.append(f"{path}: a torch-free room imports {top}")
-            if is_of(path, WITHOUT_TORCH) and top not in ("offbeat", *sys.stdlib_module_names):
+            if is_of(path, WITHOUT_TORCH) and top not in ("offbeat", *sys.stdlib_module_names, *BESIDES.get(path, ())):
                 found.append(f"{path}: a room without torch imports {top}")
     return found
 

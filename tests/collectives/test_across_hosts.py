@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from collectives.nursery import Nursery
 from lab.fixture import StartLab, wait_for
+from offbeat.cli import main
 from offbeat.lab import Lab
 from offbeat.lab.control import HostProcess
 from process import ddp_script
@@ -27,10 +28,20 @@ DDP_SCRIPT = Path(ddp_script.__file__)
 
 
 def start(
-    lab: Lab, ranks: Sequence[int], program: str, *, store: str = "{host0}", by_turns: bool = False, **environment: str
+    lab: Lab,
+    ranks: Sequence[int],
+    program: str,
+    *,
+    store: str = "{host0}",
+    keys: Sequence[Path] = (),
+    by_turns: bool = False,
+    **environment: str,
 ) -> list[HostProcess]:
-    """`ranks[h]` ranks on host h, that run a program of `network_programs`; `by_turns`: not host by host."""
-    given = {"OFFBEAT_NETWORK": "open", "OFFBEAT_STRATEGY": "ring", "OMP_NUM_THREADS": "1", **environment}
+    """`ranks[h]` ranks on host h, that run a program of `network_programs`; `keys[h]` is that of host h.
+
+    `by_turns`: not host by host.
+    """
+    given = {"OFFBEAT_NETWORK_TRUST": "open", "OFFBEAT_STRATEGY": "ring", "OMP_NUM_THREADS": "1", **environment}
     own = {name: value for name, value in {**os.environ, **given}.items() if value}
     hosts = [host for host, count in enumerate(ranks) for _ in range(count)]
     if by_turns:
@@ -39,7 +50,7 @@ def start(
         lab.start(
             host,
             [sys.executable, "-W", "ignore", str(PROGRAMS), program, str(rank), str(len(hosts)), store],
-            environment=own,
+            environment=own | ({"OFFBEAT_KEY": str(keys[host])} if keys else {}),
         )
         for rank, host in enumerate(hosts)
     ]
@@ -56,7 +67,7 @@ def test_every_line_gives_the_plain_sum_and_the_same_bits_on_all_ranks(start_lab
     printed = finish(start(lab, [2, 1], "collectives,messages,sums,interface"))
     for told in ("all collectives are right", "all messages are right", "lines are right", "the interface is right"):
         assert all(told in text for text in printed)
-    assert "OFFBEAT_NETWORK=open: 3 ranks on 2 hosts talk over TCP" in printed[0]
+    assert "OFFBEAT_NETWORK_TRUST=open: 3 ranks on 2 hosts talk over TCP" in printed[0]
     assert "neither encrypted nor authenticated" in printed[0] and "encrypted" not in printed[1] + printed[2]
 
 
@@ -66,10 +77,35 @@ def test_every_collective_is_right_wherever_the_ranks_are(start_lab: StartLab) -
         assert "calls of every collective are right" in text
 
 
+@pytest.mark.parametrize("handed_over", ["file", "secret"])
+def test_with_a_key_every_collective_and_message_is_right_and_nothing_is_said_of_open(
+    start_lab: StartLab, tmp_path: Path, handed_over: str
+) -> None:
+    lab = start_lab(hosts=2)
+    main(["keys", str(tmp_path / "run.key")])
+    keys = [tmp_path / "run.key"] * 2 if handed_over == "file" else []
+    secret = "5e" * 32 if handed_over == "secret" else ""
+    given = start(lab, [2, 1], "collectives,messages", keys=keys, OFFBEAT_NETWORK_TRUST="", OFFBEAT_SECRET=secret)
+    for text in finish(given):
+        assert "all collectives are right" in text and "all messages are right" in text
+        assert "encrypted" not in text
+
+
+def test_ranks_with_different_keys_say_so(start_lab: StartLab, tmp_path: Path) -> None:
+    lab = start_lab(hosts=2)
+    keys = [tmp_path / "one.key", tmp_path / "other.key"]
+    for path in keys:
+        main(["keys", str(path)])
+    secret = "5e" * 32  # which signs what is in the store
+    printed = finish(start(lab, [1, 1], "collectives", keys=keys, OFFBEAT_NETWORK_TRUST="", OFFBEAT_SECRET=secret))
+    assert all("all ranks must have the same key: rank" in text and text.count("\n") == 1 for text in printed)
+
+
 def test_leaving_the_host_needs_leave(start_lab: StartLab) -> None:
     lab = start_lab(hosts=2)
-    for text in finish(start(lab, [1, 1], "collectives", OFFBEAT_NETWORK="")):
-        assert "set OFFBEAT_NETWORK=open on a network that you trust" in text
+    for text in finish(start(lab, [1, 1], "collectives", OFFBEAT_NETWORK_TRUST="")):
+        assert "run 'offbeat keys FILE', copy FILE to every host and set OFFBEAT_KEY=FILE; or set" in text
+        assert "OFFBEAT_NETWORK_TRUST=open on a network that you trust" in text
         assert text.count("\n") == 1, "one line"
 
 
@@ -111,7 +147,9 @@ def test_a_ddp_script_under_torchrun_trains_as_gloo_does_and_as_one_process_on_t
         "{host}", "--master-addr", "{host0}", "--master-port", "29400", str(DDP_SCRIPT),
         "--backend", "offbeat", "--out", str(tmp_path / "offbeat"),
     ]  # fmt: skip
-    given = {"OFFBEAT_NETWORK": "open", "OFFBEAT_STRATEGY": "hierarchical", "OMP_NUM_THREADS": "1"}
+    main(["keys", str(tmp_path / "run.key")])
+    key = str(tmp_path / "run.key")
+    given = {"OFFBEAT_KEY": key, "OFFBEAT_STRATEGY": "hierarchical", "OMP_NUM_THREADS": "1"}
     job = [lab.start(host, launch, environment={**os.environ, **given}) for host in range(2)]
     words = ["--backend", "gloo", "--out", str(tmp_path / "gloo")]
     nursery.values("run_script", ranks=4, script=str(DDP_SCRIPT), words=words, port=free_port())
@@ -144,11 +182,14 @@ def free_port() -> int:
         return port
 
 
-@pytest.mark.parametrize("fault", ["kill", "cut"])
-def test_survivors_name_the_rank_that_is_gone(start_lab: StartLab, fault: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "secret"), [("kill", ""), ("cut", ""), ("kill", "5e" * 32)], ids=["kill", "cut", "kill with a key"]
+)
+def test_survivors_name_the_rank_that_is_gone(start_lab: StartLab, fault: str, secret: str) -> None:
     """At once where connections are closed; within 10 s where a link is cut and nobody is told."""
     lab = start_lab(hosts=3)
-    processes = start(lab, [2, 1, 1], "reduce_for_ever")
+    trust = "" if secret else "open"
+    processes = start(lab, [2, 1, 1], "reduce_for_ever", OFFBEAT_SECRET=secret, OFFBEAT_NETWORK_TRUST=trust)
     for process in processes:
         wait_for(process, "started")
     at = time.time()

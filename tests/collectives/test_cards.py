@@ -14,8 +14,10 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from offbeat.collectives import cards, rendezvous
-from offbeat.collectives.cards import SECRET, CardError, read, sign, token_of
+from offbeat.collectives.cards import CardError, read, sign, token_of
 from offbeat.errors import OffbeatError, PeerError
+from offbeat.network import keys
+from offbeat.network.keys import SECRET
 
 KEY = bytes(range(32))
 CARD = {
@@ -89,7 +91,7 @@ def test_the_token_of_a_group_with_a_secret_is_not_what_its_cards_say() -> None:
 def test_a_secret_that_is_none_is_one_line(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SECRET, text)
     with pytest.raises(OffbeatError, match="expected at least 32 hexadecimal digits"):
-        cards.secret_of_environment()
+        keys.secret_of()
 
 
 # --- ranks that meet in a store, and somebody else in it -------------------------------------------------------------

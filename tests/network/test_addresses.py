@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from offbeat.errors import RequestError
-from offbeat.network.addresses import addresses_that_reached, is_open, own_address
+from offbeat.network.addresses import addresses_that_reached, own_address
 
 
 def test_the_address_is_that_of_the_socket_that_reached_the_store() -> None:
@@ -50,9 +50,3 @@ def test_no_hostname_is_ever_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("getaddrinfo", "gethostbyname", "gethostbyname_ex", "getfqdn"):
             monkeypatch.setattr(socket, name, refuse)
         own_address(server.getsockname()[1], {})
-
-
-def test_the_network_is_open_or_not() -> None:
-    assert is_open({"OFFBEAT_NETWORK": "open"}) and not is_open({})
-    with pytest.raises(RequestError, match="'open' or not set; got 'yes'"):
-        is_open({"OFFBEAT_NETWORK": "yes"})

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from itertools import cycle
 
 import pytest
 
+from network.meeting import KEY, connected_pairs
+from offbeat.network.keys import RunKey
 from offbeat.network.streams import (
     HEADER_BYTES,
     PIECE_BYTES,
@@ -26,22 +27,27 @@ TAG, OTHER = b"a" * TAG_BYTES, b"b" * TAG_BYTES
 SIZES = (1, 100, PIECE_BYTES, PIECE_BYTES + 1, 7 * PIECE_BYTES - 5)
 
 
-def connected(streams: int, outboxes: tuple[Outbox | None, Outbox | None] = (None, None)) -> tuple[Link, Link]:
-    pairs = []
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        for _ in range(streams):
-            one = socket.create_connection(server.getsockname())
-            one.settimeout(None)
-            pairs.append((one, server.accept()[0]))
+Outboxes = tuple[Outbox | None, Outbox | None]
+
+
+@pytest.fixture(params=[None, KEY], ids=["open", "key"])
+def key(request: pytest.FixtureRequest) -> RunKey | None:
+    """Everything here is true with a key and without."""
+    found: RunKey | None = request.param
+    return found
+
+
+def connected(streams: int, key: RunKey | None, outboxes: Outboxes = (None, None)) -> tuple[Link, Link]:
+    pairs = connected_pairs(streams, key)
     return Link([one for one, _ in pairs], outboxes[0]), Link([other for _, other in pairs], outboxes[1])
 
 
 @pytest.fixture
-def links() -> Iterator[Callable[[int], tuple[Link, Link]]]:
+def links(key: RunKey | None) -> Iterator[Callable[[int], tuple[Link, Link]]]:
     made: list[Link] = []
 
     def make(streams: int) -> tuple[Link, Link]:
-        pair = connected(streams)
+        pair = connected(streams, key)
         made.extend(pair)
         return pair
 
@@ -125,10 +131,10 @@ def test_a_peer_that_is_gone_ends_the_wait_for_it(links: Callable[[int], tuple[L
         receive(other, 1)
 
 
-def test_rubbish_is_refused_before_it_sizes_anything() -> None:
-    one, other = socket.socketpair()
+def test_rubbish_is_refused_before_it_sizes_anything(key: RunKey | None) -> None:
+    ((one, other),) = connected_pairs(1, key)
     link = Link([other])
-    one.sendall(b"\xff" * HEADER_BYTES)
+    one.sendmsg([b"\xff" * HEADER_BYTES])
     with pytest.raises(ClosedError, match="not a piece of this protocol"):
         receive(link, 10)
     one.close()
@@ -139,8 +145,8 @@ def test_rubbish_is_refused_before_it_sizes_anything() -> None:
 
 
 @pytest.fixture
-def exchanging() -> Iterator[tuple[Link, Link]]:
-    pair = connected(1, (Outbox(), Outbox()))
+def exchanging(key: RunKey | None) -> Iterator[tuple[Link, Link]]:
+    pair = connected(1, key, (Outbox(), Outbox()))
     yield pair
     for link in pair:
         link.shut()
@@ -182,9 +188,9 @@ def test_a_wait_for_a_peer_ends_when_more_can_be_sent_to_it(exchanging: tuple[Li
     assert len(looks) < 10, "a look for each slice of time in which nothing could be sent, of 64 pieces"
 
 
-def test_who_waits_for_one_peer_goes_on_sending_to_another() -> None:
+def test_who_waits_for_one_peer_goes_on_sending_to_another(key: RunKey | None) -> None:
     outbox = Outbox()
-    (here, far), (here2, far2) = connected(1, (outbox, None)), connected(1, (outbox, None))
+    (here, far), (here2, far2) = (connected(1, key, (outbox, None)) for _ in range(2))
     much = bytes(40 * PIECE_BYTES)
     here.send(TAG, memoryview(much), much)
     came: list[bytes] = []
@@ -229,8 +235,8 @@ def test_a_send_that_nobody_takes_is_looked_after_by_the_caller(exchanging: tupl
 # --- how many streams ------------------------------------------------------------------------------------------------
 
 
-def test_the_number_of_streams_can_change_between_sends_and_then_be_kept() -> None:
-    one, other = connected(4, (Outbox(), Outbox()))
+def test_the_number_of_streams_can_change_between_sends_and_then_be_kept(key: RunKey | None) -> None:
+    one, other = connected(4, key, (Outbox(), Outbox()))
     sent = bytes(range(256)) * (5 * PIECE_BYTES // 256)
     for count in (1, 2, 4, 1, 2):
         for link in (one, other):
@@ -242,7 +248,7 @@ def test_the_number_of_streams_can_change_between_sends_and_then_be_kept() -> No
         reader.join(30)
     for link in (one, other):
         link.keep(2)
-        assert len(link.filenos()) == 2
+        assert len(link._streams) == 2
     one.send(TAG, memoryview(b"still"), None)
     assert receive(other, 5) == b"still"
     for link in (one, other):

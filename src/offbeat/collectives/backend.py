@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from offbeat.collectives import memory, rendezvous
-from offbeat.collectives.cards import secret_of_environment, token_of
+from offbeat.collectives.cards import token_of
 from offbeat.collectives.choice import Choice, check
 from offbeat.collectives.counters import Stats
 from offbeat.collectives.cuda import nccl_backend
@@ -28,7 +28,7 @@ from offbeat.collectives.options import Options, mark_joined
 from offbeat.collectives.process_group import OffbeatGroup
 from offbeat.collectives.transport import SharedMemory, control_bytes
 from offbeat.errors import OffbeatError, PeerError, RequestError, nearest
-from offbeat.network.addresses import NETWORK, OPEN, is_open
+from offbeat.network.keys import OPEN, TRUST, is_open, secret_of
 from offbeat.strategy import AUTO, NATIVE
 from offbeat_autoload import REPLACE, REPLACING
 
@@ -99,14 +99,14 @@ def _join(
             raise
         cards = rendezvous.hand_out_card(store, rank, names, card, timeout_s)
         rendezvous.check_cards(cards, rank, names)
-        token = token_of(cards, secret_of_environment())
+        token = token_of(cards, secret_of())
         peers = listener.meet(rank, names, cards, token, descriptor, size_bytes, timeout_s)
         hosts = len(set(rendezvous.hosts_of(cards)))
         remote = None
         if hosts > 1:
             if names[rank] == 0 and not dist.is_initialized() and is_open():
                 told = f"{ranks} ranks on {hosts} hosts talk over TCP that is neither encrypted nor authenticated"
-                _say(f"{NETWORK}={OPEN}: {told}; whoever can reach their network can read and change what they send")
+                _say(f"{TRUST}={OPEN}: {told}; whoever can reach their network can read and change what they send")
             remote = rendezvous.meet_remote(store, rank, names, cards, token, control_bytes(ranks), timeout_s)
             chosen = Choice(options.strategy, ranks, hosts=remote.hosts)
     finally:

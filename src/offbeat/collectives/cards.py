@@ -1,8 +1,9 @@
 """What ranks say of themselves through a store that others may write to: signed if they share a secret, always checked.
 
 Whoever reaches torch's store can read, change and delete what is in it. A launcher of offbeat hands its ranks a secret
-in their environment (`OFFBEAT_SECRET`), which no other user can read; it never goes through the store. A card then
-carries an HMAC of itself and of the place where it stands, and the group's token is made of the secret.
+in their environment (`OFFBEAT_SECRET`), which no other user can read, or they have the key of a run (`network.keys`);
+neither goes through the store. A card then carries an HMAC of itself and of the place where it stands, and the group's
+token is made of the secret.
 
 Laws. Nothing that stands in the store is believed before it is checked, and nothing there makes anything but a
 `CardError`. Each rank marks which cards it has read, by their tokens, and stays until all marks are the same. Until
@@ -15,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -26,15 +26,15 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import DistNetworkError
 
 from offbeat.errors import OffbeatError
+from offbeat.network.keys import SECRET_BYTES
 
-SECRET = "OFFBEAT_SECRET"
 MOST_BYTES = 16 * 1024  # of a card
 REPAIR_S = 10.0  # for a rank to put back its card
 AGAIN_S = 1.0  # for a rank that was started again to put its card in the place of that of the dead
 _SLICE_S = 0.5  # between two looks at one's own card
 _GLANCE_S = 0.2  # between two looks at who is still alive
 _RETRY_S, _SHORTEST_S = 0.02, 0.0005  # between two looks at a store
-_TOKEN_BYTES = 16
+_TOKEN_BYTES = SECRET_BYTES
 _MARK_DIGITS = 12  # of a token, in a mark
 _FIELDS: Mapping[str, tuple[type, bool]] = {  # the type, and whether every card has it
     "protocol": (int, True),
@@ -48,6 +48,7 @@ _FIELDS: Mapping[str, tuple[type, bool]] = {  # the type, and whether every card
     "listener": (str, False),
     "address": (str, False),
     "port": (int, False),
+    "key": (str, False),
     "error": (str, False),
 }
 _WITHOUT_ERROR = ("token", "host", "hostname", "pid", "numbering", "strategy", "arena")
@@ -59,20 +60,6 @@ class CardError(OffbeatError):
 
 class CardMissingError(CardError):
     """There is none in time."""
-
-
-def secret_of_environment() -> bytes | None:
-    """The secret that the ranks of this group share, if their launcher gave them one."""
-    text = os.environ.get(SECRET)
-    if not text:
-        return None
-    try:
-        secret = bytes.fromhex(text)
-    except ValueError:
-        secret = b""
-    if len(secret) < _TOKEN_BYTES:
-        raise OffbeatError(f"{SECRET}: expected at least {2 * _TOKEN_BYTES} hexadecimal digits")
-    return secret
 
 
 def sign(card: Mapping[str, Any], place: str, secret: bytes | None) -> str:

@@ -22,6 +22,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ from offbeat.collectives.remote import RemoteRanks
 from offbeat.collectives.sync import Word, fence
 from offbeat.collectives.transport import BELL, BLAME, MAILBOX, PAGE, SharedMemory, bytes_view
 from offbeat.errors import PeerError
+from offbeat.network.tls import Stream, fileno_out
 
 _HEAD, _TAIL = 0, 8  # words of a mailbox: bytes put in, bytes taken out
 _HEADER = struct.Struct("<qq")  # tag, bytes
@@ -138,7 +140,7 @@ class _Ring:
 class _Connection:
     """The connection to a rank on another host, used as a mailbox in both directions."""
 
-    def __init__(self, one: socket.socket) -> None:
+    def __init__(self, one: Stream) -> None:
         self.socket = one
         self.ended = False  # the other side has closed it, or does not answer
         self._header = b""
@@ -292,11 +294,12 @@ class Messages:
     def _ring(self) -> None:
         """Ring this rank's bell whenever a connection to another host has changed: each change is told once."""
         changes = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
+        numbers = [{one.socket.fileno(), fileno_out(one.socket)} for one in self._far.values()]
         with select.epoll() as watch:
             watch.register(self._end, select.EPOLLIN)
-            for one in self._far.values():
+            for number in chain.from_iterable(numbers):
                 with contextlib.suppress(OSError, ValueError):  # the group has failed meanwhile, and closed it
-                    watch.register(one.socket, changes)
+                    watch.register(number, changes)
             while not self._closed:
                 watch.poll()
                 self._bells[self._transport.rank].set(time.monotonic_ns())

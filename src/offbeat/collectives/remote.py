@@ -23,6 +23,7 @@ from offbeat.collectives.memory import Segment
 from offbeat.network.addresses import Address
 from offbeat.network.streams import Link, Outbox
 from offbeat.network.tcp_info import SendRate
+from offbeat.network.tls import Stream
 
 _FIRST_WORD, _WORDS = 8, 5  # BLAME, LEFT, WAITS_FOR, WAITS_MARK, DONE
 PER_RANK = 64  # where the words for each rank begin: bytes read in collectives, in messages, rates
@@ -33,8 +34,8 @@ _GRACE_S = 0.3  # for a rank that ended without a word: it may have finished the
 class _RemoteRank:
     where: str  # for people: host and address
     link: Link
-    control: socket.socket
-    messages: socket.socket
+    control: Stream
+    messages: Stream
     words: Segment
     rate: SendRate
     heard: bytes = b""
@@ -49,7 +50,7 @@ class RemoteRanks:
         self,
         here: Address,
         hosts: Sequence[int],
-        connections: Mapping[int, Sequence[socket.socket]],
+        connections: Mapping[int, Sequence[Stream]],
         where: Mapping[int, str],
         words_bytes: int,
     ) -> None:
@@ -81,7 +82,7 @@ class RemoteRanks:
     def rate(self, rank: int) -> SendRate:
         return self._ranks[rank].rate
 
-    def messages(self, rank: int) -> socket.socket:
+    def messages(self, rank: int) -> Stream:
         """The connection for messages, which does not block those who use it without waiting."""
         return self._ranks[rank].messages
 

@@ -26,13 +26,13 @@ from offbeat.collectives.cards import (
     CardExchange,
     CardMissingError,
     bounded,
-    secret_of_environment,
     sign,
 )
 from offbeat.collectives.remote import RemoteRanks
 from offbeat.errors import OffbeatError, PeerError
 from offbeat.network import connections
-from offbeat.network.addresses import INTERFACE, NETWORK, OPEN, Address, is_open, own_address
+from offbeat.network.addresses import INTERFACE, Address, own_address
+from offbeat.network.keys import KEY, OPEN, TRUST, RunKey, is_open, key_of, secret_of
 from offbeat.network.streams import streams_for
 from offbeat.processes.child import state_of
 from offbeat.strategy import AUTO
@@ -69,7 +69,7 @@ def say_why_not(store: Store, rank: int, why: str) -> None:
     """Tell the others, who wait for this rank's card, that it will not come."""
     card = {"protocol": PROTOCOL, "token": secrets.token_hex(16), "error": why}
     with suppress(RuntimeError):  # the store is gone: they find out
-        store.set(_place(rank), sign(card, _place(rank), secret_of_environment()))
+        store.set(_place(rank), sign(card, _place(rank), secret_of()))
 
 
 def _place(rank: int, kind: str = "card") -> str:
@@ -89,7 +89,7 @@ def hand_out_card(
     mine = {"protocol": PROTOCOL, "token": secrets.token_hex(16), **where, **card}
     everywhere = [_place(peer, kind) for peer in range(len(names))]
     with bounded(store):
-        exchange = CardExchange(store, everywhere, rank, mine, secret_of_environment(), _is_dead)
+        exchange = CardExchange(store, everywhere, rank, mine, secret_of(), _is_dead)
         found: list[dict[str, Any]] = []
         for peer, name in enumerate(names):
             try:
@@ -272,16 +272,18 @@ def meet_remote(
 ) -> RemoteRanks:
     """Connections to every rank on another host. What stops one rank is said on all.
 
-    Refused unless OFFBEAT_NETWORK allows it.
+    Refused without a key, unless OFFBEAT_NETWORK_TRUST says that the network is trusted.
     """
     listener: connections.Listener | None = None
     places: dict[str, Any] = {"strategy": "", "arena": 0}
     wrong: OffbeatError | None = None
     hosts = hosts_of(cards)
     try:
+        key = _key(rank, cards, hosts)
         here = _own_address(store, rank, cards, hosts)
         listener = _listen(here)
         places |= {"address": here.address, "port": listener.place.port}
+        places["key"] = "" if key is None else key.fingerprint
     except OffbeatError as error:
         wrong = error
     try:
@@ -292,13 +294,14 @@ def meet_remote(
         assert listener is not None
         theirs = hand_out_card(store, rank, names, places, timeout_s, "address")
         check_cards(theirs, rank, names)
+        _check_keys(theirs, rank, names)
         far = [peer for peer in range(len(cards)) if hosts[peer] != hosts[rank]]
         at = {peer: connections.Place(theirs[peer]["address"], theirs[peer]["port"]) for peer in far}
         where = {peer: f"{cards[peer]['hostname']}, {at[peer].address}" for peer in far}
         try:
             # Beside those for messages and for what little is said. Measuring finds how many are worth it.
             streams = streams_for(len(cards) - 1) if cards[rank]["strategy"] == AUTO else 1
-            met = listener.meet(rank, at, 2 + streams, token, min(timeout_s, _MEETING_S))
+            met = listener.meet(rank, at, 2 + streams, token, min(timeout_s, _MEETING_S), key)
         except connections.Unreachable as lost:
             name = f"rank {names[lost.peer]} ({where[lost.peer]})"
             raise PeerError(f"{name} cannot be reached: {lost}", ranks=(names[lost.peer],)) from None
@@ -315,14 +318,38 @@ def _listen(here: Address) -> connections.Listener:
         raise OffbeatError(f"cannot listen on {here.address}: {error.strerror}") from None
 
 
+def _key(rank: int, cards: list[dict[str, Any]], hosts: tuple[int, ...]) -> RunKey | None:
+    """The key for connections to other hosts; None where the network is trusted without one."""
+    if is_open():
+        return None
+    key = key_of()
+    if key is None:
+        far = next(peer for peer in range(len(cards)) if hosts[peer] != hosts[rank])
+        raise OffbeatError(
+            f"rank {far} is on another host ({cards[far]['hostname']}) than rank {rank}, and there is no key: run"
+            f" 'offbeat keys FILE', copy FILE to every host and set {KEY}=FILE; or set {TRUST}={OPEN} on a network"
+            " that you trust"
+        )
+    return key
+
+
+def _check_keys(cards: list[dict[str, Any]], rank: int, names: Sequence[int]) -> None:
+    """`PeerError` where ranks have different keys, or some have none."""
+
+    def told(card: Mapping[str, Any]) -> str:
+        return f"the key {card['key']}" if card.get("key") else f"{TRUST}={OPEN}"
+
+    for peer, card in enumerate(cards):
+        if card.get("key", "") != cards[rank].get("key", ""):
+            raise PeerError(
+                f"all ranks must have the same key: rank {names[peer]} has {told(card)}, rank {names[rank]}"
+                f" {told(cards[rank])}",
+                ranks=(names[peer],),
+            )
+
+
 def _own_address(store: Store, rank: int, cards: list[dict[str, Any]], hosts: tuple[int, ...]) -> Address:
     far = next(peer for peer in range(len(cards)) if hosts[peer] != hosts[rank])
-    if not is_open():
-        raise OffbeatError(
-            f"rank {far} is on another host ({cards[far]['hostname']}) than rank {rank}: TCP between them is neither"
-            f" encrypted nor authenticated; set {NETWORK}={OPEN} on a network that you trust, or use"
-            " OFFBEAT_STRATEGY=native"
-        )
     here = own_address(_port_of(store))
     if here.is_loopback:
         raise OffbeatError(

@@ -45,7 +45,7 @@ from offbeat.measure.benchmark import (
     spread,
 )
 from offbeat.measure.harness import Harness, program
-from offbeat.network.addresses import NETWORK, OPEN
+from offbeat.network.keys import OPEN, TRUST
 from offbeat.number_format import format_rate, format_size
 from offbeat.processes.launcher import thread_environment
 from offbeat.processes.signals import terminable
@@ -587,7 +587,7 @@ def _start_on_hosts(
     systems: Sequence[str],
 ) -> tuple[Harness, dict[str, Any]]:
     ranks = stack.enter_context(Harness(request.timeout_s))
-    environment = _environment(request) | {"GLOO_SOCKET_IFNAME": INTERFACE, NETWORK: OPEN}
+    environment = _environment(request) | {"GLOO_SOCKET_IFNAME": INTERFACE, TRUST: OPEN}
     for rank in range(request.ranks):
         ranks.add(f"rank {rank}", hosts.start_piped(lab.host_of(rank), program("torch_rank"), environment))
     at = {"address": lab.network.address(0), "port": _LAB_PORT, "listen_fd": None}

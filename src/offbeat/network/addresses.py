@@ -19,8 +19,7 @@ from pathlib import Path
 
 from offbeat.errors import RequestError, unknown
 
-NETWORK, INTERFACE = "OFFBEAT_NETWORK", "OFFBEAT_INTERFACE"
-OPEN = "open"
+INTERFACE = "OFFBEAT_INTERFACE"
 _ESTABLISHED = "01"
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
 
@@ -36,14 +35,6 @@ class Address:
     @property
     def is_loopback(self) -> bool:
         return ipaddress.ip_address(self.address).is_loopback
-
-
-def is_open(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether OFFBEAT_NETWORK allows connections beyond this host; `RequestError` where it says something else."""
-    given = (os.environ if environment is None else environment).get(NETWORK, "")
-    if given not in ("", OPEN):
-        raise RequestError(f"{NETWORK} is '{OPEN}' or not set; got '{given}'")
-    return given == OPEN
 
 
 def own_address(store_port: int | None, environment: Mapping[str, str] | None = None) -> Address:

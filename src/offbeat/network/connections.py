@@ -1,27 +1,44 @@
 """How processes on different hosts come to be connected, each to each.
 
 Each listens on a port that the kernel chooses, only until all have met; those with higher numbers connect to those with
-lower ones. Whoever connects must know the group's token, and so must whoever is connected to. `DEAD_AFTER_S` without an
-answer from the other host, the kernel ends a connection: a link that was cut is noticed, whether anything is being sent
-or not.
+lower ones. With a key, every connection is mutual TLS with it (`network.tls`); whoever connects must then also know the
+group's token, and so must whoever is connected to. `DEAD_AFTER_S` without an answer from the other host, the kernel
+ends a connection: a link that was cut is noticed, whether anything is being sent or not.
+
+Laws. Nobody is waited for: all connections that are being made go on together, in one thread. Who connects from an
+address where no peer listens is dropped at once. Who does not show the key, greet in this protocol and know the token
+within `GREETING_S` is dropped, and so is the oldest of `MOST_GREETING` connections from one address that have not
+greeted. A peer that was dropped among strangers tries again.
 """
 
 from __future__ import annotations
 
+import errno
+import os
 import secrets
+import select
 import socket
+import ssl
 import struct
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
-PROTOCOL = 1
+from offbeat.network.keys import RunKey
+from offbeat.network.tls import Stream, TlsStream, context_of, handshake
+
+PROTOCOL = 2
 DEAD_AFTER_S = 7.0
-_HELLO = struct.Struct("<8sIIII16s")  # magic, protocol, group rank of the greeter and of the greeted, stream, token
+GREETING_S = 5.0  # for whoever connects to say who it is
+MOST_GREETING = 64  # connections from one address that have not said who they are
+_HELLO = struct.Struct("<8sIIII16s")  # magic, protocol, group rank of the greeter and of the greeted, number, token
 _MAGIC = b"offbeat\1"
-_GLANCE_S = 0.2
-_GREETING_S = 2.0  # for whoever connects to say who it is
+_BACKLOG = 256
+_ACCEPTED_AT_ONCE = 32
+_GLANCE_S = 0.05
+_ATTEMPTS = 8  # to connect, with pauses from _PAUSE_S that double
+_PAUSE_S = 0.02
 
 
 class Unreachable(Exception):  # noqa: N818 - it names a state, and is turned into a PeerError by whoever knows the ranks
@@ -39,92 +56,320 @@ class Place(NamedTuple):
     port: int
 
 
+class _Wait(NamedTuple):
+    """What a connection that is being made waits for: an event of its socket, or a moment."""
+
+    one: socket.socket | None
+    events: int = 0
+    until_s: float = 0.0
+
+
+class _Dropped(Exception):  # noqa: N818 - a state of the other side
+    """The other side has closed a connection before it was greeted."""
+
+
+_Steps = Generator[_Wait, None, None]
+
+
+@dataclass(slots=True)
+class _Task:
+    """A connection that is being made; `address` is where an accepted one came from."""
+
+    steps: _Steps
+    wait: _Wait
+    accepted: socket.socket | None = None
+    address: str = ""
+    end_s: float = float("inf")
+
+
 class Listener:
     """Where a process can be reached until all have met."""
 
     def __init__(self, address: str) -> None:
         self._socket = socket.socket(_family(address), socket.SOCK_STREAM)
         self._socket.bind((address, 0))
-        self._socket.listen(256)
+        self._socket.listen(_BACKLOG)
+        self._socket.setblocking(False)
         self.place = Place(address, self._socket.getsockname()[1])
 
     def meet(
-        self, rank: int, others: Mapping[int, Place], streams: int, token: bytes, timeout_s: float
-    ) -> dict[int, list[socket.socket]]:
-        """So many connections to each of the others, in the same order on both sides. `Unreachable` names who failed.
+        self,
+        rank: int,
+        others: Mapping[int, Place],
+        streams: int,
+        token: bytes,
+        timeout_s: float,
+        key: RunKey | None = None,
+    ) -> dict[int, list[Stream]]:
+        """So many streams to each of the others, in the same order on both sides. `Unreachable` names who failed.
 
         Strangers are not answered.
         """
-        end = time.monotonic() + timeout_s
-        met: dict[int, dict[int, socket.socket]] = {peer: {} for peer in others}
-        with ExitStack() as on_failure:
-            for peer in sorted(other for other in others if other < rank):
-                for stream in range(streams):
-                    one = on_failure.enter_context(socket.socket(_family(others[peer].address), socket.SOCK_STREAM))
-                    self._connect(one, rank, peer, others[peer], stream, token, end)
-                    met[peer][stream] = one
-            while missing := sorted(peer for peer in others if peer > rank and len(met[peer]) < streams):
-                self._socket.settimeout(_GLANCE_S)
-                try:
-                    one = on_failure.enter_context(self._socket.accept()[0])
-                except TimeoutError:
-                    if time.monotonic() > end:
-                        raise Unreachable(missing[0], f"it did not connect within {timeout_s:g} s") from None
-                    continue
-                one.settimeout(_GREETING_S)
-                came = _greeted_by(one, rank, token)
-                if came is None or came[0] not in missing or not 0 <= came[1] < streams or came[1] in met[came[0]]:
-                    one.close()
-                    continue
-                try:
-                    one.sendall(_HELLO.pack(_MAGIC, PROTOCOL, rank, came[0], came[1], token))
-                except OSError as error:
-                    raise Unreachable(came[0], str(error)) from None
-                met[came[0]][came[1]] = one
-            on_failure.pop_all()
-        for connected in met.values():
-            for one in connected.values():
-                _set_up(one)
-        return {peer: [connected[stream] for stream in range(streams)] for peer, connected in met.items()}
-
-    def _connect(
-        self, one: socket.socket, rank: int, peer: int, place: Place, stream: int, token: bytes, end: float
-    ) -> None:
+        meeting = _Meeting(self, rank, others, streams, token, timeout_s, key)
         try:
-            one.settimeout(max(0.001, end - time.monotonic()))
-            one.bind((self.place.address, 0))
-            one.connect(place)
-            one.sendall(_HELLO.pack(_MAGIC, PROTOCOL, rank, peer, stream, token))
+            meeting.run()
+            return meeting.streams()
+        except BaseException:
+            meeting.close()
+            raise
+
+    def accept(self) -> tuple[socket.socket, str] | None:
+        """The next who has connected, and from which address; None where there is nobody."""
+        try:
+            one, where = self._socket.accept()
+        except BlockingIOError:
+            return None
         except OSError as error:
-            raise Unreachable(peer, f"{place.address}:{place.port}: {error}") from None
-        if _greeted_by(one, rank, token) != (peer, stream):
-            raise Unreachable(peer, f"{place.address}:{place.port} did not answer as a rank of this group")
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise
+            return None  # it has gone again
+        one.setblocking(False)
+        return one, str(where[0]).partition("%")[0]
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
 
     def close(self) -> None:
         self._socket.close()
+
+
+class _Meeting:
+    """All connections of one rank, while they are made."""
+
+    def __init__(
+        self,
+        listener: Listener,
+        rank: int,
+        others: Mapping[int, Place],
+        streams: int,
+        token: bytes,
+        timeout_s: float,
+        key: RunKey | None,
+    ) -> None:
+        self._listener, self._rank, self._others, self._token = listener, rank, others, token
+        self._streams, self._key, self._timeout_s = streams, key, timeout_s
+        self._end_s = time.monotonic() + timeout_s
+        self._each = streams if key is None else 2 * streams  # TLS has a connection for each direction
+        self._met: dict[int, dict[int, socket.socket]] = {peer: {} for peer in others}
+        self._tasks = [_Task(self._reach(peer), _Wait(None)) for peer in sorted(others) if peer < rank]
+        self._expected_from = {place.address.partition("%")[0] for peer, place in others.items() if peer > rank}
+        self._opened: set[socket.socket] = set()
+        self._contexts = {} if key is None else {side: context_of(key, server=side) for side in (False, True)}
+
+    def run(self) -> None:
+        """Until all are met."""
+        while missing := [peer for peer in sorted(self._others) if len(self._met[peer]) < self._each]:
+            now = time.monotonic()
+            if now > self._end_s:
+                self._raise_late(missing[0])
+            watch = select.poll()
+            watch.register(self._listener.fileno(), select.POLLIN)
+            for task in self._tasks:
+                if task.wait.one is not None:
+                    watch.register(task.wait.one.fileno(), task.wait.events)
+            ready = {number for number, _ in watch.poll(1000 * _GLANCE_S)}
+            now = time.monotonic()
+            for task in tuple(self._tasks):
+                one = task.wait.one
+                if now > task.end_s:
+                    self._drop(task)
+                elif (now >= task.wait.until_s) if one is None else (one.fileno() in ready):
+                    self._go_on(task)
+            if self._listener.fileno() in ready:
+                self._accept()
+        for task in tuple(self._tasks):  # strangers
+            self._drop(task)
+
+    def streams(self) -> dict[int, list[Stream]]:
+        """What was met, ready for use."""
+        for connected in self._met.values():
+            for one in connected.values():
+                _set_up(one)
+        return {peer: list(self._of(peer, connected)) for peer, connected in self._met.items()}
+
+    def _of(self, peer: int, connected: Mapping[int, socket.socket]) -> Iterator[Stream]:
+        """Of each two connections under TLS, the first is for what the lower rank sends."""
+        for number in range(self._streams):
+            if self._key is None:
+                yield connected[number]
+                continue
+            first, second = connected[2 * number], connected[2 * number + 1]
+            assert isinstance(first, ssl.SSLSocket) and isinstance(second, ssl.SSLSocket)
+            yield TlsStream(first, second) if self._rank < peer else TlsStream(second, first)
+
+    def close(self) -> None:
+        for task in self._tasks:
+            task.steps.close()
+        for one in self._opened:
+            one.close()
+
+    # --- connecting -------------------------------------------------------------------------------------------------
+
+    def _reach(self, peer: int) -> _Steps:
+        """Every connection to a lower rank, one after the other."""
+        where = "{}:{}".format(*self._others[peer])
+        for number in range(self._each):
+            for attempt in range(_ATTEMPTS):
+                if attempt:
+                    yield _Wait(None, until_s=time.monotonic() + _PAUSE_S * 2**attempt)
+                try:
+                    yield from self._connect(peer, number)
+                    break
+                except _Dropped:
+                    continue
+                except ssl.SSLError as error:
+                    raise Unreachable(peer, f"{where} does not have the same key ({error.reason or error})") from None
+                except OSError as error:
+                    raise Unreachable(peer, f"{where}: {error.strerror or error}") from None
+            else:
+                raise Unreachable(peer, f"{where} did not answer as a rank of this group")
+
+    def _connect(self, peer: int, number: int) -> _Steps:
+        place = self._others[peer]
+        one = socket.socket(_family(place.address), socket.SOCK_STREAM)
+        self._opened.add(one)
+        try:
+            one.setblocking(False)
+            one.bind((self._listener.place.address, 0))
+            wrong = one.connect_ex(place)
+            if wrong == errno.EINPROGRESS:
+                yield _Wait(one, select.POLLOUT)
+                wrong = one.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if wrong:
+                raise OSError(wrong, os.strerror(wrong))
+            try:
+                one = yield from self._secure(one, server=False)
+                yield from _send(one, self._hello(peer, number))
+                answer = yield from _receive(one, _HELLO.size)
+            except (ConnectionResetError, BrokenPipeError, ssl.SSLEOFError, ssl.SSLZeroReturnError):
+                raise _Dropped from None
+            if self._greeting(answer) != (peer, number):
+                raise _Dropped
+        except BaseException:
+            self._opened.discard(one)
+            one.close()
+            raise
+        self._met[peer][number] = one
+
+    # --- accepting --------------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTED_AT_ONCE):
+            came = self._listener.accept()
+            if came is None:
+                return
+            one, address = came
+            if address not in self._expected_from:
+                one.close()
+                continue
+            self._opened.add(one)
+            alike = [task for task in self._tasks if task.address == address]
+            if len(alike) >= MOST_GREETING:
+                self._drop(alike[0])
+            task = _Task(self._admit(one), _Wait(one, select.POLLIN), one, address, time.monotonic() + GREETING_S)
+            self._tasks.append(task)
+
+    def _admit(self, one: socket.socket) -> _Steps:
+        """Whoever has connected becomes a peer, or is dropped."""
+        raw = one
+        try:
+            one = yield from self._secure(one, server=True)
+            came = self._greeting((yield from _receive(one, _HELLO.size)))
+            expects = came is not None and came[0] > self._rank and came[1] < self._each
+            if came is not None and expects and came[1] not in self._met.get(came[0], {came[1]: one}):
+                yield from _send(one, self._hello(*came))
+                self._met[came[0]][came[1]] = one
+                return
+        except (OSError, _Dropped):
+            pass
+        for each in {raw, one}:
+            self._opened.discard(each)
+            each.close()
+
+    def _drop(self, task: _Task) -> None:
+        if task.accepted is None:
+            return
+        self._tasks.remove(task)
+        task.steps.close()
+        for one in {task.accepted, task.wait.one or task.accepted}:
+            self._opened.discard(one)
+            one.close()
+
+    # --- both -------------------------------------------------------------------------------------------------------
+
+    def _go_on(self, task: _Task) -> None:
+        try:
+            task.wait = next(task.steps)
+        except StopIteration:
+            self._tasks.remove(task)
+
+    def _secure(self, one: socket.socket, *, server: bool) -> Generator[_Wait, None, socket.socket]:
+        """The same connection under TLS, if there is a key. `SSLError` where the other side does not have it."""
+        if self._key is None:
+            return one
+        secured = self._contexts[server].wrap_socket(one, server_side=server, do_handshake_on_connect=False)
+        self._opened.discard(one)  # which has nothing any more
+        self._opened.add(secured)
+        try:
+            for events in handshake(secured, self._key):
+                yield _Wait(secured, events)
+        except BaseException:
+            self._opened.discard(secured)
+            secured.close()
+            raise
+        return secured
+
+    def _hello(self, peer: int, number: int) -> bytes:
+        return _HELLO.pack(_MAGIC, PROTOCOL, self._rank, peer, number, self._token)
+
+    def _greeting(self, hello: bytes) -> tuple[int, int] | None:
+        """Rank and number of whoever greets properly; None for anybody else."""
+        magic, protocol, peer, greeted, number, theirs = _HELLO.unpack(hello)
+        right = magic == _MAGIC and protocol == PROTOCOL and greeted == self._rank
+        return (peer, number) if right and secrets.compare_digest(theirs, self._token) else None
+
+    def _raise_late(self, peer: int) -> None:
+        how = "it did not connect" if peer > self._rank else "it did not answer"
+        raise Unreachable(peer, f"{how} within {self._timeout_s:g} s")
 
 
 def _family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-def _greeted_by(one: socket.socket, rank: int, token: bytes) -> tuple[int, int] | None:
-    """Rank and stream of whoever greets properly; None for anybody else."""
-    try:
-        hello = one.recv(_HELLO.size, socket.MSG_WAITALL)
-    except OSError:
-        return None
-    if len(hello) != _HELLO.size:
-        return None
-    magic, protocol, peer, greeted, stream, theirs = _HELLO.unpack(hello)
-    if magic != _MAGIC or protocol != PROTOCOL or greeted != rank or not secrets.compare_digest(theirs, token):
-        return None
-    return peer, stream
+def _send(one: socket.socket, data: bytes) -> _Steps:
+    while True:
+        try:
+            taken = one.write(data) if isinstance(one, ssl.SSLSocket) else one.send(data)
+        except ssl.SSLWantReadError:
+            yield _Wait(one, select.POLLIN)
+        except (BlockingIOError, ssl.SSLWantWriteError):
+            yield _Wait(one, select.POLLOUT)
+        else:
+            if taken < len(data):
+                raise _Dropped
+            return
+
+
+def _receive(one: socket.socket, size_bytes: int) -> Generator[_Wait, None, bytes]:
+    got = b""
+    while len(got) < size_bytes:
+        try:
+            left = size_bytes - len(got)
+            came = one.read(left) if isinstance(one, ssl.SSLSocket) else one.recv(left)
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            yield _Wait(one, select.POLLIN)
+            continue
+        if not came:
+            raise _Dropped
+        got += came
+    return got
 
 
 def _set_up(one: socket.socket) -> None:
     """Small messages go at once, and a silent host is given up."""
-    one.settimeout(None)
+    if not isinstance(one, ssl.SSLSocket):
+        one.settimeout(None)
     one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)

@@ -24,6 +24,8 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
+from offbeat.network.tls import SLICE_S, Stream, TlsStream, fileno_out, has_pending
+
 PIECE_BYTES = 512 * 1024
 TAG_BYTES = 40
 _HEADER = struct.Struct(f"<4sIQQ{TAG_BYTES}s")  # magic, size, send, offset, tag
@@ -33,7 +35,6 @@ STREAMS = (1, 2, 4, 8)  # to one peer: what is tried
 _MOST_STREAMS = 64  # of a process, where more than one is tried
 _WORTH_IT = 1.05  # so much faster must twice as many streams be,
 _TURNS = 5  # each measured so often
-SLICE_S = 0.02  # how long to wait before looking around
 _SLICE = struct.pack("@ll", 0, int(SLICE_S * 1e6))
 
 
@@ -107,9 +108,9 @@ class Outbox:
             link.push()
         return bool(self.waiting)
 
-    def wait(self, source: socket.socket | None) -> bool:
+    def wait(self, source: Stream | None) -> bool:
         """Until more can be sent, or something has come from the source; False where a slice of time has passed."""
-        wanted = {link.filenos()[0]: select.POLLOUT for link in self.waiting}
+        wanted = {link.fileno_out(): select.POLLOUT for link in self.waiting}
         if source is not None:  # which may be one of them
             wanted[source.fileno()] = wanted.get(source.fileno(), 0) | select.POLLIN
         watch = select.poll()
@@ -127,7 +128,7 @@ class Link:
     With an outbox, that thread is where most of its time goes, and the first stream needs none of its own.
     """
 
-    def __init__(self, streams: Sequence[socket.socket], outbox: Outbox | None = None) -> None:
+    def __init__(self, streams: Sequence[Stream], outbox: Outbox | None = None) -> None:
         self.sends = 0  # begun
         self.received = 0  # sends of the peer that have wholly come
         self._streams = list(streams)
@@ -177,7 +178,8 @@ class Link:
                 self.push()
             return
         with self._through:
-            idle = not self._left
+            # What TLS has begun to encrypt for a stream cannot go on another one.
+            idle = not self._left and (self._used == 1 or not isinstance(self._streams[0], TlsStream))
         rest: _Piece | None = None
         while idle and pieces:
             rest = self._send_now(pieces[0])
@@ -268,7 +270,7 @@ class Link:
                 self._through.wait()
             return None
 
-    def _send_all(self, out: socket.socket, piece: _Piece) -> None:
+    def _send_all(self, out: Stream, piece: _Piece) -> None:
         header, memory = piece.header, piece.memory
         while header or len(memory):
             taken = out.sendmsg([header, memory])
@@ -348,6 +350,8 @@ class Link:
                 look()
 
     def _readable(self, streams: Sequence[int]) -> list[int]:
+        if ready := [stream for stream in streams if has_pending(self._streams[stream])]:
+            return ready
         watch = select.poll()
         numbers = {self._streams[stream].fileno(): stream for stream in streams}
         for number in numbers:
@@ -361,12 +365,12 @@ class Link:
             raise ClosedError("received data that is not a piece of this protocol")
         return header
 
-    def _fill(self, one: socket.socket, memory: memoryview, look: Callable[[], None]) -> None:
+    def _fill(self, one: Stream, memory: memoryview, look: Callable[[], None]) -> None:
         got = 0
         while got < len(memory):
             got += self._take_in(one, [memory[got:]], look)
 
-    def _take_in(self, one: socket.socket, into: list[memoryview], look: Callable[[], None]) -> int:
+    def _take_in(self, one: Stream, into: list[memoryview], look: Callable[[], None]) -> int:
         """Wait until all of it is filled, or time has passed: how many bytes came."""
         while True:
             outbox = self._outbox if self._outbox and self._outbox.waiting and self._outbox.push() else None
@@ -417,8 +421,9 @@ class Link:
         for one in self._streams:
             one.close()
 
-    def filenos(self) -> list[int]:
-        return [one.fileno() for one in self._streams]
+    def fileno_out(self) -> int:
+        """Of the first stream."""
+        return fileno_out(self._streams[0])
 
 
 def _why(error: OSError) -> str:

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from offbeat.network.tls import Stream
+
 _INFO = struct.Struct("=120xQQ32xQQ")  # of `tcp_info` in linux/tcp.h
 WINDOW_BYTES = 8 * 1024 * 1024  # over which a rate is measured
 _LARGE_BYTES = 64 * 1024  # of smaller sends the latency would be measured
@@ -29,7 +31,7 @@ class TcpCounts(NamedTuple):
     no_room_s: float
 
 
-def read_counts(one: socket.socket) -> TcpCounts:
+def read_counts(one: Stream) -> TcpCounts:
     acked, received, busy_us, no_room_us = _INFO.unpack(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size))
     return TcpCounts(acked, received, busy_us / 1e6, no_room_us / 1e6)
 
@@ -37,7 +39,7 @@ def read_counts(one: socket.socket) -> TcpCounts:
 class SendRate:
     """How fast memory goes to one peer over the streams to it."""
 
-    def __init__(self, streams: Sequence[socket.socket]) -> None:
+    def __init__(self, streams: Sequence[Stream]) -> None:
         self._streams = list(streams)
         self._rates: deque[float] = deque(maxlen=_WINDOWS)
         self._sent_bytes = self._sends = 0
