@@ -23,7 +23,7 @@ from offbeat.collectives.memory import Segment
 from offbeat.network.addresses import Address
 from offbeat.network.streams import Link, Outbox
 from offbeat.network.tcp_info import SendRate
-from offbeat.network.tls import Stream
+from offbeat.network.tls import Stream, has_pending
 
 _FIRST_WORD, _WORDS = 8, 5  # BLAME, LEFT, WAITS_FOR, WAITS_MARK, DONE
 PER_RANK = 64  # where the words for each rank begin: bytes read in collectives, in messages, rates
@@ -117,6 +117,9 @@ class RemoteRanks:
                     watch.register(one.control.fileno(), select.POLLIN)
             for number, _ in watch.poll(0):
                 self._hear(self._ranks[numbers[number]])
+            for rank in numbers.values():
+                if has_pending(self._ranks[rank].control):
+                    self._hear(self._ranks[rank])
             now = time.monotonic()
             return [
                 rank

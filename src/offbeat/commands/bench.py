@@ -504,8 +504,8 @@ _OPTIONS = (
     ),
     option(
         "--against", read=_words, metavar="NAMES",
-        help="systems to compare with: gloo,gloo:4 (4 process groups at once),mpi (ddp: gloo); server: "
-        "rpc,rpc-tuned,ray,ray-tuned (default: all installed)",
+        help="systems to compare with: gloo,gloo:4 (4 process groups at once),mpi,tls (offbeat with a key, needs "
+        "--lab) (ddp: gloo); server: rpc,rpc-tuned,ray,ray-tuned (default: all installed)",
     ),
     option("--sizes", read=_sizes, metavar="SIZES", help="allreduce: tensor sizes (default 64KiB,4MiB,100MB)"),
     option(

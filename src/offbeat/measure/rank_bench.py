@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import secrets
 import shutil
 import socket
 import statistics
@@ -45,7 +46,7 @@ from offbeat.measure.benchmark import (
     spread,
 )
 from offbeat.measure.harness import Harness, program
-from offbeat.network.keys import OPEN, TRUST
+from offbeat.network.keys import KEY, OPEN, SECRET, TRUST
 from offbeat.number_format import format_rate, format_size
 from offbeat.processes.launcher import thread_environment
 from offbeat.processes.signals import terminable
@@ -55,8 +56,8 @@ from offbeat.spec import count_of
 from offbeat.strategy import ALL_REDUCE, family_of
 from offbeat.topology import Edge, Link, Topology
 
-GLOO, MPI = "gloo", "mpi"
-ALLREDUCE_OTHERS = (GLOO, MPI)
+GLOO, MPI, TLS = "gloo", "mpi", "tls"  # the last is offbeat with a key, between the hosts of a lab
+ALLREDUCE_OTHERS = (GLOO, MPI, TLS)
 DDP_OTHERS = (GLOO,)
 _MOST_GROUPS = 16
 # What a training iteration is compared with, and how each is called in a sentence.
@@ -219,6 +220,8 @@ class RankRequest:
             )
         several = [name for name in self.against if groups_of(name) > 1] if MPI in self.others else []
         check_against(self.against, (*self.others, *several))
+        if TLS in self.against and self.lab is None:
+            raise RequestError(f"bench: --against {TLS} needs --lab: ranks of one host share memory")
         check_above_zero("--timeout", self.timeout_s)
         if self.strategy is not None:
             if family_of(self.strategy) != ALL_REDUCE:
@@ -587,7 +590,7 @@ def _start_on_hosts(
     systems: Sequence[str],
 ) -> tuple[Harness, dict[str, Any]]:
     ranks = stack.enter_context(Harness(request.timeout_s))
-    environment = _environment(request) | {"GLOO_SOCKET_IFNAME": INTERFACE, TRUST: OPEN}
+    environment = _environment(request) | {"GLOO_SOCKET_IFNAME": INTERFACE, TRUST: OPEN, KEY: ""}
     for rank in range(request.ranks):
         ranks.add(f"rank {rank}", hosts.start_piped(lab.host_of(rank), program("torch_rank"), environment))
     at = {"address": lab.network.address(0), "port": _LAB_PORT, "listen_fd": None}
@@ -602,7 +605,10 @@ def _joining(request: RankRequest, join: Mapping[str, object], systems: Sequence
         "ranks": request.ranks,
         "threads": request.threads,
         "timeout_s": 2 * request.timeout_s,  # whose own deadline is first is asked who is late
-        "backends": {system: system.partition(":")[0] for system in systems if system != MPI},  # torch's names
+        "backends": {
+            system: OURS if system == TLS else system.partition(":")[0] for system in systems if system != MPI
+        },  # torch's names
+        "environments": {TLS: {TRUST: "", SECRET: secrets.token_hex(32)}},  # in which their groups are made
         "groups": {system: groups_of(system) for system in systems},
     }
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -255,7 +256,8 @@ def join(request: Request) -> tuple[Answer, Handlers]:
     several: dict[str, list[dist.ProcessGroup]] = {}
     for system, backend in request["backends"].items():
         if groups:
-            many = [dist.new_group(backend=backend, timeout=limit) for _ in range(request["groups"][system])]
+            with _environment(request["environments"].get(system, {})):
+                many = [dist.new_group(backend=backend, timeout=limit) for _ in range(request["groups"][system])]
             group = many[0]
             if len(many) > 1:
                 several[system] = many
@@ -272,6 +274,16 @@ def join(request: Request) -> tuple[Answer, Handlers]:
     trained = DdpRank(peers, request["batch"])
     buckets = {"buckets": lambda _: {"bucket_bytes": trained.bucket_bytes()}, "compare": trained.compare}
     return answer | {"parameters": trained.parameters}, {"train": trained.train, "reduce": trained.reduce, **buckets}
+
+
+@contextmanager
+def _environment(own: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name, "") for name in own}
+    os.environ.update(own)
+    try:
+        yield
+    finally:
+        os.environ.update(before)
 
 
 if __name__ == "__main__":

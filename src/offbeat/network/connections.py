@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from offbeat.network.keys import RunKey
-from offbeat.network.tls import Stream, TlsStream, context_of, handshake
+from offbeat.network.tls import Stream, TlsConnection, TlsStream, context_of
 
 PROTOCOL = 2
 DEAD_AFTER_S = 7.0
@@ -69,6 +69,7 @@ class _Dropped(Exception):  # noqa: N818 - a state of the other side
 
 
 _Steps = Generator[_Wait, None, None]
+_Connection = socket.socket | TlsConnection
 
 
 @dataclass(slots=True)
@@ -150,7 +151,7 @@ class _Meeting:
         self._streams, self._key, self._timeout_s = streams, key, timeout_s
         self._end_s = time.monotonic() + timeout_s
         self._each = streams if key is None else 2 * streams  # TLS has a connection for each direction
-        self._met: dict[int, dict[int, socket.socket]] = {peer: {} for peer in others}
+        self._met: dict[int, dict[int, _Connection]] = {peer: {} for peer in others}
         self._tasks = [_Task(self._reach(peer), _Wait(None)) for peer in sorted(others) if peer < rank]
         self._expected_from = {place.address.partition("%")[0] for peer, place in others.items() if peer > rank}
         self._opened: set[socket.socket] = set()
@@ -184,17 +185,19 @@ class _Meeting:
         """What was met, ready for use."""
         for connected in self._met.values():
             for one in connected.values():
-                _set_up(one)
+                if isinstance(one, TlsConnection):
+                    _set_up(one.raw)
+                else:
+                    _set_up(one)
+                    one.settimeout(None)
         return {peer: list(self._of(peer, connected)) for peer, connected in self._met.items()}
 
-    def _of(self, peer: int, connected: Mapping[int, socket.socket]) -> Iterator[Stream]:
+    def _of(self, peer: int, connected: Mapping[int, _Connection]) -> Iterator[Stream]:
         """Of each two connections under TLS, the first is for what the lower rank sends."""
-        for number in range(self._streams):
-            if self._key is None:
-                yield connected[number]
-                continue
-            first, second = connected[2 * number], connected[2 * number + 1]
-            assert isinstance(first, ssl.SSLSocket) and isinstance(second, ssl.SSLSocket)
+        each = [connected[number] for number in range(self._each)]
+        yield from (one for one in each if isinstance(one, socket.socket))
+        secured = [one for one in each if isinstance(one, TlsConnection)]
+        for first, second in zip(secured[::2], secured[1::2], strict=True):
             yield TlsStream(first, second) if self._rank < peer else TlsStream(second, first)
 
     def close(self) -> None:
@@ -238,9 +241,9 @@ class _Meeting:
             if wrong:
                 raise OSError(wrong, os.strerror(wrong))
             try:
-                one = yield from self._secure(one, server=False)
-                yield from _send(one, self._hello(peer, number))
-                answer = yield from _receive(one, _HELLO.size)
+                secured = yield from self._secure(one, server=False)
+                yield from _send(secured, one, self._hello(peer, number))
+                answer = yield from _receive(secured, one, _HELLO.size)
             except (ConnectionResetError, BrokenPipeError, ssl.SSLEOFError, ssl.SSLZeroReturnError):
                 raise _Dropped from None
             if self._greeting(answer) != (peer, number):
@@ -249,7 +252,7 @@ class _Meeting:
             self._opened.discard(one)
             one.close()
             raise
-        self._met[peer][number] = one
+        self._met[peer][number] = secured
 
     # --- accepting --------------------------------------------------------------------------------------------------
 
@@ -271,29 +274,26 @@ class _Meeting:
 
     def _admit(self, one: socket.socket) -> _Steps:
         """Whoever has connected becomes a peer, or is dropped."""
-        raw = one
         try:
-            one = yield from self._secure(one, server=True)
-            came = self._greeting((yield from _receive(one, _HELLO.size)))
+            secured = yield from self._secure(one, server=True)
+            came = self._greeting((yield from _receive(secured, one, _HELLO.size)))
             expects = came is not None and came[0] > self._rank and came[1] < self._each
             if came is not None and expects and came[1] not in self._met.get(came[0], {came[1]: one}):
-                yield from _send(one, self._hello(*came))
-                self._met[came[0]][came[1]] = one
+                yield from _send(secured, one, self._hello(*came))
+                self._met[came[0]][came[1]] = secured
                 return
         except (OSError, _Dropped):
             pass
-        for each in {raw, one}:
-            self._opened.discard(each)
-            each.close()
+        self._opened.discard(one)
+        one.close()
 
     def _drop(self, task: _Task) -> None:
         if task.accepted is None:
             return
         self._tasks.remove(task)
         task.steps.close()
-        for one in {task.accepted, task.wait.one or task.accepted}:
-            self._opened.discard(one)
-            one.close()
+        self._opened.discard(task.accepted)
+        task.accepted.close()
 
     # --- both -------------------------------------------------------------------------------------------------------
 
@@ -303,20 +303,13 @@ class _Meeting:
         except StopIteration:
             self._tasks.remove(task)
 
-    def _secure(self, one: socket.socket, *, server: bool) -> Generator[_Wait, None, socket.socket]:
+    def _secure(self, one: socket.socket, *, server: bool) -> Generator[_Wait, None, _Connection]:
         """The same connection under TLS, if there is a key. `SSLError` where the other side does not have it."""
         if self._key is None:
             return one
-        secured = self._contexts[server].wrap_socket(one, server_side=server, do_handshake_on_connect=False)
-        self._opened.discard(one)  # which has nothing any more
-        self._opened.add(secured)
-        try:
-            for events in handshake(secured, self._key):
-                yield _Wait(secured, events)
-        except BaseException:
-            self._opened.discard(secured)
-            secured.close()
-            raise
+        secured = TlsConnection(one, self._contexts[server], server=server)
+        for events in secured.handshake(self._key):
+            yield _Wait(one, events)
         return secured
 
     def _hello(self, peer: int, number: int) -> bytes:
@@ -337,28 +330,23 @@ def _family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-def _send(one: socket.socket, data: bytes) -> _Steps:
+def _send(one: _Connection, below: socket.socket, data: bytes) -> _Steps:
     while True:
         try:
-            taken = one.write(data) if isinstance(one, ssl.SSLSocket) else one.send(data)
-        except ssl.SSLWantReadError:
-            yield _Wait(one, select.POLLIN)
-        except (BlockingIOError, ssl.SSLWantWriteError):
-            yield _Wait(one, select.POLLOUT)
-        else:
-            if taken < len(data):
+            if one.send(data, socket.MSG_DONTWAIT) < len(data):
                 raise _Dropped
             return
+        except BlockingIOError:
+            yield _Wait(below, select.POLLOUT)
 
 
-def _receive(one: socket.socket, size_bytes: int) -> Generator[_Wait, None, bytes]:
+def _receive(one: _Connection, below: socket.socket, size_bytes: int) -> Generator[_Wait, None, bytes]:
     got = b""
     while len(got) < size_bytes:
         try:
-            left = size_bytes - len(got)
-            came = one.read(left) if isinstance(one, ssl.SSLSocket) else one.recv(left)
-        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
-            yield _Wait(one, select.POLLIN)
+            came = one.recv(size_bytes - len(got), socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            yield _Wait(below, select.POLLIN)
             continue
         if not came:
             raise _Dropped
@@ -368,8 +356,6 @@ def _receive(one: socket.socket, size_bytes: int) -> Generator[_Wait, None, byte
 
 def _set_up(one: socket.socket) -> None:
     """Small messages go at once, and a silent host is given up."""
-    if not isinstance(one, ssl.SSLSocket):
-        one.settimeout(None)
     one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)

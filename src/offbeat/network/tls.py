@@ -1,11 +1,10 @@
 """Streams under mutual TLS 1.3 with the key of the run: both sides show its certificate and accept no other.
 
-A `TlsStream` has what is used of a `socket.socket` here, on two connections, one for each direction: one thread may
-send while another receives, and two threads must not use one SSL object. Its sockets never block: who has to wait
-polls.
+TLS is computed in memory, and its bytes go over a socket that does not block, many records at a time: three calls of
+the kernel for every record of 16 KiB, as `SSLSocket` makes them, cost as much as encrypting it.
 
-Law: nothing is ever read or written below TLS. (`SSLSocket.recv` and `send` do that after a `shutdown`; `read` and
-`write` do not.)
+A `TlsStream` has what is used of a `socket.socket` here, on two connections, one for each direction: one thread may
+send while another receives, and two threads must not use one SSL object.
 """
 
 from __future__ import annotations
@@ -22,9 +21,7 @@ from collections.abc import Iterator, Sequence
 from offbeat.network.keys import RunKey
 
 SLICE_S = 0.02  # how long to wait before looking around
-_RECORD_BYTES = 16 * 1024  # the most that TLS encrypts at once
-_WRITE_BYTES = 16 * _RECORD_BYTES  # handed over at once: a write that was begun is repeated until it is done
-_WANTS = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
+_CHUNK_BYTES = 128 * 1024  # encrypted, or received, at once
 
 
 def context_of(key: RunKey, *, server: bool) -> ssl.SSLContext:
@@ -34,93 +31,80 @@ def context_of(key: RunKey, *, server: bool) -> ssl.SSLContext:
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     context.load_verify_locations(cadata=key.certificate)
-    context.options |= getattr(ssl, "OP_ENABLE_KTLS", 0)
     if server:
         context.num_tickets = 0  # nothing is resumed, and nothing comes on a connection for sending
-    descriptor = os.memfd_create(
-        "offbeat key", os.MFD_CLOEXEC
-    )  # it is read from a file only, and this one is on no disk
+    descriptor = os.memfd_create("offbeat key", os.MFD_CLOEXEC)  # it is read from a file only; this one is on no disk
     try:
         os.write(descriptor, key.pem)
         context.load_cert_chain(f"/proc/self/fd/{descriptor}")
+    except ssl.SSLError as error:
+        raise OSError(errno.EINVAL, f"the key cannot be used: {error.reason}") from None
     finally:
         os.close(descriptor)
     return context
 
 
-def handshake(one: ssl.SSLSocket, key: RunKey) -> Iterator[int]:
-    """Handshake on a socket that does not block: yields the events of `poll` to wait for. `SSLError` if refused."""
-    while True:
-        try:
-            one.do_handshake()
-            break
-        except ssl.SSLWantReadError:
-            yield select.POLLIN
-        except ssl.SSLWantWriteError:
-            yield select.POLLOUT
-    if not hmac.compare_digest(one.getpeercert(binary_form=True) or b"", key.certificate):
-        raise ssl.SSLError("the other side shows another certificate")
+class TlsConnection:
+    """TLS over one socket. One thread may send and one receive, but not at the same time."""
 
+    def __init__(self, raw: socket.socket, context: ssl.SSLContext, *, server: bool) -> None:
+        raw.setblocking(False)
+        self.raw = raw
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._ssl = context.wrap_bio(self._incoming, self._outgoing, server_side=server)
+        self._encrypted = memoryview(b"")  # that the kernel has not taken yet,
+        self._begun_bytes = 0  # of so many bytes, which the next call brings again
+        self._scratch = memoryview(bytearray(_CHUNK_BYTES))
+        self._ended = False
 
-class TlsStream:
-    """See the module's text."""
-
-    def __init__(self, out: ssl.SSLSocket, into: ssl.SSLSocket) -> None:
-        self._out, self._in = out, into
-        self._sending, self._receiving = threading.Lock(), threading.Lock()
-
-    def fileno(self) -> int:
-        """Of the connection that is received from."""
-        return self._in.fileno()
-
-    def fileno_out(self) -> int:
-        """Of the connection that is sent on."""
-        return self._out.fileno()
-
-    def pending(self) -> bool:
-        """Whether something has come that `poll` does not see any more."""
-        return self._in.pending() > 0
-
-    # --- out --------------------------------------------------------------------------------------------------------
-
-    def sendmsg(self, parts: Sequence[memoryview | bytes], _: Sequence[object] = (), flags: int = 0) -> int:
-        """How many bytes were taken, all unless they would have to wait and must not. One or two parts.
-
-        After a `BlockingIOError`, or if not all was taken, the next call must begin with the same bytes.
-        """
-        head, memory = (b"", memoryview(parts[0])) if len(parts) == 1 else (bytes(parts[0]), memoryview(parts[1]))
-        taken = 0
-        if head:
-            body = memory[: _RECORD_BYTES - len(head)]
-            if self._write(head + bytes(body), flags) is None:
-                raise BlockingIOError
-            taken, memory = len(head) + len(body), memory[len(body) :]
-        while len(memory):
-            some = memory[:_WRITE_BYTES]
-            if self._write(some, flags) is None:
-                if not taken:
-                    raise BlockingIOError
-                break
-            taken, memory = taken + len(some), memory[len(some) :]
-        return taken
+    def handshake(self, key: RunKey) -> Iterator[int]:
+        """Yields the events of `poll` to wait for. `SSLError` where the other side does not have the key."""
+        done = False
+        while not done:
+            try:
+                self._ssl.do_handshake()
+                done = True
+            except ssl.SSLWantReadError:
+                pass
+            finally:  # with an error too: the other side is told
+                self._encrypted = memoryview(self._outgoing.read())
+                self._flush()
+            while self._encrypted:
+                yield select.POLLOUT
+                self._flush()
+            while not done and not self._fill():
+                if self._ended:
+                    raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
+                yield select.POLLIN
+        if not hmac.compare_digest(self._ssl.getpeercert(binary_form=True) or b"", key.certificate):
+            raise ssl.SSLError("the other side shows another certificate")
 
     def send(self, data: bytes, flags: int = 0) -> int:
         return self.sendmsg([data], (), flags)
 
-    def _write(self, data: memoryview | bytes, flags: int) -> int | None:
-        """All of it, or None where that would have to wait and must not."""
-        while True:
-            try:
-                with self._sending:
-                    return self._out.write(data)
-            except _WANTS:
-                if flags & socket.MSG_DONTWAIT:
-                    return None
-            except ValueError:
-                raise OSError(errno.EBADF, os.strerror(errno.EBADF)) from None
-            _wait(self._out, select.POLLOUT, None)
+    def sendmsg(self, parts: Sequence[memoryview | bytes], _: Sequence[object] = (), flags: int = 0) -> int:
+        """How many bytes were taken: all, unless that would have to wait and must not.
 
-    # --- in ---------------------------------------------------------------------------------------------------------
+        After a `BlockingIOError`, or if not all was taken, the next call must begin with the bytes that were not.
+        """
+        taken = 0
+        left = [memoryview(part) for part in parts if len(part)]
+        while True:
+            while not self._flush():
+                if flags & socket.MSG_DONTWAIT:
+                    if not taken:
+                        raise BlockingIOError
+                    return taken
+                _wait(self.raw, select.POLLOUT, None)
+            taken += self._begun_bytes
+            _skip(left, self._begun_bytes)
+            self._begun_bytes = 0
+            for part in left:
+                some = part[: _CHUNK_BYTES - self._begun_bytes]
+                self._begun_bytes += self._ssl.write(some) if len(some) else 0
+            if not self._begun_bytes:
+                return taken
+            self._encrypted = memoryview(self._outgoing.read())
 
     def recvmsg_into(self, parts: Sequence[memoryview], _: int = 0, flags: int = 0) -> tuple[int]:
         """How many bytes came: all, or those of some time, or with MSG_DONTWAIT what is there. 0 at the end."""
@@ -128,47 +112,102 @@ class TlsStream:
         for part in parts:
             got = 0
             while got < len(part):
-                came = self._read(part[got:])
-                if came is None and not flags & socket.MSG_DONTWAIT and _wait(self._in, select.POLLIN, SLICE_S):
-                    continue
-                if came is None and not total + got:
-                    raise BlockingIOError
-                if not came:
+                try:
+                    came = self._ssl.read(len(part) - got, part[got:])
+                    assert isinstance(came, int)
+                except ssl.SSLWantReadError:
+                    if self._fill():
+                        continue
+                    may_wait = not self._ended and not flags & socket.MSG_DONTWAIT
+                    if may_wait and _wait(self.raw, select.POLLIN, SLICE_S):
+                        continue
+                    if not self._ended and not total + got:
+                        raise BlockingIOError from None
+                    return (total + got,)
+                except ssl.SSLZeroReturnError:
                     return (total + got,)
                 got += came
             total += got
         return (total,)
 
+    def recv(self, most_bytes: int, flags: int = 0) -> bytes:
+        came = bytearray(most_bytes)
+        return bytes(came[: self.recvmsg_into([memoryview(came)], 0, flags)[0]])
+
+    def pending(self) -> bool:
+        """Whether something has come that `poll` does not see any more."""
+        return self._incoming.pending > 0 or self._ssl.pending() > 0
+
+    def _flush(self) -> bool:
+        """Hand on what is encrypted; whether the kernel has taken all of it."""
+        while self._encrypted:
+            try:
+                self._encrypted = self._encrypted[self.raw.send(self._encrypted, socket.MSG_DONTWAIT) :]
+            except BlockingIOError:
+                return False
+        return True
+
+    def _fill(self) -> bool:
+        """Take in what the kernel has, some at a time; whether it had anything."""
+        try:
+            came = self.raw.recv_into(self._scratch, 0, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        self._ended = came == 0
+        return self._incoming.write(self._scratch[:came]) > 0
+
+    def close(self) -> None:
+        self.raw.close()
+
+
+class TlsStream:
+    """See the module's text."""
+
+    def __init__(self, out: TlsConnection, into: TlsConnection) -> None:
+        self._out, self._in = out, into
+        self._sending, self._receiving = threading.Lock(), threading.Lock()
+
+    def fileno(self) -> int:
+        """Of the connection that is received from."""
+        return self._in.raw.fileno()
+
+    def fileno_out(self) -> int:
+        """Of the connection that is sent on."""
+        return self._out.raw.fileno()
+
+    def pending(self) -> bool:
+        return self._in.pending()
+
+    def send(self, data: bytes, flags: int = 0) -> int:
+        return self.sendmsg([data], (), flags)
+
+    def sendmsg(self, parts: Sequence[memoryview | bytes], _: Sequence[object] = (), flags: int = 0) -> int:
+        with self._sending:
+            return self._out.sendmsg(parts, (), flags)
+
+    def recv(self, most_bytes: int, flags: int = 0) -> bytes:
+        with self._receiving:
+            return self._in.recv(most_bytes, flags)
+
     def recv_into(self, memory: memoryview, _: int = 0, flags: int = 0) -> int:
         return self.recvmsg_into([memory], 0, flags)[0]
 
-    def recv(self, most_bytes: int, flags: int = 0) -> bytes:
-        came = bytearray(most_bytes)
-        return bytes(came[: self.recv_into(memoryview(came), 0, flags)])
-
-    def _read(self, into: memoryview) -> int | None:
-        try:
-            with self._receiving:
-                return self._in.read(len(into), into)  # type: ignore[return-value] # a count, since there is a buffer
-        except _WANTS:
-            return None
-        except ValueError:
-            raise OSError(errno.EBADF, os.strerror(errno.EBADF)) from None
-
-    # --- as a socket ------------------------------------------------------------------------------------------------
+    def recvmsg_into(self, parts: Sequence[memoryview], _: int = 0, flags: int = 0) -> tuple[int]:
+        with self._receiving:
+            return self._in.recvmsg_into(parts, 0, flags)
 
     def setsockopt(self, level: int, option: int, value: int | bytes) -> None:
         for one in (self._out, self._in):
-            one.setsockopt(level, option, value)
+            one.raw.setsockopt(level, option, value)
 
     def getsockopt(self, level: int, option: int, size_bytes: int) -> bytes:
         """Of the connection that is sent on."""
-        return self._out.getsockopt(level, option, size_bytes)
+        return self._out.raw.getsockopt(level, option, size_bytes)
 
     def shutdown(self, how: int) -> None:
-        """Below TLS: both connections, or with SHUT_WR that for sending."""
+        """Both connections, or with SHUT_WR that for sending."""
         for one in (self._out,) if how == socket.SHUT_WR else (self._out, self._in):
-            socket.socket.shutdown(one, how)
+            one.raw.shutdown(how)
 
     def close(self) -> None:
         self._out.close()
@@ -184,8 +223,15 @@ def fileno_out(one: Stream) -> int:
 
 
 def has_pending(one: Stream) -> bool:
-    """Whether something can be received though `poll` does not tell."""
+    """Whether something may be received though `poll` does not tell."""
     return isinstance(one, TlsStream) and one.pending()
+
+
+def _skip(parts: list[memoryview], count: int) -> None:
+    while parts and count >= len(parts[0]):
+        count -= len(parts.pop(0))
+    if count:
+        parts[0] = parts[0][count:]
 
 
 def _wait(one: socket.socket, events: int, most_s: float | None) -> bool:
