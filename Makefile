@@ -10,7 +10,7 @@ WORKERS ?= 3
 # Hundreds of tests start a process: with compiled modules on disk each of them starts a quarter of a second sooner.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: setup demo docs test test-torch test-network test-ecosystem test-faults test-world test-fuzz test-matrix test-last-second test-absurd test-attacks bench clean
+.PHONY: setup demo docs test test-torch test-network test-ecosystem test-faults test-world test-fuzz test-matrix test-last-second test-absurd test-attacks test-strangers bench clean
 
 setup: $(INSTALLED)
 
@@ -83,6 +83,11 @@ test-absurd: setup
 # 200 attacks on the stores of all-reduce groups by another user of this host; needs root. Minutes.
 test-attacks: setup
 	@$(BIN)/python benchmarks/store_attacks.py
+
+# 1,000 strangers during a training on several hosts of a lab, and 100,000 mutated frames of a rank that has the key. Minutes.
+test-strangers: setup
+	@$(BIN)/python benchmarks/strangers.py
+	@cd tests && ../$(BIN)/python -m collectives.frame_fuzz --frames 100000
 
 bench: setup
 	@$(BIN)/python benchmarks/schedules.py

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ from process import ddp_script
 
 PROGRAMS = Path(__file__).parent / "network_programs.py"
 DDP_SCRIPT = Path(ddp_script.__file__)
+STRANGERS = Path(__file__).parents[2] / "benchmarks" / "strangers.py"
 
 
 def start(
@@ -202,3 +204,12 @@ def test_survivors_name_the_rank_that_is_gone(start_lab: StartLab, fault: str, s
         assert failed is not None, text
         assert "rank 2 (host1, 10.0.0.2)" in failed[2], text
         assert float(failed[1]) - at < (1.5 if fault == "kill" else 10.5), text
+
+
+def test_strangers_at_the_meetings_of_a_training_do_not_get_in_and_change_no_bit() -> None:
+    """A short run of `make test-strangers`."""
+    words = [sys.executable, str(STRANGERS), "--strangers", "48", "--meetings", "2"]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=200, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "48 strangers at 2 meetings: 0 got in" in ended.stdout
+    assert "weights: bit-equal" in ended.stdout

@@ -40,6 +40,7 @@ from offbeat.network.tls import Stream, fileno_out
 _HEAD, _TAIL = 0, 8  # words of a mailbox: bytes put in, bytes taken out
 _HEADER = struct.Struct("<qq")  # tag, bytes
 RING_BYTES = 1024 * 1024
+MOST_ASIDE_BYTES = 1 << 30  # of messages from other hosts whose size is not what a receive expects
 _YIELD_S = 0.0005
 
 
@@ -371,8 +372,24 @@ class Messages:
             return None
         straight = None if posted is None else posted.flat.tensor
         if straight is None or straight.numel() != size or (source in self._far and straight.device.type != "cpu"):
-            straight = torch.empty(size, dtype=torch.uint8)
+            try:
+                if source in self._far and (straight is None or straight.numel() != size):
+                    self._check_size(source, size)
+                straight = torch.empty(size, dtype=torch.uint8)
+            except Exception:
+                self._posted += [] if posted is None else [posted]  # it fails with the others
+                raise
         return _Coming(source, tag, straight, posted, time.monotonic())
+
+    def _check_size(self, source: int, size: int) -> None:
+        """What another host says sizes no memory beyond a bound."""
+        held = sum(one.payload.numel() for one in self._aside if one.source in self._far)
+        if not 0 <= size <= MOST_ASIDE_BYTES - held:
+            raise PeerError(
+                f"{self._transport.name(source)} announced a message of {size} bytes that nobody expects; at most"
+                f" {MOST_ASIDE_BYTES >> 20} MiB of such messages are kept",
+                ranks=(self._transport.names[source],),
+            )
 
     def _claim(self, source: int, tag: int) -> _Posted | None:
         """The first receive that waits for such a message: it waits no longer."""

@@ -141,6 +141,9 @@ class RemoteRanks:
         size = self._said.size
         while len(one.heard) >= size:
             said, one.heard = self._said.unpack(one.heard[:size]), one.heard[size:]
+            if max(said[0], said[2]) > len(self.hosts):  # no rank: this is not what a rank says
+                one.ended_s = time.monotonic()
+                return
             for at, value in enumerate(said[:_WORDS], _FIRST_WORD):
                 one.words.words[at] = value
             for at, value in enumerate(said[_WORDS:], self._rates_at):
