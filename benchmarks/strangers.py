@@ -1,9 +1,9 @@
 """1,000 strangers during a training on three hosts: none gets in, and the weights are those of a run without them.
 
     python benchmarks/strangers.py                      # prints the table; the exit code is 1 if one got in
-    python benchmarks/strangers.py --strangers 60 --meetings 2
+    python benchmarks/strangers.py --ranks 2 --strangers 60 --meetings 2
 
-Three ranks, one on each host of a lab, train with DDP under a key. At the start and between minibatches they make
+Ranks, one on each host of a lab, train with DDP under a key. At the start and between minibatches they make
 groups: then they listen. At each such meeting the last rank waits until strangers have come: from the other hosts of
 the group, as another user of theirs would, and from a host that is none of the group's. Each stranger does one of:
 
@@ -42,10 +42,9 @@ from offbeat.network.connections import Place
 from offbeat.network.keys import derive, key_of
 from offbeat.network.tls import context_of
 
-RANKS, OUTSIDER = 3, 3  # the host that is none of the group's
 STEPS_EACH = 5  # minibatches between two meetings
 WAIT_S = 120.0
-ANSWER_S = 3.0
+ANSWER_S = 1.0
 HELLO = struct.pack("<8sIIII16s", b"offbeat\1", connections.PROTOCOL, 1, 0, 0, bytes(16))
 
 
@@ -60,7 +59,7 @@ def wait_for(path: Path) -> None:
 # --- a rank -----------------------------------------------------------------------------------------------------------
 
 
-def train(rank: int, address: str, meetings: int, folder: Path, *, gated: bool) -> None:
+def train(rank: int, ranks: int, address: str, meetings: int, folder: Path, *, gated: bool) -> None:
     """Rank 0's weights go to a file. With strangers, the last rank comes to each meeting when it is told."""
     import torch
     import torch.distributed as dist
@@ -73,14 +72,14 @@ def train(rank: int, address: str, meetings: int, folder: Path, *, gated: bool) 
         written = folder / f"place-{number}-{rank}.part"
         written.write_text(json.dumps(listener.place))
         written.rename(written.with_suffix(""))
-        if rank == RANKS - 1:
+        if rank == ranks - 1:
             wait_for(folder / f"go-{number}")
         return meet(listener, *words, **named)
 
     if gated:
         connections.Listener.meet = meet_late  # type: ignore[method-assign,assignment] # that is what this is for
     torch.set_num_threads(1)
-    dist.init_process_group("offbeat", init_method=f"tcp://{address}", rank=rank, world_size=RANKS)
+    dist.init_process_group("offbeat", init_method=f"tcp://{address}", rank=rank, world_size=ranks)
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
     parallel = DistributedDataParallel(model)
@@ -155,8 +154,11 @@ def first_half() -> bytes:
     return hello[: len(hello) // 2]
 
 
-def attack(host: int, strangers: int, meetings: int, folder: Path, seed: int) -> None:
-    """Strangers of one host, to the rank below it; the outsider goes to all. Counts go to a file for each meeting."""
+def attack(host: int, ranks: int, strangers: int, meetings: int, folder: Path, seed: int) -> None:
+    """Strangers of one host, to the ranks below it; those of the last host, which has no rank, to all.
+
+    Counts go to a file for each meeting.
+    """
     rng = random.Random(f"{seed} {host}")
     recorded = [bytes.fromhex(one) for one in json.loads((folder / "recorded").read_text())]
     half, wrong = first_half(), context_of(derive(b"another run"), server=False)
@@ -178,11 +180,11 @@ def attack(host: int, strangers: int, meetings: int, folder: Path, seed: int) ->
     }
     for meeting in range(meetings):
         places = []
-        for rank in range(RANKS):
+        for rank in range(ranks):
             path = folder / f"place-{meeting}-{rank}"
             wait_for(path)
             places.append(Place(*json.loads(path.read_text())))
-        targets = places if host == OUTSIDER else places[:host]
+        targets = places[: min(host, ranks - 1)]  # the last rank has not come yet
         found: Counter[str] = Counter()
         held: list[socket.socket] = []
         for number in range(strangers):
@@ -216,23 +218,26 @@ def is_answer(said: bytes) -> bool:
 # --- both -------------------------------------------------------------------------------------------------------------
 
 
-def run(lab: Lab, strangers: int, meetings: int, folder: Path, port: int) -> Counter[str]:
-    """One training; what became of the strangers."""
+def run(lab: Lab, count: int, strangers: int, meetings: int, folder: Path, port: int) -> Counter[str]:
+    """One training by so many ranks; what became of the strangers."""
     folder.mkdir()
     secret = random.SystemRandom().randbytes(32).hex()
     (folder / "recorded").write_text(json.dumps([one.hex() for one in record_handshake(secret)]))
     own = {"OFFBEAT_SECRET": secret, "OFFBEAT_STRATEGY": "ring", "OMP_NUM_THREADS": "1", "OFFBEAT_NETWORK_TRUST": ""}
     words = [sys.executable, "-W", "ignore", __file__, "--meetings", str(meetings), "--folder", str(folder)]
+    words += ["--ranks", str(count)]
     ranks = [
         lab.start(
             rank,
             [*words, "--rank", str(rank), "--address", f"{{host0}}:{port}", "--strangers", str(strangers)],
             environment={**os.environ, **own},
         )
-        for rank in range(RANKS)
+        for rank in range(count)
     ]
-    hosts = (*range(1, RANKS), OUTSIDER) if strangers else ()
-    shares = {host: [str(strangers * (place + 1) // 3 - strangers * place // 3)] for place, host in enumerate(hosts)}
+    hosts = range(1, count + 1) if strangers else ()
+    shares = {
+        host: [str(strangers * (place + 1) // count - strangers * place // count)] for place, host in enumerate(hosts)
+    }
     attackers = [
         lab.start(host, [*words, "--attack", str(host), "--strangers", *shares[host]], environment=dict(os.environ))
         for host in hosts
@@ -254,14 +259,14 @@ def run(lab: Lab, strangers: int, meetings: int, folder: Path, port: int) -> Cou
     return found
 
 
-def compare(strangers: int, meetings: int) -> tuple[Counter[str], Counter[str], bool]:
+def compare(ranks: int, strangers: int, meetings: int) -> tuple[Counter[str], Counter[str], bool]:
     """What became of the strangers, the same run without them, and whether the weights are the same bits."""
-    with tempfile.TemporaryDirectory(prefix="offbeat-strangers-") as name, Lab(Network.of(hosts=RANKS + 1)) as lab:
+    with tempfile.TemporaryDirectory(prefix="offbeat-strangers-") as name, Lab(Network.of(hosts=ranks + 1)) as lab:
         folder = Path(name)
-        alone = run(lab, 0, meetings, folder / "alone", 29401)
-        among = run(lab, strangers // meetings, meetings, folder / "among", 29402)
+        alone = run(lab, ranks, 0, meetings, folder / "alone", 29401)
+        among = run(lab, ranks, strangers // meetings, meetings, folder / "among", 29402)
         weights = {
-            (folder / which / f"weights-{rank}").read_bytes() for which in ("alone", "among") for rank in range(RANKS)
+            (folder / which / f"weights-{rank}").read_bytes() for which in ("alone", "among") for rank in range(ranks)
         }
     return among, alone, len(weights) == 1
 
@@ -270,18 +275,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strangers", type=int, default=1000)
     parser.add_argument("--meetings", type=int, default=5)
+    parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--attack", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--address", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.rank is not None:
-        train(given.rank, given.address, given.meetings, given.folder, gated=given.strangers > 0)
+        train(given.rank, given.ranks, given.address, given.meetings, given.folder, gated=given.strangers > 0)
         return 0
     if given.attack is not None:
-        attack(given.attack, given.strangers, given.meetings, given.folder, seed=0)
+        attack(given.attack, given.ranks, given.strangers, given.meetings, given.folder, seed=0)
         return 0
-    among, alone, same = compare(given.strangers, given.meetings)
+    among, alone, same = compare(given.ranks, given.strangers, given.meetings)
     peaks = among.pop("peak MiB"), alone.pop("peak MiB")
     got_in = sum(count for outcome, count in among.items() if outcome.endswith("GOT IN"))
     for outcome, count in sorted(among.items()):

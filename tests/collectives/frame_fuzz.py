@@ -18,6 +18,7 @@ import argparse
 import os
 import random
 import resource
+import socket
 import struct
 import sys
 import time
@@ -79,7 +80,7 @@ def drain(one: Stream) -> None:
     while not came.endswith(MARKER):
         assert time.monotonic() < end_s, "the stream has lost its end"
         with suppress(BlockingIOError):
-            came = came[-len(MARKER) :] + one.recv(1 << 16)
+            came = came[-len(MARKER) :] + one.recv(1 << 16, socket.MSG_DONTWAIT)
 
 
 def fuzz_pieces(frames: int, rng: random.Random) -> Counter[str]:

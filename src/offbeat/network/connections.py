@@ -124,7 +124,7 @@ class Listener:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise
             return None  # it has gone again
-        one.setblocking(False)
+        _send_at_once(one)
         return one, str(where[0]).partition("%")[0]
 
     def fileno(self) -> int:
@@ -168,7 +168,10 @@ class _Meeting:
             for task in self._tasks:
                 if task.wait.one is not None:
                     watch.register(task.wait.one.fileno(), task.wait.events)
-            ready = {number for number, _ in watch.poll(1000 * _GLANCE_S)}
+            pauses = [task.wait.until_s for task in self._tasks if task.wait.one is None]
+            ready = {
+                number for number, _ in watch.poll(1000 * min(_GLANCE_S, max(0.0, min(pauses, default=1e9) - now)))
+            }
             now = time.monotonic()
             for task in tuple(self._tasks):
                 one = task.wait.one
@@ -232,7 +235,7 @@ class _Meeting:
         one = socket.socket(_family(place.address), socket.SOCK_STREAM)
         self._opened.add(one)
         try:
-            one.setblocking(False)
+            _send_at_once(one)
             one.bind((self._listener.place.address, 0))
             wrong = one.connect_ex(place)
             if wrong == errno.EINPROGRESS:
@@ -354,9 +357,14 @@ def _receive(one: _Connection, below: socket.socket, size_bytes: int) -> Generat
     return got
 
 
-def _set_up(one: socket.socket) -> None:
-    """Small messages go at once, and a silent host is given up."""
+def _send_at_once(one: socket.socket) -> None:
+    """Without waiting for room, nor for more to send."""
+    one.setblocking(False)
     one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _set_up(one: socket.socket) -> None:
+    """A silent host is given up."""
     one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)
     one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
