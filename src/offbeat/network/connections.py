@@ -188,11 +188,7 @@ class _Meeting:
         """What was met, ready for use."""
         for connected in self._met.values():
             for one in connected.values():
-                if isinstance(one, TlsConnection):
-                    _set_up(one.raw)
-                else:
-                    _set_up(one)
-                    one.settimeout(None)
+                _set_up(one.raw if isinstance(one, TlsConnection) else one)
         return {peer: list(self._of(peer, connected)) for peer, connected in self._met.items()}
 
     def _of(self, peer: int, connected: Mapping[int, _Connection]) -> Iterator[Stream]:
@@ -364,7 +360,8 @@ def _send_at_once(one: socket.socket) -> None:
 
 
 def _set_up(one: socket.socket) -> None:
-    """A silent host is given up."""
+    """Who is to wait waits in the kernel, and a silent host is given up."""
+    one.settimeout(None)
     one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)
     one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from offbeat.network.tls import SLICE_S, Stream, TlsStream, fileno_out, has_pending
+from offbeat.network.tls import Stream, TlsStream, fileno_out, has_pending
 
 PIECE_BYTES = 512 * 1024
 TAG_BYTES = 40
@@ -35,6 +35,7 @@ STREAMS = (1, 2, 4, 8)  # to one peer: what is tried
 _MOST_STREAMS = 64  # of a process, where more than one is tried
 _WORTH_IT = 1.05  # so much faster must twice as many streams be,
 _TURNS = 5  # each measured so often
+SLICE_S = 0.02  # how long to wait before looking around
 _SLICE = struct.pack("@ll", 0, int(SLICE_S * 1e6))
 
 
@@ -177,13 +178,13 @@ class Link:
                 self._outbox.waiting.append(self)
                 self.push()
             return
+        encrypts = isinstance(self._streams[0], TlsStream)
         with self._through:
-            # What TLS has begun to encrypt for a stream cannot go on another one.
-            idle = not self._left and (self._used == 1 or not isinstance(self._streams[0], TlsStream))
+            idle = not self._left and (not encrypts or self._used == 1 or len(pieces) == 1)  # or they encrypt together
         rest: _Piece | None = None
         while idle and pieces:
             rest = self._send_now(pieces[0])
-            if rest is pieces[0]:
+            if rest is pieces[0] and not encrypts:  # what TLS has begun for a stream cannot go on another one
                 break
             pieces.popleft()
             if rest is not None:

@@ -1,7 +1,7 @@
 """Streams under mutual TLS 1.3 with the key of the run: both sides show its certificate and accept no other.
 
-TLS is computed in memory, and its bytes go over a socket that does not block, many records at a time: three calls of
-the kernel for every record of 16 KiB, as `SSLSocket` makes them, cost as much as encrypting it.
+TLS is computed in memory, and its bytes go over a plain socket, many records at a time: three calls of the kernel for
+every record of 16 KiB, as `SSLSocket` makes them, cost as much as encrypting it. So the kernel's own TLS is not used.
 
 A `TlsStream` has what is used of a `socket.socket` here, on two connections, one for each direction: one thread may
 send while another receives, and two threads must not use one SSL object.
@@ -20,7 +20,6 @@ from collections.abc import Iterator, Sequence
 
 from offbeat.network.keys import RunKey
 
-SLICE_S = 0.02  # how long to wait before looking around
 _CHUNK_BYTES = 128 * 1024  # encrypted, or received, at once
 
 
@@ -48,7 +47,6 @@ class TlsConnection:
     """TLS over one socket. One thread may send and one receive, but not at the same time."""
 
     def __init__(self, raw: socket.socket, context: ssl.SSLContext, *, server: bool) -> None:
-        raw.setblocking(False)
         self.raw = raw
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._ssl = context.wrap_bio(self._incoming, self._outgoing, server_side=server)
@@ -90,12 +88,10 @@ class TlsConnection:
         taken = 0
         left = [memoryview(part) for part in parts if len(part)]
         while True:
-            while not self._flush():
-                if flags & socket.MSG_DONTWAIT:
-                    if not taken:
-                        raise BlockingIOError
-                    return taken
-                _wait(self.raw, select.POLLOUT, None)
+            if not self._flush(flags & socket.MSG_DONTWAIT):
+                if not taken:
+                    raise BlockingIOError
+                return taken
             taken += self._begun_bytes
             _skip(left, self._begun_bytes)
             self._begun_bytes = 0
@@ -108,25 +104,20 @@ class TlsConnection:
 
     def recvmsg_into(self, parts: Sequence[memoryview], _: int = 0, flags: int = 0) -> tuple[int]:
         """How many bytes came: all, or those of some time, or with MSG_DONTWAIT what is there. 0 at the end."""
-        total = 0
+        total, read = 0, self._ssl.read
         for part in parts:
-            got = 0
-            while got < len(part):
+            got, size = 0, len(part)
+            while got < size:
                 try:
-                    came = self._ssl.read(len(part) - got, part[got:])
-                    assert isinstance(came, int)
+                    got += read(size, part[got:])  # type: ignore[operator] # a count
                 except ssl.SSLWantReadError:
-                    if self._fill():
-                        continue
-                    may_wait = not self._ended and not flags & socket.MSG_DONTWAIT
-                    if may_wait and _wait(self.raw, select.POLLIN, SLICE_S):
+                    if self._fill(flags & socket.MSG_DONTWAIT):
                         continue
                     if not self._ended and not total + got:
                         raise BlockingIOError from None
                     return (total + got,)
                 except ssl.SSLZeroReturnError:
                     return (total + got,)
-                got += came
             total += got
         return (total,)
 
@@ -138,19 +129,19 @@ class TlsConnection:
         """Whether something has come that `poll` does not see any more."""
         return self._incoming.pending > 0 or self._ssl.pending() > 0
 
-    def _flush(self) -> bool:
+    def _flush(self, flags: int = socket.MSG_DONTWAIT) -> bool:
         """Hand on what is encrypted; whether the kernel has taken all of it."""
         while self._encrypted:
             try:
-                self._encrypted = self._encrypted[self.raw.send(self._encrypted, socket.MSG_DONTWAIT) :]
+                self._encrypted = self._encrypted[self.raw.send(self._encrypted, flags) :]
             except BlockingIOError:
                 return False
         return True
 
-    def _fill(self) -> bool:
+    def _fill(self, flags: int = socket.MSG_DONTWAIT) -> bool:
         """Take in what the kernel has, some at a time; whether it had anything."""
         try:
-            came = self.raw.recv_into(self._scratch, 0, socket.MSG_DONTWAIT)
+            came = self.raw.recv_into(self._scratch, 0, flags)
         except BlockingIOError:
             return False
         self._ended = came == 0
@@ -232,12 +223,3 @@ def _skip(parts: list[memoryview], count: int) -> None:
         count -= len(parts.pop(0))
     if count:
         parts[0] = parts[0][count:]
-
-
-def _wait(one: socket.socket, events: int, most_s: float | None) -> bool:
-    watch = select.poll()
-    try:
-        watch.register(one.fileno(), events)
-    except ValueError:  # another thread has closed it
-        raise OSError(errno.EBADF, os.strerror(errno.EBADF)) from None
-    return bool(watch.poll(None if most_s is None else 1000 * most_s))
