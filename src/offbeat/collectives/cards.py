@@ -143,7 +143,9 @@ class CardExchange:
         self._store, self._places, self._rank, self._secret = store, places, rank, secret
         self._is_gone = is_gone
         self._own = {places[rank]: sign(card, places[rank], secret)}  # what this rank puts back
-        self._old = frozenset(self._mark_of(rank) or ())  # tokens of an earlier group
+        self._old: frozenset[str] = frozenset()  # tokens of an earlier group
+        with suppress(DistNetworkError):  # whoever waits for a card finds out
+            self._old = frozenset(self._mark_of(rank) or ())
         self.put_back()
 
     def wait_for(self, peer: int, end_s: float) -> dict[str, Any]:
@@ -185,6 +187,10 @@ class CardExchange:
     def settle(self, found: list[dict[str, Any]]) -> None:
         """Stay until the others have read the same cards, or will never. A card that is another by now is taken."""
         self.mark(found)
+        with suppress(DistNetworkError):  # the store is gone: who kept it has read all
+            self._settle(found)
+
+    def _settle(self, found: list[dict[str, Any]]) -> None:
         end_s = time.monotonic() + REPAIR_S
         everybody = [peer for peer in range(len(found)) if peer != self._rank]
         left = list(everybody)
@@ -209,6 +215,8 @@ class CardExchange:
         """A rank's card that has come in the place of the known one, which was of an earlier group then."""
         try:
             card = self._card_of(peer) if self._store.check([self._places[peer]]) else known
+        except DistNetworkError:
+            raise
         except (CardError, RuntimeError):
             return None
         return dict(card) if _token(card) not in {*self._old, _token(known)} else None
@@ -224,6 +232,8 @@ class CardExchange:
             if not self._is_there(place, wait_s):
                 return None
             told = _opened(bytes(self._store.get(place)), place, self._secret, most_bytes).get("read")
+        except DistNetworkError:
+            raise
         except (CardError, RuntimeError):
             return None
         return told if isinstance(told, list) and all(isinstance(one, str) for one in told) else None
