@@ -79,16 +79,9 @@ def test_every_collective_is_right_wherever_the_ranks_are(start_lab: StartLab) -
         assert "calls of every collective are right" in text
 
 
-@pytest.mark.parametrize("handed_over", ["file", "secret"])
-def test_with_a_key_every_collective_and_message_is_right_and_nothing_is_said_of_open(
-    start_lab: StartLab, tmp_path: Path, handed_over: str
-) -> None:
+def test_with_a_key_every_collective_and_message_is_right_and_nothing_is_said_of_open(start_lab: StartLab) -> None:
     lab = start_lab(hosts=2)
-    main(["keys", str(tmp_path / "run.key")])
-    keys = [tmp_path / "run.key"] * 2 if handed_over == "file" else []
-    secret = "5e" * 32 if handed_over == "secret" else ""
-    given = start(lab, [2, 1], "collectives,messages", keys=keys, OFFBEAT_NETWORK_TRUST="", OFFBEAT_SECRET=secret)
-    for text in finish(given):
+    for text in finish(start(lab, [2, 1], "collectives,messages", OFFBEAT_NETWORK_TRUST="", OFFBEAT_SECRET="5e" * 32)):
         assert "all collectives are right" in text and "all messages are right" in text
         assert "encrypted" not in text
 

@@ -66,10 +66,12 @@ def test_bench_allreduce_measures_every_size_and_system(reduced: dict[str, Any])
 
 @pytest.mark.skipif(why_no_lab() is not None, reason=str(why_no_lab()))
 def test_bench_allreduce_measures_on_the_hosts_of_a_lab() -> None:
-    found = run_json("bench allreduce --lab 2x1,400Mbit/s --sizes 64KiB --rounds 1 --against gloo,gloo:2,mpi --json")
+    found = run_json(
+        "bench allreduce --lab 2x1,400Mbit/s --sizes 64KiB --rounds 1 --against gloo,gloo:2,tls,mpi --json"
+    )
     assert (found["ranks"], found["hosts"], found["links"]) == (2, 2, "400 Mbit/s each way")
     reason = rank_bench.why_no_mpi()
-    systems = ["offbeat", "gloo", "gloo:2", *([] if reason else ["mpi"])]
+    systems = ["offbeat", "gloo", "gloo:2", "tls", *([] if reason else ["mpi"])]
     assert [row["system"] for row in found["sizes"][0]["systems"]] == systems
     assert found["not_measured"] == ({"mpi": reason} if reason else {})
 
@@ -80,6 +82,11 @@ def test_gloo_with_several_groups_is_for_all_reduces_only() -> None:
     with pytest.raises(RequestError, match="gloo:4"):
         rank_bench.RankRequest(ranks=2, against=("gloo:4",), others=rank_bench.DDP_OTHERS)
     rank_bench.RankRequest(ranks=2, against=("gloo", "gloo:4"), others=rank_bench.ALLREDUCE_OTHERS)
+
+
+def test_what_a_key_costs_is_measured_between_hosts() -> None:
+    with pytest.raises(RequestError, match="--against tls needs --lab"):
+        rank_bench.RankRequest(ranks=2, against=("tls",), others=rank_bench.ALLREDUCE_OTHERS)
 
 
 def test_a_lab_of_a_benchmark_is_hosts_times_ranks_and_their_links() -> None:
