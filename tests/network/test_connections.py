@@ -193,16 +193,22 @@ def test_more_silent_connections_than_the_limit_do_not_keep_a_peer_out() -> None
         assert time.monotonic() - begun_s < connections.GREETING_S, "nobody was waited for"
 
 
-def test_who_comes_from_another_address_is_dropped_at_once() -> None:
+def test_a_crowd_from_elsewhere_takes_no_place_of_those_at_the_address_of_a_peer() -> None:
     listeners = [Listener("127.0.0.1") for _ in range(2)]
-    answers: list[bytes] = []
+    with ExitStack() as held:
 
-    def come() -> None:
-        with socket.create_connection(listeners[0].place, 5.0, source_address=("127.0.0.9", 0)) as one:
-            answers.append(one.recv(1))
+        def crowd() -> None:
+            slow = held.enter_context(silent(listeners[0].place))
+            others = [
+                held.enter_context(socket.create_connection(listeners[0].place, 5.0, (f"127.0.0.{9 + at % 3}", 0)))
+                for at in range(2 * connections.MOST_GREETING)
+            ]
+            assert others[0].recv(1) == b"", "the oldest of them is dropped"
+            slow.settimeout(0.1)
+            with pytest.raises(TimeoutError):
+                slow.recv(1)
 
-    close_all(listeners, met_by(listeners, 1, KEY, come))
-    assert answers == [b""]
+        close_all(listeners, met_by(listeners, 1, KEY, crowd))
 
 
 @pytest.mark.parametrize("keys", [(KEY, derive(b"another")), (KEY, None)], ids=["wrong", "none"])

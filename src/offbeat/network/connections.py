@@ -5,10 +5,10 @@ lower ones. With a key, every connection is mutual TLS with it (`network.tls`); 
 group's token, and so must whoever is connected to. `DEAD_AFTER_S` without an answer from the other host, the kernel
 ends a connection: a link that was cut is noticed, whether anything is being sent or not.
 
-Laws. Nobody is waited for: all connections that are being made go on together, in one thread. Who connects from an
-address where no peer listens is dropped at once. Who does not show the key, greet in this protocol and know the token
-within `GREETING_S` is dropped, and so is the oldest of `MOST_GREETING` connections from one address that have not
-greeted. A peer that was dropped among strangers tries again.
+Laws. Nobody is waited for: all connections that are being made go on together, in one thread. Who does not show the
+key, greet in this protocol and know the token within `GREETING_S` is dropped. So is the oldest of those who have not
+greeted yet, where there are more than `MOST_GREETING` from one address of a peer, or from all other addresses together,
+or more than `MOST_GREETING_IN_ALL`: from where most come. A peer that was dropped among strangers tries again.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import socket
 import ssl
 import struct
 import time
+from collections import Counter
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -31,7 +32,8 @@ from offbeat.network.tls import Stream, TlsConnection, TlsStream, context_of
 PROTOCOL = 2
 DEAD_AFTER_S = 7.0
 GREETING_S = 5.0  # for whoever connects to say who it is
-MOST_GREETING = 64  # connections from one address that have not said who they are
+MOST_GREETING = 64  # connections from one address that have not said who they are,
+MOST_GREETING_IN_ALL = 256
 _HELLO = struct.Struct("<8sIIII16s")  # magic, protocol, group rank of the greeter and of the greeted, number, token
 _MAGIC = b"offbeat\1"
 _BACKLOG = 256
@@ -120,10 +122,8 @@ class Listener:
             one, where = self._socket.accept()
         except BlockingIOError:
             return None
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                raise
-            return None  # it has gone again
+        except OSError:  # it has gone again
+            return None
         _send_at_once(one)
         return one, str(where[0]).partition("%")[0]
 
@@ -260,14 +260,14 @@ class _Meeting:
             came = self._listener.accept()
             if came is None:
                 return
-            one, address = came
-            if address not in self._expected_from:
-                one.close()
-                continue
+            one, where = came
             self._opened.add(one)
-            alike = [task for task in self._tasks if task.address == address]
-            if len(alike) >= MOST_GREETING:
-                self._drop(alike[0])
+            address = where if where in self._expected_from else "elsewhere"
+            crowds = Counter(task.address for task in self._tasks if task.accepted is not None)
+            if crowds[address] >= MOST_GREETING:
+                self._drop_oldest(address)
+            elif crowds.total() >= MOST_GREETING_IN_ALL:
+                self._drop_oldest(crowds.most_common(1)[0][0])
             task = _Task(self._admit(one), _Wait(one, select.POLLIN), one, address, time.monotonic() + GREETING_S)
             self._tasks.append(task)
 
@@ -285,6 +285,9 @@ class _Meeting:
             pass
         self._opened.discard(one)
         one.close()
+
+    def _drop_oldest(self, address: str) -> None:
+        self._drop(next(task for task in self._tasks if task.accepted is not None and task.address == address))
 
     def _drop(self, task: _Task) -> None:
         if task.accepted is None:
