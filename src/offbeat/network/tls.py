@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 
 from offbeat.network.keys import RunKey
 
-_CHUNK_BYTES = 128 * 1024  # encrypted, or received, at once
+_CHUNK_BYTES = 96 * 1024  # encrypted, or received, at once
 
 
 def context_of(key: RunKey, *, server: bool) -> ssl.SSLContext:
