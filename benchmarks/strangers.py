@@ -199,6 +199,7 @@ def attack(host: int, ranks: int, strangers: int, meetings: int, folder: Path, s
                 else:  # the socket stays open while others come
                     one.sendall(half if way == "half" else b"")
                     held.append(one)
+                    outcome = "held open"
             except TimeoutError:
                 outcome = "not answered"
             except OSError:  # refused by TLS, reset, closed
@@ -206,8 +207,10 @@ def attack(host: int, ranks: int, strangers: int, meetings: int, folder: Path, s
             found[f"{way}: {outcome}"] += 1
         (folder / f"found-{meeting}-{host}").write_text(json.dumps(found))
         wait_for(folder / f"go-{meeting}")
-        for one in held:
-            one.close()
+        for one in held:  # they are dropped when the meeting is over, and told nothing
+            with one, contextlib.suppress(ConnectionResetError):
+                one.settimeout(WAIT_S)
+                assert not is_answer(one.recv(100)), "a stranger was answered"
 
 
 def is_answer(said: bytes) -> bool:
