@@ -49,10 +49,11 @@ SHARES = {"pieces": 0.6, "words": 0.38, "messages": 0.02}
 def mutated(right: bytes, fields: struct.Struct, rng: random.Random, said: list[bytes]) -> bytes:
     """A frame that begins with these fields, changed in one way or several; sometimes left as it is."""
     frame = bytearray(right)
-    for _ in range(rng.choice((0, 1, 1, 1, 2, 5))):
+    for _ in range(rng.choice((0, *[1] * 12, 2, 2, 2, 5, 5))):
         way = rng.randrange(7)
+        end = min(len(frame), rng.choice((fields.size, fields.size, fields.size, len(frame))))  # mostly in its fields
         if way == 0 and frame:
-            frame[rng.randrange(len(frame))] ^= 1 << rng.randrange(8)
+            frame[rng.randrange(end)] ^= 1 << rng.randrange(8)
         elif way == 1 and len(frame) >= fields.size:
             values = list(fields.unpack(frame[: fields.size]))
             at = rng.randrange(len(values))
@@ -60,13 +61,13 @@ def mutated(right: bytes, fields: struct.Struct, rng: random.Random, said: list[
             with suppress(struct.error):
                 frame[: fields.size] = fields.pack(*values)
         elif way == 2:
-            del frame[rng.randrange(len(frame) + 1) :]
+            del frame[rng.randrange(end + 1) :]
         elif way == 3:
             frame += rng.randbytes(rng.choice((1, 16, 100, 2000)))
         elif way == 4 and said:
             frame = bytearray(rng.choice(said))
         elif way == 5 and frame:
-            at = rng.randrange(len(frame))
+            at = rng.randrange(end)
             frame[at:at] = rng.randbytes(rng.choice((1, 8)))
         elif way == 6:
             frame = bytearray(rng.randbytes(rng.choice((1, 40, 64, 200))))
