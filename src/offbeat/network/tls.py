@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 
 from offbeat.network.keys import RunKey
 
+_RECORD_BYTES = 17 * 1024  # at most, encrypted
 _CHUNK_BYTES = 96 * 1024  # encrypted, or received, at once
 
 
@@ -104,14 +105,14 @@ class TlsConnection:
 
     def recvmsg_into(self, parts: Sequence[memoryview], _: int = 0, flags: int = 0) -> tuple[int]:
         """How many bytes came: all, or those of some time, or with MSG_DONTWAIT what is there. 0 at the end."""
-        total, read = 0, self._ssl.read
+        total, read, wanted = 0, self._ssl.read, sum(len(part) for part in parts)
         for part in parts:
             got, size = 0, len(part)
             while got < size:
                 try:
                     got += read(size, part[got:])  # type: ignore[operator] # a count
                 except ssl.SSLWantReadError:
-                    if self._fill(flags & socket.MSG_DONTWAIT):
+                    if self._fill(flags, wanted - total - got):
                         continue
                     if not self._ended and not total + got:
                         raise BlockingIOError from None
@@ -138,10 +139,15 @@ class TlsConnection:
                 return False
         return True
 
-    def _fill(self, flags: int = socket.MSG_DONTWAIT) -> bool:
+    def _fill(self, flags: int = socket.MSG_DONTWAIT, wanted_bytes: int = 0) -> bool:
         """Take in what the kernel has, some at a time; whether it had anything."""
+        # Who may wait is not woken before so much has come as must come, or time has passed. OpenSSL may have a part
+        # of one record.
+        surely_bytes = wanted_bytes - self._incoming.pending - _RECORD_BYTES
+        waits_for_all = flags & socket.MSG_WAITALL and surely_bytes > 0
+        into = self._scratch[:surely_bytes] if waits_for_all else self._scratch
         try:
-            came = self.raw.recv_into(self._scratch, 0, flags)
+            came = self.raw.recv_into(into, 0, flags if waits_for_all else flags & ~socket.MSG_WAITALL)
         except BlockingIOError:
             return False
         self._ended = came == 0
