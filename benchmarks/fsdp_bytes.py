@@ -41,7 +41,7 @@ def main() -> None:
     found = {}
     for backend in ("gloo", "offbeat"):
         with Lab(Network.of(hosts=2)) as lab:
-            own = {**os.environ, "OFFBEAT_NETWORK": "open", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
+            own = {**os.environ, "OFFBEAT_NETWORK_TRUST": "open", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
             words = [sys.executable, "-W", "ignore", __file__, *sys.argv[1:], "--rank"]
             ranks = [
                 lab.start(rank // given.ranks, [*words, f"{backend},{rank},{{host0}}"], environment=own)

@@ -181,7 +181,7 @@ def main(arguments: list[str]) -> int:
     if given.hosts > 1:
         with Lab(Network.of(hosts=given.hosts)) as lab:
             os.environ["SUITE_HOSTS"] = " ".join(str(process_on(lab, host)) for host in range(given.hosts))
-            os.environ |= {"OFFBEAT_NETWORK": "open", "OFFBEAT_INTERFACE": "eth0", "GLOO_SOCKET_IFNAME": "eth0"}
+            os.environ |= {"OFFBEAT_NETWORK_TRUST": "open", "OFFBEAT_INTERFACE": "eth0", "GLOO_SOCKET_IFNAME": "eth0"}
             return compare(given)
     return compare(given)
 
