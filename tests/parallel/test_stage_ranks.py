@@ -42,7 +42,7 @@ def test_ranks_that_are_processes_train_as_one_process(ranks: int, tmp_path: Pat
 
 def test_ranks_on_two_hosts_train_as_one_process(start_lab: StartLab) -> None:
     lab = start_lab(hosts=2)
-    environment = {**os.environ, "OFFBEAT_NETWORK": "open", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
+    environment = {**os.environ, "OFFBEAT_NETWORK_TRUST": "open", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
     words = [sys.executable, "-W", "ignore", "-m", "parallel.stage_ranks", ",".join(ON_TWO_HOSTS), "3", "{host0}"]
     ranks = [lab.start(host, [*words, str(rank)], environment=environment) for rank, host in enumerate((0, 0, 1))]
     for rank in ranks:
