@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -83,6 +85,29 @@ def test_a_search_that_is_cut_short_still_finds_most_rings_and_does_not_claim_a_
     check(machine, rings)
     assert 10 <= len(rings.orders) <= rings.bound == 11
     assert rings.proved == (len(rings.orders) == rings.bound)
+
+
+@pytest.mark.parametrize("ranks", [8, 9, 33, 100, 301])
+def test_a_complete_graph_has_rings_over_all_its_lanes_or_over_all_but_one_of_each_rank(ranks: int) -> None:
+    machine = topology("fully-connected", ranks=ranks)
+    rings = find_rings(machine)
+    check(machine, rings)
+    assert len(rings.orders) == (ranks - 1 if ranks % 2 else ranks - 2)
+
+
+def test_rings_are_packed_for_a_bounded_time() -> None:
+    """Two complete halves, joined by two cables: there are many lanes and hardly a ring."""
+    machine = topology("fully-connected", ranks=200)
+    apart = {
+        (one, other): link
+        for (one, other), link in machine.links.items()
+        if (int(one) < 100) == (int(other) < 100) or {one, other} in ({0, 100}, {1, 101})
+    }
+    began_s = time.process_time()
+    rings = find_rings(replace(machine, links=apart))
+    assert time.process_time() - began_s < 20
+    check(machine, rings)
+    assert not rings.proved
 
 
 def test_without_direct_links_there_is_nothing_to_search() -> None:

@@ -5,8 +5,9 @@ no lane run side by side at full speed, so the number of them is how many times 
 ring all-reduce can have. No set of rings is larger than the lanes that leave some part of the ranks: the
 cut bound.
 
-A small mesh, such as a cube mesh of 8, is searched through; in a larger one rings are packed greedily by (seeded)
-chance, and the answer is only "at least" unless it meets the bound.
+A small mesh, such as a cube mesh of 8, is searched through. The rings of a larger one in which all ranks are linked
+alike are written down; in any other, rings are packed greedily by (seeded) chance, and for a bounded time. The answer
+is only "at least" then, unless it meets the bound.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ Order = tuple[int, ...]
 _MOST_CYCLES = 5_000
 _MOST_TRIES = 200_000
 _ATTEMPTS = 12
+_MOST_LOOKS = 20_000_000  # at a lane, while rings are packed: seconds
 _MOST_RANKS_FOR_CUTS = 12
 
 
@@ -58,11 +60,12 @@ def find_rings(topology: Topology) -> Rings:
     bound, cut = _smallest_cut(lanes)
     cycles = list(islice(_cycles(lanes, _MOST_TRIES), _MOST_CYCLES + 1)) if bound else []
     if len(cycles) > _MOST_CYCLES or None in cycles:  # too many to try all sets of them
-        chosen: tuple[Order, ...] = ()
+        chosen = _zigzags(lanes)
+        looks = Looks(0 if chosen else _MOST_LOOKS)
         for attempt in range(max(1, min(_ATTEMPTS, 1000 // topology.ranks))):
-            chosen = max(chosen, _pack(lanes, bound, attempt), key=len)
-            if len(chosen) == bound:
+            if len(chosen) == bound or looks.left <= 0:
                 break
+            chosen = max(chosen, _pack(lanes, bound, attempt, looks), key=len)
         return _result(topology, chosen, len(chosen) == bound, bound, cut)
     every = [cycle for cycle in cycles if cycle is not None]
     proved = True
@@ -74,13 +77,37 @@ def find_rings(topology: Topology) -> Rings:
     return _result(topology, (), proved, bound, cut)
 
 
-def _pack(lanes: Lanes, bound: int, attempt: int) -> tuple[Order, ...]:
+@dataclass(slots=True)
+class Looks:
+    """How often a lane may still be looked at."""
+
+    left: int
+
+
+def _zigzags(lanes: Lanes) -> tuple[Order, ...]:
+    """Where all ranks are linked alike: Walecki's rings (1890s), each both ways; all lanes, or all but one of a rank.
+
+    One rank stays in the middle, the others stand in a circle and the ring goes to and fro across it: i, i + 1, i - 1,
+    i + 2, ... The two ends of an edge of it add up to 2i or 2i + 1, so no two of these rings share one.
+    """
+    around = len(lanes) - 1
+    alike = {count for targets in lanes.values() for count in targets.values()}
+    if len(alike) != 1 or any(len(targets) != around for targets in lanes.values()):
+        return ()
+    orders = [
+        (around, *((start + (step + 1) // 2 * (1 if step % 2 else -1)) % around for step in range(around)))
+        for start in range(around // 2)
+    ]
+    return tuple(way for order in orders for way in (order, order[::-1])) * alike.pop()
+
+
+def _pack(lanes: Lanes, bound: int, attempt: int, looks: Looks) -> tuple[Order, ...]:
     """Rings one after the other, each with its reverse, over the lanes that the ones before have left."""
     chance = np.random.default_rng(attempt)
     left = {source: dict(targets) for source, targets in lanes.items()}
     orders: list[Order] = []
     while len(orders) < bound:
-        order = _rotate_and_extend(left, chance)
+        order = _rotate_and_extend(left, chance, looks)
         if order is None:
             break
         for way in (order, order[::-1]):
@@ -92,24 +119,37 @@ def _pack(lanes: Lanes, bound: int, attempt: int) -> tuple[Order, ...]:
     return tuple(orders)
 
 
-def _rotate_and_extend(left: Lanes, chance: np.random.Generator) -> Order | None:
+def _rotate_and_extend(left: Lanes, chance: np.random.Generator, looks: Looks) -> Order | None:
     """A ring by Posa's rotations (1976): go on to somebody new, or turn the end of the path round and try again."""
     ways = {rank: [target for target, count in targets.items() if count] for rank, targets in left.items()}
+    into: dict[int, list[int]] = {rank: [] for rank in left}
+    for rank, targets in ways.items():
+        for target in targets:
+            into[target].append(rank)
+    new_ways = {rank: len(targets) for rank, targets in ways.items()}  # to those not in the path yet
     path, seen = [0], {0}
+    for rank in into[0]:
+        new_ways[rank] -= 1
     for _ in range(40 * len(left)):
         here = path[-1]
         if len(path) == len(left) and left[here].get(0, 0):
             return tuple(path)
+        looks.left -= len(ways[here])
         fresh = [target for target in ways[here] if target not in seen]
         if fresh:
             # To one with few ways out: it is the hardest to reach later.
-            fewest = min(sum(t not in seen for t in ways[target]) for target in fresh)
-            fresh = [target for target in fresh if sum(t not in seen for t in ways[target]) == fewest]
+            fewest = min(new_ways[target] for target in fresh)
+            fresh = [target for target in fresh if new_ways[target] == fewest]
             path.append(fresh[int(chance.integers(len(fresh)))])
             seen.add(path[-1])
+            for rank in into[path[-1]]:
+                new_ways[rank] -= 1
             continue
         # Turning needs the way back; cables go both ways, but a lane may be taken in one direction only.
         turns = [at for at in (path.index(target) for target in ways[here]) if at < len(path) - 2]
+        looks.left -= (len(turns) + 1) * len(path)
+        if looks.left <= 0:
+            return None
         turned = [[*path[: at + 1], *reversed(path[at + 1 :])] for at in turns]
         turned = [new for new in turned if all(left[a].get(b, 0) for a, b in pairwise(new))]
         if not turned:
@@ -147,7 +187,8 @@ def _cycles(lanes: Lanes, tries: int) -> Iterator[Order | None]:
     """Every ring through all ranks, from rank 0, fattest links first; a last None when `tries` ran out."""
     order = [0]
     seen = {0}
-    stack = [iter(sorted(lanes[0], key=lambda rank: (-lanes[0][rank], rank)))]
+    ahead_of = {one: sorted(ways, key=lambda rank: (-ways[rank], rank)) for one, ways in lanes.items()}
+    stack = [iter(ahead_of[0])]
     while stack:
         following = next(stack[-1], None)
         if following is None:
@@ -161,10 +202,10 @@ def _cycles(lanes: Lanes, tries: int) -> Iterator[Order | None]:
         if following not in seen:
             order.append(following)
             seen.add(following)
-            ahead = {} if len(order) == len(lanes) else lanes[following]
-            if not ahead and 0 in lanes[following]:
+            whole = len(order) == len(lanes)
+            if whole and 0 in lanes[following]:
                 yield tuple(order)
-            stack.append(iter(sorted(ahead, key=lambda rank: (-ahead[rank], rank))))
+            stack.append(iter(() if whole else ahead_of[following]))
 
 
 def _choose(lanes: Lanes, cycles: list[Order], wanted: int) -> tuple[tuple[Order, ...] | None, bool]:
