@@ -48,6 +48,12 @@ def test_links_are_counted_before_they_are_made(line: str, ranks: int) -> None:
     assert there / 3.5 <= counted <= 1.5 * there
 
 
+@pytest.mark.parametrize("line", [*topology.TOPOLOGIES, "cluster:2xdgx1", "cluster:2xnvswitch", "cluster:2xring"])
+def test_whether_rings_will_be_looked_for_is_known_before_the_links_are_made(line: str) -> None:
+    line += {"torus": ":2x4", "cluster": ":2x4"}.get(line, "")
+    assert topology.has_direct_links(line) == topology.build(line, ranks=8).is_mesh()
+
+
 @pytest.mark.parametrize("line", ["ring", "torus:4x5", "tree", "halving-doubling", "direct", "hierarchical:4x5"])
 def test_the_chunks_of_a_schedule_are_known_before_it_is_built(line: str) -> None:
     ranks = 20 if "x" in line else 16

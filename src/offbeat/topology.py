@@ -244,6 +244,7 @@ class Builder:
     build: Callable[..., Cables]
     params: tuple[Param, ...]
     forwards: bool = False
+    direct: bool = False  # ranks have links between them
     port: Vertex | None = None
     sides: Callable[[tuple[int, ...]], tuple[int, ...]] = tuple
 
@@ -306,6 +307,7 @@ TOPOLOGIES: dict[str, Builder] = {
             name="dgx1",
             summary="8 GPUs in NVLink's hybrid cube mesh; pairs without NVLink go over PCIe",
             build=_dgx1,
+            direct=True,
             params=(
                 Param(
                     name="gpu",
@@ -340,6 +342,7 @@ TOPOLOGIES: dict[str, Builder] = {
             name="hub-spoke",
             summary="rank 0 is the hub, with a cable to every other rank; it forwards messages",
             build=_hub_spoke,
+            direct=True,
             params=_CABLES,
             forwards=True,
             port=0,
@@ -348,12 +351,14 @@ TOPOLOGIES: dict[str, Builder] = {
             name="fully-connected",
             summary="a cable between each pair of ranks",
             build=_fully_connected,
+            direct=True,
             params=_CABLES,
         ),
         Builder(
             name="ring",
             summary="a cable from each rank to the next; ranks forward messages",
             build=_ring,
+            direct=True,
             params=_CABLES,
             forwards=True,
             port=0,
@@ -362,6 +367,7 @@ TOPOLOGIES: dict[str, Builder] = {
             name="torus",
             summary="a ring of cables along every dimension; ranks forward messages",
             build=_torus,
+            direct=True,
             params=(_shape("like 4x8 or 4x4x4; the first side groups consecutive ranks"), *_CABLES),
             forwards=True,
             port=0,
@@ -390,6 +396,15 @@ def ranks_of(text: str) -> int | None:
         return nested[0] * (ranks_of(str(nested[1])) or 8)
     shaped = spec.name in TOPOLOGIES and any(param.name == "shape" for param in TOPOLOGIES[spec.name].params)
     return prod(parse_shape(spec.args[0])) if shaped and spec.args else None
+
+
+def has_direct_links(text: str) -> bool:
+    """Whether some ranks have links between them, without building it."""
+    spec = grammar.parse(text)
+    nested = _nested(spec)
+    if nested is not None:
+        return has_direct_links(str(nested[1]))
+    return spec.name in TOPOLOGIES and TOPOLOGIES[spec.name].direct
 
 
 def count_links(text: str, ranks: int) -> int:

@@ -31,6 +31,7 @@ CONFIRM = option(
 )
 
 _LINK_S, _LINK_BYTES = 3e-6, 400
+_RING_LINK_S = 5e-6  # of a link over which rings are looked for
 _PLACE_S, _PLACE_BYTES = 0.4e-6, 100  # of a chunk at a rank: built, proved, priced
 _ROUTE_S, _ROUTE_BYTES = 6e-6, 150  # of two ranks between which something is sent
 _RANK_BYTES = 2_000
@@ -75,10 +76,12 @@ def together(what: str, parts: Iterable[Estimate]) -> Estimate:
 # --- networks and schedules -----------------------------------------------------------------------------------------
 
 
-def of_topology(line: str, ranks: int) -> Estimate:
+def of_topology(line: str, ranks: int, *, rings: bool = False) -> Estimate:
+    """Built; with `rings` those over its direct links are looked for, too."""
     links = topology.count_links(line, ranks)
     what = f"'{line}' with {count_of(ranks, 'rank')}, {links:,} links,"
-    return Estimate(what, links * _LINK_S, links * _LINK_BYTES + ranks * 200.0)
+    each_s = _LINK_S + (_RING_LINK_S if rings and topology.has_direct_links(line) else 0.0)
+    return Estimate(what, links * each_s, links * _LINK_BYTES + ranks * 200.0)
 
 
 def of_schedule(line: str, ranks: int, collective: str = "all-reduce") -> Estimate:

@@ -22,7 +22,7 @@ def _run(given: argparse.Namespace) -> None:
         answer(given, {"topologies": rows}, _show_all)
         return
     ranks = given.ranks or ranks_of([given.topology]) or 8
-    estimates.check(given, estimates.of_topology(given.topology, ranks))
+    estimates.check(given, estimates.of_topology(given.topology, ranks, rings=True))
     machine = build(given.topology, ranks=ranks)
     rings = rings_of(machine)
     links = [
