@@ -288,7 +288,8 @@ class Learner:
         if self.client.cancelled or self.client.nonce != nonce:
             return False
         world.oracle.fetched(key, copies, pieces)
-        self.say(self.client.fetched(pin))
+        if not (world.setting.in_place and self.client.working):  # else its push says it
+            self.say(self.client.fetched(pin))
         return True
 
     def _fetch(self, key: Key, every: int) -> Life:

@@ -144,8 +144,7 @@ class Desk:
         mine.close()
         theirs.setblocking(False)
         connection = PeerConnection(theirs, "learner", learner, 0)
-        self.process.connections.append(connection)
-        self.process.selector.register(theirs, 1)
+        self.process._add(connection)
         return connection
 
     def start(self) -> None:

@@ -95,6 +95,7 @@ FAULTS: dict[str, tuple[float, ...]] = {
 }
 SNAPSHOTS = (0.0, 0.02, 0.2, 1.0)  # chances, at each message
 PAUSING = 0.3  # of the worlds have pauses
+OWN_BUFFERS = 0.3  # of worlds: each learner reads a buffer of its own, and does not say when it has
 RETRY_S = 3.0
 TICK_S = 2.0
 MOST_CALM_EVENTS = 15_000  # that a run may take to its end when nothing goes wrong any more
@@ -162,8 +163,10 @@ class World:
         if after is not None:
             self.halt_at_s, self.stops = None, 0.0
         facts = {} if self.saved is None else self.saved.facts
+        line = line or LINES[seed % len(LINES)]
+        own_buffers = random.Random(f"buffers of {seed}").random() < OWN_BUFFERS
         self.setting = RunSetting(
-            line=line or LINES[seed % len(LINES)],
+            line=line,
             learners=rng.randint(2, 5),
             shards=rng.randint(1, 3),
             again=rng.random() < 0.6,
@@ -173,6 +176,7 @@ class World:
             pause_epochs=self.pauses and pauses.random() < 0.5,
             book=facts.get("book"),
             memory=facts.get("memory"),
+            in_place=own_buffers and not RunSetting(line=line, learners=2).independent,
         )
         calm = rng.random() < 0.1
         self.chances = {name: 0.0 if calm else rng.choice(chances) for name, chances in FAULTS.items()}

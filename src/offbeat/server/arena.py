@@ -101,12 +101,13 @@ class Arena:
 
     def fill(self, slot: int, index: int, gradient: Tensor) -> float:
         """A parameter's gradient, into its place; its squared norm, which costs little while it is in the cache."""
-        size = self.table.sizes[index]
-        place = self.slots[slot][self.offsets[index] : self.offsets[index] + size]
+        size, place = self.table.sizes[index], self.slots[slot]
+        if size != place.numel():
+            place = place[self.offsets[index] : self.offsets[index] + size]
         if not gradient.is_contiguous():
             place.view(gradient.shape).copy_(gradient)
             return _square(place)
-        flat = gradient.view(-1)
+        flat = gradient if gradient.dim() == 1 else gradient.view(-1)
         if size <= CHUNK:
             return _square(place.copy_(flat))
         return sum((_square(place[part].copy_(flat[part])) for part in _parts(size)), 0.0)

@@ -108,7 +108,9 @@ class GuardedPolicy:
 
     def handle(self, event: Event) -> tuple[Command, ...]:
         """What the policy says, if it can be carried out."""
-        tickets = {*self.policy.held, *([event.ticket] if isinstance(event, Pushed) else [])}
+        tickets = set(self.policy.held)
+        if isinstance(event, Pushed):
+            tickets.add(event.ticket)
         try:
             commands = tuple(self.policy.handle(event))
         except (EventError, Terminated):
@@ -116,7 +118,9 @@ class GuardedPolicy:
         except (Exception, SystemExit) as error:  # in the policy's own code
             said = " ".join(str(error).split())
             raise PolicyError(f"the policy '{self.line}' failed: {type(error).__name__}: {said}") from error
-        held = len(tickets - {command.ticket for command in commands if isinstance(command, Drop)})
+        held = len(tickets)
+        if held > self.max_held:
+            held -= len(tickets & {command.ticket for command in commands if isinstance(command, Drop)})
         if held > self.max_held:
             raise PolicyError(
                 f"the policy '{self.line}' holds {held} gradients, but its max_held for {self.learners} learners is "
@@ -435,8 +439,10 @@ class Coordinator:
         if self.finished or not here:
             self._release(self.ticket, "dropped: its learner left before it was measured")
             return
-        record = {"seq": [message.incarnation, message.seq], "batch": gradient.batch}
-        record |= {"hyper": gradient.hyper} if gradient.hyper != session.logged else {}
+        record = NOTHING
+        if self.write is not None:
+            record = {"seq": [message.incarnation, message.seq], "batch": gradient.batch}
+            record |= {"hyper": gradient.hyper} if gradient.hyper != session.logged else {}
         session.logged = gradient.hyper
         event = Pushed(message.learner, self.ticket, message.version, message.samples, drift, message.loss, self._at_s)
         try:
@@ -509,18 +515,20 @@ class Coordinator:
             # By samples, whoever computed them: then the same samples give the same bits.
             pairs = sorted(zip(gradients, scales, strict=True), key=lambda pair: pair[0].batch)
             gradients, scales = [gradient for gradient, _ in pairs], tuple(scale for _, scale in pairs)
-        absent = set(gradients[0].absent).intersection(*(gradient.absent for gradient in gradients))
+        absent = gradients[0].absent
+        if absent:
+            absent = tuple(sorted(set(absent).intersection(*(gradient.absent for gradient in gradients))))
         self.grants.add(
             PendingUpdate(
                 tickets=command.tickets,
                 job=structs.replace(
                     ANY_JOB,
-                    slots=tuple(gradient.slot for gradient in gradients),
+                    slots=tuple([gradient.slot for gradient in gradients]),
                     scales=scales,
                     compensation=self.policy.rate.compensation,
                     damping=command.damping,
                     hyper=hyper,
-                    skip=tuple(sorted(absent)),
+                    skip=absent,
                 ),
                 reads=tuple(tuple(b for b, _ in g.pieces) for g in gradients) if self.grants.keeps_reads else (),
             )
@@ -564,20 +572,22 @@ class Coordinator:
 
     def _advance(self) -> None:
         """All that has become possible: grants, jobs, leases, calls, pauses."""
-        grants = self.grants
+        grants, sessions = self.grants, self.sessions.values()
         while True:
-            measured = {push.learner for push, _ in self.unmeasured_pushes}
-            for session in self.sessions.values():
-                if (session.want is not None or session.call is not None) and session.learner not in measured:
+            asking = [session for session in sessions if session.want is not None or session.call is not None]
+            measured = {push.learner for push, _ in self.unmeasured_pushes} if asking else ()
+            for session in asking:
+                if session.learner not in measured:
                     self._leave_policy(session)  # the others need not wait for it; what it has pushed counts
             if not self.pauses.holds_back:
-                self._out += grants.give_out(self.sessions.values())
+                self._out += grants.give_out(sessions)
             if self.unmeasured_pushes and grants.idle:
                 # The drift of the oldest push that waits, while no update is under way that would change it.
                 pieces = self.unmeasured_pushes[0][1].pieces
                 grants.add(PendingUpdate(tickets=(), reads=(tuple(buffer for buffer, _ in pieces),), drift=True))
             self._out += grants.start(only_behind=self.pauses.due)
-            if not self._answer_wants() and not self._answer_calls() and not self._advance_pause():
+            answered = bool(asking) and (self._answer_wants() or self._answer_calls())
+            if not answered and not self._advance_pause():
                 return
 
     # --- weights and samples ----------------------------------------------------------------------------------------

@@ -17,12 +17,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import math
-import selectors
+import select
 import socket
 import time
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ DRAIN_S = 5.0  # for the last updates, at the end
 AGAIN_S = 1.0  # between two attempts to write a snapshot, where there is no room for it
 MOST_NEWCOMERS = 64  # that have connected and not said who they are; of more, the oldest are sent away
 MOST_OF_ONE = 8  # connections of one learner or server
-MOST_AT_ONCE = 64  # messages of one, or connections, before the others are looked at
+MOST_AT_ONCE = 64  # connections that are accepted before the others are looked at
 MOST_SET_ASIDE = 16  # entries of a journal; with more of them it is not to be trusted
 MOST_LETTERS = 500  # of what is told of a message
 
@@ -185,9 +186,11 @@ class CoordinatorProcess:
         self.options, self.supervisor = options, supervisor
         self.setting = options.setting
         self.listener = listener
-        self.selector = selectors.DefaultSelector()
+        self.poll = select.epoll()
+        self.watched: dict[int, Callable[[], None]] = {}  # by descriptor: what is done when there is something to read
         self.inbox = handshake.Inbox()
         self.connections: list[PeerConnection] = []
+        self.connections_of: defaultdict[tuple[str, int], list[PeerConnection]] = defaultdict(list)  # role and number
         self.newcomers: dict[socket.socket, float] = {}  # that have not said who they are, and since when
         self.refused: Counter[int] = Counter()  # messages, by the process that they were from
         self.sent_away: dict[int, str] = {}  # processes, and why
@@ -264,6 +267,7 @@ class CoordinatorProcess:
         self.recorder = RunRecorder(setting.learners)
         self.recorder.push_bytes = arena.slots[0].nbytes
         self.recorder.fetch_bytes = 0 if table.in_place else arena.weights[0].nbytes
+        self.recorder.reads_unsaid = setting.in_place
         self.recorder.open(self.options.log, facts, None if state is None else state.recorder)
         machine = Coordinator(setting, None if self.options.log is None else self.recorder.decision)
         if state is not None:
@@ -354,17 +358,32 @@ class CoordinatorProcess:
         """Until the supervisor says that the run is over, or is gone."""
         torch.set_num_threads(1)  # of the updates that are made here
         self.listener.setblocking(False)
-        self.selector.register(self.listener, selectors.EVENT_READ, self._accept)
-        self.selector.register(self.supervisor, selectors.EVENT_READ, self._hear_supervisor)
+        self._watch(self.listener, self._accept)
+        self._watch(self.supervisor, self._hear_supervisor)
         say(self.supervisor, "ready", text="coordinator")
         while not self._is_over():
-            for key, _ in self.selector.select(min(LIVENESS_S, max(0.0, self._wake_in_s()))):
-                key.data()
-            if self._wake_in_s() <= 0:
-                self._handle(WakeDue())
-            if time.monotonic() - self.checked_s >= LIVENESS_S:
-                self._check_liveness()
+            self.turn()
         say(self.supervisor, "summary", text=self.recorder.close(self.machine))
+
+    def turn(self) -> None:
+        """Wait until somebody has something to say. One message of each is taken: nobody waits for a busy one."""
+        for file, _ in self.poll.poll(min(LIVENESS_S, max(0.0, self._wake_in_s()))):
+            if file in self.watched:  # else it was closed in this turn
+                self.watched[file]()
+        if self._wake_in_s() <= 0:
+            self._handle(WakeDue())
+        if time.monotonic() - self.checked_s >= LIVENESS_S:
+            self._check_liveness()
+
+    def _watch(self, one: socket.socket, hear: Callable[[], None]) -> None:
+        if one.fileno() not in self.watched:
+            self.poll.register(one, select.EPOLLIN)
+        self.watched[one.fileno()] = hear
+
+    def _unwatch(self, one: socket.socket) -> None:
+        """Before it is closed."""
+        self.poll.unregister(one)
+        del self.watched[one.fileno()]
 
     def _wake_in_s(self) -> float:
         """How long until the policy is to be woken."""
@@ -464,7 +483,7 @@ class CoordinatorProcess:
                 return
             one.setblocking(False)
             self.newcomers[one] = time.monotonic()
-            self.selector.register(one, selectors.EVENT_READ, lambda one=one: self._greet(one))
+            self._watch(one, partial(self._greet, one))
             self._greet(one)
             if len(self.newcomers) > MOST_NEWCOMERS:
                 self._turn_away(next(iter(self.newcomers)))
@@ -488,7 +507,7 @@ class CoordinatorProcess:
     def _turn_away(self, one: socket.socket) -> None:
         """A newcomer, unless it was let in."""
         if self.newcomers.pop(one, None) is not None:
-            self.selector.unregister(one)
+            self._unwatch(one)
             one.close()
 
     def _admit(self, one: socket.socket, said: handshake.Handshake) -> None:
@@ -497,7 +516,7 @@ class CoordinatorProcess:
             raise OffbeatError("the run has failed")
         if connection.pid in self.sent_away:
             raise OffbeatError(f"it was removed from the run: {self.sent_away[connection.pid]}")
-        same = [other for other in self.connections if (other.role, other.number) == (said.role, said.number)]
+        same = self.connections_of[said.role, said.number]
         if len(same) >= MOST_OF_ONE:
             raise OffbeatError(f"{said.role} {said.number} has {len(same)} connections already")
         if self.arena is None:
@@ -519,24 +538,26 @@ class CoordinatorProcess:
         )
         handshake.accept_peer(one, accept, self.descriptor)
         del self.newcomers[one]
+        self._add(connection)
+
+    def _add(self, connection: PeerConnection) -> None:
+        """From now on it is heard."""
         self.connections.append(connection)
-        self.selector.modify(one, selectors.EVENT_READ, lambda: self._receive(connection))
+        self.connections_of[connection.role, connection.number].append(connection)
+        self._watch(connection.socket, lambda: self._receive(connection))
 
     def _receive(self, connection: PeerConnection) -> None:
-        """What it has said, up to a number: then the others are heard."""
-        for _ in range(MOST_AT_ONCE):
-            if connection not in self.connections:
-                return
-            try:
-                data = self.inbox.receive(connection.socket)
-            except BlockingIOError:
-                return
-            except OSError:
-                data = b""
-            if not data:
-                self._disconnect(connection)
-                return
+        """One message that it has said."""
+        try:
+            data = self.inbox.receive(connection.socket)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if data:
             self._hear(connection, data)
+        else:
+            self._disconnect(connection)
 
     def _hear(self, connection: PeerConnection, data: bytes) -> None:
         """A message, through the gate."""
@@ -584,9 +605,10 @@ class CoordinatorProcess:
             self._handle(Gone(*connection.session))
 
     def _close(self, connection: PeerConnection) -> None:
-        self.selector.unregister(connection.socket)
+        self._unwatch(connection.socket)
         connection.socket.close()
         self.connections.remove(connection)
+        self.connections_of[connection.role, connection.number].remove(connection)
 
     # --- in and out -------------------------------------------------------------------------------------------------
 
@@ -677,8 +699,8 @@ class CoordinatorProcess:
         elif self.inside is not None and isinstance(message, ShardJob):
             self.jobs.append(message)
         else:
-            number = message.shard if isinstance(message, ShardJob) else message.learner
-            for connection in [one for one in self.connections if one.number == number]:
+            to = ("server", message.shard) if isinstance(message, ShardJob) else ("learner", message.learner)
+            for connection in self.connections_of[to]:
                 if not self._is_for(message, connection):
                     continue
                 try:
@@ -695,10 +717,9 @@ class CoordinatorProcess:
                     connection.heard_s, connection.silent = time.monotonic(), False
 
     def _is_for(self, message: ShardJob | TO_LEARNER, connection: PeerConnection) -> bool:
+        """Whether it is for this one of those that it may be for."""
         if isinstance(message, ShardJob):
-            return (connection.role, connection.number) == ("server", message.shard)
-        if (connection.role, connection.number) != ("learner", message.learner):
-            return False
+            return True
         if isinstance(message, Welcome | Refused):
             return connection.nonce == message.nonce
         return connection.incarnation == message.incarnation

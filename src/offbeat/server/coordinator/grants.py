@@ -93,7 +93,7 @@ class CommitGroup:
                 version=self.version + 1,
                 source=self.buffer,
                 target=target,
-                reads=tuple(buffers[self.index] for buffers in update.reads),
+                reads=tuple([buffers[self.index] for buffers in update.reads]),
                 clip=1.0 if self.clip is None else self.clip,
             )
             for shard in self.shards
@@ -138,6 +138,7 @@ class Grants:
             CommitGroup(index, members, buffers=setting.buffers, clip_norm=setting.clip_norm)
             for index, members in enumerate([[shard] for shard in shards] if self.independent else [shards])
         ]
+        self._group_of = {shard: group for group in self.commit_groups for shard in group.shards}
         self.keeps_reads = setting.keeps_reads
         self.in_place = setting.in_place
         self.slots = setting.slots
@@ -157,7 +158,10 @@ class Grants:
 
     def give_out(self, sessions: Iterable[LearnerSession]) -> list[Go]:
         """All that can go now."""
-        return [go for session in sessions if self._pin(session) and (go := self._go(session)) is not None]
+        granted = [session for session in sessions if session.grant is not None]
+        if not granted:
+            return []
+        return [go for session in granted if self._pin(session) and (go := self._go(session)) is not None]
 
     def _pin(self, session: LearnerSession) -> bool:
         """Whether the weights for the learner's grant are there, and pinned."""
@@ -200,7 +204,8 @@ class Grants:
 
     def _pieces(self, session: LearnerSession, kind: str) -> tuple[tuple[int, int], ...]:
         session.pin += 1
-        pieces = tuple(group.pin((kind, session.learner, session.pin)) for group in self.commit_groups)
+        pin = kind, session.learner, session.pin
+        pieces = tuple([group.pin(pin) for group in self.commit_groups])
         versions = [version for _, version in pieces]
         self.skew[max(versions) - min(versions)] += 1
         return pieces
@@ -217,8 +222,9 @@ class Grants:
 
     def unpin(self, session: LearnerSession, kind: str, up_to: int) -> None:
         for group in self.commit_groups:
-            for pin in [pin for pin in group.pins if pin[:2] == (kind, session.learner) and pin[2] <= up_to]:
-                del group.pins[pin]
+            learner, pins = session.learner, group.pins
+            for pin in [pin for pin in pins if pin[1] == learner and pin[0] == kind and pin[2] <= up_to]:
+                del pins[pin]
 
     def keep_reads(self, pin: Pin, pieces: tuple[tuple[int, int], ...]) -> None:
         """Where a rate needs the weights that a gradient was computed on, they stay."""
@@ -268,7 +274,9 @@ class Grants:
 
     def start(self, *, only_behind: bool) -> list[ShardJob]:
         """What can be done next; or only what brings all commit groups to the same version."""
-        groups = [group for group in self.commit_groups if not only_behind or self._is_behind(group)]
+        groups = [group for group in self.commit_groups if group.queue and not group.job]
+        if only_behind:
+            groups = [group for group in groups if self._is_behind(group)]
         return [job for group in groups for job in group.start()]
 
     def repeat(self) -> list[ShardJob]:
@@ -286,7 +294,7 @@ class Grants:
         """A server has answered: what is finished by that in its commit group, and the version that is there now."""
         if message.generation != self.generations.get(message.shard):
             return None, None
-        group = next((group for group in self.commit_groups if message.shard in group.shards), None)
+        group = self._group_of.get(message.shard)
         update = group.done(message.shard, message.number, message.sums) if group is not None else None
         if group is None or update is None or update.drift:
             return update, None

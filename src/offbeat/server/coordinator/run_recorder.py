@@ -100,6 +100,7 @@ class RunRecorder:
         self.paused_before_s = 0.0  # in the others
         self.push_bytes = self.fetch_bytes = 0  # of one
         self.fetches = 0
+        self.reads_unsaid = False  # a learner that pushes, or stops, has read the weights that it was sent
         self.refused = 0  # messages that could not be
         self.losses = LossSeries(learners)  # of pushes that say it
         self.first_s: float | None = None
@@ -166,9 +167,11 @@ class RunRecorder:
         learner, session = message.learner, (message.learner, message.incarnation)
         if self._seen.get(session, -1) >= message.seq or not 0 <= learner < len(self.compute_s):
             return
+        if session not in self._seen:
+            for kept in (self._seen, self._ended_s, self._begins_after):
+                kept.pop((learner, message.incarnation - INCARNATIONS_KEPT), None)
         self._seen[session] = message.seq
-        for kept in (self._seen, self._ended_s, self._begins_after):
-            kept.pop((learner, message.incarnation - INCARNATIONS_KEPT), None)
+        self.fetches += self.reads_unsaid and session in self._begins_after
         began, ended = message.began_s, message.ended_s
         if not 0 <= began < ended:  # a minibatch that was cancelled before it began
             return
@@ -194,12 +197,15 @@ class RunRecorder:
         """What a learner did since its minibatch before."""
         ended_s, there_s = self._ended_s.get(session, (began_s, began_s))
         update = self._begins_after.pop(session, (0.0, 0.0))
+        if self._writer is None:  # how long is enough
+            for start, end in self._awake(ended_s, began_s):
+                self.wait_s[session[0]] += end - start
+            return
         times = [ended_s, *(min(max(at_s, there_s), began_s) for at_s in (there_s, *update)), began_s]
         for what, (start_s, end_s) in zip(("send", "wait", "apply", "wait"), pairwise(times), strict=True):
             if start_s < end_s:
                 for start, end in self._awake(start_s, end_s):
-                    if self._writer is not None:
-                        self._write(LogWriter.span, Span(session[0], what, start, end, version))
+                    self._write(LogWriter.span, Span(session[0], what, start, end, version))
                     self.wait_s[session[0]] += end - start
 
     def answered(self, answers: Iterable[OUTPUT], at_s: float) -> None:

@@ -383,7 +383,6 @@ class Connection:
         self.socket, self.accepted, self.arena = self._connect(_FIRST_S)
         self.changed = threading.Condition()
         self.failed: OffbeatError | None = None
-        self._unsaid: list[Message] = []  # which goes with the next that is said
         self._inbox = handshake.Inbox()
         self._reading = False  # somebody who waits does
         self._broken = False  # the socket was closed, and there is no other yet
@@ -422,13 +421,6 @@ class Connection:
         """Send what a method of the state has to say: `connection.say(ConnectionState.fetched, pin)`."""
         with self.changed:
             self._send(make(self.state, *given, **named))
-
-    def say_with_next(
-        self, make: Callable[Concatenate[ConnectionState, P], list[Message]], *given: P.args, **named: P.kwargs
-    ) -> None:
-        """As `say`, for what nobody waits for: it is sent before whatever is said next, and wakes nobody by itself."""
-        with self.changed:
-            self._unsaid += make(self.state, *given, **named)
 
     def wait(
         self,
@@ -478,8 +470,6 @@ class Connection:
         self.paused_s += time.monotonic() - began_s
 
     def _send(self, messages: list[Message]) -> None:
-        if messages and self._unsaid:
-            messages, self._unsaid = [*self._unsaid, *messages], []
         for message in messages:
             with contextlib.suppress(OSError):  # the thread sees that the socket is closed, and all is said again
                 self.socket.send(encode(message))

@@ -101,15 +101,14 @@ class PushMode(GradientSink):
         What was read is thrown away if by then the minibatch was cancelled or this incarnation given up: only until
         then is the buffer safe from being written.
         """
-        # Where each learner has a buffer of its own, nobody waits to hear that it was read.
-        say = self.connection.say_with_next if self.arena.setting.in_place else self.connection.say
         while True:
             go = self.wait_for_go()
             incarnation = self.state.incarnation
             if go.pieces:
                 self.load(go.pieces, extra=extra)
                 self.loaded = (incarnation, go.pin)
-                say(ConnectionState.fetched, go.pin)
+                if not self.arena.setting.in_place:  # else the buffer is its own until its next push
+                    self.connection.say(ConnectionState.fetched, go.pin)
             self.version = go.version
             if not self.connection.is_cancelled() and not self.connection.is_fenced(incarnation):
                 return

@@ -21,6 +21,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -31,6 +33,7 @@ from offbeat.server.wire import Hyper, ShardJob
 CHUNK = 256 * 1024  # items worked on at a time: what is computed stays in the cache
 Numbered = Mapping[int, Tensor] | Sequence[Tensor]  # vectors, by the numbers that a job names
 Vectors = Mapping[str, Tensor]
+Counts = npt.NDArray[np.int64]
 Update = Callable[[Hyper, int, Tensor, Tensor, Tensor, Vectors, Vectors, Tensor], None]
 
 
@@ -376,12 +379,14 @@ class Updates:
         self.offsets = self.table.offsets()
         dtype, most = DTYPES[self.table.dtype], min(CHUNK, max(1, end - start))
         self._mean, self._scratch, self._wide = (torch.empty(most, dtype=dtype, device=device) for _ in range(3))
+        self._counts = [one.numpy() for one in steps]  # the same memory; numpy adds a few numbers much sooner
+        self._one_group = len(set(table.groups)) == 1
 
     def apply(self, job: ShardJob) -> None:
         """Compute the update into the target buffer. The state goes to its other copy, by odd and even versions."""
         old, new = (job.version + 1) % 2, job.version % 2
-        steps, new_steps = self.steps[old], self.steps[new]
-        torch.add(steps, 1, out=new_steps)
+        steps, new_steps = self._counts[old], self._counts[new]
+        np.add(steps, 1, out=new_steps)
         for index in job.skip:
             new_steps[index] = steps[index]
         source, target = self.weights[job.source], self.weights[job.target]
@@ -408,12 +413,12 @@ class Updates:
                     self._scratch,
                 )
 
-    def _runs(self, steps: Tensor, skip: Sequence[int]) -> list[tuple[int, int, int, int]]:
+    def _runs(self, steps: Counts, skip: Sequence[int]) -> list[tuple[int, int, int, int]]:
         """Stretches of this shard that are updated alike: (start, end, group, step), step 0 for what is skipped."""
         table = self.table
         runs: list[tuple[int, int, int, int]] = []
         counts = steps.tolist()
-        if not skip and len(set(counts)) == 1 and len(set(table.groups)) == 1:
+        if not skip and self._one_group and len(set(counts)) == 1:
             return [(self.start, self.end, table.groups[0], counts[0])] if self.start < self.end else runs
         absent = set(skip)
         for index, (offset, size, step) in enumerate(zip(self.offsets, table.sizes, counts, strict=True)):
