@@ -20,6 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -198,8 +199,7 @@ def train(folder: Path, learner: ServedLearner) -> None:
 def run(messages: int, *, honest: int = 2, seed: int = 0, line: str = "async") -> dict[str, Any]:
     """What came of it, checked."""
     torch.set_num_threads(1)
-    gate.MOST_REFUSED = REFUSED
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, patch.object(gate, "MOST_REFUSED", REFUSED):
         folder = Path(name)
 
         def body(number: int) -> int:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from offbeat.errors import OffbeatError
 
-SNAPSHOT_EVERY = 1000  # records: going through so many takes a tenth of a second
+SNAPSHOT_EVERY = 250  # records: going through so many takes 10 ms, and a snapshot a tenth of a millisecond
 _HEADER = struct.Struct("<8sQQIII")  # magic, number, bytes of the snapshot and their checksum; degraded; of the header
 _RECORD = struct.Struct("<dII")  # time, bytes, checksum
 _MAGIC = b"offbeat\1"
