@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 
 from offbeat.cli import main
 from offbeat.errors import RequestError
@@ -112,6 +113,18 @@ def test_out_of_memory_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         RequestError, match="out of memory on cpu with a minibatch size of 32; use a smaller --batch-size"
     ):
         layer_profile.profile(ProfileRequest(config=CNN))
+
+
+def test_a_step_that_keeps_gigabytes_is_to_be_confirmed_and_one_that_does_not_fit_is_refused() -> None:
+    def asked(batch: int, *, large: bool) -> ProfileRequest:
+        config = RECIPES["digits-mlp"].config
+        train = structs.replace(config.train, batch_size=batch)
+        return ProfileRequest(config=structs.replace(config, learners=1, device="cpu", train=train), large=large)
+
+    with pytest.raises(RequestError, match=r"keep 5.6 GB of activations; .* or confirm it with --yes-large"):
+        layer_profile.profile(asked(9_999_999, large=False))
+    with pytest.raises(RequestError, match=r"keep 560 GB of activations, but only .* are free; choose a smaller"):
+        layer_profile.profile(asked(999_999_999, large=True))
 
 
 # --- what follows from times -----------------------------------------------------------------------------------------

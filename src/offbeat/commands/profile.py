@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Any
 
+from offbeat.commands import estimates
 from offbeat.commands.base import Command, Terminal, answer, facts, heading, option, progress_line, say, table
 from offbeat.number_format import format_change, format_rate, format_seconds, format_size, percent
 from offbeat.predict.roofline import GPUS
@@ -38,6 +39,7 @@ def _run(given: argparse.Namespace) -> None:
         learners=tuple(given.learners),
         link_bytes_per_s=given.link,
         seconds=given.seconds,
+        large=given.yes_large,
     )
     with redirect_stdout(sys.stderr), progress_line() as progress:  # what modules of one's own print when loaded
         found = profile(request, progress)
@@ -193,6 +195,7 @@ error of the estimate is printed too. FLOPs are counted by torch's own counter."
             "--layers", read=parse_count, default=20, metavar="N",
             help="number of layers to show, slowest first (default 20)",
         ),
+        estimates.CONFIRM,
     ),
     sections=("model", "data", "train"),
     run=_run,

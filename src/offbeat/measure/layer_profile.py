@@ -47,6 +47,9 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _STATE = {"adam": 2, "adamw": 2, "lamb": 2}  # vectors of an optimizer's state, where they are not one
 
 
+MOST_KEPT_BYTES = 4_000_000_000  # of a step of which nobody has said that it is meant to be large
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileRequest:
     """`gpu`: a device of the table, in the place of the one that is here."""
@@ -56,6 +59,7 @@ class ProfileRequest:
     learners: tuple[int, ...] = (2, 4, 8, 16)
     link_bytes_per_s: float = 12.5e9
     seconds: float = 1.0
+    large: bool = False  # a step may keep more than `MOST_KEPT_BYTES` on this machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +172,7 @@ def profile(request: ProfileRequest, progress: Progress = lambda text: None) -> 
     if request.gpu is None or here is not None:
         progress(f"measuring on {name}")
         if device.type == "cpu":
-            _check_activations(batch, sum(layer.kept_bytes for layer in counts.layers))
+            _check_activations(batch, sum(layer.kept_bytes for layer in counts.layers), large=request.large)
         measured = _measured(config, name, request.seconds)
     state = _STATE.get(train.optimizer, 1)
 
@@ -190,8 +194,13 @@ def profile(request: ProfileRequest, progress: Progress = lambda text: None) -> 
     )
 
 
-def _check_activations(batch: int, kept_bytes: int) -> None:
+def _check_activations(batch: int, kept_bytes: int, *, large: bool) -> None:
     """Before they are made: a step keeps them, and works on others beside them."""
+    if kept_bytes > MOST_KEPT_BYTES and not large:
+        raise RequestError(
+            f"profile: minibatches of {batch} samples keep {format_size(kept_bytes)} of activations; choose a smaller "
+            "--batch-size, or confirm it with --yes-large"
+        )
     here = available_bytes()
     if here is not None and 2 * kept_bytes > here:
         raise RequestError(
