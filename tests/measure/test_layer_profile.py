@@ -115,7 +115,11 @@ def test_out_of_memory_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         layer_profile.profile(ProfileRequest(config=CNN))
 
 
-def test_a_step_that_keeps_gigabytes_is_to_be_confirmed_and_one_that_does_not_fit_is_refused() -> None:
+def test_a_step_that_keeps_gigabytes_is_to_be_confirmed_and_one_that_does_not_fit_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(layer_profile, "available_bytes", lambda: 8_000_000_000)
+
     def asked(batch: int, *, large: bool) -> ProfileRequest:
         config = RECIPES["digits-mlp"].config
         train = structs.replace(config.train, batch_size=batch)
