@@ -37,7 +37,7 @@ def _supervise(order: dict[str, Any], folder: Path) -> NoReturn:
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     out, err = (os.open(folder / name, flags, 0o600) for name in ("out", "err"))
     as_program(out, err)
-    tempfile.tempdir = os.environ["TMPDIR"] = str(folder / "tmp")
+    tempfile.tempdir = os.environ["TMPDIR"] = str((folder / "tmp").resolve())
     words = [
         "run",
         *order["words"],

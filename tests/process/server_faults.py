@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -102,6 +103,7 @@ class Nursery:
 
     def __init__(self) -> None:
         self.over: list[Ended] = []
+        self._places: list[tempfile.TemporaryDirectory[str]] = []  # for temporary files of the runs
         environment = {key: value for key, value in os.environ.items() if not key.startswith("OFFBEAT_")}
         environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
         self.program = subprocess.Popen(
@@ -113,7 +115,10 @@ class Nursery:
         )
 
     def start(self, order: Order, folder: Path) -> None:
-        (folder / "tmp").mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        # Short: readers of a DataLoader make sockets there, whose names have at most 107 characters.
+        self._places.append(tempfile.TemporaryDirectory(prefix="ob"))
+        (folder / "tmp").symlink_to(self._places[-1].name)
         (folder / "order").write_text(json.dumps(asdict(order)), encoding="utf-8")
         assert self.program.stdin is not None
         self.program.stdin.write(f"{folder}\n")
@@ -151,6 +156,8 @@ class Nursery:
         except subprocess.TimeoutExpired:
             self.program.send_signal(signal.SIGKILL)
             self.program.wait()
+        for place in self._places:
+            place.cleanup()
 
 
 @contextmanager

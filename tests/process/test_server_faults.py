@@ -272,9 +272,6 @@ def test_a_learner_without_memory_stays_away_and_the_others_go_on(runs: Nursery,
 LOADER_GONE = ("DataLoader worker", "Connection reset by peer")  # torch's words, by what the loader was doing
 
 
-@pytest.mark.skipif(
-    REPEATS == 1, reason="by make test-faults: torch may wait for a dead loader until the watchdog ends it"
-)
 def test_a_learner_whose_loader_dies_stays_away_unless_it_had_read_all_and_the_others_go_on(
     runs: Nursery, tmp_path: Path
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import re
+import tempfile
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -256,6 +257,14 @@ def test_a_learner_that_finds_nothing_waits_for_what_others_may_give_back() -> N
     mine = Fake(book, 0, meanwhile=the_other_dies)
     leased = LeasedLoader(DataLoader(Numbers(6), batch_size=4), mine, seed=0)
     assert an_epoch(leased, mine) == [[4, 5], [0, 1, 2, 3]]
+
+
+def test_workers_are_refused_where_the_name_of_their_socket_would_be_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch drops what such a worker has read, and waits for it for ever."""
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp/" + 71 * "x")
+    LeasedLoader(DataLoader(Numbers(4)), Fake(LeaseBook(samples=4)), seed=0)
+    with pytest.raises(RequestError, match=r"TMPDIR of more than 75 characters: .*; set TMPDIR to a shorter path"):
+        LeasedLoader(DataLoader(Numbers(4), num_workers=1), Fake(LeaseBook(samples=4)), seed=0)
 
 
 @pytest.mark.parametrize("persistent", [False, True])

@@ -11,6 +11,8 @@ This file knows nothing of sockets, policies or gradients: these are behind `Lea
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
@@ -22,6 +24,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from offbeat.errors import RequestError
 from offbeat.leases import Answer, Lease
+
+_SOCKET_NAME_BYTES = 107
 
 
 class LeaseSource(Protocol):
@@ -88,6 +92,8 @@ class LoaderWrapper:
     """
 
     def __init__(self, loader: Any) -> None:
+        if isinstance(loader, DataLoader) and loader.num_workers:
+            _check_temporary_folder()
         self._loader = loader
         self.epoch = 0
         self.notes: tuple[str, ...] = ()
@@ -99,6 +105,18 @@ class LoaderWrapper:
         if name.startswith("_"):  # what is private is not the wrapped loader's to answer, `_loader` itself least of all
             raise AttributeError(f"{type(self).__name__} has no attribute '{name}'")
         return getattr(self._loader, name)
+
+
+def _check_temporary_folder() -> None:
+    """Workers hand tensors over by a socket in a folder of TMPDIR; where its name is too long, torch waits for ever."""
+    folder = tempfile.gettempdir()
+    most = _SOCKET_NAME_BYTES - len("/pymp-xxxxxxxx/listener-xxxxxxxx")
+    by_socket = torch.multiprocessing.get_sharing_strategy() == "file_descriptor"  # type: ignore[no-untyped-call]
+    if by_socket and len(os.fsencode(folder)) > most:
+        raise RequestError(
+            f"the workers of a DataLoader cannot work with a TMPDIR of more than {most} characters: {folder}; "
+            "set TMPDIR to a shorter path"
+        )
 
 
 def rebuilt(loader: DataLoader[Any], *, persistent_workers: bool, **order: Any) -> DataLoader[Any]:
