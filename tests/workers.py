@@ -20,6 +20,7 @@ WAITING = (
     "tests/report/test_browser.py",  # 35: 16
     "tests/report/test_real_runs.py",  # 26: 10
     "tests/test_readme.py",  # 25
+    "tests/collectives/test_keys_across_hosts.py",  # 21
     "tests/collectives/test_odd_uses.py",  # 18
     "tests/process/test_exits.py",  # 16
     "tests/process/test_watching.py",  # 8
@@ -27,6 +28,18 @@ WAITING = (
     "tests/lab/test_lab_command.py",  # 6
 )
 
+
+# Files of the other two that take longest: begun first, so that none of them is left alone at the end.
+LONG = (
+    "tests/process/test_fresh_process.py",
+    "tests/process/test_docs.py",
+    "tests/train/test_pipelined.py",
+    "tests/train/test_matrix.py",
+    "tests/train/test_compute_ladder.py",
+    "tests/train/test_resume.py",
+    "tests/train/test_batch_search.py",
+    "tests/parallel/test_stage_ranks.py",
+)
 
 THIRD = "gw2"
 
@@ -36,7 +49,8 @@ class WaitingAside(LoadFileScheduling):  # type: ignore[misc]  # nor has its bas
 
     def _assign_work_unit(self, node: WorkerController) -> None:
         waiting = [file for file in WAITING if file in self.workqueue]
-        others = (file for file in self.workqueue if file not in waiting)
+        long = [file for file in LONG if file in self.workqueue]
+        others = iter([*long, *(file for file in self.workqueue if file not in waiting)])
         if node.gateway.id != THIRD:
             self.workqueue.move_to_end(next(others, None) or waiting[-1], last=False)
         elif waiting:
