@@ -13,7 +13,7 @@ from offbeat.parallel.process_road import Boundary
 from offbeat.pipelines.model_graph import GraphNode
 from offbeat.train.config import Config
 from offbeat.train.config_files import changed
-from offbeat.train.memory_limit import check_need, check_use, used_bytes
+from offbeat.train.memory_limit import SPARE, check_need, check_use, used_bytes
 from offbeat.train.stage_plan import MeasuredPieces, plan_stages, rank_need
 from train.runs import trained
 
@@ -33,7 +33,8 @@ def config_of(**changes: object) -> Config:
 
 
 def limit_above_this_process(megabytes: int) -> str:
-    return str((forked_bytes() or 0) + megabytes * MB)
+    """Of which so much may be used, however large this process is."""
+    return str(int(((forked_bytes() or 0) + megabytes * MB) / (1 - SPARE)))
 
 
 def test_a_learner_needs_its_state_and_the_activations_that_it_holds() -> None:
