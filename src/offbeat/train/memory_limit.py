@@ -100,8 +100,8 @@ def _fitting(config: Config, measured: MeasuredPieces, base: int, limit: int) ->
     if not train.recompute:
         again = changed(config, {"train": {"recompute": True}})
         needs = plan_stages(again, measured).need_bytes if config.parallel else ()
-        need = base + max(needs or (_whole_need(config, measured, recompute=True),))
-        found += [f"--train.recompute true needs {format_size(need)}"] if ROUGH * need <= limit else []
+        own = max(needs or (_whole_need(config, measured, recompute=True),))
+        found += [f"--train.recompute true needs {format_size(base + own)}"] if base + ROUGH * own <= limit else []
     return found
 
 
