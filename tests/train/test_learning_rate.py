@@ -1,4 +1,4 @@
-"""An update made by torch's kernel directly is the optimizer's own."""
+"""An update made without torch's own step has its bits."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from offbeat.train.learning_rate import step_of
     [
         {"momentum": 0.9, "weight_decay": 1e-3},
         {"momentum": 0.9, "nesterov": True},
+        {"momentum": 0.9, "nesterov": True, "weight_decay": 1e-3},
         {"momentum": 0.9, "dampening": 0.1, "maximize": True},
         {},
     ],
@@ -24,18 +25,19 @@ from offbeat.train.learning_rate import step_of
 def test_a_direct_update_has_the_bits_of_the_optimizer_s_own(options: dict[str, Any]) -> None:
     def trained(*, directly: bool) -> list[Tensor]:
         torch.manual_seed(0)
-        first, second = (nn.Parameter(torch.randn(7, 5)) for _ in range(2))
-        groups = [{"params": [first], "lr": 0.3}, {"params": [second], "weight_decay": 0.01}]
-        optimizer = torch.optim.SGD(groups, lr=0.1, fused="nesterov" not in options, **options)
+        shapes = ((7, 5), (7, 5), (32, 3))
+        first, second, third = (nn.Parameter(torch.randn(shape)) for shape in shapes)
+        groups = [{"params": [first, third], "lr": 0.3}, {"params": [second], "weight_decay": 0.01}]
+        optimizer = torch.optim.SGD(groups, lr=0.1, **options)
         update = step_of(optimizer, torch.device("cpu")) if directly else optimizer.step
         for number in range(6):
             optimizer.param_groups[0]["lr"] = 0.3 / (1 + number)
-            first.grad = torch.randn(7, 5)
+            first.grad, third.grad = torch.randn(7, 5), torch.randn(32, 3)
             second.grad = torch.randn(7, 5) if number > 2 else None  # its momentum begins later
             update()
         found = [state.get("momentum_buffer") for state in optimizer.state.values()]
         buffers = [one for one in found if one is not None]
-        return [first.detach(), second.detach(), *buffers]
+        return [first.detach(), second.detach(), third.detach(), *buffers]
 
     mine, own = trained(directly=True), trained(directly=False)
     assert len(mine) == len(own)

@@ -19,14 +19,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from offbeat.errors import RequestError
 from offbeat.number_format import finite_or_none
 from offbeat.policies import create, simplest
-from offbeat.predict.staged import StagedLearner
 from offbeat.runs.untrusted import read_bytes
 from offbeat.schedules import build, price
 from offbeat.simulate.cluster import Cluster, Wires
@@ -37,6 +36,9 @@ from offbeat.simulate.recorded import product_limit
 from offbeat.strategy import ALL_REDUCE, SERVER, simulated_family_of
 from offbeat.topology import Topology
 from offbeat.topology import build as build_topology
+
+if TYPE_CHECKING:
+    from offbeat.predict.staged import StagedLearner
 
 FORMAT = 1
 DRAWN = 200  # iterations from which a mean is taken

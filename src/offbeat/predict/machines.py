@@ -10,13 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from offbeat.errors import RequestError
 from offbeat.number_format import format_rate, format_seconds
-from offbeat.pipelines.model_graph import GraphNode
 from offbeat.predict.calibration import Calibration, Delays, Machine, machine_of
-from offbeat.predict.staged import StagedLearner, stage_learner
 from offbeat.simulate.cluster import Cluster
 from offbeat.simulate.collective import Model
 from offbeat.simulate.setup import Network, Setup
@@ -24,6 +22,9 @@ from offbeat.spec import count_of
 from offbeat.strategy import ALL_REDUCE, simulated_family_of
 from offbeat.topology import Topology, build
 from offbeat.train.layout import Layout
+
+if TYPE_CHECKING:
+    from offbeat.predict.staged import StagedLearner
 
 NOTHING_TO_SEND = Model.even(layers=1, size_bytes=0, forward_share=1 / 3)
 _FASTEST = 1e15  # bytes a second of a port that nothing was said of
@@ -82,6 +83,9 @@ class Machines:
     def in_stages(self, layout: Layout, activation_bytes: int = 0) -> Machines:
         """Each learner a pipeline. Its layers are those that were measured, or equal ones; `activation_bytes` go from
         each stage to the next for a microbatch."""
+        from offbeat.pipelines.model_graph import GraphNode  # a fifth of a command's start, for those that need it
+        from offbeat.predict.staged import stage_learner
+
         network, calibration = self.network, self.calibration
         if calibration is not None:
             layers = [GraphNode(one.name, one.forward_s, one.backward_s, one.size_bytes) for one in calibration.layers]
