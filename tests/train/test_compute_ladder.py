@@ -25,6 +25,7 @@ from offbeat.train.compute_ladder import (
     rungs_of,
     told,
     try_rung,
+    worth_compiling,
 )
 from offbeat.train.device_step import DeviceStep, compiled_loss, settled
 from offbeat.train.precision import Precision
@@ -291,11 +292,16 @@ def test_the_fastest_rung_is_taken_or_the_first_of_those_nearly_as_fast() -> Non
 
 
 def test_which_rungs_are_tried() -> None:
-    assert rungs_of("auto", device="cpu", updates=1e6) == (EAGER,)
-    assert [one.name for one in rungs_of("auto", device="cuda", updates=1e6)] == [one.name for one in LADDER]
-    assert [one.name for one in rungs_of("auto", device="cuda", updates=100)] == ["graph", "eager"]
-    assert [one.name for one in rungs_of("compile", device="cpu", updates=1)] == ["compile", "eager"]
-    assert rungs_of("eager", device="cuda", updates=1e6) == (EAGER,)
+    assert rungs_of("auto", device="cpu") == (EAGER,)
+    assert [one.name for one in rungs_of("auto", device="cuda")] == ["graph", "eager", "graph+compile", "compile"]
+    assert [one.name for one in rungs_of("compile", device="cpu")] == ["compile", "eager"]
+    assert rungs_of("eager", device="cuda") == (EAGER,)
+
+
+def test_compiling_is_for_runs_that_are_long_without_it() -> None:
+    assert worth_compiling(275, {"graph": 0.17, "eager": 0.2})  # 47 s
+    assert not worth_compiling(1440, {"graph": 0.001, "eager": 0.002})  # 1.4 s, however many updates
+    assert worth_compiling(10, {"graph": math.inf, "eager": math.inf})  # it may need less memory
 
 
 def test_the_choice_is_told_with_its_reason() -> None:

@@ -36,7 +36,7 @@ WITHIN = 0.03  # of the fastest: then the first in order
 LONGER = 2.0  # how much further from the wider precision than eager code
 ROUNDING = 1e-5  # of a norm: what is left where both should be equal
 MEASURED = 10  # steps that are timed
-WORTH_COMPILING = 300  # updates; a shorter run ends before compiling has paid
+WORTH_COMPILING_S = 10.0  # of training without it; a shorter run ends before compiling has paid
 
 Batch = tuple[Any, Any]
 
@@ -57,13 +57,19 @@ NAMES = ("auto", *(rung.name for rung in LADDER))
 EAGER = LADDER[-1]
 
 
-def rungs_of(asked: str, *, device: str, updates: float) -> tuple[Rung, ...]:
-    """Those that are tried, eager last; it alone where nothing else is to be gained."""
+def rungs_of(asked: str, *, device: str) -> tuple[Rung, ...]:
+    """Those that are tried: eager alone where nothing else is to be gained. Compiled ones are last of all that `auto`
+    tries, since the others say whether these are worth their time (`worth_compiling`)."""
     if asked != "auto":
         return (*(rung for rung in LADDER[:-1] if rung.name == asked), EAGER)
     if device != "cuda":
         return (EAGER,)
-    return tuple(rung for rung in LADDER if not rung.compiled or updates >= WORTH_COMPILING)
+    return tuple(sorted(LADDER, key=lambda rung: rung.compiled))
+
+
+def worth_compiling(updates: float, seconds: Mapping[str, float]) -> bool:
+    """Whether so many updates take long by the fastest rung so far. Where none fits, a compiled one may."""
+    return updates * min(seconds.values()) >= WORTH_COMPILING_S
 
 
 def choose(seconds: Mapping[str, float]) -> str:
@@ -74,7 +80,8 @@ def choose(seconds: Mapping[str, float]) -> str:
 
 def told(chosen: str, seconds: Mapping[str, float], failed: Mapping[str, str]) -> str:
     """The choice and its reason, in one line."""
-    others = [f"{name} {1e3 * took:.3g}" for name, took in seconds.items() if name != chosen and took < math.inf]
+    took = {rung.name: seconds[rung.name] for rung in LADDER if seconds.get(rung.name, math.inf) < math.inf}
+    others = [f"{name} {1e3 * each_s:.3g}" for name, each_s in took.items() if name != chosen]
     beside = f" ({', '.join(others)})" if others else ""
     text = f"compute mode {chosen}: {1e3 * seconds[chosen]:.3g} ms per step{beside}"
     return "; ".join([text, *(f"{name} was skipped: {why}" for name, why in failed.items())])

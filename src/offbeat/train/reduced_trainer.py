@@ -37,7 +37,17 @@ from offbeat.runs.log import LogWriter, Span
 from offbeat.server.learner.leased_loader import SampleOrder, seed_of
 from offbeat.server.learner.reduced_learner import gather_bytes
 from offbeat.strategy import NATIVE
-from offbeat.train.compute_ladder import EAGER, MEASURED, Rung, choose, price_of, rungs_of, told, try_rung
+from offbeat.train.compute_ladder import (
+    EAGER,
+    MEASURED,
+    Rung,
+    choose,
+    price_of,
+    rungs_of,
+    told,
+    try_rung,
+    worth_compiling,
+)
 from offbeat.train.config import shares_of
 from offbeat.train.device_clock import DeviceClock, Mark
 from offbeat.train.device_input import AHEAD, input_of
@@ -294,22 +304,24 @@ class ReducedTrainer(Trainer):
         if self._together:
             for tensor in self.model.state_dict().values():
                 dist.broadcast(tensor, 0)
-        per_run = self.pace.per_epoch * train.epochs
-        rungs = rungs_of(train.compute, device=self.device.type, updates=per_run)
+        rungs = rungs_of(train.compute, device=self.device.type)
         if self.config.deterministic and train.compute == "auto" and self.device.type == "cuda":
-            rungs = rungs_of("graph", device=self.device.type, updates=per_run)
+            rungs = rungs_of("graph", device=self.device.type)
         priced = self.config.deterministic and self.device.type == "cuda"
         if len(rungs) == 1 and not priced:
             self._step_on_device = self._make_step(rungs[0])
             return
-        if any(rung.compiled for rung in rungs):
-            if self.number == 0:
-                told_first = "compiling, which takes about a minute (--compute graph avoids it)"
-                self.report({"kind": "note", "text": told_first})
-            self._compiled = compiled_loss(self.model, self.task.loss, self.precision)
-        batches = self._first_batches()
-        seconds, failed = {}, {}
+        batches, updates = self._first_batches(), self.pace.per_epoch * train.epochs
+        seconds: dict[str, float] = {}
+        failed: dict[str, str] = {}
         for rung in rungs:
+            if rung.compiled and self._compiled is None:
+                if train.compute == "auto" and not worth_compiling(updates, seconds):
+                    break
+                if self.number == 0:
+                    told_first = "compiling, which takes about a minute (--compute graph avoids it)"
+                    self.report({"kind": "note", "text": told_first})
+                self._compiled = compiled_loss(self.model, self.task.loss, self.precision)
             if self._together and rung.compiled and self.number:
                 dist.barrier()  # the first compiles, the others find what it has compiled
             tried = try_rung(self._make_step, rung, batches, proved=True)
