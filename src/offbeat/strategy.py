@@ -6,6 +6,8 @@ command line, the docs and the errors list the same names; a row of one's own is
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offbeat import plugins
@@ -74,6 +76,23 @@ def family_of(line: str) -> str:
     if name not in known:
         raise unknown_strategy("strategy", name, known)
     return known[name].family
+
+
+def with_shape(line: str, hosts: Sequence[int]) -> str:
+    """`hierarchical` without a shape, as hosts x ranks: of hosts with unequal numbers, the greatest common divisor.
+
+    Inside a host everybody reads everybody's memory, so that is one step, and the network does not wait for it.
+    """
+    spec = grammar.parse(line)
+    row = algorithms().get(spec.name)
+    if row is None or not row.by_host or any(word[:1].isdigit() for word in spec.args):
+        return line
+    each = math.gcd(*(hosts.count(host) for host in set(hosts)))
+    given = dict(spec.options)
+    if not spec.args and each > 1:
+        given = {"inner": "direct", "parts": "4", **given}
+    options = [*spec.args, *(f"{name}={value}" for name, value in given.items())]
+    return f"{spec.name}:{','.join([f'{len(hosts) // each}x{each}', *options])}"
 
 
 def simulated_family_of(line: str) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from offbeat.collectives.choice import Choice, Figures, NetworkFigures, hosts_in_order, with_shape
+from offbeat.collectives.choice import Choice, Figures, NetworkFigures, hosts_in_order
 from offbeat.errors import RequestError
 from offbeat.schedules import verify
+from offbeat.strategy import with_shape
 
 MB = 1_000_000
 EQUAL = NetworkFigures(latency_s=2e-4, sends=(118e6,) * 4, receives=(118e6,) * 4)

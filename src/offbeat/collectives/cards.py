@@ -49,6 +49,7 @@ _FIELDS: Mapping[str, tuple[type, bool]] = {  # the type, and whether every card
     "address": (str, False),
     "port": (int, False),
     "key": (str, False),
+    "body": (str, False),  # what a rank says beside, as its reader knows it
     "error": (str, False),
 }
 _WITHOUT_ERROR = ("token", "host", "hostname", "pid", "numbering", "strategy", "arena")
@@ -69,11 +70,11 @@ def sign(card: Mapping[str, Any], place: str, secret: bytes | None) -> str:
 
 def read(data: bytes, place: str, secret: bytes | None) -> dict[str, Any]:
     """The card that stands at this place; `CardError` for anything else."""
-    return _checked(_opened(data, place, secret, MOST_BYTES))
+    return _checked(open_signed(data, place, secret, MOST_BYTES))
 
 
-def _opened(data: bytes, place: str, secret: bytes | None, most_bytes: int) -> dict[str, Any]:
-    """The object that was signed for this place."""
+def open_signed(data: bytes, place: str, secret: bytes | None, most_bytes: int) -> dict[str, Any]:
+    """The object that was signed for this place; `CardError` for anything else."""
     if len(data) > most_bytes:
         raise CardError(f"is larger than {most_bytes >> 10} KiB")
     try:
@@ -231,7 +232,7 @@ class CardExchange:
         try:
             if not self._is_there(place, wait_s):
                 return None
-            told = _opened(bytes(self._store.get(place)), place, self._secret, most_bytes).get("read")
+            told = open_signed(bytes(self._store.get(place)), place, self._secret, most_bytes).get("read")
         except DistNetworkError:
             raise
         except (CardError, RuntimeError):

@@ -21,9 +21,9 @@ from offbeat.collectives.calls import Plan, plan
 from offbeat.collectives.links import SlowLink
 from offbeat.errors import RequestError
 from offbeat.number_format import format_rate, format_seconds, format_size
-from offbeat.schedules import Price, algorithms, auto_lines, price
+from offbeat.schedules import Price, auto_lines, price
 from offbeat.spec import count_of
-from offbeat.strategy import ALL_REDUCE, AUTO, NATIVE, family_of
+from offbeat.strategy import ALL_REDUCE, AUTO, NATIVE, family_of, with_shape
 
 HIERARCHICAL = "hierarchical"
 _MEETING = 0.06  # for each further host: direct on 4 hosts took 12 % longer than ring, which sends as much
@@ -113,23 +113,6 @@ def hosts_in_order(hosts: Sequence[int]) -> tuple[int, ...] | None:
     """The ranks host by host; None where they are already."""
     order = tuple(sorted(range(len(hosts)), key=lambda rank: hosts[rank]))
     return None if order == tuple(range(len(hosts))) else order
-
-
-def with_shape(line: str, hosts: Sequence[int]) -> str:
-    """`hierarchical` without a shape, as hosts x ranks: of hosts with unequal numbers, the greatest common divisor.
-
-    Inside a host everybody reads everybody's memory, so that is one step, and the network does not wait for it.
-    """
-    spec = grammar.parse(line)
-    row = algorithms().get(spec.name)
-    if row is None or not row.by_host or any(word[:1].isdigit() for word in spec.args):
-        return line
-    each = math.gcd(*(hosts.count(host) for host in set(hosts)))
-    given = dict(spec.options)
-    if not spec.args and each > 1:
-        given = {"inner": "direct", "parts": "4", **given}
-    options = [*spec.args, *(f"{name}={value}" for name, value in given.items())]
-    return f"{spec.name}:{','.join([f'{len(hosts) // each}x{each}', *options])}"
 
 
 @cache

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from offbeat.commands.base import Command, option, print_json
 from offbeat.errors import OffbeatError, RequestError
+from offbeat.processes.torchrun_rank import torchrun_rank
 from offbeat.runs.run_folder import RunDir
 from offbeat.train.arguments import SECTIONS, given
 from offbeat.train.config import Config
@@ -23,23 +24,23 @@ _RESULT = (
 
 
 def _run(words: argparse.Namespace) -> None:
-    config = _config(words)
-    if (
-        config.train.memory
-    ):  # torch looks at it when it is loaded: large pages, for blocks that are mapped again and again
+    me = torchrun_rank()  # this is one of the learners, and nobody has started it from here
+    config = _config(words) if me is None else None  # of a run that is resumed, only the first rank has the folder
+    if config.train.memory if config is not None else "train.memory" in given(words):
+        # torch looks at it when it is loaded: large pages, for blocks that are mapped again and again
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     from offbeat.commands.report import write_report
     from offbeat.commands.view import view_for
-    from offbeat.train.launch import launch, learn, prepare, under_torchrun
+    from offbeat.train.launch import launch, prepare
+    from offbeat.train.torchrun_learner import learn
 
     shown = sys.stderr if words.json else sys.stdout
     out = open(os.devnull, "w") if shown is None else shown  # noqa: SIM115, PTH123 - to the end of the process
-    is_rank = under_torchrun()  # one of the learners, and nobody has started it from here
-    leads = not is_rank or os.environ["RANK"] == "0"
-    if is_rank:
+    if config is None:
+        leads = me is not None and me.rank == 0
         view = view_for(out, live=False, quiet=words.quiet or not leads)
         try:
-            result = learn(config, run_dir=words.run_dir, resume=words.resume, report=view.hear)
+            result = learn(lambda: _config(words), run_dir=words.run_dir, resume=words.resume, report=view.hear)
         finally:
             view.close(leaving=not leads)
     else:
@@ -58,8 +59,8 @@ def _run(words: argparse.Namespace) -> None:
             view.close()
     if result.end and words.report:
         print(f"report    {write_report(Path(result.end['run_dir']))}", file=out)
-    if words.json and (result.end or not is_rank):
-        told = {"name": config.name, **result.end}
+    if words.json and (result.end or me is None):
+        told = {"name": config and config.name, **result.end}
         print_json({key: told.get(key) for key in _RESULT})
     if result.failed:
         raise OffbeatError(result.failed)

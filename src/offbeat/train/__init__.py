@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from offbeat.train.config import Config, DataConfig, ModelConfig, SaveConfig, TrainConfig
     from offbeat.train.config_files import override, read_recipe
-    from offbeat.train.launch import train
+    from offbeat.train.from_python import train
     from offbeat.train.tasks import Task
 
 _HOMES = {
@@ -48,7 +48,7 @@ _HOMES = {
     "Task": "offbeat.train.tasks",
     "read_recipe": "offbeat.train.config_files",
     "override": "offbeat.train.config_files",
-    "train": "offbeat.train.launch",
+    "train": "offbeat.train.from_python",
     "Clock": "offbeat.predict.machines",
     "train_virtually": "offbeat.predict.virtual",
 }

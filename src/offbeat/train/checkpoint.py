@@ -150,11 +150,11 @@ def _as_bytes(files: Mapping[str, Mapping[str, Tensor] | bytes]) -> dict[str, by
     for name, content in files.items():
         if not _NAME.fullmatch(name):
             raise RequestError(f"a file of a checkpoint is named by letters, digits, '_', '-' and '.'; got {name!r}")
-        made[name + ENDING] = content if isinstance(content, bytes) else _serialise(content)
+        made[name + ENDING] = content if isinstance(content, bytes) else serialise(content)
     return made
 
 
-def _serialise(tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> bytes:
+def serialise(tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> bytes:
     """One safetensors file. It takes only contiguous tensors that share no memory, so others are copied first."""
     plain: dict[str, Tensor] = {}
     seen: set[int] = set()
@@ -315,7 +315,7 @@ def load(path: Path) -> Checkpoint:
                     )
                 if hashlib.sha256(content).hexdigest() != entry.sha256:
                     raise CheckpointError(f"{path / name} is corrupt: its SHA-256 does not match")
-                files[name.removesuffix(ENDING)] = _parse(content, f"{path / name} cannot be read")
+                files[name.removesuffix(ENDING)] = parse_tensors(content, f"{path / name} cannot be read")
     except OSError as error:
         where = _named(error, path)  # a file's name, or the folder itself
         raise CheckpointError(f"{where if where == path else path / where} cannot be read: {_reason(error)}") from error
@@ -395,7 +395,8 @@ def _update_of(path: Path) -> int:
     return int(match[1]) if match else -1
 
 
-def _parse(content: bytes, complaint: str) -> dict[str, Tensor]:
+def parse_tensors(content: bytes, complaint: str) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, by name and sorted; CheckpointError with this complaint if it is none."""
     try:
         tensors = safetensors.torch.load(content)
     except Exception as error:  # its parser raises errors of many kinds for broken headers
@@ -460,7 +461,7 @@ def write_weights(path: Path, tensors: Mapping[str, Tensor], *, update: int | No
 
     Its metadata say of which update it is, where that is known.
     """
-    content = _serialise(tensors, None if update is None else {"update": str(update)})
+    content = serialise(tensors, None if update is None else {"update": str(update)})
     try:
         replace_file(path, content, durable=True)
     except OSError as error:
@@ -473,7 +474,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         content = path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {_reason(error)}") from error
-    return _parse(content, f"{path} cannot be read")
+    return parse_tensors(content, f"{path} cannot be read")
 
 
 def update_of_weights(path: Path) -> int | None:

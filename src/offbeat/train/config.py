@@ -26,7 +26,7 @@ from offbeat.policies import create
 from offbeat.processes.slowness import parse as parse_slowness
 from offbeat.schedules import algorithms
 from offbeat.spec import count_of
-from offbeat.strategy import ALL_REDUCE, AUTO, NATIVE, SERVER, family_of, strategies
+from offbeat.strategy import ALL_REDUCE, AUTO, NATIVE, SERVER, family_of, strategies, with_shape
 from offbeat.train.fields import LARGEST, Field, FieldError, Options, Section, fields_of, shown
 from offbeat.train.layout import Layout, layout_of
 
@@ -319,7 +319,8 @@ def _check_strategy(config: Config) -> None:
     line, learners, train = config.sync, config.learners, config.train
     try:
         family = family_of(line)
-        spec = grammar.parse(line)
+        # The shape of `hierarchical` is that of the hosts, if it is given none: then no number of learners is wrong.
+        spec = grammar.parse(with_shape(line, (0,) * (learners or 1)))
         options = grammar.bind(spec, strategies()[spec.name].params)
         if learners and family == SERVER:
             create(line, expect=learners)

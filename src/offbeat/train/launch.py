@@ -1,8 +1,9 @@
-"""From a configuration to learners that train: forked from here on one machine, or started by torchrun.
+"""From a configuration to learners that train, forked from here on one machine.
 
+    prepare     checks everything that can be checked, and makes the run's folder
     launch      this process forks the learners, watches them and reads what they report; with a parameter server it
                 is their supervisor too
-    learn       this process is one of the learners that torchrun has started
+    fit_learner this process is one of the learners; `torchrun_learner` calls it for those that torchrun has started
 
 Learners write records (JSON after a byte that no text begins with and a word of this launch) among what they print:
 what a program prints by itself is never taken for one. Model and data are made once,
@@ -22,7 +23,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ParamSpec
@@ -35,10 +36,10 @@ from offbeat.number_format import format_size
 from offbeat.processes.child import Stopwatch, describe_exit
 from offbeat.processes.launcher import MOST_PROCESSES, SELF, Launcher, LaunchPlan, RankLauncher, thread_environment
 from offbeat.processes.signals import SignalHandler, ending_by, terminable
+from offbeat.processes.torchrun_rank import torchrun_rank
 from offbeat.processes.watchdog import Phase, ProgressBoard, Silence, StackFiles, Watchdog, innermost
 from offbeat.runs.run_folder import TIME_STAMP, FolderLock, RunDir, check_free, new_run_dir
 from offbeat.server.learner.connection import RunOverError
-from offbeat.server.learner.join import through_store
 from offbeat.server.run_setting import RunSetting
 from offbeat.server.supervisor import ServerPlan, Supervisor
 from offbeat.spec import count_of
@@ -104,6 +105,7 @@ class Start:
     plan: StagePlan | None = None  # where the model is cut into stages
     hold: FolderLock | None = None  # on the run's folder
     ended: str | None = None  # nothing is left to train, and why; only the results are to be written
+    hosts: tuple[str, ...] = ()  # the host of each learner, where there are several
 
     @property
     def reduces(self) -> bool:
@@ -138,10 +140,12 @@ def prepare(
     resume: Path | None = None,
     task: Task | None = None,
     tell: Callable[[str], None] = lambda line: None,
+    here: int = 0,
 ) -> Start:
     """Check everything that can be checked, and make the run's folder. `RequestError` if something is wrong.
 
     With `resume`, go on in that folder from its newest checkpoint that is whole; `tell` names those that are not.
+    `here` is how many of the processes are on this host; 0: all.
     """
     if resume is None and run_dir is not None:
         check_free(run_dir)
@@ -157,15 +161,16 @@ def prepare(
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # so that a look at the GPUs does not spoil a fork
     if not config.learners:
         config = changed(config, {"learners": learners_here(config)})
-    if config.processes > MOST_PROCESSES or config.servers > MOST_PROCESSES:
-        many = max(config.processes, config.servers)
+    here = here or config.processes
+    if here > MOST_PROCESSES or config.servers > MOST_PROCESSES:
+        many = max(here, config.servers)
         what = "stages of all learners" if config.parallel else "learners and servers"
         raise RequestError(f"expected at most {MOST_PROCESSES} {what} on one machine; got {many}")
-    if config.processes * config.data.workers > MOST_PROCESSES:
-        whose = count_of(config.processes, "stage" if config.parallel else "learner")
+    if here * config.data.workers > MOST_PROCESSES:
+        whose = count_of(here, "stage" if config.parallel else "learner")
         raise RequestError(
             f"data.workers: {config.data.workers} for each of {whose} are "
-            f"{config.processes * config.data.workers:,} processes; expected at most {MOST_PROCESSES} on one machine"
+            f"{here * config.data.workers:,} processes; expected at most {MOST_PROCESSES} on one machine"
         )
     device = check_device(config.device)
     if config.train.precision == "tf32" and device.type != "cuda":
@@ -175,12 +180,12 @@ def prepare(
         key = "parallel" if config.parallel else "train.memory"
         raise RequestError(f"{key}: for CPUs only, so far; use --device cpu")
     plain = task_of(config) if task is None else task
-    made = _task(config, plain)
+    made = task_of_run(config, plain)
     own = task is not None or ":" in config.model.name
     samples = len(made.train)  # type: ignore[arg-type] # a map-style set has a length
     _check_enough(config, samples)
     if device.type == "cpu":
-        _check_memory(config, made)
+        _check_memory(config, made, here // config.layout.stages)
     unused = check_apart(made, backward=own and family_of(config.sync) == ALL_REDUCE)
     if resume is not None and not config.train.batch_size:
         config = _with_batch_of(config, RunDir(resume))
@@ -229,8 +234,8 @@ def prepare(
 _VECTORS = 3  # as large as the model, beside the optimizer's own: weights, gradients and what is evaluated
 
 
-def _check_memory(config: Config, task: Task) -> None:
-    """`RequestError` for a built-in model whose learners this machine's memory cannot hold, before one is built."""
+def _check_memory(config: Config, task: Task, learners: int) -> None:
+    """`RequestError` for a built-in model whose `learners` this machine's memory cannot hold, before one is built."""
     here = available_bytes()
     if here is None or ":" in config.model.name or config.model.name == PROGRAM:
         return  # what one's own code does where there is no memory, nobody knows
@@ -239,11 +244,11 @@ def _check_memory(config: Config, task: Task) -> None:
             parameters = sum(one.numel() for one in task.build().parameters())
     except Exception:  # what is wrong with it is found where it is built
         return
-    copies = config.learners + (0 if family_of(config.sync) == ALL_REDUCE else 1)
+    copies = learners + (0 if family_of(config.sync) == ALL_REDUCE else 1)
     needed = 4 * parameters * copies * (_VECTORS + STATES.get(config.train.optimizer, 1))
     if needed > here:
         raise RequestError(
-            f"the model has {parameters:,} parameters: {count_of(config.learners, 'learner')} need about "
+            f"the model has {parameters:,} parameters: {count_of(learners, 'learner')} need about "
             f"{format_size(needed)} of memory, and {format_size(here)} are free; use fewer learners or a smaller model"
         )
 
@@ -279,7 +284,7 @@ def _passes(config: Config) -> int:
     return config.train.accumulate * config.layout.microbatches
 
 
-def _task(config: Config, task: Task | None) -> Task:
+def task_of_run(config: Config, task: Task | None) -> Task:
     """What is trained: as the program has made it, or as the config names it."""
     made = task_of(config) if task is None else task
     return recomputing(made) if config.train.recompute and not config.parallel else made  # stages do it themselves
@@ -369,7 +374,7 @@ def launch(start: Start, on_record: Report, on_line: Callable[[str, str], None])
     on_record, on_line = _outlives_terminal(on_record), _outlives_terminal(on_line)
     try:
         if start.ended is not None:
-            return _finish(start, on_record)
+            return write_results(start, on_record)
         with Telemetry(start.config, start.run, start.segment, on_record) as telemetry:
             result = _ForkedTraining(start, telemetry, on_line).run()
             telemetry.note_failure(result.failed)
@@ -392,7 +397,7 @@ def _outlives_terminal(show: Callable[P, None]) -> Callable[P, None]:
     return shown
 
 
-def _finish(start: Start, on_record: Report) -> Result:
+def write_results(start: Start, on_record: Report) -> Result:
     """The run was killed between its last checkpoint and its results: these are written now."""
     assert start.checkpoint is not None and start.ended is not None
     checkpoint = start.checkpoint
@@ -597,11 +602,11 @@ def _run_learner(start: Start, number: int, beat: Callable[[Phase], None]) -> in
     # What torch keeps of NVML does not survive this fork, which closes files: it asks CUDA then, and need not say so.
     warnings.filterwarnings("ignore", "Can't initialize NVML")
     try:
-        _fit(start, number, start.config.learners, report, beat)
+        fit_learner(start, number, start.config.learners, report, beat)
     except RunOverError:  # it was started again, and came when the others had finished
         return 0
     except Exception as error:
-        report({"kind": "failed", "learner": number} | _failure_of(error))
+        report({"kind": "failed", "learner": number} | failure_of(error))
         return error.exit_code if isinstance(error, OffbeatError) else 1
     return 0
 
@@ -609,7 +614,7 @@ def _run_learner(start: Start, number: int, beat: Callable[[Phase], None]) -> in
 _OTHERS = "other learners are gone: "
 
 
-def _failure_of(error: Exception) -> dict[str, str]:
+def failure_of(error: Exception) -> dict[str, str]:
     """What is told of an error, and its traceback where it is neither ours nor another learner's."""
     told = next((line for line in str(error).splitlines() if line.strip()), "")
     if isinstance(error, PeerError) or (isinstance(error, RuntimeError) and any(one in told for one in _PEERS)):
@@ -624,19 +629,20 @@ def _failure_of(error: Exception) -> dict[str, str]:
 _PEERS = ("PeerError: ", "Connection closed by peer", "Connection reset by peer", "remote process exited")
 
 
-def _fit(
+def fit_learner(
     start: Start,
     number: int,
     learners: int,
     report: Report,
     beat: Callable[[Phase], None] = lambda phase: None,
 ) -> None:
+    """Be one of the learners, in this process, to the end of the run."""
     signals = SignalHandler(math.inf)
     signals.install()
-    if not under_torchrun():
+    if torchrun_rank() is None:
         report({"kind": "heeding", "learner": number, "process": os.getpid()})
     kind: type[Trainer] = ReducedTrainer if start.reduces else ServedTrainer
-    more: dict[str, Any] = {}
+    more: dict[str, Any] = {"hosts": start.hosts} if start.reduces else {}
     if start.plan is not None:
         kind, more = PipelinedTrainer, {"plan": start.plan}
     device, train = device_of(start.config.device, number), start.config.train
@@ -709,140 +715,3 @@ def _failures_of(exits: Mapping[int, int], failures: Mapping[int, str]) -> str:
     learner, text = next(iter(failed.items()))
     more = f", and {count_of(len(failed) - 1, 'other learner')} failed" if len(failed) > 1 else ""
     return f"learner {learner}: {text}{more}; the other learners finished the run"
-
-
-def train(
-    config: Config,
-    task: Task | None = None,
-    *,
-    run_dir: Path | str | None = None,
-    resume: Path | str | None = None,
-    hear: Report | None = None,
-) -> dict[str, Any]:
-    """Train with any strategy, from Python: what `offbeat train` does, with model and data that this program has made.
-
-        from offbeat.train import Config, Task, TrainConfig, train
-
-        task = Task(train=train_set, test=test_set, build=lambda: nn.Linear(4, 2), loss=nn.CrossEntropyLoss())
-        config = Config(name="sums", sync="k-sync:2", learners=3, train=TrainConfig(epochs=5, batch_size=32, lr=0.1))
-        result = train(config, task)
-        print(result["accuracy"], result["run_dir"])
-
-    config      What to train and how. `Config(sync=, learners=, seed=, device=, train=TrainConfig(...), ...)`, or
-                `read_recipe("digits-cnn")`; `override(config, {"train.epochs": "5"})` changes fields. `offbeat recipes
-                digits-cnn` prints every field, with a line on each.
-    task        Data, model and loss; None: those that the configuration names. `build` makes the model, with the same
-                weights for the same seed of torch; `loss` gives the mean over the samples.
-    run_dir     The output directory; by default a new one under runs/. It must be empty or not exist.
-    resume      The directory of an earlier run: go on from its newest checkpoint.
-    hear        Called with every record, a mapping with "kind": "progress", "evaluated", "note", "end", ... By default
-                one line is printed for each evaluation.
-
-    Returns what `offbeat train --json` prints: "accuracy" and "loss" on the test set, "updates", "epochs", "seconds" of
-    training, "samples_per_s", "staleness_mean", "wait_share", "run_dir", "stopped" (whether a signal ended it), ...
-
-    The learners are forked from this process, so model, data and loss may be anything that it has made; do not use
-    CUDA before. Under torchrun this process is one of the learners, and all but the first get an empty answer. A
-    `RequestError` says what is wrong before anything is started; an `OffbeatError` who failed, and how to go on.
-    """
-    hear = hear or _print_evaluation
-    where, before = (None if one is None else Path(one) for one in (run_dir, resume))
-    if under_torchrun():
-        result = learn(config, run_dir=where, resume=before, report=hear, task=task)
-        if result.failed:
-            raise OffbeatError(result.failed)
-        return result.end
-    start = prepare(config, run_dir=where, resume=before, task=task, tell=print)
-    result = launch(start, hear, lambda name, line: print(f"{name} | {line}", flush=True))
-    if result.failed:
-        raise OffbeatError(result.failed)
-    return result.end
-
-
-def _print_evaluation(record: Mapping[str, Any]) -> None:
-    if record["kind"] == "evaluated":
-        right = "" if record["accuracy"] is None else f", accuracy {100 * record['accuracy']:.1f} %"
-        print(f"epoch {record['epoch']}: loss {record['loss']}{right}", flush=True)
-    elif record["kind"] == "note":
-        print(record["text"], flush=True)
-
-
-# --- a learner that was started by torchrun --------------------------------------------------------------------------
-
-
-def under_torchrun() -> bool:
-    return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
-
-
-def learn(
-    config: Config, *, run_dir: Path | None, resume: Path | None, report: Report, task: Task | None = None
-) -> Result:
-    """Be one of the learners that torchrun has started. All find the run's folder through its store.
-
-    Where torchrun starts all again after one has died, they go on from the last checkpoint.
-    """
-    rank, learners = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if config.learners not in (0, learners):
-        raise RequestError(f"torchrun started {learners} learners; remove --learners {config.learners}")
-    if os.environ.get("LOCAL_WORLD_SIZE") != str(learners):
-        raise RequestError("offbeat train works on one host only, but torchrun was started for several")
-    if config.parallel:
-        raise RequestError("parallel: not available under torchrun; start `offbeat train` without it")
-    config = changed(config, {"learners": learners})
-    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-
-    if rank == 0:
-        where = Path(through_store("run-dir", None)) if again else None
-        start = prepare(
-            config,
-            run_dir=run_dir,
-            resume=resume or where,
-            task=task,
-            tell=lambda line: report({"kind": "note", "text": line}),
-        )
-        through_store("run-dir", str(start.run.path.absolute()))
-        through_store(f"ready-{again}", json.dumps([start.segment, start.unused, start.ended]))
-        if start.ended is not None:
-            return _finish(start, report)
-        config = start.config
-        os.environ["OFFBEAT_LOG"] = str(start.run.log(start.segment).absolute())
-    else:
-        segment, unused, ended = json.loads(through_store(f"ready-{again}", None))
-        if ended is not None:
-            return Result()
-        run = RunDir(Path(through_store("run-dir", None)))
-        config = _with_batch_of(config, run)
-        resumes = bool(again) or resume is not None
-        start = Start(
-            config=config,
-            task=_task(config, task),
-            run=run,
-            checkpoint=newest(run.checkpoints, lambda line: None) if resumes else None,
-            segment=segment,
-            unused=unused,
-        )
-    result = Result()
-    with Telemetry(config, start.run, start.segment, report) if rank == 0 else nullcontext() as telemetry:
-        if telemetry is not None:
-            telemetry.begin()
-
-        def hear(record: Mapping[str, Any]) -> None:
-            if record["kind"] == "end":
-                result.end = dict(record)
-            if telemetry is not None:
-                telemetry.hear(record)
-            elif record["kind"] != "progress":
-                report(record)
-
-        try:
-            _fit(start, rank, learners, hear)
-        except RuntimeError as error:
-            told = _failure_of(error)
-            if told["traceback"]:
-                raise
-            raise OffbeatError(f"rank {rank}: {told['text']}") from None
-        if telemetry is not None and result.end:
-            result.end["joules"] = telemetry.measure().joules
-            conclude(config, start.run, result.end)
-            result.failed = result.end["failed"]
-    return result

@@ -36,7 +36,7 @@ from offbeat.processes.watchdog import Phase
 from offbeat.runs.log import LogWriter, Span
 from offbeat.server.learner.leased_loader import SampleOrder, seed_of
 from offbeat.server.learner.reduced_learner import gather_bytes
-from offbeat.strategy import NATIVE
+from offbeat.strategy import NATIVE, with_shape
 from offbeat.train.compute_ladder import (
     EAGER,
     MEASURED,
@@ -75,12 +75,13 @@ _KINDS = ("compute", "wait", "apply", "evaluate")
 class ReducedTrainer(Trainer):
     """See the module's text."""
 
-    def __init__(self, *given: Any, **named: Any) -> None:
+    def __init__(self, *given: Any, hosts: tuple[str, ...] = (), **named: Any) -> None:
         super().__init__(*given, **named)
         config = self.config
+        self.hosts = hosts  # of each learner, where there are several
         self._together = self.processes > 1
-        if self._together:
-            _join_group(config.sync, self.number, self.processes, self.device)
+        if self._together and not dist.is_initialized():
+            join_group(config.sync, self.number, self.processes, self.device)
         slow = config.slow
         self._slowness = Slowness(slow, learner=self.number, learners=self.learners, seed=config.seed) if slow else None
         if config.train.batch_norm == "synchronised" and self._together:
@@ -132,6 +133,7 @@ class ReducedTrainer(Trainer):
         self._computed: list[Pass] = []  # in this epoch
         self._measured: list[tuple[float, int]] = []  # seconds and samples, since the last look at speeds
         self._looks = 0
+        self._stop_vote = _StopVote()
 
     def traffic(self) -> Traffic | None:
         if not self._together:
@@ -144,6 +146,11 @@ class ReducedTrainer(Trainer):
     def slow_links(self) -> list[str]:
         alone = not self._together or self.config.sync == NATIVE
         return [] if alone else [str(link) for link in stats().slow_links]
+
+    def _host_numbers(self) -> list[int]:
+        """Of each process."""
+        names = list(dict.fromkeys(self.hosts))
+        return [names.index(host) for host in self.hosts] or [0] * self.processes
 
     def _arrange_buckets(self) -> None:
         """Let DDP see a backward: it arranges gradients anew after its first, and in which order three or more of them
@@ -162,7 +169,7 @@ class ReducedTrainer(Trainer):
             if self.number == 0:
                 self.tell_beginning()
                 facts = {
-                    "strategy": config.sync,
+                    "strategy": with_shape(config.sync, self._host_numbers()),
                     "expect": self.processes,
                     "learners": self.processes,
                     **({"names": list(self.names)} if self.names else {}),
@@ -179,6 +186,7 @@ class ReducedTrainer(Trainer):
                     break
             if self._together:
                 self.beat(Phase.WAITING)
+                self._stop_vote.end()
                 dist.barrier()
         finally:
             if self._log is not None:
@@ -210,6 +218,8 @@ class ReducedTrainer(Trainer):
 
     def _is_to_stop(self) -> bool:
         """Whether all stop before this update. Nobody can be further: an update needs everybody."""
+        if self.hosts:
+            return self._stop_vote.next(self.stop_wanted)
         if self.stop_wanted:
             self.run.ask_to_stop(self.at.update)
         elif not self._together:
@@ -653,6 +663,29 @@ def _allocator_retries(device: torch.device) -> int:
     return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0)) if device.type == "cuda" else 0
 
 
+class _StopVote:
+    """Whether somebody wants to stop, where learners have no folder in common: asked at the start of an update, and
+    answered, the same for all, at the start of the next. Nobody waits for it: it is reduced meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._votes = torch.zeros(1)
+        self._under_way: dist.Work | None = None
+
+    def next(self, wanted: bool) -> bool:
+        """The answer to the vote before this one, which begins now."""
+        self.end()
+        stops = bool(self._votes)
+        self._votes = torch.tensor([float(wanted)])
+        self._under_way = dist.all_reduce(self._votes, async_op=True)
+        return stops
+
+    def end(self) -> None:
+        if self._under_way is not None:
+            self._under_way.wait()
+            self._under_way = None
+
+
 class _Marks(NamedTuple):
     """An update under way: its number, this learner's samples of it, and its four moments."""
 
@@ -688,7 +721,8 @@ class _LastGradient:
             self.last_s = time.monotonic()
 
 
-def _join_group(line: str, rank: int, ranks: int, device: torch.device) -> None:
+def join_group(line: str, rank: int, ranks: int, device: torch.device) -> None:
+    """Make the default group of all ranks."""
     register()  # for whoever has no entry points: a tree that is on the path and not installed
     if device.type == "cuda":
         torch.cuda.set_device(device)

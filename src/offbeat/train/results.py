@@ -29,6 +29,7 @@ def end_record(
     """The last record of a run. `last` is its latest evaluation, `why` it ended before its last epoch, if it did."""
     return {
         "kind": "end",
+        "name": config.name,
         "accuracy": last.get("accuracy"),
         "test_samples": last.get("test_samples"),
         "loss": last.get("loss"),

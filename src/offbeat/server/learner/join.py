@@ -138,6 +138,21 @@ def join_run(line: str, *, servers: int, slow: Sequence[str], seed: int, setting
 
 def through_store(key: str, value: str | None) -> str:
     """What stands under a key in the store that torchrun keeps; one who gives a value sets it, others wait for it."""
+    store = torchrun_store()
+    try:
+        if value is not None:
+            store.set(f"offbeat/{key}", value)
+        found: bytes = store.get(f"offbeat/{key}")
+        return found.decode()
+    except (RuntimeError, UnicodeDecodeError) as error:  # it does not answer, nobody has set it, or it is junk
+        why = str(error).splitlines()[0][:200]
+        raise PeerError(
+            f"rank {os.environ.get('RANK', '0')}: the store at {_place()} does not have 'offbeat/{key}': {why}"
+        ) from None
+
+
+def torchrun_store() -> Any:
+    """The store that torchrun keeps. Whoever reaches it can write to it."""
     rank, learners = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     try:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -145,14 +160,14 @@ def through_store(key: str, value: str | None) -> str:
         raise RequestError("WORLD_SIZE is set, but not MASTER_ADDR and MASTER_PORT: start with torchrun") from None
     owns = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
-        store = _store(host, port, learners, owns)
-        if value is not None:
-            store.set(f"offbeat/{key}", value)
-        found: bytes = store.get(f"offbeat/{key}")
-        return found.decode()
-    except (RuntimeError, UnicodeDecodeError) as error:  # it does not answer, nobody has set it, or it is junk
+        return _store(host, port, learners, owns)
+    except RuntimeError as error:
         why = str(error).splitlines()[0][:200]
-        raise PeerError(f"rank {rank}: the store at {host}:{port} does not have 'offbeat/{key}': {why}") from None
+        raise PeerError(f"rank {rank}: the store at {_place()} cannot be reached: {why}") from None
+
+
+def _place() -> str:
+    return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
 
 
 def _address_of(said: str) -> dict[str, str]:

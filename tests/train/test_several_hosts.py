@@ -1,0 +1,145 @@
+"""`offbeat train` on several hosts: as on one, to the same weights, and without a file system in common.
+
+OFFBEAT_MATRIX=1 adds strategies. Each start of torchrun takes its time.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+
+from lab.fixture import StartLab
+from offbeat.cli import main
+from offbeat.errors import RequestError
+from offbeat.processes.torchrun_rank import torchrun_rank
+from offbeat.train.config_files import override, read_recipe
+from offbeat.train.tasks import task_of
+from offbeat.train.torchrun_learner import check_hosts, host_names
+from train.oracle import Recipe, distance, expected, sgd
+from train.programs import left_files, offbeat, resume_words, weights
+from train.several_hosts import finish, folder_of, start, wait_for_file, words_for
+
+OPEN = {"OFFBEAT_NETWORK_TRUST": "open"}
+MATRIX = bool(os.environ.get("OFFBEAT_MATRIX"))
+
+
+def with_key(folder: Path) -> dict[str, str]:
+    main(["keys", str(folder / "run.key")])
+    return {"OFFBEAT_KEY": str(folder / "run.key")}
+
+
+@pytest.mark.parametrize("sync", ["hierarchical", *(["ring", "halving-doubling", "native"] if MATRIX else [])])
+def test_two_hosts_train_as_one_process_on_the_union_batch(start_lab: StartLab, sync: str, tmp_path: Path) -> None:
+    """Everything is written once, on the first host; there is a key, but for Gloo."""
+    lab = start_lab(hosts=2)
+    given = OPEN if sync == "native" else with_key(tmp_path)
+    options = {"train.epochs": 4, "train.scaling": "none", "train.lr": 0.1, "save.every-updates": 0}
+    words = words_for(sync, **options, **{"model.name": "softmax"})
+    told = finish(start(lab, tmp_path, words, given))
+    assert "Traceback" not in told[0] + told[1]
+    assert len(re.findall(r"^accuracy ", told[0], re.MULTILINE)) == 1 and told[1] == ""
+    assert list(folder_of(tmp_path, 1).iterdir()) == []
+    assert left_files(folder_of(tmp_path, 0)) == []
+
+    task = task_of(override(read_recipe("digits-softmax"), {}))
+    recipe = Recipe(batch=4 * 64, epochs=4, seed=0, least=4, rate=lambda update: 0.1, optimizer=sgd())
+    alone, updates = expected(task, recipe)
+    assert f"{updates} updates" in told[0] and updates >= 20
+    ours = safetensors.torch.load_file(folder_of(tmp_path, 0) / "run" / "weights.safetensors")
+    assert distance(ours, alone) < 1e-6
+
+
+def test_a_killed_host_ends_the_run_and_resumed_it_comes_to_the_same_bits(start_lab: StartLab, tmp_path: Path) -> None:
+    """The same as forked learners on one host that nobody has disturbed."""
+    lab = start_lab(hosts=2)
+    key = with_key(tmp_path)
+    marker = tmp_path / "reached"
+    model = {"model.name": "train.several_hosts:waits"}
+    words = [*words_for("ring", **model), "--set", f"model.options.marker={marker}"]
+    job = start(lab, tmp_path, words, key)
+    wait_for_file(marker)
+    lab.kill(1)
+    assert job[0].wait(timeout_s=60) != 0
+    assert re.search(r"rank [01]: other learners are gone: .*rank [23] \(host1, 10.0.0.2\)", job[0].output), job[
+        0
+    ].output
+    lab.restore(1)
+    resumed = finish(start(lab, tmp_path, resume_words(), key))
+    assert "resumed from update-00000003" in resumed[0], resumed[0]
+    assert list(folder_of(tmp_path, 1).iterdir()) == []
+
+    (tmp_path / "forked").mkdir()
+    forked = [*words[:2], "--learners", "4", *words[2:]]
+    assert offbeat(tmp_path / "forked", *forked).code == 0
+    assert weights(folder_of(tmp_path, 0)) == weights(tmp_path / "forked")
+
+
+@pytest.mark.skipif(not MATRIX, reason="torchrun takes its time to end: make test-matrix")
+def test_a_signal_on_one_host_saves_and_ends_all(start_lab: StartLab, tmp_path: Path) -> None:
+    """Rank 1 signals its torchrun, which asks the learners of host 0 to end; those of host 1 are not asked."""
+    lab = start_lab(hosts=2)
+    key = with_key(tmp_path)
+    strikes = [f"model.options.marker={tmp_path / 'struck'}", "model.options.signal_to_parent=15"]
+    words = words_for("ring", **{"model.name": "train.programs:strikes", "train.epochs": 4})
+    job = start(lab, tmp_path, [*words, *(word for one in strikes for word in ("--set", one))], key)
+    assert job[0].wait(timeout_s=120) != 0 and job[1].wait(timeout_s=120) == 0  # torchrun's own codes
+    assert "stopped   asked to stop" in job[0].output, job[0].output
+    finish(start(lab, tmp_path, resume_words(), key))
+    (tmp_path / "forked").mkdir()
+    forked = [*words[:2], "--learners", "4", *words[2:], "--set", strikes[0]]
+    assert offbeat(tmp_path / "forked", *forked).code == 0
+    assert weights(folder_of(tmp_path, 0)) == weights(tmp_path / "forked")
+
+
+@pytest.mark.parametrize("there", [None, *(["100"] if MATRIX else [])])
+def test_a_host_without_the_data_is_named_by_all(start_lab: StartLab, there: str | None, tmp_path: Path) -> None:
+    lab = start_lab(hosts=2)
+    (folder_of(tmp_path, 0) / "points.txt").touch()
+    if there is not None:
+        (folder_of(tmp_path, 1) / "points.txt").write_text(there)
+    data = {"data.name": "train.several_hosts:local_points", "model.name": "train.runs:mlp"}
+    words = words_for("ring", **data)
+    told = finish(start(lab, tmp_path, words, OPEN, ranks=1), code=1)
+    missing = "host1: data 'train.several_hosts:local_points' failed when called with no options"
+    other = "rank 1 has 100 training samples on host1, rank 0 has 96 on host0; put the same data on every host"
+    for text in told:
+        assert (missing if there is None else other) in text, text
+
+
+# --- without hosts --------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_across_hosts_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OFFBEAT_KEY", "OFFBEAT_SECRET", "OFFBEAT_NETWORK_TRUST"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(RequestError, match="'k-sync:3' uses a parameter server, which works on one host only"):
+        check_hosts("k-sync:3")
+    with pytest.raises(RequestError, match="there is no key: run 'offbeat keys FILE'"):
+        check_hosts("ring")
+    with pytest.raises(RequestError, match="Gloo, which neither encrypts nor checks who connects"):
+        check_hosts("native")
+    monkeypatch.setenv("OFFBEAT_NETWORK_TRUST", "open")
+    check_hosts("ring")
+    check_hosts("native")
+
+
+def test_hosts_of_one_name_have_numbers() -> None:
+    cards = [{"host": host, "hostname": name} for host, name in (("x", "a"), ("x", "a"), ("y", "b"), ("z", "b"))]
+    assert host_names(cards) == ("a", "a", "b-1", "b-2")
+
+
+def test_what_torchrun_says_is_read_once() -> None:
+    assert torchrun_rank({"RANK": "0", "WORLD_SIZE": "2"}) is None
+    told = {
+        "TORCHELASTIC_RUN_ID": "x",
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_WORLD_SIZE": "2",
+    }
+    found = torchrun_rank(told)
+    assert found is not None and found == (3, 4, 2, 2, 0)
