@@ -5,17 +5,20 @@ OFFBEAT_MATRIX=1 adds strategies. Each start of torchrun takes its time.
 
 from __future__ import annotations
 
+import math
 import os
 import re
+import time
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 
-from lab.fixture import StartLab
+from lab.fixture import StartLab, wait_for
 from offbeat.cli import main
 from offbeat.errors import RequestError
 from offbeat.processes.torchrun_rank import torchrun_rank
+from offbeat.runs.run_folder import RunDir
 from offbeat.train.config_files import override, read_recipe
 from offbeat.train.tasks import task_of
 from offbeat.train.torchrun_learner import check_hosts, host_names
@@ -76,6 +79,30 @@ def test_a_killed_host_ends_the_run_and_resumed_it_comes_to_the_same_bits(start_
     forked = [*words[:2], "--learners", "4", *words[2:]]
     assert offbeat(tmp_path / "forked", *forked).code == 0
     assert weights(folder_of(tmp_path, 0)) == weights(tmp_path / "forked")
+
+
+@pytest.mark.skipif(not MATRIX, reason="torchrun waits half a minute for a host that is lost: make test-matrix")
+@pytest.mark.parametrize("fault", ["kill", "cut"])
+def test_a_lost_host_is_done_without_and_every_sample_of_the_epoch_counts(
+    start_lab: StartLab, fault: str, tmp_path: Path
+) -> None:
+    """In the first epoch, after a checkpoint; within 90 s training goes on, with the two learners that are left."""
+    lab = start_lab(hosts=2)
+    marker = tmp_path / "reached"
+    words = words_for("ring", **{"model.name": "train.several_hosts:waits"})
+    words += ["--set", f"model.options.marker={marker}"]
+    job = start(lab, tmp_path, words, with_key(tmp_path), elastic="1:2")
+    wait_for_file(marker)
+    lost_s = time.monotonic()
+    (lab.kill if fault == "kill" else lab.cut)(1)
+    wait_for(job[0], "resumed from update-00000003", 90)
+    assert time.monotonic() - lost_s < 90
+    finish(job[:1])
+    assert "the run continues with 2 learners instead of 4" in job[0].output, job[0].output
+    metrics = RunDir(folder_of(tmp_path, 0) / "run").read_metrics()
+    assert [one["samples"] for one in metrics] == [1438, 2 * 1438] and metrics[-1]["dropped"] == {}
+    # 3 updates of 4 learners, then those of 2 for the rest of the epoch
+    assert metrics[0]["update"] == 3 + math.ceil((1438 - 3 * 4 * 64) / (2 * 64))
 
 
 @pytest.mark.skipif(not MATRIX, reason="torchrun takes its time to end: make test-matrix")

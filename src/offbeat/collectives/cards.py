@@ -185,14 +185,13 @@ class CardExchange:
         self._own[place] = sign({"read": [_token(card) for card in found]}, place, self._secret)
         self.put_back()
 
-    def settle(self, found: list[dict[str, Any]]) -> None:
+    def settle(self, found: list[dict[str, Any]], within_s: float = REPAIR_S) -> None:
         """Stay until the others have read the same cards, or will never. A card that is another by now is taken."""
         self.mark(found)
         with suppress(DistNetworkError):  # the store is gone: who kept it has read all
-            self._settle(found)
+            self._settle(found, time.monotonic() + within_s)
 
-    def _settle(self, found: list[dict[str, Any]]) -> None:
-        end_s = time.monotonic() + REPAIR_S
+    def _settle(self, found: list[dict[str, Any]], end_s: float) -> None:
         everybody = [peer for peer in range(len(found)) if peer != self._rank]
         left = list(everybody)
         while left and time.monotonic() < end_s:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from torch._C._distributed_c10d import Store
 
 from offbeat.collectives.cards import (
+    REPAIR_S,
     CardError,
     CardExchange,
     CardMissingError,
@@ -78,11 +79,19 @@ def _place(rank: int, kind: str = "card") -> str:
 
 
 def hand_out_card(
-    store: Store, rank: int, names: Sequence[int], card: Mapping[str, Any], timeout_s: float, kind: str = "card"
+    store: Store,
+    rank: int,
+    names: Sequence[int],
+    card: Mapping[str, Any],
+    timeout_s: float,
+    kind: str = "card",
+    settle_s: float = REPAIR_S,
 ) -> list[dict[str, Any]]:
     """Everybody's card, in order of rank. A card with an `error` tells the others why a rank cannot come.
 
-    A group that hands out several has a kind for each.
+    A group that hands out several has a kind for each. `settle_s`: for so long a rank stays until all have read the
+    same cards. Where the store may hold cards of ranks that were there before, and that this rank never met, that is as
+    long as the slowest rank may take to come.
     """
     end = time.monotonic() + timeout_s
     where = {"host": this_host(), "hostname": socket.gethostname(), "pid": os.getpid(), "numbering": _numbering()}
@@ -105,7 +114,7 @@ def hand_out_card(
         if any("error" in one for one in found):  # nobody stays
             exchange.mark(found)
         else:
-            exchange.settle(found)
+            exchange.settle(found, settle_s)
     return found
 
 

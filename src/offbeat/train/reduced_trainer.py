@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import FileStore, Store
 from torch._utils import _flatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -573,7 +573,8 @@ class ReducedTrainer(Trainer):
         return self._order.stretch(self.at.epoch, one.start, one.end - one.start)
 
     def _check_ledger(self) -> None:
-        """At an epoch's end: all learners together have computed every sample once."""
+        """At an epoch's end: all learners together have computed every sample once, or those that were left of it when
+        the run was resumed, by however many learners."""
         self.beat(Phase.WAITING)
         computed = torch.cat([self._samples_of(one) for one in self._computed] or [torch.zeros(0, dtype=torch.int64)])
         mine = torch.tensor([len(computed), int(computed.sum())])
@@ -581,10 +582,11 @@ class ReducedTrainer(Trainer):
             dist.all_reduce(mine)
         count, total = mine.tolist()
         before = {} if self.checkpoint is None else self.checkpoint.state["standing"]
-        resumed_inside = before.get("epoch") == self.at.epoch and before.get("offset", 0) > 0
-        if not resumed_inside and (count != self.samples or total != self.samples * (self.samples - 1) // 2):
+        done = before.get("offset", 0) if before.get("epoch") == self.at.epoch else 0  # before the run was resumed
+        left = self._order.stretch(self.at.epoch, done, self.samples - done)
+        if count != len(left) or total != int(left.sum()):
             raise OffbeatError(
-                f"epoch {self.at.epoch}: {count} of {self.samples} samples, or some are missing or repeated"
+                f"epoch {self.at.epoch}: {count} of {len(left)} samples, or some are missing or repeated"
             )
         self._computed.clear()
 
@@ -721,15 +723,15 @@ class _LastGradient:
             self.last_s = time.monotonic()
 
 
-def join_group(line: str, rank: int, ranks: int, device: torch.device) -> None:
-    """Make the default group of all ranks."""
+def join_group(line: str, rank: int, ranks: int, device: torch.device, store: Store | None = None) -> None:
+    """Make the default group of all ranks, who meet in a store, or in the file of learners that were forked."""
     register()  # for whoever has no entry points: a tree that is on the path and not installed
     if device.type == "cuda":
         torch.cuda.set_device(device)
     options = replace(Options.of_environment(), strategy=line)
     limit = timedelta(minutes=30)
     path = os.environ.get("OFFBEAT_STORE")  # where learners were started from here: no store listens
-    store = None if path is None else FileStore(path, ranks)
+    store = store if path is None else FileStore(path, ranks)
     dist.init_process_group("offbeat", store=store, rank=rank, world_size=ranks, timeout=limit, pg_options=options)
 
 

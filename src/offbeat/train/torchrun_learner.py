@@ -128,7 +128,8 @@ def learn(
     if start.reduces and me.ranks > 1:
         if start.config.sync == NATIVE and start.hosts:
             os.environ.setdefault(_INTERFACE, own_address(int(os.environ["MASTER_PORT"])).interface)
-        join_group(start.config.sync, me.rank, me.ranks, device_of(start.config.device, me.rank))
+        meeting = PrefixStore(f"offbeat/{cards[0]['token']}", torchrun_store())  # another one after each restart
+        join_group(start.config.sync, me.rank, me.ranks, device_of(start.config.device, me.rank), meeting)
         start = replace(start, checkpoint=share(start.checkpoint))
     return _train(me, start, report)
 
@@ -138,7 +139,8 @@ class _Exchange:
 
     def __init__(self, me: TorchrunRank) -> None:
         self._me = me
-        self._store = PrefixStore(f"offbeat/train-{me.restarts}", torchrun_store())
+        # Not by torchrun's count of restarts: that of a host that came later is another.
+        self._store = PrefixStore("offbeat/train", torchrun_store())
 
     def tell(self, kind: str, make: Callable[[], msgspec.Struct | None]) -> list[dict[str, Any]]:
         """The card of every rank, with what each has made. Where one fails in that, all raise, and name it."""
@@ -153,7 +155,7 @@ class _Exchange:
             where = f"{socket.gethostname()}: " if me.nodes > 1 else ""
             card["error"] = where + failure_of(error)["text"].splitlines()[0]
         try:
-            cards = hand_out_card(self._store, me.rank, names, card, LIMIT_S, kind)
+            cards = hand_out_card(self._store, me.rank, names, card, LIMIT_S, kind, LIMIT_S)
         except PeerError:
             if wrong is None:
                 raise
