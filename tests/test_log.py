@@ -121,3 +121,12 @@ def test_the_chrome_form_has_one_named_thread_a_learner_and_microseconds(tmp_pat
     ]
     write_chrome_trace(tmp_path / "t.json", LOG.spans)
     assert json.loads((tmp_path / "t.json").read_text()) == chrome_trace(LOG.spans)
+
+
+def test_a_trace_of_several_hosts_has_a_process_for_each(tmp_path: Path) -> None:
+    spans = [Span(learner, "compute", 0.0, 1.0, 0) for learner in range(3)]
+    write_chrome_trace(tmp_path / "trace.json", spans, name="run", hosts=("a", "a", "b"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {one["pid"]: one["args"]["name"] for one in events if one["name"] == "process_name"}
+    assert names == {0: "run, a", 1: "run, b"}
+    assert [one["pid"] for one in events if one["ph"] == "X"] == [0, 0, 1]

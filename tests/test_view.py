@@ -12,7 +12,7 @@ from rich.console import Console
 
 from draw_view import draw, state_after, story
 from offbeat.commands.progress import Progress
-from offbeat.commands.view import View, heading_lines, live_lines, sparkline, to_text, view_for
+from offbeat.commands.view import View, heading_lines, live_lines, sparkline, summary, to_text, view_for
 
 BEGIN: dict[str, Any] = {
     "kind": "begin",
@@ -495,3 +495,17 @@ def test_who_leaves_a_view_sees_no_summary() -> None:
     told.view.close(leaving=True)
     told.view.close()
     assert told.lines() == before
+
+
+def test_rows_are_by_host_with_the_links_between_them_and_the_slow_one() -> None:
+    links = [{"source": "a", "target": "b", "bytes": 3_000_000, "share": 0.75}]
+    slow = ["b receives at 7 MB/s, the others at 36 MB/s"]
+    begin = {**BEGIN, "learners": 3, "hosts": ["a", "b", "a"]}
+    state = state_of(begin, *(progress(learner, 10) for learner in range(3)))
+    state.hear({**EVALUATED, "links": links, "slow_links": slow})
+    drawn = [to_text(line).plain for line in live_lines(state, 100, 40)]
+    at = next(number for number, line in enumerate(drawn) if line.split()[:2] == ["host", "learner"])
+    assert [line.split()[:2] for line in drawn[at + 1 : at + 4]] == [["a", "0"], ["a", "2"], ["b", "1"]]
+    assert "a to b 3 MB (75 %)" in drawn and slow[0] in drawn
+    state.hear(END)
+    assert ("links", f"a to b 3 MB (75 %), {slow[0]}") in summary(state)

@@ -38,8 +38,10 @@ def start(
     ranks: int = 2,
     elastic: str = "",
     hosts: Sequence[int] | None = None,
+    before: Mapping[int, Sequence[str]] | None = None,
 ) -> list[HostProcess]:
-    """torchrun on each host, with so many ranks. `elastic` is what --nnodes says, where hosts may come and go."""
+    """torchrun on each host, with so many ranks. `elastic` is what --nnodes says, where hosts may come and go; `before`
+    are words in front of the command of a host."""
     here = range(lab.network.hosts) if hosts is None else hosts
     if elastic:
         where = ["--nnodes", elastic, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{{host0}}:{PORT}"]
@@ -48,10 +50,14 @@ def start(
         where = ["--nnodes", str(len(here)), "--node-rank", "{host}", "--master-addr", "{host0}", "--master-port", PORT]
     launch = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", *where]
     command = [*launch, "--nproc-per-node", str(ranks), "-m", "offbeat", *words]
-    own = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS), **environment}
+    given = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS), **environment}
+    own = {name: value for name, value in given.items() if value}
     return [
         lab.start(
-            host, command, environment={k: v for k, v in own.items() if v}, directory=str(folder_of(folder, host))
+            host,
+            [*(before or {}).get(host, ()), *command],
+            environment=own,
+            directory=str(folder_of(folder, host)),
         )
         for host in here
     ]

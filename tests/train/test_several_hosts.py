@@ -5,10 +5,12 @@ OFFBEAT_MATRIX=1 adds strategies. Each start of torchrun takes its time.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
 import time
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,11 @@ from lab.fixture import StartLab, wait_for
 from offbeat.cli import main
 from offbeat.errors import RequestError
 from offbeat.processes.torchrun_rank import torchrun_rank
+from offbeat.report.build import build
+from offbeat.report.page_model import TimelineChart
+from offbeat.runs.log import read_log
 from offbeat.runs.run_folder import RunDir
+from offbeat.runs.run_record import read_run
 from offbeat.train.config_files import override, read_recipe
 from offbeat.train.tasks import task_of
 from offbeat.train.torchrun_learner import check_hosts, host_names
@@ -27,6 +33,7 @@ from train.programs import left_files, offbeat, resume_words, weights
 from train.several_hosts import finish, folder_of, start, wait_for_file, words_for
 
 OPEN = {"OFFBEAT_NETWORK_TRUST": "open"}
+AHEAD_S = 1000  # of which the clock of host 1 is
 MATRIX = bool(os.environ.get("OFFBEAT_MATRIX"))
 
 
@@ -37,14 +44,15 @@ def with_key(folder: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("sync", ["hierarchical", *(["ring", "halving-doubling", "native"] if MATRIX else [])])
 def test_two_hosts_train_as_one_process_on_the_union_batch(start_lab: StartLab, sync: str, tmp_path: Path) -> None:
-    """Everything is written once, on the first host; there is a key, but for Gloo."""
+    """Everything is written once, on the first host, and on its clock: that of host 1 is ahead. There is a key, but for
+    Gloo."""
     lab = start_lab(hosts=2)
     given = OPEN if sync == "native" else with_key(tmp_path)
     options = {"train.epochs": 4, "train.scaling": "none", "train.lr": 0.1, "save.every-updates": 0}
     words = words_for(sync, **options, **{"model.name": "softmax"})
-    told = finish(start(lab, tmp_path, words, given))
+    told = finish(start(lab, tmp_path, words, given, before={1: ["unshare", "--time", "--monotonic", str(AHEAD_S)]}))
     assert "Traceback" not in told[0] + told[1]
-    assert len(re.findall(r"^accuracy ", told[0], re.MULTILINE)) == 1 and told[1] == ""
+    assert len(re.findall(r"^accuracy ", told[0], re.MULTILINE)) == 1 and "accuracy" not in told[1]
     assert list(folder_of(tmp_path, 1).iterdir()) == []
     assert left_files(folder_of(tmp_path, 0)) == []
 
@@ -54,6 +62,34 @@ def test_two_hosts_train_as_one_process_on_the_union_batch(start_lab: StartLab, 
     assert f"{updates} updates" in told[0] and updates >= 20
     ours = safetensors.torch.load_file(folder_of(tmp_path, 0) / "run" / "weights.safetensors")
     assert distance(ours, alone) < 1e-6
+    check_hosts_are_told(folder_of(tmp_path, 0) / "run", counted=sync != "native")
+
+
+def check_hosts_are_told(run: Path, *, counted: bool) -> None:
+    """In the log, the metrics, the trace and the report."""
+    log = read_log(RunDir(run).log(1))
+    assert log.run["hosts"] == ["host0", "host0", "host1", "host1"]
+    clock = log.run["clocks"]["host1"]
+    assert 0 < clock["uncertainty_s"] < 5 and abs(clock["offset_s"] - AHEAD_S) <= clock["uncertainty_s"]
+    ends: defaultdict[int, list[float]] = defaultdict(list)  # an all-reduce ends on all at about the same time
+    for span in log.spans:
+        if span.what == "wait":
+            ends[span.version].append(span.end_s)
+    assert len(ends) >= 20 and all(len(some) == 4 and max(some) - min(some) < 5 for some in ends.values())
+    last = RunDir(run).read_metrics()[-1]
+    assert [(host["name"], host["learners"]) for host in last["hosts"]] == [("host0", 2), ("host1", 2)]
+    if counted:
+        assert {(link["source"], link["target"]) for link in last["links"]} == {("host0", "host1"), ("host1", "host0")}
+        assert all(link["bytes"] > 0 for link in last["links"]) and sum(link["share"] for link in last["links"]) == 1
+    trace = json.loads(RunDir(run).trace.read_text())["traceEvents"]
+    assert [one["args"]["name"] for one in trace if one["name"] == "process_name"] == [
+        "digits-softmax, host0",
+        "digits-softmax, host1",
+    ]
+    record = read_run(run)
+    rows = [item for section in build([record]).sections for item in section.items if isinstance(item, TimelineChart)]
+    assert rows[0].learners == ("host0: learner 0", "host0: learner 1", "host1: learner 2", "host1: learner 3")
+    assert "times of other hosts are right to" in rows[0].note
 
 
 def test_a_killed_host_ends_the_run_and_resumed_it_comes_to_the_same_bits(start_lab: StartLab, tmp_path: Path) -> None:

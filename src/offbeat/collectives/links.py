@@ -33,11 +33,14 @@ class SlowLink:
     to: int | None = None
 
     def __str__(self) -> str:
-        where = "" if self.to is None else f" to host {self.to}"
-        return (
-            f"host {self.host} {self.does}{where} at {format_rate(self.bytes_per_s)},"
-            f" the others at {format_rate(self.usual)}"
-        )
+        return self.told(())
+
+    def told(self, names: Sequence[str]) -> str:
+        """In words, with the names of the hosts, where they have names."""
+        who, to = (None if one is None else names[one] if names else f"host {one}" for one in (self.host, self.to))
+        where = "" if to is None else f" to {to}"
+        rate, usual = format_rate(self.bytes_per_s), format_rate(self.usual)
+        return f"{who} {self.does}{where} at {rate}, the others at {usual}"
 
 
 class HostRates(NamedTuple):

@@ -100,6 +100,7 @@ class Progress:
         self.epoch_samples: int = record.get("samples") or 0
         self.began = now
         self.names: list[str] = record.get("names") or []  # of processes, where a learner has several
+        self.hosts: list[str] = record.get("hosts") or []  # of each learner, where there are several
         many = len(self.names) or record.get("learners") or 0
         self.rows = {learner: LearnerProgress(learner) for learner in range(many)}
         self.evaluations: list[Record] = []
@@ -167,6 +168,14 @@ class Progress:
 
     def name_of(self, learner: int) -> str:
         return self.names[learner] if learner < len(self.names) else str(learner)
+
+    def host_of(self, learner: int) -> str:
+        return self.hosts[learner] if learner < len(self.hosts) else ""
+
+    def by_host(self, learner: int) -> tuple[int, int]:
+        """A key that puts the learners of a host together."""
+        host = self.host_of(learner)
+        return (self.hosts.index(host) if host else 0, learner)
 
     @property
     def samples(self) -> int:

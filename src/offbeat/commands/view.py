@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from offbeat.commands.base import print_line
 from offbeat.commands.progress import LearnerProgress, Progress, Record
-from offbeat.number_format import format_clock, format_joules, percent, whole_percent
+from offbeat.number_format import format_clock, format_joules, format_size, percent, whole_percent
 from offbeat.runs.metrics import format_accuracy, format_traffic
 from offbeat.runs.run_folder import resume_command
 from offbeat.spec import count_of
@@ -34,6 +34,7 @@ Line = list[Piece]
 PROGRESS_EVERY_S = 10.0  # between two plain lines
 REFRESHES_PER_S = 5
 LEARNERS_SHOWN = 8
+LINKS_SHOWN = 4
 EVALUATIONS_SHOWN = 6  # while it works
 EVALUATIONS_LEFT = 12  # what stays after it
 SHORTEST_BAR, LONGEST_BAR = 8, 40
@@ -76,6 +77,7 @@ def _about(begin: Record) -> list[Piece]:
         (_clean(begin.get("strategy") or ""), "bold cyan"),
         *((count_of(begin[name], name[:-1]), "") for name in ("learners", "servers") if begin.get(name)),
         (f"{len(begin['names'])} processes" if begin.get("names") else "", ""),
+        (count_of(len(set(begin["hosts"])), "host") if begin.get("hosts") else "", ""),
         (" ".join(_clean(begin[name]) for name in ("device", "precision") if begin.get(name)), ""),
         (f"{begin['parameters']:,} parameters" if begin.get("parameters") else "", ""),
         (count_of(begin["epochs"], "epoch") + of if begin.get("epochs") else "", ""),
@@ -128,6 +130,7 @@ def summary(state: Progress) -> list[tuple[str, str]]:
     broken_off = f"in epoch {state.epoch} of {state.epochs}, after {_seconds(state.elapsed_s)}"
     rows = [
         *(_end_facts(state.end, state.best) if state.end is not None else [("stopped", [broken_off])]),
+        ("links", link_words(state)),
         ("energy", _burnt(state.energy)),
         ("saved", _if_known("update {}", str, saved.get("update")) + _if_known("{}", _clean, saved.get("path"))),
         ("run", _if_known("{}", _clean, folder)),
@@ -181,6 +184,16 @@ def _burnt(energy: Record) -> list[str]:
     by = " and ".join(_clean(source["name"]) for source in energy.get("sources") or ())
     missing = [_clean(reason) for reason in energy.get("not_measured") or ()]
     return [f"{format_joules(energy['joules'])} by {by}", *(f"not measured: {reason}" for reason in missing)]
+
+
+def link_words(state: Progress) -> list[str]:
+    """Between hosts: the bytes that went over each, and its share of all; then those that are slow."""
+    links = [
+        f"{_clean(link['source'])} to {_clean(link['target'])} {format_size(link['bytes'])} "
+        f"({whole_percent(link['share'])})"
+        for link in state.last("links") or ()
+    ]
+    return [*links, *map(_clean, state.last("slow_links") or ())]
 
 
 def fact_lines(facts: Sequence[tuple[str, str]]) -> list[Line]:
@@ -317,11 +330,16 @@ def _work_bar(row: LearnerProgress) -> Callable[[int], Line]:
 
 
 def _learners(state: Progress, width: int, most: int) -> list[Line]:
-    rows = sorted(state.rows.values(), key=lambda row: row.learner)
+    order = list(dict.fromkeys(state.hosts))
+    rows = sorted(
+        state.rows.values(),
+        key=lambda row: (order.index(host) if (host := state.host_of(row.learner)) else 0, row.learner),
+    )
     shown, now, whole = rows[:most], state.clock(), state.samples
     shares = [row.samples / whole if whole and len(rows) > 1 else None for row in shown]
     lines = _table(
         [
+            _Column(title="host", cells=[(_clean(state.host_of(row.learner)), "") for row in shown]),
             _Column(title="learner", cells=[(_clean(state.name_of(row.learner)), "bold") for row in shown]),
             _Column(title=f"{_BUSY * 2} busy {_IDLE * 2} waiting", bars=[_work_bar(row) for row in shown], rank=2),
             _Column(title="waiting", cells=[_cell(whole_percent, row.wait_share()) for row in shown], rank=3),
@@ -373,7 +391,10 @@ def live_lines(state: Progress, width: int, height: int) -> list[Line]:
         return [[(f"starting {format_clock(state.elapsed_s)}", "dim")]]
     top = [*_bar_lines(state, width), [], *_numbers(state, width)]
     learners, evaluations = min(LEARNERS_SHOWN, len(state.rows)), min(EVALUATIONS_SHOWN, len(state.evaluations))
-    over = len(top) + 6 + learners + evaluations - height  # titles, blank lines, "and 4 more", and one below
+    beside = min(LINKS_SHOWN, len(link_words(state)))
+    over = (
+        len(top) + 6 + learners + evaluations + beside + bool(beside) - height
+    )  # titles, blank lines, "and 4 more", and one below
     while over > 0 and (evaluations > 1 or learners > 1):
         if evaluations > 2 or learners == 1:
             evaluations -= 1
@@ -381,7 +402,8 @@ def live_lines(state: Progress, width: int, height: int) -> list[Line]:
             learners -= 1
         over -= 1
     lines = list(top)
-    for block in (_learners(state, width, learners), evaluation_table(state, width, evaluations)):
+    links: list[Line] = [[(words, "dim")] for words in link_words(state)[:LINKS_SHOWN]]
+    for block in (_learners(state, width, learners), links, evaluation_table(state, width, evaluations)):
         lines += [[], *block] if block else []
     return lines
 

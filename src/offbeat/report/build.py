@@ -59,6 +59,7 @@ def build(
         benchmarks.device(results),
         benchmarks.scaling(results),
         _communication(known, results),
+        run_sections.hosts(known),
         _machines(runs, known, groups, results),
         _energy(known, targets, price, results),
         benchmarks.predictions(results),

@@ -66,12 +66,22 @@ class Facts:
     wait_share: float | None = None  # of the learners' time, as the run itself has counted it
     received_bytes: int | None = None
     names: tuple[str, ...] = ()  # of processes, where a learner has one for each stage of a pipeline
+    hosts: tuple[str, ...] = ()  # of each learner, where there are several
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()  # what to keep in mind; nothing is wrong with the files
 
     def name_of(self, learner: int) -> str:
         """Of a row of the log."""
-        return self.names[learner] if learner < len(self.names) else f"learner {learner}"
+        name = self.names[learner] if learner < len(self.names) else f"learner {learner}"
+        return f"{host}: {name}" if (host := self.host_of(learner)) else name
+
+    def host_of(self, learner: int) -> str:
+        return self.hosts[learner] if learner < len(self.hosts) else ""
+
+    def by_host(self, learner: int) -> tuple[int, int]:
+        """A key that puts the learners of a host together."""
+        host = self.host_of(learner)
+        return (self.hosts.index(host) if host else 0, learner)
 
     @property
     def throughput(self) -> float | None:
@@ -254,7 +264,7 @@ def facts_of(run: RunRecord) -> Facts:
             "gradients and the times of the learners include both attempts"
         )
     staleness, applied = gradients.staleness, gradients.applied
-    names = _names(run)
+    names, hosts = _names(run, "names"), _names(run, "hosts")
     if family == ALL_REDUCE and not gradients.applied:
         done = [span for segment in run.segments for span in segment.spans if span.what == "compute"]
         applied = sum(not span.cancelled for span in done)
@@ -291,6 +301,7 @@ def facts_of(run: RunRecord) -> Facts:
         received_bytes=None if last is None else last.received_bytes,
         wait_share=None if last is None else last.wait_share,
         names=names,
+        hosts=hosts,
         problems=tuple(gradients.problems),
         notes=tuple(notes),
     )
@@ -337,9 +348,9 @@ def _said(run: RunRecord, key: str) -> int | None:
     return next((one for one in found if one), None)
 
 
-def _names(run: RunRecord) -> tuple[str, ...]:
+def _names(run: RunRecord, key: str) -> tuple[str, ...]:
     """As the last part of the run has them."""
-    told = run.segments[-1].run.get("names") if run.segments else None
+    told = run.segments[-1].run.get(key) if run.segments else None
     return tuple(untrusted.text(one) for one in told) if isinstance(told, list) else ()
 
 

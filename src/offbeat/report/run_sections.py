@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from offbeat.charts import BarChart, Bars, LineChart, Series, ShareChart
-from offbeat.number_format import Cell, percent
+from offbeat.number_format import Cell, format_seconds, percent
 from offbeat.policies import Staleness
 from offbeat.report import benchmarks
 from offbeat.report.facts import Facts, staleness_theory, straggler
@@ -76,12 +76,12 @@ def _allowed(wanted: Sequence[int], limit: int) -> list[int]:
 
 
 def _timeline(key: str, one: Facts, spans: Sequence[Span], most: int) -> TimelineChart:
-    everybody = sorted({span.learner for span in spans})
+    everybody = sorted({span.learner for span in spans}, key=one.by_host)
     numbers, left_out = everybody[:MOST_LEARNERS], len(everybody[MOST_LEARNERS:])
-    if left_out:
-        spans = [span for span in spans if span.learner <= numbers[-1]]
-        most = min(most, len(spans))
     place = {learner: at for at, learner in enumerate(numbers)}
+    if left_out:
+        spans = [span for span in spans if span.learner in place]
+        most = min(most, len(spans))
     labels = sorted({span.label for span in spans[:most] if span.label})
     whats = (*WHAT, *(f"compute {label}" for label in labels[:MOST_LABELS]))
     kinds = {what: at for at, what in enumerate(whats)}
@@ -98,6 +98,12 @@ def _timeline(key: str, one: Facts, spans: Sequence[Span], most: int) -> Timelin
         ends[row] = end
         bars.append((row, kinds.get(f"{what} {label}", kinds[what]), start, end, version, cancelled))
     notes = ["Time starts when the first learner starts."]
+    clocks = [host for host in one.last.hosts if host.clock_uncertainty_s]
+    if clocks:
+        worst = max(host.clock_uncertainty_s or 0.0 for host in clocks)
+        notes.append(
+            f"The clocks of the hosts were compared; times of other hosts are right to {format_seconds(worst)}."
+        )
     if left_out:
         notes.append(f"Only the first {len(numbers)} of {len(everybody):,} learners are shown.")
     if most < len(spans):
@@ -117,6 +123,7 @@ def _timeline(key: str, one: Facts, spans: Sequence[Span], most: int) -> Timelin
 def _title(one: Facts) -> str:
     learners = [count_of(one.learners, "learner")] if one.learners else []
     learners = [f"{len(one.names)} processes"] if one.names else learners
+    learners += [count_of(len(set(one.hosts)), "host")] if one.hosts else []
     strategy = one.strategy if one.strategy != one.label else ""
     return ", ".join(filter(None, [one.label, strategy, *learners, "simulated" if one.simulated else ""]))
 
@@ -352,13 +359,15 @@ def shares(known: Sequence[Facts]) -> PageSection:
     items: list[Item] = []
     rows: list[tuple[Cell, ...]] = []
     said = []
+    several = any(one.hosts for one in known)
     for at, one in enumerate(known, start=1):
         slow = straggler(one)
         if slow is not None:
             times = f"{'at least ' if slow.at_least else ''}{slow.factor:.1f}x slower than the others"
             said.append(f"{one.label}: learner {slow.learner} is a straggler, {times}.")
-        shares = [learner.shares() for learner in one.by_learner]
-        drawn = [(one.name_of(learner.learner), share) for learner, share in zip(one.by_learner, shares, strict=True)
+        learners = sorted(one.by_learner, key=lambda learner: one.by_host(learner.learner))
+        shares = [learner.shares() for learner in learners]
+        drawn = [(one.name_of(learner.learner), share) for learner, share in zip(learners, shares, strict=True)
                  if share is not None]  # fmt: skip
         if drawn:
             there = [part for part in range(len(SHARES)) if drawn[0][1][part] is not None]
@@ -371,15 +380,18 @@ def shares(known: Sequence[Facts]) -> PageSection:
                     values=tuple(tuple(share[part] or 0.0 for part in there) for _, share in drawn),
                 )
             )
-        for learner, share in zip(one.by_learner, shares, strict=True):
+        for learner, share in zip(learners, shares, strict=True):
             factor = slow.factor if slow is not None and slow.learner == learner.learner else None
+            where = (one.host_of(learner.learner),) if several else ()
             rows.append(
-                (one.label, learner.learner, learner.compute_s, learner.thrown_away_s, learner.send_s, learner.wait_s,
-                 learner.apply_s, learner.evaluate_s, *(share or (None,) * len(SHARES)), learner.minibatches,
-                 learner.cancelled, learner.compute_mean_s, learner.compute_median_s, learner.typical_s, factor)
+                (one.label, *where, learner.learner, learner.compute_s, learner.thrown_away_s, learner.send_s,
+                 learner.wait_s, learner.apply_s, learner.evaluate_s, *(share or (None,) * len(SHARES)),
+                 learner.minibatches, learner.cancelled, learner.compute_mean_s, learner.compute_median_s,
+                 learner.typical_s, factor)
             )  # fmt: skip
     columns = (
         Column("run"),
+        *([Column("host")] if several else []),
         Column("learner", "number"),
         Column("computing (s)", "seconds", DEFINITIONS["computing"].formula),
         Column("thrown away (s)", "seconds", DEFINITIONS["thrown away"].formula),
@@ -400,3 +412,62 @@ def shares(known: Sequence[Facts]) -> PageSection:
     if any(one.inside_waiting for one in known):
         text += f" {INSIDE_WAITING}"
     return PageSection(key="time", title="Where the time went", items=tuple(items), about=text, paragraphs=tuple(said))
+
+
+# --- hosts and links ----------------------------------------------------------------------------------------------
+
+
+def hosts(known: Sequence[Facts]) -> PageSection:
+    """Of runs on several hosts."""
+    rows: list[tuple[Cell, ...]] = []
+    links: list[tuple[Cell, ...]] = []
+    said = []
+    for one in known:
+        for host in one.last.hosts:
+            mine = [learner for learner in one.by_learner if one.host_of(learner.learner) == host.name]
+            whole = sum(learner.accounted_s for learner in mine)
+            waits = sum(learner.wait_s for learner in mine) / whole if whole else None
+            moved = (host.sent_bytes, host.received_bytes, host.sends_per_s, host.receives_per_s)
+            clock = (host.clock_offset_s, host.clock_uncertainty_s)
+            rows.append((one.label, host.name, host.learners, waits, *map(_megabytes, moved), *clock))
+        links += [
+            (one.label, link.source, link.target, _megabytes(link.size_bytes), link.share) for link in one.last.links
+        ]
+        said += [f"{one.label}: {slow}." for slow in one.last.slow_links]
+    host_table = Table(
+        key="hosts",
+        title="Every host",
+        columns=(
+            Column("run"),
+            Column("host"),
+            Column("learners", "number"),
+            Column("waiting", "percent", "share of the time of the learners of the host"),
+            Column("sent (MB)", "number", "to other hosts, since the run was started or resumed"),
+            Column("received (MB)", "number", "from other hosts, since the run was started or resumed"),
+            Column("sends (MB/s)", "number", "while it sends, as the kernel measured it"),
+            Column("receives (MB/s)", "number", "while it receives, as the kernel measured it"),
+            Column("clock ahead (s)", "seconds", "of that of the first host, at the last evaluation"),
+            Column("clock uncertain by (s)", "seconds", "half of the shortest round trip"),
+        ),
+        rows=tuple(rows),
+    )
+    link_table = Table(
+        key="links",
+        title="Every link between hosts",
+        columns=(
+            Column("run"),
+            Column("from"),
+            Column("to"),
+            Column("sent (MB)", "number", "by collectives, since the run was started or resumed"),
+            Column("share", "percent", "of all bytes between hosts"),
+        ),
+        rows=tuple(links),
+    )
+    text = "What each host did, and what went over the network between them."
+    return PageSection(
+        key="hosts", title="Hosts and links", items=(host_table, link_table), about=text, paragraphs=tuple(said)
+    )
+
+
+def _megabytes(size_bytes: float | None) -> float | None:
+    return None if size_bytes is None else size_bytes / 1e6

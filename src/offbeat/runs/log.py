@@ -223,12 +223,16 @@ def chrome_trace(spans: Iterable[Span], *, name: str = "offbeat", process: int =
 
 
 def _trace_events(
-    spans: Iterable[Span], name: str, process: int, learners: Sequence[str] = ()
+    spans: Iterable[Span], name: str, first: int, learners: Sequence[str] = (), hosts: Sequence[str] = ()
 ) -> Iterator[dict[str, Any]]:
-    """One by one: a learner is named before its first span."""
-    yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}}
+    """One by one: a learner is named before its first span. A process of the trace is the run, or one of its hosts."""
+    order = list(dict.fromkeys(hosts)) or [""]
+    for at, host in enumerate(order):
+        told = f"{name}, {host}" if host else name
+        yield {"ph": "M", "pid": first + at, "name": "process_name", "args": {"name": told}}
     named: set[int] = set()
     for span in map(check_span, spans):
+        process = first + (order.index(hosts[span.learner]) if span.learner < len(hosts) else 0)
         if span.learner not in named:
             named.add(span.learner)
             for key, value in (
@@ -249,21 +253,22 @@ def _trace_events(
 
 
 def write_chrome_trace(
-    path: Path, spans: Iterable[Span], *, name: str = "offbeat", learners: Sequence[str] = ()
+    path: Path, spans: Iterable[Span], *, name: str = "offbeat", learners: Sequence[str] = (), hosts: Sequence[str] = ()
 ) -> None:
-    """Event by event: however many spans there are, they are not in memory together. `learners` are their names."""
+    """Event by event: however many spans there are, they are not in memory together. `learners` are their names, and
+    `hosts` those of the host of each, where there are several."""
     with path.open("w", encoding="utf-8") as file:
         file.write('{"traceEvents": [')
-        for number, event in enumerate(_trace_events(spans, name, 0, learners)):
+        for number, event in enumerate(_trace_events(spans, name, 0, learners, hosts)):
             file.write((", " if number else "") + json.dumps(event, allow_nan=False))
         file.write('], "displayTimeUnit": "ms"}')
 
 
-def names_in(path: Path) -> Sequence[str]:
-    """The names of the learners in a log that was written here, where they have names."""
+def names_in(path: Path, key: str = "names") -> Sequence[str]:
+    """The names of the learners in a log that was written here, where they have names; or those of their `hosts`."""
     with path.open("rb") as file:
         try:
-            named = json.loads(file.readline()).get("names")
+            named = json.loads(file.readline()).get(key)
         except (ValueError, AttributeError):
             return ()
     return tuple(map(str, named)) if isinstance(named, list) else ()

@@ -25,6 +25,29 @@ from offbeat.runs.run_folder import LogFile, RunDir
 _ENERGY = re.compile(r"energy(?:\.([1-9][0-9]{0,3}))?\.json")
 
 
+class HostRecord(NamedTuple):
+    """A host of a run that has several: bytes that it sent to the others and received from them, how fast it does while
+    it does, and how far its clock is ahead of the first host's."""
+
+    name: str
+    learners: int | None
+    sent_bytes: int | None
+    received_bytes: int | None
+    sends_per_s: float | None
+    receives_per_s: float | None
+    clock_offset_s: float | None
+    clock_uncertainty_s: float | None
+
+
+class LinkRecord(NamedTuple):
+    """Bytes from a host to another, and their share of all that went between hosts."""
+
+    source: str
+    target: str
+    size_bytes: int | None
+    share: float | None
+
+
 class EvaluationRecord(NamedTuple):
     """A line of metrics.jsonl; None where it does not say. `dropped` are samples, up to then."""
 
@@ -41,6 +64,8 @@ class EvaluationRecord(NamedTuple):
     received_bytes: int | None = None
     wait_share: float | None = None  # of the learners' time
     slow_links: tuple[str, ...] = ()  # between hosts, in words
+    hosts: tuple[HostRecord, ...] = ()  # where there are several
+    links: tuple[LinkRecord, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,4 +252,28 @@ def _evaluation(seconds: float, record: Mapping[str, Any]) -> EvaluationRecord:
         received_bytes=untrusted.count(record.get("received_bytes")),
         wait_share=untrusted.share(record.get("wait_share")),
         slow_links=tuple(filter(None, map(untrusted.text, untrusted.items(record.get("slow_links"))))),
+        hosts=tuple(_host(one) for one in untrusted.items(record.get("hosts")) if isinstance(one, dict)),
+        links=tuple(_link(one) for one in untrusted.items(record.get("links")) if isinstance(one, dict)),
+    )
+
+
+def _host(record: Mapping[str, Any]) -> HostRecord:
+    return HostRecord(
+        name=untrusted.text(record.get("name")),
+        learners=untrusted.count(record.get("learners")),
+        sent_bytes=untrusted.count(record.get("sent_bytes")),
+        received_bytes=untrusted.count(record.get("received_bytes")),
+        sends_per_s=untrusted.from_zero(record.get("sends_per_s")),
+        receives_per_s=untrusted.from_zero(record.get("receives_per_s")),
+        clock_offset_s=untrusted.number(record.get("clock_offset_s")),
+        clock_uncertainty_s=untrusted.from_zero(record.get("clock_uncertainty_s")),
+    )
+
+
+def _link(record: Mapping[str, Any]) -> LinkRecord:
+    return LinkRecord(
+        source=untrusted.text(record.get("source")),
+        target=untrusted.text(record.get("target")),
+        size_bytes=untrusted.count(record.get("bytes")),
+        share=untrusted.share(record.get("share")),
     )

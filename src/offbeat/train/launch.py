@@ -642,7 +642,7 @@ def fit_learner(
     if torchrun_rank() is None:
         report({"kind": "heeding", "learner": number, "process": os.getpid()})
     kind: type[Trainer] = ReducedTrainer if start.reduces else ServedTrainer
-    more: dict[str, Any] = {"hosts": start.hosts} if start.reduces else {}
+    more: dict[str, Any] = {}
     if start.plan is not None:
         kind, more = PipelinedTrainer, {"plan": start.plan}
     device, train = device_of(start.config.device, number), start.config.train
@@ -657,6 +657,7 @@ def fit_learner(
             checkpoint=start.checkpoint,
             segment=start.segment,
             unused=start.unused,
+            hosts=start.hosts,
             **more,
         )
     trainer.beat = beat

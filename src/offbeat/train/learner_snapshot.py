@@ -36,6 +36,7 @@ class LearnerSnapshot:
     scaler: dict[str, float] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     optimizer: dict[str, Tensor] = field(default_factory=dict)
+    sent_to: tuple[int, ...] = ()  # bytes to each learner, in this part of the run
     used_bytes: int = 0  # of memory, at most; 0: not asked for
     spans: Tensor = field(default_factory=lambda: torch.zeros(0, 4, dtype=torch.float64))  # what, start, end, version
 
@@ -46,6 +47,8 @@ class LearnerSnapshot:
         }
         if self.traffic is not None:
             tensors["traffic"] = torch.tensor(self.traffic, dtype=torch.int64)
+        if self.sent_to:
+            tensors["sent_to"] = torch.tensor(self.sent_to, dtype=torch.int64)
         if self.used_bytes:
             tensors["memory"] = torch.tensor([self.used_bytes])
         for name, number in self.scaler.items():
@@ -76,6 +79,7 @@ def snapshot_of(tensors: Mapping[str, Tensor]) -> LearnerSnapshot:
         scaler={name: float(number) for name, number in under("scaler.").items()},
         buffers=under("buffer."),
         optimizer=under("optimizer."),
+        sent_to=tuple(tensors["sent_to"].tolist()) if "sent_to" in tensors else (),
         used_bytes=int(tensors["memory"]) if "memory" in tensors else 0,
         spans=tensors["spans"],
     )

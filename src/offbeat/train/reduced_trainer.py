@@ -52,13 +52,14 @@ from offbeat.train.config import shares_of
 from offbeat.train.device_clock import DeviceClock, Mark
 from offbeat.train.device_input import AHEAD, input_of
 from offbeat.train.device_step import DeviceStep, Loss, clone_of, compiled_loss, leaves_of, repeated
-from offbeat.train.learner_snapshot import Traffic, decode, load_optimizer, optimizer_tensors
+from offbeat.train.host_facts import HostClocks, network_facts
+from offbeat.train.learner_snapshot import LearnerSnapshot, Traffic, decode, load_optimizer, optimizer_tensors
 from offbeat.train.learning_rate import step_of
 from offbeat.train.norms import synchronise
 from offbeat.train.out_of_memory import is_out_of_memory, release
 from offbeat.train.sample_plan import Pass, Update, speeds_to_shares, updates
 from offbeat.train.tasks import collate_of
-from offbeat.train.trainer import Trainer, settle_cudnn
+from offbeat.train.trainer import PROGRESS_S, Standing, Trainer, settle_cudnn
 from offbeat_autoload import register
 
 WORTH_TELLING = 0.1  # of a device's time: more waiting for samples than that is told
@@ -75,10 +76,9 @@ _KINDS = ("compute", "wait", "apply", "evaluate")
 class ReducedTrainer(Trainer):
     """See the module's text."""
 
-    def __init__(self, *given: Any, hosts: tuple[str, ...] = (), **named: Any) -> None:
+    def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         config = self.config
-        self.hosts = hosts  # of each learner, where there are several
         self._together = self.processes > 1
         if self._together and not dist.is_initialized():
             join_group(config.sync, self.number, self.processes, self.device)
@@ -129,11 +129,13 @@ class ReducedTrainer(Trainer):
         self._since_s = 0.0  # the end of the last pause
         self._spans: list[tuple[float, float, float, float]] = []
         self._log: LogWriter | None = None
+        self._clocks = HostClocks(self.hosts, self.number)
         self._start_s = self._common_start()
         self._computed: list[Pass] = []  # in this epoch
+        self._told_others_s = 0.0
         self._measured: list[tuple[float, int]] = []  # seconds and samples, since the last look at speeds
         self._looks = 0
-        self._stop_vote = _StopVote()
+        self._standings = _Standings(self.number, self.processes)
 
     def traffic(self) -> Traffic | None:
         if not self._together:
@@ -145,7 +147,18 @@ class ReducedTrainer(Trainer):
 
     def slow_links(self) -> list[str]:
         alone = not self._together or self.config.sync == NATIVE
-        return [] if alone else [str(link) for link in stats().slow_links]
+        names = list(dict.fromkeys(self.hosts))
+        return [] if alone else [link.told(names) for link in stats().slow_links]
+
+    def sent_to(self) -> tuple[int, ...]:
+        return stats().sent if self.hosts and self.config.sync != NATIVE else ()
+
+    def network_facts(self, parts: Mapping[int, LearnerSnapshot]) -> dict[str, Any]:
+        if not self.hosts:
+            return {}
+        sent_to = {learner: part.sent_to for learner, part in parts.items()}
+        counted = None if self.config.sync == NATIVE else stats()
+        return network_facts(self.hosts, sent_to, counted, self._clocks)
 
     def _host_numbers(self) -> list[int]:
         """Of each process."""
@@ -173,6 +186,7 @@ class ReducedTrainer(Trainer):
                     "expect": self.processes,
                     "learners": self.processes,
                     **({"names": list(self.names)} if self.names else {}),
+                    **({"hosts": list(self.hosts), "clocks": self._clocks.as_json()} if self.hosts else {}),
                     "simulated": False,
                     "seed": config.seed,
                     "name": config.name,
@@ -186,7 +200,7 @@ class ReducedTrainer(Trainer):
                     break
             if self._together:
                 self.beat(Phase.WAITING)
-                self._stop_vote.end()
+                self._standings.end()
                 dist.barrier()
         finally:
             if self._log is not None:
@@ -219,13 +233,26 @@ class ReducedTrainer(Trainer):
     def _is_to_stop(self) -> bool:
         """Whether all stop before this update. Nobody can be further: an update needs everybody."""
         if self.hosts:
-            return self._stop_vote.next(self.stop_wanted)
+            loss = self._losses[-1][0] if self._losses and self.device.type == "cpu" else math.nan  # no GPU waits
+            mine = Standing(self.seen, self.compute_s, self.wait_s, float(loss))
+            stops, standings = self._standings.next(self.stop_wanted, mine)
+            self._tell_others(standings)
+            return stops
         if self.stop_wanted:
             self.run.ask_to_stop(self.at.update)
         elif not self._together:
             return False
         last = self.run.stops_after()
         return last is not None and self.at.update > last
+
+    def _tell_others(self, standings: list[Standing]) -> None:
+        """By the first learner, which alone is heard: how far those are that compute on other hosts or beside it."""
+        now_s = time.monotonic()
+        if self.number or not standings[0].samples or now_s - self._told_others_s < PROGRESS_S:
+            return
+        self._told_others_s = now_s
+        for learner, one in list(enumerate(standings))[1:]:
+            self.tell_standing(learner, max(0, self.at.update - 2), one)  # told one update ago, of the one before
 
     def _stretch(self) -> Iterator[tuple[Update, list[tuple[Pass, Any]]]]:
         """The updates that are left of this epoch, each with its batches."""
@@ -606,6 +633,7 @@ class ReducedTrainer(Trainer):
         self._spans = []
         parts = gather_bytes(part.encode()) if self._together else [part.encode()]
         self.gather_model()
+        self._clocks.measure()
         stop = torch.zeros(1, dtype=torch.int64)
         if self._log is not None:  # this is the first learner
             self._write_spans(self._log, parts)
@@ -622,7 +650,7 @@ class ReducedTrainer(Trainer):
         try:
             for learner, data in enumerate(parts):
                 for kind, start_s, end_s, version in decode(data).spans.tolist():
-                    start, end = start_s - self._start_s, end_s - self._start_s
+                    start, end = (self._clocks.here(learner, at_s) - self._start_s for at_s in (start_s, end_s))
                     what, label = self.kind_of(int(kind))
                     log.span(Span(learner, what, max(0.0, start), max(0.0, end), int(version), label=label))
             log.flush()
@@ -653,11 +681,14 @@ class ReducedTrainer(Trainer):
         return {"optimizer": optimizer_tensors(self.optimizer)}
 
     def _common_start(self) -> float:
-        """The moment from which spans are counted, the same for all: on one host the clock is."""
-        start = torch.tensor([time.monotonic()], dtype=torch.float64)
+        """The moment from which spans are counted, on the first learner's clock: when the first of all came here."""
+        came = [torch.zeros(1, dtype=torch.float64) for _ in range(self.processes)]
+        came[self.number].fill_(time.monotonic())
         if self._together:
-            dist.all_reduce(start, op=dist.ReduceOp.MIN)
-        return float(start)
+            dist.all_gather(came, came[self.number].clone())
+        if self.number and self.hosts:
+            return 0.0  # it writes no spans
+        return min(self._clocks.here(learner, float(at_s)) for learner, at_s in enumerate(came))
 
 
 def _allocator_retries(device: torch.device) -> int:
@@ -665,22 +696,26 @@ def _allocator_retries(device: torch.device) -> int:
     return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0)) if device.type == "cuda" else 0
 
 
-class _StopVote:
-    """Whether somebody wants to stop, where learners have no folder in common: asked at the start of an update, and
-    answered, the same for all, at the start of the next. Nobody waits for it: it is reduced meanwhile.
+class _Standings:
+    """What learners of several hosts, who have no folder in common, tell each other: whether one wants to stop, and how
+    far each is. It is told at the start of an update and known, the same to all, at the start of the next. Nobody
+    waits for it: it is added up while gradients are computed.
     """
 
-    def __init__(self) -> None:
-        self._votes = torch.zeros(1)
+    def __init__(self, learner: int, learners: int) -> None:
+        self._mine, self._learners = learner, learners
+        self._told = torch.zeros(1 + learners * len(Standing._fields), dtype=torch.float64)
         self._under_way: dist.Work | None = None
 
-    def next(self, wanted: bool) -> bool:
-        """The answer to the vote before this one, which begins now."""
+    def next(self, wants_to_stop: bool, standing: Standing) -> tuple[bool, list[Standing]]:
+        """What all have told at the last update: whether somebody wants to stop, and the standing of each."""
         self.end()
-        stops = bool(self._votes)
-        self._votes = torch.tensor([float(wanted)])
-        self._under_way = dist.all_reduce(self._votes, async_op=True)
-        return stops
+        stops, known = bool(self._told[0]), self._told[1:].reshape(self._learners, -1)
+        self._told = torch.zeros_like(self._told)
+        self._told[0] = float(wants_to_stop)
+        self._told[1:].reshape(self._learners, -1)[self._mine] = torch.tensor(standing, dtype=torch.float64)
+        self._under_way = dist.all_reduce(self._told, async_op=True)
+        return stops, [Standing(*row) for row in known.tolist()]
 
     def end(self) -> None:
         if self._under_way is not None:

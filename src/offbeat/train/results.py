@@ -87,7 +87,8 @@ def conclude(config: Config, run: RunDir, end: Mapping[str, Any]) -> None:
     if logs and logs[-1].finished:
         try:
             path = logs[-1].path
-            write_chrome_trace(run.trace, stream_spans(path), name=config.name, learners=names_in(path))
+            learners, hosts = names_in(path), names_in(path, "hosts")
+            write_chrome_trace(run.trace, stream_spans(path), name=config.name, learners=learners, hosts=hosts)
         except LogError as error:
             wrong = error
         except OSError as error:

@@ -76,6 +76,15 @@ class TrainingState:
             self.held = 0
 
 
+class Standing(NamedTuple):
+    """How far a learner is."""
+
+    samples: float = 0.0  # that it has computed
+    compute_s: float = 0.0
+    wait_s: float = 0.0
+    loss: float = 0.0
+
+
 def device_of(name: str, learner: int) -> torch.device:
     """The device of a learner: GPUs are handed out in turn."""
     if name == "auto":
@@ -137,6 +146,7 @@ class Trainer:
         checkpoint: Checkpoint | None = None,
         segment: int = 1,
         unused: bool = False,
+        hosts: tuple[str, ...] = (),
     ) -> None:
         train = config.train
         torch.set_num_threads(train.threads)
@@ -146,6 +156,7 @@ class Trainer:
         self.layout = config.layout
         self.processes = learners * self.layout.stages  # this is `number` of them
         self.names: tuple[str, ...] = ()  # of the processes, where they are stages
+        self.hosts = hosts  # of each learner, where there are several
         self.replica, self.rank = divmod(number, self.layout.stages)  # which this is part of, and its rank in there
         self.unused = unused  # some parameters get no gradient
         self.device = device_of(config.device, number)
@@ -303,18 +314,23 @@ class Trainer:
         now = time.monotonic()
         if now - self._told_s >= PROGRESS_S:
             self._told_s = now
-            self.report(
-                {
-                    "kind": "progress",
-                    "learner": self.number,
-                    "epoch": self.at.epoch,
-                    "samples": self.seen,
-                    "loss": finite_or_none(float(loss)),
-                    "compute_s": self.compute_s,
-                    "wait_s": self.wait_s,
-                    "version": update,
-                }
-            )
+            standing = Standing(self.seen, self.compute_s, self.wait_s, float(loss))
+            self.tell_standing(self.number, update, standing)
+
+    def tell_standing(self, learner: int, update: int, standing: Standing) -> None:
+        """How far a learner is."""
+        self.report(
+            {
+                "kind": "progress",
+                "learner": learner,
+                "epoch": self.at.epoch,
+                "samples": int(standing.samples),
+                "loss": finite_or_none(standing.loss),
+                "compute_s": standing.compute_s,
+                "wait_s": standing.wait_s,
+                "version": update,
+            }
+        )
 
     def tell_beginning(self) -> None:
         """By the first learner, when all is ready."""
@@ -329,6 +345,7 @@ class Trainer:
                 "strategy": config.sync,
                 "learners": self.learners,
                 "names": list(self.names),
+                "hosts": list(self.hosts),
                 "servers": config.servers if family_of(config.sync) == SERVER else 0,
                 "epochs": config.train.epochs,
                 "epoch": self.at.epoch,
@@ -351,6 +368,7 @@ class Trainer:
             loss=self._loss_sum / self._loss_of if self._loss_of else 0.0,
             samples=self._loss_of,
             traffic=self._traffic_before.plus(self.traffic()),
+            sent_to=self.sent_to(),
             scaler=self.scale_state(),
             buffers={name: buffer.clone() for name, buffer in buffers_of(self.model).items()},
             used_bytes=used_bytes() if self.memory_limit else 0,
@@ -367,6 +385,14 @@ class Trainer:
     def slow_links(self) -> list[str]:
         """Links between hosts that hold the training up, in words."""
         return []
+
+    def sent_to(self) -> tuple[int, ...]:
+        """Bytes to each learner, where there are several hosts."""
+        return ()
+
+    def network_facts(self, parts: Mapping[int, LearnerSnapshot]) -> dict[str, Any]:
+        """What is known of the hosts and links, where there are several."""
+        return {}
 
     # --- a pause, as the one who leads -------------------------------------------------------------------------------
 
@@ -417,6 +443,7 @@ class Trainer:
                 at.drop_held("the run ended before its update was full")
             self.last |= {"dropped": at.dropped, "held": at.held}
             self.look_for_trouble(before, ended=is_last or stop)
+            self.last |= self.network_facts(mine)
             self._name_slow_links(before)
             failed = self._why_in_vain(at, mine)
             stop = stop or bool(failed)
