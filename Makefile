@@ -52,6 +52,7 @@ test-ecosystem: setup
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt \
 		lightning==2.6.6 accelerate==1.15.0 transformers==5.22.0
 	@OFFBEAT_ECOSYSTEM=1 $(BIN)/pytest -s tests/ecosystem tests/process/test_unedited_programs.py
+	@$(BIN)/python benchmarks/programs_on_hosts.py
 
 # Every fault that one host can suffer, 20 times each with other seeds and real time limits, and a table. Half an hour.
 test-faults: setup

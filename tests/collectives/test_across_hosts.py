@@ -25,6 +25,7 @@ from process import ddp_script
 
 PROGRAMS = Path(__file__).parent / "network_programs.py"
 DDP_SCRIPT = Path(ddp_script.__file__)
+HOST_PROGRAMS = Path(__file__).parents[2] / "benchmarks" / "programs_on_hosts.py"
 
 
 def start(
@@ -133,6 +134,31 @@ def test_a_ddp_script_under_torchrun_trains_as_gloo_does_and_as_one_process_on_t
     ours, gloos = (np.load(tmp_path / backend / "parameters.npy") for backend in ("offbeat", "gloo"))
     assert np.abs(ours - gloos).max() < 1e-6
     assert np.abs(ours - train_alone(ranks=4, epochs=2)).max() < 1e-6
+
+
+def test_sharded_tensor_parallel_and_pipelined_programs_train_as_with_gloo(
+    start_lab: StartLab, nursery: Nursery, tmp_path: Path
+) -> None:
+    """Unmodified ones, under torchrun. `benchmarks/programs_on_hosts.py` has the table, and Lightning too."""
+    lab = start_lab(hosts=2)
+    for backend in ("gloo", "offbeat"):
+        (tmp_path / backend).mkdir()
+    names = ["fsdp2", "tensor-parallel", "pipelining"]
+    launch = [
+        sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2",
+        "--node-rank", "{host}", "--master-addr", "{host0}", "--master-port", "29400", str(HOST_PROGRAMS),
+        "--rank", str(tmp_path / "offbeat"), "--programs", *names,
+    ]  # fmt: skip
+    main(["keys", str(tmp_path / "run.key")])
+    given = {"OFFBEAT_KEY": str(tmp_path / "run.key"), "OFFBEAT_REPLACE": "gloo", "OMP_NUM_THREADS": "1"}
+    job = [lab.start(host, launch, environment={**os.environ, **given}) for host in range(2)]
+    words = ["--rank", str(tmp_path / "gloo"), "--programs", *names]
+    nursery.values("run_script", ranks=4, script=str(HOST_PROGRAMS), words=words, port=free_port())
+    told = finish(job)[0]
+    for name in names:
+        assert f"{name} on 4 ranks by OffbeatGroup" in told, told
+        ours, gloos = (np.load(tmp_path / backend / f"{name}.npy") for backend in ("offbeat", "gloo"))
+        assert np.abs(ours - gloos).max() < 1e-6, name
 
 
 def train_alone(ranks: int, epochs: int) -> np.ndarray[Any, np.dtype[np.float32]]:
