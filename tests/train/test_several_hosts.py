@@ -65,6 +65,23 @@ def test_two_hosts_train_as_one_process_on_the_union_batch(start_lab: StartLab, 
     check_hosts_are_told(folder_of(tmp_path, 0) / "run", counted=sync != "native")
 
 
+@pytest.mark.skipif(not MATRIX, reason="another start of torchrun: make test-matrix")
+def test_a_slow_host_gets_fewer_samples_and_the_weights_are_those_of_one_process(
+    start_lab: StartLab, tmp_path: Path
+) -> None:
+    lab = start_lab(hosts=2)
+    options = {"train.epochs": 4, "train.scaling": "none", "train.lr": 0.1, "save.every-updates": 0}
+    slow = [word for learner in (2, 3) for word in ("--slow", f"learner={learner},factor=5")]
+    words = [*words_for("ring", **options, **{"model.name": "softmax"}), "--train.split", "auto", *slow]
+    told = finish(start(lab, tmp_path, words, OPEN))[0]
+    share = re.search(r"% between the learners \(host0 (\d+) %, host1 (\d+) %\), by measured speed", told)
+    assert share is not None and int(share[1]) > int(share[2]), told
+    task = task_of(override(read_recipe("digits-softmax"), {}))
+    alone, _ = expected(task, Recipe(batch=4 * 64, epochs=4, seed=0, least=4, rate=lambda update: 0.1, optimizer=sgd()))
+    ours = safetensors.torch.load_file(folder_of(tmp_path, 0) / "run" / "weights.safetensors")
+    assert distance(ours, alone) < 1e-6
+
+
 def check_hosts_are_told(run: Path, *, counted: bool) -> None:
     """In the log, the metrics, the trace and the report."""
     log = read_log(RunDir(run).log(1))

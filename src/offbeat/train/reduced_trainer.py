@@ -13,7 +13,7 @@ import inspect
 import math
 import os
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -591,7 +591,12 @@ class ReducedTrainer(Trainer):
         self._shares = shares
         if self.number == 0:
             told = ":".join(f"{100 * share:.0f}" for share in shares)
-            self.note(f"samples of an update are now split {told} % between the learners, by measured speed")
+            by_host: defaultdict[str, float] = defaultdict(float)
+            for host, share in zip(self.hosts, shares, strict=False):
+                by_host[host] += share
+            hosts = ", ".join(f"{host} {100 * share:.0f} %" for host, share in by_host.items())
+            beside = f" ({hosts})" if hosts else ""
+            self.note(f"samples of an update are now split {told} % between the learners{beside}, by measured speed")
         return True
 
     # --- the books --------------------------------------------------------------------------------------------------
