@@ -10,7 +10,7 @@ WORKERS ?= 3
 # Hundreds of tests start a process: with compiled modules on disk each of them starts a quarter of a second sooner.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: setup demo docs test test-torch test-network test-ecosystem test-faults test-world test-fuzz test-matrix test-last-second test-absurd test-attacks test-strangers bench clean
+.PHONY: setup demo docs test test-codecs test-torch test-network test-ecosystem test-faults test-world test-fuzz test-matrix test-last-second test-absurd test-attacks test-strangers bench clean
 
 setup: $(INSTALLED)
 
@@ -38,6 +38,10 @@ test: setup
 	@$(BIN)/ruff format --no-cache --check -q .
 	@$(BIN)/mypy
 	@$(BIN)/pytest -n $(WORKERS) --dist loadfile
+
+# Every codec on 10,000 tensors and over 1,000 steps; every coded schedule on 2 to 8 ranks. Minutes.
+test-codecs: setup
+	@OFFBEAT_CODECS=1 $(BIN)/pytest tests/codecs tests/schedules/test_coded.py tests/collectives/test_coded_group.py
 
 # PyTorch's own tests of torch.distributed, with Gloo and with this backend: the same must run and pass. Minutes.
 test-torch: setup

@@ -19,12 +19,14 @@ PACKAGE = HERE / "src" / "offbeat"
 
 # A room imports only rooms above it. Torch-free rooms and files use the standard library and numpy alone.
 TORCH_FREE = (
-    "errors", "spec", "synonyms", "plugins", "topology", "schedules", "policies", "strategy", "runs", "leases", "chart",
+    "errors", "spec", "synonyms", "plugins", "codecs/__init__", "codecs/table", "topology", "schedules", "policies",
+    "strategy", "runs", "leases", "chart",
     "pipelines", "simulate", "datasets", "report", "predict/calibration", "predict/timelines",
     "predict/recorded_run", "predict/machines", "predict/race", "predict/replay_advice", "predict/roofline",
 )  # fmt: skip
 ROOMS = (
-    "errors", "number_format", "spec", "synonyms", "plugins", "topology", "schedules", "policies", "strategy", "runs",
+    "errors", "number_format", "spec", "synonyms", "plugins", "codecs", "topology", "schedules", "policies", "strategy",
+    "runs",
     "leases", "charts", "pipelines", "simulate", "datasets", "report", "processes", "lab", "machine", "energy",
     "network", "collectives",
     "server", "integrations", "parallel", "train", "predict", "measure", "commands", "cli", "__main__",

@@ -60,6 +60,7 @@ In this module:
     register_policy,
     register_schedule           add a strategy of your own
     register_pipeline           add a pipeline schedule of your own
+    register_codec              add a codec of your own: what is sent instead of raw gradients
 
 Subpackages and modules (each is imported when it is first used):
 
@@ -67,6 +68,7 @@ Subpackages and modules (each is imported when it is first used):
     offbeat.policies            parameter-server policies as state machines: events in, commands out
     offbeat.schedules           all-reduce algorithms as data: build, verify, price, draw
     offbeat.pipelines           pipeline schedules as data: build, prove, price, draw; torch's CSV
+    offbeat.codecs              what is sent instead of raw gradients: encode, decode, sizes
     offbeat.topology            machines and links, which prices and simulations run on
     offbeat.simulate            the same policies and schedules in simulated time
     offbeat.strategy            the table of all strategies: `offbeat.strategy.strategies()`
@@ -84,6 +86,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from offbeat import codecs as codecs
     from offbeat import datasets as datasets
     from offbeat import errors as errors
     from offbeat import pipelines as pipelines
@@ -98,12 +101,12 @@ if TYPE_CHECKING:
     from offbeat.pipelines.pipeline_table import register_pipeline
     from offbeat.server.learner.interface import Learner, OpenMinibatch
     from offbeat.server.learner.join import join
-    from offbeat.strategy import register_policy, register_schedule
+    from offbeat.strategy import register_codec, register_policy, register_schedule
 
 __version__ = "0.1.0"
 __all__ = [
-    "Learner", "OpenMinibatch", "Options", "__version__", "join", "register_pipeline", "register_policy",
-    "register_schedule", "stats",
+    "Learner", "OpenMinibatch", "Options", "__version__", "join", "register_codec", "register_pipeline",
+    "register_policy", "register_schedule", "stats",
 ]  # fmt: skip
 
 # Where each name is defined; the module is imported when the name is first asked for.
@@ -112,13 +115,14 @@ _HOMES = {
     "OpenMinibatch": "offbeat.server.learner.interface",
     "Options": "offbeat.collectives.options",
     "join": "offbeat.server.learner.join",
+    "register_codec": "offbeat.strategy",
     "register_pipeline": "offbeat.pipelines.pipeline_table",
     "register_policy": "offbeat.strategy",
     "register_schedule": "offbeat.strategy",
     "stats": "offbeat.collectives.backend",
 }
 _SUBPACKAGES = (
-    "datasets", "errors", "pipelines", "policies", "schedules", "simulate", "strategy", "topology", "train",
+    "codecs", "datasets", "errors", "pipelines", "policies", "schedules", "simulate", "strategy", "topology", "train",
 )  # fmt: skip
 
 if not TYPE_CHECKING:  # a type checker sees the imports above, and refuses a name that is not there

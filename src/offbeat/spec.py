@@ -20,7 +20,7 @@ from typing import Any
 
 from offbeat.errors import RequestError, nearest, unknown
 
-_NAME = re.compile(r"(?:[0-9]+[a-z]|[a-z])[a-z0-9-]*")  # 1f1b is one, 4x8 looks like one
+_NAME = re.compile(r"(?:[0-9]+-?[a-z]|[a-z])[a-z0-9-]*")  # 1f1b and 1-bit are names, 4x8 looks like one
 _WORD = re.compile(r"[^\s,=]+")
 _RANGE = re.compile(r"([0-9]{1,9})\.\.([0-9]{1,9})")
 MOST_LINES = 1000  # that a line with ranges may stand for

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from offbeat import plugins
+from offbeat import codecs, plugins
 from offbeat import spec as grammar
 from offbeat.errors import RequestError
 from offbeat.policies import table as policy_table
@@ -131,6 +131,15 @@ def register_policy(row: policy_table.PolicyRow) -> None:
     """
     plugins.check_new(row.name, strategies(), row.examples)
     policy_table.add_row(row)
+
+
+def register_codec(row: codecs.CodecRow) -> None:
+    """Add a codec of your own: what is sent instead of raw fp32 numbers; as `register_policy`.
+
+    The row is an `offbeat.codecs.CodecRow`; its class, an `offbeat.codecs.coder.Coder`, is named as `module:name`.
+    The sizes that it states are checked: a `RequestError` says where they do not add up.
+    """
+    codecs.add_row(row)
 
 
 def register_schedule(row: Algorithm) -> None:

@@ -26,8 +26,9 @@ def plain(thing: object) -> str:
 def test_dir_names_what_a_user_needs_and_nothing_else() -> None:
     shown = {name for name in dir(offbeat) if not name.startswith("__")}
     assert shown == {
-        "Learner", "OpenMinibatch", "Options", "join", "register_pipeline", "register_policy", "register_schedule",
-        "stats", "datasets", "errors", "pipelines", "policies", "schedules", "simulate", "strategy", "topology",
+        "Learner", "OpenMinibatch", "Options", "join", "register_codec", "register_pipeline", "register_policy",
+        "register_schedule", "stats", "codecs", "datasets", "errors", "pipelines", "policies", "schedules", "simulate",
+        "strategy", "topology",
         "train",
     }  # fmt: skip
     assert {"Config", "Task", "train"} <= set(dir(offbeat.train))

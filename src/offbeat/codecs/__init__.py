@@ -1,0 +1,39 @@
+"""Codecs: what is sent instead of raw fp32 numbers. The table needs no torch; the classes behind its rows do.
+
+codec = codecs.parse("int8")
+codec.size_bytes(1_000_000)          # exact, without torch: for prices and simulations
+coder = codec.coder()                # encode and decode, on preallocated memory
+payload = torch.empty(codec.size_bytes(len(values)), dtype=torch.uint8)
+coder.encode(values, payload, residual)   # afterwards: decoded + residual = values + the residual before
+coder.decode(payload, out)
+"""
+
+from offbeat.codecs.table import (
+    BLOCK,
+    CODECS,
+    PER_TENSOR,
+    PER_TRANSFER,
+    Codec,
+    CodecRow,
+    add_row,
+    gain,
+    least_speed,
+    most_bandwidth,
+    parse,
+    split_place,
+)
+
+__all__ = [
+    "BLOCK",
+    "CODECS",
+    "PER_TENSOR",
+    "PER_TRANSFER",
+    "Codec",
+    "CodecRow",
+    "add_row",
+    "gain",
+    "least_speed",
+    "most_bandwidth",
+    "parse",
+    "split_place",
+]
